@@ -1,0 +1,163 @@
+"""The seam between the two planes: a `StepPlan` goes down, a `StepResult` comes up, and nothing else crosses.
+
+Both are flat records of numbers, strings and tuples, so that they can be written to a file, replayed, simulated, or sent
+to another process or machine. A *row* is a sequence's place in the worker's batch; it persists between steps, and a plan
+carries only what changed. The worker applies a plan in this order: `removed_rows`, `new_rows`, `appended_tokens`,
+`replaced_blocks`, `appended_blocks`, `copies`, and then computes `work`.
+
+A token sampled for a row is appended to that row by the worker itself, so that the next step does not have to wait until
+the token has travelled up and down again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+PLAN_VERSION = 1
+
+
+class RowSampling(NamedTuple):
+    """All that the sampler must know of one row: plain values, checked by `SamplingParams` before they get here."""
+
+    seed: int = 0
+    """64-bit key of the counter-based generator."""
+    temperature: float = 1.0
+    """0 means greedy."""
+    top_k: int = 0
+    """0 means all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    """While fewer output tokens exist, `stop_token_ids` cannot be sampled."""
+    stop_token_ids: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences whose last token is forbidden where the ones before it have just been generated."""
+    num_logprobs: int | None = None
+    """Alternatives to report with each sampled token; 0 reports the sampled one alone, -1 the whole vocabulary."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """Tokens reported in every `TokenLogprobs` whatever their rank."""
+    num_prompt_logprobs: int | None = None
+    logprobs_mode: str = "raw_logprobs"
+    """One of raw_logprobs, processed_logprobs, raw_logits, processed_logits."""
+    processors: tuple[str, ...] = ()
+    """Names of per-request logits processors registered with the executor."""
+
+
+class NewRow(NamedTuple):
+    """A sequence takes a row: first admission, resumption after preemption, or a fork."""
+
+    row: int
+    name: str
+    """For logs and errors only."""
+    token_ids: tuple[int, ...]
+    """Every token known so far: prompt, then output."""
+    num_prompt_tokens: int
+    block_table: tuple[int, ...]
+    sampling: RowSampling
+
+
+class RowWork(NamedTuple):
+    """One row's share of a step: compute `count` tokens from position `start`."""
+
+    row: int
+    start: int
+    count: int
+    num_samples: int = 0
+    """Tokens to sample from the logits of the last computed position: 0 while tokens are still to be computed, 1 as a rule,
+    `n` where `n` sequences fork from here. Sample `i` uses `derive_seed(seed, i)`; only sample 0 is appended to the row."""
+    num_candidates: int = 0
+    """Beam search: report this many best tokens with their log-probabilities instead of sampling."""
+    prompt_logprobs_from: int = -1
+    """First *target* position whose log-probability is wanted (the token at position p is scored by the logits of p - 1),
+    up to `start + count` or the end of the prompt, whichever is first; -1 for none."""
+
+
+class AppendedTokens(NamedTuple):
+    row: int
+    token_ids: tuple[int, ...]
+
+
+class AppendedBlocks(NamedTuple):
+    row: int
+    blocks: tuple[int, ...]
+
+
+class ReplacedBlock(NamedTuple):
+    """Entry `index` of a row's block table now names `block` (copy-on-write, or a merge of identical blocks)."""
+
+    row: int
+    index: int
+    block: int
+
+
+class BlockCopy(NamedTuple):
+    source: int
+    destination: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step, as the control plane wants it."""
+
+    step_id: int
+    work: tuple[RowWork, ...] = ()
+    removed_rows: tuple[int, ...] = ()
+    new_rows: tuple[NewRow, ...] = ()
+    appended_tokens: tuple[AppendedTokens, ...] = ()
+    replaced_blocks: tuple[ReplacedBlock, ...] = ()
+    appended_blocks: tuple[AppendedBlocks, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
+    version: int = PLAN_VERSION
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(work.count for work in self.work)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the worker has nothing to compute (row diffs may still be carried)."""
+        return not self.work
+
+
+class TokenLogprobs(NamedTuple):
+    """A token's log-probability (natural logarithm) and its best alternatives.
+
+    `rank` is 1 for the most likely token. `top_ids` and `top_logprobs` are sorted from the most likely down and hold the
+    alternatives asked for; the token itself need not be among them.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+class WorkResult(NamedTuple):
+    """What came of one `RowWork`, in the plan's order."""
+
+    token_ids: tuple[int, ...] = ()
+    """`num_samples` sampled tokens."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per sampled token where the row asked for them; for beam search one whose alternatives are the candidates."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """For the target positions from `prompt_logprobs_from` on."""
+    error: str | None = None
+    """Set where this row alone failed (non-finite logits, a processor that raised); the other fields are then empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came of a `StepPlan`: one `WorkResult` per `RowWork`, in the same order."""
+
+    step_id: int
+    results: tuple[WorkResult, ...] = ()
+    elapsed_s: float = 0.0
+    version: int = PLAN_VERSION

@@ -1,0 +1,65 @@
+"""Every error Quire raises on purpose, as one tree.
+
+A `QuireError` is somebody else's mistake (a user's, a file's, a machine's): its message says what is wrong, with the
+value, and what to do about it. A bug of our own is an `assert` or a plain Python exception, never a `QuireError`.
+
+    QuireError
+    ├── ConfigError              an option, or a combination of options, that cannot work
+    │   ├── CapacityError        the memory given does not hold what was asked for
+    │   └── UnsupportedModelError  a model, or a key of its config.json, that Quire does not implement
+    ├── ModelNotFoundError       no such folder, file, shipped model or reachable hub name
+    ├── CheckpointError          a model file that is malformed, truncated or inconsistent
+    ├── RequestError             one request cannot be served; other requests are not affected
+    │   ├── InvalidParameterError  a sampling parameter or an argument out of its range
+    │   └── PromptTooLongError   the prompt exceeds the context, or the whole KV pool
+    └── EngineError              the engine itself failed or was closed
+"""
+
+from __future__ import annotations
+
+
+class QuireError(Exception):
+    """Base of all errors that are not bugs of Quire's own."""
+
+
+class ConfigError(QuireError):
+    """An option, or a combination of options, that cannot work."""
+
+
+class CapacityError(ConfigError):
+    """The memory given does not hold what was asked for."""
+
+
+class UnsupportedModelError(ConfigError):
+    """A model, or a key of its `config.json`, that Quire does not implement."""
+
+
+class ModelNotFoundError(QuireError):
+    """No such folder, file, shipped model or reachable hub name."""
+
+
+class CheckpointError(QuireError):
+    """A model file that is malformed, truncated or inconsistent."""
+
+
+class RequestError(QuireError):
+    """One request cannot be served; other requests are not affected."""
+
+
+class InvalidParameterError(RequestError):
+    """A sampling parameter or an argument out of its range.
+
+    `param` is the name of the offending parameter, for programs that report it (an HTTP body, a form).
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class PromptTooLongError(RequestError):
+    """The prompt exceeds the context length, or could never fit the whole KV pool."""
+
+
+class EngineError(QuireError):
+    """The engine itself failed or was closed."""

@@ -1,0 +1,129 @@
+"""The kernel seam: every operation that a model or the worker needs, as one protocol on tensors.
+
+A back end (`reference`, `cpu`, later `triton`) implements `Kernels`. It knows tensors and shapes, never a model's name and
+never a request. All tensors are contiguous unless said otherwise.
+
+The contract beyond the arithmetic is *row invariance*: an output row is computed by the same sequence of floating-point
+operations whatever other rows are in the call, however many there are, and at any number of threads. Accumulation is
+float32 for bfloat16 and float32 inputs; results are rounded once to the output dtype.
+
+Shapes: T tokens in the step, S sequences, H hidden, N outputs, K inputs, D head size, B blocks, P positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
+class PackedLinear(Protocol):
+    """A weight in the layout that a back end's GEMM wants. Opaque to everyone else."""
+
+    num_outputs: int
+    num_inputs: int
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """A ragged batch as attention sees it: S sequences, each with `query_len >= 1` new tokens at the end of its context.
+
+    Sequence s owns query rows `query_start[s] : query_start[s + 1]`; its last query row sits at absolute position
+    `context_len[s] - 1`. The K and V of all its positions below `context_len[s]` are in the cache already (the step's own
+    tokens are written before attention runs).
+    """
+
+    query_start: Tensor
+    """int32 [S + 1]"""
+    context_len: Tensor
+    """int32 [S]"""
+    block_tables: Tensor
+    """int32 [S, max blocks]; entries beyond a sequence's context are undefined."""
+    slots: Tensor
+    """int64 [T]: physical slot (block * block_size + offset) that each of the step's tokens is written to."""
+    positions: Tensor
+    """int64 [T]: absolute position of each token."""
+    max_query_len: int
+    max_context_len: int
+
+
+class Kernels(Protocol):
+    """One back end."""
+
+    name: str
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        """Take a weight [N, K] (and bias [N]) into this back end's layout. The caller drops the original."""
+        ...
+
+    def linear(self, x: Tensor, weight: PackedLinear, *, out_dtype: str | None = None) -> Tensor:
+        """`x [T, K] @ weight.T + bias -> [T, N]`, in x's dtype or, with `out_dtype="float32"`, unrounded."""
+        ...
+
+    def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """Gather rows: ids int64 [T], table [V, H] -> [T, H]."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0) -> Tensor:
+        """`x / sqrt(mean(x^2) + eps) * (weight + weight_offset)` over the last dimension; x is [..., H]."""
+        ...
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """Residual add, then norm: returns `(rms_norm(x + residual), x + residual)`, the sum rounded to x's dtype first."""
+        ...
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """Ordinary layer norm over the last dimension."""
+        ...
+
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        """Elementwise activation."""
+        ...
+
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """`activation(gate) * up` where gate_up is [T, 2 * F], gate first -> [T, F]."""
+        ...
+
+    def rope(self, x: Tensor, positions: Tensor, cos_sin: Tensor, *, interleaved: bool = False) -> None:
+        """Rotate `x [T, heads, D]` in place by its positions (int64 [T]).
+
+        `cos_sin` is float32 [P, 2, R / 2]: cosines, then sines, of the R rotated leading dimensions. Halves are paired
+        (i, i + R / 2) as in Llama's Hugging Face layout, or neighbours (2 i, 2 i + 1) with `interleaved`.
+        x may be a strided view whose last two dimensions are contiguous.
+        """
+        ...
+
+    def write_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+        """Store `key`, `value` [T, KV heads, D] into the caches [B, KV heads, block size, D] at `slots` (int64 [T])."""
+        ...
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        """Causal attention of a ragged batch over block tables: query [T, heads, D] -> [T, heads, D].
+
+        `window` limits a query at position p to keys at positions above `p - window`. `soft_cap` replaces a score s by
+        `soft_cap * tanh(s / soft_cap)` before masking. KV tiles are aligned to absolute positions, never to blocks, so
+        that the block size does not change a bit of the result.
+        """
+        ...
+
+    def copy_blocks(self, caches: list[Tensor], sources: Tensor, destinations: Tensor) -> None:
+        """Copy whole blocks within each cache [B, ...]: ids int64 [n]; all reads happen before any write."""
+        ...
