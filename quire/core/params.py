@@ -1,0 +1,431 @@
+"""What a request asks of the sampler: the public parameters, checked once, and their translation into plan records.
+
+Owns the names, defaults and ranges that users meet, and nothing else: how a parameter acts on logits is the business of
+`quire.sampling`, when a sequence stops the scheduler's, what a token id or a stop string means the tokenizer's.
+
+A parameter object is an ordinary mutable record, checked when it is made. The engine works on a `clone()`, which checks
+again, so a field that was assigned afterwards cannot slip through.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from numbers import Real
+from typing import Any, Literal, NoReturn, Self
+
+from quire.core.plan import RowSampling
+from quire.errors import InvalidParameterError
+
+MAX_SEQUENCES = 128
+"""Largest `n` and `best_of`."""
+MAX_BEAM_WIDTH = 128
+MAX_TOKENS = 2**31 - 1
+"""Largest `max_tokens`; the context length is the real limit."""
+MAX_TEMPERATURE = 1e4
+MIN_TEMPERATURE = 1e-5
+"""Temperatures below this are greedy: the quotient `logit / temperature` would leave the range of float32."""
+MAX_REPETITION_PENALTY = 1e4
+MAX_PENALTY = 2.0
+MAX_LOGIT_BIAS = 100.0
+MAX_TOP_K = 2**31 - 1
+MAX_LOGPROBS = 1 << 20
+MAX_LOGPROB_TOKEN_IDS = 128
+MAX_STOP_STRINGS = 256
+MAX_STOP_STRING_LEN = 4096
+MAX_STOP_TOKEN_IDS = 4096
+MAX_LOGIT_BIASES = 1 << 16
+MAX_ALLOWED_TOKEN_IDS = 1 << 20
+MAX_BAD_WORDS = 4096
+MAX_BAD_WORD_LEN = 1024
+MAX_PROCESSORS = 64
+MAX_TOKEN_ID = 2**31 - 1
+
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+
+LogitsProcessor = Callable[..., Any]
+"""`(output_token_ids, logits) -> logits` or `(prompt_token_ids, output_token_ids, logits) -> logits`, float32 [V]."""
+
+GENERATION_CONFIG_KEYS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Keys of a model's `generation_config.json` that give defaults, and the parameter that each one sets."""
+
+
+class RequestOutputKind(Enum):
+    """What an output that is delivered before the end of its request holds."""
+
+    CUMULATIVE = "cumulative"
+    """All that has been generated so far."""
+    DELTA = "delta"
+    """What is new since the last output."""
+    FINAL_ONLY = "final_only"
+    """Nothing: only the finished output is delivered."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose a request's tokens and when to stop. Names and defaults are vLLM's.
+
+    Raises `InvalidParameterError` (with `param` set) for a value out of its range.
+    """
+
+    n: int = 1
+    """Sequences to return."""
+    best_of: int | None = None
+    """Sequences to generate, of which the `n` with the best cumulative log-probability are returned; None means `n`."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token that the output holds."""
+    frequency_penalty: float = 0.0
+    """Subtracted once for each time the token occurs in the output."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in the prompt or the output."""
+    temperature: float = 1.0
+    """0, and anything below `MIN_TEMPERATURE`, is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1 keeps all."""
+    min_p: float = 0.0
+    """Keeps tokens at least this probable relative to the most probable one."""
+    seed: int | None = None
+    """None (or -1) lets the engine choose."""
+    stop: str | list[str] | None = None
+    """After construction always a list."""
+    stop_token_ids: list[int] | None = None
+    """After construction always a list."""
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    """None means the rest of the context."""
+    min_tokens: int = 0
+    """Until that many tokens were generated, end-of-sequence and `stop_token_ids` cannot be chosen."""
+    logprobs: int | None = None
+    """Alternatives to report for each output token: 0 the chosen one alone, -1 the whole vocabulary."""
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    """Tokens whose log-probability is reported with every output token, whatever their rank. Implies `logprobs=0`."""
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    logits_processors: list[LogitsProcessor] | None = None
+    """Called for each token with (output ids, logits) or (prompt ids, output ids, logits); see `LogitsProcessor`."""
+    skip_reading_prefix_cache: bool | None = None
+    """None leaves it to the engine."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    def __post_init__(self) -> None:
+        self._check_counts()
+        self._check_distribution()
+        self._check_stops()
+        self._check_logprobs()
+        self._check_restrictions()
+        self._check_flags()
+
+    def _check_counts(self) -> None:
+        self.n = _integer("n", self.n, 1, MAX_SEQUENCES)
+        if self.best_of is not None:
+            self.best_of = _integer("best_of", self.best_of, 1, MAX_SEQUENCES)
+            if self.best_of < self.n:
+                _refuse("best_of", self.best_of, f"an integer from n={self.n} to {MAX_SEQUENCES}")
+        if self.max_tokens is not None:
+            self.max_tokens = _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        self.min_tokens = _integer("min_tokens", self.min_tokens, 0, MAX_TOKENS)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            _refuse("min_tokens", self.min_tokens, f"an integer from 0 to max_tokens={self.max_tokens}")
+
+    def _check_distribution(self) -> None:
+        self.temperature = _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        self.top_p = _number("top_p", self.top_p, 0.0, 1.0, above_low=True)
+        self.min_p = _number("min_p", self.min_p, 0.0, 1.0)
+        self.top_k = max(0, _integer("top_k", self.top_k, -1, MAX_TOP_K))
+        self.presence_penalty = _number("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        self.frequency_penalty = _number("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        self.repetition_penalty = _number(
+            "repetition_penalty", self.repetition_penalty, 0.0, MAX_REPETITION_PENALTY, above_low=True
+        )
+        if self.seed is not None:
+            seed = _integer("seed", self.seed, -(2**63), 2**64 - 1)
+            self.seed = None if seed == -1 else seed
+
+    def _check_stops(self) -> None:
+        self.stop = _strings("stop", self.stop, (MAX_STOP_STRINGS, MAX_STOP_STRING_LEN))
+        self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids or (), MAX_STOP_TOKEN_IDS)
+        if self.stop and not self.detokenize:
+            raise InvalidParameterError(
+                f"stop={_shown(self.stop)} needs detokenize=True: stop strings are searched in the text; "
+                "use stop_token_ids, or leave detokenize on",
+                param="stop",
+            )
+
+    def _check_logprobs(self) -> None:
+        if self.logprobs is not None:
+            self.logprobs = _integer("logprobs", self.logprobs, -1, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs = _integer("prompt_logprobs", self.prompt_logprobs, -1, MAX_LOGPROBS)
+        if self.logprob_token_ids is not None:
+            self.logprob_token_ids = _token_ids("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS)
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            _refuse("logprobs_mode", self.logprobs_mode, "one of " + ", ".join(LOGPROBS_MODES))
+
+    def _check_restrictions(self) -> None:
+        if self.logit_bias is not None:
+            self.logit_bias = _logit_bias(self.logit_bias)
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+            if not self.allowed_token_ids:
+                _refuse("allowed_token_ids", [], "at least one token id, or None to allow all")
+        if self.bad_words is not None:
+            self.bad_words = _strings("bad_words", self.bad_words, (MAX_BAD_WORDS, MAX_BAD_WORD_LEN))
+        if self.logits_processors is not None:
+            self.logits_processors = _processors(self.logits_processors)
+
+    def _check_flags(self) -> None:
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                _refuse(name, getattr(self, name), "True or False")
+        if not isinstance(self.skip_reading_prefix_cache, bool | None):
+            _refuse("skip_reading_prefix_cache", self.skip_reading_prefix_cache, "True, False or None")
+        try:
+            self.output_kind = RequestOutputKind(self.output_kind)
+        except ValueError:
+            _refuse("output_kind", self.output_kind, "one of " + ", ".join(kind.value for kind in RequestOutputKind))
+
+    @classmethod
+    def from_generation_config(cls, config: Mapping[str, Any], **overrides: Any) -> Self:
+        """Parameters whose defaults are a model's `generation_config.json`; `overrides` win.
+
+        A value that the file sets badly is refused like a user's, with the parameter's name.
+        """
+        return cls(**{**generation_defaults(config), **overrides})
+
+    def clone(self) -> Self:
+        """An independent copy, checked anew. Containers are copied; the processors themselves are shared."""
+        copy = replace(self)
+        for item in fields(self):
+            value = getattr(copy, item.name)
+            if isinstance(value, list | dict):
+                setattr(copy, item.name, value.copy())
+        return copy
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences to generate."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken, without drawing."""
+        return self.temperature < MIN_TEMPERATURE
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives the sampler must report: `logprobs`, or 0 where only `logprob_token_ids` asks for any."""
+        return 0 if self.logprobs is None and self.logprob_token_ids else self.logprobs
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse token ids that a model with `vocab_size` tokens does not have."""
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
+            for token_id in getattr(self, name) or ():
+                if token_id >= vocab_size:
+                    _refuse(name, token_id, f"token ids from 0 to {vocab_size - 1}, the model's vocabulary")
+
+    def to_row_sampling(
+        self,
+        *,
+        seed: int,
+        eos_token_ids: Iterable[int] = (),
+        bad_words: Iterable[Sequence[int]] = (),
+        processors: Sequence[str] = (),
+    ) -> RowSampling:
+        """The sampler's view of this request for a row whose 64-bit key is `seed`.
+
+        `eos_token_ids` are the model's; `bad_words` the token sequences of `self.bad_words`; `processors` the names
+        under which `self.logits_processors` are registered with the executor.
+        """
+        greedy = self.is_greedy
+        return RowSampling(
+            seed=seed & (2**64 - 1),
+            temperature=0.0 if greedy else self.temperature,
+            top_k=0 if greedy else self.top_k,
+            top_p=1.0 if greedy else self.top_p,
+            min_p=0.0 if greedy else self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            min_tokens=self.min_tokens,
+            stop_token_ids=self._unsampled_stops(eos_token_ids),
+            logit_bias=tuple(sorted((self.logit_bias or {}).items())),
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(sorted(set(self.allowed_token_ids))),
+            bad_words=tuple(tuple(word) for word in bad_words),
+            num_logprobs=self.num_logprobs,
+            logprob_token_ids=tuple(self.logprob_token_ids or ()),
+            num_prompt_logprobs=self.prompt_logprobs,
+            logprobs_mode=self.logprobs_mode,
+            processors=tuple(processors),
+        )
+
+    def _unsampled_stops(self, eos_token_ids: Iterable[int]) -> tuple[int, ...]:
+        """Tokens that `min_tokens` keeps from being sampled: what would end the sequence."""
+        stops = set(self.stop_token_ids or ())
+        if not self.ignore_eos:
+            stops.update(eos_token_ids)
+        return tuple(sorted(stops))
+
+
+@dataclass(slots=True)
+class BeamSearchParams:
+    """Beam search: keep the `beam_width` best sequences by `cumulative_logprob / len ** length_penalty`.
+
+    Raises `InvalidParameterError` (with `param` set) for a value out of its range.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    """Divides the logits before the log-softmax that scores candidates; 0 leaves them as they are."""
+    length_penalty: float = 1.0
+    """Above 0 favours longer sequences, below 0 shorter ones."""
+    include_stop_str_in_output: bool = False
+    early_stopping: bool | Literal["never"] = False
+    """True stops at `beam_width` finished sequences; False when no running beam can, at its present length, beat the
+    worst finished one; "never" when none could at any length."""
+    skip_special_tokens: bool = True
+    stop_token_ids: list[int] = field(default_factory=list)
+    allowed_token_ids: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        self.beam_width = _integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        self.max_tokens = _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        self.temperature = _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        self.length_penalty = _number("length_penalty", self.length_penalty, -10.0, 10.0)
+        self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids or (), MAX_STOP_TOKEN_IDS)
+        if self.early_stopping != "never" and not isinstance(self.early_stopping, bool):
+            _refuse("early_stopping", self.early_stopping, 'True, False or "never"')
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+            if not self.allowed_token_ids:
+                _refuse("allowed_token_ids", [], "at least one token id, or None to allow all")
+
+    def to_row_sampling(self) -> RowSampling:
+        """The sampler's view of each beam's row; candidates are asked for by `RowWork.num_candidates`."""
+        return RowSampling(
+            temperature=0.0 if self.temperature < MIN_TEMPERATURE else self.temperature,
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(sorted(set(self.allowed_token_ids))),
+        )
+
+
+def generation_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling parameters that a `generation_config.json` sets, by parameter name.
+
+    Its keys are exactly what is used of the file; see `GENERATION_CONFIG_KEYS`. Null values count as absent, and an
+    explicit `"do_sample": false` gives `temperature=0.0`.
+    """
+    defaults = {param: config[key] for key, param in GENERATION_CONFIG_KEYS.items() if config.get(key) is not None}
+    if config.get("do_sample") is False:
+        defaults["temperature"] = 0.0
+    return defaults
+
+
+_DIGITS = re.compile(r"[0-9]{1,10}\Z")
+_FLAGS = (
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)
+
+
+def _refuse(param: str, value: object, wanted: str) -> NoReturn:
+    raise InvalidParameterError(f"{param}={_shown(value)} is out of range; give {wanted}", param=param)
+
+
+def _shown(value: object) -> str:
+    """A value for a message; never long, and never failing (Python refuses to print very large integers)."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"<an integer of {value.bit_length()} bits>"
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _integer(param: str, value: object, low: int, high: int) -> int:
+    wanted = f"an integer from {low} to {high}"
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        _refuse(param, value, wanted)
+    integer = operator.index(value)
+    if not low <= integer <= high:
+        _refuse(param, value, wanted)
+    return integer
+
+
+def _number(param: str, value: object, low: float, high: float, *, above_low: bool = False) -> float:
+    wanted = f"a number {'above' if above_low else 'from'} {low:g} {'up ' if above_low else ''}to {high:g}"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        _refuse(param, value, wanted)
+    number = float(value)
+    if not math.isfinite(number) or not low <= number <= high or (above_low and number == low):
+        _refuse(param, value, wanted)
+    return number
+
+
+def _sequence(param: str, values: object, max_len: int) -> list[Any]:
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        _refuse(param, values, f"a list of at most {max_len} entries")
+    entries = list(values)
+    if len(entries) > max_len:
+        raise InvalidParameterError(f"{param} holds {len(entries)} entries; give at most {max_len}", param=param)
+    return entries
+
+
+def _strings(param: str, values: object, limits: tuple[int, int]) -> list[str]:
+    max_entries, max_chars = limits
+    if values is None:
+        return []
+    entries = [values] if isinstance(values, str) else _sequence(param, values, max_entries)
+    for entry in entries:
+        if not isinstance(entry, str) or not 1 <= len(entry) <= max_chars:
+            _refuse(param, entry, f"strings of 1 to {max_chars} characters")
+    return entries
+
+
+def _token_ids(param: str, values: object, max_len: int) -> list[int]:
+    return [_integer(param, value, 0, MAX_TOKEN_ID) for value in _sequence(param, values, max_len)]
+
+
+def _logit_bias(biases: object) -> dict[int, float]:
+    if not isinstance(biases, Mapping):
+        _refuse("logit_bias", biases, "a mapping from token id to bias")
+    if len(biases) > MAX_LOGIT_BIASES:
+        raise InvalidParameterError(
+            f"logit_bias holds {len(biases)} entries; give at most {MAX_LOGIT_BIASES}", param="logit_bias"
+        )
+    checked: dict[int, float] = {}
+    for key, bias in biases.items():
+        # JSON has no integer keys, so "42" is accepted for 42.
+        token_id = int(key) if isinstance(key, str) and _DIGITS.match(key) else key
+        token_id = _integer("logit_bias", token_id, 0, MAX_TOKEN_ID)
+        checked[token_id] = _number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+    return checked
+
+
+def _processors(values: object) -> list[LogitsProcessor]:
+    entries = _sequence("logits_processors", values, MAX_PROCESSORS)
+    for entry in entries:
+        if not callable(entry):
+            _refuse("logits_processors", entry, "callables of (output_token_ids, logits)")
+    return entries
