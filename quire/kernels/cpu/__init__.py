@@ -1,1 +1,76 @@
-"""Native CPU kernels."""
+"""The native CPU back end: kernels from csrc/cpu, checked and called through `CpuKernels`.
+
+Owns the loading of the extension, the thread count and the choice of instruction set. The extension may be missing (it
+is not built where there is no C++ compiler); `reasons_against` then says so.
+
+torch is imported before the extension on purpose: both then share the one libgomp that torch ships (CMakeLists.txt).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quire.errors import ConfigError
+from quire.kernels.interface import Kernels
+
+try:
+    from quire.kernels.cpu import _native
+except ImportError as error:
+    IMPORT_ERROR: str | None = str(error)
+else:
+    IMPORT_ERROR = None
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def reasons_against(device: str, dtype: torch.dtype) -> list[str]:
+    """Why this back end cannot serve tensors of `dtype` on `device`; empty where it can."""
+    reasons = []
+    if torch.device(device).type != "cpu":
+        reasons.append(f"runs on the CPU only, not on {device}")
+    if dtype not in DTYPES:
+        reasons.append(f"computes in float32 and bfloat16, not in {str(dtype).removeprefix('torch.')}")
+    if IMPORT_ERROR is not None:
+        reasons.append(
+            f"the extension was not built or cannot be loaded ({IMPORT_ERROR}); reinstall with a C++ compiler present"
+        )
+    elif not hasattr(_native, "set_isa"):
+        reasons.append("the extension is from an older build; reinstall")
+    return reasons
+
+
+def load() -> Kernels:
+    """The back end; ConfigError where the extension is missing."""
+    reasons = reasons_against("cpu", torch.float32)
+    if reasons:
+        raise ConfigError("the native CPU kernels cannot run: " + "; ".join(reasons))
+    from quire.kernels.cpu.kernels import CpuKernels
+
+    return CpuKernels()
+
+
+def set_num_threads(count: int) -> None:
+    """Threads that the native kernels use from now on, in the whole process (torch's own setting is not touched)."""
+    _native.set_num_threads(count)
+
+
+def num_threads() -> int:
+    """Threads that the native kernels use; OpenMP's default until set."""
+    return _native.num_threads()
+
+
+def supported_isas() -> tuple[str, ...]:
+    """Instruction sets that were compiled in and that this machine has, from the plainest to the best."""
+    return tuple(_native.supported_isas())
+
+
+def isa() -> str:
+    """The instruction set in use: the best supported one until set."""
+    return _native.isa()
+
+
+def set_isa(name: str) -> None:
+    """Use another supported instruction set, for tests and measurements. Weights packed before stay valid."""
+    if name not in supported_isas():
+        raise ConfigError(f"instruction set {name!r} is not one of {', '.join(supported_isas())}")
+    _native.set_isa(name)

@@ -1,0 +1,64 @@
+"""Reference paged attention and cache movement: gather a sequence's keys and values, then plain softmax, row by row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.kernels.interface import AttentionBatch
+
+
+def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+    """Scatter [T, KV heads, D] into caches [B, KV heads, block size, D]."""
+    block_size = key_cache.shape[2]
+    blocks, offsets = slots // block_size, slots % block_size
+    key_cache[blocks, :, offsets] = key.to(key_cache.dtype)
+    value_cache[blocks, :, offsets] = value.to(value_cache.dtype)
+
+
+def copy_blocks(caches: list[Tensor], sources: Tensor, destinations: Tensor) -> None:
+    """Advanced indexing copies the sources out first, so chains of copies read the old contents."""
+    for cache in caches:
+        cache[destinations] = cache[sources]
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """One query row at a time over the keys it can see, so nothing else in the batch can reach its arithmetic."""
+    out = torch.empty_like(query)
+    query_start, context_len = batch.query_start.tolist(), batch.context_len.tolist()
+    for index, context in enumerate(context_len):
+        start, end = query_start[index], query_start[index + 1]
+        table = batch.block_tables[index]
+        keys, values = _gather(key_cache, table, context), _gather(value_cache, table, context)
+        for row in range(start, end):
+            last = context - (end - row)  # this row's own position
+            first = 0 if window is None else max(0, last - window + 1)
+            seen = slice(first, last + 1)
+            out[row] = _attend(query[row].float(), keys[:, seen], values[:, seen], scale, soft_cap).to(out.dtype)
+    return out
+
+
+def _gather(cache: Tensor, table: Tensor, context: int) -> Tensor:
+    """A sequence's cache as float32 [KV heads, context, D]."""
+    block_size = cache.shape[2]
+    blocks = table[: -(-context // block_size)].long()
+    return cache[blocks].transpose(0, 1).flatten(1, 2)[:, :context].float()
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, soft_cap: float | None) -> Tensor:
+    """Query [heads, D] against keys and values [KV heads, n, D], each KV head serving heads / KV heads query heads."""
+    grouped = query.view(keys.shape[0], -1, query.shape[-1])
+    scores = (grouped.unsqueeze(2) * keys.unsqueeze(1)).sum(-1) * scale  # [KV heads, group, n]
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    weights = torch.softmax(scores, dim=-1)
+    return (weights.unsqueeze(-1) * values.unsqueeze(1)).sum(2).view_as(query)

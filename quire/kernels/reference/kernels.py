@@ -1,0 +1,24 @@
+"""`ReferenceKernels`: the functions of this folder as one object with the shape of the `Kernels` protocol."""
+
+from __future__ import annotations
+
+from quire.kernels.reference import attention, elementwise, linear
+
+
+class ReferenceKernels:
+    """The whole `Kernels` protocol in plain torch. Holds no state."""
+
+    name = "reference"
+
+    pack_linear = staticmethod(linear.pack_linear)
+    linear = staticmethod(linear.linear)
+    embedding = staticmethod(elementwise.embedding)
+    rms_norm = staticmethod(elementwise.rms_norm)
+    add_rms_norm = staticmethod(elementwise.add_rms_norm)
+    layer_norm = staticmethod(elementwise.layer_norm)
+    activate = staticmethod(elementwise.activate)
+    gated = staticmethod(elementwise.gated)
+    rope = staticmethod(elementwise.rope)
+    write_kv = staticmethod(attention.write_kv)
+    copy_blocks = staticmethod(attention.copy_blocks)
+    paged_attention = staticmethod(attention.paged_attention)
