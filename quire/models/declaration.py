@@ -1,0 +1,270 @@
+"""The words in which a decoder is declared: plain frozen records, no torch, no behaviour beyond counting.
+
+A family's file builds one `DecoderSpec` with the checkpoint's weight names written inline. Loading, memory planning,
+packing, sharding and quantising are generic walks over it; nothing here knows of devices, tensor parallelism,
+quantisation or LoRA. Linear weights are [outputs, inputs] whatever a checkpoint stores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from quire.models.rope import RopeSpec
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One logical tensor, and where a checkpoint keeps it."""
+
+    name: str
+    shape: tuple[int, ...]
+    is_transposed: bool = False
+    """The checkpoint stores [inputs, outputs]."""
+    first_row: int = 0
+    """The first of this tensor's rows within the stored one."""
+    stored_rows: int | None = None
+    """Rows of the stored tensor where it holds more than this one (fused weights)."""
+    centre: float = 0.0
+    """What the values scatter around when they are made up (dummy weights)."""
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape that the checkpoint must have under `name`."""
+        shape = (self.stored_rows or self.shape[0], *self.shape[1:])
+        return shape[::-1] if self.is_transposed else shape
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSpec:
+    """y = x @ weight.T + bias."""
+
+    weight: TensorSpec
+    bias: TensorSpec | None = None
+
+    @property
+    def num_outputs(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def num_inputs(self) -> int:
+        return self.weight.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """RMS norm, or layer norm, over the last `size` values."""
+
+    kind: Literal["rms", "layer"]
+    weight: TensorSpec
+    eps: float
+    bias: TensorSpec | None = None
+    weight_offset: float = 0.0
+    """Added to the weight: 1 where a checkpoint stores weights around zero (Gemma)."""
+
+    @property
+    def size(self) -> int:
+        return self.weight.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Causal self-attention with grouped heads."""
+
+    query: LinearSpec
+    key: LinearSpec
+    value: LinearSpec
+    output: LinearSpec
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rope: RopeSpec | None
+    query_norm: NormSpec | None = None
+    """Over each head, or over the whole projection, as its size says; before RoPE."""
+    key_norm: NormSpec | None = None
+    window: int | None = None
+    soft_cap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MlpSpec:
+    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate."""
+
+    gate: LinearSpec | None
+    up: LinearSpec
+    down: LinearSpec
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSpec:
+    """x += post_attention_norm(attention(attention_norm(x))), then x += post_mlp_norm(mlp(mlp_norm(x))).
+
+    Any of the norms may be absent.
+    """
+
+    attention_norm: NormSpec | None
+    attention: AttentionSpec
+    mlp_norm: NormSpec | None
+    mlp: MlpSpec
+    post_attention_norm: NormSpec | None = None
+    post_mlp_norm: NormSpec | None = None
+
+
+class KVLayerSpec(NamedTuple):
+    """What one layer keeps in the KV cache for every token."""
+
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+    """Tokens further back than this are never read again; None for full attention."""
+
+    def bytes_per_token(self, dtype: str) -> int:
+        """Bytes of K and V of one token."""
+        return 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+
+
+class FlopsPerToken(NamedTuple):
+    """Floating-point operations of the matrix products for one token (a multiply and an add are two)."""
+
+    layers: int
+    head: int
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """A whole decoder."""
+
+    architecture: str
+    hidden_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    """The context length that the model was made for."""
+    dtype: str
+    """What the checkpoint says its weights are: float32, bfloat16 or float16."""
+    embedding: TensorSpec
+    blocks: tuple[BlockSpec, ...]
+    final_norm: NormSpec
+    head: LinearSpec
+    """Shares the embedding's tensor where the two are tied."""
+    embedding_scale: float = 1.0
+    position_embedding: TensorSpec | None = None
+    final_soft_cap: float | None = None
+    optional_prefix: str = "model."
+    """Names may come without it (checkpoints of the bare decoder)."""
+
+    @property
+    def is_tied(self) -> bool:
+        return self.head.weight.name == self.embedding.name
+
+    @cached_property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Every tensor once, in the order of the declaration."""
+        return tuple(dict.fromkeys(_walk_tensors(self)))
+
+    @property
+    def kv_layers(self) -> tuple[KVLayerSpec, ...]:
+        """For memory planning."""
+        attentions = (block.attention for block in self.blocks)
+        return tuple(KVLayerSpec(a.num_kv_heads, a.head_dim, a.window) for a in attentions)
+
+    @property
+    def num_parameters(self) -> int:
+        """Trained numbers; a tied head counts once."""
+        return sum(tensor.num_elements for tensor in self.tensors)
+
+    @property
+    def max_positions(self) -> int | None:
+        """The length that the model cannot exceed (learned positions), or None where RoPE sets no hard limit."""
+        return None if self.position_embedding is None else self.position_embedding.shape[0]
+
+    def weight_bytes(self, dtype: str) -> int:
+        """Memory of the weights in the compute dtype. A tied head counts twice: once as the table that embeddings are
+        gathered from, once in the layout that the GEMM wants."""
+        num_held = self.num_parameters + (self.head.weight.num_elements if self.is_tied else 0)
+        return num_held * DTYPE_BYTES[dtype]
+
+    def flops_per_token(self) -> FlopsPerToken:
+        """Matrix products with weights; attention itself (which grows with the context) is `attention_flops`."""
+        linears = [x.weight.num_elements for block in self.blocks for x in _walk_linears(block)]
+        return FlopsPerToken(layers=2 * sum(linears), head=2 * self.head.weight.num_elements)
+
+    def attention_flops(self, context_len: int) -> int:
+        """Operations of attention for one token at the end of a context: scores, then the weighted sum of values."""
+        return sum(
+            4 * a.num_heads * a.head_dim * (context_len if a.window is None else min(context_len, a.window))
+            for a in (block.attention for block in self.blocks)
+        )
+
+
+def linear(name: str, num_inputs: int, num_outputs: int, *, has_bias: bool = False) -> LinearSpec:
+    """`name.weight` [outputs, inputs], and `name.bias` [outputs] if there is one."""
+    bias = TensorSpec(f"{name}.bias", (num_outputs,)) if has_bias else None
+    return LinearSpec(TensorSpec(f"{name}.weight", (num_outputs, num_inputs)), bias)
+
+
+def fused(name: str, num_inputs: int, *sizes: int) -> tuple[LinearSpec, ...]:
+    """Several projections of the same input that a checkpoint keeps as one `name.weight`, stacked by outputs."""
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return tuple(
+        LinearSpec(TensorSpec(f"{name}.weight", (size, num_inputs), first_row=start, stored_rows=sum(sizes)))
+        for start, size in zip(starts, sizes, strict=True)
+    )
+
+
+def conv1d(name: str, num_inputs: int, *sizes: int) -> tuple[LinearSpec, ...]:
+    """As `fused`, in GPT-2's own layout: `name.weight` is [inputs, outputs], and there is a bias."""
+    return tuple(
+        LinearSpec(
+            dataclasses.replace(part.weight, is_transposed=True),
+            TensorSpec(
+                f"{name}.bias",
+                (part.num_outputs,),
+                first_row=part.weight.first_row,
+                stored_rows=part.weight.stored_rows,
+            ),
+        )
+        for part in fused(name, num_inputs, *sizes)
+    )
+
+
+def rms_norm(name: str, size: int, eps: float, *, weight_offset: float = 0.0) -> NormSpec:
+    """`name.weight` alone."""
+    weight = TensorSpec(f"{name}.weight", (size,), centre=1.0 - weight_offset)
+    return NormSpec("rms", weight, eps, weight_offset=weight_offset)
+
+
+def layer_norm(name: str, size: int, eps: float) -> NormSpec:
+    """`name.weight` and `name.bias`."""
+    weight = TensorSpec(f"{name}.weight", (size,), centre=1.0)
+    return NormSpec("layer", weight, eps, bias=TensorSpec(f"{name}.bias", (size,)))
+
+
+def _walk_tensors(node: object) -> Iterator[TensorSpec]:
+    if isinstance(node, TensorSpec):
+        yield node
+    elif isinstance(node, tuple):
+        for item in node:
+            yield from _walk_tensors(item)
+    elif dataclasses.is_dataclass(node):
+        for field in dataclasses.fields(node):
+            yield from _walk_tensors(getattr(node, field.name))
+
+
+def _walk_linears(block: BlockSpec) -> tuple[LinearSpec, ...]:
+    attention, mlp = block.attention, block.mlp
+    gate = () if mlp.gate is None else (mlp.gate,)
+    return (attention.query, attention.key, attention.value, attention.output, *gate, mlp.up, mlp.down)

@@ -1,0 +1,96 @@
+"""The sizes and switches that most families' configs spell alike. Families with other spellings read their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.models.config_reader import ConfigReader
+from quire.models.declaration import Activation, LinearSpec, TensorSpec, linear
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+_DTYPES = {name: name for name in ("float32", "bfloat16", "float16")}
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+@dataclass(frozen=True, slots=True)
+class Dimensions:
+    """Sizes of a decoder, checked against each other."""
+
+    num_layers: int
+    hidden: int
+    ffn: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab: int
+    max_positions: int
+
+    @property
+    def query(self) -> int:
+        """Values of all query heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv(self) -> int:
+        """Values of all key (or value) heads."""
+        return self.num_kv_heads * self.head_dim
+
+
+def read_dimensions(config: ConfigReader) -> Dimensions:
+    """Read the sizes under Llama's names, and refuse the switches that no family here implements."""
+    hidden = config.integer("hidden_size")
+    num_heads = config.integer("num_attention_heads", maximum=65536)
+    num_kv_heads = config.integer("num_key_value_heads", num_heads, maximum=65536)
+    if not config.has("head_dim") and hidden % num_heads:
+        raise config.refuse("num_attention_heads", f"divisors of hidden_size={hidden}, or head_dim beside it")
+    if num_heads % num_kv_heads:
+        raise config.refuse("num_key_value_heads", f"divisors of num_attention_heads={num_heads}")
+    head_dim = config.integer("head_dim", max(1, hidden // num_heads))
+    if head_dim % 2:
+        raise config.refuse("head_dim", "even head sizes (RoPE pairs the two halves)")
+    return Dimensions(
+        num_layers=config.integer("num_hidden_layers", maximum=4096),
+        hidden=hidden,
+        ffn=config.integer("intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab=config.integer("vocab_size"),
+        max_positions=config.integer("max_position_embeddings"),
+    )
+
+
+def read_dtype(config: ConfigReader) -> str:
+    """The checkpoint's own dtype: `dtype`, in older files `torch_dtype`; float32 where neither says."""
+    key = "dtype" if config.has("dtype") else "torch_dtype"
+    return config.choice(key, _DTYPES, "float32")
+
+
+def read_layer_types(config: ConfigReader, default: tuple[str, ...]) -> tuple[bool, ...]:
+    """Which layers slide: `layer_types` if it is given, else `default`."""
+    names = config.names("layer_types", _LAYER_TYPES, len(default)) or default
+    return tuple(name == "sliding_attention" for name in names)
+
+
+def read_windows(config: ConfigReader, default: tuple[str, ...], window: int | None) -> tuple[int | None, ...]:
+    """The window of every layer. A sliding layer without a size is a contradiction and is refused."""
+    slides = read_layer_types(config, default)
+    if any(slides) and window is None:
+        raise config.refuse("sliding_window", "a window size, because some layers are sliding_attention")
+    return tuple(window if is_sliding else None for is_sliding in slides)
+
+
+def read_head(config: ConfigReader, embedding: TensorSpec, *, default_tied: bool) -> LinearSpec:
+    """The output projection: the embedding itself where the two are tied, else `lm_head`."""
+    if config.flag("tie_word_embeddings", default_tied):
+        return LinearSpec(embedding)
+    vocab, hidden = embedding.shape
+    return linear("lm_head", hidden, vocab)

@@ -1,0 +1,43 @@
+"""From a model's `config.json` to its declaration: the one table of the architectures that Quire implements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from quire.errors import UnsupportedModelError
+from quire.models.config_reader import ConfigReader
+from quire.models.declaration import DecoderSpec
+from quire.models.llama import declare_llama
+
+ARCHITECTURES: dict[str, Callable[[ConfigReader], DecoderSpec]] = {
+    "LlamaForCausalLM": declare_llama,
+}
+
+
+def declare(config: Mapping[str, object]) -> DecoderSpec:
+    """Declare the decoder that a parsed `config.json` describes.
+
+    Raises UnsupportedModelError naming the architecture, or the key and its value, that Quire does not implement.
+    """
+    architecture = _architecture(config)
+    if architecture not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"the architecture {architecture!r} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}"
+        )
+    reader = ConfigReader(config, architecture)
+    if reader.has("quantization_config"):
+        raise reader.refuse("quantization_config", "checkpoints of float32, bfloat16 or float16 weights")
+    reader.require("is_encoder_decoder", False)
+    reader.require("add_cross_attention", False)
+    spec = ARCHITECTURES[architecture](reader)
+    reader.finish()
+    return spec
+
+
+def _architecture(config: Mapping[str, object]) -> str:
+    names = config.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise UnsupportedModelError(
+            f"config.json has architectures={names!r}; Quire needs one name, out of {', '.join(sorted(ARCHITECTURES))}"
+        )
+    return names[0]

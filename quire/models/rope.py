@@ -1,0 +1,181 @@
+"""Rotary position embeddings as data: which variant, with which numbers, read strictly from a config.
+
+Owns the reading of `rope_theta` + `rope_scaling` (the old style) and of `rope_parameters` (the new one). The table of
+cosines and sines is built from a `RopeSpec` by `quire.nn.rope`, which also says what "dynamic" and "longrope" mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.models.config_reader import ConfigReader
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Positions divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicScaling:
+    """NTK-aware scaling of the base beyond `original_len` tokens."""
+
+    factor: float
+    original_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN (Peng et al., arXiv:2309.00071): interpolated low frequencies, kept high ones, a ramp between."""
+
+    factor: float
+    original_len: int
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float
+    is_truncated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Llama 3.1's scaling by wavelength."""
+
+    factor: float
+    original_len: int
+    low_freq_factor: float
+    high_freq_factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class LongScaling:
+    """LongRoPE (Ding et al., arXiv:2402.13753): a factor per frequency, one list for short contexts, one for long."""
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_len: int
+    attention_factor: float
+
+
+RopeScaling = LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling | LongScaling
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotation of the leading `rotated_dim` values of every head, halves paired (i, i + rotated_dim / 2)."""
+
+    rotated_dim: int
+    theta: float
+    scaling: RopeScaling | None = None
+
+
+def read_rope(
+    config: ConfigReader, head_dim: int, *, default_theta: float = 10000.0, is_partial: bool = False
+) -> RopeSpec:
+    """Read the one RoPE of a model: from `rope_scaling` (old) or `rope_parameters` (new), `rope_theta` beside either.
+
+    `is_partial` says that the family heeds `partial_rotary_factor`; for others any value but 1 is refused.
+    """
+    old_section, new_section = config.section("rope_scaling"), config.section("rope_parameters")
+    section = old_section or new_section
+    theta = config.number("rope_theta", default_theta)
+    rotated_dim = _read_rotated_dim(config, section, head_dim) if is_partial else head_dim
+    if not is_partial:
+        for reader in (config, section):
+            if reader is not None:
+                reader.require("partial_rotary_factor", 1.0)
+    return read_rope_section(config, section, RopeSpec(rotated_dim, theta))
+
+
+def read_rope_section(config: ConfigReader, section: ConfigReader | None, default: RopeSpec) -> RopeSpec:
+    """Read one object of RoPE parameters; what it does not say comes from `default`."""
+    if section is None:
+        return default
+    theta = section.number("rope_theta", default.theta)
+    key = "rope_type" if section.has("rope_type") or not section.has("type") else "type"
+    section.ignore("type")
+    read = section.choice(key, _SCALINGS, "default")
+    return RopeSpec(default.rotated_dim, theta, read(config, section, default.rotated_dim))
+
+
+def _read_rotated_dim(config: ConfigReader, section: ConfigReader | None, head_dim: int) -> int:
+    partial = config.number("partial_rotary_factor", 1.0)
+    if section is not None:
+        partial = section.number("partial_rotary_factor", partial)
+    rotated_dim = int(head_dim * partial)
+    if rotated_dim % 2 or not 0 < rotated_dim <= head_dim:
+        raise config.refuse("partial_rotary_factor", f"fractions that rotate an even part of {head_dim} values")
+    return rotated_dim
+
+
+def _original_len(config: ConfigReader, section: ConfigReader) -> int:
+    """The context before scaling. Like the reference, a value beside the section wins over the one inside."""
+    inner = section.optional_integer("original_max_position_embeddings")
+    outer = config.optional_integer("original_max_position_embeddings")
+    return outer or inner or config.integer("max_position_embeddings")
+
+
+def _read_linear(config: ConfigReader, section: ConfigReader, rotated_dim: int) -> RopeScaling:
+    return LinearScaling(section.number("factor", minimum=1.0))
+
+
+def _read_dynamic(config: ConfigReader, section: ConfigReader, rotated_dim: int) -> RopeScaling:
+    section.ignore("original_max_position_embeddings")
+    return DynamicScaling(section.number("factor", minimum=1.0), config.integer("max_position_embeddings"))
+
+
+def _read_yarn(config: ConfigReader, section: ConfigReader, rotated_dim: int) -> RopeScaling:
+    original_len = _original_len(config, section)
+    factor = section.number("factor", config.integer("max_position_embeddings") / original_len, minimum=1.0)
+    mscale, mscale_all = section.optional_number("mscale"), section.optional_number("mscale_all_dim")
+    implied = _yarn_magnitude(factor, 1.0)
+    if mscale and mscale_all:
+        implied = _yarn_magnitude(factor, mscale) / _yarn_magnitude(factor, mscale_all)
+    return YarnScaling(
+        factor=factor,
+        original_len=original_len,
+        beta_fast=section.number("beta_fast", 32.0),
+        beta_slow=section.number("beta_slow", 1.0),
+        attention_factor=section.number("attention_factor", implied),
+        is_truncated=section.flag("truncate", True),
+    )
+
+
+def _yarn_magnitude(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _read_llama3(config: ConfigReader, section: ConfigReader, rotated_dim: int) -> RopeScaling:
+    return Llama3Scaling(
+        factor=section.number("factor", minimum=1.0),
+        original_len=_original_len(config, section),
+        low_freq_factor=section.number("low_freq_factor"),
+        high_freq_factor=section.number("high_freq_factor"),
+    )
+
+
+def _read_long(config: ConfigReader, section: ConfigReader, rotated_dim: int) -> RopeScaling:
+    original_len = _original_len(config, section)
+    factor = section.number("factor", config.integer("max_position_embeddings") / original_len)
+    implied = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_len))
+    short_factors, long_factors = section.numbers("short_factor"), section.numbers("long_factor")
+    for key, factors in (("short_factor", short_factors), ("long_factor", long_factors)):
+        if len(factors) != rotated_dim // 2 or min(factors) <= 0:
+            raise section.refuse(key, f"{rotated_dim // 2} factors above zero")
+    return LongScaling(short_factors, long_factors, original_len, section.number("attention_factor", implied))
+
+
+_ReadScaling = Callable[[ConfigReader, ConfigReader, int], RopeScaling | None]
+
+_SCALINGS: dict[str, _ReadScaling] = {
+    "default": lambda config, section, rotated_dim: None,
+    "linear": _read_linear,
+    "dynamic": _read_dynamic,
+    "yarn": _read_yarn,
+    "llama3": _read_llama3,
+    "longrope": _read_long,
+    "su": _read_long,  # the name that the first Phi-3 checkpoints used
+}

@@ -1,0 +1,142 @@
+"""Builds a `DecoderModel` from a declaration: the walk that loads, fuses and packs.
+
+One tensor at a time: a fused weight is gathered into one buffer, packed, and dropped, so that memory peaks at the model
+plus one layer's weight. QKV becomes one product, gate and up another, whatever the checkpoint's own layout.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.errors import ConfigError
+from quire.kernels.interface import Kernels, PackedLinear
+from quire.models.declaration import (
+    AttentionSpec,
+    BlockSpec,
+    DecoderSpec,
+    LinearSpec,
+    MlpSpec,
+    NormSpec,
+    TensorSpec,
+)
+from quire.models.rope import RopeSpec
+from quire.nn.decoder import DecoderModel
+from quire.nn.layers import Attention, Block, Mlp, Norm
+from quire.nn.rope import rope_table
+from quire.weights.source import WeightSource
+
+COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def build_decoder(
+    spec: DecoderSpec, weights: WeightSource, kernels: Kernels, *, dtype: str, max_model_len: int
+) -> DecoderModel:
+    """Load and pack every weight of `spec`, to compute in `dtype` ("float32" or "bfloat16").
+
+    `max_model_len` bounds the positions that can be computed, and settles dynamic and long RoPE (see `quire.nn.rope`).
+    Raises ConfigError for a dtype or length that cannot work, CheckpointError for weights that cannot be read.
+    """
+    if dtype not in COMPUTE_DTYPES:
+        raise ConfigError(f"dtype={dtype!r} is not supported; use {' or '.join(COMPUTE_DTYPES)}")
+    if spec.max_positions is not None and max_model_len > spec.max_positions:
+        raise ConfigError(
+            f"max_model_len={max_model_len} exceeds the {spec.max_positions} positions that {spec.architecture} learned"
+        )
+    return _Builder(weights, kernels, COMPUTE_DTYPES[dtype], max_model_len).decoder(spec)
+
+
+class _Builder:
+    def __init__(self, weights: WeightSource, kernels: Kernels, dtype: torch.dtype, max_model_len: int) -> None:
+        self._weights = weights
+        self._kernels = kernels
+        self._dtype = dtype
+        self._max_model_len = max_model_len
+        self._ropes: dict[RopeSpec, Tensor] = {}
+        self._num_bytes = 0
+
+    def decoder(self, spec: DecoderSpec) -> DecoderModel:
+        embedding = self._tensor(spec.embedding)
+        positions = spec.position_embedding
+        blocks = tuple(self._block(block, layer) for layer, block in enumerate(spec.blocks))
+        return DecoderModel(
+            spec=spec,
+            kernels=self._kernels,
+            embedding=embedding,
+            embedding_scale=torch.tensor(spec.embedding_scale, dtype=self._dtype).item(),
+            position_embedding=None if positions is None else self._tensor(positions),
+            blocks=blocks,
+            final_norm=self._norm(spec.final_norm),
+            head=self._pack(embedding, None) if spec.is_tied else self._linear(spec.head),
+            max_model_len=self._max_model_len,
+            num_bytes=self._num_bytes,
+        )
+
+    def _block(self, spec: BlockSpec, layer: int) -> Block:
+        return Block(
+            attention_norm=self._optional_norm(spec.attention_norm),
+            attention=self._attention(spec.attention, layer),
+            post_attention_norm=self._optional_norm(spec.post_attention_norm),
+            mlp_norm=self._optional_norm(spec.mlp_norm),
+            mlp=self._mlp(spec.mlp),
+            post_mlp_norm=self._optional_norm(spec.post_mlp_norm),
+        )
+
+    def _attention(self, spec: AttentionSpec, layer: int) -> Attention:
+        return Attention(
+            spec=spec,
+            qkv=self._linear(spec.query, spec.key, spec.value),
+            output=self._linear(spec.output),
+            query_norm=self._optional_norm(spec.query_norm),
+            key_norm=self._optional_norm(spec.key_norm),
+            rope=None if spec.rope is None else self._rope(spec.rope),
+            layer=layer,
+        )
+
+    def _mlp(self, spec: MlpSpec) -> Mlp:
+        parts = (spec.up,) if spec.gate is None else (spec.gate, spec.up)
+        return Mlp(
+            up=self._linear(*parts),
+            down=self._linear(spec.down),
+            is_gated=spec.gate is not None,
+            activation=spec.activation,
+        )
+
+    def _linear(self, *parts: LinearSpec) -> PackedLinear:
+        """Stack the parts by outputs into one packed weight."""
+        num_outputs = sum(part.num_outputs for part in parts)
+        weight = torch.empty(num_outputs, parts[0].num_inputs, dtype=self._dtype)
+        has_bias = any(part.bias is not None for part in parts)
+        bias = torch.zeros(num_outputs, dtype=self._dtype) if has_bias else None
+        first = 0
+        for part in parts:
+            rows = slice(first, first + part.num_outputs)
+            self._weights.fill(weight[rows], part.weight)
+            if bias is not None and part.bias is not None:
+                self._weights.fill(bias[rows], part.bias)
+            first = rows.stop
+        return self._pack(weight, bias)
+
+    def _pack(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        packed = self._kernels.pack_linear(weight, bias)
+        self._num_bytes += packed.num_bytes
+        return packed
+
+    def _optional_norm(self, spec: NormSpec | None) -> Norm | None:
+        return None if spec is None else self._norm(spec)
+
+    def _norm(self, spec: NormSpec) -> Norm:
+        return Norm(spec, self._tensor(spec.weight), None if spec.bias is None else self._tensor(spec.bias))
+
+    def _tensor(self, spec: TensorSpec) -> Tensor:
+        out = torch.empty(spec.shape, dtype=self._dtype)
+        self._weights.fill(out, spec)
+        self._num_bytes += out.nbytes
+        return out
+
+    def _rope(self, spec: RopeSpec) -> Tensor:
+        """Layers with the same RoPE share one table."""
+        if spec not in self._ropes:
+            self._ropes[spec] = rope_table(spec, self._max_model_len)
+            self._num_bytes += self._ropes[spec].nbytes
+        return self._ropes[spec]

@@ -1,0 +1,62 @@
+"""A decoder that runs: token ids in, hidden states and logits out.
+
+Owns the order of a forward pass. Never samples, never allocates KV memory, never knows a request. The caller picks the
+rows of `hidden` that need logits; only those go through the final norm and the output projection.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.kernels.interface import Kernels, PackedLinear
+from quire.models.declaration import DecoderSpec
+from quire.nn.context import StepContext
+from quire.nn.layers import Block, Norm, Stream
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderModel:
+    """Weights in their final form, and the kernels that they were packed for."""
+
+    spec: DecoderSpec
+    kernels: Kernels
+    embedding: Tensor
+    """[V, H] in the compute dtype."""
+    embedding_scale: float
+    """Rounded to the compute dtype, as the models were trained."""
+    position_embedding: Tensor | None
+    blocks: tuple[Block, ...]
+    final_norm: Norm
+    head: PackedLinear
+    max_model_len: int
+    num_bytes: int
+    """Memory that the weights take, tables of RoPE included."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    def forward(self, token_ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:
+        """One pass over the step's tokens: ids and positions int64 [T] to hidden states [T, H], before the final norm.
+
+        Writes K and V of every token to `context.kv_caches`. Positions must be below `max_model_len`.
+        """
+        x = self.kernels.embedding(token_ids, self.embedding)
+        if self.embedding_scale != 1.0:
+            x = x * self.embedding_scale
+        if self.position_embedding is not None:
+            x = x + self.kernels.embedding(positions, self.position_embedding)
+        stream = Stream(x)
+        for block in self.blocks:
+            stream = block(self.kernels, stream, positions, context)
+        return stream.value()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Rows of hidden states [R, H] to float32 logits [R, V]."""
+        x = self.final_norm(self.kernels, hidden.contiguous())
+        logits = self.kernels.linear(x, self.head, out_dtype="float32")
+        cap = self.spec.final_soft_cap
+        return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -1,0 +1,150 @@
+"""The executable parts of a decoder: norms, attention, MLP and the block that joins them.
+
+They hold weights in their final form (packed, in the compute dtype) and call the kernel protocol; they know no
+checkpoint, no request and no device. Tensors are [T, ...] with T the tokens of the step.
+
+The residual stream travels as a pair: what has been summed so far, and the last sublayer's output that is still to be
+added. So the addition fuses with the norm that follows it, whichever norms a family has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.kernels.interface import Kernels, PackedLinear
+from quire.models.declaration import Activation, AttentionSpec, NormSpec
+from quire.nn.context import StepContext
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMS norm or layer norm over the last dimension."""
+
+    spec: NormSpec
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, kernels: Kernels, x: Tensor) -> Tensor:
+        if self.spec.kind == "layer":
+            return kernels.layer_norm(x, self.weight, self.bias, self.spec.eps)
+        return kernels.rms_norm(x, self.weight, self.spec.eps, weight_offset=self.spec.weight_offset)
+
+    def add(self, kernels: Kernels, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual), in one pass where the kernels have one."""
+        if self.spec.kind == "layer":
+            total = x + residual
+            return self(kernels, total), total
+        offset = self.spec.weight_offset
+        return kernels.add_rms_norm(x, residual, self.weight, self.spec.eps, weight_offset=offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Projections, optional norms of queries and keys, RoPE, cache write, paged attention."""
+
+    spec: AttentionSpec
+    qkv: PackedLinear
+    """Queries, keys and values in one product."""
+    output: PackedLinear
+    query_norm: Norm | None
+    key_norm: Norm | None
+    rope: Tensor | None
+    """float32 [positions, 2, rotated / 2]; None where the layer has no RoPE."""
+    layer: int
+
+    def __call__(self, kernels: Kernels, x: Tensor, positions: Tensor, context: StepContext) -> Tensor:
+        query, key, value = self._project(kernels, x)
+        if self.rope is not None:
+            kernels.rope(query, positions, self.rope)
+            kernels.rope(key, positions, self.rope)
+        key_cache, value_cache = context.kv_caches[self.layer]
+        kernels.write_kv(key, value, key_cache, value_cache, context.batch.slots)
+        attended = kernels.paged_attention(
+            query,
+            key_cache,
+            value_cache,
+            context.batch,
+            scale=self.spec.scale,
+            window=self.spec.window,
+            soft_cap=self.spec.soft_cap,
+        )
+        return kernels.linear(attended.view(x.shape[0], -1), self.output)
+
+    def _project(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, H] to query [T, heads, D], key and value [T, KV heads, D], each contiguous."""
+        spec = self.spec
+        sizes = [spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim]
+        query, key, value = (part.contiguous() for part in torch.split(kernels.linear(x, self.qkv), sizes, dim=-1))
+        if self.query_norm is not None:
+            query = self.query_norm(kernels, query.view(-1, self.query_norm.spec.size))
+        if self.key_norm is not None:
+            key = self.key_norm(kernels, key.view(-1, self.key_norm.spec.size))
+        num_tokens, head_dim = x.shape[0], spec.head_dim
+        return (
+            query.view(num_tokens, -1, head_dim),
+            key.view(num_tokens, -1, head_dim),
+            value.view(num_tokens, -1, head_dim),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """Gated or plain feed-forward layer."""
+
+    up: PackedLinear
+    """Gate and up in one product where there is a gate."""
+    down: PackedLinear
+    is_gated: bool
+    activation: Activation
+
+    def __call__(self, kernels: Kernels, x: Tensor) -> Tensor:
+        raised = kernels.linear(x, self.up)
+        activate: Callable[[Tensor, Activation], Tensor] = kernels.gated if self.is_gated else kernels.activate
+        return kernels.linear(activate(raised, self.activation), self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The residual stream: its value is `total + pending`."""
+
+    total: Tensor
+    pending: Tensor | None = None
+
+    def enter(self, kernels: Kernels, norm: Norm | None) -> tuple[Tensor, Tensor]:
+        """What the next sublayer reads (normed if it has a norm), and the stream's value with nothing pending."""
+        if self.pending is None:
+            return (self.total if norm is None else norm(kernels, self.total)), self.total
+        if norm is None:
+            total = self.total + self.pending
+            return total, total
+        return norm.add(kernels, self.pending, self.total)
+
+    def value(self) -> Tensor:
+        return self.total if self.pending is None else self.total + self.pending
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One attention and one MLP sublayer; a norm before and after each, or none."""
+
+    attention_norm: Norm | None
+    attention: Attention
+    post_attention_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp: Mlp
+    post_mlp_norm: Norm | None
+
+    def __call__(self, kernels: Kernels, stream: Stream, positions: Tensor, context: StepContext) -> Stream:
+        x, total = stream.enter(kernels, self.attention_norm)
+        x = self.attention(kernels, x, positions, context)
+        if self.post_attention_norm is not None:
+            x = self.post_attention_norm(kernels, x)
+        x, total = Stream(total, x).enter(kernels, self.mlp_norm)
+        x = self.mlp(kernels, x)
+        if self.post_mlp_norm is not None:
+            x = self.post_mlp_norm(kernels, x)
+        return Stream(total, x)

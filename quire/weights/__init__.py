@@ -1,0 +1,1 @@
+"""Where weights come from: model folders, safetensors files, dummy numbers."""

@@ -1,0 +1,122 @@
+"""From the name of a model to its folder, and from a folder to its JSON files.
+
+Imports neither torch nor, until a hub name must be looked up, anything from outside the standard library: the command
+line fails on a wrong name before it has loaded anything heavy. Never executes anything that a folder holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import threading
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from quire.errors import CheckpointError, ModelNotFoundError
+
+SHIPPED_MODELS = ("quire-storyteller",)
+_ASSETS = Path(__file__).parent.parent / "assets"
+_MAX_JSON_BYTES = 64 << 20
+_PROBE_TIMEOUT_S = 1.0
+_HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}(/[A-Za-z0-9_][\w.-]{0,95})?", re.ASCII)
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
+
+
+def resolve_model(name: str) -> Path:
+    """The folder of a model: a local folder, a model that ships in the package, or a hub name (downloaded if need be).
+
+    Raises ModelNotFoundError, without a network within two seconds.
+    """
+    if not name or "\0" in name:
+        raise ModelNotFoundError(f"model={name!r} is not a name; {_CHOICES}")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelNotFoundError(f"model={name!r} is a file; give the folder that holds config.json and the weights")
+    if name in SHIPPED_MODELS:
+        if not (_ASSETS / name).is_dir():
+            raise ModelNotFoundError(f"model={name!r} ships with Quire, but {_ASSETS / name} is missing")
+        return _ASSETS / name
+    if not _HUB_NAME.fullmatch(name) or ".." in name or "--" in name:
+        raise ModelNotFoundError(f"model={name!r}: no such folder, and not a hub name either; {_CHOICES}")
+    return _resolve_hub_name(name)
+
+
+def read_model_config(folder: Path) -> dict[str, object]:
+    """The parsed `config.json`. Raises ModelNotFoundError without one, CheckpointError if it is malformed."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelNotFoundError(f"{folder} has no config.json; a model folder holds one, and .safetensors files")
+    return _read_json(path)
+
+
+def read_generation_config(folder: Path) -> dict[str, object]:
+    """The parsed `generation_config.json`, or an empty dict where there is none."""
+    path = folder / "generation_config.json"
+    return _read_json(path) if path.is_file() else {}
+
+
+_CHOICES = f"give a model folder, a Hugging Face name (owner/name), or {' or '.join(SHIPPED_MODELS)}"
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    if path.stat().st_size > _MAX_JSON_BYTES:
+        raise CheckpointError(f"{path} is larger than {_MAX_JSON_BYTES} bytes; that is not a config")
+    try:
+        values = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} holds {type(values).__name__}, not an object")
+    return values
+
+
+def _resolve_hub_name(name: str) -> Path:
+    """A snapshot from the local cache if it is complete enough, else a download."""
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError as error:
+        raise ModelNotFoundError(f"model={name!r}: no such folder (and huggingface_hub is not installed)") from error
+    cached = None
+    with contextlib.suppress(LocalEntryNotFoundError, OSError, ValueError):
+        cached = Path(snapshot_download(name, allow_patterns=_HUB_FILES, local_files_only=True))
+    if not _can_reach_hub():
+        if cached is not None:
+            return cached
+        raise ModelNotFoundError(f"model={name!r}: no such folder, not in the cache, and the hub is not reachable")
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"], etag_timeout=2))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        if cached is not None:
+            return cached
+        reason = str(error).strip().splitlines()[0]
+        raise ModelNotFoundError(f"model={name!r}: no such folder, and the hub does not give it: {reason}") from error
+
+
+def _can_reach_hub() -> bool:
+    """Whether a connection to the hub (or to the proxy before it) opens within `_PROBE_TIMEOUT_S`."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}:
+        return False
+    hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
+    url = urlsplit(proxy or hub)
+    if not url.hostname:
+        return False
+    address = (url.hostname, url.port or (80 if url.scheme == "http" else 443))
+    opened = threading.Event()
+
+    def probe() -> None:
+        with contextlib.suppress(OSError):
+            socket.create_connection(address, timeout=_PROBE_TIMEOUT_S).close()
+            opened.set()
+
+    # A thread, because resolving a host name takes no timeout.
+    thread = threading.Thread(target=probe, daemon=True)
+    thread.start()
+    thread.join(_PROBE_TIMEOUT_S)
+    return opened.is_set()
