@@ -1,0 +1,142 @@
+"""Beam search as a decoder: beams are sequences, their branching is forks on shared blocks.
+
+Semantics are those of Hugging Face Transformers' `generate(num_beams=...)`: candidates are ranked by the sum of
+log-probabilities, finished hypotheses by that sum over `length ** length_penalty`, only candidates among the best
+`beam_width` may finish, and `early_stopping` decides when no better hypothesis is to be hoped for.
+
+Beams of one request may be computed in different steps (one may have been preempted); the search moves on when all have
+reported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from quire.core.plan import TokenLogprobs, WorkResult
+from quire.core.request import FinishReason, Sequence, SequenceOps
+
+
+class Hypothesis(NamedTuple):
+    """A finished beam: its output tokens, their summed log-probability, and the score it is ranked by."""
+
+    token_ids: tuple[int, ...]
+    cumulative_logprob: float
+    score: float
+    finish_reason: FinishReason
+
+
+class _Candidate(NamedTuple):
+    logprob: float
+    """Of the whole output, this token included."""
+    beam: Sequence
+    token_id: int
+    ends: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSettings:
+    """What a search is asked for."""
+
+    beam_width: int
+    max_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+
+
+class BeamDecoder:
+    """The state of one search. `hypotheses` holds the outcome, best first, once the request is finished."""
+
+    def __init__(self, settings: BeamSettings) -> None:
+        self.settings = settings
+        self.hypotheses: list[Hypothesis] = []
+        self._beams: list[Sequence] = []
+        self._reports: dict[Sequence, TokenLogprobs] = {}
+        self._num_forks = 0
+
+    def num_samples(self, sequence: Sequence) -> int:
+        return 0
+
+    def num_candidates(self, sequence: Sequence) -> int:
+        settings = self.settings
+        return max(2, 1 + len(settings.eos_token_ids)) * settings.beam_width
+
+    def absorb(self, ops: SequenceOps, sequence: Sequence, result: WorkResult) -> None:
+        if not self._beams:
+            self._beams = [sequence]
+        self._reports[sequence] = result.logprobs[0]
+        if len(self._reports) < len(self._beams):
+            return
+        candidates = self._best_candidates()
+        self._reports.clear()
+        num_tokens = self._beams[0].num_output_tokens + 1
+        self._collect_finished(candidates, num_tokens)
+        survivors = [candidate for candidate in candidates if not candidate.ends][: self.settings.beam_width]
+        if not survivors or not self._can_improve(survivors[0].logprob, num_tokens):
+            self._end(ops)
+        else:
+            self._advance(ops, survivors)
+
+    def _best_candidates(self) -> list[_Candidate]:
+        settings = self.settings
+        is_last = self._beams[0].num_output_tokens + 1 >= settings.max_tokens
+        candidates = [
+            _Candidate(beam.cumulative_logprob + logprob, beam, token_id, is_last or token_id in settings.eos_token_ids)
+            for beam in self._beams
+            for token_id, logprob in zip(self._reports[beam].top_ids, self._reports[beam].top_logprobs, strict=True)
+        ]
+        candidates.sort(key=lambda candidate: -candidate.logprob)
+        return candidates[: self.num_candidates(self._beams[0])]
+
+    def _collect_finished(self, candidates: list[_Candidate], num_tokens: int) -> None:
+        settings = self.settings
+        if settings.early_stopping is True and len(self.hypotheses) == settings.beam_width:
+            return
+        for candidate in candidates[: settings.beam_width]:
+            if candidate.ends:
+                is_stop = candidate.token_id in settings.eos_token_ids
+                self.hypotheses.append(
+                    Hypothesis(
+                        (*candidate.beam.output_token_ids, candidate.token_id),
+                        candidate.logprob,
+                        candidate.logprob / num_tokens**settings.length_penalty,
+                        FinishReason.STOP if is_stop else FinishReason.LENGTH,
+                    )
+                )
+        self.hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
+        del self.hypotheses[settings.beam_width :]
+
+    def _can_improve(self, best_running: float, num_tokens: int) -> bool:
+        settings = self.settings
+        if len(self.hypotheses) < settings.beam_width:
+            return True
+        if settings.early_stopping is True:
+            return False
+        is_optimistic = settings.early_stopping == "never" and settings.length_penalty > 0.0
+        attainable_len = settings.max_tokens if is_optimistic else num_tokens
+        return best_running / attainable_len**settings.length_penalty > self.hypotheses[-1].score
+
+    def _advance(self, ops: SequenceOps, survivors: list[_Candidate]) -> None:
+        """Each survivor continues its beam; the first of a beam takes the sequence over, the others fork from it."""
+        heirs: dict[Sequence, Sequence] = {}
+        beams = []
+        for candidate in survivors:
+            if candidate.beam in heirs:
+                self._num_forks += 1
+                beams.append(ops.fork(candidate.beam, self._num_forks))
+            else:
+                heirs[candidate.beam] = candidate.beam
+                beams.append(candidate.beam)
+        for beam in self._beams:
+            if beam not in heirs:
+                ops.finish(beam, FinishReason.STOP)
+        self._beams = beams
+        for beam, candidate in zip(beams, survivors, strict=True):
+            ops.append(beam, candidate.token_id, None, is_on_worker=False)
+            beam.cumulative_logprob = candidate.logprob
+
+    def _end(self, ops: SequenceOps) -> None:
+        for beam in self._beams:
+            ops.finish(beam, FinishReason.STOP)
+        self._beams = []

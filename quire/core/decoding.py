@@ -1,0 +1,30 @@
+"""Sampling as a decoder: independent sequences that share their prompt's blocks."""
+
+from __future__ import annotations
+
+from quire.core.plan import WorkResult
+from quire.core.request import Sequence, SequenceOps
+
+
+class SamplingDecoder:
+    """Independent samples: the first closed gap of the prompt forks into `num_sequences` sequences on shared blocks."""
+
+    def __init__(self, num_sequences: int = 1) -> None:
+        self.num_sequences = num_sequences
+        self._is_forked = num_sequences == 1
+
+    def num_samples(self, sequence: Sequence) -> int:
+        return 1 if self._is_forked else self.num_sequences
+
+    def num_candidates(self, sequence: Sequence) -> int:
+        return 0
+
+    def absorb(self, ops: SequenceOps, sequence: Sequence, result: WorkResult) -> None:
+        logprobs = result.logprobs or (None,) * len(result.token_ids)
+        if not self._is_forked:
+            self._is_forked = True
+            # Fork while the parent still stands at the end of the prompt, then give each its own first token.
+            children = [ops.fork(sequence, index) for index in range(1, self.num_sequences)]
+            for child, token_id, record in zip(children, result.token_ids[1:], logprobs[1:], strict=True):
+                ops.append(child, token_id, record, is_on_worker=False)
+        ops.append(sequence, result.token_ids[0], logprobs[0], is_on_worker=True)

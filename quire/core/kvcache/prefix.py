@@ -1,0 +1,199 @@
+"""The prefix index: which cached block continues which prefix.
+
+A tree. A node is one block's tokens after its parent's; a full node is found by its 128-bit digest, chained over
+everything before it, and believed only after its tokens and its parent have been compared, so that a collision costs a miss
+and never another prompt's KV. Siblings are also kept sorted by their tokens, which makes the longest common prefix with any
+of them a binary search: hits are counted to the token, and a partly matching block is reused by copying it.
+
+The index names blocks but owns none: reference counts are the pool's. A child is always evicted before its parent, because
+whoever references a block references everything before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+
+from quire.core.plan import TokenLogprobs
+
+Namespace = tuple[str, ...]
+"""What must agree before KV may be shared besides the tokens: tenant salt, adapter, KV dtype."""
+
+Digest = Callable[[bytes, bytes], bytes]
+"""(parent's digest, content) -> digest of 16 bytes."""
+
+ScoringKey = tuple[object, ...]
+"""How prompt log-probabilities were asked for; records are reused only where this agrees."""
+
+
+def keyed_digest(key: bytes) -> Digest:
+    """BLAKE2b with a 128-bit output, keyed so that nobody outside the process can search for collisions (RFC 7693)."""
+
+    def digest(parent: bytes, content: bytes) -> bytes:
+        return hashlib.blake2b(parent + content, digest_size=16, key=key).digest()
+
+    return digest
+
+
+class PrefixNode:
+    """One cached block (or, with `block == -1`, the root of a namespace)."""
+
+    __slots__ = ("block", "children", "digest", "namespace", "parent", "records", "scoring", "tokens")
+
+    def __init__(self, parent: PrefixNode | None, tokens: tuple[int, ...], digest: bytes, block: int) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.digest = digest
+        self.block = block
+        self.namespace: Namespace = parent.namespace if parent is not None else ()
+        self.children: list[PrefixNode] = []
+        self.records: tuple[TokenLogprobs | None, ...] | None = None
+        self.scoring: ScoringKey | None = None
+
+
+def _tokens_of(node: PrefixNode) -> tuple[int, ...]:
+    return node.tokens
+
+
+def common_prefix_len(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many leading tokens agree."""
+    length = 0
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            break
+        length += 1
+    return length
+
+
+class ChainKeys:
+    """The content keys (tokens, digest) of one sequence's full blocks, each computed once."""
+
+    __slots__ = ("_digest", "block_size", "digests", "root", "tokens")
+
+    def __init__(self, root: PrefixNode, block_size: int, digest: Digest) -> None:
+        self.root = root
+        self.block_size = block_size
+        self.tokens: list[tuple[int, ...]] = []
+        self.digests: list[bytes] = []
+        self._digest = digest
+
+    def extend_to(self, token_ids: Sequence[int]) -> None:
+        """Compute the keys of every block that `token_ids` (the whole sequence so far) now fills."""
+        size = self.block_size
+        for start in range(len(self.tokens) * size, len(token_ids) - size + 1, size):
+            tokens = tuple(token_ids[start : start + size])
+            parent = self.digests[-1] if self.digests else self.root.digest
+            self.tokens.append(tokens)
+            self.digests.append(self._digest(parent, array("q", tokens).tobytes()))
+
+    def copy(self) -> ChainKeys:
+        """Keys of a fork: the same so far, growing apart from here."""
+        twin = ChainKeys(self.root, self.block_size, self._digest)
+        twin.tokens, twin.digests = self.tokens.copy(), self.digests.copy()
+        return twin
+
+
+class PrefixIndex:
+    """All cached blocks of one pool."""
+
+    def __init__(self, block_size: int, digest: Digest) -> None:
+        self.block_size = block_size
+        self.digest = digest
+        self._roots: dict[Namespace, PrefixNode] = {}
+        self._by_digest: dict[bytes, PrefixNode] = {}
+        self._by_block: dict[int, PrefixNode] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_block)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._by_block
+
+    def nodes(self) -> Iterator[PrefixNode]:
+        """Every cached block's node."""
+        return iter(self._by_block.values())
+
+    def node_of(self, block: int) -> PrefixNode | None:
+        """The node that `block` holds, if it is cached."""
+        return self._by_block.get(block)
+
+    def root(self, namespace: Namespace) -> PrefixNode:
+        """The empty prefix of a namespace. Kept by the index only while something is cached below it."""
+        known = self._roots.get(namespace)
+        if known is not None:
+            return known
+        root = PrefixNode(None, (), self.digest(b"", "\0".join(namespace).encode()), -1)
+        root.namespace = namespace
+        return root
+
+    def keys(self, namespace: Namespace) -> ChainKeys:
+        """Fresh keys for a sequence in `namespace`."""
+        return ChainKeys(self.root(namespace), self.block_size, self.digest)
+
+    def child(self, parent: PrefixNode, tokens: tuple[int, ...], digest: bytes) -> PrefixNode | None:
+        """The full block that continues `parent` with exactly `tokens`; compared, not merely looked up."""
+        node = self._by_digest.get(digest)
+        if node is None or node.tokens != tokens or node.parent is not self._live(parent):
+            return None
+        return node
+
+    def closest_child(self, parent: PrefixNode, tokens: tuple[int, ...]) -> tuple[PrefixNode | None, int]:
+        """The child that shares the longest prefix with `tokens`, and that prefix's length."""
+        children = self._live(parent).children
+        place = bisect_left(children, tokens, key=_tokens_of)
+        best, best_len = None, 0
+        for node in children[max(place - 1, 0) : place + 1]:
+            length = common_prefix_len(node.tokens, tokens)
+            if length > best_len:
+                best, best_len = node, length
+        return best, best_len
+
+    def insert_full(self, parent: PrefixNode, tokens: tuple[int, ...], digest: bytes, block: int) -> PrefixNode | None:
+        """Publish a full block; None where its digest is taken by different content (it then stays uncached)."""
+        if digest in self._by_digest:
+            return None
+        node = self._attach(parent, tokens, digest, block)
+        self._by_digest[digest] = node
+        return node
+
+    def insert_partial(self, parent: PrefixNode, tokens: tuple[int, ...], block: int) -> bool:
+        """Publish an unfinished block, to be copied from; False where a sibling already covers its tokens."""
+        if self.closest_child(parent, tokens)[1] == len(tokens):
+            return False
+        self._attach(parent, tokens, b"", block)
+        return True
+
+    def remove(self, block: int) -> None:
+        """Forget a block that is about to be overwritten, and whatever continued it."""
+        node = self._by_block.get(block)
+        if node is None:
+            return
+        for child in list(node.children):
+            self.remove(child.block)
+        del self._by_block[block]
+        if self._by_digest.get(node.digest) is node:
+            del self._by_digest[node.digest]
+        parent = node.parent
+        assert parent is not None
+        siblings = parent.children
+        place = bisect_left(siblings, node.tokens, key=_tokens_of)
+        assert siblings[place] is node
+        del siblings[place]
+        if parent.block < 0 and not siblings:
+            self._roots.pop(parent.namespace, None)
+
+    def _attach(self, parent: PrefixNode, tokens: tuple[int, ...], digest: bytes, block: int) -> PrefixNode:
+        assert block not in self._by_block, f"block {block} is already cached"
+        parent = self._live(parent)
+        if parent.block < 0:
+            self._roots[parent.namespace] = parent
+        node = PrefixNode(parent, tokens, digest, block)
+        parent.children.insert(bisect_left(parent.children, tokens, key=_tokens_of), node)
+        self._by_block[block] = node
+        return node
+
+    def _live(self, parent: PrefixNode) -> PrefixNode:
+        # A namespace's root may have been dropped and made anew since the caller got hold of it.
+        return self._roots.get(parent.namespace, parent) if parent.block < 0 else parent

@@ -1,0 +1,188 @@
+"""Requests and their sequences: what the control plane knows of each piece of work.
+
+A `Request` is what a user submitted; its `Sequence`s are the token streams that answer it (several with `n > 1` or beam
+search). A sequence has *known* tokens (prompt and output so far) and *computed* ones (their KV is in its blocks); a step
+computes some of the gap. These are records: who may change them is the scheduler.
+
+The scheduler knows nothing of how tokens are chosen. A request's `Decoder` says what a closed gap should yield and turns the
+outcome into appends, forks and finishes through `SequenceOps`, which the scheduler implements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from quire.core.kvcache.manager import BlockTable
+from quire.core.kvcache.prefix import ChainKeys, Namespace, ScoringKey
+from quire.core.plan import RowSampling, TokenLogprobs, WorkResult
+
+Rank = tuple[int, int, int]
+"""(priority, arrival number, sequence index): the smaller goes first."""
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is."""
+
+    WAITING = "waiting"
+    """In the queue (new, preempted, or a fork without a row); holds no blocks."""
+    RUNNING = "running"
+    """Holds a row and blocks."""
+    PARKED = "parked"
+    """A beam whose candidates are in and that lost its blocks before its siblings were ready; holds nothing."""
+    FINISHED = "finished"
+
+
+class FinishReason(Enum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times in seconds on the engine's clock; None until they happen. Counts are totals over the request's sequences."""
+
+    arrival_s: float = 0.0
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    finished_s: float | None = None
+    num_prefix_hit_tokens: int = 0
+    """Prompt tokens that were not computed because the cache held them, at first admission."""
+    num_preemptions: int = 0
+    num_prefill_chunks: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One user request: a prompt, how to decode it, and its place in the order of service."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: RowSampling
+    decoder: Decoder
+    max_tokens: int
+    """Output tokens per sequence, already bounded by the context length."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that end a sequence: the request's own and, unless it ignores them, the model's end-of-sequence tokens."""
+    priority: int = 0
+    """The smaller goes first; only under the priority policy."""
+    namespace: Namespace = ()
+    reads_cache: bool = True
+    arrival: int = 0
+    """Set by the scheduler: its place in the order of arrival."""
+    sequences: list[Sequence] = field(default_factory=list)
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    error: str | None = None
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    """One entry per prompt token scored so far; the first is None, since nothing predicts the first token."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every sequence has ended."""
+        return all(sequence.status is SequenceStatus.FINISHED for sequence in self.sequences)
+
+    @property
+    def scoring(self) -> ScoringKey | None:
+        """How prompt log-probabilities are wanted, or None where they are not."""
+        sampling = self.sampling
+        if sampling.num_prompt_logprobs is None:
+            return None
+        return (sampling.num_prompt_logprobs, sampling.logprobs_mode, sampling.logprob_token_ids, sampling.temperature)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One token stream of a request."""
+
+    request: Request
+    index: int
+    """Its number within the request; also the index from which its seed is derived."""
+    token_ids: list[int]
+    table: BlockTable
+    keys: ChainKeys | None
+    sampling: RowSampling
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed: int = 0
+    row: int = -1
+    is_resident: bool = False
+    """Whether the worker already knows the row (a plan has carried its `NewRow`)."""
+    num_reserved: int = 0
+    """Blocks promised at admission for known tokens that are not computed yet."""
+    len_at_admission: int = 0
+    """Known tokens when it was last admitted: it has made progress once it has more."""
+    cumulative_logprob: float = 0.0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended it, if one did."""
+    waits_for: str | None = None
+    """While waiting: why it was not admitted when it was last considered."""
+    rank: Rank = (0, 0, 0)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Tokens generated so far."""
+        return self.token_ids[len(self.request.prompt_token_ids) :]
+
+    @property
+    def gap(self) -> int:
+        """Known tokens that are not computed yet."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def has_progressed(self) -> bool:
+        """Whether it has gained a token since it was last admitted, or has computed all it knows and waits for others."""
+        return len(self.token_ids) > self.len_at_admission or self.num_computed == len(self.token_ids)
+
+    @property
+    def name(self) -> str:
+        """For logs: the request's id, and the sequence's index where there are several."""
+        return self.request.request_id if self.index == 0 else f"{self.request.request_id}#{self.index}"
+
+
+class SequenceOps(Protocol):
+    """What a decoder may do to sequences; implemented by the scheduler."""
+
+    def append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, *, is_on_worker: bool) -> None:
+        """Add a token; `is_on_worker` where the worker appended it to its row already. May finish the sequence."""
+        ...
+
+    def fork(self, parent: Sequence, index: int) -> Sequence:
+        """A new sequence with the parent's tokens, sharing its blocks where it has any."""
+        ...
+
+    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """End a sequence and free what it holds."""
+        ...
+
+
+class Decoder(Protocol):
+    """One request's way from logits to tokens."""
+
+    def num_samples(self, sequence: Sequence) -> int:
+        """Tokens to sample when the sequence's gap closes."""
+        ...
+
+    def num_candidates(self, sequence: Sequence) -> int:
+        """Best tokens to report when the sequence's gap closes."""
+        ...
+
+    def absorb(self, ops: SequenceOps, sequence: Sequence, result: WorkResult) -> None:
+        """Take the outcome of a closed gap."""
+        ...

@@ -1,0 +1,1 @@
+"""Who computes what in the next step, within the limits of rows, tokens and blocks."""

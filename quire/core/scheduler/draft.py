@@ -1,0 +1,106 @@
+"""A step plan in the making: collects work and row changes, between steps as well, until the plan is closed."""
+
+from __future__ import annotations
+
+from quire.core.kvcache.manager import TableChange
+from quire.core.plan import AppendedBlocks, AppendedTokens, BlockCopy, NewRow, ReplacedBlock, RowWork, StepPlan
+from quire.core.request import Sequence
+
+
+class PlanDraft:
+    """Row changes made by an update (merged blocks, tokens chosen by a decoder, finished rows) wait here for the next plan."""
+
+    def __init__(self) -> None:
+        self.num_tokens_left = 0
+        self.num_preempted = 0
+        self.work: list[RowWork] = []
+        self.copies: list[BlockCopy] = []
+        self._rows_with_work: set[int] = set()
+        self._removed: list[int] = []
+        self._new: list[NewRow] = []
+        self._tokens: list[AppendedTokens] = []
+        self._blocks: list[AppendedBlocks] = []
+        self._replaced: list[ReplacedBlock] = []
+
+    def open(self, num_tokens: int) -> None:
+        """Begin a step of at most `num_tokens` tokens."""
+        self.num_tokens_left = num_tokens
+        self.num_preempted = 0
+
+    def holds(self, sequence: Sequence) -> bool:
+        """Whether the sequence has work in this step already."""
+        return sequence.row in self._rows_with_work
+
+    def append_token(self, row: int, token_id: int) -> None:
+        self._tokens.append(AppendedTokens(row, (token_id,)))
+
+    def replace_block(self, row: int, index: int, block: int) -> None:
+        self._replaced.append(ReplacedBlock(row, index, block))
+
+    def remove_row(self, row: int) -> None:
+        """The row is free; changes to it that no plan has carried yet are void."""
+        self._removed.append(row)
+        if self._tokens:
+            self._tokens = [change for change in self._tokens if change.row != row]
+        if self._replaced:
+            self._replaced = [change for change in self._replaced if change.row != row]
+
+    def add(self, sequence: Sequence, count: int, change: TableChange) -> None:
+        """Add work for a sequence, with what the worker must learn before it."""
+        row, start = sequence.row, sequence.num_computed
+        if change.copy is not None:
+            self.copies.append(change.copy)
+        if not sequence.is_resident:
+            sequence.is_resident = True
+            request = sequence.request
+            self._new.append(
+                NewRow(
+                    row,
+                    sequence.name,
+                    tuple(sequence.token_ids),
+                    len(request.prompt_token_ids),
+                    tuple(sequence.table.blocks),
+                    sequence.sampling,
+                )
+            )
+        elif change is not None and (change.appended or change.copy is not None):
+            if change.copy is not None:
+                self._replaced.append(ReplacedBlock(row, change.replaced_index, change.copy.destination))
+            if change.appended:
+                self._blocks.append(AppendedBlocks(row, change.appended))
+        self.work.append(self._row_work(sequence, start, count))
+        self._rows_with_work.add(row)
+        self.num_tokens_left -= count
+
+    def close(self, step_id: int) -> StepPlan:
+        """The finished plan; the draft is empty again."""
+        plan = StepPlan(
+            step_id,
+            tuple(self.work),
+            tuple(self._removed),
+            tuple(self._new),
+            tuple(self._tokens),
+            tuple(self._replaced),
+            tuple(self._blocks),
+            tuple(self.copies),
+        )
+        for changes in (
+            self.work, self._removed, self._new, self._tokens, self._replaced, self._blocks, self.copies,
+            self._rows_with_work,
+        ):  # fmt: skip
+            changes.clear()
+        return plan
+
+    @staticmethod
+    def _row_work(sequence: Sequence, start: int, count: int) -> RowWork:
+        request, end = sequence.request, start + count
+        num_samples = num_candidates = 0
+        if end == len(sequence.token_ids):
+            num_samples = request.decoder.num_samples(sequence)
+            num_candidates = request.decoder.num_candidates(sequence)
+        scored_from = -1
+        if request.scoring is not None:
+            first_unscored = len(request.prompt_logprobs)
+            if first_unscored <= end and first_unscored < len(request.prompt_token_ids):
+                scored_from = first_unscored
+        return RowWork(sequence.row, start, count, num_samples, num_candidates, scored_from)

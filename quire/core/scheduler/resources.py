@@ -1,0 +1,261 @@
+"""The scarce things a sequence needs before it may run, behind one small protocol.
+
+The scheduler asks every resource whether it can admit a sequence, and reserves from all or from none. A new scarce thing
+(adapter slots, an encoder cache, a grammar that must be compiled first) is a new `Resource`, not a branch in the scheduler.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from quire.core.kvcache.manager import NO_MATCH, KVCacheManager, PrefixMatch
+from quire.core.kvcache.prefix import PrefixNode
+from quire.core.plan import BlockCopy, TokenLogprobs
+from quire.core.request import Sequence
+
+
+class Resource(Protocol):
+    """One scarce thing."""
+
+    def refusal(self, sequence: Sequence) -> str | None:
+        """Why the sequence cannot have its share now; None if it can. Changes nothing."""
+        ...
+
+    def reserve(self, sequence: Sequence) -> None:
+        """Take the share; only right after `refusal` returned None."""
+        ...
+
+    def release(self, sequence: Sequence) -> None:
+        """Give everything back."""
+        ...
+
+
+class RowSlots:
+    """Rows of the worker's batch. The lowest free row is handed out first, so that rows stay dense."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self._free = list(range(num_rows - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Rows nobody has."""
+        return len(self._free)
+
+    def refusal(self, sequence: Sequence) -> str | None:
+        return None if self._free else f"all {self.num_rows} rows are taken"
+
+    def reserve(self, sequence: Sequence) -> None:
+        sequence.row = self._free.pop()
+
+    def release(self, sequence: Sequence) -> None:
+        self._free.append(sequence.row)
+        sequence.row = -1
+
+
+class KVBlocks:
+    """Blocks of the KV pool, with everything a sequence's known tokens will need promised at admission.
+
+    Because of that promise a prefill, once admitted, never waits for memory; only growth beyond the known tokens competes.
+    """
+
+    def __init__(self, manager: KVCacheManager, num_watermark_blocks: int) -> None:
+        self.manager = manager
+        self.num_reserved = 0
+        """Blocks promised and not yet taken; always at most `manager.pool.num_free`."""
+        self.num_queried_tokens = self.num_hit_tokens = 0
+        self._num_watermark_blocks = num_watermark_blocks
+        self._offer: tuple[Sequence, PrefixMatch, int] | None = None
+        self._num_matched: tuple[Sequence | None, int] = (None, 0)
+        self._copies: list[BlockCopy] = []
+
+    @property
+    def num_available(self) -> int:
+        """Free blocks that are promised to nobody."""
+        return self.manager.pool.num_free - self.num_reserved
+
+    def take_copies(self) -> list[BlockCopy]:
+        """Copies that adoptions since the last call have asked for."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def refusal(self, sequence: Sequence) -> str | None:
+        manager = self.manager
+        match = self._match(sequence)
+        self._num_matched = (sequence, len(match.nodes))
+        watermark = self._num_watermark_blocks if manager.pool.num_used else 0
+        total = manager.num_blocks_for(len(sequence.token_ids))
+        num_new = total - len(match.nodes)
+        num_wanted = num_new + manager.num_free_in(match)
+        if num_wanted + watermark > self.num_available:
+            self._offer = None
+            return f"needs {num_wanted} blocks, {max(0, self.num_available - watermark)} are available"
+        self._offer = (sequence, match, num_new)
+        return None
+
+    def reserve(self, sequence: Sequence) -> None:
+        assert self._offer is not None and self._offer[0] is sequence, "reserve() without a preceding refusal()"
+        _, match, num_new = self._offer
+        self._offer = None
+        copy = self.manager.adopt(sequence.table, match)
+        if copy is not None:
+            self._copies.append(copy)
+        num_new -= len(sequence.table.blocks) - len(match.nodes)
+        sequence.num_computed = match.num_tokens
+        sequence.num_reserved = num_new
+        self.num_reserved += num_new
+        self._adopt_records(sequence, match)
+        metrics = sequence.request.metrics
+        if metrics.first_scheduled_s is None:
+            metrics.num_prefix_hit_tokens = match.num_tokens
+            self.num_queried_tokens += sequence.num_prompt_tokens
+            self.num_hit_tokens += match.num_tokens
+
+    def release(self, sequence: Sequence) -> None:
+        keep = sequence.request.error is None
+        self.num_reserved -= sequence.num_reserved
+        sequence.num_reserved = 0
+        self.manager.release(sequence.table, sequence.token_ids, sequence.num_computed, keep=keep)
+        sequence.table.chain = sequence.keys.root if sequence.keys is not None else None
+        sequence.table.num_chained = 0
+        sequence.num_computed = 0
+
+    def _match(self, sequence: Sequence) -> PrefixMatch:
+        """What the cache holds of the sequence; its last token is always computed, since its logits are needed."""
+        request = sequence.request
+        if sequence.keys is None or not request.reads_cache:
+            return NO_MATCH
+        limit = len(sequence.token_ids) - 1
+        match = self.manager.match(sequence.keys, sequence.token_ids, limit)
+        if request.scoring is None or match is NO_MATCH:
+            return match
+        num_scored = self._num_scored(sequence, match)
+        if num_scored >= sequence.num_prompt_tokens or match.num_tokens < num_scored:
+            return match
+        # The token after the last one taken from the cache is scored by a position that will not be computed, so the
+        # match must end one token before the last scored one.
+        return self._cut(match, max(0, num_scored - 1))
+
+    def _cut(self, match: PrefixMatch, num_tokens: int) -> PrefixMatch:
+        """The first `num_tokens` tokens of a match."""
+        num_whole, num_copied = divmod(num_tokens, self.manager.block_size)
+        following = (*match.nodes, match.partial)[num_whole] if num_copied else None
+        return PrefixMatch(match.nodes[:num_whole], following, num_tokens)
+
+    def _num_scored(self, sequence: Sequence, match: PrefixMatch) -> int:
+        """Leading prompt tokens whose log-probabilities are known: to the request, or to the blocks it can share."""
+        num_scored = len(sequence.request.prompt_logprobs)
+        for place, node in enumerate(match.nodes):
+            end = (place + 1) * self.manager.block_size
+            if end > num_scored:
+                if not self._has_records(sequence, node):
+                    break
+                num_scored = end
+        return num_scored
+
+    def _has_records(self, sequence: Sequence, node: PrefixNode) -> bool:
+        return node.records is not None and node.scoring == sequence.request.scoring
+
+    def _adopt_records(self, sequence: Sequence, match: PrefixMatch) -> None:
+        """Take over the prompt log-probabilities that come with the shared blocks."""
+        request = sequence.request
+        if request.scoring is None:
+            return
+        shared = list(match.nodes)
+        if match.partial is not None:
+            shared.append(match.partial)
+        records: list[TokenLogprobs | None] = []
+        for node in shared:
+            if not self._has_records(sequence, node):
+                break
+            assert node.records is not None
+            records.extend(node.records)
+        request.prompt_logprobs.extend(records[len(request.prompt_logprobs) : sequence.num_prompt_tokens])
+
+    def num_matched_blocks(self, sequence: Sequence) -> int:
+        """Whole blocks that the cache held of the sequence when it was last asked about."""
+        known, num_matched = self._num_matched
+        return num_matched if known is sequence else len(self._match(sequence).nodes)
+
+    def publish(self, sequence: Sequence) -> list[int]:
+        """Publish what has become full; returns the entries of the table that a merge has changed."""
+        if sequence.keys is None:
+            return []
+        first = sequence.table.num_chained
+        merged = self.manager.publish(sequence.table, sequence.keys, sequence.token_ids, sequence.num_computed)
+        if sequence.request.scoring is not None:
+            self._attach_records(sequence, first)
+        return merged
+
+    def _attach_records(self, sequence: Sequence, first: int) -> None:
+        size, records = self.manager.block_size, sequence.request.prompt_logprobs
+        for place in range(first, sequence.table.num_chained):
+            node = self.manager.index.node_of(sequence.table.blocks[place])
+            slot_records = records[place * size : (place + 1) * size]
+            if node is not None and len(slot_records) == size:
+                node.records, node.scoring = tuple(slot_records), sequence.request.scoring
+
+
+class PrefixTurns:
+    """Nobody computes what somebody else is computing right now: a sequence whose next block is in the making waits for it.
+
+    Not a scarce thing but a turn to be waited for; a refused sequence is parked here and handed back when the block it
+    waits for is published, or will not be, because its owner was preempted or aborted.
+    """
+
+    REASON = "waits for a shared prefix that another request is computing"
+
+    def __init__(self, blocks: KVBlocks) -> None:
+        self._blocks = blocks
+        self._owners: dict[bytes, Sequence] = {}
+        self._waiting: dict[bytes, list[Sequence]] = {}
+
+    def refusal(self, sequence: Sequence) -> str | None:
+        return None if self._awaited(sequence) is None else self.REASON
+
+    def park(self, sequence: Sequence) -> None:
+        """Keep a refused sequence until its block is ready."""
+        digest = self._awaited(sequence)
+        assert digest is not None
+        self._waiting.setdefault(digest, []).append(sequence)
+
+    def unpark(self, sequence: Sequence) -> None:
+        """Forget a parked sequence that was aborted."""
+        for parked in self._waiting.values():
+            if sequence in parked:
+                parked.remove(sequence)
+
+    def reserve(self, sequence: Sequence) -> None:
+        """Announce the blocks that the sequence is about to compute."""
+        if sequence.keys is not None:
+            for digest in sequence.keys.digests[sequence.table.num_chained :]:
+                self._owners.setdefault(digest, sequence)
+
+    def published(self, sequence: Sequence, first: int) -> list[Sequence]:
+        """The sequence's blocks from `first` on are in the index: who waited for them?"""
+        assert sequence.keys is not None
+        return self._withdraw(sequence, sequence.keys.digests[first : sequence.table.num_chained])
+
+    def withdraw(self, sequence: Sequence) -> list[Sequence]:
+        """The sequence stops computing: who must look for another owner?"""
+        if sequence.keys is None:
+            return []
+        return self._withdraw(sequence, sequence.keys.digests[sequence.table.num_chained :])
+
+    def _withdraw(self, sequence: Sequence, digests: list[bytes]) -> list[Sequence]:
+        freed: list[Sequence] = []
+        for digest in digests:
+            if self._owners.get(digest) is sequence:
+                del self._owners[digest]
+                freed.extend(self._waiting.pop(digest, ()))
+        return freed
+
+    def _awaited(self, sequence: Sequence) -> bytes | None:
+        keys, request = sequence.keys, sequence.request
+        if not self._owners or keys is None or not request.reads_cache or request.scoring is not None:
+            return None
+        place = self._blocks.num_matched_blocks(sequence)
+        if place >= len(keys.digests) or (place + 1) * keys.block_size >= len(sequence.token_ids):
+            return None
+        digest = keys.digests[place]
+        return digest if digest in self._owners else None

@@ -1,0 +1,425 @@
+"""The scheduler: decides what each step computes, and takes in what came of it.
+
+One rule, no phases: a sequence has known tokens and computed tokens, and a step computes some of the gap. New prompts,
+chunks of long ones, decodes, prefix hits, resumption after preemption and forks are all that rule.
+
+Owns the life of every request from `add` to its end, and with the KV manager all blocks. It never sees a tensor, a text or a
+clock; time is passed in. A step costs time in proportion to what it schedules, not to how many requests are known.
+
+Order within a step: sequences one token behind (decodes) first, each in the order of service; then larger gaps of admitted
+sequences; then admissions, strictly in order, until tokens, rows or blocks run out. The last two change places where chunked
+prefill is off, because a whole prompt would otherwise never find room beside the decodes.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import insort
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from quire.common.numbers import ceil_div
+from quire.common.seeds import derive_seed
+from quire.config.limits import SchedulerLimits
+from quire.core.kvcache.manager import KVCacheManager
+from quire.core.plan import StepPlan, StepResult, TokenLogprobs
+from quire.core.request import FinishReason, Rank, Request, Sequence, SequenceStatus
+from quire.core.scheduler.draft import PlanDraft
+from quire.core.scheduler.preemption import Preemption, choose_victim
+from quire.core.scheduler.queue import WaitingQueue
+from quire.core.scheduler.resources import KVBlocks, PrefixTurns, Resource, RowSlots
+from quire.core.scheduler.stats import SchedulerStats
+from quire.errors import InvalidParameterError, PromptTooLongError
+
+logger = logging.getLogger(__name__)
+
+
+class Progress(NamedTuple):
+    """Something happened to a sequence: it gained a token, ended, or both."""
+
+    sequence: Sequence
+    token_id: int | None
+    logprobs: TokenLogprobs | None
+
+
+def _rank(sequence: Sequence) -> Rank:
+    return sequence.rank
+
+
+class Scheduler:
+    """The control plane of one engine. Implements `SequenceOps` for its requests' decoders."""
+
+    def __init__(self, limits: SchedulerLimits, *, digest_key: bytes = b"") -> None:
+        self.limits = limits
+        self.manager = KVCacheManager(
+            limits.num_blocks, limits.block_size, digest_key=digest_key, caching=limits.enable_prefix_caching
+        )
+        self.blocks = KVBlocks(self.manager, int(limits.watermark * limits.num_blocks))
+        self.rows = RowSlots(limits.max_num_seqs)
+        self.turns = PrefixTurns(self.blocks)
+        self.resources: list[Resource] = [self.rows, self.blocks]
+        self.requests: dict[str, Request] = {}
+        self.waiting = WaitingQueue()
+        self.running: list[Sequence] = []
+        """Everyone with a row, in order of rank."""
+        self.num_parked = 0
+        self.stats = SchedulerStats()
+        self._num_arrivals = 0
+        self._step_id = 0
+        self._draft = PlanDraft()
+        self._in_flight: list[Sequence] = []
+        self._progress: list[Progress] = []
+        self._now = 0.0
+        self._refused: tuple[Sequence | None, int, int] = (None, 0, 0)
+
+    # -- requests come and go ----------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Accept a request, or refuse one that could never be served.
+
+        Raises `PromptTooLongError` with the numbers, `InvalidParameterError` for an id that is in use.
+        """
+        self._check(request)
+        self._num_arrivals += 1
+        request.arrival = self._num_arrivals
+        if request.scoring is not None:
+            request.prompt_logprobs.append(None)
+        sequence = self._new_sequence(request, 0, list(request.prompt_token_ids))
+        self.requests[request.request_id] = request
+        self.waiting.push(sequence)
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request at once, wherever it is; None if it is not known (any more)."""
+        return self._end_request(request_id, FinishReason.ABORT)
+
+    def fail(self, request_id: str, message: str) -> Request | None:
+        """End a request that met an error; what its last step computed does not enter the cache."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            request.error = message
+        return self._end_request(request_id, FinishReason.ERROR)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self.requests)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that want to run and do not."""
+        return len(self.waiting) + self.num_parked
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached block that is not in use; returns how many."""
+        return self.manager.forget_free()
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> StepPlan:
+        """Decide the next step. Every call must be followed by `update` before the next one."""
+        assert not self._in_flight, "schedule() before the previous step's update()"
+        self._now = now
+        self._step_id += 1
+        self._draft.open(self.limits.max_num_batched_tokens)
+        self._make_room_for_urgent()
+        if self.limits.enable_chunked_prefill:
+            self._schedule_decodes()
+            self._schedule_chunks()
+            self._admit()
+        else:
+            self._schedule_chunks()
+            self._admit()
+            self._schedule_decodes()
+        if not self._draft.work:
+            self._break_stall()
+        self._draft.copies.extend(self.blocks.take_copies())
+        plan = self._draft.close(self._step_id)
+        self.stats.count_plan(plan, self)
+        return plan
+
+    def update(self, plan: StepPlan, result: StepResult, now: float) -> list[Progress]:
+        """Take in what came of a step; returns what happened, in the plan's order."""
+        assert plan.step_id == result.step_id == self._step_id and len(result.results) == len(plan.work)
+        self._now = now
+        self._progress = []
+        in_flight, self._in_flight = self._in_flight, []
+        for sequence, work, outcome in zip(in_flight, plan.work, result.results, strict=True):
+            if sequence.status is not SequenceStatus.RUNNING or sequence.row != work.row:
+                continue  # aborted while the step ran
+            if outcome.error is not None:
+                self.fail(sequence.request.request_id, outcome.error)
+                continue
+            sequence.num_computed = work.start + work.count
+            if outcome.prompt_logprobs:
+                sequence.request.prompt_logprobs.extend(outcome.prompt_logprobs)
+            if sequence.num_computed >= (sequence.table.num_chained + 1) * self.limits.block_size:
+                self._publish(sequence)
+            if work.num_samples or work.num_candidates:
+                sequence.request.decoder.absorb(self, sequence, outcome)
+        return self._progress
+
+    # -- what decoders may do (SequenceOps) --------------------------------------------------------------------------
+
+    def append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, *, is_on_worker: bool) -> None:
+        """Add a token to a sequence, and end it there if that token or its length says so."""
+        sequence.token_ids.append(token_id)
+        if logprobs is not None:
+            sequence.logprobs.append(logprobs)
+            sequence.cumulative_logprob += logprobs.logprob
+        if not is_on_worker and sequence.is_resident:
+            self._draft.append_token(sequence.row, token_id)
+        request, metrics = sequence.request, sequence.request.metrics
+        if metrics.first_token_s is None:
+            metrics.first_token_s = self._now
+        metrics.last_token_s = self._now
+        self.stats.num_generated_tokens += 1
+        self._progress.append(Progress(sequence, token_id, logprobs))
+        num_output = len(sequence.token_ids) - len(request.prompt_token_ids)
+        if token_id in request.stop_token_ids and num_output > sequence.sampling.min_tokens:
+            self.finish(sequence, FinishReason.STOP, token_id)
+        elif num_output >= request.max_tokens:
+            self.finish(sequence, FinishReason.LENGTH)
+        elif sequence.status is SequenceStatus.PARKED:
+            self.num_parked -= 1
+            sequence.status = SequenceStatus.WAITING
+            self.waiting.push(sequence)
+
+    def fork(self, parent: Sequence, index: int) -> Sequence:
+        """A new sequence with the parent's tokens; it shares the parent's blocks if a row is free, else it waits."""
+        child = self._new_sequence(parent.request, index, parent.token_ids.copy())
+        child.cumulative_logprob, child.logprobs = parent.cumulative_logprob, parent.logprobs.copy()
+        if parent.status is SequenceStatus.RUNNING and self.rows.refusal(child) is None:
+            self.rows.reserve(child)
+            child.table = self.manager.fork(parent.table)
+            child.keys = parent.keys.copy() if parent.keys is not None else None
+            child.num_computed = parent.num_computed
+            child.len_at_admission = len(child.token_ids)
+            child.status = SequenceStatus.RUNNING
+            insort(self.running, child, key=_rank)
+        else:
+            self.waiting.push(child)
+        return child
+
+    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """End a sequence and free what it holds; its request ends with its last sequence."""
+        if sequence.status is SequenceStatus.FINISHED:
+            return
+        self._leave(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason, sequence.stop_reason = reason, stop_reason
+        self._progress.append(Progress(sequence, None, None))
+        request = sequence.request
+        if request.is_finished:
+            request.metrics.finished_s = self._now
+            self.requests.pop(request.request_id, None)
+            self.stats.count_finished(request)
+
+    # -- scheduling --------------------------------------------------------------------------------------------------
+
+    def _schedule_decodes(self) -> None:
+        place = 0
+        while place < len(self.running) and self._draft.num_tokens_left:
+            sequence = self.running[place]
+            if sequence.gap == 1 and sequence.num_reserved == 0 and not self._grow(sequence):
+                # Preempted (and gone from the list), or stalled until a protected prefill has made progress.
+                place += sequence.status is SequenceStatus.RUNNING
+                continue
+            place += 1
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Give a decode the slot for its next token, at somebody's expense if need be."""
+        start = sequence.num_computed
+        while True:
+            num_needed = self.manager.num_needed(sequence.table, start, start + 1)
+            if num_needed <= self.blocks.num_available:
+                self._plan(sequence, 1)
+                return True
+            place = self.running.index(sequence)
+            others = [s for s in self.running[place + 1 :] if not self._draft.holds(s)]
+            preemption = choose_victim(others, sequence, self.manager.pool, self.limits.block_size)
+            if preemption is None:
+                if not any(not s.has_progressed for s in self.running):
+                    self._preempt(choose_victim([sequence], None, self.manager.pool, self.limits.block_size))
+                return False
+            self._preempt(preemption)
+
+    def _schedule_chunks(self) -> None:
+        for sequence in self.running:
+            if self._draft.num_tokens_left == 0:
+                break
+            if (sequence.gap > 1 or sequence.num_reserved) and not self._draft.holds(sequence):
+                self._plan_chunk(sequence)
+
+    def _plan_chunk(self, sequence: Sequence) -> None:
+        count = min(sequence.gap, self._draft.num_tokens_left)
+        if count == sequence.gap or self.limits.enable_chunked_prefill:
+            sequence.request.metrics.num_prefill_chunks += 1
+            self._plan(sequence, count)
+
+    def _plan(self, sequence: Sequence, count: int) -> None:
+        """Put `count` tokens of a sequence into the step; the blocks they need are known to be there."""
+        start = sequence.num_computed
+        change = self.manager.extend(sequence.table, start, start + count)
+        num_taken = len(change.appended) + (change.copy is not None)
+        released = min(num_taken, sequence.num_reserved)
+        sequence.num_reserved -= released
+        self.blocks.num_reserved -= released
+        self._draft.add(sequence, count, change)
+        self._in_flight.append(sequence)
+
+    def _admit(self) -> None:
+        if self._draft.num_preempted:
+            return  # memory is short: whoever was preempted in this step would only be let in at somebody else's cost
+        while self._draft.num_tokens_left:
+            sequence = self.waiting.head()
+            if sequence is None or not self._try_admit(sequence):
+                return
+
+    def _try_admit(self, sequence: Sequence) -> bool:
+        """Admit the head of the queue; False where the queue must wait. A sequence waiting for its turn is set aside."""
+        if not self.limits.enable_chunked_prefill and len(sequence.token_ids) > self._draft.num_tokens_left:
+            sequence.waits_for = "its whole prompt does not fit what is left of this step"
+            return False
+        occasion = (sequence, self.blocks.num_available, self.rows.num_free)
+        if self._refused == occasion:
+            return False  # nothing has changed since it was refused
+        for resource in self.resources:
+            sequence.waits_for = resource.refusal(sequence)
+            if sequence.waits_for is not None:
+                self._refused = occasion
+                return False
+        self.waiting.remove(sequence)
+        sequence.waits_for = self.turns.refusal(sequence)
+        if sequence.waits_for is not None:
+            self.turns.park(sequence)
+            self.num_parked += 1
+            return True
+        for resource in self.resources:
+            resource.reserve(sequence)
+        self._enter(sequence)
+        return True
+
+    def _enter(self, sequence: Sequence) -> None:
+        self.turns.reserve(sequence)
+        sequence.status = SequenceStatus.RUNNING
+        sequence.len_at_admission = len(sequence.token_ids)
+        insort(self.running, sequence, key=_rank)
+        if sequence.request.metrics.first_scheduled_s is None:
+            sequence.request.metrics.first_scheduled_s = self._now
+        self._plan_chunk(sequence)
+
+    def _make_room_for_urgent(self) -> None:
+        """Under the priority policy, a waiting sequence may displace running ones of a lower class."""
+        if self.limits.policy != "priority":
+            return
+        head = self.waiting.head()
+        while head is not None and self.running and self.running[-1].rank[0] > head.rank[0]:
+            if all(resource.refusal(head) is None for resource in self.resources):
+                return
+            lower = [s for s in self.running if s.rank[0] > head.rank[0]]
+            preemption = choose_victim(lower, head, self.manager.pool, self.limits.block_size)
+            if preemption is None:
+                return
+            self._preempt(preemption)
+            self._draft.num_preempted -= 1  # the head is to be admitted in this very step
+
+    def _break_stall(self) -> None:
+        """Nobody can run though somebody waits: beams that wait for a sibling hold the memory the sibling needs."""
+        while not self._draft.work and len(self.waiting) and self.running:
+            preemption = choose_victim(self.running[-1:], None, self.manager.pool, self.limits.block_size)
+            if preemption is None:
+                return
+            self._preempt(preemption)
+            self._draft.num_preempted = 0
+            self._admit()
+
+    def _preempt(self, preemption: Preemption | None) -> None:
+        assert preemption is not None
+        victim = preemption.victim
+        logger.info("%s", preemption.reason())
+        is_waiting_for_siblings = victim.gap == 0
+        self._leave(victim)
+        victim.request.metrics.num_preemptions += 1
+        self.stats.num_preemptions += 1
+        self.stats.num_recompute_tokens += preemption.num_recomputed_tokens
+        self._draft.num_preempted += 1
+        if is_waiting_for_siblings:
+            victim.status = SequenceStatus.PARKED
+            self.num_parked += 1
+        else:
+            victim.status = SequenceStatus.WAITING
+            victim.waits_for = preemption.reason()
+            self.waiting.push(victim)
+
+    # -- bookkeeping -------------------------------------------------------------------------------------------------
+
+    def _check(self, request: Request) -> None:
+        if request.request_id in self.requests:
+            raise InvalidParameterError(f"request id {request.request_id!r} is already in use", param="request_id")
+        num_prompt, limits = len(request.prompt_token_ids), self.limits
+        if num_prompt == 0:
+            raise InvalidParameterError("the prompt is empty; give at least one token", param="prompt")
+        if num_prompt >= limits.max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {num_prompt} tokens, but the context holds {limits.max_model_len}, of which at least one is "
+                "for the answer; shorten the prompt or raise max_model_len"
+            )
+        # The last token sampled is never computed, so it needs no slot.
+        num_slots = min(num_prompt + request.max_tokens, limits.max_model_len) - 1
+        num_blocks = ceil_div(num_slots, limits.block_size)
+        if num_blocks > limits.num_blocks:
+            raise PromptTooLongError(
+                f"the prompt's {num_prompt} tokens and up to {num_slots + 1 - num_prompt} new ones need {num_blocks} KV "
+                f"blocks of {limits.block_size}, but the whole pool has {limits.num_blocks}; shorten the prompt, lower "
+                "max_tokens, or give the KV cache more memory"
+            )
+        request.max_tokens = min(request.max_tokens, limits.max_model_len - num_prompt)
+
+    def _new_sequence(self, request: Request, index: int, token_ids: list[int]) -> Sequence:
+        keys = self.manager.index.keys(request.namespace) if self.limits.enable_prefix_caching else None
+        sampling = request.sampling
+        if index:
+            sampling = sampling._replace(seed=derive_seed(sampling.seed, index))
+        sequence = Sequence(request, index, token_ids, self.manager.new_table(request.namespace), keys, sampling)
+        priority = request.priority if self.limits.policy == "priority" else 0
+        sequence.rank = (priority, request.arrival, index)
+        request.sequences.append(sequence)
+        return sequence
+
+    def _publish(self, sequence: Sequence) -> None:
+        first = sequence.table.num_chained
+        for place in self.blocks.publish(sequence):
+            if sequence.is_resident:
+                self._draft.replace_block(sequence.row, place, sequence.table.blocks[place])
+        if sequence.keys is not None:
+            self._unpark(self.turns.published(sequence, first))
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a sequence out of wherever it is, with everything it holds."""
+        if sequence.status is SequenceStatus.RUNNING:
+            self._unpark(self.turns.withdraw(sequence))
+            self.running.remove(sequence)
+            if sequence.is_resident:
+                self._draft.remove_row(sequence.row)
+                sequence.is_resident = False
+            for resource in reversed(self.resources):
+                resource.release(sequence)
+        elif sequence.status is SequenceStatus.PARKED:
+            self.num_parked -= 1
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        else:
+            self.turns.unpark(sequence)
+            self.num_parked -= 1
+
+    def _unpark(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            self.num_parked -= 1
+            self.waiting.push(sequence)
+
+    def _end_request(self, request_id: str, reason: FinishReason) -> Request | None:
+        request = self.requests.get(request_id)
+        if request is not None:
+            for sequence in request.sequences:
+                self.finish(sequence, reason)
+        return request

@@ -1,0 +1,62 @@
+"""What the scheduler counts: totals since the start, cheap enough to keep in production."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from quire.core.kvcache.manager import KVCacheManager
+from quire.core.plan import StepPlan
+from quire.core.request import Request
+
+
+class _Counted(Protocol):
+    @property
+    def manager(self) -> KVCacheManager: ...
+    @property
+    def running(self) -> Sized: ...
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters. The waste is measured in slots summed over steps, so that it is an average over time."""
+
+    num_steps: int = 0
+    num_computed_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    num_recompute_tokens: int = 0
+    """Estimate of computed tokens that preemption threw away."""
+    num_prompt_tokens: int = 0
+    """Of finished requests."""
+    num_prefix_hit_tokens: int = 0
+    """Of finished requests."""
+    num_finished: dict[str, int] = field(default_factory=dict)
+    peak_num_blocks: int = 0
+    peak_num_running: int = 0
+    allocated_slot_steps: int = 0
+    unused_slot_steps: int = 0
+
+    @property
+    def waste(self) -> float:
+        """Unused share of allocated KV slots, averaged over steps."""
+        return self.unused_slot_steps / self.allocated_slot_steps if self.allocated_slot_steps else 0.0
+
+    def count_plan(self, plan: StepPlan, scheduler: _Counted) -> None:
+        manager = scheduler.manager
+        num_used = manager.pool.num_used
+        self.num_steps += 1
+        self.num_computed_tokens += plan.num_tokens
+        self.peak_num_blocks = max(self.peak_num_blocks, num_used)
+        self.peak_num_running = max(self.peak_num_running, len(scheduler.running))
+        self.allocated_slot_steps += num_used * manager.block_size
+        self.unused_slot_steps += manager.num_unused_slots
+
+    def count_finished(self, request: Request) -> None:
+        finish_reason = request.sequences[0].finish_reason
+        assert finish_reason is not None
+        reason = finish_reason.value
+        self.num_finished[reason] = self.num_finished.get(reason, 0) + 1
+        self.num_prompt_tokens += len(request.prompt_token_ids)
+        self.num_prefix_hit_tokens += request.metrics.num_prefix_hit_tokens

@@ -1,0 +1,163 @@
+"""The null executor: carries out plans without a model, and notices every mistake in their block tables.
+
+It keeps, for each physical slot, the token written there and a running hash of the history before it. The "logits" of a
+position are a keyed function of the tokens and hashes *as read back through the block table*. A wrong, stale, prematurely
+freed or missing block therefore changes what is sampled, and a comparison with `null_logits` on the plain token list (the
+oracle) shows it. With a `script`, tokens are dictated and memory is not modelled, for replaying long traces quickly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.common.seeds import derive_seed, mix64
+from quire.core.plan import RowSampling, RowWork, StepPlan, StepResult, TokenLogprobs, WorkResult
+from quire.worker.rows import RowTable
+
+Script = Callable[[str, int], int]
+"""(row's name, position) -> the token that is sampled there."""
+
+_EMPTY_HISTORY = 0x51D0
+
+
+def extend_history(history: int, token_id: int) -> int:
+    """The running hash after one more token."""
+    return mix64(history ^ mix64(token_id + 1))
+
+
+def null_logits(key: int, token_ids: Sequence[int], vocab_size: int) -> NDArray[np.float64]:
+    """The oracle: logits after `token_ids`, computed from the plain list."""
+    histories, history = [], _EMPTY_HISTORY
+    for token_id in token_ids:
+        history = extend_history(history, token_id)
+        histories.append(history)
+    return _logits(key, np.array(token_ids, np.int64), np.array(histories, np.uint64), vocab_size)
+
+
+def null_sample(logits: NDArray[np.float64], sampling: RowSampling, seed: int, position: int) -> int:
+    """The oracle's choice: the largest logit, plus noise keyed by (seed, position) unless the row is greedy."""
+    if sampling.temperature == 0.0:
+        return int(np.argmax(logits))
+    noise = np.random.Generator(np.random.Philox(key=mix64(seed ^ mix64(position)))).gumbel(size=len(logits))
+    return int(np.argmax(logits / sampling.temperature + noise))
+
+
+def null_logprobs(logits: NDArray[np.float64], token_id: int, num_alternatives: int) -> TokenLogprobs:
+    """Log-probabilities from logits, as `TokenLogprobs`."""
+    logprobs = logits - np.log(np.exp(logits).sum())
+    order = np.argsort(-logprobs, kind="stable")
+    kept = order if num_alternatives < 0 else order[:num_alternatives]
+    rank = int((logprobs > logprobs[token_id]).sum()) + 1
+    return TokenLogprobs(
+        token_id, float(logprobs[token_id]), rank, tuple(map(int, kept)), tuple(map(float, logprobs[kept]))
+    )
+
+
+def _logits(
+    key: int, token_ids: NDArray[np.int64], histories: NDArray[np.uint64], vocab_size: int
+) -> NDArray[np.float64]:
+    digest = hashlib.blake2b(token_ids.tobytes() + histories.tobytes(), digest_size=16, key=key.to_bytes(8, "little"))
+    seed = int.from_bytes(digest.digest(), "little")
+    return 4.0 * np.random.Generator(np.random.Philox(key=seed)).random(vocab_size)
+
+
+class NullExecutor:
+    """Executes plans against a model of the KV memory instead of the memory."""
+
+    def __init__(
+        self, num_rows: int, num_blocks: int, block_size: int, *, vocab_size: int = 32, key: int = 0,
+        script: Script | None = None,
+    ) -> None:  # fmt: skip
+        self.rows = RowTable(num_rows, block_size)
+        self.vocab_size = vocab_size
+        self.key = key
+        self.num_steps = 0
+        self._script = script
+        num_slots = num_blocks * block_size if script is None else 0
+        self._slot_tokens: NDArray[np.int64] = np.full(num_slots, -1, np.int64)
+        self._slot_histories: NDArray[np.uint64] = np.zeros(num_slots, np.uint64)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        started = time.perf_counter()
+        self.num_steps += 1
+        self.rows.apply(plan)
+        if self._script is not None:
+            results = tuple(self._dictate(work) for work in plan.work)
+        else:
+            self._copy_blocks(plan)
+            for work in plan.work:
+                self._write(work)
+            results = tuple(self._compute(work) for work in plan.work)
+        for work, result in zip(plan.work, results, strict=True):
+            if result.token_ids:
+                self.rows.append_token(work.row, result.token_ids[0])
+        return StepResult(plan.step_id, results, time.perf_counter() - started)
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+    def poison(self, slots: NDArray[np.int64]) -> None:
+        """Overwrite slots with nonsense: for tests of the checks themselves."""
+        self._slot_tokens[slots] = -2
+
+    def _dictate(self, work: RowWork) -> WorkResult:
+        assert self._script is not None
+        if not work.num_samples:
+            return WorkResult()
+        return WorkResult((self._script(self.rows.names[work.row], work.start + work.count),) * work.num_samples)
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        if not plan.copies:
+            return
+        size = self.rows.block_size
+        sources = np.array([copy.source for copy in plan.copies])
+        destinations = np.array([copy.destination for copy in plan.copies])
+        for memory in (self._slot_tokens.reshape(-1, size), self._slot_histories.reshape(-1, size)):
+            memory[destinations] = memory[sources]
+
+    def _write(self, work: RowWork) -> None:
+        end = work.start + work.count
+        assert end <= self.rows.num_tokens[work.row], "work beyond the tokens the row knows"
+        assert end <= self.rows.num_blocks[work.row] * self.rows.block_size, "work beyond the row's blocks"
+        slots = self.rows.slots(work.row, max(work.start - 1, 0), end)
+        if work.start == 0:
+            history = _EMPTY_HISTORY
+        else:
+            history, slots = int(self._slot_histories[slots[0]]), slots[1:]
+        for slot, token_id in zip(slots, self.rows.tokens(work.row)[work.start : end], strict=True):
+            history = extend_history(history, int(token_id))
+            self._slot_tokens[slot], self._slot_histories[slot] = token_id, history
+
+    def _compute(self, work: RowWork) -> WorkResult:
+        end, sampling = work.start + work.count, self.rows.sampling[work.row]
+        slots = self.rows.slots(work.row, 0, end)
+        prompt_logprobs = self._score_prompt(work, slots) if work.prompt_logprobs_from >= 0 else ()
+        if not work.num_samples and not work.num_candidates:
+            return WorkResult(prompt_logprobs=prompt_logprobs)
+        logits = self._read(slots)
+        if work.num_candidates:
+            best = null_logprobs(logits, int(np.argmax(logits)), work.num_candidates)
+            return WorkResult(logprobs=(best,), prompt_logprobs=prompt_logprobs)
+        seeds = [derive_seed(sampling.seed, index) for index in range(work.num_samples)]
+        token_ids = tuple(null_sample(logits, sampling, seed, end) for seed in seeds)
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if sampling.num_logprobs is not None:
+            logprobs = tuple(null_logprobs(logits, token_id, sampling.num_logprobs) for token_id in token_ids)
+        return WorkResult(token_ids, logprobs, prompt_logprobs)
+
+    def _score_prompt(self, work: RowWork, slots: NDArray[np.int64]) -> tuple[TokenLogprobs, ...]:
+        end = min(work.start + work.count + 1, int(self.rows.num_prompt_tokens[work.row]))
+        num_alternatives = self.rows.sampling[work.row].num_prompt_logprobs or 0
+        tokens = self.rows.tokens(work.row)
+        return tuple(
+            null_logprobs(self._read(slots[:target]), int(tokens[target]), num_alternatives)
+            for target in range(work.prompt_logprobs_from, end)
+        )
+
+    def _read(self, slots: NDArray[np.int64]) -> NDArray[np.float64]:
+        return _logits(self.key, self._slot_tokens[slots], self._slot_histories[slots], self.vocab_size)
