@@ -1,0 +1,119 @@
+"""The text side of a model folder: which files there are and what `tokenizer_config.json` says.
+
+Owns reading and checking of the small JSON files and of the chat templates' sources. Reads nothing else of the folder
+and executes nothing; unknown keys are left alone, because every model family adds its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from quire.errors import CheckpointError, ModelNotFoundError
+
+_MAX_CONFIG_BYTES: Final = 64 << 20  # the largest published tokenizer_config.json is below 2 MiB
+_NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_EXTRA_TOKENS: Final = ("additional_special_tokens", "extra_special_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class TextConfig:
+    """What the text files of a model say beside `tokenizer.json`.
+
+    named_tokens: role ("bos_token", "eos_token", ...) to the token's text. extra_special_tokens: further tokens
+    declared special. chat_templates: name to Jinja source; "default" is the one used unless another is asked for.
+    """
+
+    named_tokens: Mapping[str, str] = field(default_factory=dict)
+    extra_special_tokens: tuple[str, ...] = ()
+    add_bos_token: bool = False
+    add_eos_token: bool = False
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_text_config(folder: Path) -> TextConfig:
+    """Read `tokenizer_config.json`, `special_tokens_map.json` and the chat templates of a folder, all optional.
+
+    Raises CheckpointError for a file that is not what its name says.
+    """
+    config = {**_read_object(folder / "special_tokens_map.json"), **_read_object(folder / "tokenizer_config.json")}
+    named = {role: text for role in _NAMED_TOKENS if (text := _token_text(config.get(role))) is not None}
+    extra = [text for key in _EXTRA_TOKENS for each in _token_list(config.get(key)) if (text := _token_text(each))]
+    return TextConfig(
+        named_tokens=named,
+        extra_special_tokens=tuple(extra),
+        add_bos_token=config.get("add_bos_token") is True,
+        add_eos_token=config.get("add_eos_token") is True,
+        chat_templates=_read_templates(folder, config.get("chat_template")),
+    )
+
+
+def read_tokenizer_json(folder: Path) -> str:
+    """The text of `tokenizer.json`. Raises ModelNotFoundError or CheckpointError, saying how to obtain one."""
+    if not folder.is_dir():
+        raise ModelNotFoundError(f"no folder {str(folder)!r} to read a tokenizer from")
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        return _read_text(path)
+    others = [name for name in ("tokenizer.model", "tokenizer.model.v3", "tekken.json") if (folder / name).is_file()]
+    if others:
+        raise CheckpointError(
+            f"{str(folder)!r} has {others[0]} but no tokenizer.json, the only tokenizer format that is read; "
+            "convert it once with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        )
+    raise CheckpointError(
+        f"{str(folder)!r} has no tokenizer.json; add it, or set skip_tokenizer_init=True and pass token ids"
+    )
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path.name} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    if path.stat().st_size > _MAX_CONFIG_BYTES:
+        raise CheckpointError(f"{path.name} has {path.stat().st_size} bytes; at most {_MAX_CONFIG_BYTES} are read")
+    try:
+        value = json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path.name} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path.name} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _token_text(value: Any) -> str | None:
+    """The text of a token given as a string or as a serialised added token."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) and value else None
+
+
+def _token_list(value: Any) -> list[Any]:
+    if isinstance(value, dict):  # newer files name their extra tokens
+        return list(value.values())
+    return value if isinstance(value, list) else []
+
+
+def _read_templates(folder: Path, inline: Any) -> dict[str, str]:
+    """Chat templates by name; files take precedence over `tokenizer_config.json`, as they do for transformers."""
+    templates: dict[str, str] = {}
+    if isinstance(inline, str):
+        templates["default"] = inline
+    for each in _token_list(inline) if isinstance(inline, list) else []:
+        if isinstance(each, dict) and isinstance(each.get("name"), str) and isinstance(each.get("template"), str):
+            templates[each["name"]] = each["template"]
+    for name in ("additional_chat_templates", "chat_templates"):
+        for path in sorted((folder / name).glob("*.jinja")):
+            templates[path.stem] = _read_text(path)
+    if (folder / "chat_template.jinja").is_file():
+        templates["default"] = _read_text(folder / "chat_template.jinja")
+    return templates
