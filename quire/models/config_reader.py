@@ -17,6 +17,7 @@ from quire.errors import UnsupportedModelError
 _T = TypeVar("_T")
 
 _MAX_INTEGER = 2**31 - 1
+_MAX_NUMBER = 1e30
 
 # Keys that describe training, bookkeeping, generation defaults or other programs' settings.
 _HARMLESS = """
@@ -53,10 +54,8 @@ class ConfigReader:
 
     def refuse(self, key: str, supported: str) -> UnsupportedModelError:
         """The error for a value that Quire does not implement, for the caller to raise."""
-        value = repr(self._values.get(key))
-        shown = value if len(value) <= 120 else value[:117] + "..."
-        where = f"{self._path}{key}"
-        return UnsupportedModelError(f"{self.architecture}: config.json has {where}={shown}; supported: {supported}")
+        where = f"{self._path}{key}={_shown(self._values.get(key))}"
+        return UnsupportedModelError(f"{self.architecture}: config.json has {where}; supported: {supported}")
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MAX_INTEGER) -> int:
         """A whole number within bounds; without a default the key is required."""
@@ -78,16 +77,16 @@ class ConfigReader:
     def number(self, key: str, default: float | None = None, *, minimum: float = 0.0) -> float:
         """A finite number not below `minimum`; without a default the key is required."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value < float("inf"):
-            raise self.refuse(key, f"a number from {minimum:g} up")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= _MAX_NUMBER:
+            raise self.refuse(key, f"a number from {minimum:g} to {_MAX_NUMBER:g}")
         return float(value)
 
-    def optional_number(self, key: str, default: float | None = None) -> float | None:
+    def optional_number(self, key: str, default: float | None = None, *, minimum: float = 0.0) -> float | None:
         """As `number`, but null (or absence, without a default) gives None."""
         self._read.add(key)
         if key not in self._values:
             return default
-        return None if self._values[key] is None else self.number(key)
+        return None if self._values[key] is None else self.number(key, minimum=minimum)
 
     def flag(self, key: str, default: bool) -> bool:
         """true or false."""
@@ -111,16 +110,17 @@ class ConfigReader:
         return table[value]
 
     def require(self, key: str, allowed: object) -> None:
-        """Refuse any value but `allowed`; absence is fine."""
+        """Refuse any value but `allowed`; absence and null are fine."""
         self._read.add(key)
         if self.has(key) and self._values[key] != allowed:
-            raise self.refuse(key, f"{allowed!r} alone")
+            raise self.refuse(key, f"{allowed!r} or null")
 
-    def numbers(self, key: str) -> tuple[float, ...]:
-        """A required list of numbers."""
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """A required list of `count` numbers, none below zero."""
         value = self._get(key, None)
-        if not isinstance(value, list) or not all(type(x) in (int, float) for x in value):
-            raise self.refuse(key, "a list of numbers")
+        are_numbers = isinstance(value, list) and all(type(x) in (int, float) and 0 <= x <= _MAX_NUMBER for x in value)
+        if not isinstance(value, list) or not are_numbers or len(value) != count:
+            raise self.refuse(key, f"a list of {count} numbers from 0 up")
         return tuple(float(x) for x in value)
 
     def names(self, key: str, allowed: frozenset[str], count: int) -> tuple[str, ...] | None:
@@ -157,7 +157,10 @@ class ConfigReader:
             is_off = value is None or value is False
             if key in self._read or is_off or key in _HARMLESS_KEYS or _HARMLESS_PATTERN.fullmatch(key):
                 continue
-            raise self.refuse(key, "this key is not known to Quire; remove it if it does not change the numbers")
+            raise UnsupportedModelError(
+                f"{self.architecture}: config.json has {self._path}{key}={_shown(value)}, a key that Quire does not "
+                f"know for this architecture; remove it if it does not change what the model computes"
+            )
 
     def _get(self, key: str, default: object) -> object:
         self._read.add(key)
@@ -167,3 +170,8 @@ class ConfigReader:
         if value is None:
             raise UnsupportedModelError(f"{self.architecture}: config.json lacks {self._path}{key}, which is required")
         return value
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."

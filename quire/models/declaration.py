@@ -87,8 +87,6 @@ class AttentionSpec:
     key: LinearSpec
     value: LinearSpec
     output: LinearSpec
-    num_heads: int
-    num_kv_heads: int
     head_dim: int
     scale: float
     rope: RopeSpec | None
@@ -96,7 +94,16 @@ class AttentionSpec:
     """Over each head, or over the whole projection, as its size says; before RoPE."""
     key_norm: NormSpec | None = None
     window: int | None = None
+    """A query at position p sees the keys at positions above p - window."""
     soft_cap: float | None = None
+
+    @property
+    def num_heads(self) -> int:
+        return self.query.num_outputs // self.head_dim
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.key.num_outputs // self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +156,6 @@ class DecoderSpec:
     """A whole decoder."""
 
     architecture: str
-    hidden_size: int
-    vocab_size: int
     max_position_embeddings: int
     """The context length that the model was made for."""
     dtype: str
@@ -165,6 +170,14 @@ class DecoderSpec:
     final_soft_cap: float | None = None
     optional_prefix: str = "model."
     """Names may come without it (checkpoints of the bare decoder)."""
+
+    @property
+    def vocab_size(self) -> int:
+        return self.embedding.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.embedding.shape[1]
 
     @property
     def is_tied(self) -> bool:

@@ -88,6 +88,17 @@ def read_windows(config: ConfigReader, default: tuple[str, ...], window: int | N
     return tuple(window if is_sliding else None for is_sliding in slides)
 
 
+def read_qwen_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
+    """Qwen's rule: with `use_sliding_window`, the layers from `max_window_layers` on slide; without, none."""
+    has_window = config.flag("use_sliding_window", False)
+    window = config.optional_integer("sliding_window", 4096)
+    num_full = min(config.integer("max_window_layers", 28, minimum=0), num_layers)
+    if not has_window or window is None:
+        window, num_full = None, num_layers
+    default = ("full_attention",) * num_full + ("sliding_attention",) * (num_layers - num_full)
+    return read_windows(config, default, window)
+
+
 def read_head(config: ConfigReader, embedding: TensorSpec, *, default_tied: bool) -> LinearSpec:
     """The output projection: the embedding itself where the two are tied, else `lm_head`."""
     if config.flag("tie_word_embeddings", default_tied):

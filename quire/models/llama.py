@@ -20,34 +20,22 @@ def declare_llama(config: ConfigReader) -> DecoderSpec:
     embedding = TensorSpec("model.embed_tokens.weight", (size.vocab, size.hidden))
 
     def block(at: str) -> BlockSpec:
-        attention = AttentionSpec(
-            query=linear(f"{at}.self_attn.q_proj", size.hidden, size.query, has_bias=has_bias),
-            key=linear(f"{at}.self_attn.k_proj", size.hidden, size.kv, has_bias=has_bias),
-            value=linear(f"{at}.self_attn.v_proj", size.hidden, size.kv, has_bias=has_bias),
-            output=linear(f"{at}.self_attn.o_proj", size.query, size.hidden, has_bias=has_bias),
-            num_heads=size.num_heads,
-            num_kv_heads=size.num_kv_heads,
-            head_dim=size.head_dim,
-            scale=size.head_dim**-0.5,
-            rope=rope,
-        )
-        mlp = MlpSpec(
-            gate=linear(f"{at}.mlp.gate_proj", size.hidden, size.ffn, has_bias=has_mlp_bias),
-            up=linear(f"{at}.mlp.up_proj", size.hidden, size.ffn, has_bias=has_mlp_bias),
-            down=linear(f"{at}.mlp.down_proj", size.ffn, size.hidden, has_bias=has_mlp_bias),
-            activation=activation,
-        )
+        query = linear(f"{at}.self_attn.q_proj", size.hidden, size.query, has_bias=has_bias)
+        key = linear(f"{at}.self_attn.k_proj", size.hidden, size.kv, has_bias=has_bias)
+        value = linear(f"{at}.self_attn.v_proj", size.hidden, size.kv, has_bias=has_bias)
+        output = linear(f"{at}.self_attn.o_proj", size.query, size.hidden, has_bias=has_bias)
+        gate = linear(f"{at}.mlp.gate_proj", size.hidden, size.ffn, has_bias=has_mlp_bias)
+        up = linear(f"{at}.mlp.up_proj", size.hidden, size.ffn, has_bias=has_mlp_bias)
+        down = linear(f"{at}.mlp.down_proj", size.ffn, size.hidden, has_bias=has_mlp_bias)
         return BlockSpec(
             attention_norm=rms_norm(f"{at}.input_layernorm", size.hidden, eps),
-            attention=attention,
+            attention=AttentionSpec(query, key, value, output, size.head_dim, size.head_dim**-0.5, rope),
             mlp_norm=rms_norm(f"{at}.post_attention_layernorm", size.hidden, eps),
-            mlp=mlp,
+            mlp=MlpSpec(gate, up, down, activation),
         )
 
     return DecoderSpec(
         architecture=config.architecture,
-        hidden_size=size.hidden,
-        vocab_size=size.vocab,
         max_position_embeddings=size.max_positions,
         dtype=read_dtype(config),
         embedding=embedding,

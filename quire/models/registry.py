@@ -7,10 +7,28 @@ from collections.abc import Callable, Mapping
 from quire.errors import UnsupportedModelError
 from quire.models.config_reader import ConfigReader
 from quire.models.declaration import DecoderSpec
+from quire.models.gemma2 import declare_gemma2
+from quire.models.gemma3 import declare_gemma3
+from quire.models.gpt2 import declare_gpt2
 from quire.models.llama import declare_llama
+from quire.models.mistral import declare_mistral
+from quire.models.olmo2 import declare_olmo2
+from quire.models.phi3 import declare_phi3
+from quire.models.qwen2 import declare_qwen2
+from quire.models.qwen3 import declare_qwen3
+from quire.models.smollm3 import declare_smollm3
 
 ARCHITECTURES: dict[str, Callable[[ConfigReader], DecoderSpec]] = {
+    "Gemma2ForCausalLM": declare_gemma2,
+    "Gemma3ForCausalLM": declare_gemma3,
+    "GPT2LMHeadModel": declare_gpt2,
     "LlamaForCausalLM": declare_llama,
+    "MistralForCausalLM": declare_mistral,
+    "Olmo2ForCausalLM": declare_olmo2,
+    "Phi3ForCausalLM": declare_phi3,
+    "Qwen2ForCausalLM": declare_qwen2,
+    "Qwen3ForCausalLM": declare_qwen3,
+    "SmolLM3ForCausalLM": declare_smollm3,
 }
 
 

@@ -60,6 +60,11 @@ class LongScaling:
     attention_factor: float
 
 
+# Smaller bases and contexts have no logarithm to divide by.
+_MIN_THETA = 2.0
+_MIN_LEN = 2
+_MIN_FACTOR = 1e-3
+
 RopeScaling = LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling | LongScaling
 
 
@@ -81,7 +86,8 @@ def read_rope(
     """
     old_section, new_section = config.section("rope_scaling"), config.section("rope_parameters")
     section = old_section or new_section
-    theta = config.number("rope_theta", default_theta)
+    config.ignore("original_max_position_embeddings")  # matters to scaled variants only, which read it
+    theta = config.number("rope_theta", default_theta, minimum=_MIN_THETA)
     rotated_dim = _read_rotated_dim(config, section, head_dim) if is_partial else head_dim
     if not is_partial:
         for reader in (config, section):
@@ -90,11 +96,22 @@ def read_rope(
     return read_rope_section(config, section, RopeSpec(rotated_dim, theta))
 
 
+def read_local_and_global_rope(config: ConfigReader, head_dim: int) -> tuple[RopeSpec, RopeSpec]:
+    """RoPE of sliding and of full layers: two objects in `rope_parameters` (new), or three keys of the config (old)."""
+    local_rope = RopeSpec(head_dim, config.number("rope_local_base_freq", 1e4, minimum=_MIN_THETA))
+    global_rope = RopeSpec(head_dim, config.number("rope_theta", 1e6, minimum=_MIN_THETA))
+    old_section, both = config.section("rope_scaling"), config.section("rope_parameters")
+    if both is not None:
+        local_rope = read_rope_section(config, both.section("sliding_attention"), local_rope)
+        global_rope = read_rope_section(config, both.section("full_attention"), global_rope)
+    return local_rope, read_rope_section(config, old_section, global_rope)
+
+
 def read_rope_section(config: ConfigReader, section: ConfigReader | None, default: RopeSpec) -> RopeSpec:
     """Read one object of RoPE parameters; what it does not say comes from `default`."""
     if section is None:
         return default
-    theta = section.number("rope_theta", default.theta)
+    theta = section.number("rope_theta", default.theta, minimum=_MIN_THETA)
     key = "rope_type" if section.has("rope_type") or not section.has("type") else "type"
     section.ignore("type")
     read = section.choice(key, _SCALINGS, "default")
@@ -113,9 +130,9 @@ def _read_rotated_dim(config: ConfigReader, section: ConfigReader | None, head_d
 
 def _original_len(config: ConfigReader, section: ConfigReader) -> int:
     """The context before scaling. Like the reference, a value beside the section wins over the one inside."""
-    inner = section.optional_integer("original_max_position_embeddings")
-    outer = config.optional_integer("original_max_position_embeddings")
-    return outer or inner or config.integer("max_position_embeddings")
+    inner = section.optional_integer("original_max_position_embeddings", minimum=_MIN_LEN)
+    outer = config.optional_integer("original_max_position_embeddings", minimum=_MIN_LEN)
+    return outer or inner or config.integer("max_position_embeddings", minimum=_MIN_LEN)
 
 
 def _read_linear(config: ConfigReader, section: ConfigReader, rotated_dim: int) -> RopeScaling:
@@ -124,6 +141,8 @@ def _read_linear(config: ConfigReader, section: ConfigReader, rotated_dim: int) 
 
 def _read_dynamic(config: ConfigReader, section: ConfigReader, rotated_dim: int) -> RopeScaling:
     section.ignore("original_max_position_embeddings")
+    if rotated_dim < 4:
+        raise config.refuse("head_dim", "at least 4 rotated values for dynamic RoPE")
     return DynamicScaling(section.number("factor", minimum=1.0), config.integer("max_position_embeddings"))
 
 
@@ -137,8 +156,8 @@ def _read_yarn(config: ConfigReader, section: ConfigReader, rotated_dim: int) ->
     return YarnScaling(
         factor=factor,
         original_len=original_len,
-        beta_fast=section.number("beta_fast", 32.0),
-        beta_slow=section.number("beta_slow", 1.0),
+        beta_fast=section.number("beta_fast", 32.0, minimum=_MIN_FACTOR),
+        beta_slow=section.number("beta_slow", 1.0, minimum=_MIN_FACTOR),
         attention_factor=section.number("attention_factor", implied),
         is_truncated=section.flag("truncate", True),
     )
@@ -152,8 +171,8 @@ def _read_llama3(config: ConfigReader, section: ConfigReader, rotated_dim: int) 
     return Llama3Scaling(
         factor=section.number("factor", minimum=1.0),
         original_len=_original_len(config, section),
-        low_freq_factor=section.number("low_freq_factor"),
-        high_freq_factor=section.number("high_freq_factor"),
+        low_freq_factor=section.number("low_freq_factor", minimum=_MIN_FACTOR),
+        high_freq_factor=section.number("high_freq_factor", minimum=_MIN_FACTOR),
     )
 
 
@@ -161,10 +180,11 @@ def _read_long(config: ConfigReader, section: ConfigReader, rotated_dim: int) ->
     original_len = _original_len(config, section)
     factor = section.number("factor", config.integer("max_position_embeddings") / original_len)
     implied = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_len))
-    short_factors, long_factors = section.numbers("short_factor"), section.numbers("long_factor")
+    short_factors = section.numbers("short_factor", rotated_dim // 2)
+    long_factors = section.numbers("long_factor", rotated_dim // 2)
     for key, factors in (("short_factor", short_factors), ("long_factor", long_factors)):
-        if len(factors) != rotated_dim // 2 or min(factors) <= 0:
-            raise section.refuse(key, f"{rotated_dim // 2} factors above zero")
+        if min(factors) <= 0:
+            raise section.refuse(key, "factors above zero")
     return LongScaling(short_factors, long_factors, original_len, section.number("attention_factor", implied))
 
 

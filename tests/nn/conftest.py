@@ -1,9 +1,13 @@
-"""A small driver for models in tests: one sequence, KV blocks laid out out of order, chunks of any size."""
+"""For tests of whole models: a small driver, and for each family the same weights here and in `transformers`."""
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +15,13 @@ from torch import Tensor
 
 from quire.common.numbers import ceil_div
 from quire.kernels.interface import AttentionBatch
+from quire.kernels.reference.kernels import ReferenceKernels
+from quire.models.registry import declare
+from quire.nn.builder import build_decoder
 from quire.nn.context import StepContext
 from quire.nn.decoder import DecoderModel
+from quire.weights.checkpoint import SafetensorsCheckpoint
+from quire.weights.folder import read_model_config
 
 BLOCK_SIZE = 16
 
@@ -81,3 +90,143 @@ class Driver:
 def drive() -> Callable[..., Driver]:
     """`drive(model, max_len)` gives a fresh driver."""
     return Driver
+
+
+_PRESETS = "data/tokenizers/model_configs/"
+_TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 199,
+    "max_position_embeddings": 256,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_LLAMA3_ROPE = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_type": "llama3",
+}
+_LONG_ROPE = {
+    "type": "longrope",
+    "short_factor": [1.0, 1.0, 1.01, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 1.12, 2.19, 7.44, 22.9, 32.03],
+}
+# Family to a real config in the shared data (None: written out here) and what is scaled down or switched on: every kind
+# of layer occurs, and windows are shorter than the texts.
+FAMILIES: dict[str, tuple[str | None, dict[str, object]]] = {
+    "llama3": ("meta-llama--Llama-3.1-8B.json", {"rope_scaling": _LLAMA3_ROPE}),
+    "llama2": ("mlc_presets/llama2_7b.json", {"num_key_value_heads": 4, "pretraining_tp": 1}),
+    "llama_tied": ("mlc_presets/smollm2_135m.json", {"num_attention_heads": 9, "num_key_value_heads": 3}),
+    "llama_biased": ("meta-llama--Llama-3.1-8B.json", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    "mistral": ("mlc_presets/mistral_7b_v03.json", {"sliding_window": 24}),
+    "qwen2": (
+        "mlc_presets/qwen2_0_5b.json",
+        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1, "num_hidden_layers": 3},
+    ),
+    "qwen3": ("Qwen--Qwen3-0.6B.json", {"head_dim": 32}),
+    "gemma2": (
+        "mlc_presets/gemma2_2b.json",
+        {"head_dim": 16, "sliding_window": 24, "sliding_window_size": 24, "query_pre_attn_scalar": 20},
+    ),
+    "gemma3": (
+        "mlc_presets/gemma3_1b_it.json",
+        {
+            "head_dim": 16,
+            "sliding_window": 24,
+            "sliding_window_pattern": 3,
+            "num_hidden_layers": 4,
+            "query_pre_attn_scalar": 20,
+            "num_key_value_heads": 1,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
+    "phi3": ("mlc_presets/phi-4.json", {"rope_scaling": _LONG_ROPE, "original_max_position_embeddings": 32}),
+    "gpt2": (
+        "mlc_presets/gpt2.json",
+        {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_ctx": 256},
+    ),
+    "smollm3": (
+        None,
+        {
+            "architectures": ["SmolLM3ForCausalLM"],
+            "model_type": "smollm3",
+            "hidden_act": "silu",
+            "num_hidden_layers": 3,
+            "no_rope_layers": [1, 0, 1],
+            "use_sliding_window": False,
+            "rope_theta": 5e6,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "olmo2": ("mlc_presets/olmo2_13b.json", {}),
+}
+
+
+def tiny_config(shared: Path, family: str) -> dict[str, object]:
+    """A real config scaled down."""
+    file, changes = FAMILIES[family]
+    base = {} if file is None else json.loads((shared / _PRESETS / file).read_text())
+    tiny = {k: v for k, v in _TINY.items() if family != "gpt2" or k in ("vocab_size", "torch_dtype")}
+    if "head_dim" in base:
+        tiny["head_dim"] = 16
+    config = base | tiny | changes
+    if "num_attention_heads" in changes:
+        config |= {"hidden_size": 16 * changes["num_attention_heads"], "head_dim": 16}  # type: ignore[operator]
+    return config
+
+
+def reference_model(config: dict[str, object]) -> Any:
+    """The model of `transformers` that a config describes, with random weights, norms and biases included."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = copy.deepcopy({k: v for k, v in config.items() if k not in ("model_type", "auto_map", "torch_dtype")})
+    hf_config = AutoConfig.for_model(config["model_type"], **values)
+    hf_config.eos_token_id = None  # greedy texts of a fixed length
+    model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager", dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            std = 0.2 if parameter.ndim == 1 else 0.1
+            parameter.copy_((parameter if parameter.ndim == 1 else 0) + std * noise)
+    return model
+
+
+@dataclass
+class Pair:
+    """The same random weights in `transformers` and in Quire, and the folder they travelled through."""
+
+    family: str
+    config: dict[str, object]
+    reference: Any
+    folder: Path
+
+    def build(self, dtype: str = "float32", max_model_len: int = 256) -> DecoderModel:
+        """Load the folder into a Quire model on the reference kernels."""
+        spec = declare(read_model_config(self.folder))
+        with SafetensorsCheckpoint(self.folder, spec) as weights:
+            return build_decoder(spec, weights, ReferenceKernels(), dtype=dtype, max_model_len=max_model_len)
+
+    def reference_logits(self, token_ids: Sequence[int]) -> Tensor:
+        """float32 [tokens, V] of one full forward pass."""
+        with torch.inference_mode():
+            return self.reference(torch.tensor([token_ids]), use_cache=False).logits[0].float()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request: pytest.FixtureRequest, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """One pair per family."""
+    torch.set_num_threads(1)
+    config = tiny_config(shared, request.param)
+    reference = reference_model(config)
+    folder = tmp_path_factory.mktemp(request.param)
+    reference.save_pretrained(folder)
+    return Pair(request.param, config, reference, folder)

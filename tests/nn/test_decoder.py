@@ -1,0 +1,132 @@
+"""Whole models against `transformers` and against recorded runs: logits, greedy texts, any chunking."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from quire.kernels.reference.kernels import ReferenceKernels
+from quire.models.registry import declare
+from quire.nn.builder import build_decoder
+from quire.nn.decoder import DecoderModel
+from quire.weights.checkpoint import SafetensorsCheckpoint
+from quire.weights.folder import read_model_config
+
+PROMPT = [(7 * i * i + 3 * i + 11) % 190 + 5 for i in range(70)]
+
+
+def _assert_close(actual: Tensor, expected: Tensor, relative: float = 1e-4) -> None:
+    """Within `relative` of the scale of the logits."""
+    assert actual.shape == expected.shape
+    error, scale = (actual - expected).abs().max().item(), expected.abs().max().item()
+    assert error <= relative * scale, f"error {error:.3g} at scale {scale:.3g}"
+
+
+def test_prefill_and_chunked_decode_equal_transformers(pair: Any, drive: Callable[..., Any]) -> None:
+    model = pair.build()
+    expected = pair.reference_logits(PROMPT)
+    assert expected.std() > 0.1, "the weights should matter"
+    _assert_close(drive(model, 128).feed(PROMPT), expected)
+    _assert_close(drive(model, 128).feed_chunks(PROMPT, (1, 30, 17, 5)), expected)
+
+
+def test_greedy_text_equals_transformers(pair: Any, drive: Callable[..., Any]) -> None:
+    prompt = PROMPT[:40]
+    generated = pair.reference.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=32,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    assert drive(pair.build(), 80).greedy(prompt, 32) == generated[0, len(prompt) :].tolist()
+
+
+def test_old_and_new_config_declare_the_same(pair: Any) -> None:
+    """The real config.json (keys of its time) and the one that today's `transformers` writes mean the same model."""
+    assert declare(pair.config) == declare(read_model_config(pair.folder))
+    assert declare(pair.config).num_parameters == sum(p.numel() for p in pair.reference.parameters())
+
+
+def test_bfloat16_stays_near_float32(pair: Any, drive: Callable[..., Any]) -> None:
+    expected = pair.reference_logits(PROMPT)
+    model = pair.build("bfloat16")
+    assert model.dtype == torch.bfloat16
+    actual = drive(model, 128).feed(PROMPT)
+    assert actual.dtype == torch.float32
+    assert (actual - expected).abs().mean() < 0.05 * expected.abs().max()
+
+
+def test_stories260k_reproduces_its_recorded_greedy_run(shared: Path, drive: Callable[..., Any]) -> None:
+    folder = shared / "data/models/stories260K/hf"
+    recorded = json.loads((folder.parent / "reference.json").read_text())["greedy_ids_200_from_bos"]
+    spec = declare(read_model_config(folder))
+    with SafetensorsCheckpoint(folder, spec) as weights:
+        model = build_decoder(spec, weights, ReferenceKernels(), dtype="float32", max_model_len=512)
+    assert [1, *drive(model, 512).greedy([1], len(recorded) - 1)] == recorded
+
+
+def _recorded_array(entry: dict[str, Any]) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(entry["data"]), dtype=np.float32).reshape(entry["shape"]).copy()
+
+
+def _load_gpt_nano(folder: Path, out: Path) -> DecoderModel:
+    """A minGPT checkpoint (plain linear layers, untied head) as GPT-2's own layout, through a folder on disk."""
+    stored = json.loads((folder / "gpt-nano-sort-model.json").read_text())
+    sizes = stored.pop("config")
+    tensors = {}
+    for name, entry in stored.items():
+        tensor = torch.from_numpy(_recorded_array(entry))
+        is_linear = tensor.ndim == 2 and ".h." in name
+        tensors[name] = (tensor.T if is_linear else tensor).contiguous()
+    save_file(tensors, out / "model.safetensors")
+    config = {
+        "architectures": ["GPT2LMHeadModel"],
+        "n_embd": sizes["n_embd"],
+        "n_head": sizes["n_head"],
+        "n_layer": sizes["n_layer"],
+        "n_positions": sizes["block_size"],
+        "vocab_size": sizes["vocab_size"],
+        "tie_word_embeddings": False,
+    }
+    spec = declare(config)
+    with SafetensorsCheckpoint(out, spec) as weights:
+        return build_decoder(spec, weights, ReferenceKernels(), dtype="float32", max_model_len=sizes["block_size"])
+
+
+def test_gpt_nano_reproduces_its_recorded_logits(shared: Path, tmp_path: Path, drive: Callable[..., Any]) -> None:
+    folder = shared / "data/models/gpt_nano_sort"
+    recorded = json.loads((folder / "gpt-nano-sort-t0-partials.json").read_text())
+    model = _load_gpt_nano(folder, tmp_path)
+    logits = torch.from_numpy(_recorded_array(recorded["lm_head"]))
+    for row, token_ids in enumerate(_recorded_array(recorded["idx"]).astype(int).tolist()):
+        _assert_close(drive(model, 16).feed(token_ids), logits[row], 1e-5)
+
+
+def test_rows_do_not_depend_on_the_block_size(shared: Path, drive: Callable[..., Any]) -> None:
+    folder = shared / "data/models/stories260K/hf"
+    spec = declare(read_model_config(folder))
+    with SafetensorsCheckpoint(folder, spec) as weights:
+        model = build_decoder(spec, weights, ReferenceKernels(), dtype="float32", max_model_len=512)
+    expected = drive(model, 128).feed(PROMPT)
+    for block_size in (4, 32):
+        driver = drive(model, 128, block_size=block_size)
+        assert torch.equal(driver.feed(PROMPT), expected)
+
+
+def test_num_bytes_counts_what_is_held(shared: Path) -> None:
+    folder = shared / "data/models/stories260K/hf"
+    spec = declare(read_model_config(folder))
+    assert spec.is_tied
+    with SafetensorsCheckpoint(folder, spec) as weights:
+        model = build_decoder(spec, weights, ReferenceKernels(), dtype="float32", max_model_len=512)
+    rope_bytes = 512 * 8 * 4
+    assert model.num_bytes >= spec.weight_bytes("float32") + rope_bytes
