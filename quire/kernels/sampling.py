@@ -1,0 +1,128 @@
+"""The seam between the sampler and its kernels: what is computed over whole rows of logits, as one protocol on tensors.
+
+A back end (`reference.sampling`, `cpu.sampling`, later `triton`) implements `SamplingKernels`. The contract is stricter
+than that of other kernels: *every back end gives the same bits*. It can be kept because nothing here depends on the
+order of a floating-point sum:
+
+* Elementwise arithmetic is single float32 additions, subtractions and multiplications, each rounded to nearest even,
+  never contracted into a fused multiply-add; `exp` and `log` are the polynomials of `reference.sampling`, in that
+  very order.
+* Sums of probabilities are sums of 64-bit integers: a token weighs `int(exp(d) * 2**40)`, where `d <= 0` is its scaled
+  distance from the row's best token. Integers add up to the same total in any order and on any number of threads.
+* All else is comparison. The one order of tokens is *best first*: larger logit first, smaller id first among equals.
+
+Random numbers: token t of a row that is sampled at absolute position p gets word `t & 3` of
+
+    Philox4x32-10(counter = (t >> 2, p mod 2**32, p >> 32, stream), key = (seed mod 2**32, seed >> 32))
+
+(Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Stream 0 chooses tokens; other
+streams are free for other draws at the same position. The word r becomes Gumbel noise `-log(E)` with E exponential:
+`w = min(r, 2**32 - 1 - r)`, `x = (float32(w) + 0.5) * 2**-32`, `E = -log(x)` where r < 2**31, else `-log1p(-x)`; so
+both tails are resolved to 2**-33. The sampled token is the best first by `d + noise` among those kept, which draws
+from softmax over the kept tokens (Gumbel 1954; Maddison, Tarlow and Minka, NIPS 2014). A token's noise depends on
+nothing but (seed, position, token).
+
+Shapes: R rows of logits, V vocabulary, n the rows asked about in a call (any subset, in any order, with repetitions).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+WEIGHT_ONE = float(1 << 40)
+"""The integer weight of a row's best token."""
+TOKEN_STREAM = 0
+"""The fourth counter word of the draws that choose tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledRows:
+    """n rows as seen by a kernel: the scaled distance of token t is `d = (logits[row, t] - peak) * scale`."""
+
+    row: Tensor
+    """int64 [n]: which rows of the logits."""
+    peak: Tensor
+    """float32 [n]: the largest logit of the row, finite."""
+    scale: Tensor
+    """float32 [n]: 1 / temperature, rounded to float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """What n rows ask to be removed; see `SamplingKernels.cuts`."""
+
+    top_k: Tensor
+    """int64 [n]; the vocabulary size keeps all."""
+    top_p: Tensor
+    """float64 [n]; 1 keeps all."""
+    floor: Tensor
+    """float32 [n]: log(min_p), the least scaled distance that is kept; -inf keeps all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """The last token that each of n rows keeps: t is kept if its logit is above `value`, or equal and t <= `token_id`.
+
+    A logit of -inf is never kept.
+    """
+
+    value: Tensor
+    """float32 [n]"""
+    token_id: Tensor
+    """int64 [n]"""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What n draws depend on."""
+
+    seed: Tensor
+    """int64 [n]: the 64 bits of the seed, as a signed number."""
+    position: Tensor
+    """int64 [n]: absolute position of the token to be sampled, not negative."""
+
+
+class Scores(NamedTuple):
+    """What a token's log-probability is made of: `(logit - peak) * scale - log(total / WEIGHT_ONE)`."""
+
+    total: Tensor
+    """int64 [n]: the weights of all kept tokens."""
+    rank: Tensor
+    """int64 [n]: 1 + the number of tokens whose logit is strictly larger, kept or not."""
+    top_ids: Tensor
+    """int64 [n, num_top], best first."""
+
+
+class SamplingKernels(Protocol):
+    """One back end. `logits` is float32 [R, V], contiguous, and is never written."""
+
+    name: str
+
+    def peaks(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Each row's best token, int64 [R], and its logit, float32 [R].
+
+        The logit is NaN where the row holds a NaN (the token is then undefined), +inf where it holds one, and -inf
+        where it holds nothing else.
+        """
+        ...
+
+    def cuts(self, logits: Tensor, rows: ScaledRows, filters: Filters) -> Cuts:
+        """Where best-first order is cut off so that all of these hold; at least one token is kept.
+
+        Tokens below `floor` are removed; then all but the `top_k` best; then, with `total` the weight of what
+        remains, all but the shortest best-first prefix that weighs at least `ceil(top_p * float64(total))`.
+        """
+        ...
+
+    def draw(self, logits: Tensor, rows: ScaledRows, cuts: Cuts | None, keys: Keys) -> Tensor:
+        """Sample one token from each row's kept tokens (all of them without `cuts`): int64 [n]."""
+        ...
+
+    def score(
+        self, logits: Tensor, rows: ScaledRows, cuts: Cuts | None, token_ids: Tensor, *, num_top: int = 0
+    ) -> Scores:
+        """Total weight of each row, the rank of one token of each (int64 [n]), and each row's `num_top <= V` best."""
+        ...

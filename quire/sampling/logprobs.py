@@ -1,0 +1,167 @@
+"""Log-probabilities as they are reported: values, ranks and best alternatives of chosen tokens.
+
+Owns the meaning of the four modes. `raw_*` describes the model's logits as they came; `processed_*` what was sampled
+from: after bans, biases, processors, penalties, temperature and filters, where a token that cannot be sampled has
+-inf. A greedy row has no temperature and no filters. `*_logits` reports the (scaled) logit itself in place of the
+log-probability.
+
+Ranks count tokens with a strictly larger logit. Alternatives are sorted best first (ties by id). Tokens asked for by
+`logprob_token_ids` follow after them, in the order of the request, except those already among them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.core.plan import RowSampling, TokenLogprobs
+from quire.errors import RequestError
+from quire.kernels.sampling import WEIGHT_ONE, Cuts, SamplingKernels, ScaledRows
+
+PROMPT_CHUNK = 256
+"""Rows scored at a time where a whole prompt is; bounds what is held beside the logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One token of one row, to be reported."""
+
+    row: int
+    """Row of the logits that are passed along."""
+    peak: float
+    token_id: int
+    num_top: int
+    """Alternatives wanted, at most the vocabulary."""
+    scale: float = 1.0
+    cut: tuple[float, int] | None = None
+    extra_ids: tuple[int, ...] = ()
+    is_logits: bool = False
+
+
+def describe(kernels: SamplingKernels, logits: Tensor, queries: Sequence[Query]) -> list[TokenLogprobs]:
+    """Report each query's token, in their order. Logits float32 [R, V]; peaks must be finite."""
+    groups: dict[int, list[int]] = {}
+    for i, query in enumerate(queries):
+        groups.setdefault(query.num_top, []).append(i)
+    reports: dict[int, TokenLogprobs] = {}
+    for members in groups.values():
+        reports.update(zip(members, _describe_group(kernels, logits, [queries[i] for i in members]), strict=True))
+    return [reports[i] for i in range(len(queries))]
+
+
+def _describe_group(kernels: SamplingKernels, logits: Tensor, queries: list[Query]) -> list[TokenLogprobs]:
+    """Queries that want the same number of alternatives."""
+    scores = kernels.score(
+        logits,
+        _scaled_rows(logits, queries),
+        _cuts(logits, queries),
+        _integers(logits, [query.token_id for query in queries]),
+        num_top=queries[0].num_top,
+    )
+    tops = scores.top_ids.tolist()
+    ids = [_reported_ids(query, top) for query, top in zip(queries, tops, strict=True)]
+    # math.log one by one: a vectorised logarithm may round differently by its place in the tensor.
+    offsets = [
+        0.0 if query.is_logits else query.peak * query.scale + math.log(total / WEIGHT_ONE)
+        for query, total in zip(queries, scores.total.tolist(), strict=True)
+    ]
+    values = _values(logits, queries, ids, offsets)
+    ranks = scores.rank.tolist()
+    return [
+        TokenLogprobs(query.token_id, value[0], rank, tuple(token_ids[1:]), tuple(value[1:]))
+        for query, rank, token_ids, value in zip(queries, ranks, ids, values, strict=True)
+    ]
+
+
+def _reported_ids(query: Query, top: list[int]) -> list[int]:
+    """The token itself, then the alternatives, then the ids asked for that are not among those."""
+    if not query.extra_ids:
+        return [query.token_id, *top]
+    known = set(top)
+    return [query.token_id, *top, *(i for i in dict.fromkeys(query.extra_ids) if i not in known)]
+
+
+def _values(logits: Tensor, queries: list[Query], ids: list[list[int]], offsets: list[float]) -> list[list[float]]:
+    """`logit * scale - offset` in float64 for each id of each query; -inf where the query's cut removes it."""
+    lengths = np.array([len(row_ids) for row_ids in ids])
+    rows = np.repeat([query.row for query in queries], lengths)
+    flat_ids = np.concatenate([np.array(row_ids, dtype=np.int64) for row_ids in ids])
+    index = (torch.from_numpy(rows).to(logits.device), torch.from_numpy(flat_ids).to(logits.device))
+    raw = logits[index].cpu().numpy().astype(np.float64)
+    values = raw * np.repeat([query.scale for query in queries], lengths) - np.repeat(offsets, lengths)
+    if any(query.cut is not None for query in queries):
+        cuts = [query.cut or (-math.inf, logits.shape[1]) for query in queries]
+        least = np.repeat([value for value, _ in cuts], lengths)
+        last = np.repeat([token_id for _, token_id in cuts], lengths)
+        values[(raw < least) | ((raw == least) & (flat_ids > last))] = -math.inf
+    ends = np.cumsum(lengths).tolist()
+    flat: list[float] = values.tolist()
+    return [flat[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _scaled_rows(logits: Tensor, queries: list[Query]) -> ScaledRows:
+    return ScaledRows(
+        row=_integers(logits, [query.row for query in queries]),
+        peak=_floats(logits, [query.peak for query in queries]),
+        scale=_floats(logits, [query.scale for query in queries]),
+    )
+
+
+def _cuts(logits: Tensor, queries: list[Query]) -> Cuts | None:
+    if all(query.cut is None for query in queries):
+        return None
+    cuts = [query.cut or (-math.inf, logits.shape[1]) for query in queries]
+    return Cuts(_floats(logits, [value for value, _ in cuts]), _integers(logits, [token_id for _, token_id in cuts]))
+
+
+def _integers(like: Tensor, values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=like.device)
+
+
+def _floats(like: Tensor, values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=like.device)
+
+
+def num_alternatives(wanted: int, vocab_size: int) -> int:
+    """-1 is the whole vocabulary, and more than that cannot be had."""
+    return vocab_size if wanted < 0 else min(wanted, vocab_size)
+
+
+def prompt_logprobs(
+    kernels: SamplingKernels, logits: Tensor, target_ids: Sequence[int], sampling: RowSampling
+) -> tuple[TokenLogprobs, ...]:
+    """Report target_ids[p] by logits[p] (float32 [P, V]) as the request asks (`num_prompt_logprobs`, -1 for all).
+
+    A prompt is not processed: the raw and the processed modes agree on it. RequestError where a row holds NaN or
+    +inf, or nothing but -inf.
+    """
+    reports: list[TokenLogprobs] = []
+    for start in range(0, logits.shape[0], PROMPT_CHUNK):
+        chunk = slice(start, start + PROMPT_CHUNK)
+        reports += _score_prompt(kernels, logits[chunk], target_ids[chunk], sampling)
+    return tuple(reports)
+
+
+def _score_prompt(
+    kernels: SamplingKernels, logits: Tensor, target_ids: Sequence[int], sampling: RowSampling
+) -> list[TokenLogprobs]:
+    peaks: list[float] = kernels.peaks(logits)[1].tolist()
+    if not all(map(math.isfinite, peaks)):
+        raise RequestError("the model's logits for a prompt token are not finite, so the prompt cannot be scored")
+    queries = [
+        Query(
+            row=row,
+            peak=peak,
+            token_id=token_id,
+            num_top=num_alternatives(sampling.num_prompt_logprobs or 0, logits.shape[1]),
+            extra_ids=sampling.logprob_token_ids,
+            is_logits=sampling.logprobs_mode.endswith("logits"),
+        )
+        for row, (peak, token_id) in enumerate(zip(peaks, target_ids, strict=True))
+    ]
+    return describe(kernels, logits, queries)

@@ -1,0 +1,252 @@
+"""From rows of logits to sampled tokens and their log-probabilities.
+
+Owns the path of a row: check, edit a copy where the request edits, then take the best token or draw one, then report.
+It works on whole batches, groups rows by what they use, and calls a kernel once for each group; a batch of plain
+greedy rows is one argmax. A row's result never depends on other rows, to the bit, and a row that fails (logits that
+are not finite, a mask that leaves nothing, a processor that raises) fails alone, with `WorkResult.error`.
+
+It keeps no state between calls but the id lists of the requests it has seen, and never sees a request or a text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.common.seeds import derive_seed
+from quire.core.plan import RowSampling, TokenLogprobs, WorkResult
+from quire.kernels.sampling import Cuts, Filters, Keys, SamplingKernels, ScaledRows
+from quire.sampling.edits import RowEditor, is_edited
+from quire.sampling.logprobs import Query, describe, num_alternatives, prompt_logprobs
+from quire.sampling.processors import ProcessorTable
+from quire.sampling.rows import SampledRow
+
+_NOT_FINITE = "the model's logits for this row are not finite (NaN or +inf, or all -inf); the sequence cannot go on"
+_NO_TOKEN = (
+    "no token is left to sample: allowed_token_ids, bad_words, min_tokens and processors forbid all of them together"
+)
+_BAD_EDIT = "the logits became NaN or +inf under this request's logit_bias, processors or penalties"
+
+
+@dataclass(slots=True)
+class _Surface:
+    """Logits that rows are sampled from: the model's own, or the edited copies."""
+
+    logits: Tensor
+    """float32 [m, V]"""
+    best_ids: list[int]
+    peaks: list[float]
+    members: list[tuple[int, int]] = field(default_factory=list)
+    """(index in the batch, row of `logits`) of the rows that are sampled from here."""
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What is known so far of one row of the batch."""
+
+    error: str | None = None
+    token_ids: tuple[int, ...] = ()
+    cut: tuple[float, int] | None = None
+    reports: list[TokenLogprobs] = field(default_factory=list)
+
+
+class Sampler:
+    """Samples batches of rows with one back end's kernels."""
+
+    def __init__(self, kernels: SamplingKernels, processors: ProcessorTable | None = None) -> None:
+        self.kernels = kernels
+        self.processors = ProcessorTable() if processors is None else processors
+        self._editor = RowEditor(self.processors)
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, rows: Sequence[SampledRow]) -> list[WorkResult]:
+        """One result for each row; `logits` (float32 [R, V], never written) holds one row for each of `rows`.
+
+        For beam search (`num_candidates`) the one report's alternatives are the best tokens that can be sampled, with
+        their log-probabilities after edits and temperature; top-k, top-p and min-p do not apply.
+        """
+        assert logits.ndim == 2 and logits.shape[0] == len(rows) and logits.dtype is torch.float32
+        outcomes = [_Outcome() for _ in rows]
+        if not rows:
+            return []
+        logits = logits.contiguous()
+        plain = self._surface(logits)
+        for i, peak in enumerate(plain.peaks):
+            if not math.isfinite(peak):
+                outcomes[i].error = _NOT_FINITE
+        edited = self._edited_surface(plain, rows, outcomes)
+        for surface in filter(None, (plain, edited)):
+            self._choose(surface, rows, outcomes)
+            self._report(surface, plain, rows, outcomes)
+        return [_result(outcome) for outcome in outcomes]
+
+    def prompt_logprobs(
+        self, logits: Tensor, target_ids: Sequence[int], sampling: RowSampling
+    ) -> tuple[TokenLogprobs, ...]:
+        """`logprobs.prompt_logprobs` with this sampler's kernels."""
+        return prompt_logprobs(self.kernels, logits.contiguous(), target_ids, sampling)
+
+    def _surface(self, logits: Tensor) -> _Surface:
+        best_ids, peaks = self.kernels.peaks(logits)
+        return _Surface(logits, best_ids.tolist(), peaks.tolist())
+
+    def _edited_surface(self, plain: _Surface, rows: Sequence[SampledRow], outcomes: list[_Outcome]) -> _Surface | None:
+        """Edit copies of the rows that ask for it, and settle which rows are sampled from where."""
+        sound = [i for i, outcome in enumerate(outcomes) if outcome.error is None]
+        indices = [i for i in sound if is_edited(rows[i])]
+        chosen = set(indices)
+        plain.members = [(i, i) for i in sound if i not in chosen]
+        if not indices:
+            return None
+        logits = plain.logits[torch.tensor(indices, device=plain.logits.device)]
+        errors = self._editor.edit(logits, [rows[i] for i in indices])
+        edited = self._surface(logits)
+        for j, i in enumerate(indices):
+            if not math.isfinite(edited.peaks[j]):
+                errors.setdefault(j, _NO_TOKEN if edited.peaks[j] == -math.inf else _BAD_EDIT)
+            if j in errors:
+                outcomes[i].error = errors[j]
+            else:
+                edited.members.append((i, j))
+        return edited
+
+    def _choose(self, surface: _Surface, rows: Sequence[SampledRow], outcomes: list[_Outcome]) -> None:
+        """Fill in `token_ids`, and `cut` where filters apply."""
+        free, filtered = [], []
+        for i, j in surface.members:
+            row = rows[i]
+            if row.num_candidates or not row.num_samples:
+                continue
+            if row.sampling.temperature == 0.0:
+                outcomes[i].token_ids = (surface.best_ids[j],) * row.num_samples
+            elif _has_filters(row.sampling, surface.logits.shape[1]):
+                filtered.append((i, j))
+            else:
+                free.append((i, j))
+        if free:
+            self._draw(surface, free, rows, outcomes)
+        if filtered:
+            self._cut(surface, filtered, rows, outcomes)
+            self._draw(surface, filtered, rows, outcomes)
+
+    def _cut(
+        self, surface: _Surface, members: list[tuple[int, int]], rows: Sequence[SampledRow], outcomes: list[_Outcome]
+    ) -> None:
+        samplings = [rows[i].sampling for i, _ in members]
+        device, vocab_size = surface.logits.device, surface.logits.shape[1]
+        filters = Filters(
+            top_k=_integers([min(s.top_k or vocab_size, vocab_size) for s in samplings], device),
+            top_p=torch.tensor([s.top_p for s in samplings], dtype=torch.float64, device=device),
+            floor=_floats([math.log(s.min_p) if s.min_p > 0.0 else -math.inf for s in samplings], device),
+        )
+        cuts = self.kernels.cuts(surface.logits, _scaled_rows(surface, members, rows), filters)
+        for (i, _), value, token_id in zip(members, cuts.value.tolist(), cuts.token_id.tolist(), strict=True):
+            outcomes[i].cut = (value, token_id)
+
+    def _draw(
+        self, surface: _Surface, members: list[tuple[int, int]], rows: Sequence[SampledRow], outcomes: list[_Outcome]
+    ) -> None:
+        """Draw `num_samples` tokens for each member; either all of them have a cut, or none."""
+        draws = [(i, j, n) for i, j in members for n in range(rows[i].num_samples)]
+        device = surface.logits.device
+        keys = Keys(
+            seed=_integers([_signed(derive_seed(rows[i].sampling.seed, n)) for i, _, n in draws], device),
+            position=_integers([rows[i].position for i, _, _ in draws], device),
+        )
+        found = [cut for i, _, _ in draws if (cut := outcomes[i].cut) is not None]
+        cuts = Cuts(_floats([v for v, _ in found], device), _integers([t for _, t in found], device)) if found else None
+        scaled = _scaled_rows(surface, [(i, j) for i, j, _ in draws], rows)
+        token_ids = self.kernels.draw(surface.logits, scaled, cuts, keys).tolist()
+        for (i, _, _), token_id in zip(draws, token_ids, strict=True):
+            outcomes[i].token_ids += (token_id,)
+
+    def _report(self, surface: _Surface, plain: _Surface, rows: Sequence[SampledRow], outcomes: list[_Outcome]) -> None:
+        """Fill in `reports` for the members that ask for log-probabilities or candidates."""
+        wanted: dict[bool, list[tuple[int, Query]]] = {False: [], True: []}
+        for i, j in surface.members:
+            row = rows[i]
+            if row.num_candidates:
+                wanted[False].append((i, _candidates_query(surface, j, row)))
+            elif row.sampling.num_logprobs is not None:
+                is_raw = row.sampling.logprobs_mode.startswith("raw")
+                where = (plain, i) if is_raw else (surface, j)
+                cut = None if is_raw else outcomes[i].cut
+                wanted[is_raw] += [(i, _query(where, row, token_id, cut)) for token_id in outcomes[i].token_ids]
+        for is_raw, queries in wanted.items():
+            logits = plain.logits if is_raw else surface.logits
+            reports = describe(self.kernels, logits, [query for _, query in queries])
+            for (i, _), report in zip(queries, reports, strict=True):
+                outcomes[i].reports.append(report if not rows[i].num_candidates else _possible(report))
+
+
+def _has_filters(sampling: RowSampling, vocab_size: int) -> bool:
+    return 0 < sampling.top_k < vocab_size or sampling.top_p < 1.0 or sampling.min_p > 0.0
+
+
+def _scale(sampling: RowSampling) -> float:
+    """1 / temperature as float32 has it; 1 for greedy rows."""
+    return 1.0 if sampling.temperature == 0.0 else float(np.float32(1.0 / sampling.temperature))
+
+
+def _scaled_rows(surface: _Surface, members: list[tuple[int, int]], rows: Sequence[SampledRow]) -> ScaledRows:
+    device = surface.logits.device
+    return ScaledRows(
+        row=_integers([j for _, j in members], device),
+        peak=_floats([surface.peaks[j] for _, j in members], device),
+        scale=_floats([_scale(rows[i].sampling) for i, _ in members], device),
+    )
+
+
+def _query(where: tuple[_Surface, int], row: SampledRow, token_id: int, cut: tuple[float, int] | None) -> Query:
+    surface, j = where
+    sampling = row.sampling
+    return Query(
+        row=j,
+        peak=surface.peaks[j],
+        token_id=token_id,
+        num_top=num_alternatives(sampling.num_logprobs or 0, surface.logits.shape[1]),
+        scale=1.0 if sampling.logprobs_mode.startswith("raw") else _scale(sampling),
+        cut=cut,
+        extra_ids=sampling.logprob_token_ids,
+        is_logits=sampling.logprobs_mode.endswith("logits"),
+    )
+
+
+def _candidates_query(surface: _Surface, j: int, row: SampledRow) -> Query:
+    return Query(
+        row=j,
+        peak=surface.peaks[j],
+        token_id=surface.best_ids[j],
+        num_top=num_alternatives(row.num_candidates, surface.logits.shape[1]),
+        scale=_scale(row.sampling),
+    )
+
+
+def _possible(report: TokenLogprobs) -> TokenLogprobs:
+    """A report without the alternatives that cannot be sampled; they are the last ones."""
+    count = sum(logprob > -math.inf for logprob in report.top_logprobs)
+    return report._replace(top_ids=report.top_ids[:count], top_logprobs=report.top_logprobs[:count])
+
+
+def _result(outcome: _Outcome) -> WorkResult:
+    if outcome.error is not None:
+        return WorkResult(error=outcome.error)
+    return WorkResult(token_ids=outcome.token_ids, logprobs=tuple(outcome.reports))
+
+
+def _signed(bits: int) -> int:
+    """64 bits as the signed number that an int64 tensor holds."""
+    return bits - (1 << 64) if bits >> 63 else bits
+
+
+def _integers(values: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def _floats(values: list[float], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)
