@@ -27,6 +27,14 @@ int num_threads() {
     return count > 0 ? count : default_threads();
 }
 
+int thread_index() {
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
+
 void set_num_threads(int count) {
     if (count < 1) throw std::invalid_argument("the number of threads must be at least 1");
     thread_setting.store(count, std::memory_order_relaxed);

@@ -1,7 +1,107 @@
-"""Types of the extension module (csrc/cpu). Pointers are addresses of CPU memory, checked by the callers here."""
+"""Types of the extension module (csrc/cpu).
+
+Pointers are addresses of contiguous CPU memory and are trusted: `quire.kernels.cpu.kernels` checks tensors before it
+passes them. dtypes are 0 for float32 and 1 for bfloat16. Indices that come from tensors (tokens, slots, blocks,
+positions) are checked here: ValueError, or IndexError for a token id.
+"""
 
 def num_threads() -> int: ...
 def set_num_threads(count: int) -> None: ...
 def isa() -> str: ...
 def set_isa(name: str) -> None: ...
 def supported_isas() -> list[str]: ...
+def packed_bytes(dtype: int, num_outputs: int, num_inputs: int, /) -> int: ...
+def pack(weight: int, dtype: int, num_outputs: int, num_inputs: int, packed: int, /) -> None: ...
+def linear(
+    x: int,
+    x_dtype: int,
+    num_rows: int,
+    packed: int,
+    weight_dtype: int,
+    num_outputs: int,
+    num_inputs: int,
+    bias: int,
+    out: int,
+    out_dtype: int,
+    /,
+) -> None: ...
+def rms_norm(
+    x: int,
+    residual: int,
+    weight: int,
+    sum: int,
+    out: int,
+    dtype: int,
+    weight_dtype: int,
+    num_rows: int,
+    width: int,
+    eps: float,
+    weight_offset: float,
+    /,
+) -> None: ...
+def layer_norm(
+    x: int, weight: int, bias: int, out: int, dtype: int, weight_dtype: int, num_rows: int, width: int, eps: float, /
+) -> None: ...
+def activate(x: int, out: int, dtype: int, activation: int, count: int, /) -> None: ...
+def gated(gate_up: int, out: int, dtype: int, activation: int, num_rows: int, width: int, /) -> None: ...
+def rope(
+    x: int,
+    positions: int,
+    cos_sin: int,
+    dtype: int,
+    num_rows: int,
+    stride: int,
+    num_heads: int,
+    head_size: int,
+    half: int,
+    num_positions: int,
+    is_interleaved: bool,
+    /,
+) -> None: ...
+def embedding(
+    token_ids: int, table: int, out: int, dtype: int, num_tokens: int, num_rows: int, width: int, /
+) -> None: ...
+def write_kv(
+    key: int,
+    value: int,
+    key_cache: int,
+    value_cache: int,
+    slots: int,
+    dtype: int,
+    cache_dtype: int,
+    num_tokens: int,
+    key_stride: int,
+    value_stride: int,
+    num_kv_heads: int,
+    head_size: int,
+    num_blocks: int,
+    block_size: int,
+    /,
+) -> None: ...
+def copy_blocks(
+    cache: int, num_blocks: int, block_bytes: int, sources: int, destinations: int, count: int, /
+) -> None: ...
+def paged_attention(
+    query: int,
+    key_cache: int,
+    value_cache: int,
+    out: int,
+    dtype: int,
+    cache_dtype: int,
+    num_tokens: int,
+    query_stride: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    num_blocks: int,
+    block_size: int,
+    query_start: int,
+    context_len: int,
+    num_sequences: int,
+    block_tables: int,
+    table_stride: int,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    /,
+) -> None: ...

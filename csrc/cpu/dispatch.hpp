@@ -1,0 +1,129 @@
+// The kernels of one instruction set, as a table of functions, and the table in use.
+//
+// csrc/cpu/isa/*.cpp is compiled once per instruction set; each copy fills one `KernelTable` (isa/table.cpp). These
+// functions compute a piece of work on the calling thread; the callers in csrc/cpu/*.cpp divide the work into pieces.
+// Dividing it differently never changes a bit of the result.
+#pragma once
+
+#include <cstdint>
+
+#include "dtypes.hpp"
+
+namespace quire {
+
+enum class Activation : int { silu = 0, gelu = 1, gelu_tanh = 2 };
+
+// ---- projections (gemm.cpp) ----
+
+constexpr int PANEL = 16;         // outputs that lie next to each other in a packed weight
+constexpr int GROUP_PANELS = 4;   // panels that a block of work covers, at most
+constexpr int MAX_TILE_ROWS = 8;  // upper bound of KernelTable::tile_rows
+
+// A packed weight: panels of 16 outputs. In float32 a panel is [K][16]; in bfloat16 it is [K / 2][16][2], pairs of inputs
+// together, K padded with a zero to an even number. N is padded with zeros to whole panels.
+struct PackedWeight {
+    const void *data;
+    DType dtype;
+    int64_t num_outputs;
+    int64_t num_inputs;
+    const float *bias;  // [N] or null
+
+    int64_t padded_inputs() const { return dtype == DType::bf16 ? round_up(num_inputs, 2) : num_inputs; }
+    int64_t panel_elements() const { return padded_inputs() * PANEL; }
+    int64_t num_panels() const { return ceil_div(num_outputs, PANEL); }
+};
+
+// Rows of x as the GEMM wants them: tiles of `tile_rows` rows (the last one narrower), a tile being [padded K][rows].
+struct PackedRows {
+    const float *data;
+    int64_t num_rows;
+};
+
+// The block of the output that one call computes: some tiles of rows, and panels of outputs.
+struct GemmBlock {
+    int64_t first_row, num_rows;  // first_row is a multiple of tile_rows
+    int64_t first_panel;
+    int num_panels;    // <= GROUP_PANELS
+    int64_t k_block;   // inputs to go through before moving to the next tile of rows; even
+    float *sums;       // scratch, [num_rows][GROUP_PANELS * PANEL]
+};
+
+// ---- attention (attention.cpp) ----
+
+constexpr int TILE = 32;        // key positions per step of the online softmax, aligned to absolute positions
+constexpr int SPLIT = 1024;     // positions whose tiles share one softmax state before states are merged, in order
+constexpr int MAX_ROWS = 64;    // query rows (positions x heads of one KV head) of a task
+constexpr int MAX_HEAD_SIZE = 512;
+
+struct AttentionProblem {
+    const void *query;  // [T, heads, D], rows query_stride elements apart
+    const void *key_cache, *value_cache;  // [B, KV heads, block size, D]
+    void *out;          // [T, heads, D]
+    DType dtype, cache_dtype;
+    int64_t num_heads, num_kv_heads, head_size, block_size, query_stride;
+    const int32_t *block_tables;
+    int64_t table_stride;
+    float scale, soft_cap;  // soft_cap 0: none
+    int64_t window;         // 0: none
+};
+
+// Some query rows of one sequence that share a KV head, against the keys of splits [first_split, last_split).
+struct AttentionTask {
+    int32_t sequence, kv_head;
+    int32_t first_head, num_heads;  // query heads
+    int32_t num_positions;          // query positions
+    int64_t first_row;              // of `query`
+    int64_t first_position;         // absolute position of first_row
+    int64_t context_len;
+    int32_t first_split, last_split;
+    float *partial;  // null: finish the rows; else store their softmax states here, for finish_rows
+
+    int64_t num_rows() const { return int64_t{num_heads} * num_positions; }
+};
+
+struct KernelTable {
+    const char *name;
+    // gemm
+    int tile_rows;
+    void (*pack_rows)(const void *x, DType dtype, int64_t num_inputs, int64_t num_rows, int64_t padded_inputs,
+                      float *out);
+    void (*gemm)(const PackedWeight &weight, const PackedRows &rows, const GemmBlock &block, void *out, DType out_dtype);
+    // attention
+    int64_t (*attention_scratch)(int64_t head_size);  // floats that attend needs
+    int64_t (*state_size)(int64_t head_size);         // floats of one row's softmax state
+    void (*attend)(const AttentionProblem &problem, const AttentionTask &task, float *scratch);
+    void (*finish_rows)(const AttentionProblem &problem, const AttentionTask &task, int num_partials,
+                        int64_t partial_stride, float *scratch);
+    // rows [first, last) of elementwise operations
+    void (*rms_norm)(const struct NormRows &norm, int64_t first, int64_t last);
+    void (*layer_norm)(const struct NormRows &norm, int64_t first, int64_t last);
+    void (*activate)(const void *x, void *out, DType dtype, Activation activation, int64_t first, int64_t last);
+    void (*gated)(const void *gate_up, void *out, DType dtype, Activation activation, int64_t width, int64_t first,
+                  int64_t last);
+    void (*rope)(const struct RopeRows &rope, int64_t first, int64_t last);
+    void (*convert)(const void *from, DType from_dtype, void *to, DType to_dtype, int64_t count);
+};
+
+struct NormRows {
+    const void *x;
+    const void *residual;  // null: none
+    void *sum;             // x + residual, where residual is not null
+    void *out;
+    const void *weight, *bias;  // bias: layer norm only, may be null
+    DType dtype, weight_dtype;
+    int64_t width;
+    float eps, weight_offset;
+};
+
+struct RopeRows {
+    void *x;  // [T, heads, D], rows `stride` elements apart
+    const int64_t *positions;
+    const float *cos_sin;  // [P, 2, half]
+    DType dtype;
+    int64_t stride, num_heads, head_size, half;
+    bool is_interleaved;
+};
+
+const KernelTable &kernels();  // of the instruction set in use
+
+}  // namespace quire

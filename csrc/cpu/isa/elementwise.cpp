@@ -1,0 +1,249 @@
+// Norms, activations, rotary embedding and conversion, on rows [first, last). A row's sums run over its own elements in
+// an order fixed by its length alone; everything else is elementwise, and a partial vector does what a whole one does.
+#include <cmath>
+
+#include "kernels.hpp"
+
+namespace quire::QUIRE_ISA {
+
+// ---- norms ----
+
+constexpr int CHAINS = 4;  // independent sums, to hide the latency of an addition
+
+template <typename Term>
+QINLINE float sum_row(int64_t width, Term term) {
+    Vec sums[CHAINS];
+    QUNROLL for (int c = 0; c < CHAINS; ++c) sums[c] = broadcast(0.0f);
+    int64_t i = 0;
+    for (; i + CHAINS * LANES <= width; i += CHAINS * LANES) {
+        QUNROLL for (int c = 0; c < CHAINS; ++c) sums[c] = term(sums[c], i + c * LANES);
+    }
+    for (; i < width; i += LANES) sums[0] = term(sums[0], i);
+    return reduce_add(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+}
+
+template <typename T>
+static void add_row(const T *x, const T *residual, T *sum, int64_t width) {
+    for (int64_t i = 0; i < width; i += LANES) {
+        const int64_t left = width - i;
+        store_up_to(sum + i, add(load_up_to(x + i, left), load_up_to(residual + i, left)), left);
+    }
+}
+
+template <typename T, typename W>
+static void rms_norm_row(const T *x, const W *weight, T *out, const NormRows &norm) {
+    const int64_t width = norm.width;
+    const float squares = sum_row(width, [&](Vec sum, int64_t i) __attribute__((always_inline)) {
+        const Vec value = load_up_to(x + i, width - i);
+        return fma(value, value, sum);
+    });
+    const Vec scale = broadcast(1.0f / sqrtf(squares / static_cast<float>(width) + norm.eps));
+    const Vec offset = broadcast(norm.weight_offset);
+    for (int64_t i = 0; i < width; i += LANES) {
+        const int64_t left = width - i;
+        const Vec gain = add(load_up_to(weight + i, left), offset);
+        store_up_to(out + i, mul(mul(load_up_to(x + i, left), scale), gain), left);
+    }
+}
+
+template <typename T, typename W>
+static void layer_norm_row(const T *x, const W *weight, const W *bias, T *out, const NormRows &norm) {
+    const int64_t width = norm.width;
+    const float total = sum_row(width, [&](Vec sum, int64_t i) __attribute__((always_inline)) {
+        return add(sum, load_up_to(x + i, width - i));
+    });
+    const Vec mean = broadcast(total / static_cast<float>(width));
+    const float squares = sum_row(width, [&](Vec sum, int64_t i) __attribute__((always_inline)) {
+        const int64_t left = width - i;
+        Vec value = sub(load_up_to(x + i, left), mean);
+        if (left < LANES) {  // lanes beyond the row hold 0 - mean
+            float lanes[LANES];
+            store(lanes, value);
+            value = load_partial(lanes, static_cast<int>(left));
+        }
+        return fma(value, value, sum);
+    });
+    const Vec scale = broadcast(1.0f / sqrtf(squares / static_cast<float>(width) + norm.eps));
+    for (int64_t i = 0; i < width; i += LANES) {
+        const int64_t left = width - i;
+        Vec value = mul(mul(sub(load_up_to(x + i, left), mean), scale), load_up_to(weight + i, left));
+        if (bias != nullptr) value = add(value, load_up_to(bias + i, left));
+        store_up_to(out + i, value, left);
+    }
+}
+
+template <typename T, typename W>
+static void rms_norm_rows(const NormRows &norm, int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r) {
+        const int64_t at = r * norm.width;
+        const T *x = static_cast<const T *>(norm.x) + at;
+        if (norm.residual != nullptr) {
+            T *sum = static_cast<T *>(norm.sum) + at;
+            add_row(x, static_cast<const T *>(norm.residual) + at, sum, norm.width);
+            x = sum;
+        }
+        rms_norm_row(x, static_cast<const W *>(norm.weight), static_cast<T *>(norm.out) + at, norm);
+    }
+}
+
+template <typename T, typename W>
+static void layer_norm_rows(const NormRows &norm, int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r) {
+        const int64_t at = r * norm.width;
+        layer_norm_row(static_cast<const T *>(norm.x) + at, static_cast<const W *>(norm.weight),
+                       static_cast<const W *>(norm.bias), static_cast<T *>(norm.out) + at, norm);
+    }
+}
+
+void rms_norm(const NormRows &norm, int64_t first, int64_t last) {
+    if (norm.dtype == DType::f32) {
+        if (norm.weight_dtype == DType::f32) return rms_norm_rows<float, float>(norm, first, last);
+        return rms_norm_rows<float, bf16>(norm, first, last);
+    }
+    if (norm.weight_dtype == DType::f32) return rms_norm_rows<bf16, float>(norm, first, last);
+    return rms_norm_rows<bf16, bf16>(norm, first, last);
+}
+
+void layer_norm(const NormRows &norm, int64_t first, int64_t last) {
+    if (norm.dtype == DType::f32) {
+        if (norm.weight_dtype == DType::f32) return layer_norm_rows<float, float>(norm, first, last);
+        return layer_norm_rows<float, bf16>(norm, first, last);
+    }
+    if (norm.weight_dtype == DType::f32) return layer_norm_rows<bf16, float>(norm, first, last);
+    return layer_norm_rows<bf16, bf16>(norm, first, last);
+}
+
+// ---- activations ----
+
+template <Activation A>
+QINLINE Vec apply(Vec x) {
+    const Vec one = broadcast(1.0f);
+    if constexpr (A == Activation::silu) {
+        return div(x, add(one, exp(negate(x))));
+    } else if constexpr (A == Activation::gelu) {  // x / 2 (1 + erf(x / sqrt 2))
+        return mul(mul(x, broadcast(0.5f)), add(one, erf(mul(x, broadcast(0.70710678118654752f)))));
+    } else {  // x / 2 (1 + tanh u) = x / (1 + exp(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3)
+        const Vec cube = mul(mul(x, x), x);
+        const Vec u = mul(fma(cube, broadcast(0.044715f), x), broadcast(0.79788456080286536f));
+        return div(x, add(one, exp(mul(u, broadcast(-2.0f)))));
+    }
+}
+
+template <typename T, Activation A>
+static void activate_span(const T *x, T *out, int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i += LANES) {
+        store_up_to(out + i, apply<A>(load_up_to(x + i, last - i)), last - i);
+    }
+}
+
+template <typename T, Activation A>
+static void gated_rows(const T *gate_up, T *out, int64_t width, int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r) {
+        const T *gate = gate_up + 2 * r * width, *up = gate + width;
+        T *to = out + r * width;
+        for (int64_t i = 0; i < width; i += LANES) {
+            const int64_t left = width - i;
+            store_up_to(to + i, mul(apply<A>(load_up_to(gate + i, left)), load_up_to(up + i, left)), left);
+        }
+    }
+}
+
+template <typename T>
+static void activate_as(const T *x, T *out, Activation activation, int64_t first, int64_t last) {
+    switch (activation) {
+        case Activation::silu: return activate_span<T, Activation::silu>(x, out, first, last);
+        case Activation::gelu: return activate_span<T, Activation::gelu>(x, out, first, last);
+        case Activation::gelu_tanh: return activate_span<T, Activation::gelu_tanh>(x, out, first, last);
+    }
+}
+
+template <typename T>
+static void gated_as(const T *gate_up, T *out, Activation activation, int64_t width, int64_t first, int64_t last) {
+    switch (activation) {
+        case Activation::silu: return gated_rows<T, Activation::silu>(gate_up, out, width, first, last);
+        case Activation::gelu: return gated_rows<T, Activation::gelu>(gate_up, out, width, first, last);
+        case Activation::gelu_tanh: return gated_rows<T, Activation::gelu_tanh>(gate_up, out, width, first, last);
+    }
+}
+
+void activate(const void *x, void *out, DType dtype, Activation activation, int64_t first, int64_t last) {
+    if (dtype == DType::f32) {
+        activate_as(static_cast<const float *>(x), static_cast<float *>(out), activation, first, last);
+    } else {
+        activate_as(static_cast<const bf16 *>(x), static_cast<bf16 *>(out), activation, first, last);
+    }
+}
+
+void gated(const void *gate_up, void *out, DType dtype, Activation activation, int64_t width, int64_t first, int64_t last) {
+    if (dtype == DType::f32) {
+        gated_as(static_cast<const float *>(gate_up), static_cast<float *>(out), activation, width, first, last);
+    } else {
+        gated_as(static_cast<const bf16 *>(gate_up), static_cast<bf16 *>(out), activation, width, first, last);
+    }
+}
+
+// ---- rotary embedding ----
+
+template <typename T>
+QINLINE void rotate(T *first, T *second, const float *cos, const float *sin, int64_t left) {
+    const Vec a = load_up_to(first, left), b = load_up_to(second, left);
+    const Vec c = load_up_to(cos, left), s = load_up_to(sin, left);
+    store_up_to(first, sub(mul(a, c), mul(b, s)), left);
+    store_up_to(second, fma(b, c, mul(a, s)), left);
+}
+
+template <typename T>
+static void rotate_halves(T *x, const float *cos, const float *sin, int64_t half) {
+    for (int64_t i = 0; i < half; i += LANES) rotate(x + i, x + half + i, cos + i, sin + i, half - i);
+}
+
+template <typename T>
+static void rotate_neighbours(T *x, const float *cos, const float *sin, int64_t half) {
+    for (int64_t i = 0; i < half; i += LANES) {
+        const int64_t n = min64(LANES, half - i);
+        T even[LANES] = {}, odd[LANES] = {};
+        for (int64_t j = 0; j < n; ++j) even[j] = x[2 * (i + j)], odd[j] = x[2 * (i + j) + 1];
+        rotate(even, odd, cos + i, sin + i, n);
+        for (int64_t j = 0; j < n; ++j) x[2 * (i + j)] = even[j], x[2 * (i + j) + 1] = odd[j];
+    }
+}
+
+template <typename T>
+static void rope_rows(const RopeRows &rope, int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r) {
+        const float *cos = rope.cos_sin + rope.positions[r] * 2 * rope.half, *sin = cos + rope.half;
+        T *row = static_cast<T *>(rope.x) + r * rope.stride;
+        for (int64_t head = 0; head < rope.num_heads; ++head, row += rope.head_size) {
+            if (rope.is_interleaved) {
+                rotate_neighbours(row, cos, sin, rope.half);
+            } else {
+                rotate_halves(row, cos, sin, rope.half);
+            }
+        }
+    }
+}
+
+void rope(const RopeRows &rope, int64_t first, int64_t last) {
+    rope.dtype == DType::f32 ? rope_rows<float>(rope, first, last) : rope_rows<bf16>(rope, first, last);
+}
+
+// ---- conversion ----
+
+template <typename From, typename To>
+static void convert_span(const void *from, void *to, int64_t count) {
+    const From *x = static_cast<const From *>(from);
+    To *out = static_cast<To *>(to);
+    for (int64_t i = 0; i < count; i += LANES) store_up_to(out + i, load_up_to(x + i, count - i), count - i);
+}
+
+void convert(const void *from, DType from_dtype, void *to, DType to_dtype, int64_t count) {
+    if (from_dtype == to_dtype) {
+        memcpy(to, from, count * size_of(to_dtype));
+    } else if (from_dtype == DType::f32) {
+        convert_span<float, bf16>(from, to, count);
+    } else {
+        convert_span<bf16, float>(from, to, count);
+    }
+}
+
+}  // namespace quire::QUIRE_ISA

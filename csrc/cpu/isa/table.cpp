@@ -1,0 +1,27 @@
+// Fills the table of the instruction set that this copy is compiled for.
+#include "kernels.hpp"
+
+#define QUIRE_STRING(name) #name
+#define QUIRE_NAME(name) QUIRE_STRING(name)
+
+namespace quire::QUIRE_ISA {
+
+extern const KernelTable table;
+const KernelTable table = {
+    QUIRE_NAME(QUIRE_ISA),
+    TILE_ROWS,
+    pack_rows,
+    gemm,
+    attention_scratch,
+    state_size,
+    attend,
+    finish_rows,
+    rms_norm,
+    layer_norm,
+    activate,
+    gated,
+    rope,
+    convert,
+};
+
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,14 @@
+// Scratch memory that lives as long as its thread, so that a step allocates nothing.
+#pragma once
+
+#include <cstddef>
+
+namespace quire {
+
+// `count` floats, 64-byte aligned, contents undefined. One buffer per thread and `slot`, grown as needed: a second call
+// with the same slot on the same thread takes the first one's memory.
+float *scratch(int slot, size_t count);
+
+enum ScratchSlot : int { PACKED_ROWS = 0, BLOCK_SUMS = 1, ATTENTION = 2, PARTIAL_STATES = 3, NUM_SLOTS = 4 };
+
+}  // namespace quire

@@ -1,0 +1,133 @@
+"""Paged attention and cache movement on the CPU: checks, and calls into the extension.
+
+The cache may hold bfloat16 beside float32 activations, and the other way round: values are converted on the way.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.kernels.cpu import _native
+from quire.kernels.cpu.checks import address, float_code, heads_address, indices_address, int32_address, require
+from quire.kernels.interface import AttentionBatch
+
+MAX_HEAD_SIZE = 512
+
+
+def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+    """See `Kernels.write_kv`; key and value may be views whose last two dimensions are contiguous."""
+    key_data, value_data = heads_address(key, "key"), heads_address(value, "value")
+    num_blocks, num_kv_heads, block_size, head_size = _cache_shape(key_cache, value_cache)
+    num_tokens = key.shape[0]
+    if key.shape != (num_tokens, num_kv_heads, head_size) or value.shape != key.shape or value.dtype != key.dtype:
+        raise ValueError(
+            f"write_kv: key {key.dtype} {list(key.shape)} and value {value.dtype} {list(value.shape)} do not fit "
+            f"a cache {list(key_cache.shape)}"
+        )
+    _native.write_kv(
+        key_data,
+        value_data,
+        address(key_cache, "key_cache"),
+        address(value_cache, "value_cache"),
+        indices_address(slots, "slots", num_tokens),
+        float_code(key, "key"),
+        float_code(key_cache, "key_cache"),
+        num_tokens,
+        key.stride(0),
+        value.stride(0),
+        num_kv_heads,
+        head_size,
+        num_blocks,
+        block_size,
+    )
+
+
+def copy_blocks(caches: list[Tensor], sources: Tensor, destinations: Tensor) -> None:
+    """See `Kernels.copy_blocks`; any dtype, destinations distinct."""
+    count = sources.numel()
+    source_data = indices_address(sources, "sources", count)
+    destination_data = indices_address(destinations, "destinations", count)
+    for cache in caches:
+        require(cache.dim() >= 1, "copy_blocks: expected caches [B, ...]", cache)
+        num_blocks = cache.shape[0]
+        block_bytes = cache.nbytes // max(num_blocks, 1)
+        _native.copy_blocks(address(cache, "cache"), num_blocks, block_bytes, source_data, destination_data, count)
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """See `Kernels.paged_attention`; the query may be a view whose last two dimensions are contiguous."""
+    query_data = heads_address(query, "query")
+    num_tokens, num_heads, head_size = query.shape
+    num_blocks, num_kv_heads, block_size, cache_head_size = _cache_shape(key_cache, value_cache)
+    if head_size != cache_head_size or num_kv_heads == 0 or num_heads % num_kv_heads or head_size > MAX_HEAD_SIZE:
+        raise ValueError(
+            f"paged_attention: query {list(query.shape)} does not fit a cache {list(key_cache.shape)} "
+            f"(heads must be a multiple of KV heads, and the head size at most {MAX_HEAD_SIZE})"
+        )
+    if (window is not None and window < 1) or (soft_cap is not None and not soft_cap > 0.0):
+        raise ValueError(f"paged_attention: window={window} and soft_cap={soft_cap} must be above zero, or None")
+    num_sequences = _check_batch(batch)
+    out = torch.empty((num_tokens, num_heads, head_size), dtype=query.dtype)
+    _native.paged_attention(
+        query_data,
+        address(key_cache, "key_cache"),
+        address(value_cache, "value_cache"),
+        out.data_ptr(),
+        float_code(query, "query"),
+        float_code(key_cache, "key_cache"),
+        num_tokens,
+        query.stride(0),
+        num_heads,
+        num_kv_heads,
+        head_size,
+        num_blocks,
+        block_size,
+        int32_address(batch.query_start, "query_start"),
+        int32_address(batch.context_len, "context_len"),
+        num_sequences,
+        int32_address(batch.block_tables, "block_tables"),
+        batch.block_tables.shape[1],
+        scale,
+        window or 0,
+        soft_cap or 0.0,
+    )
+    return out
+
+
+def _cache_shape(key_cache: Tensor, value_cache: Tensor) -> tuple[int, int, int, int]:
+    """(B, KV heads, block size, D) of two caches that agree."""
+    if key_cache.dim() != 4 or value_cache.shape != key_cache.shape or value_cache.dtype != key_cache.dtype:
+        raise ValueError(
+            f"caches are {key_cache.dtype} {list(key_cache.shape)} and {value_cache.dtype} "
+            f"{list(value_cache.shape)}; expected [B, KV heads, block size, D] twice"
+        )
+    num_blocks, num_kv_heads, block_size, head_size = key_cache.shape
+    if not (block_size and head_size):
+        raise ValueError(f"caches {list(key_cache.shape)} hold no positions")
+    return num_blocks, num_kv_heads, block_size, head_size
+
+
+def _check_batch(batch: AttentionBatch) -> int:
+    """The number of sequences; the extension checks the contents."""
+    num_sequences = batch.context_len.numel()
+    require(
+        batch.context_len.dim() == 1
+        and batch.query_start.shape == (num_sequences + 1,)
+        and batch.block_tables.dim() == 2
+        and batch.block_tables.shape[0] == num_sequences,
+        "paged_attention: expected query_start [S + 1], context_len [S], block_tables [S, max blocks]",
+        batch.query_start,
+        batch.context_len,
+        batch.block_tables,
+    )
+    return num_sequences

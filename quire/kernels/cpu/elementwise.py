@@ -1,0 +1,147 @@
+"""Norms, activations, rotary embedding and embedding lookup on the CPU: checks, and calls into the extension."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.kernels.cpu import _native
+from quire.kernels.cpu.checks import address, float_code, heads_address, indices_address, require
+from quire.kernels.interface import Activation
+
+_ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+
+
+def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
+    """Gather rows of `table [V, H]`; an id outside it raises IndexError."""
+    require(table.dim() == 2, "embedding: expected table [V, H]", table)
+    num_tokens, (num_rows, width) = token_ids.numel(), table.shape
+    ids = indices_address(token_ids, "token_ids", num_tokens)
+    out = torch.empty((num_tokens, width), dtype=table.dtype)
+    code = float_code(table, "table")
+    _native.embedding(ids, address(table, "table"), out.data_ptr(), code, num_tokens, num_rows, width)
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0) -> Tensor:
+    """See `Kernels.rms_norm`; the weight may be float32 beside bfloat16 x, and the other way round."""
+    width = _norm_width(x, weight)
+    out = torch.empty_like(x)
+    _native.rms_norm(
+        address(x, "x"),
+        0,
+        weight.data_ptr(),
+        0,
+        out.data_ptr(),
+        float_code(x, "x"),
+        float_code(weight, "weight"),
+        x.numel() // width,
+        width,
+        eps,
+        weight_offset,
+    )
+    return out
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """See `Kernels.add_rms_norm`: one pass over the rows."""
+    width = _norm_width(x, weight)
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise ValueError(
+            f"add_rms_norm: x is {x.dtype} {list(x.shape)}, residual {residual.dtype} {list(residual.shape)}"
+        )
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    _native.rms_norm(
+        address(x, "x"),
+        address(residual, "residual"),
+        weight.data_ptr(),
+        total.data_ptr(),
+        out.data_ptr(),
+        float_code(x, "x"),
+        float_code(weight, "weight"),
+        x.numel() // width,
+        width,
+        eps,
+        weight_offset,
+    )
+    return out, total
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """See `Kernels.layer_norm`."""
+    width = _norm_width(x, weight)
+    if bias is not None and (bias.shape != weight.shape or bias.dtype != weight.dtype):
+        raise ValueError(f"layer_norm: weight is {weight.dtype} [{width}], bias {bias.dtype} {list(bias.shape)}")
+    out = torch.empty_like(x)
+    _native.layer_norm(
+        address(x, "x"),
+        weight.data_ptr(),
+        0 if bias is None else address(bias, "bias"),
+        out.data_ptr(),
+        float_code(x, "x"),
+        float_code(weight, "weight"),
+        x.numel() // width,
+        width,
+        eps,
+    )
+    return out
+
+
+def _norm_width(x: Tensor, weight: Tensor) -> int:
+    """H of x [..., H] and weight [H], both fit to be read."""
+    if weight.dim() != 1 or x.dim() < 1 or x.shape[-1] != weight.shape[0] or weight.shape[0] == 0:
+        raise ValueError(f"norm: x is {list(x.shape)} and weight {list(weight.shape)}; expected [..., H] and [H]")
+    address(weight, "weight")
+    return weight.shape[0]
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """Elementwise activation of a tensor of any shape."""
+    out = torch.empty_like(x)
+    _native.activate(address(x, "x"), out.data_ptr(), float_code(x, "x"), _activation_code(activation), x.numel())
+    return out
+
+
+def gated(gate_up: Tensor, activation: Activation) -> Tensor:
+    """`activation(gate) * up`: gate_up [T, 2 * F], gate first -> [T, F]."""
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2:
+        raise ValueError(f"gated: gate_up is {list(gate_up.shape)}; expected [T, 2 * F]")
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((num_rows, width), dtype=gate_up.dtype)
+    source, code = address(gate_up, "gate_up"), float_code(gate_up, "gate_up")
+    _native.gated(source, out.data_ptr(), code, _activation_code(activation), num_rows, width)
+    return out
+
+
+def _activation_code(activation: str) -> int:
+    code = _ACTIVATION_CODES.get(activation)
+    if code is None:
+        raise ValueError(f"activation {activation!r} is not one of {', '.join(_ACTIVATION_CODES)}")
+    return code
+
+
+def rope(x: Tensor, positions: Tensor, cos_sin: Tensor, *, interleaved: bool = False) -> None:
+    """See `Kernels.rope`; a position outside the table raises ValueError."""
+    require(cos_sin.dim() == 3 and cos_sin.shape[1] == 2, "rope: expected cos_sin [P, 2, R / 2]", cos_sin)
+    if cos_sin.dtype != torch.float32:
+        raise TypeError(f"rope: cos_sin is {cos_sin.dtype}; expected float32")
+    data = heads_address(x, "x")
+    num_tokens, num_heads, head_size = x.shape
+    num_positions, _, half = cos_sin.shape
+    if 2 * half > head_size:
+        raise ValueError(f"rope: {2 * half} rotated dimensions in a head of {head_size}")
+    _native.rope(
+        data,
+        indices_address(positions, "positions", num_tokens),
+        address(cos_sin, "cos_sin"),
+        float_code(x, "x"),
+        num_tokens,
+        x.stride(0),
+        num_heads,
+        head_size,
+        half,
+        num_positions,
+        interleaved,
+    )

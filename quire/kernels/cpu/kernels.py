@@ -1,0 +1,24 @@
+"""`CpuKernels`: the functions of this folder as one object with the shape of the `Kernels` protocol."""
+
+from __future__ import annotations
+
+from quire.kernels.cpu import attention, elementwise, linear
+
+
+class CpuKernels:
+    """The whole `Kernels` protocol in native code, for float32 and bfloat16 on the CPU. Holds no state."""
+
+    name = "cpu"
+
+    pack_linear = staticmethod(linear.pack_linear)
+    linear = staticmethod(linear.linear)
+    embedding = staticmethod(elementwise.embedding)
+    rms_norm = staticmethod(elementwise.rms_norm)
+    add_rms_norm = staticmethod(elementwise.add_rms_norm)
+    layer_norm = staticmethod(elementwise.layer_norm)
+    activate = staticmethod(elementwise.activate)
+    gated = staticmethod(elementwise.gated)
+    rope = staticmethod(elementwise.rope)
+    write_kv = staticmethod(attention.write_kv)
+    copy_blocks = staticmethod(attention.copy_blocks)
+    paged_attention = staticmethod(attention.paged_attention)
