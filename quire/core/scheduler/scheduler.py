@@ -25,7 +25,7 @@ from quire.core.kvcache.manager import KVCacheManager
 from quire.core.plan import StepPlan, StepResult, TokenLogprobs
 from quire.core.request import FinishReason, Rank, Request, Sequence, SequenceStatus
 from quire.core.scheduler.draft import PlanDraft
-from quire.core.scheduler.preemption import Preemption, choose_victim
+from quire.core.scheduler.preemption import Preemption, assess, choose_victim
 from quire.core.scheduler.queue import WaitingQueue
 from quire.core.scheduler.resources import KVBlocks, PrefixTurns, Resource, RowSlots
 from quire.core.scheduler.stats import SchedulerStats
@@ -112,6 +112,11 @@ class Scheduler:
     def reset_prefix_cache(self) -> int:
         """Forget every cached block that is not in use; returns how many."""
         return self.manager.forget_free()
+
+    def preempt_all(self) -> None:
+        """Take everyone's rows and blocks away, to be computed again: the worker's state is not to be trusted."""
+        for sequence in self.running.copy():
+            self._preempt(assess(sequence, None, self.manager.pool, self.limits.block_size))
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -220,7 +225,8 @@ class Scheduler:
         place = 0
         while place < len(self.running) and self._draft.num_tokens_left:
             sequence = self.running[place]
-            if sequence.gap == 1 and sequence.num_reserved == 0 and not self._grow(sequence):
+            is_decode = sequence.gap == 1 and sequence.num_reserved == 0 and not self._draft.holds(sequence)
+            if is_decode and not self._grow(sequence):
                 # Preempted (and gone from the list), or stalled until a protected prefill has made progress.
                 place += sequence.status is SequenceStatus.RUNNING
                 continue
