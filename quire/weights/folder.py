@@ -47,8 +47,11 @@ def resolve_model(name: str) -> Path:
 
 
 def read_model_config(folder: Path) -> dict[str, object]:
-    """The parsed `config.json`. Raises ModelNotFoundError without one, CheckpointError if it is malformed."""
-    path = folder / "config.json"
+    """The parsed `config.json` of a folder (or a config file itself).
+
+    Raises ModelNotFoundError without one, CheckpointError if it is malformed.
+    """
+    path = folder if folder.suffix == ".json" and folder.is_file() else folder / "config.json"
     if not path.is_file():
         raise ModelNotFoundError(f"{folder} has no config.json; a model folder holds one, and .safetensors files")
     return _read_json(path)
@@ -111,7 +114,7 @@ def _can_reach_hub() -> bool:
     opened = threading.Event()
 
     def probe() -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             socket.create_connection(address, timeout=_PROBE_TIMEOUT_S).close()
             opened.set()
 

@@ -133,7 +133,8 @@ FAMILIES: dict[str, tuple[str | None, dict[str, object]]] = {
     "qwen3": ("Qwen--Qwen3-0.6B.json", {"head_dim": 32}),
     "gemma2": (
         "mlc_presets/gemma2_2b.json",
-        {"head_dim": 16, "sliding_window": 24, "sliding_window_size": 24, "query_pre_attn_scalar": 20},
+        {"head_dim": 16, "sliding_window": 24, "sliding_window_size": 24, "query_pre_attn_scalar": 20}
+        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     ),
     "gemma3": (
         "mlc_presets/gemma3_1b_it.json",
@@ -147,7 +148,10 @@ FAMILIES: dict[str, tuple[str | None, dict[str, object]]] = {
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         },
     ),
-    "phi3": ("mlc_presets/phi-4.json", {"rope_scaling": _LONG_ROPE, "original_max_position_embeddings": 32}),
+    "phi3": (
+        "mlc_presets/phi-4.json",
+        {"rope_scaling": _LONG_ROPE, "original_max_position_embeddings": 32, "sliding_window": 40},
+    ),
     "gpt2": (
         "mlc_presets/gpt2.json",
         {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_ctx": 256},
@@ -188,9 +192,10 @@ def reference_model(config: dict[str, object]) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = copy.deepcopy({k: v for k, v in config.items() if k not in ("model_type", "auto_map", "torch_dtype")})
-    hf_config = AutoConfig.for_model(config["model_type"], **values)
+    hf_config = AutoConfig.for_model(str(config["model_type"]), **values)
     hf_config.eos_token_id = None  # greedy texts of a fixed length
-    model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager", dtype=torch.float32).eval()
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(hf_config, attn_implementation="eager", dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -218,7 +223,8 @@ class Pair:
     def reference_logits(self, token_ids: Sequence[int]) -> Tensor:
         """float32 [tokens, V] of one full forward pass."""
         with torch.inference_mode():
-            return self.reference(torch.tensor([token_ids]), use_cache=False).logits[0].float()
+            logits: Tensor = self.reference(torch.tensor([token_ids]), use_cache=False).logits[0]
+            return logits.float()
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

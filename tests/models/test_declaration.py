@@ -1,0 +1,55 @@
+"""What planners ask of a declaration: sizes, KV layers, operations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from quire.models.declaration import DecoderSpec, FlopsPerToken, KVLayerSpec, TensorSpec, conv1d, fused
+from quire.models.registry import declare
+
+
+def _spec(shared: Path, file: str) -> DecoderSpec:
+    return declare(json.loads((shared / "data/tokenizers/model_configs" / file).read_text()))
+
+
+def test_llama_8b_by_hand(shared: Path) -> None:
+    spec = _spec(shared, "meta-llama--Llama-3.1-8B.json")
+    assert spec.kv_layers == (KVLayerSpec(8, 128, None),) * 32
+    assert sum(layer.bytes_per_token("bfloat16") for layer in spec.kv_layers) == 32 * 2 * 8 * 128 * 2
+    per_layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
+    assert spec.flops_per_token() == FlopsPerToken(layers=2 * 32 * per_layer, head=2 * 128256 * 4096)
+    assert spec.weight_bytes("bfloat16") == 2 * spec.num_parameters
+    assert spec.attention_flops(1000) == 32 * 4 * 4096 * 1000
+    assert (spec.hidden_size, spec.vocab_size, spec.max_position_embeddings) == (4096, 128256, 131072)
+    assert spec.max_positions is None
+
+
+def test_a_tied_head_is_held_twice(shared: Path) -> None:
+    spec = _spec(shared, "mlc_presets/smollm2_135m.json")
+    assert spec.is_tied
+    assert spec.weight_bytes("float32") == 4 * (spec.num_parameters + 49152 * 576)
+
+
+def test_windows_reach_the_kv_layers(shared: Path) -> None:
+    spec = _spec(shared, "mlc_presets/gemma3_1b_it.json")
+    windows = [layer.window for layer in spec.kv_layers]
+    assert windows[:6] == [512] * 5 + [None]
+    full_heads = 4 * 256
+    assert spec.attention_flops(10_000) == 4 * full_heads * (windows.count(512) * 512 + windows.count(None) * 10_000)
+
+
+def test_learned_positions_are_a_hard_limit(shared: Path) -> None:
+    assert _spec(shared, "mlc_presets/gpt2.json").max_positions == 1024
+
+
+def test_fused_parts_name_rows_of_one_stored_tensor() -> None:
+    query, key = (part.weight for part in fused("a.qkv", 8, 6, 2))
+    assert query == TensorSpec("a.qkv.weight", (6, 8), first_row=0, stored_rows=8)
+    assert (key.shape, key.first_row, key.stored_shape) == ((2, 8), 6, (8, 8))
+    up = conv1d("a.fc", 8, 12)[0]
+    assert (up.weight.shape, up.weight.stored_shape, up.bias) == (
+        (12, 8),
+        (8, 12),
+        TensorSpec("a.fc.bias", (12,), stored_rows=12),
+    )

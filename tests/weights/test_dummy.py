@@ -1,0 +1,62 @@
+"""Dummy weights: deterministic, sane, quick, and a model built from them runs."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from quire.kernels.reference.kernels import ReferenceKernels
+from quire.models.declaration import TensorSpec
+from quire.models.registry import declare
+from quire.nn.builder import build_decoder
+from quire.weights.dummy import DummyWeights
+
+TENSOR = TensorSpec("a.weight", (300, 200))
+
+
+def _fill(weights: DummyWeights, tensor: TensorSpec, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    out = torch.full(tensor.shape, torch.nan, dtype=dtype)
+    weights.fill(out, tensor)
+    return out
+
+
+def test_values_depend_on_seed_and_name_alone() -> None:
+    first = _fill(DummyWeights(3), TENSOR)
+    assert torch.equal(first, _fill(DummyWeights(3), TENSOR))
+    assert not torch.equal(first, _fill(DummyWeights(4), TENSOR))
+    assert not torch.equal(first, _fill(DummyWeights(3), TensorSpec("b.weight", TENSOR.shape)))
+
+
+def test_values_are_small_and_centred() -> None:
+    values = _fill(DummyWeights(), TensorSpec("norm.weight", (2000, 1000), centre=1.0), torch.bfloat16).float()
+    assert abs(values.mean().item() - 1) < 1e-3
+    assert 0.015 < values.std().item() < 0.025
+    assert torch.linalg.matrix_rank(values[:500, :500] - 1) > 490, "rows must not repeat"
+
+
+def test_a_deep_model_of_dummy_weights_has_sane_logits() -> None:
+    spec = declare(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 4,
+            "vocab_size": 101,
+            "max_position_embeddings": 32,
+        }
+    )
+    model = build_decoder(spec, DummyWeights(), ReferenceKernels(), dtype="bfloat16", max_model_len=32)
+    logits = model.logits(model.embedding[:5])
+    assert torch.isfinite(logits).all()
+    assert logits.abs().max() < 20
+
+
+def test_filling_is_quick() -> None:
+    """50 million values in well under the seconds that drawing each would take."""
+    out = torch.empty(5000, 10_000, dtype=torch.bfloat16)
+    weights = DummyWeights()
+    start = time.perf_counter()
+    weights.fill(out, TensorSpec("big.weight", (5000, 10_000)))
+    assert time.perf_counter() - start < 2.0

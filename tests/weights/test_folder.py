@@ -1,0 +1,120 @@
+"""Names of models: what they resolve to, and how fast and how clearly a wrong one fails."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.errors import CheckpointError, ModelNotFoundError
+from quire.weights import folder as folder_module
+from quire.weights.folder import read_generation_config, read_model_config, resolve_model
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine without a network and with an empty cache."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise OSError("network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+
+
+def test_a_local_folder_is_itself(tmp_path: Path) -> None:
+    assert resolve_model(str(tmp_path)) == tmp_path
+
+
+def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelNotFoundError, match="is a file; give the folder"):
+        resolve_model(str(tmp_path / "model.safetensors"))
+
+
+def test_the_shipped_model_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_module, "_ASSETS", tmp_path)
+    with pytest.raises(ModelNotFoundError, match=r"'quire-storyteller' ships with Quire, but .* is missing"):
+        resolve_model("quire-storyteller")
+    (tmp_path / "quire-storyteller").mkdir()
+    assert resolve_model("quire-storyteller") == tmp_path / "quire-storyteller"
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", "/no/such/folder", "./nothing", "a/b/c", "a..b/c", "owner/na me", "-x"])
+def test_what_cannot_be_a_hub_name_fails_without_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_module, "_resolve_hub_name", lambda name: pytest.fail("asked the hub"))
+    with pytest.raises(ModelNotFoundError, match="give a model folder"):
+        resolve_model(name)
+
+
+@pytest.mark.usefixtures("no_network")
+def test_without_a_network_a_hub_name_fails_in_one_line() -> None:
+    with pytest.raises(ModelNotFoundError) as refusal:
+        resolve_model("nobody/no-such-model")
+    assert "'nobody/no-such-model'" in str(refusal.value)
+    assert "hub is not reachable" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.usefixtures("no_network")
+def test_without_a_network_the_cache_serves(tmp_path: Path) -> None:
+    repository = tmp_path / "cache/models--owner--name"
+    snapshot = repository / "snapshots/0123456789abcdef0123456789abcdef01234567"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text(snapshot.name)
+    assert resolve_model("owner/name").resolve() == snapshot.resolve()
+
+
+def test_a_host_name_that_never_resolves_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(3)
+        raise OSError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", hang)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    start = time.perf_counter()
+    assert not folder_module._can_reach_hub()
+    assert time.perf_counter() - start < 1.5
+
+
+def test_a_wrong_name_fails_within_two_seconds_and_without_torch(tmp_path: Path) -> None:
+    """As the command line sees it: a fresh process, an address that answers nobody."""
+    code = (
+        "import sys\nfrom quire.errors import ModelNotFoundError\nfrom quire.weights.folder import resolve_model\n"
+        "try:\n    resolve_model('nobody/no-such-model')\n"
+        "except ModelNotFoundError:\n    sys.exit('torch' in sys.modules)\nsys.exit(2)"
+    )
+    environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "PATH": ""}
+    start = time.perf_counter()
+    root = Path(__file__).parent.parent.parent
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=root, check=False)
+    assert done.returncode == 0
+    assert time.perf_counter() - start < 2.0
+
+
+def test_configs_are_read(tmp_path: Path) -> None:
+    assert read_generation_config(tmp_path) == {}
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.5}')
+    assert read_model_config(tmp_path) == {"a": 1}
+    assert read_generation_config(tmp_path) == {"temperature": 0.5}
+
+
+def test_a_folder_without_a_config_is_not_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"has no config\.json"):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "3", '"x"', "[" * 100_000, b"\xff\xfe\x00", json.dumps([{}])])
+def test_malformed_configs_are_refused_by_name(tmp_path: Path, text: str | bytes) -> None:
+    (tmp_path / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        read_model_config(tmp_path)
