@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from quire.core.plan import StepPlan, StepResult
 
@@ -16,6 +17,14 @@ class Executor(Protocol):
         A row that fails alone (non-finite numbers, a processor that raises) is reported in its `WorkResult`. An exception
         means that the executor itself is broken and must be replaced.
         """
+        ...
+
+    def register_processor(self, processor: Callable[..., Any]) -> str:
+        """Make a per-request logits processor known; returns the name by which plans refer to it."""
+        ...
+
+    def unregister_processor(self, name: str) -> None:
+        """Forget a processor."""
         ...
 
     def close(self) -> None:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.common.seeds import derive_seed, mix64
 from quire.core.plan import RowSampling, RowWork, StepPlan, StepResult, TokenLogprobs, WorkResult
+from quire.errors import InvalidParameterError
 from quire.worker.rows import RowTable
 
 Script = Callable[[str, int], int]
@@ -98,6 +100,13 @@ class NullExecutor:
                 self.rows.append_token(work.row, result.token_ids[0])
         return StepResult(plan.step_id, results, time.perf_counter() - started)
 
+    def register_processor(self, processor: Callable[..., Any]) -> str:
+        """Refused: there are no logits tensors to process."""
+        raise InvalidParameterError("the null executor runs no logits processors", param="logits_processors")
+
+    def unregister_processor(self, name: str) -> None:
+        """Nothing was registered."""
+
     def close(self) -> None:
         """Nothing to free."""
 
@@ -151,6 +160,7 @@ class NullExecutor:
         return WorkResult(token_ids, logprobs, prompt_logprobs)
 
     def _score_prompt(self, work: RowWork, slots: NDArray[np.int64]) -> tuple[TokenLogprobs, ...]:
+        assert work.prompt_logprobs_from > work.start, "a prompt token is to be scored by a position not in this step"
         end = min(work.start + work.count + 1, int(self.rows.num_prompt_tokens[work.row]))
         num_alternatives = self.rows.sampling[work.row].num_prompt_logprobs or 0
         tokens = self.rows.tokens(work.row)

@@ -12,6 +12,7 @@ import os
 import re
 import socket
 import threading
+import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -79,7 +80,8 @@ def _read_json(path: Path) -> dict[str, object]:
 
 
 def _resolve_hub_name(name: str) -> Path:
-    """A snapshot from the local cache if it is complete enough, else a download."""
+    """A download, or what the local cache has where the hub is not reachable."""
+    probe = _HubProbe()  # first, so that it waits while the library is imported
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -88,7 +90,7 @@ def _resolve_hub_name(name: str) -> Path:
     cached = None
     with contextlib.suppress(LocalEntryNotFoundError, OSError, ValueError):
         cached = Path(snapshot_download(name, allow_patterns=_HUB_FILES, local_files_only=True))
-    if not _can_reach_hub():
+    if not probe.is_reachable():
         if cached is not None:
             return cached
         raise ModelNotFoundError(f"model={name!r}: no such folder, not in the cache, and the hub is not reachable")
@@ -101,25 +103,27 @@ def _resolve_hub_name(name: str) -> Path:
         raise ModelNotFoundError(f"model={name!r}: no such folder, and the hub does not give it: {reason}") from error
 
 
-def _can_reach_hub() -> bool:
-    """Whether a connection to the hub (or to the proxy before it) opens within `_PROBE_TIMEOUT_S`."""
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}:
-        return False
-    hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
-    url = urlsplit(proxy or hub)
-    if not url.hostname:
-        return False
-    address = (url.hostname, url.port or (80 if url.scheme == "http" else 443))
-    opened = threading.Event()
+class _HubProbe:
+    """Whether a connection to the hub (or to the proxy before it) opens within `_PROBE_TIMEOUT_S` of construction."""
 
-    def probe() -> None:
+    def __init__(self) -> None:
+        self._opened = threading.Event()
+        self._deadline = time.monotonic() + _PROBE_TIMEOUT_S
+        # A thread, because resolving a host name takes no timeout.
+        self._thread = threading.Thread(target=self._connect, daemon=True)
+        self._thread.start()
+
+    def is_reachable(self) -> bool:
+        """Wait for the answer, at most until the deadline."""
+        self._thread.join(max(0.0, self._deadline - time.monotonic()))
+        return self._opened.is_set()
+
+    def _connect(self) -> None:
+        if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}:
+            return
+        hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+        url = urlsplit(os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy") or hub)
         with contextlib.suppress(OSError, ValueError):
+            address = (url.hostname or "", url.port or (80 if url.scheme == "http" else 443))
             socket.create_connection(address, timeout=_PROBE_TIMEOUT_S).close()
-            opened.set()
-
-    # A thread, because resolving a host name takes no timeout.
-    thread = threading.Thread(target=probe, daemon=True)
-    thread.start()
-    thread.join(_PROBE_TIMEOUT_S)
-    return opened.is_set()
+            self._opened.set()

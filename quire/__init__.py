@@ -1,0 +1,57 @@
+"""Quire: LLM inference and serving on paged attention.
+
+The public names load on first use, so that `import quire` costs nothing and a wrong option is reported before any heavy
+library has been imported.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quire.config.engine import EngineConfig
+    from quire.core.params import BeamSearchParams, SamplingParams
+    from quire.engine.async_llm import AsyncLLM
+    from quire.engine.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
+    from quire.errors import QuireError
+    from quire.llm import LLM
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "quire.llm",
+    "AsyncLLM": "quire.engine.async_llm",
+    "EngineConfig": "quire.config.engine",
+    "SamplingParams": "quire.core.params",
+    "BeamSearchParams": "quire.core.params",
+    "RequestOutput": "quire.engine.outputs",
+    "CompletionOutput": "quire.engine.outputs",
+    "BeamSearchOutput": "quire.engine.outputs",
+    "Logprob": "quire.engine.outputs",
+    "QuireError": "quire.errors",
+}
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "EngineConfig",
+    "Logprob",
+    "QuireError",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

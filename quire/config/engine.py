@@ -1,0 +1,104 @@
+"""What the user wishes of an engine: one frozen record, checked as far as it can be without looking at the model.
+
+`None` and "auto" mean "you decide"; `quire.engine.planning` turns wishes into decisions, each with its reason. Nothing is
+read from the environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any, Self
+
+from quire.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16")
+LOAD_FORMATS = ("auto", "dummy")
+DEVICES = ("auto", "cpu")
+POLICIES = ("fcfs", "priority")
+KERNELS = ("auto", "cpu", "reference")
+
+
+def _option(default: Any, text: str, **metadata: Any) -> Any:
+    return field(default=default, metadata={"help": text, **metadata})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Options of `LLM`, `AsyncLLM` and the command line: one declaration gives the field, the flag and its help."""
+
+    model: str = _option(..., "model folder, Hugging Face name, or the shipped model's name")
+    tokenizer: str | None = _option(None, "folder of another tokenizer than the model's own")
+    skip_tokenizer_init: bool = _option(False, "work on token ids alone, without a tokenizer")
+    dtype: str = _option("auto", "what to compute in; auto follows the checkpoint", choices=DTYPES)
+    device: str = _option("auto", "where to compute", choices=DEVICES)
+    kernels: str = _option("auto", "kernel back end; auto takes the best that works here", choices=KERNELS)
+    load_format: str = _option("auto", "auto reads the weights, dummy makes them up", choices=LOAD_FORMATS)
+    max_model_len: int | None = _option(None, "longest sequence, prompt and output; by default what the model and the memory hold")
+    block_size: int | None = _option(None, "tokens in a KV block (default 16)")
+    kv_cache_memory: int | str | None = _option(None, 'memory of the KV cache in bytes or as "512MiB"; by default decided from what is free')
+    memory_utilization: float = _option(0.9, "share of the free memory that weights, workspace and KV cache may take together")
+    max_num_seqs: int | None = _option(None, "sequences that run at once (default 256)")
+    max_num_batched_tokens: int | None = _option(None, "tokens computed in one step (default 2048)")
+    enable_prefix_caching: bool = _option(True, "keep the KV of finished requests for later ones that begin alike")
+    enable_chunked_prefill: bool = _option(True, "compute long prompts in pieces beside the decodes")
+    scheduling_policy: str = _option("fcfs", "order of service", choices=POLICIES)
+    num_threads: int | None = _option(None, "CPU threads; by default the physical cores this process may use")
+    seed: int = _option(0, "from which the seeds of requests without one of their own are derived")
+    max_logprobs: int = _option(20, "most alternatives a request may ask for per token; -1 allows the whole vocabulary")
+    quantization: str | None = _option(None, "not available yet")
+    kv_cache_dtype: str = _option("auto", "auto is the compute dtype; nothing else is available yet", choices=("auto",))
+    tensor_parallel_size: int = _option(1, "not available yet beyond 1")
+    pipeline_parallel_size: int = _option(1, "not available yet beyond 1")
+    speculative: str | None = _option(None, "not available yet")
+
+    @classmethod
+    def from_options(cls, model: str, options: Mapping[str, Any]) -> Self:
+        """The config of `model` with `options`; ConfigError names an unknown one and what it may have meant."""
+        known = [item.name for item in fields(cls)]
+        for name in options:
+            if name not in known:
+                close = get_close_matches(name, known, 1)
+                hint = f"did you mean {close[0]!r}?" if close else f"known options: {', '.join(known[1:])}"
+                raise ConfigError(f"unknown option {name!r}; {hint}")
+        return cls(model=model, **options)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model={self.model!r} must be the name or folder of a model")
+        self._check_choices()
+        self._check_numbers()
+        self._check_available()
+
+    def _check_choices(self) -> None:
+        for item in fields(self):
+            choices = item.metadata.get("choices")
+            value = getattr(self, item.name)
+            if choices is not None and value not in choices:
+                raise ConfigError(f"{item.name}={value!r} is not available; choose {' or '.join(map(repr, choices))}")
+            if isinstance(item.default, bool) and not isinstance(value, bool):
+                raise ConfigError(f"{item.name}={value!r} must be True or False")
+
+    def _check_numbers(self) -> None:
+        for name in ("max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens", "num_threads"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"{name}={value!r} must be an integer of at least 1")
+        if not isinstance(self.memory_utilization, int | float) or not 0.0 < self.memory_utilization <= 1.0:
+            raise ConfigError(f"memory_utilization={self.memory_utilization!r} must be above 0 and at most 1")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise ConfigError(f"seed={self.seed!r} must be an integer")
+        if not isinstance(self.max_logprobs, int) or self.max_logprobs < -1:
+            raise ConfigError(f"max_logprobs={self.max_logprobs!r} must be an integer of at least -1")
+
+    def _check_available(self) -> None:
+        for name, only in (
+            ("quantization", None),
+            ("speculative", None),
+            ("tensor_parallel_size", 1),
+            ("pipeline_parallel_size", 1),
+        ):
+            value = getattr(self, name)
+            if value != only:
+                raise ConfigError(f"{name}={value!r} is not available yet; leave it at {only!r}")

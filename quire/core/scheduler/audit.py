@@ -1,0 +1,112 @@
+"""Invariants of the scheduler: what must hold between two steps, and of every plan before it is carried out.
+
+Reads everything, changes nothing. O(blocks + sequences). A failure is a bug of Quire's own, hence `AssertionError`. The KV
+bookkeeping below has its own audit, which this one calls.
+"""
+
+from __future__ import annotations
+
+from quire.core.kvcache.audit import audit_manager
+from quire.core.plan import StepPlan
+from quire.core.request import Sequence, SequenceStatus
+from quire.core.scheduler.scheduler import Scheduler
+
+
+def audit(scheduler: Scheduler, *, deep: bool = True) -> None:
+    """Check everything between two steps. With `deep=False` digests are not recomputed and tokens not compared."""
+    sequences = [sequence for request in scheduler.requests.values() for sequence in request.sequences]
+    running = [sequence for sequence in sequences if sequence.status is SequenceStatus.RUNNING]
+    audit_manager(scheduler.manager, [sequence.table for sequence in running], deep=deep)
+    _audit_places(scheduler, sequences, running)
+    _audit_rows(scheduler, running)
+    _audit_reservations(scheduler, running)
+    _audit_turns(scheduler)
+    for sequence in sequences:
+        _audit_sequence(scheduler, sequence)
+        if deep:
+            _audit_published(sequence)
+
+
+def audit_plan(scheduler: Scheduler, plan: StepPlan) -> None:
+    """Check a plan before it is carried out: within the limits, and every slot written has exactly one owner."""
+    limits, size = scheduler.limits, scheduler.limits.block_size
+    assert plan.num_tokens <= limits.max_num_batched_tokens, f"{plan.num_tokens} tokens in a step"
+    assert plan.work or not scheduler.has_work, "requests are unfinished, and nothing is scheduled"
+    by_row = {sequence.row: sequence for sequence in scheduler.running}
+    assert len({work.row for work in plan.work}) == len(plan.work), "a row has work twice in one step"
+    for work in plan.work:
+        sequence, end = by_row[work.row], work.start + work.count
+        assert work.count > 0 and work.start == sequence.num_computed, f"{sequence.name}: work does not begin at the gap"
+        assert end <= len(sequence.token_ids), f"{sequence.name}: work beyond the known tokens"
+        assert sequence.num_reserved >= 0 and end <= len(sequence.table.blocks) * size, f"{sequence.name}: no slots"
+        for block in sequence.table.blocks[work.start // size : (end - 1) // size + 1]:
+            num_owners = scheduler.manager.pool.ref_counts[block]
+            assert num_owners == 1, f"{sequence.name} writes to block {block}, which has {num_owners} owners"
+            assert block not in scheduler.manager.index, f"{sequence.name} writes to block {block}, which is published"
+
+
+def _audit_places(scheduler: Scheduler, sequences: list[Sequence], running: list[Sequence]) -> None:
+    """Each unfinished sequence is in exactly one place, and nobody else is in any."""
+    turns = {sequence for parked in scheduler.turns._waiting.values() for sequence in parked}
+    waiting = set(scheduler.waiting.sequences())
+    beams = {sequence for sequence in sequences if sequence.status is SequenceStatus.PARKED}
+    wanting = {sequence for sequence in sequences if sequence.status is SequenceStatus.WAITING}
+    assert scheduler.running == sorted(running, key=lambda s: s.rank), "the running list is wrong or out of order"
+    assert waiting | turns == wanting, f"waiting: {_names(waiting | turns)}, should be {_names(wanting)}"
+    assert not waiting & turns, f"both in the queue and parked: {_names(waiting & turns)}"
+    num_parked = len(turns) + len(beams)
+    assert scheduler.num_parked == num_parked, f"num_parked={scheduler.num_parked}, but {num_parked} are parked"
+    heap = {sequence for _, _, sequence in scheduler.waiting._heap}
+    assert len(heap) <= 2 * len(waiting) + 64, f"{len(heap)} sequences in the queue's heap for {len(waiting)} that wait"
+    for request_id, request in scheduler.requests.items():
+        assert request_id == request.request_id and not request.is_finished, f"{request_id} is finished and still known"
+
+
+def _audit_rows(scheduler: Scheduler, running: list[Sequence]) -> None:
+    rows = [sequence.row for sequence in running]
+    assert sorted(rows + scheduler.rows._free) == list(range(scheduler.limits.max_num_seqs)), f"rows {rows} are in use"
+
+
+def _audit_reservations(scheduler: Scheduler, running: list[Sequence]) -> None:
+    total = sum(sequence.num_reserved for sequence in running)
+    assert scheduler.blocks.num_reserved == total, f"{scheduler.blocks.num_reserved} blocks reserved, {total} promised"
+    assert total <= scheduler.manager.pool.num_free, f"{total} blocks promised, {scheduler.manager.pool.num_free} free"
+    for sequence in running:
+        if not sequence.has_progressed:
+            needed = scheduler.manager.num_blocks_for(len(sequence.token_ids))
+            held = len(sequence.table.blocks) + sequence.num_reserved
+            assert held >= needed, f"{sequence.name}: {held} blocks held or promised, needs {needed}"
+
+
+def _audit_turns(scheduler: Scheduler) -> None:
+    owners = scheduler.turns._owners
+    for owner in owners.values():
+        assert owner.status is SequenceStatus.RUNNING, f"{owner.name} announces a block and is {owner.status.value}"
+    for digest, parked in scheduler.turns._waiting.items():
+        assert not parked or digest in owners, f"{_names(set(parked))} wait for a block that nobody computes"
+
+
+def _audit_sequence(scheduler: Scheduler, sequence: Sequence) -> None:
+    name, known, computed = sequence.name, len(sequence.token_ids), sequence.num_computed
+    if sequence.status is SequenceStatus.RUNNING:
+        assert 0 <= computed <= known, f"{name}: {computed} tokens computed of {known}"
+        assert computed <= sequence.table.num_filled, f"{name}: {computed} computed, {sequence.table.num_filled} in slots"
+        return
+    assert not sequence.table.blocks, f"{name} is {sequence.status.value} and holds blocks {sequence.table.blocks}"
+    holds_nothing = sequence.row == -1 and sequence.num_reserved == 0 and computed == 0 and not sequence.is_resident
+    assert holds_nothing, f"{name} is {sequence.status.value} and holds something"
+
+
+def _audit_published(sequence: Sequence) -> None:
+    """What a table has published is what its sequence says."""
+    node, size = sequence.table.chain, len(sequence.keys.tokens[0]) if sequence.keys and sequence.keys.tokens else 0
+    for place in range(sequence.table.num_chained - 1, -1, -1):
+        if node is None:
+            return
+        expected = tuple(sequence.token_ids[place * size : (place + 1) * size])
+        assert node.tokens == expected, f"{sequence.name}: block {place} is published with tokens {node.tokens}"
+        node = node.parent
+
+
+def _names(sequences: set[Sequence]) -> list[str]:
+    return sorted(sequence.name for sequence in sequences)

@@ -1,0 +1,177 @@
+"""`AsyncLLM`: the engine for asyncio programs. Requests stream; the engine runs in a thread of its own.
+
+The event loop never computes and never waits for a step: commands go to the engine's thread through a queue, outputs come
+back through one asyncio queue per request. Every wait ends with the engine: if its thread dies, all streams raise EngineError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Self
+
+from quire.config.engine import EngineConfig
+from quire.core.params import SamplingParams
+from quire.engine.builder import build_engine
+from quire.engine.engine import Engine
+from quire.engine.outputs import RequestOutput
+from quire.engine.prompts import Prompt
+from quire.errors import EngineError, QuireError
+
+logger = logging.getLogger(__name__)
+
+_IDLE_WAIT_S = 0.5
+"""How long the idle thread sleeps between looks at whether it should stop; a command wakes it at once."""
+
+_Item = RequestOutput | BaseException
+
+
+class _Stream:
+    """One request's way back to the event loop it came from."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[_Item] = asyncio.Queue()
+
+    def put(self, item: _Item) -> None:
+        """Called from the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is listening any more
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+
+    async def get(self) -> RequestOutput:
+        item = await self._queue.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+
+class AsyncLLM:
+    """A model in this process, for asyncio."""
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self.config = EngineConfig.from_options(model, options)
+        self._engine = build_engine(self.config)
+        self._commands: queue.SimpleQueue[Callable[[Engine], None]] = queue.SimpleQueue()
+        self._streams: dict[str, _Stream] = {}
+        self._request_numbers = itertools.count()
+        self._is_closing = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """Stream one request's outputs, cumulative unless `sampling_params.output_kind` says otherwise.
+
+        Leaving the loop early aborts the request. Raises a RequestError if it cannot be served.
+        """
+        self._check_alive()
+        params = sampling_params if sampling_params is not None else self._engine.default_params()
+        request_id = request_id if request_id is not None else f"async-{next(self._request_numbers)}"
+        stream = _Stream()
+        self._commands.put(lambda engine: self._add(engine, request_id, (prompt, params, priority), stream))
+        is_finished = False
+        try:
+            while not is_finished:
+                output = await stream.get()
+                is_finished = output.finished
+                yield output
+        finally:
+            if not is_finished:
+                self._commands.put(lambda engine: self._abort(engine, request_id, stream))
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its stream ends with what there is."""
+        self._check_alive()
+        self._commands.put(lambda engine: self._abort(engine, request_id, None))
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer, or None with `skip_tokenizer_init`."""
+        return self._engine.tokenizer
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """End all requests and free the model. Waits for the step in flight, at most `timeout_s`. Idempotent."""
+        self._is_closing = True
+        self._commands.put(lambda engine: None)
+        self._thread.join(timeout_s)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, self.close)
+
+    # -- the engine's thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._take_commands()
+                if self._engine.has_work:
+                    for output in self._engine.step():
+                        if isinstance(output, RequestOutput):
+                            self._deliver(output)
+        except BaseException as error:
+            logger.exception("the engine's thread died")
+            self._failure = error
+        finally:
+            self._end_streams()
+
+    def _take_commands(self) -> None:
+        """Carry out what is queued; an idle engine waits for something."""
+        with contextlib.suppress(queue.Empty):
+            if not self._engine.has_work:
+                self._commands.get(timeout=_IDLE_WAIT_S)(self._engine)
+            while True:
+                self._commands.get_nowait()(self._engine)
+
+    def _add(
+        self, engine: Engine, request_id: str, request: tuple[Prompt, SamplingParams, int], stream: _Stream
+    ) -> None:
+        prompt, params, priority = request
+        try:
+            engine.add_request(request_id, prompt, params, priority=priority)
+        except Exception as error:
+            if not isinstance(error, QuireError):
+                logger.exception("request %s could not be added", request_id)
+            stream.put(error)
+            return
+        self._streams[request_id] = stream
+
+    def _abort(self, engine: Engine, request_id: str, stream: _Stream | None) -> None:
+        """Abort by id, or on behalf of a stream: one that was refused because its id is in use must not end another's."""
+        if stream is not None and self._streams.get(request_id) is not stream:
+            return
+        output = engine.abort(request_id)
+        if output is not None:
+            self._deliver(output)
+
+    def _deliver(self, output: RequestOutput) -> None:
+        stream = self._streams.get(output.request_id)
+        if stream is not None:
+            stream.put(output)
+            if output.finished:
+                del self._streams[output.request_id]
+
+    def _end_streams(self) -> None:
+        reason = "the engine was closed" if self._failure is None else f"the engine died: {self._failure}"
+        for stream in self._streams.values():
+            stream.put(EngineError(reason))
+        self._streams.clear()
+        with contextlib.suppress(Exception):
+            self._engine.close()
+
+    def _check_alive(self) -> None:
+        if self._is_closing or not self._thread.is_alive():
+            raise EngineError("the engine is closed" if self._failure is None else f"the engine died: {self._failure}")

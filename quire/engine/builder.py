@@ -1,0 +1,139 @@
+"""Builds an engine from a config: cheap checks first, heavy imports and memory last.
+
+A wrong name, an unsupported model or too little memory is reported before torch is even imported.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from quire.config.engine import EngineConfig
+from quire.engine.machine import Machine
+from quire.engine.planning import EnginePlan, resolve
+from quire.errors import ConfigError
+from quire.models.registry import declare
+from quire.text.tokenizer import Tokenizer
+from quire.weights.folder import read_generation_config, read_model_config, resolve_model
+
+if TYPE_CHECKING:
+    from quire.engine.engine import Engine
+    from quire.executor.inline import InlineExecutor
+    from quire.kernels.selection import Selection
+
+logger = logging.getLogger(__name__)
+
+
+class PlannedModel(NamedTuple):
+    """A model that was found and understood, and the plan for it; nothing is allocated yet."""
+
+    plan: EnginePlan
+    folder: Path
+    model_config: Mapping[str, object]
+
+
+def plan_engine(config: EngineConfig, machine: Machine | None = None) -> PlannedModel:
+    """Find the model, read its config, and decide. Imports no torch."""
+    folder, model_config = _find(config)
+    plan = resolve(config, declare(model_config), machine or Machine.inspect())
+    return PlannedModel(plan, folder, model_config)
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    """An engine that is ready to run."""
+    planned = plan_engine(config)
+    tokenizer = _tokenizer(config, planned.folder)
+    generation_config = read_generation_config(planned.folder)
+    from quire.engine.engine import Engine
+
+    return Engine(
+        planned.plan,
+        build_executor(planned),
+        tokenizer=tokenizer,
+        generation_config=generation_config,
+        eos_token_ids=_eos_token_ids(generation_config, planned.model_config, tokenizer),
+    )
+
+
+def select(plan: EnginePlan) -> Selection:
+    """The kernels that serve a plan, with the reasons against better ones."""
+    import torch
+
+    from quire.kernels.selection import Selection, load, select_kernels
+
+    if plan.config.kernels != "auto":
+        return Selection(load(plan.config.kernels))
+    return select_kernels("cpu", getattr(torch, plan.dtype))
+
+
+def build_executor(planned: PlannedModel) -> InlineExecutor:
+    """Load the weights, allocate the KV memory, and put a worker around them."""
+    import torch
+
+    from quire.executor.inline import InlineExecutor
+    from quire.nn.builder import build_decoder
+    from quire.sampling import Sampler
+    from quire.kernels.reference.sampling import ReferenceSampling
+    from quire.weights.checkpoint import SafetensorsCheckpoint
+    from quire.weights.dummy import DummyWeights
+    from quire.worker.memory import KVMemory
+    from quire.worker.rows import RowTable
+    from quire.worker.worker import Worker
+
+    plan = planned.plan
+    _set_num_threads(plan.num_threads)
+    selection = select(plan)
+    for reason in selection.reasons:
+        logger.warning("slow reference kernels are used: %s", reason)
+    kernels, spec, limits = selection.kernels, plan.spec, plan.limits
+    if plan.config.load_format == "dummy":
+        model = build_decoder(
+            spec, DummyWeights(plan.config.seed), kernels, dtype=plan.dtype, max_model_len=limits.max_model_len
+        )
+    else:
+        with SafetensorsCheckpoint(planned.folder, spec) as weights:
+            model = build_decoder(spec, weights, kernels, dtype=plan.dtype, max_model_len=limits.max_model_len)
+    memory = KVMemory(spec.kv_layers, limits.num_blocks, limits.block_size, getattr(torch, plan.dtype))
+    rows = RowTable(limits.max_num_seqs, limits.block_size)
+    return InlineExecutor(Worker(model, memory, rows, Sampler(ReferenceSampling())))
+
+
+def _find(config: EngineConfig) -> tuple[Path, Mapping[str, object]]:
+    path = Path(config.model)
+    if path.suffix == ".json" and path.is_file():
+        if config.load_format != "dummy":
+            raise ConfigError(f"model={config.model!r} is a config alone; it can only run with load_format='dummy'")
+        return path.parent, read_model_config(path)
+    folder = resolve_model(config.model)
+    return folder, read_model_config(folder)
+
+
+def _tokenizer(config: EngineConfig, folder: Path) -> Tokenizer | None:
+    if config.skip_tokenizer_init:
+        return None
+    source = resolve_model(config.tokenizer) if config.tokenizer is not None else folder
+    if config.load_format == "dummy" and config.tokenizer is None and not (source / "tokenizer.json").is_file():
+        logger.warning("no tokenizer.json beside the config: prompts must be token ids")
+        return None
+    return Tokenizer.from_folder(source)
+
+
+def _eos_token_ids(
+    generation_config: Mapping[str, Any], model_config: Mapping[str, Any], tokenizer: Tokenizer | None
+) -> frozenset[int]:
+    """What ends a sequence: as `generation_config.json` says, else `config.json`, else the tokenizer."""
+    fallback = None if tokenizer is None else tokenizer.eos_token_id
+    for value in (generation_config.get("eos_token_id"), model_config.get("eos_token_id"), fallback):
+        if isinstance(value, int):
+            return frozenset({value})
+        if isinstance(value, list) and value and all(isinstance(item, int) for item in value):
+            return frozenset(value)
+    return frozenset()
+
+
+def _set_num_threads(num_threads: int) -> None:
+    import torch
+
+    torch.set_num_threads(num_threads)

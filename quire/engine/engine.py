@@ -1,0 +1,251 @@
+"""The engine: requests in, outputs out, one step at a time. The only code that holds both planes.
+
+    plan = scheduler.schedule(now)          # control plane: which tokens of which sequences, in which blocks
+    result = executor.execute(plan)         # data plane: one forward pass and the sampling
+    outputs = process(scheduler.update(plan, result, now))
+
+Owns the clock, the seeds and the life of per-request logits processors. Synchronous and single-threaded: `LLM` drives it
+directly, `AsyncLLM` from a thread of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quire.common.seeds import mix64
+from quire.core.beam import BeamDecoder, BeamSettings
+from quire.core.decoding import SamplingDecoder
+from quire.core.kvcache.prefix import Namespace
+from quire.core.params import BeamSearchParams, SamplingParams
+from quire.core.plan import StepPlan, StepResult, WorkResult
+from quire.core.request import Request
+from quire.core.scheduler.scheduler import Progress, Scheduler
+from quire.engine.output_processor import OutputProcessor
+from quire.engine.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from quire.engine.planning import EnginePlan
+from quire.engine.prompts import ParsedPrompt, Prompt, parse_prompt
+from quire.errors import EngineError, InvalidParameterError
+from quire.executor.interface import Executor
+from quire.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """One model, served. Build it with `quire.engine.builder.build_engine`."""
+
+    def __init__(
+        self,
+        plan: EnginePlan,
+        executor: Executor,
+        *,
+        tokenizer: Tokenizer | None = None,
+        generation_config: Mapping[str, Any] | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.plan = plan
+        self.executor = executor
+        self.tokenizer = tokenizer
+        self.generation_config = dict(generation_config or {})
+        self.eos_token_ids = eos_token_ids
+        self.scheduler = Scheduler(plan.limits, digest_key=os.urandom(16))
+        self._outputs = OutputProcessor(tokenizer, self.scheduler)
+        self._beams: dict[str, tuple[Request, ParsedPrompt]] = {}
+        self._processors: dict[str, list[str]] = {}
+        self._clock = clock
+        self._num_unseeded = 0
+        self._is_closed = False
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def default_params(self, **overrides: Any) -> SamplingParams:
+        """Sampling parameters as the model's `generation_config.json` wants them."""
+        return SamplingParams.from_generation_config(self.generation_config, **overrides)
+
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | BeamSearchParams, *, priority: int = 0
+    ) -> None:
+        """Accept a request. Raises a RequestError, and changes nothing, if it cannot be served."""
+        if self._is_closed:
+            raise EngineError("the engine is closed")
+        parsed = parse_prompt(prompt, self.tokenizer, self.plan.spec.vocab_size)
+        if isinstance(params, BeamSearchParams):
+            request = self._beam_request(request_id, parsed, params)
+            request.priority = priority
+            self.scheduler.add(request)
+            self._beams[request_id] = (request, parsed)
+        else:
+            self._add_sampling(request_id, parsed, params.clone(), priority)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request at once; returns what there is of it. Unknown and finished ids are ignored."""
+        self.scheduler.abort(request_id)
+        self._beams.pop(request_id, None)
+        self._forget_processors(request_id)
+        return self._outputs.forget(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return self.scheduler.has_work
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput | BeamSearchOutput]:
+        """One step; returns an output for every request that something happened to, as each asked for it."""
+        return self._deliver(self._advance())
+
+    def _advance(self) -> list[Progress]:
+        plan = self.scheduler.schedule(self._clock())
+        try:
+            result = self.executor.execute(plan)
+        except Exception as error:
+            logger.exception("the executor failed on step %d", plan.step_id)
+            return self._abandon(plan, f"the engine failed on this step: {type(error).__name__}")
+        except BaseException:  # Ctrl-C: the step is lost, the engine is not
+            self._abandon(plan, "interrupted")
+            raise
+        return self.scheduler.update(plan, result, self._clock())
+
+    def _abandon(self, plan: StepPlan, message: str) -> list[Progress]:
+        """End the requests of a step that was lost; nobody knows what the worker still holds, so all others start anew."""
+        lost = StepResult(plan.step_id, tuple(WorkResult(error=message) for _ in plan.work))
+        progress = self.scheduler.update(plan, lost, self._clock())
+        self.scheduler.preempt_all()
+        return progress
+
+    def _deliver(self, progress: list[Progress]) -> list[RequestOutput | BeamSearchOutput]:
+        outputs: list[RequestOutput | BeamSearchOutput] = list(self._outputs.process(progress))
+        for sequence, token_id, _ in progress:
+            request_id = sequence.request.request_id
+            if token_id is None and sequence.request.is_finished:
+                self._forget_processors(request_id)
+                if request_id in self._beams:
+                    outputs.append(self._beam_output(*self._beams.pop(request_id)))
+        return outputs
+
+    def close(self) -> None:
+        """End everything and free the memory. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            for request_id in list(self.scheduler.requests):
+                self.abort(request_id)
+            self.executor.close()
+
+    # -- building requests -------------------------------------------------------------------------------------------
+
+    def _add_sampling(self, request_id: str, prompt: ParsedPrompt, params: SamplingParams, priority: int) -> None:
+        self._check_params(params)
+        names = [self.executor.register_processor(each) for each in params.logits_processors or ()]
+        self._processors[request_id] = names
+        try:
+            request = self._sampling_request(request_id, prompt, params, names)
+            request.priority = priority
+            self.scheduler.add(request)
+        except BaseException:
+            self._forget_processors(request_id)
+            raise
+        self._outputs.add(request, params, prompt.text)
+
+    def _sampling_request(
+        self, request_id: str, prompt: ParsedPrompt, params: SamplingParams, processors: list[str]
+    ) -> Request:
+        sampling = params.to_row_sampling(
+            seed=self._seed(params),
+            eos_token_ids=self.eos_token_ids,
+            bad_words=self._bad_words(params),
+            processors=processors,
+        )
+        if params.num_sequences > params.n and sampling.num_logprobs is None:
+            sampling = sampling._replace(num_logprobs=0)  # best_of ranks by log-probability
+        eos = frozenset() if params.ignore_eos else self.eos_token_ids
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=prompt.token_ids,
+            sampling=sampling,
+            decoder=SamplingDecoder(params.num_sequences),
+            max_tokens=params.max_tokens or self.plan.limits.max_model_len,
+            stop_token_ids=eos | frozenset(params.stop_token_ids or ()),
+            namespace=_namespace(prompt),
+            reads_cache=not params.skip_reading_prefix_cache,
+        )
+        request.metrics.arrival_s = self._clock()
+        return request
+
+    def _beam_request(self, request_id: str, prompt: ParsedPrompt, params: BeamSearchParams) -> Request:
+        max_tokens = min(params.max_tokens, self.plan.limits.max_model_len - len(prompt.token_ids))
+        eos = frozenset() if params.ignore_eos else self.eos_token_ids
+        settings = BeamSettings(
+            beam_width=params.beam_width,
+            max_tokens=max_tokens,
+            eos_token_ids=eos | frozenset(params.stop_token_ids),
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+        )
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=prompt.token_ids,
+            sampling=params.to_row_sampling(),
+            decoder=BeamDecoder(settings),
+            max_tokens=max_tokens,
+            namespace=_namespace(prompt),
+        )
+        request.metrics.arrival_s = self._clock()
+        return request
+
+    def _check_params(self, params: SamplingParams) -> None:
+        params.check_vocabulary(self.plan.spec.vocab_size)
+        limit = self.plan.config.max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(params, name)
+            if value is not None and limit >= 0 and not 0 <= value <= limit:
+                raise InvalidParameterError(
+                    f"{name}={value} exceeds this engine's max_logprobs={limit}; lower it, or raise max_logprobs", param=name
+                )
+        if params.detokenize and params.stop and self.tokenizer is None:
+            raise InvalidParameterError("stop strings need a tokenizer, and this engine has none", param="stop")
+
+    def _seed(self, params: SamplingParams) -> int:
+        if params.seed is not None:
+            return params.seed
+        self._num_unseeded += 1
+        return mix64(self.plan.config.seed ^ mix64(self._num_unseeded))
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Each bad word as it is tokenized at the start of a text and after a space."""
+        if not params.bad_words:
+            return []
+        if self.tokenizer is None:
+            raise InvalidParameterError("bad_words need a tokenizer, and this engine has none", param="bad_words")
+        spellings = [spelling for word in params.bad_words for spelling in (word, f" {word.lstrip()}")]
+        encoded = [self.tokenizer.encode(spelling, add_special_tokens=False) for spelling in spellings]
+        return [token_ids for token_ids in encoded if token_ids]
+
+    def _forget_processors(self, request_id: str) -> None:
+        for name in self._processors.pop(request_id, ()):
+            self.executor.unregister_processor(name)
+
+    def _beam_output(self, request: Request, prompt: ParsedPrompt) -> BeamSearchOutput:
+        if request.error is not None:
+            raise EngineError(f"beam search {request.request_id!r} failed: {request.error}")
+        assert isinstance(request.decoder, BeamDecoder)
+        sequences = [
+            BeamSearchSequence(
+                token_ids=list(hypothesis.token_ids),
+                text="" if self.tokenizer is None else self.tokenizer.decode(list(hypothesis.token_ids)),
+                cumulative_logprob=hypothesis.cumulative_logprob,
+                score=hypothesis.score,
+                finish_reason=hypothesis.finish_reason.value,
+            )
+            for hypothesis in request.decoder.hypotheses
+        ]
+        return BeamSearchOutput(request.request_id, sequences, list(request.prompt_token_ids), prompt.text)
+
+
+def _namespace(prompt: ParsedPrompt) -> Namespace:
+    return () if prompt.cache_salt is None else ("salt", prompt.cache_salt)

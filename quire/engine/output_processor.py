@@ -1,0 +1,199 @@
+"""From what happened to sequences to what users read: text, stop strings, log-probabilities by token, best-of.
+
+Owns the text side of every unfinished request. It tells the scheduler of one thing only: a sequence whose text has reached a
+stop string. An exception here ends one request, never the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from quire.core.params import RequestOutputKind, SamplingParams
+from quire.core.plan import TokenLogprobs
+from quire.core.request import FinishReason, Request, SequenceStatus
+from quire.core.request import Sequence as TokenSequence
+from quire.core.scheduler.scheduler import Progress, Scheduler
+from quire.engine.outputs import CompletionOutput, Logprob, LogprobsByToken, RequestOutput
+from quire.engine.text_stream import TextStream
+from quire.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class _SequenceState:
+    """What has been made of one sequence's tokens."""
+
+    __slots__ = ("is_flushed", "logprobs", "num_delivered", "num_delivered_chars", "stream")
+
+    def __init__(self, stream: TextStream, has_logprobs: bool) -> None:
+        self.stream = stream
+        self.logprobs: list[LogprobsByToken] | None = [] if has_logprobs else None
+        self.num_delivered = 0
+        self.num_delivered_chars = 0
+        self.is_flushed = False
+
+
+class RequestState:
+    """A request as the user sees it."""
+
+    def __init__(self, request: Request, params: SamplingParams, prompt: str | None) -> None:
+        self.request = request
+        self.params = params
+        self.prompt = prompt
+        self.sequences: dict[int, _SequenceState] = {}
+        self.prompt_logprobs: list[LogprobsByToken | None] | None = None
+
+
+class OutputProcessor:
+    """Text and outputs of all unfinished sampling requests of one engine."""
+
+    def __init__(self, tokenizer: Tokenizer | None, scheduler: Scheduler) -> None:
+        self._tokenizer = tokenizer
+        self._scheduler = scheduler
+        self._states: dict[str, RequestState] = {}
+
+    def add(self, request: Request, params: SamplingParams, prompt: str | None) -> None:
+        """Begin to follow a request."""
+        self._states[request.request_id] = RequestState(request, params, prompt)
+
+    def process(self, progress: Iterable[Progress]) -> list[RequestOutput]:
+        """Take in a step's progress; returns an output for each request that something happened to, as it asked."""
+        touched: dict[str, RequestState] = {}
+        for sequence, token_id, logprobs in progress:
+            state = self._states.get(sequence.request.request_id)
+            if state is None:
+                continue
+            touched[sequence.request.request_id] = state
+            try:
+                self._take(state, sequence, token_id, logprobs)
+            except Exception as error:
+                logger.exception("request %s failed while its output was made", sequence.name)
+                self._scheduler.fail(sequence.request.request_id, f"the output could not be made: {type(error).__name__}")
+        outputs = []
+        for request_id, state in touched.items():
+            output = self._output(state)
+            if output is not None:
+                outputs.append(output)
+            if state.request.is_finished:
+                del self._states[request_id]
+        return outputs
+
+    def forget(self, request_id: str) -> RequestOutput | None:
+        """Stop following an aborted request; returns its last output."""
+        state = self._states.pop(request_id, None)
+        return None if state is None else self._snapshot(state, is_delta=False)
+
+    # -- one token ---------------------------------------------------------------------------------------------------
+
+    def _take(
+        self, state: RequestState, sequence: TokenSequence, token_id: int | None, logprobs: TokenLogprobs | None
+    ) -> None:
+        mine = self._state_of(state, sequence)
+        if token_id is None:
+            self._flush(mine, sequence)
+            return
+        if logprobs is not None and mine.logprobs is not None:
+            mine.logprobs.append(self._by_token(logprobs, state.params.num_logprobs))
+        is_stop_token = sequence.finish_reason is FinishReason.STOP and sequence.stop_reason == token_id
+        if is_stop_token and not state.params.include_stop_str_in_output:
+            return
+        matched = mine.stream.append(token_id)
+        if matched is not None:
+            # The text decides, also where the same token reached the length limit.
+            mine.is_flushed = True
+            sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, matched
+            self._scheduler.finish(sequence, FinishReason.STOP, matched)
+
+    def _flush(self, mine: _SequenceState, sequence: TokenSequence) -> None:
+        if mine.is_flushed:
+            return
+        mine.is_flushed = True
+        matched = mine.stream.flush()
+        if matched is not None:
+            sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, matched
+
+    def _state_of(self, state: RequestState, sequence: TokenSequence) -> _SequenceState:
+        mine = state.sequences.get(sequence.index)
+        if mine is None:
+            stream = TextStream(self._tokenizer, state.request.prompt_token_ids, state.params)
+            mine = _SequenceState(stream, state.params.num_logprobs is not None)
+            state.sequences[sequence.index] = mine
+        return mine
+
+    # -- outputs -----------------------------------------------------------------------------------------------------
+
+    def _output(self, state: RequestState) -> RequestOutput | None:
+        kind, is_finished = state.params.output_kind, state.request.is_finished
+        needs_ranking = state.params.num_sequences > state.params.n
+        if not is_finished and (kind is RequestOutputKind.FINAL_ONLY or needs_ranking):
+            return None
+        return self._snapshot(state, is_delta=kind is RequestOutputKind.DELTA)
+
+    def _snapshot(self, state: RequestState, *, is_delta: bool) -> RequestOutput:
+        request = state.request
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=state.prompt,
+            prompt_token_ids=list(request.prompt_token_ids),
+            outputs=self._completions(state, is_delta=is_delta),
+            finished=request.is_finished,
+            prompt_logprobs=self._prompt_logprobs(state),
+            metrics=request.metrics,
+            error=request.error,
+        )
+
+    def _completions(self, state: RequestState, *, is_delta: bool) -> list[CompletionOutput]:
+        sequences: Sequence[TokenSequence] = state.request.sequences
+        params = state.params
+        if params.num_sequences > params.n:
+            ranked = sorted(sequences, key=lambda sequence: -sequence.cumulative_logprob)[: params.n]
+            return [self._completion(state, each, index, is_delta=is_delta) for index, each in enumerate(ranked)]
+        return [self._completion(state, each, each.index, is_delta=is_delta) for each in sequences]
+
+    def _completion(
+        self, state: RequestState, sequence: TokenSequence, index: int, *, is_delta: bool
+    ) -> CompletionOutput:
+        mine = self._state_of(state, sequence)
+        first, first_char = (mine.num_delivered, mine.num_delivered_chars) if is_delta else (0, 0)
+        token_ids = sequence.token_ids[sequence.num_prompt_tokens + first :]
+        mine.num_delivered, mine.num_delivered_chars = first + len(token_ids), len(mine.stream.text)
+        has_logprobs = mine.logprobs is not None
+        is_finished = sequence.status is SequenceStatus.FINISHED and sequence.finish_reason is not None
+        return CompletionOutput(
+            index=index,
+            text=mine.stream.text[first_char:],
+            token_ids=token_ids,
+            cumulative_logprob=sequence.cumulative_logprob if has_logprobs else None,
+            logprobs=mine.logprobs[first:] if mine.logprobs is not None else None,
+            finish_reason=sequence.finish_reason.value if is_finished and sequence.finish_reason else None,
+            stop_reason=self._visible_stop(state, sequence),
+        )
+
+    def _visible_stop(self, state: RequestState, sequence: TokenSequence) -> int | str | None:
+        """The stop that the user asked for; the model's own end of sequence is not worth a mention."""
+        reason = sequence.stop_reason
+        return None if isinstance(reason, int) and reason not in (state.params.stop_token_ids or ()) else reason
+
+    def _prompt_logprobs(self, state: RequestState) -> list[LogprobsByToken | None] | None:
+        request = state.request
+        if request.scoring is None or len(request.prompt_logprobs) < len(request.prompt_token_ids):
+            return None
+        if state.prompt_logprobs is None:
+            state.prompt_logprobs = [
+                None if record is None else self._by_token(record, state.params.prompt_logprobs)
+                for record in request.prompt_logprobs
+            ]
+        return state.prompt_logprobs
+
+    def _by_token(self, record: TokenLogprobs, num_ranked: int | None) -> LogprobsByToken:
+        """The first `num_ranked` alternatives (all with -1) are in order of rank; those asked for by id come after."""
+        by_token = {record.token_id: Logprob(record.logprob, record.rank, self._text_of(record.token_id))}
+        for rank, (token_id, logprob) in enumerate(zip(record.top_ids, record.top_logprobs, strict=True), start=1):
+            if token_id != record.token_id:
+                is_ranked = num_ranked is not None and (num_ranked < 0 or rank <= num_ranked)
+                by_token[token_id] = Logprob(logprob, rank if is_ranked else None, self._text_of(token_id))
+        return by_token
+
+    def _text_of(self, token_id: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)

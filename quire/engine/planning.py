@@ -1,0 +1,208 @@
+"""From wishes to decisions: what an engine will use, computed before anything is allocated, each with its reason.
+
+`resolve` is a pure function of the user's config, the model's declaration and the machine. Its outcome is printed by
+`quire plan` and obeyed to the letter: no profiling run, no value that is filled in later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from quire.common.numbers import align_down, ceil_div, format_bytes, parse_bytes
+from quire.config.engine import EngineConfig
+from quire.config.limits import Policy, SchedulerLimits
+from quire.engine.machine import Machine
+from quire.errors import CapacityError, ConfigError
+from quire.models.declaration import DTYPE_BYTES, DecoderSpec
+
+DEFAULT_BLOCK_SIZE = 16
+DEFAULT_MAX_NUM_SEQS = 256
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+DEFAULT_MAX_KV_BYTES = 4 << 30
+"""Where the user names no size, the KV cache is not made larger than this: a laptop has other uses for its memory."""
+
+
+class Decision(NamedTuple):
+    """One value and why it was chosen."""
+
+    name: str
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """Everything that an engine is built from."""
+
+    config: EngineConfig
+    spec: DecoderSpec
+    dtype: str
+    limits: SchedulerLimits
+    num_threads: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    kv_bytes: int
+    workspace_bytes: int
+    decisions: tuple[Decision, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Memory at most: weights, KV cache, workspace."""
+        return self.weight_bytes + self.kv_bytes + self.workspace_bytes
+
+
+def resolve(config: EngineConfig, spec: DecoderSpec, machine: Machine) -> EnginePlan:
+    """Decide. Raises ConfigError, or CapacityError with the numbers, for what cannot work."""
+    return _Resolver(config, spec, machine).plan()
+
+
+class _Resolver:
+    def __init__(self, config: EngineConfig, spec: DecoderSpec, machine: Machine) -> None:
+        self.config = config
+        self.spec = spec
+        self.machine = machine
+        self.decisions: list[Decision] = []
+
+    def plan(self) -> EnginePlan:
+        config, spec = self.config, self.spec
+        dtype = self._dtype()
+        block_size = self._given("block_size", config.block_size, DEFAULT_BLOCK_SIZE, "a good compromise of waste and speed")
+        max_num_seqs = self._given("max_num_seqs", config.max_num_seqs, DEFAULT_MAX_NUM_SEQS, "default")
+        num_batched = self._num_batched_tokens(max_num_seqs)
+        num_threads = self._given(
+            "num_threads", config.num_threads, self.machine.num_cores, "physical cores that this process may use"
+        )
+        weight_bytes = spec.weight_bytes(dtype)
+        workspace_bytes = _workspace_bytes(spec, num_batched, max_num_seqs)
+        bytes_per_token = sum(layer.bytes_per_token(dtype) for layer in spec.kv_layers)
+        kv_bytes = self._kv_bytes(weight_bytes + workspace_bytes, bytes_per_token * self._longest() * max_num_seqs)
+        num_blocks = kv_bytes // (bytes_per_token * block_size)
+        self._note("num_blocks", num_blocks, f"{format_bytes(kv_bytes)} / {format_bytes(bytes_per_token * block_size)} a block")
+        max_model_len = self._max_model_len(num_blocks * block_size, bytes_per_token)
+        limits = SchedulerLimits(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=num_batched if config.enable_chunked_prefill else max(num_batched, max_model_len),
+            max_model_len=max_model_len,
+            policy=_policy(config.scheduling_policy),
+            enable_prefix_caching=config.enable_prefix_caching,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+        )
+        return EnginePlan(
+            config=config,
+            spec=spec,
+            dtype=dtype,
+            limits=limits,
+            num_threads=num_threads,
+            weight_bytes=weight_bytes,
+            kv_bytes_per_token=bytes_per_token,
+            kv_bytes=num_blocks * block_size * bytes_per_token,
+            workspace_bytes=workspace_bytes,
+            decisions=tuple(self.decisions),
+        )
+
+    def _note(self, name: str, value: object, reason: str) -> None:
+        self.decisions.append(Decision(name, str(value), reason))
+
+    def _given(self, name: str, value: int | None, default: int, reason: str) -> int:
+        self._note(name, default if value is None else value, reason if value is None else "given")
+        return default if value is None else value
+
+    def _dtype(self) -> str:
+        config, spec = self.config, self.spec
+        if config.dtype != "auto":
+            self._note("dtype", config.dtype, "given")
+            return config.dtype
+        if spec.dtype == "float16":
+            self._note("dtype", "bfloat16", "the checkpoint is float16, which the kernels do not compute in; dtype=float32 is exact")
+            return "bfloat16"
+        self._note("dtype", spec.dtype, "as the checkpoint")
+        return spec.dtype
+
+    def _num_batched_tokens(self, max_num_seqs: int) -> int:
+        given = self.config.max_num_batched_tokens
+        default = max(DEFAULT_MAX_NUM_BATCHED_TOKENS, max_num_seqs)
+        return self._given("max_num_batched_tokens", given, default, "default")
+
+    def _longest(self) -> int:
+        """The longest sequence that the user, or else the model, has in mind."""
+        return self.config.max_model_len or self.spec.max_position_embeddings
+
+    def _kv_bytes(self, other_bytes: int, most_useful: int) -> int:
+        config, machine = self.config, self.machine
+        free = int(machine.available_memory * config.memory_utilization) - other_bytes
+        budget = f"{config.memory_utilization:.0%} of {format_bytes(machine.available_memory)} free memory"
+        if config.kv_cache_memory is not None:
+            kv_bytes = parse_bytes(config.kv_cache_memory, option="kv_cache_memory")
+            if kv_bytes > free:
+                raise CapacityError(
+                    f"kv_cache_memory={config.kv_cache_memory!r} does not fit: {budget}, less {format_bytes(other_bytes)} "
+                    f"for weights and workspace, leaves {format_bytes(max(0, free))}; lower it, or free memory"
+                )
+            self._note("kv_cache_memory", format_bytes(kv_bytes), "given")
+            return kv_bytes
+        if free <= 0:
+            raise CapacityError(
+                f"the model does not fit: weights and workspace need {format_bytes(other_bytes)}, and {budget} is "
+                f"{format_bytes(machine.available_memory * config.memory_utilization)}; use a smaller model or dtype, or "
+                "free memory"
+            )
+        kv_bytes, reason = min(
+            (free, f"what weights and workspace leave of {budget}"),
+            (most_useful, "max_num_seqs sequences of the longest length need no more"),
+            (DEFAULT_MAX_KV_BYTES, "default limit; set kv_cache_memory for more"),
+        )
+        self._note("kv_cache_memory", format_bytes(kv_bytes), reason)
+        return kv_bytes
+
+    def _max_model_len(self, num_slots: int, bytes_per_token: int) -> int:
+        wanted, spec = self.config.max_model_len, self.spec
+        if wanted is None:
+            longest = min(spec.max_position_embeddings, num_slots)
+            reason = "the model's context" if longest == spec.max_position_embeddings else "what the KV cache holds"
+            self._note("max_model_len", longest, reason)
+            if longest < 1:
+                raise CapacityError(
+                    f"the KV cache of {num_slots} tokens holds no sequence at all; a token needs "
+                    f"{format_bytes(bytes_per_token)}: raise kv_cache_memory"
+                )
+            return longest
+        if wanted > num_slots:
+            needed = ceil_div(wanted, self.config.block_size or DEFAULT_BLOCK_SIZE) * (
+                self.config.block_size or DEFAULT_BLOCK_SIZE
+            )
+            raise CapacityError(
+                f"max_model_len={wanted} needs {format_bytes(needed * bytes_per_token)} of KV cache, but it has "
+                f"{format_bytes(num_slots * bytes_per_token)} ({num_slots} tokens); lower max_model_len to "
+                f"{max(1, align_down(num_slots, 8))} or raise kv_cache_memory"
+            )
+        self._note("max_model_len", wanted, "given")
+        return wanted
+
+
+def _policy(name: str) -> Policy:
+    if name == "fcfs":
+        return "fcfs"
+    if name == "priority":
+        return "priority"
+    raise ConfigError(f'scheduling_policy={name!r} is unknown; use "fcfs" or "priority"')
+
+
+def _workspace_bytes(spec: DecoderSpec, num_batched_tokens: int, max_num_seqs: int) -> int:
+    """Peak of temporary tensors, computed in float32 to be on the safe side.
+
+    Within a layer: the stream, its norm, the widest projection and its activation. At the end: logits of every sequence,
+    and an edited copy where requests ask for penalties or bias.
+    """
+    widest = max(
+        max(
+            block.mlp.up.num_outputs * (2 if block.mlp.gate is not None else 1) + block.mlp.up.num_outputs,
+            2 * (block.attention.num_heads + 2 * block.attention.num_kv_heads) * block.attention.head_dim,
+        )
+        for block in spec.blocks
+    )
+    layer_bytes = num_batched_tokens * (3 * spec.hidden_size + widest) * DTYPE_BYTES["float32"]
+    logits_bytes = 2 * min(max_num_seqs, num_batched_tokens) * spec.vocab_size * DTYPE_BYTES["float32"]
+    return layer_bytes + logits_bytes

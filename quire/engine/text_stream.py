@@ -1,0 +1,54 @@
+"""One sequence's text as it grows: detokenizer, then stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.core.params import SamplingParams
+from quire.text.detokenizer import Detokenizer
+from quire.text.stop import StopMatcher
+from quire.text.tokenizer import Tokenizer
+
+
+class TextStream:
+    """Turns tokens into text that is safe to show. Without a tokenizer (or `detokenize=False`) the text stays empty."""
+
+    def __init__(self, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        self.text = ""
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
+        self._detokenizer: Detokenizer | None = None
+        self._stop: StopMatcher | None = None
+        if tokenizer is not None and params.detokenize:
+            self._detokenizer = Detokenizer(
+                tokenizer,
+                prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            )
+            if params.stop:
+                self._stop = StopMatcher(tuple(params.stop), include_stop_str=params.include_stop_str_in_output)
+
+    def append(self, token_id: int) -> str | None:
+        """Take one token; returns the stop string that it completes, if it does."""
+        self._num_tokens += 1
+        if self._detokenizer is None:
+            return None
+        return self._show(self._detokenizer.append((token_id,)))
+
+    def flush(self) -> str | None:
+        """The sequence has ended: show what was held back. Returns a stop string that only now became complete."""
+        if self._detokenizer is None:
+            return None
+        matched = self._show(self._detokenizer.flush())
+        if self._stop is not None and matched is None:
+            self.text += self._stop.flush()
+        return matched
+
+    def _show(self, text: str) -> str | None:
+        if self._stop is None or self._num_tokens <= self._min_tokens:
+            self.text += text  # text before `min_tokens` is no part of any stop string
+            return None
+        shown, matched = self._stop.feed(text)
+        self.text += shown
+        return matched

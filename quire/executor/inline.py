@@ -1,0 +1,30 @@
+"""The inline executor: a worker in this process, called directly."""
+
+from __future__ import annotations
+
+from quire.core.plan import StepPlan, StepResult
+from quire.sampling.processors import Processor
+from quire.worker.worker import Worker
+
+
+class InlineExecutor:
+    """Runs plans on a worker in the calling thread."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """See `Executor.execute`."""
+        return self.worker.execute(plan)
+
+    def register_processor(self, processor: Processor) -> str:
+        """Make a per-request logits processor known; returns the name by which plans refer to it."""
+        return self.worker.sampler.processors.register(processor)
+
+    def unregister_processor(self, name: str) -> None:
+        """Forget a processor."""
+        self.worker.sampler.processors.unregister(name)
+
+    def close(self) -> None:
+        """Drop the KV memory."""
+        self.worker.memory.caches.clear()

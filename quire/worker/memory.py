@@ -1,0 +1,37 @@
+"""The KV tensors: one pair per layer, allocated once, never grown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.core.plan import BlockCopy
+from quire.kernels.interface import Kernels
+from quire.models.declaration import KVLayerSpec
+
+
+class KVMemory:
+    """Keys and values of every layer, each [blocks, KV heads, block size, head size].
+
+    Pages are touched, and so become resident, only when a block is first written.
+    """
+
+    def __init__(self, layers: Sequence[KVLayerSpec], num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+        self.caches: list[tuple[Tensor, Tensor]] = []
+        for layer in layers:
+            shape = (num_blocks, layer.num_kv_heads, block_size, layer.head_dim)
+            self.caches.append((torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)))
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all tensors, resident or not."""
+        return sum(keys.nbytes + values.nbytes for keys, values in self.caches)
+
+    def copy_blocks(self, copies: Sequence[BlockCopy], kernels: Kernels) -> None:
+        """Carry out a plan's block copies in every layer; all reads happen before any write."""
+        if copies:
+            sources = torch.tensor([copy.source for copy in copies], dtype=torch.int64)
+            destinations = torch.tensor([copy.destination for copy in copies], dtype=torch.int64)
+            kernels.copy_blocks([tensor for pair in self.caches for tensor in pair], sources, destinations)

@@ -1,0 +1,126 @@
+"""The worker: carries out a plan on a model. Rows, inputs, forward pass, logits where they are needed, sampling.
+
+Owns its rows and its KV memory. It knows plans, rows and tensors; requests, texts and scheduling are none of its business.
+What goes wrong for one row alone (numbers that are not finite, a failing processor, even a kernel that raises on it) becomes
+that row's error; the others' results are what they would have been without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.core.plan import RowWork, StepPlan, StepResult, TokenLogprobs, WorkResult
+from quire.nn.context import StepContext
+from quire.nn.decoder import DecoderModel
+from quire.sampling import SampledRow, Sampler
+from quire.worker.batch import StepInputs, build_inputs
+from quire.worker.memory import KVMemory
+from quire.worker.rows import RowTable
+
+logger = logging.getLogger(__name__)
+
+NOT_FINITE = "the model computed numbers that are not finite (NaN or infinity) for this sequence"
+
+_MAX_PROMPT_LOGITS_ROWS = 64
+"""Rows of logits held at once while prompts are scored: a whole chunk's would take gigabytes with large vocabularies."""
+
+
+class Worker:
+    """One model, its KV memory, and the rows of the sequences that run on it."""
+
+    def __init__(self, model: DecoderModel, memory: KVMemory, rows: RowTable, sampler: Sampler) -> None:
+        self.model = model
+        self.memory = memory
+        self.rows = rows
+        self.sampler = sampler
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Apply a plan's changes, compute its work; see `quire.executor.interface`."""
+        started = time.perf_counter()
+        self.rows.apply(plan)
+        self.memory.copy_blocks(plan.copies, self.model.kernels)
+        results = self._compute_contained(plan.work)
+        for work, result in zip(plan.work, results, strict=True):
+            if result.token_ids:
+                self.rows.append_token(work.row, result.token_ids[0])
+        return StepResult(plan.step_id, tuple(results), time.perf_counter() - started)
+
+    def _compute_contained(self, work: Sequence[RowWork]) -> list[WorkResult]:
+        """Compute everything together; if that raises, each row alone, so that only the culprit is blamed.
+
+        Computing a row twice is harmless: the same numbers go to the same slots.
+        """
+        if not work:
+            return []
+        try:
+            return self._compute(work)
+        except Exception:
+            logger.exception("a step of %d rows failed; computing each row alone", len(work))
+        results = []
+        for item in work:
+            try:
+                results += self._compute([item])
+            except Exception as error:
+                results.append(WorkResult(error=f"the model failed on this sequence: {type(error).__name__}"))
+        return results
+
+    def _compute(self, work: Sequence[RowWork]) -> list[WorkResult]:
+        inputs = build_inputs(self.rows, work)
+        context = StepContext(inputs.batch, self.memory.caches)
+        hidden = self.model.forward(inputs.token_ids, inputs.batch.positions, context)
+        broken = _rows_not_finite(hidden, inputs)
+        results = [WorkResult(error=NOT_FINITE if place in broken else None) for place in range(len(work))]
+        sampled = [
+            place
+            for place, item in enumerate(work)
+            if (item.num_samples or item.num_candidates) and place not in broken
+        ]
+        if sampled:
+            last = torch.tensor([inputs.query_start[place + 1] - 1 for place in sampled])
+            logits = self.model.logits(hidden[last])
+            outcomes = self.sampler.sample(logits, [self._sampled_row(work[place]) for place in sampled])
+            for place, outcome in zip(sampled, outcomes, strict=True):
+                results[place] = outcome
+        for place, item in enumerate(work):
+            if item.prompt_logprobs_from >= 0 and results[place].error is None:
+                scored = self._score_prompt(item, hidden, inputs.query_start[place])
+                results[place] = results[place]._replace(prompt_logprobs=scored)
+        return results
+
+    def _sampled_row(self, work: RowWork) -> SampledRow:
+        tokens, num_prompt = self.rows.tokens(work.row), int(self.rows.num_prompt_tokens[work.row])
+        return SampledRow(
+            sampling=self.rows.sampling[work.row],
+            position=work.start + work.count,
+            prompt_token_ids=tokens[:num_prompt],
+            output_token_ids=tokens[num_prompt:],
+            num_samples=work.num_samples,
+            num_candidates=work.num_candidates,
+        )
+
+    def _score_prompt(self, work: RowWork, hidden: Tensor, first_row: int) -> tuple[TokenLogprobs, ...]:
+        """Log-probabilities of the prompt's tokens from `prompt_logprobs_from` on; position p - 1 scores token p."""
+        end = min(work.start + work.count + 1, int(self.rows.num_prompt_tokens[work.row]))
+        tokens, sampling = self.rows.tokens(work.row), self.rows.sampling[work.row]
+        records: list[TokenLogprobs] = []
+        for start in range(work.prompt_logprobs_from, end, _MAX_PROMPT_LOGITS_ROWS):
+            stop = min(end, start + _MAX_PROMPT_LOGITS_ROWS)
+            shift = first_row - work.start - 1
+            logits = self.model.logits(hidden[start + shift : stop + shift])
+            records += self.sampler.prompt_logprobs(logits, tokens[start:stop].tolist(), sampling)
+        return tuple(records)
+
+
+def _rows_not_finite(hidden: Tensor, inputs: StepInputs) -> frozenset[int]:
+    """Places in the work of which some hidden state is NaN or infinite."""
+    if torch.isfinite(hidden.sum(dtype=torch.float32)):
+        return frozenset()
+    bad_tokens = (~torch.isfinite(hidden)).any(dim=-1).nonzero().flatten()
+    starts = torch.tensor(inputs.query_start[1:])
+    return frozenset(torch.searchsorted(starts, bad_tokens, right=True).tolist())
