@@ -6,7 +6,7 @@ The scheduler asks every resource whether it can admit a sequence, and reserves 
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from quire.core.kvcache.manager import NO_MATCH, KVCacheManager, PrefixMatch
 from quire.core.kvcache.prefix import PrefixNode
@@ -53,6 +53,16 @@ class RowSlots:
         sequence.row = -1
 
 
+class _Offer(NamedTuple):
+    """What a sequence would get if it were admitted now."""
+
+    sequence: Sequence
+    match: PrefixMatch
+    num_new: int
+    num_scored: int
+    """Leading prompt tokens whose log-probabilities are known: to the request, or to the blocks of the match."""
+
+
 class KVBlocks:
     """Blocks of the KV pool, with everything a sequence's known tokens will need promised at admission.
 
@@ -65,7 +75,7 @@ class KVBlocks:
         """Blocks promised and not yet taken; always at most `manager.pool.num_free`."""
         self.num_queried_tokens = self.num_hit_tokens = 0
         self._num_watermark_blocks = num_watermark_blocks
-        self._offer: tuple[Sequence, PrefixMatch, int] | None = None
+        self._offer: _Offer | None = None
         self._num_matched: tuple[Sequence | None, int] = (None, 0)
         self._copies: list[BlockCopy] = []
 
@@ -81,7 +91,7 @@ class KVBlocks:
 
     def refusal(self, sequence: Sequence) -> str | None:
         manager = self.manager
-        match = self._match(sequence)
+        match, num_scored = self._match(sequence)
         self._num_matched = (sequence, len(match.nodes))
         watermark = self._num_watermark_blocks if manager.pool.num_used else 0
         total = manager.num_blocks_for(len(sequence.token_ids))
@@ -90,13 +100,13 @@ class KVBlocks:
         if num_wanted + watermark > self.num_available:
             self._offer = None
             return f"needs {num_wanted} blocks, {max(0, self.num_available - watermark)} are available"
-        self._offer = (sequence, match, num_new)
+        self._offer = _Offer(sequence, match, num_new, num_scored)
         return None
 
     def reserve(self, sequence: Sequence) -> None:
-        assert self._offer is not None and self._offer[0] is sequence, "reserve() without a preceding refusal()"
-        _, match, num_new = self._offer
-        self._offer = None
+        offer, self._offer = self._offer, None
+        assert offer is not None and offer.sequence is sequence, "reserve() without a preceding refusal()"
+        match, num_new = offer.match, offer.num_new
         copy = self.manager.adopt(sequence.table, match)
         if copy is not None:
             self._copies.append(copy)
@@ -104,7 +114,7 @@ class KVBlocks:
         sequence.num_computed = match.num_tokens
         sequence.num_reserved = num_new
         self.num_reserved += num_new
-        self._adopt_records(sequence, match)
+        self._adopt_records(offer)
         metrics = sequence.request.metrics
         if metrics.first_scheduled_s is None:
             metrics.num_prefix_hit_tokens = match.num_tokens
@@ -120,21 +130,23 @@ class KVBlocks:
         sequence.table.num_chained = 0
         sequence.num_computed = 0
 
-    def _match(self, sequence: Sequence) -> PrefixMatch:
-        """What the cache holds of the sequence; its last token is always computed, since its logits are needed."""
+    def _match(self, sequence: Sequence) -> tuple[PrefixMatch, int]:
+        """What the cache holds of the sequence, and how many leading prompt tokens are scored.
+
+        The last token is always computed, since its logits are needed.
+        """
         request = sequence.request
         if sequence.keys is None or not request.reads_cache:
-            return NO_MATCH
-        limit = len(sequence.token_ids) - 1
-        match = self.manager.match(sequence.keys, sequence.token_ids, limit)
-        if request.scoring is None or match is NO_MATCH:
-            return match
+            return NO_MATCH, len(request.prompt_logprobs)
+        match = self.manager.match(sequence.keys, sequence.token_ids, len(sequence.token_ids) - 1)
+        if request.scoring is None:
+            return match, 0
         num_scored = self._num_scored(sequence, match)
         if num_scored >= sequence.num_prompt_tokens or match.num_tokens < num_scored:
-            return match
+            return match, num_scored
         # The token after the last one taken from the cache is scored by a position that will not be computed, so the
         # match must end one token before the last scored one.
-        return self._cut(match, max(0, num_scored - 1))
+        return self._cut(match, num_scored - 1), num_scored
 
     def _cut(self, match: PrefixMatch, num_tokens: int) -> PrefixMatch:
         """The first `num_tokens` tokens of a match."""
@@ -156,26 +168,23 @@ class KVBlocks:
     def _has_records(self, sequence: Sequence, node: PrefixNode) -> bool:
         return node.records is not None and node.scoring == sequence.request.scoring
 
-    def _adopt_records(self, sequence: Sequence, match: PrefixMatch) -> None:
-        """Take over the prompt log-probabilities that come with the shared blocks."""
-        request = sequence.request
-        if request.scoring is None:
-            return
-        shared = list(match.nodes)
-        if match.partial is not None:
-            shared.append(match.partial)
-        records: list[TokenLogprobs | None] = []
-        for node in shared:
-            if not self._has_records(sequence, node):
-                break
-            assert node.records is not None
-            records.extend(node.records)
-        request.prompt_logprobs.extend(records[len(request.prompt_logprobs) : sequence.num_prompt_tokens])
+    def _adopt_records(self, offer: _Offer) -> None:
+        """Take over the prompt log-probabilities that come with the shared blocks and that the request lacks.
+
+        Only up to `num_scored`: in a partly matching block, what follows is about somebody else's tokens.
+        """
+        _, match, _, num_scored = offer
+        request, size = offer.sequence.request, self.manager.block_size
+        known, end = request.prompt_logprobs, min(num_scored, offer.sequence.num_prompt_tokens)
+        for place, node in enumerate((*match.nodes, match.partial)):
+            if (place + 1) * size > len(known) and len(known) < end:
+                assert node is not None and node.records is not None
+                known.extend(node.records[len(known) - place * size : end - place * size])
 
     def num_matched_blocks(self, sequence: Sequence) -> int:
         """Whole blocks that the cache held of the sequence when it was last asked about."""
         known, num_matched = self._num_matched
-        return num_matched if known is sequence else len(self._match(sequence).nodes)
+        return num_matched if known is sequence else len(self._match(sequence)[0].nodes)
 
     def publish(self, sequence: Sequence) -> list[int]:
         """Publish what has become full; returns the entries of the table that a merge has changed."""
