@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from quire.core.request import Rank, Sequence
 
 
+_MAX_GAPS = 64
+
+
 class WaitingQueue:
-    """A heap by rank. A removed sequence stays in the heap until it surfaces, and is skipped then."""
+    """A heap by rank. A removed sequence leaves a gap, which is skipped when it surfaces.
+
+    The heap is rebuilt once most of it is gaps, so that requests aborted behind a long queue do not pile up: O(1) amortised.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[Rank, int, Sequence]] = []
@@ -42,3 +48,6 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         del self._entries[sequence]
+        if len(self._heap) > 2 * len(self._entries) + _MAX_GAPS:
+            self._heap = [item for item in self._heap if self._entries.get(item[2]) == item[1]]
+            heapify(self._heap)
