@@ -399,6 +399,8 @@ class Scheduler:
                 self._draft.replace_block(sequence.row, place, sequence.table.blocks[place])
         if sequence.keys is not None:
             self._unpark(self.turns.published(sequence, first))
+            if sequence.table.chain is None:  # a digest was taken by other content: the rest stays unpublished
+                self._unpark(self.turns.withdraw(sequence))
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a sequence out of wherever it is, with everything it holds."""
