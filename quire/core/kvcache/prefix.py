@@ -124,7 +124,7 @@ class PrefixIndex:
         known = self._roots.get(namespace)
         if known is not None:
             return known
-        root = PrefixNode(None, (), self.digest(b"", "\0".join(namespace).encode()), -1)
+        root = PrefixNode(None, (), self.digest(b"", repr(namespace).encode()), -1)
         root.namespace = namespace
         return root
 
