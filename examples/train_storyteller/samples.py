@@ -1,0 +1,160 @@
+"""Training samples: conversations cut from tales, as token ids with a mark for the tokens to learn.
+
+Owns the cutting of passages, the mix of the kinds of samples and its change over the run. Deterministic: the same
+seed, index and progress give the same samples. Knows nothing of tensors or the model.
+"""
+
+import random
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+from . import prompts
+from .corpus import FABLES, FAIRY_TALES, STORYBOOKS, Tale
+from .topics import describe, lower_nouns, retell, topics_of
+from .words import WORD, Lexicon
+
+MAX_LEN = 512
+CHARS_PER_TOKEN = 4.0  # measured on the held-out tales; only used to aim at a length
+SHORT_TALE_CHARS = 1750  # a tale of at most this many characters fits MAX_LEN with its request
+RETELL_SHARE = 0.5
+DESCRIBE_SHARE = 0.45
+PLAIN_SHARE = 0.06
+DIALOGUE_SHARE = 0.06
+EARLY_PHASE = 0.25  # until here the cut passages are at most half as long: attention is cheaper
+FINAL_PHASE = 0.75  # from here on the short, whole tales take over
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Token ids of one conversation and, for each, whether the model must learn to say it."""
+
+    ids: list[int]
+    is_target: list[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A piece of a tale: where it begins and ends decides how it may be asked for."""
+
+    text: str
+    tale: Tale
+    has_start: bool
+    has_end: bool
+
+
+def kind_of(tale: Tale) -> str:
+    if tale.book == STORYBOOKS:
+        return "children"
+    if tale.book in FABLES:
+        return "fable"
+    return "fairy tale" if tale.book in FAIRY_TALES else "novel"
+
+
+class SampleSource:
+    """Draws samples from tales. `tales` must hold no held-out tale when it is used for training."""
+
+    def __init__(self, tales: list[Tale], tokenizer: Tokenizer, lexicon: Lexicon) -> None:
+        self._tokenizer = tokenizer
+        self._lexicon = lexicon
+        self._tales = tales
+        self._weights = [tale.weight * tale.num_chars for tale in tales]
+        self._short = [tale for tale in tales if tale.is_tale_start and tale.num_chars <= SHORT_TALE_CHARS]
+        self._openings = [tale for tale in tales if tale.is_tale_start]
+        self._opening_weights = [tale.weight * min(tale.num_chars, 2 * SHORT_TALE_CHARS) for tale in self._openings]
+
+    def draw(self, rng: random.Random, progress: float) -> Sample:
+        """One sample; `progress` in [0, 1] shifts the mix towards short whole tales."""
+        short_share, opening_share = (0.2, 0.25) if progress < FINAL_PHASE else (0.45, 0.35)
+        max_chars = SHORT_TALE_CHARS // 2 if progress < EARLY_PHASE else SHORT_TALE_CHARS
+        choice = rng.random()
+        if choice < short_share:
+            if rng.random() < DIALOGUE_SHARE:
+                return self._dialogue(rng)
+            passage = self._whole(rng.choice(self._short))
+        elif choice < short_share + opening_share:
+            tale = rng.choices(self._openings, self._opening_weights)[0]
+            passage = self._cut(tale, rng, from_start=True, max_chars=max_chars)
+        else:
+            tale = rng.choices(self._tales, self._weights)[0]
+            passage = self._cut(tale, rng, from_start=rng.random() < 0.1, max_chars=max_chars)
+        return self._conversation(self._rewrite(passage, rng), rng)
+
+    def evaluation_samples(self, tales: list[Tale]) -> list[Sample]:
+        """One fixed sample, asked for by its best topic, of each given tale; nothing is retold."""
+        rng = random.Random(0)
+        return [self._conversation(self._cut(tale, rng, from_start=True), random.Random(1)) for tale in tales]
+
+    def _whole(self, tale: Tale) -> Passage:
+        return Passage("\n\n".join(tale.paragraphs), tale, True, True)
+
+    def _cut(self, tale: Tale, rng: random.Random, from_start: bool, max_chars: int = SHORT_TALE_CHARS) -> Passage:
+        """Whole paragraphs from the start or from a random one, up to a random length."""
+        start = 0 if from_start else rng.randrange(len(tale.paragraphs))
+        wanted = rng.uniform(0.5, 1.0) * max_chars
+        end, length = start, 0
+        while end < len(tale.paragraphs) and length < wanted:
+            length += len(tale.paragraphs[end]) + 2
+            end += 1
+        text = "\n\n".join(tale.paragraphs[start:end])
+        return Passage(text, tale, start == 0, end == len(tale.paragraphs))
+
+    def _rewrite(self, passage: Passage, rng: random.Random) -> Passage:
+        text = passage.text
+        if passage.tale.book in FABLES:
+            text = lower_nouns(text, self._lexicon)
+        if passage.tale.is_tale_start and rng.random() < RETELL_SHARE:
+            text = retell(text, rng)
+        if passage.has_start and passage.tale.is_tale_start and rng.random() < DESCRIBE_SHARE:
+            text = describe(text, rng)
+        return Passage(text, passage.tale, passage.has_start, passage.has_end)
+
+    def _request(self, passage: Passage, rng: random.Random) -> str:
+        topics = topics_of(passage.text, self._lexicon)
+        if passage.has_start and passage.tale.is_tale_start:
+            title = passage.tale.title if len(passage.tale.title) < 50 else ""
+            return prompts.tale_request(topics, kind_of(passage.tale), rng, title)
+        return prompts.scene_request(topics, rng)
+
+    def _conversation(self, passage: Passage, rng: random.Random) -> Sample:
+        if rng.random() < PLAIN_SHARE:
+            ids = self._tokenizer.encode(passage.text).ids
+            ids += [self._end_id(prompts.END_OF_TEXT)] if passage.has_end else []
+            return _clip(ids, [True] * len(ids))
+        head = prompts.system_turn(rng) + prompts.turn("user", self._request(passage, rng)) + prompts.reply_start()
+        return self._join([(head, passage.text)], passage.has_end)
+
+    def _dialogue(self, rng: random.Random) -> Sample:
+        """Two short tales asked for one after the other."""
+        shortest = sorted(rng.sample(self._short, 8), key=lambda tale: tale.num_chars)[:2]
+        first, second = (self._rewrite(self._whole(tale), rng) for tale in shortest)
+        topics = topics_of(second.text, self._lexicon)
+        head = prompts.turn("user", self._request(first, rng)) + prompts.reply_start()
+        middle = "\n" + prompts.turn("user", prompts.follow_up(topics, rng)) + prompts.reply_start()
+        return self._join([(head, first.text), (middle, second.text)], has_end=True)
+
+    def _join(self, turns: list[tuple[str, str]], has_end: bool) -> Sample:
+        ids: list[int] = []
+        is_target: list[bool] = []
+        for position, (head, reply) in enumerate(turns):
+            head_ids = self._tokenizer.encode(head).ids
+            reply_ids = self._tokenizer.encode(reply).ids
+            if has_end or position + 1 < len(turns):
+                reply_ids.append(self._end_id(prompts.TURN_END))
+            ids += head_ids + reply_ids
+            is_target += [False] * len(head_ids) + [True] * len(reply_ids)
+        return _clip(ids, is_target)
+
+    def _end_id(self, token: str) -> int:
+        token_id = self._tokenizer.token_to_id(token)
+        assert token_id is not None, token
+        return int(token_id)
+
+
+def _clip(ids: list[int], is_target: list[bool]) -> Sample:
+    return Sample(ids[:MAX_LEN], is_target[:MAX_LEN])
+
+
+def learn_lexicon(tales: list[Tale]) -> Lexicon:
+    """The lexicon of all paragraphs of the tales."""
+    return Lexicon.learn(WORD.findall(paragraph) for tale in tales for paragraph in tale.paragraphs)

@@ -1,0 +1,167 @@
+"""Train the storyteller within a budget of wall-clock minutes; run it again to go on after a stop.
+
+Owns the training loop and its log. `python -m examples.train_storyteller.train --minutes 100`
+"""
+
+import argparse
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from .batches import Batch, BatchPool, split_by_len
+from .checkpoint import RunState, load_checkpoint, load_state, save_checkpoint
+from .corpus import read_tales
+from .growth import first_shape, grow, wanted_depth
+from .model import ModelShape, Storyteller
+from .optimizer import StoryOptimizer, schedule
+from .samples import SampleSource, learn_lexicon
+
+LOG_STEPS = 20
+CHECKPOINT_S = 180.0
+EVALUATION_S = 480.0
+MAX_GRAD_NORM = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingData:
+    """The pool of training batches and the fixed held-out batches."""
+
+    pool: BatchPool
+    held_out: list[Batch]
+
+
+def prepare_data(corpus: Path, tokenizer_file: Path, batch_tokens: int, seed: int) -> TrainingData:
+    tales = read_tales(corpus)
+    kept = [tale for tale in tales if not tale.is_held_out]
+    held_out = [tale for tale in tales if tale.is_held_out]
+    source = SampleSource(kept, Tokenizer.from_file(str(tokenizer_file)), learn_lexicon(kept))
+    batches = split_by_len(source.evaluation_samples(held_out), batch_tokens)
+    return TrainingData(BatchPool(source, batch_tokens, seed), batches)
+
+
+@torch.no_grad()
+def held_out_loss(model: Storyteller, batches: list[Batch]) -> float:
+    """Mean loss in nats over all target tokens of the held-out batches."""
+    total, count = 0.0, 0
+    for batch in batches:
+        num_targets = int((batch.targets >= 0).sum())
+        total += float(model.loss(batch.ids, batch.targets)) * num_targets
+        count += num_targets
+    return total / count
+
+
+class Trainer:
+    """One run: its model, optimiser, state and folder."""
+
+    def __init__(self, folder: Path, budget_s: float, seed: int, is_compiled: bool = False) -> None:
+        torch.manual_seed(seed)
+        self.folder, self.budget_s = folder, budget_s
+        folder.mkdir(parents=True, exist_ok=True)
+        state = load_state(folder)
+        shape = ModelShape(**state.shape) if state else first_shape()  # type: ignore[arg-type]
+        self.model = Storyteller(shape)
+        self.optimizer = StoryOptimizer(self.model)
+        self.state = state or RunState(shape=shape.as_json())
+        if state is not None:
+            load_checkpoint(folder, self.model, self.optimizer, state)
+            print(f"going on at step {state.num_steps}, {state.elapsed_s / 60:.1f} minutes in", flush=True)
+        self._losses: list[float] = []
+        self._is_compiled = is_compiled
+        self._loss = self._loss_function()
+
+    @property
+    def progress(self) -> float:
+        return min(1.0, self.state.elapsed_s / self.budget_s)
+
+    def _loss_function(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """The training loss, compiled (one graph for all batch shapes) where that is asked for."""
+        return torch.compile(self.model.loss, dynamic=True) if self._is_compiled else self.model.loss
+
+    def _grow_if_due(self) -> None:
+        depth = wanted_depth(self.progress)
+        if depth > self.model.shape.num_hidden_layers:
+            self.model, self.optimizer = grow(self.model, self.optimizer, depth)
+            self.state.shape = self.model.shape.as_json()
+            self._loss = self._loss_function()
+            print(f"grown to {depth} layers", flush=True)
+
+    def train(self, data: TrainingData) -> None:
+        """Step until the budget is spent; save every few minutes and at the end."""
+        last = saved = evaluated = time.monotonic()
+        while self.progress < 1.0:
+            self._grow_if_due()
+            for batch in data.pool.batches(self.state.pool_index, self.progress):
+                self._step(batch)
+                now = time.monotonic()
+                self.state.elapsed_s += now - last
+                last = now
+            self.state.pool_index += 1
+            if last - evaluated > EVALUATION_S:
+                self._evaluate(data)
+                evaluated = last
+            if last - saved > CHECKPOINT_S:
+                save_checkpoint(self.folder, self.model, self.optimizer, self.state)
+                saved = last
+        self._evaluate(data)
+        save_checkpoint(self.folder, self.model, self.optimizer, self.state)
+
+    def _step(self, batch: Batch) -> None:
+        state = self.state
+        loss = self._loss(batch.ids, batch.targets)
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
+        self.optimizer.step(schedule(state.num_steps, self.progress))
+        state.num_steps += 1
+        state.num_tokens += batch.num_tokens
+        self._losses.append(float(loss.detach()))
+        if not math.isfinite(self._losses[-1]):
+            raise FloatingPointError(f"the loss is {self._losses[-1]} at step {state.num_steps}; lower the rates")
+        if state.num_steps % LOG_STEPS == 0:
+            self._log()
+
+    def _log(self) -> None:
+        state = self.state
+        mean = sum(self._losses) / len(self._losses)
+        self._losses.clear()
+        state.train_curve.append((state.num_tokens, round(mean, 4)))
+        rate = state.num_tokens / max(state.elapsed_s, 1.0)
+        print(f"step {state.num_steps} {self.progress:6.1%} loss {mean:.3f} {rate:.0f} tokens/s", flush=True)
+
+    def _evaluate(self, data: TrainingData) -> None:
+        loss = held_out_loss(self.model, data.held_out)
+        self.state.held_out_curve.append((self.state.num_tokens, round(loss, 4)))
+        print(f"held out: loss {loss:.3f}, perplexity {math.exp(loss):.2f}", flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--corpus", type=Path, default=Path("../shared/data/corpus"))
+    parser.add_argument("--tokenizer", type=Path, default=Path("quire/assets/quire-storyteller/tokenizer.json"))
+    parser.add_argument("--run", type=Path, default=Path("build/storyteller"), help="folder of the checkpoints")
+    parser.add_argument("--minutes", type=float, default=100.0, help="wall-clock budget of the whole run")
+    parser.add_argument("--batch-tokens", type=int, default=4096)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--compile", action="store_true", help="use torch.compile (needs a C++ compiler)")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    torch.set_num_threads(arguments.threads)
+    torch.set_flush_denormal(True)  # numbers below 1e-38 are slow and mean nothing here
+    random.seed(arguments.seed)
+    data = prepare_data(arguments.corpus, arguments.tokenizer, arguments.batch_tokens, arguments.seed)
+    trainer = Trainer(arguments.run, arguments.minutes * 60, arguments.seed, arguments.compile)
+    print(f"{len(data.held_out)} held-out batches", flush=True)
+    trainer.train(data)
+
+
+if __name__ == "__main__":
+    main()
