@@ -64,9 +64,7 @@ def read_tokenizer_json(folder: Path) -> str:
             f"{str(folder)!r} has {others[0]} but no tokenizer.json, the only tokenizer format that is read; "
             "convert it once with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         )
-    raise CheckpointError(
-        f"{str(folder)!r} has no tokenizer.json; add it, or set skip_tokenizer_init=True and pass token ids"
-    )
+    raise CheckpointError(f"{str(folder)!r} has no tokenizer.json; add it, or set skip_tokenizer_init=True and pass token ids")
 
 
 def _read_text(path: Path) -> str:

@@ -117,6 +117,20 @@ class Tokenizer:
             ids = self.guard.encode(text)
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
+    def encode_secret(self, text: str) -> list[int]:
+        """Token ids of a text with the guard's secret names in it, without BOS or EOS; for prompts put together
+        here."""
+        _check_unicode(text)
+        return self.guard.encode(text)
+
+    @cached_property
+    def control_lengths(self) -> Mapping[str, tuple[int, ...]]:
+        """First character of control tokens to their lengths, longest first."""
+        lengths: dict[str, set[int]] = {}
+        for text in self.control_level:
+            lengths.setdefault(text[0], set()).add(len(text))
+        return {char: tuple(sorted(each, reverse=True)) for char, each in lengths.items()}
+
     @cached_property
     def guard(self) -> Guard:
         """The encoder that reads control tokens only where it is told to."""
