@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from quire.core.kvcache.manager import NO_MATCH, KVCacheManager, PrefixMatch
 from quire.core.kvcache.prefix import PrefixNode
-from quire.core.plan import BlockCopy, TokenLogprobs
+from quire.core.plan import BlockCopy
 from quire.core.request import Sequence
 
 
@@ -59,8 +59,8 @@ class _Offer(NamedTuple):
     sequence: Sequence
     match: PrefixMatch
     num_new: int
-    num_scored: int
-    """Leading prompt tokens whose log-probabilities are known: to the request, or to the blocks of the match."""
+    records: list[TokenLogprobs | None]
+    """Prompt log-probabilities that come with the blocks and that the request lacks."""
 
 
 class KVBlocks:
@@ -91,7 +91,7 @@ class KVBlocks:
 
     def refusal(self, sequence: Sequence) -> str | None:
         manager = self.manager
-        match, num_scored = self._match(sequence)
+        match, records = self._match(sequence)
         self._num_matched = (sequence, len(match.nodes))
         watermark = self._num_watermark_blocks if manager.pool.num_used else 0
         total = manager.num_blocks_for(len(sequence.token_ids))
@@ -100,7 +100,7 @@ class KVBlocks:
         if num_wanted + watermark > self.num_available:
             self._offer = None
             return f"needs {num_wanted} blocks, {max(0, self.num_available - watermark)} are available"
-        self._offer = _Offer(sequence, match, num_new, num_scored)
+        self._offer = _Offer(sequence, match, num_new, records)
         return None
 
     def reserve(self, sequence: Sequence) -> None:
@@ -114,7 +114,7 @@ class KVBlocks:
         sequence.num_computed = match.num_tokens
         sequence.num_reserved = num_new
         self.num_reserved += num_new
-        self._adopt_records(offer)
+        sequence.request.prompt_logprobs.extend(offer.records)
         metrics = sequence.request.metrics
         if metrics.first_scheduled_s is None:
             metrics.num_prefix_hit_tokens = match.num_tokens
@@ -130,23 +130,24 @@ class KVBlocks:
         sequence.table.num_chained = 0
         sequence.num_computed = 0
 
-    def _match(self, sequence: Sequence) -> tuple[PrefixMatch, int]:
-        """What the cache holds of the sequence, and how many leading prompt tokens are scored.
+    def _match(self, sequence: Sequence) -> tuple[PrefixMatch, list[TokenLogprobs | None]]:
+        """What the cache holds of the sequence, and the prompt log-probabilities that come with it.
 
         The last token is always computed, since its logits are needed.
         """
         request = sequence.request
         if sequence.keys is None or not request.reads_cache:
-            return NO_MATCH, len(request.prompt_logprobs)
+            return NO_MATCH, []
         match = self.manager.match(sequence.keys, sequence.token_ids, len(sequence.token_ids) - 1)
         if request.scoring is None:
-            return match, 0
-        num_scored = self._num_scored(sequence, match)
-        if num_scored >= sequence.num_prompt_tokens or match.num_tokens < num_scored:
-            return match, num_scored
-        # The token after the last one taken from the cache is scored by a position that will not be computed, so the
-        # match must end one token before the last scored one.
-        return self._cut(match, num_scored - 1), num_scored
+            return match, []
+        records = self._shared_records(sequence, match)
+        num_scored = len(request.prompt_logprobs) + len(records)
+        if num_scored < sequence.num_prompt_tokens and num_scored <= match.num_tokens:
+            # The token after the last one taken from the cache is scored by a position that will not be computed, so the
+            # match must end one token before the last scored one.
+            match = self._cut(match, num_scored - 1)
+        return match, records
 
     def _cut(self, match: PrefixMatch, num_tokens: int) -> PrefixMatch:
         """The first `num_tokens` tokens of a match."""
@@ -154,32 +155,17 @@ class KVBlocks:
         following = (*match.nodes, match.partial)[num_whole] if num_copied else None
         return PrefixMatch(match.nodes[:num_whole], following, num_tokens)
 
-    def _num_scored(self, sequence: Sequence, match: PrefixMatch) -> int:
-        """Leading prompt tokens whose log-probabilities are known: to the request, or to the blocks it can share."""
-        num_scored = len(sequence.request.prompt_logprobs)
+    def _shared_records(self, sequence: Sequence, match: PrefixMatch) -> list[TokenLogprobs | None]:
+        """Records of the prompt tokens that follow those the request has scored, as far as whole shared blocks have them."""
+        request, size = sequence.request, self.manager.block_size
+        num_known, records = len(request.prompt_logprobs), list[TokenLogprobs | None]()
         for place, node in enumerate(match.nodes):
-            end = (place + 1) * self.manager.block_size
-            if end > num_scored:
-                if not self._has_records(sequence, node):
+            num_missing = (place + 1) * size - num_known - len(records)
+            if num_missing > 0:
+                if node.records is None or node.scoring != request.scoring:
                     break
-                num_scored = end
-        return num_scored
-
-    def _has_records(self, sequence: Sequence, node: PrefixNode) -> bool:
-        return node.records is not None and node.scoring == sequence.request.scoring
-
-    def _adopt_records(self, offer: _Offer) -> None:
-        """Take over the prompt log-probabilities that come with the shared blocks and that the request lacks.
-
-        Only up to `num_scored`: in a partly matching block, what follows is about somebody else's tokens.
-        """
-        _, match, _, num_scored = offer
-        request, size = offer.sequence.request, self.manager.block_size
-        known, end = request.prompt_logprobs, min(num_scored, offer.sequence.num_prompt_tokens)
-        for place, node in enumerate((*match.nodes, match.partial)):
-            if (place + 1) * size > len(known) and len(known) < end:
-                assert node is not None and node.records is not None
-                known.extend(node.records[len(known) - place * size : end - place * size])
+                records.extend(node.records[-num_missing:])
+        return records
 
     def num_matched_blocks(self, sequence: Sequence) -> int:
         """Whole blocks that the cache held of the sequence when it was last asked about."""
