@@ -15,9 +15,11 @@ from quire.engine.engine import Engine
 from quire.engine.outputs import BeamSearchOutput, RequestOutput
 from quire.engine.prompts import Prompt, as_prompts
 from quire.errors import ConfigError, EngineError, InvalidParameterError
-from quire.text.chat import ChatTemplate, Message
+from quire.text.chat import ChatTemplate, encode_chat
+from quire.text.tokenizer import Tokenizer
 
-Conversation = Sequence[Message]
+Conversation = Sequence[Mapping[str, Any]]
+"""Messages, each `{"role": ..., "content": ...}`."""
 
 
 class LLM:
@@ -65,17 +67,18 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer conversations, each a list of `{"role": ..., "content": ...}`, through the model's chat template."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        template = self.chat_template(chat_template)
+        tokenizer = self._chat_tokenizer()
+        template = _chat_template(tokenizer, chat_template)
         prompts: list[Prompt] = []
         for conversation in conversations:
-            rendered = template.encode_chat(
+            rendered = template.render(
                 conversation,  # type: ignore[arg-type]
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
                 **dict(chat_template_kwargs or {}),
             )
-            prompts.append({"prompt_token_ids": rendered})
+            prompts.append({"prompt": rendered, "prompt_token_ids": encode_chat(tokenizer, rendered)})
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def beam_search(
@@ -92,13 +95,6 @@ class LLM:
             f"{self.engine.plan.spec.architecture} generates text and makes no embeddings; load an embedding model"
         )
 
-    def chat_template(self, source: str | None = None) -> ChatTemplate:
-        """The model's chat template, or one made from `source`."""
-        tokenizer = self.engine.tokenizer
-        if tokenizer is None:
-            raise InvalidParameterError("chat needs a tokenizer, and this engine has none", param="messages")
-        return ChatTemplate.for_tokenizer(tokenizer, source)
-
     def get_tokenizer(self) -> Any:
         """The model's tokenizer, or None with `skip_tokenizer_init`."""
         return self.engine.tokenizer
@@ -114,10 +110,13 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def _chat_tokenizer(self) -> Tokenizer:
+        if self.engine.tokenizer is None:
+            raise InvalidParameterError("chat needs a tokenizer, and this engine has none", param="messages")
+        return self.engine.tokenizer
 
     def _params_for(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
@@ -171,3 +170,8 @@ class LLM:
                 if isinstance(output, BeamSearchOutput) or output.finished:
                     num_finished += 1
                     yield output.request_id, output
+
+
+def _chat_template(tokenizer: Tokenizer, source: str | None) -> ChatTemplate:
+    """The model's chat template, or one made from `source`."""
+    return ChatTemplate.from_tokenizer(tokenizer) if source is None else ChatTemplate(source, tokenizer.config.named_tokens)

@@ -35,9 +35,13 @@ class EngineConfig:
     device: str = _option("auto", "where to compute", choices=DEVICES)
     kernels: str = _option("auto", "kernel back end; auto takes the best that works here", choices=KERNELS)
     load_format: str = _option("auto", "auto reads the weights, dummy makes them up", choices=LOAD_FORMATS)
-    max_model_len: int | None = _option(None, "longest sequence, prompt and output; by default what the model and the memory hold")
+    max_model_len: int | None = _option(
+        None, "longest sequence, prompt and output; by default what the model and the memory hold"
+    )
     block_size: int | None = _option(None, "tokens in a KV block (default 16)")
-    kv_cache_memory: int | str | None = _option(None, 'memory of the KV cache in bytes or as "512MiB"; by default decided from what is free')
+    kv_cache_memory: int | str | None = _option(
+        None, 'memory of the KV cache in bytes or as "512MiB"; by default decided from what is free'
+    )
     memory_utilization: float = _option(0.9, "share of the free memory that weights, workspace and KV cache may take together")
     max_num_seqs: int | None = _option(None, "sequences that run at once (default 256)")
     max_num_batched_tokens: int | None = _option(None, "tokens computed in one step (default 2048)")

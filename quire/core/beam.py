@@ -10,6 +10,7 @@ reported.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -100,7 +101,7 @@ class BeamDecoder:
                     Hypothesis(
                         (*candidate.beam.output_token_ids, candidate.token_id),
                         candidate.logprob,
-                        candidate.logprob / num_tokens**settings.length_penalty,
+                        _score(candidate.logprob, num_tokens, settings),
                         FinishReason.STOP if is_stop else FinishReason.LENGTH,
                     )
                 )
@@ -115,7 +116,7 @@ class BeamDecoder:
             return False
         is_optimistic = settings.early_stopping == "never" and settings.length_penalty > 0.0
         attainable_len = settings.max_tokens if is_optimistic else num_tokens
-        return best_running / attainable_len**settings.length_penalty > self.hypotheses[-1].score
+        return _score(best_running, attainable_len, settings) > self.hypotheses[-1].score
 
     def _advance(self, ops: SequenceOps, survivors: list[_Candidate]) -> None:
         """Each survivor continues its beam; the first of a beam takes the sequence over, the others fork from it."""
@@ -140,3 +141,8 @@ class BeamDecoder:
         for beam in self._beams:
             ops.finish(beam, FinishReason.STOP)
         self._beams = []
+
+
+def _score(logprob: float, num_tokens: int, settings: BeamSettings) -> float:
+    """What a hypothesis of that length is ranked by."""
+    return logprob / math.pow(num_tokens, settings.length_penalty)

@@ -136,9 +136,7 @@ class AsyncLLM:
             while True:
                 self._commands.get_nowait()(self._engine)
 
-    def _add(
-        self, engine: Engine, request_id: str, request: tuple[Prompt, SamplingParams, int], stream: _Stream
-    ) -> None:
+    def _add(self, engine: Engine, request_id: str, request: tuple[Prompt, SamplingParams, int], stream: _Stream) -> None:
         prompt, params, priority = request
         try:
             engine.add_request(request_id, prompt, params, priority=priority)

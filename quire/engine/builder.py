@@ -73,9 +73,9 @@ def build_executor(planned: PlannedModel) -> InlineExecutor:
     import torch
 
     from quire.executor.inline import InlineExecutor
+    from quire.kernels.reference.sampling import ReferenceSampling
     from quire.nn.builder import build_decoder
     from quire.sampling import Sampler
-    from quire.kernels.reference.sampling import ReferenceSampling
     from quire.weights.checkpoint import SafetensorsCheckpoint
     from quire.weights.dummy import DummyWeights
     from quire.worker.memory import KVMemory

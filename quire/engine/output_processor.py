@@ -86,9 +86,7 @@ class OutputProcessor:
 
     # -- one token ---------------------------------------------------------------------------------------------------
 
-    def _take(
-        self, state: RequestState, sequence: TokenSequence, token_id: int | None, logprobs: TokenLogprobs | None
-    ) -> None:
+    def _take(self, state: RequestState, sequence: TokenSequence, token_id: int | None, logprobs: TokenLogprobs | None) -> None:
         mine = self._state_of(state, sequence)
         if token_id is None:
             self._flush(mine, sequence)
@@ -151,9 +149,7 @@ class OutputProcessor:
             return [self._completion(state, each, index, is_delta=is_delta) for index, each in enumerate(ranked)]
         return [self._completion(state, each, each.index, is_delta=is_delta) for each in sequences]
 
-    def _completion(
-        self, state: RequestState, sequence: TokenSequence, index: int, *, is_delta: bool
-    ) -> CompletionOutput:
+    def _completion(self, state: RequestState, sequence: TokenSequence, index: int, *, is_delta: bool) -> CompletionOutput:
         mine = self._state_of(state, sequence)
         first, first_char = (mine.num_delivered, mine.num_delivered_chars) if is_delta else (0, 0)
         token_ids = sequence.token_ids[sequence.num_prompt_tokens + first :]

@@ -116,7 +116,8 @@ class _Resolver:
             self._note("dtype", config.dtype, "given")
             return config.dtype
         if spec.dtype == "float16":
-            self._note("dtype", "bfloat16", "the checkpoint is float16, which the kernels do not compute in; dtype=float32 is exact")
+            reason = "the checkpoint is float16, which the kernels do not compute in; dtype=float32 would be exact"
+            self._note("dtype", "bfloat16", reason)
             return "bfloat16"
         self._note("dtype", spec.dtype, "as the checkpoint")
         return spec.dtype

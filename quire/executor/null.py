@@ -55,14 +55,10 @@ def null_logprobs(logits: NDArray[np.float64], token_id: int, num_alternatives: 
     order = np.argsort(-logprobs, kind="stable")
     kept = order if num_alternatives < 0 else order[:num_alternatives]
     rank = int((logprobs > logprobs[token_id]).sum()) + 1
-    return TokenLogprobs(
-        token_id, float(logprobs[token_id]), rank, tuple(map(int, kept)), tuple(map(float, logprobs[kept]))
-    )
+    return TokenLogprobs(token_id, float(logprobs[token_id]), rank, tuple(map(int, kept)), tuple(map(float, logprobs[kept])))
 
 
-def _logits(
-    key: int, token_ids: NDArray[np.int64], histories: NDArray[np.uint64], vocab_size: int
-) -> NDArray[np.float64]:
+def _logits(key: int, token_ids: NDArray[np.int64], histories: NDArray[np.uint64], vocab_size: int) -> NDArray[np.float64]:
     digest = hashlib.blake2b(token_ids.tobytes() + histories.tobytes(), digest_size=16, key=key.to_bytes(8, "little"))
     seed = int.from_bytes(digest.digest(), "little")
     return 4.0 * np.random.Generator(np.random.Philox(key=seed)).random(vocab_size)

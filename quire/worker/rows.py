@@ -61,7 +61,8 @@ class RowTable:
         """Physical slots of the row's positions [start, end)."""
         positions = np.arange(start, end)
         blocks = self.block_tables[row, positions // self.block_size].astype(np.int64)
-        return blocks * self.block_size + positions % self.block_size
+        slots: NDArray[np.int64] = blocks * self.block_size + positions % self.block_size
+        return slots
 
     def _begin(self, new: NewRow) -> None:
         row, num_tokens = new.row, len(new.token_ids)

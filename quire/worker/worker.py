@@ -77,9 +77,7 @@ class Worker:
         broken = _rows_not_finite(hidden, inputs)
         results = [WorkResult(error=NOT_FINITE if place in broken else None) for place in range(len(work))]
         sampled = [
-            place
-            for place, item in enumerate(work)
-            if (item.num_samples or item.num_candidates) and place not in broken
+            place for place, item in enumerate(work) if (item.num_samples or item.num_candidates) and place not in broken
         ]
         if sampled:
             last = torch.tensor([inputs.query_start[place + 1] - 1 for place in sampled])

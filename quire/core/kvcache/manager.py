@@ -152,7 +152,8 @@ class KVCacheManager:
 
         A block that is identical to a published one is merged with it; returns the table's entries that changed by that.
         """
-        size, merged = self.block_size, []
+        size = self.block_size
+        merged: list[int] = []
         if table.chain is None or (table.num_chained + 1) * size > num_computed:
             return merged
         keys.extend_to(token_ids)

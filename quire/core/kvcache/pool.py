@@ -18,10 +18,10 @@ class BlockPool:
         assert num_blocks > 0
         self.num_blocks = num_blocks
         self.num_free = num_blocks
-        self.ref_counts = [0] * num_blocks
+        self.ref_counts: list[int] = [0] * num_blocks
         sentinel = num_blocks
-        self._next = [*range(1, num_blocks + 1), 0]
-        self._prev = [sentinel, *range(num_blocks)]
+        self._next: list[int] = [*range(1, num_blocks + 1), 0]
+        self._prev: list[int] = [sentinel, *range(num_blocks)]
 
     @property
     def num_used(self) -> int:
