@@ -6,7 +6,6 @@ from heapq import heapify, heappop, heappush
 
 from quire.core.request import Rank, Sequence
 
-
 _MAX_GAPS = 64
 
 

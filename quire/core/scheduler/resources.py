@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from quire.core.kvcache.manager import NO_MATCH, KVCacheManager, PrefixMatch
-from quire.core.kvcache.prefix import PrefixNode
-from quire.core.plan import BlockCopy
+from quire.core.plan import BlockCopy, TokenLogprobs
 from quire.core.request import Sequence
 
 
