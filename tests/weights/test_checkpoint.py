@@ -168,9 +168,8 @@ def test_no_weights_at_all(tmp_path: Path) -> None:
 def test_two_files_without_an_index_are_ambiguous(tmp_path: Path) -> None:
     spec = declare(LLAMA)
     _shards(tmp_path, _tensors(spec))
-    assert (
-        f"2 .safetensors files (model-00001-of-00002.safetensors, model-00002-of-00002.safetensors) but no {INDEX_NAME}"
-        in (_refusal(tmp_path, spec))
+    assert f"2 .safetensors files (model-00001-of-00002.safetensors, model-00002-of-00002.safetensors) but no {INDEX_NAME}" in (
+        _refusal(tmp_path, spec)
     )
 
 
