@@ -164,7 +164,7 @@ class KVBlocks:
                 if node.records is None or node.scoring != request.scoring:
                     break
                 records.extend(node.records[-num_missing:])
-        return records
+        return records[: sequence.num_prompt_tokens - num_known]  # beyond, another prompt's tokens are this answer's
 
     def num_matched_blocks(self, sequence: Sequence) -> int:
         """Whole blocks that the cache held of the sequence when it was last asked about."""
