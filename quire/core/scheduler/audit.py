@@ -1,7 +1,7 @@
 """Invariants of the scheduler: what must hold between two steps, and of every plan before it is carried out.
 
-Reads everything, changes nothing. O(blocks + sequences). A failure is a bug of Quire's own, hence `AssertionError`. The KV
-bookkeeping below has its own audit, which this one calls.
+Reads everything, changes nothing. O(blocks + sequences). A failure is a bug of Quire's own, hence `AssertionError`. The
+KV bookkeeping below has its own audit, which this one calls.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def audit_plan(scheduler: Scheduler, plan: StepPlan) -> None:
     assert len({work.row for work in plan.work}) == len(plan.work), "a row has work twice in one step"
     for work in plan.work:
         sequence, end = by_row[work.row], work.start + work.count
-        assert work.count > 0 and work.start == sequence.num_computed, f"{sequence.name}: work does not begin at the gap"
+        is_gap = work.count > 0 and work.start == sequence.num_computed
+        assert is_gap, f"{sequence.name}: {work.count} tokens from {work.start} on, but {sequence.num_computed} computed"
         assert end <= len(sequence.token_ids), f"{sequence.name}: work beyond the known tokens"
         assert sequence.num_reserved >= 0 and end <= len(sequence.table.blocks) * size, f"{sequence.name}: no slots"
         for block in sequence.table.blocks[work.start // size : (end - 1) // size + 1]:
@@ -90,7 +91,8 @@ def _audit_sequence(scheduler: Scheduler, sequence: Sequence) -> None:
     name, known, computed = sequence.name, len(sequence.token_ids), sequence.num_computed
     if sequence.status is SequenceStatus.RUNNING:
         assert 0 <= computed <= known, f"{name}: {computed} tokens computed of {known}"
-        assert computed <= sequence.table.num_filled, f"{name}: {computed} computed, {sequence.table.num_filled} in slots"
+        num_filled = sequence.table.num_filled
+        assert computed <= num_filled, f"{name}: {computed} tokens computed, {num_filled} in slots"
         return
     assert not sequence.table.blocks, f"{name} is {sequence.status.value} and holds blocks {sequence.table.blocks}"
     holds_nothing = sequence.row == -1 and sequence.num_reserved == 0 and computed == 0 and not sequence.is_resident

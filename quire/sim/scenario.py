@@ -1,0 +1,188 @@
+"""Scenarios: what a seed stands for. Limits, requests with their arrival steps, and which faults strike how often.
+
+Pools are tiny on purpose: with 4 to 16 blocks, preemption, eviction, copy-on-write and refusal happen in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+from quire.common.numbers import ceil_div
+from quire.config.limits import SchedulerLimits
+from quire.core.beam import BeamDecoder, BeamSettings
+from quire.core.decoding import SamplingDecoder
+from quire.core.plan import RowSampling
+from quire.core.request import Decoder, Request
+
+VOCAB_SIZE = 12
+STOP_TOKEN = 11
+Hash = Literal["keyed", "colliding"]
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """Probabilities per step, until `last_step`."""
+
+    last_step: int
+    abort: float = 0.0
+    abort_in_flight: float = 0.0
+    row_error: float = 0.0
+    poison: float = 0.0
+    """NaN in the KV that a row has just written; the row reports it."""
+    step_error: float = 0.0
+    """Every row of a step fails at once."""
+    preempt: float = 0.0
+    forget_cache: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """One request, as a value from which any number of equal `Request`s can be made."""
+
+    request_id: str
+    arrival_step: int
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    sampling: RowSampling
+    num_sequences: int = 1
+    beam: BeamSettings | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    priority: int = 0
+    namespace: tuple[str, ...] = ()
+    reads_cache: bool = True
+
+    def build(self) -> Request:
+        """A fresh request."""
+        decoder: Decoder = BeamDecoder(self.beam) if self.beam is not None else SamplingDecoder(self.num_sequences)
+        return Request(
+            self.request_id, self.prompt_token_ids, self.sampling, decoder, self.max_tokens, self.stop_token_ids,
+            self.priority, self.namespace, self.reads_cache,
+        )  # fmt: skip
+
+    def fits(self, limits: SchedulerLimits) -> bool:
+        """Whether it can be served at all: stated here a second time, so that the scheduler's refusals are checked."""
+        num_prompt = len(self.prompt_token_ids)
+        num_slots = min(num_prompt + self.max_tokens, limits.max_model_len) - 1
+        return num_prompt < limits.max_model_len and ceil_div(num_slots, limits.block_size) <= limits.num_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Everything a run depends on."""
+
+    seed: int
+    limits: SchedulerLimits
+    specs: tuple[RequestSpec, ...]
+    faults: Faults
+    hash: Hash = "keyed"
+
+    @property
+    def max_steps(self) -> int:
+        """A bound on the steps after the last fault and the last arrival.
+
+        Whoever is admitted gains a token before it can be preempted, so a sequence is admitted at most `max_tokens`
+        times and each time computes its tokens once, at no less than one step's share of the budget.
+        """
+        budget = self.limits.max_num_batched_tokens
+        total = 0
+        for spec in self.specs:
+            width = spec.beam.beam_width * 2 if spec.beam is not None else spec.num_sequences
+            length = len(spec.prompt_token_ids) + spec.max_tokens
+            total += width * spec.max_tokens * (ceil_div(length, budget) + 2)
+        return total + 10
+
+
+def make_scenario(seed: int, *, is_liveness: bool = False) -> Scenario:
+    """The scenario of a seed. In liveness mode faults end early and everything accepted must then end in time."""
+    random = Random(seed)
+    limits = _limits(random)
+    documents = [tuple(random.randrange(3) for _ in range(limits.num_slots + 8)) for _ in range(3)]
+    num_requests = random.randint(1, 14)
+    specs = tuple(_Draw(random, limits, documents).spec(number) for number in range(num_requests))
+    last_step = random.randint(1, 40) if is_liveness else 300
+    hash_kind: Hash = "colliding" if random.random() < 0.15 else "keyed"
+    return Scenario(seed, limits, specs, _faults(random, last_step), hash_kind)
+
+
+def _limits(random: Random) -> SchedulerLimits:
+    num_blocks, block_size = random.randint(4, 16), random.choice((1, 2, 3, 4, 8, 16))
+    num_rows = random.randint(1, 6)
+    max_model_len = random.randint(4, max(4, min(60, num_blocks * block_size + 4)))
+    is_chunked = random.random() < 0.75
+    least = num_rows if is_chunked else max(num_rows, max_model_len)
+    budget = least + random.randint(0, 12)
+    return SchedulerLimits(
+        num_blocks, block_size, num_rows, budget, max_model_len, random.choice(("fcfs", "priority")),
+        random.random() < 0.8, is_chunked, random.choice((0.0, 0.0, 0.1)),
+    )  # fmt: skip
+
+
+def _faults(random: Random, last_step: int) -> Faults:
+    if random.random() < 0.25:
+        return Faults(0)
+
+    def chance() -> float:
+        return random.choice((0.0, 0.01, 0.05))
+
+    return Faults(
+        last_step, chance(), chance(), chance() / 2, chance() / 2, chance() / 5,
+        preempt=random.choice((0.0, 0.1, 0.5)), forget_cache=random.choice((0.0, 0.05)),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """Draws requests; prompts share prefixes of common documents."""
+
+    random: Random
+    limits: SchedulerLimits
+    documents: Sequence[tuple[int, ...]]
+
+    def spec(self, number: int) -> RequestSpec:
+        random = self.random
+        prompt, max_tokens = self._lengths()
+        beam = self._beam(max_tokens) if random.random() < 0.2 else None
+        stops = frozenset({STOP_TOKEN}) if beam is None and random.random() < 0.7 else frozenset[int]()
+        return RequestSpec(
+            f"r{number}", random.choice((0, 0, random.randint(0, 40))), prompt, max_tokens, self._sampling(number),
+            random.choice((1, 1, 1, 2, 4)), beam, stops, random.choice((0, 0, 1, 2)),
+            random.choice(((), (), ("tenant",))), random.random() < 0.9,
+        )  # fmt: skip
+
+    def _lengths(self) -> tuple[tuple[int, ...], int]:
+        """A prompt and how many tokens may follow; one in twenty cannot be served."""
+        random, limits = self.random, self.limits
+        total = min(limits.num_slots + 1, limits.max_model_len)
+        if random.random() < 0.05:
+            return self._prompt(total + random.randint(0, 5)), random.randint(1, 4)
+        num_prompt = max(1, min(random.randint(1, total - 1), random.randint(1, total - 1)))
+        return self._prompt(num_prompt), random.randint(1, min(12, total - num_prompt))
+
+    def _prompt(self, num_tokens: int) -> tuple[int, ...]:
+        num_shared = self.random.randint(0, num_tokens)
+        shared = self.random.choice(self.documents)[:num_shared]
+        return shared + tuple(self.random.randrange(VOCAB_SIZE) for _ in range(num_tokens - len(shared)))
+
+    def _sampling(self, number: int) -> RowSampling:
+        random = self.random
+        return RowSampling(
+            seed=number,
+            temperature=random.choice((0.0, 1.0)),
+            min_tokens=random.choice((0, 0, 3)),
+            stop_token_ids=(STOP_TOKEN,),
+            num_logprobs=random.choice((None, None, 0, 2)),
+            num_prompt_logprobs=random.choice((None, None, None, 0, 2)),
+        )
+
+    def _beam(self, max_tokens: int) -> BeamSettings:
+        random = self.random
+        return BeamSettings(
+            random.choice((1, 2, 3)),
+            max_tokens,
+            random.choice((frozenset(), frozenset({STOP_TOKEN}), frozenset({STOP_TOKEN, 10}))),
+            random.choice((0.0, 1.0, 2.0, -0.5)),
+            random.choice((False, True, "never")),
+        )

@@ -1,0 +1,190 @@
+"""One simulated run: a scenario through the real control plane, checked after every step and against the oracle.
+
+Owns the loop and the checks. It keeps no time of its own: the step number is the clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+from quire.core.beam import BeamDecoder
+from quire.core.kvcache.prefix import PrefixIndex
+from quire.core.plan import StepPlan
+from quire.core.request import FinishReason, Request, Sequence
+from quire.core.scheduler.audit import audit, audit_plan
+from quire.core.scheduler.preemption import Preemption
+from quire.core.scheduler.scheduler import Progress, Scheduler
+from quire.errors import PromptTooLongError
+from quire.executor.null import NullExecutor
+from quire.sim.faults import Nemesis
+from quire.sim.oracle import Oracle
+from quire.sim.scenario import VOCAB_SIZE, RequestSpec, Scenario
+
+Sabotage = Callable[[Scheduler], None]
+"""Breaks a scheduler on purpose, for tests that prove that the checks see it."""
+
+
+class SimulationError(AssertionError):
+    """A run went wrong; the message begins with its seed."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a run came to."""
+
+    num_steps: int = 0
+    num_refused: int = 0
+    num_strikes: int = 0
+    num_finished: dict[str, int] = field(default_factory=dict)
+    state_hashes: list[str] = field(default_factory=list)
+    """One per step, over the plan and the state; equal in every run of the seed."""
+
+
+def _colliding_digest(parent: bytes, content: bytes) -> bytes:
+    """Four digests for everything: nearly every look-up meets other content under its digest."""
+    return bytes([sum(parent + content) % 4]) * 16
+
+
+class _WatchedScheduler(Scheduler):
+    """The real scheduler, watched for its promise about preemption."""
+
+    def _preempt(self, preemption: Preemption | None) -> None:
+        if preemption is not None and preemption.beneficiary is not None:
+            victim = preemption.victim
+            assert victim.has_progressed, f"{victim.name} is preempted again without having gained a token"
+        super()._preempt(preemption)
+
+
+class Simulation:
+    """A scenario in progress."""
+
+    def __init__(self, scenario: Scenario, *, is_audited: bool = True, sabotage: Sabotage | None = None) -> None:
+        self.scenario = scenario
+        self.scheduler = _WatchedScheduler(scenario.limits)
+        if scenario.hash == "colliding":
+            self.scheduler.manager.index = PrefixIndex(scenario.limits.block_size, _colliding_digest)
+        limits = scenario.limits
+        self.executor = NullExecutor(
+            limits.max_num_seqs, limits.num_blocks, limits.block_size, vocab_size=VOCAB_SIZE, key=scenario.seed
+        )
+        self.oracle = Oracle(scenario.seed, VOCAB_SIZE)
+        self.outcome = Outcome()
+        self.requests: list[tuple[RequestSpec, Request]] = []
+        self._is_audited = is_audited
+        self._arriving = sorted(scenario.specs, key=lambda spec: -spec.arrival_step)
+        self._nemesis = Nemesis(scenario.faults, Random(scenario.seed ^ 0x5EED))
+        self._streams: dict[Sequence, list[int | None]] = {}
+        if sabotage is not None:
+            sabotage(self.scheduler)
+
+    def run(self) -> Outcome:
+        """Run to the end. Raises `SimulationError` where anything is not as it must be."""
+        try:
+            while self._arriving or self.scheduler.has_work:
+                self._step()
+            self._check_end()
+        except Exception as error:
+            step = self.outcome.num_steps
+            raise SimulationError(f"seed={self.scenario.seed} step={step}: {type(error).__name__}: {error}") from error
+        self.outcome.num_strikes = self._nemesis.num_strikes
+        self.outcome.num_finished = dict(self.scheduler.stats.num_finished)
+        return self.outcome
+
+    def _step(self) -> None:
+        scheduler, outcome, step = self.scheduler, self.outcome, self.outcome.num_steps
+        last_arrival = max(spec.arrival_step for spec in self.scenario.specs)
+        bound = max(self.scenario.faults.last_step, last_arrival) + self.scenario.max_steps
+        assert step <= bound, f"not finished after {bound} steps"
+        while self._arriving and self._arriving[-1].arrival_step <= step:
+            self._add(self._arriving.pop())
+        self._nemesis.strike_between_steps(scheduler, step)
+        plan = scheduler.schedule(float(step))
+        if self._is_audited:
+            audit_plan(scheduler, plan)
+        assert plan.work or not scheduler.has_work, "requests are unfinished, and nothing is scheduled"
+        result = self.executor.execute(plan)
+        self._nemesis.strike_in_flight(scheduler, step)
+        result = self._nemesis.spoil(plan, result, self.executor, step)
+        self._record(scheduler.update(plan, result, float(step)))
+        if self._is_audited:
+            audit(scheduler)
+        outcome.state_hashes.append(self._state_hash(plan))
+        outcome.num_steps += 1
+
+    def _add(self, spec: RequestSpec) -> None:
+        request = spec.build()
+        try:
+            self.scheduler.add(request)
+        except PromptTooLongError:
+            assert not spec.fits(self.scenario.limits), f"{spec.request_id} was refused, but it fits"
+            self.outcome.num_refused += 1
+            return
+        assert spec.fits(self.scenario.limits), f"{spec.request_id} was accepted, but can never be served"
+        self.requests.append((spec, request))
+
+    def _record(self, progress: list[Progress]) -> None:
+        for sequence, token_id, _ in progress:
+            stream = self._streams.setdefault(sequence, [])
+            assert None not in stream, f"{sequence.name}: something happened after its end"
+            stream.append(token_id)
+
+    def _state_hash(self, plan: StepPlan) -> str:
+        scheduler = self.scheduler
+        state = (plan, scheduler.manager.pool.free_blocks(), [s.name for s in scheduler.waiting.sequences()])
+        return hashlib.blake2b(repr(state).encode(), digest_size=8).hexdigest()
+
+    # -- checks at the end -------------------------------------------------------------------------------------------
+
+    def _check_end(self) -> None:
+        scheduler, limits = self.scheduler, self.scenario.limits
+        assert scheduler.manager.pool.num_used == 0, f"{scheduler.manager.pool.num_used} blocks leaked"
+        assert scheduler.blocks.num_reserved == 0 and scheduler.rows.num_free == limits.max_num_seqs, "something leaked"
+        assert scheduler.num_waiting == 0 and not scheduler.running, "somebody is still there"
+        for spec, request in self.requests:
+            assert request.is_finished, f"{request.request_id} never finished"
+            self._check_prompt(spec, request)
+            if isinstance(request.decoder, BeamDecoder):
+                self._check_beams(spec, request, request.decoder)
+            else:
+                self._check_samples(spec, request)
+
+    def _check_prompt(self, spec: RequestSpec, request: Request) -> None:
+        if request.scoring is None:
+            return
+        expected, scored = self.oracle.score_prompt(spec), request.prompt_logprobs
+        is_complete = request.metrics.first_token_s is not None or self._ended_well(request)
+        assert not is_complete or len(scored) == len(expected), f"{request.request_id}: {len(scored)} tokens scored"
+        for place, (record, wanted) in enumerate(zip(scored, expected, strict=False)):
+            assert record == wanted, f"{request.request_id}: prompt token {place} scored {record}, must be {wanted}"
+
+    def _check_samples(self, spec: RequestSpec, request: Request) -> None:
+        has_ended_well = self._ended_well(request)
+        assert not has_ended_well or len(request.sequences) == spec.num_sequences, f"{request.request_id}: sequences"
+        for sequence in request.sequences:
+            expected = self.oracle.sample(spec, sequence.index, request.max_tokens)
+            got = sequence.output_token_ids
+            is_whole = sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+            wanted = expected.token_ids if is_whole else expected.token_ids[: len(got)]
+            assert got == wanted, f"{sequence.name}: {got}, must be {wanted}"
+            assert sequence.logprobs == expected.logprobs[: len(got)], f"{sequence.name}: log-probabilities differ"
+            stream = self._streams.get(sequence, [])
+            assert [token for token in stream if token is not None] == got, f"{sequence.name}: streamed {stream}"
+            if is_whole:
+                assert stream[-1] is None, f"{sequence.name}: no end was reported"
+                assert sequence.finish_reason is expected.finish_reason, f"{sequence.name}: {sequence.finish_reason}"
+                assert sequence.cumulative_logprob == expected.cumulative_logprob, f"{sequence.name}: sum differs"
+
+    def _check_beams(self, spec: RequestSpec, request: Request, decoder: BeamDecoder) -> None:
+        if not self._ended_well(request):
+            return
+        expected = self.oracle.search(spec, decoder.settings)
+        got = [(list(hypothesis.token_ids), hypothesis.score) for hypothesis in decoder.hypotheses]
+        assert got == [tuple(answer) for answer in expected], f"{request.request_id}: {got}, must be {expected}"
+
+    @staticmethod
+    def _ended_well(request: Request) -> bool:
+        reasons = {sequence.finish_reason for sequence in request.sequences}
+        return reasons <= {FinishReason.STOP, FinishReason.LENGTH}
