@@ -74,8 +74,8 @@ QINLINE void store(bf16 *p, Vec x) {
 }
 QINLINE float reduce_max(Vec x) { return _mm512_reduce_max_ps(x); }
 
-// out[j * stride + i] = rows[i][j] for a LANES x LANES block already loaded into `r`.
-QINLINE void store_transposed(Vec (&r)[LANES], float *out, int64_t stride) {
+// Transposes a LANES x LANES block of 32-bit values in place.
+QINLINE void transpose(Vec (&r)[LANES]) {
     Vec t[16];
     QUNROLL for (int i = 0; i < 8; ++i) {
         t[2 * i] = _mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]);
@@ -93,10 +93,10 @@ QINLINE void store_transposed(Vec (&r)[LANES], float *out, int64_t stride) {
         const Vec low = _mm512_shuffle_f32x4(r[i], r[4 + i], 0x88), high = _mm512_shuffle_f32x4(r[i], r[4 + i], 0xdd);
         const Vec low2 = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0x88);
         const Vec high2 = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0xdd);
-        store(out + i * stride, _mm512_shuffle_f32x4(low, low2, 0x88));
-        store(out + (4 + i) * stride, _mm512_shuffle_f32x4(high, high2, 0x88));
-        store(out + (8 + i) * stride, _mm512_shuffle_f32x4(low, low2, 0xdd));
-        store(out + (12 + i) * stride, _mm512_shuffle_f32x4(high, high2, 0xdd));
+        r[i] = _mm512_shuffle_f32x4(low, low2, 0x88);
+        r[4 + i] = _mm512_shuffle_f32x4(high, high2, 0x88);
+        r[8 + i] = _mm512_shuffle_f32x4(low, low2, 0xdd);
+        r[12 + i] = _mm512_shuffle_f32x4(high, high2, 0xdd);
     }
 }
 
@@ -157,7 +157,7 @@ QINLINE float reduce_max(Vec x) {
     return _mm_cvtss_f32(_mm_max_ss(half, _mm_shuffle_ps(half, half, 1)));
 }
 
-QINLINE void store_transposed(Vec (&r)[LANES], float *out, int64_t stride) {
+QINLINE void transpose(Vec (&r)[LANES]) {
     Vec t[8];
     QUNROLL for (int i = 0; i < 4; ++i) {
         t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
@@ -170,8 +170,9 @@ QINLINE void store_transposed(Vec (&r)[LANES], float *out, int64_t stride) {
         r[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
     }
     QUNROLL for (int i = 0; i < 4; ++i) {
-        store(out + i * stride, _mm256_permute2f128_ps(r[i], r[4 + i], 0x20));
-        store(out + (4 + i) * stride, _mm256_permute2f128_ps(r[i], r[4 + i], 0x31));
+        const Vec low = _mm256_permute2f128_ps(r[i], r[4 + i], 0x20);
+        r[4 + i] = _mm256_permute2f128_ps(r[i], r[4 + i], 0x31);
+        r[i] = low;
     }
 }
 
@@ -236,8 +237,9 @@ QINLINE float reduce_max(Vec x) {
     const float a = x[0] > x[2] ? x[0] : x[2], b = x[1] > x[3] ? x[1] : x[3];
     return a > b ? a : b;
 }
-QINLINE void store_transposed(Vec (&r)[LANES], float *out, int64_t stride) {
-    for (int i = 0; i < LANES; ++i) store(out + i * stride, Vec{r[0][i], r[1][i], r[2][i], r[3][i]});
+QINLINE void transpose(Vec (&r)[LANES]) {
+    const Vec a = r[0], b = r[1], c = r[2], d = r[3];
+    QUNROLL for (int i = 0; i < LANES; ++i) r[i] = Vec{a[i], b[i], c[i], d[i]};
 }
 
 #endif

@@ -1,0 +1,307 @@
+// Noise, weights and scans over rows of logits: the inner loops of sampling.
+//
+// Written as loops over blocks of 64 tokens that the compiler vectorises. Every float operation is a single rounded one (the
+// build forbids contraction), so that all instruction sets, and the reference in torch, give the same bits.
+#include "../sampling.hpp"
+
+#include "simd.hpp"
+
+namespace quire::QUIRE_ISA {
+
+constexpr int BLOCK = 64;  // tokens; 16 Philox counters
+constexpr float MINUS_INFINITY = -__builtin_inff();
+
+// GCC's generic vectors, as wide as simd.hpp's Vec.
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint64_t Longs __attribute__((vector_size(4 * LANES)));
+constexpr int LONG_LANES = LANES / 2;
+
+template <typename V, typename T>
+QINLINE V load_as(const T *p) {
+    V x;
+    __builtin_memcpy(&x, p, sizeof x);
+    return x;
+}
+
+template <typename V, typename T>
+QINLINE void store_as(T *p, V x) {
+    __builtin_memcpy(p, &x, sizeof x);
+}
+
+QINLINE Floats all(float x) { return x - Floats{}; }
+
+// ---- Philox4x32-10 ----
+//
+// A counter's words sit in the low halves of 64-bit lanes; what the upper halves hold is never looked at.
+
+#if defined(__AVX512F__)
+// With a mask of ones, because GCC 12 warns of an uninitialised value inside its own unmasked versions.
+constexpr __mmask8 ALL = 0xff;
+QINLINE Longs multiply_low(Longs a, Longs b) { return (Longs)_mm512_maskz_mul_epu32(ALL, (__m512i)a, (__m512i)b); }
+QINLINE Longs even_pairs(Longs a, Longs b) { return (Longs)_mm512_maskz_unpacklo_epi64(ALL, (__m512i)a, (__m512i)b); }
+QINLINE Longs odd_pairs(Longs a, Longs b) { return (Longs)_mm512_maskz_unpackhi_epi64(ALL, (__m512i)a, (__m512i)b); }
+#elif defined(__AVX2__)
+QINLINE Longs multiply_low(Longs a, Longs b) { return (Longs)_mm256_mul_epu32((__m256i)a, (__m256i)b); }
+QINLINE Longs even_pairs(Longs a, Longs b) { return (Longs)_mm256_unpacklo_epi64((__m256i)a, (__m256i)b); }
+QINLINE Longs odd_pairs(Longs a, Longs b) { return (Longs)_mm256_unpackhi_epi64((__m256i)a, (__m256i)b); }
+#else
+QINLINE Longs multiply_low(Longs a, Longs b) { return (a & 0xFFFFFFFFu) * (b & 0xFFFFFFFFu); }
+QINLINE Longs even_pairs(Longs a, Longs b) { return Longs{a[0], b[0]}; }
+QINLINE Longs odd_pairs(Longs a, Longs b) { return Longs{a[1], b[1]}; }
+#endif
+
+// The words of 2 * LANES tokens from 4 * first_counter on, in order. Lane 2 q holds counter q and lane 2 q + 1 counter
+// q + LONG_LANES / 2, so that pairing the even lanes, then the odd ones, puts the words in order.
+QINLINE void philox(uint64_t first_counter, const DrawKey &key, uint32_t *words) {
+    Longs c0, c1 = Longs{} + key.position, c2 = Longs{} + (key.position >> 32), c3{};
+    for (int lane = 0; lane < LONG_LANES; ++lane) c0[lane] = first_counter + lane / 2 + lane % 2 * (LONG_LANES / 2);
+    uint32_t k0 = static_cast<uint32_t>(key.seed), k1 = static_cast<uint32_t>(key.seed >> 32);
+    const Longs multiplier0 = Longs{} + 0xD2511F53u, multiplier1 = Longs{} + 0xCD9E8D57u;
+    QUNROLL for (int round = 0; round < 10; ++round) {
+        const Longs product0 = multiply_low(c0, multiplier0), product1 = multiply_low(c2, multiplier1);
+        c0 = (product1 >> 32) ^ c1 ^ uint64_t{k0};
+        c2 = (product0 >> 32) ^ c3 ^ uint64_t{k1};
+        c1 = product1;
+        c3 = product0;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    const Longs first = (c0 & 0xFFFFFFFFu) | (c1 << 32), second = (c2 & 0xFFFFFFFFu) | (c3 << 32);
+    store_as(words, even_pairs(first, second));
+    store_as(words + LANES, odd_pairs(first, second));
+}
+
+// ---- logarithm and Gumbel noise ----
+
+// log((1 + f) * 2^exponent); the coefficients are those of quire/kernels/reference/sampling.py
+QINLINE Floats log_reduced(Floats f, Floats exponent) {
+    Floats power = all(-0x1.392f30p-4f);
+    power = power * f + 0x1.05b75cp-3f;
+    power = power * f + -0x1.0d9a40p-3f;
+    power = power * f + 0x1.22cf4ep-3f;
+    power = power * f + -0x1.546f2ap-3f;
+    power = power * f + 0x1.99a060p-3f;
+    power = power * f + -0x1.000232p-2f;
+    power = power * f + 0x1.555554p-2f;
+    const Floats square = f * f;
+    const Floats tail = (power * f) * square + exponent * 0x1.7f7d1cp-20f;
+    return (f + (tail - square * 0.5f)) + exponent * 0x1.62e400p-1f;
+}
+
+struct Split {
+    Floats f, exponent;  // of x = (1 + f) * 2^exponent
+};
+
+QINLINE Split split(Floats x) {
+    const Ints shifted = (Ints)x - 0x3F3504F3;
+    return {(Floats)((shifted & 0x7FFFFF) + 0x3F3504F3) - 1.0f, __builtin_convertvector(shifted >> 23, Floats)};
+}
+
+QINLINE Floats gumbel(Ints word) {
+    const Ints is_high = word >> 31;  // all ones or zero
+    const Floats x = (__builtin_convertvector(word ^ is_high, Floats) + 0.5f) * 0x1p-32f;
+    const Split low = split(x);
+    const Ints is_halved = x > 0x1.2bec34p-2f;  // 1 - sqrt(1/2)
+    const Floats high_f = is_halved ? 1.0f - (x + x) : -x;
+    const Floats f = is_high ? high_f : low.f;
+    const Floats exponent = is_high ? (Floats)(is_halved & (Ints)all(-1.0f)) : low.exponent;
+    const Split exponential = split(-log_reduced(f, exponent));
+    return -log_reduced(exponential.f, exponential.exponent);
+}
+
+static void block_noise(int64_t first_token, const DrawKey &key, float *out) {
+    alignas(64) uint32_t words[BLOCK];
+    QUNROLL for (int i = 0; i < BLOCK; i += 2 * LANES) philox(static_cast<uint64_t>(first_token + i) >> 2, key, words + i);
+    QUNROLL for (int i = 0; i < BLOCK; i += LANES) store_as(out + i, gumbel(load_as<Ints>(words + i)));
+}
+
+static void noise(int64_t num_tokens, const DrawKey &key, float *out) {
+    float block[BLOCK];
+    for (int64_t start = 0; start < num_tokens; start += BLOCK) {
+        block_noise(start, key, block);
+        for (int i = 0; i < BLOCK && start + i < num_tokens; ++i) out[start + i] = block[i];
+    }
+}
+
+// ---- blocks of logits ----
+
+// The block of logits at `start`: in place where it is whole, else a copy filled up with -inf.
+QINLINE const float *block_at(const float *logits, int64_t start, int64_t num_tokens, float *padded) {
+    if (start + BLOCK <= num_tokens) return logits + start;
+    for (int i = 0; i < BLOCK; ++i) padded[i] = start + i < num_tokens ? logits[start + i] : MINUS_INFINITY;
+    return padded;
+}
+
+// kept[i] is all ones or zero; returns whether any is kept.
+QINLINE bool mark_kept(const float *block, int64_t start, const Cut &cut, int32_t *kept) {
+    const int64_t last = cut.token_id - start;
+    const int32_t last_index = static_cast<int32_t>(last < -1 ? -1 : (last > BLOCK ? BLOCK : last));
+    int32_t any = 0;
+    for (int i = 0; i < BLOCK; ++i) {
+        const int32_t above = -static_cast<int32_t>(block[i] > cut.value);
+        const int32_t equal = -static_cast<int32_t>(block[i] == cut.value) & -static_cast<int32_t>(i <= last_index);
+        kept[i] = (above | equal) & -static_cast<int32_t>(block[i] > MINUS_INFINITY);
+        any |= kept[i];
+    }
+    return any != 0;
+}
+
+static int64_t next_above(const float *logits, int64_t start, int64_t num_tokens, float threshold) {
+    int64_t i = start;
+    for (; i + BLOCK <= num_tokens; i += BLOCK) {
+        int32_t any = 0;
+        for (int j = 0; j < BLOCK; ++j) any |= static_cast<int32_t>(!(logits[i + j] <= threshold));
+        if (any) break;
+    }
+    for (; i < num_tokens; ++i) {
+        if (!(logits[i] <= threshold)) return i;
+    }
+    return num_tokens;
+}
+
+static int64_t count_above(const float *logits, int64_t num_tokens, float value) {
+    int64_t count = 0, i = 0;
+    for (; i + BLOCK <= num_tokens; i += BLOCK) {
+        int32_t in_block = 0;
+        for (int j = 0; j < BLOCK; ++j) in_block += static_cast<int32_t>(logits[i + j] > value);
+        count += in_block;
+    }
+    for (; i < num_tokens; ++i) count += logits[i] > value;
+    return count;
+}
+
+static int64_t draw(const ScaledRow &row, const Cut *cut, const DrawKey &key) {
+    float padded[BLOCK], score[BLOCK];
+    int32_t kept[BLOCK];
+    float best_score = MINUS_INFINITY;
+    int64_t best = 0;
+    for (int64_t start = 0; start < row.num_tokens; start += BLOCK) {
+        const float *block = block_at(row.logits, start, row.num_tokens, padded);
+        if (cut != nullptr && !mark_kept(block, start, *cut, kept)) continue;
+        block_noise(start, key, score);
+        for (int i = 0; i < BLOCK; ++i) score[i] = (block[i] - row.peak) * row.scale + score[i];
+        if (cut != nullptr) {
+            for (int i = 0; i < BLOCK; ++i) score[i] = kept[i] ? score[i] : MINUS_INFINITY;
+        }
+        int32_t any = 0;
+        for (int i = 0; i < BLOCK; ++i) any |= static_cast<int32_t>(score[i] > best_score);
+        if (!any) continue;
+        for (int i = 0; i < BLOCK; ++i) {
+            if (score[i] > best_score) best_score = score[i], best = start + i;
+        }
+    }
+    return best;
+}
+
+// ---- weights ----
+
+// exp(d), to the bit that of quire/kernels/reference/sampling.py; 0 < exp(d) <= 1 for d <= 0
+QINLINE Floats exp_of(Floats d) {
+    const Floats clamped = d < -80.0f ? all(-80.0f) : d;
+    const Floats n = (clamped * 0x1.715476p+0f + 12582912.0f) - 12582912.0f;  // 1.5 * 2^23: rounds to nearest even
+    const Floats r = (clamped - n * 0x1.62e400p-1f) - n * 0x1.7f7d1cp-20f;
+    Floats power = all(0x1.6a2352p-10f);
+    power = power * r + 0x1.123a6cp-7f;
+    power = power * r + 0x1.5558f4p-5f;
+    power = power * r + 0x1.555490p-3f;
+    power = power * r + 0x1.fffffcp-2f;
+    const Floats mantissa = ((power * (r * r)) + r) + 1.0f;
+    return mantissa * (Floats)((__builtin_convertvector(n, Ints) + 127) << 23);
+}
+
+// exp of a block's distances, and zero where not kept (kept may be null)
+QINLINE void block_exp(const float *block, const ScaledRow &row, const int32_t *kept, float *out) {
+    QUNROLL for (int i = 0; i < BLOCK; i += LANES) {
+        const Floats e = exp_of((load_as<Floats>(block + i) - row.peak) * row.scale);
+        store_as(out + i, kept == nullptr ? e : (Floats)((Ints)e & load_as<Ints>(kept + i)));
+    }
+}
+
+// int(e * 2^40) = high * 2^20 + low, both below or at 2^20: sums of up to 2^11 of them fit 32 bits.
+constexpr int SUM_BLOCKS = 256;
+
+static int64_t total(const ScaledRow &row, const Cut *cut) {
+    alignas(64) float padded[BLOCK], e[BLOCK];
+    alignas(64) int32_t kept[BLOCK];
+    int64_t sum = 0, start = 0;
+    while (start < row.num_tokens) {
+        Ints high_sum{}, low_sum{};
+        const int64_t end = min64(row.num_tokens, start + SUM_BLOCKS * BLOCK);
+        for (; start < end; start += BLOCK) {
+            const float *block = block_at(row.logits, start, row.num_tokens, padded);
+            if (cut != nullptr && !mark_kept(block, start, *cut, kept)) continue;
+            block_exp(block, row, cut != nullptr ? kept : nullptr, e);
+            QUNROLL for (int i = 0; i < BLOCK; i += LANES) {
+                const Floats x = load_as<Floats>(e + i) * 0x1p20f;
+                const Ints high = __builtin_convertvector(x, Ints);
+                high_sum += high;
+                low_sum += __builtin_convertvector((x - __builtin_convertvector(high, Floats)) * 0x1p20f, Ints);
+            }
+        }
+        for (int lane = 0; lane < LANES; ++lane) sum += (int64_t{high_sum[lane]} << 20) + low_sum[lane];
+    }
+    return sum;
+}
+
+// Bucket of each token of a block; NUM_BUCKETS for those that are not kept.
+QINLINE void find_buckets(const float *block, const ScaledRow &row, float floor, int32_t *buckets) {
+    for (int i = 0; i < BLOCK; ++i) {
+        const float d = (block[i] - row.peak) * row.scale;
+        const float far = d * -BUCKETS_PER_NAT;
+        const float clamped = far < float{NUM_BUCKETS - 1} ? far : float{NUM_BUCKETS - 1};
+        const int32_t is_kept = -static_cast<int32_t>(d >= floor) & -static_cast<int32_t>(block[i] > MINUS_INFINITY);
+        buckets[i] = (static_cast<int32_t>(clamped) & is_kept) | (NUM_BUCKETS & ~is_kept);
+    }
+}
+
+static void histogram(const ScaledRow &row, float floor, Histogram &out) {
+    alignas(64) float padded[BLOCK], e[BLOCK];
+    int32_t buckets[BLOCK];
+    __builtin_memset(&out, 0, sizeof out);
+    for (int64_t start = 0; start < row.num_tokens; start += BLOCK) {
+        const float *block = block_at(row.logits, start, row.num_tokens, padded);
+        find_buckets(block, row, floor, buckets);
+        block_exp(block, row, nullptr, e);
+        for (int i = 0; i < BLOCK; ++i) {
+            if (buckets[i] == NUM_BUCKETS) continue;
+            out.count[buckets[i]] += 1;
+            out.weight[buckets[i]] += static_cast<int64_t>(e[i] * 0x1p40f);
+        }
+    }
+}
+
+static int64_t collect(const ScaledRow &row, float floor, int bucket, int32_t *ids) {
+    float padded[BLOCK];
+    int32_t buckets[BLOCK];
+    int64_t count = 0;
+    for (int64_t start = 0; start < row.num_tokens; start += BLOCK) {
+        find_buckets(block_at(row.logits, start, row.num_tokens, padded), row, floor, buckets);
+        int32_t any = 0;
+        for (int i = 0; i < BLOCK; ++i) any |= static_cast<int32_t>(buckets[i] == bucket);
+        for (int i = 0; any && i < BLOCK; ++i) {
+            if (buckets[i] == bucket) ids[count++] = static_cast<int32_t>(start + i);
+        }
+    }
+    return count;
+}
+
+static void weigh(const ScaledRow &row, const int32_t *ids, int64_t count, int64_t *weights) {
+    alignas(64) float logits[BLOCK], e[BLOCK];
+    for (int64_t start = 0; start < count; start += BLOCK) {
+        const int64_t width = min64(BLOCK, count - start);
+        for (int i = 0; i < BLOCK; ++i) logits[i] = i < width ? row.logits[ids[start + i]] : row.peak;
+        block_exp(logits, row, nullptr, e);
+        for (int i = 0; i < width; ++i) weights[start + i] = static_cast<int64_t>(e[i] * 0x1p40f);
+    }
+}
+
+#define QUIRE_STRING(name) #name
+#define QUIRE_NAME(name) QUIRE_STRING(name)
+
+extern const SamplingTable sampling_table;
+const SamplingTable sampling_table = {
+    QUIRE_NAME(QUIRE_ISA), next_above, count_above, draw, total, histogram, collect, weigh, noise,
+};
+
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,49 @@
+// The sampling kernels of one instruction set, as a table of functions. What they compute, to the bit, is defined by
+// quire/kernels/sampling.py; each works on one row of logits on the calling thread.
+#pragma once
+
+#include <cstdint>
+
+namespace quire {
+
+// A row, and the scaled distance of its tokens: d = (logit - peak) * scale.
+struct ScaledRow {
+    const float *logits;
+    int64_t num_tokens;
+    float peak, scale;
+};
+
+// A token is kept if its logit is above `value`, or equal and its id at most `token_id`; never if it is -inf.
+struct Cut {
+    float value;
+    int64_t token_id;
+};
+
+struct DrawKey {
+    uint64_t seed, position;
+};
+
+constexpr int NUM_BUCKETS = 2048;
+constexpr float BUCKETS_PER_NAT = 64.0f;  // the last bucket holds all that is 32 nats or more below the peak
+
+// Tokens with d >= floor, by bucket of distance; bucket 0 holds the best.
+struct Histogram {
+    int64_t count[NUM_BUCKETS];
+    int64_t weight[NUM_BUCKETS];
+};
+
+struct SamplingTable {
+    const char *name;
+    // The first index at or after `start` whose logit is not <= threshold (it may be NaN); num_tokens where there is none.
+    int64_t (*next_above)(const float *logits, int64_t start, int64_t num_tokens, float threshold);
+    int64_t (*count_above)(const float *logits, int64_t num_tokens, float value);
+    int64_t (*draw)(const ScaledRow &row, const Cut *cut, const DrawKey &key);  // cut may be null
+    int64_t (*total)(const ScaledRow &row, const Cut *cut);
+    void (*histogram)(const ScaledRow &row, float floor, Histogram &out);
+    // Ids of a bucket's tokens, ascending; returns their number.
+    int64_t (*collect)(const ScaledRow &row, float floor, int bucket, int32_t *ids);
+    void (*weigh)(const ScaledRow &row, const int32_t *ids, int64_t count, int64_t *weights);
+    void (*noise)(int64_t num_tokens, const DrawKey &key, float *out);  // for tests
+};
+
+}  // namespace quire
