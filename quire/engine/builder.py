@@ -21,6 +21,7 @@ from quire.weights.folder import read_generation_config, read_model_config, reso
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
     from quire.executor.inline import InlineExecutor
+    from quire.executor.interface import Executor
     from quire.kernels.selection import Selection
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,15 @@ class PlannedModel(NamedTuple):
     model_config: Mapping[str, object]
 
 
+class PreparedModel(NamedTuple):
+    """A planned model and its small files: enough to check requests against it."""
+
+    planned: PlannedModel
+    tokenizer: Tokenizer | None
+    generation_config: Mapping[str, Any]
+    eos_token_ids: frozenset[int]
+
+
 def plan_engine(config: EngineConfig, machine: Machine | None = None) -> PlannedModel:
     """Find the model, read its config, and decide. Imports no torch."""
     folder, model_config = _find(config)
@@ -41,20 +51,32 @@ def plan_engine(config: EngineConfig, machine: Machine | None = None) -> Planned
     return PlannedModel(plan, folder, model_config)
 
 
-def build_engine(config: EngineConfig) -> Engine:
-    """An engine that is ready to run."""
+def prepare_model(config: EngineConfig) -> PreparedModel:
+    """Everything that is needed to judge requests, before anything heavy is imported or allocated."""
     planned = plan_engine(config)
     tokenizer = _tokenizer(config, planned.folder)
     generation_config = read_generation_config(planned.folder)
+    eos_token_ids = _eos_token_ids(generation_config, planned.model_config, tokenizer)
+    return PreparedModel(planned, tokenizer, generation_config, eos_token_ids)
+
+
+def assemble(prepared: PreparedModel, executor: Executor) -> Engine:
+    """An engine of a prepared model around an executor."""
     from quire.engine.engine import Engine
 
     return Engine(
-        planned.plan,
-        build_executor(planned),
-        tokenizer=tokenizer,
-        generation_config=generation_config,
-        eos_token_ids=_eos_token_ids(generation_config, planned.model_config, tokenizer),
+        prepared.planned.plan,
+        executor,
+        tokenizer=prepared.tokenizer,
+        generation_config=prepared.generation_config,
+        eos_token_ids=prepared.eos_token_ids,
     )
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    """An engine that is ready to run."""
+    prepared = prepare_model(config)
+    return assemble(prepared, build_executor(prepared.planned))
 
 
 def select(plan: EnginePlan) -> Selection:
