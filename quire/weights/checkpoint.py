@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -28,15 +27,26 @@ _PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 # Tables that can be computed, and causal masks, which old checkpoints carry along.
 _HARMLESS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
 _MAX_SHOWN = 8
+_MAX_MAPPED_BYTES = 64 << 20
+
+
+class _Stored(NamedTuple):
+    """What a file's header says of a tensor."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
 
 
 class SafetensorsCheckpoint:
-    """A `WeightSource` over a model folder. Use as a context manager; the files close with it."""
+    """A `WeightSource` over a model folder. Use as a context manager; the file that is mapped closes with it."""
 
     def __init__(self, folder: Path, spec: DecoderSpec) -> None:
-        """Open the folder's safetensors files and check them against `spec`; raises CheckpointError."""
+        """Read the headers of the folder's safetensors files and check them against `spec`; raises CheckpointError."""
         self._folder = folder
-        self._files: dict[str, Any] = {}
+        self._mapped: Any = None
+        self._mapped_file = ""
+        self._num_read_bytes = 0
         self._stored = self._find_tensors()
         self._prefix = self._missing_prefix(spec)
         self._check(spec)
@@ -44,32 +54,40 @@ class SafetensorsCheckpoint:
     def __enter__(self) -> SafetensorsCheckpoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def close(self) -> None:
-        """Unmap the files."""
-        self._files.clear()
+        """Unmap the file that was read last."""
+        self._mapped, self._mapped_file, self._num_read_bytes = None, "", 0
 
     def fill(self, out: Tensor, tensor: TensorSpec) -> None:
         """See `WeightSource.fill`; reads only the rows that `tensor` names."""
         name = self._name(tensor)
         start, stop = tensor.first_row, tensor.first_row + tensor.shape[0]
         try:
-            stored = self._files[self._stored[name]].get_slice(name)
+            stored = self._map(self._stored[name].file).get_slice(name)
+            if tuple(stored.get_shape()) != tensor.stored_shape:
+                raise CheckpointError(f"{self._folder}: tensor {name} has changed while it was being loaded")
             out.copy_(stored[:, start:stop].T if tensor.is_transposed else stored[start:stop])
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self._folder}: tensor {name} cannot be read: {error}") from error
+        self._num_read_bytes += out.nbytes
 
-    def _find_tensors(self) -> dict[str, str]:
-        """Tensor name to file name, from the index or from the only file."""
+    def _map(self, file: str) -> Any:
+        """The mapped file. Pages once read stay resident while a file is mapped, so it is mapped anew now and then."""
+        if file != self._mapped_file or self._num_read_bytes > _MAX_MAPPED_BYTES:
+            self.close()
+            self._mapped, self._mapped_file = safe_open(self._folder / file, framework="pt"), file
+        return self._mapped
+
+    def _find_tensors(self) -> dict[str, _Stored]:
+        """Every tensor by name, from the files that the index names or from the only file."""
         if (self._folder / INDEX_NAME).is_file():
             return self._read_shards(_read_index(self._folder / INDEX_NAME))
         candidates = [SINGLE_NAME] if (self._folder / SINGLE_NAME).is_file() else _names(self._folder, {".safetensors"})
         if len(candidates) == 1:
-            return dict.fromkeys(self._open(candidates[0]), candidates[0])
+            return self._read_header(candidates[0])
         if candidates:
             raise CheckpointError(
                 f"{self._folder} has {len(candidates)} .safetensors files ({_listed(candidates)}) but no {INDEX_NAME}"
@@ -82,24 +100,23 @@ class SafetensorsCheckpoint:
             )
         raise CheckpointError(f"{self._folder} has no {SINGLE_NAME} and no {INDEX_NAME}")
 
-    def _read_shards(self, index: dict[str, str]) -> dict[str, str]:
-        held = {file: frozenset(self._open(file)) for file in sorted(set(index.values()))}
+    def _read_shards(self, index: dict[str, str]) -> dict[str, _Stored]:
+        held = {file: self._read_header(file) for file in sorted(set(index.values()))}
         absent = [f"{name} (said to be in {file})" for name, file in index.items() if name not in held[file]]
         if absent:
             raise CheckpointError(f"{self._folder / INDEX_NAME} names tensors that the files lack: {_listed(absent)}")
-        return index
+        return {name: held[file][name] for name, file in index.items()}
 
-    def _open(self, file: str) -> Iterable[str]:
+    def _read_header(self, file: str) -> dict[str, _Stored]:
         path = self._folder / file
         if not path.is_file():
             raise CheckpointError(f"{path} is missing; {INDEX_NAME} names it")
         try:
-            handle: Any = safe_open(path, framework="pt")
-            names: list[str] = handle.keys()
+            opened: Any = safe_open(path, framework="pt")
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (it is no dict)
+            return {name: _Stored(file, tuple(x.get_shape()), str(x.get_dtype())) for name, x in slices.items()}
         except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
-        self._files[file] = handle
-        return names
 
     def _missing_prefix(self, spec: DecoderSpec) -> str:
         """The prefix that a checkpoint of the bare decoder leaves out, or nothing."""
@@ -129,14 +146,10 @@ class SafetensorsCheckpoint:
 
     def _mismatch(self, name: str, shape: tuple[int, ...]) -> str:
         """What is wrong with a stored tensor, or an empty string."""
-        try:
-            stored = self._files[self._stored[name]].get_slice(name)
-            found, dtype = tuple(stored.get_shape()), str(stored.get_dtype())
-        except (SafetensorError, OSError) as error:
-            return f"{name} ({error})"
-        if found != shape:
-            return f"{name} is {list(found)}, config.json implies {list(shape)}"
-        return "" if dtype in _FLOAT_DTYPES else f"{name} is stored as {dtype}, not as floating point"
+        stored = self._stored[name]
+        if stored.shape != shape:
+            return f"{name} is {list(stored.shape)}, config.json implies {list(shape)}"
+        return "" if stored.dtype in _FLOAT_DTYPES else f"{name} is stored as {stored.dtype}, not as floating point"
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -153,9 +166,7 @@ def _read_index(path: Path) -> dict[str, str]:
     for name, file in weight_map.items():
         is_plain = isinstance(file, str) and Path(file).name == file and not set(file) & set("\0/\\")
         if not is_plain or not file.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{path}: {name} is said to be in {file!r}; expected the plain name of a .safetensors file"
-            )
+            raise CheckpointError(f"{path}: {name} is said to be in {file!r}; expected the plain name of a .safetensors file")
     return weight_map
 
 

@@ -43,9 +43,7 @@ class Driver:
         self.table = torch.arange(num_blocks - 1, -1, -1, dtype=torch.int32)
         self.caches = [
             tuple(
-                torch.full(
-                    (num_blocks, layer.num_kv_heads, self.block_size, layer.head_dim), torch.nan, dtype=self.model.dtype
-                )
+                torch.full((num_blocks, layer.num_kv_heads, self.block_size, layer.head_dim), torch.nan, dtype=self.model.dtype)
                 for _ in range(2)
             )  # type: ignore[misc]
             for layer in self.model.spec.kv_layers

@@ -84,8 +84,7 @@ def test_layers_share_one_table_of_rope() -> None:
 
 def test_same_seed_builds_the_same_model() -> None:
     first, second = (
-        build_decoder(declare(LLAMA), DummyWeights(5), ReferenceKernels(), dtype="bfloat16", max_model_len=64)
-        for _ in range(2)
+        build_decoder(declare(LLAMA), DummyWeights(5), ReferenceKernels(), dtype="bfloat16", max_model_len=64) for _ in range(2)
     )
     hidden = first.embedding[:7]
     assert first.dtype == torch.bfloat16

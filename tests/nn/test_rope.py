@@ -113,3 +113,12 @@ def test_partial_rotation_and_su_are_read() -> None:
     expected = _reference_table(VARIANTS["longrope"], 256)
     theta_matches = rope_table(RopeSpec(HEAD_DIM, 5000.0, spec.scaling), 256)
     torch.testing.assert_close(theta_matches, expected, rtol=0, atol=2e-6)
+
+
+def test_original_context_beside_the_section_wins() -> None:
+    """As in `transformers`; Phi-3 and some Llama derivatives keep it there."""
+    scaling = {**VARIANTS["llama3"], "original_max_position_embeddings": 128}
+    values = {"rope_scaling": scaling, "rope_theta": 5000.0, "max_position_embeddings": 4 * ORIGINAL}
+    spec = read_rope(ConfigReader({**values, "original_max_position_embeddings": ORIGINAL}, "LlamaForCausalLM"), HEAD_DIM)
+    assert spec == _spec(VARIANTS["llama3"])
+    assert spec != read_rope(ConfigReader(values, "LlamaForCausalLM"), HEAD_DIM)
