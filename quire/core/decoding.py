@@ -20,11 +20,14 @@ class SamplingDecoder:
         return 0
 
     def absorb(self, ops: SequenceOps, sequence: Sequence, result: WorkResult) -> None:
-        logprobs = result.logprobs or (None,) * len(result.token_ids)
         if not self._is_forked:
-            self._is_forked = True
-            # Fork while the parent still stands at the end of the prompt, then give each its own first token.
-            children = [ops.fork(sequence, index) for index in range(1, self.num_sequences)]
-            for child, token_id, record in zip(children, result.token_ids[1:], logprobs[1:], strict=True):
-                ops.append(child, token_id, record, is_on_worker=False)
-        ops.append(sequence, result.token_ids[0], logprobs[0], is_on_worker=True)
+            self._fork(ops, sequence, result)
+        ops.append(sequence, result.token_ids[0], result.logprobs[0] if result.logprobs else None, is_on_worker=True)
+
+    def _fork(self, ops: SequenceOps, sequence: Sequence, result: WorkResult) -> None:
+        """Fork while the parent still stands at the end of the prompt, then give each child its own first token."""
+        self._is_forked = True
+        logprobs = result.logprobs or (None,) * len(result.token_ids)
+        children = [ops.fork(sequence, index) for index in range(1, self.num_sequences)]
+        for child, token_id, record in zip(children, result.token_ids[1:], logprobs[1:], strict=True):
+            ops.append(child, token_id, record, is_on_worker=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.core.kvcache.manager import TableChange
+from quire.core.kvcache.manager import UNCHANGED, TableChange
 from quire.core.plan import AppendedBlocks, AppendedTokens, BlockCopy, NewRow, ReplacedBlock, RowWork, StepPlan
 from quire.core.request import Sequence
 
@@ -15,7 +15,7 @@ class PlanDraft:
         self.num_preempted = 0
         self.work: list[RowWork] = []
         self.copies: list[BlockCopy] = []
-        self._rows_with_work: set[int] = set()
+        self.rows_with_work: set[int] = set()
         self._removed: list[int] = []
         self._new: list[NewRow] = []
         self._tokens: list[AppendedTokens] = []
@@ -29,7 +29,7 @@ class PlanDraft:
 
     def holds(self, sequence: Sequence) -> bool:
         """Whether the sequence has work in this step already."""
-        return sequence.row in self._rows_with_work
+        return sequence.row in self.rows_with_work
 
     def append_token(self, row: int, token_id: int) -> None:
         self._tokens.append(AppendedTokens(row, (token_id,)))
@@ -63,13 +63,13 @@ class PlanDraft:
                     sequence.sampling,
                 )
             )
-        elif change is not None and (change.appended or change.copy is not None):
+        elif change is not UNCHANGED:
             if change.copy is not None:
                 self._replaced.append(ReplacedBlock(row, change.replaced_index, change.copy.destination))
             if change.appended:
                 self._blocks.append(AppendedBlocks(row, change.appended))
         self.work.append(self._row_work(sequence, start, count))
-        self._rows_with_work.add(row)
+        self.rows_with_work.add(row)
         self.num_tokens_left -= count
 
     def close(self, step_id: int) -> StepPlan:
@@ -86,7 +86,7 @@ class PlanDraft:
         )
         for changes in (
             self.work, self._removed, self._new, self._tokens, self._replaced, self._blocks, self.copies,
-            self._rows_with_work,
+            self.rows_with_work,
         ):  # fmt: skip
             changes.clear()
         return plan
@@ -99,7 +99,7 @@ class PlanDraft:
             num_samples = request.decoder.num_samples(sequence)
             num_candidates = request.decoder.num_candidates(sequence)
         scored_from = -1
-        if request.scoring is not None:
+        if start < len(request.prompt_token_ids) and request.scoring is not None:
             first_unscored = len(request.prompt_logprobs)
             if first_unscored <= end and first_unscored < len(request.prompt_token_ids):
                 scored_from = first_unscored

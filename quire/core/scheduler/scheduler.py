@@ -21,7 +21,7 @@ from typing import NamedTuple
 from quire.common.numbers import ceil_div
 from quire.common.seeds import derive_seed
 from quire.config.limits import SchedulerLimits
-from quire.core.kvcache.manager import KVCacheManager
+from quire.core.kvcache.manager import UNCHANGED, KVCacheManager
 from quire.core.plan import StepPlan, StepResult, TokenLogprobs
 from quire.core.request import FinishReason, Rank, Request, Sequence, SequenceStatus
 from quire.core.scheduler.draft import PlanDraft
@@ -147,7 +147,7 @@ class Scheduler:
         assert plan.step_id == result.step_id == self._step_id and len(result.results) == len(plan.work)
         self._now = now
         self._progress = []
-        in_flight, self._in_flight = self._in_flight, []
+        size, in_flight, self._in_flight = self.limits.block_size, self._in_flight, []
         for sequence, work, outcome in zip(in_flight, plan.work, result.results, strict=True):
             if sequence.status is not SequenceStatus.RUNNING or sequence.row != work.row:
                 continue  # aborted while the step ran
@@ -157,7 +157,7 @@ class Scheduler:
             sequence.num_computed = work.start + work.count
             if outcome.prompt_logprobs:
                 sequence.request.prompt_logprobs.extend(outcome.prompt_logprobs)
-            if sequence.num_computed >= (sequence.table.num_chained + 1) * self.limits.block_size:
+            if sequence.num_computed >= (sequence.table.num_chained + 1) * size:
                 self._publish(sequence)
             if work.num_samples or work.num_candidates:
                 sequence.request.decoder.absorb(self, sequence, outcome)
@@ -173,7 +173,8 @@ class Scheduler:
             sequence.cumulative_logprob += logprobs.logprob
         if not is_on_worker and sequence.is_resident:
             self._draft.append_token(sequence.row, token_id)
-        request, metrics = sequence.request, sequence.request.metrics
+        request = sequence.request
+        metrics = request.metrics
         if metrics.first_token_s is None:
             metrics.first_token_s = self._now
         metrics.last_token_s = self._now
@@ -222,38 +223,45 @@ class Scheduler:
     # -- scheduling --------------------------------------------------------------------------------------------------
 
     def _schedule_decodes(self) -> None:
-        place = 0
-        while place < len(self.running) and self._draft.num_tokens_left:
-            sequence = self.running[place]
-            is_decode = sequence.gap == 1 and sequence.num_reserved == 0 and not self._draft.holds(sequence)
-            if is_decode and not self._grow(sequence):
-                # Preempted (and gone from the list), or stalled until a protected prefill has made progress.
-                place += sequence.status is SequenceStatus.RUNNING
+        draft, manager = self._draft, self.manager
+        for sequence in self.running.copy():  # growing may preempt others, which then have a row no more
+            if not draft.num_tokens_left:
+                return
+            is_decode = len(sequence.token_ids) - sequence.num_computed == 1 and not sequence.num_reserved
+            if not is_decode or sequence.row < 0 or sequence.row in draft.rows_with_work:
                 continue
-            place += 1
+            if manager.fill_slot(sequence.table, sequence.num_computed):
+                draft.add(sequence, 1, UNCHANGED)
+                self._in_flight.append(sequence)
+            else:
+                self._grow(sequence)
 
-    def _grow(self, sequence: Sequence) -> bool:
-        """Give a decode the slot for its next token, at somebody's expense if need be."""
+    def _grow(self, sequence: Sequence) -> None:
+        """Give a decode a new block for its next token, at somebody's expense if need be.
+
+        Where it must not be preempted itself, it stalls until a protected prefill has made progress.
+        """
         start = sequence.num_computed
         while True:
             num_needed = self.manager.num_needed(sequence.table, start, start + 1)
             if num_needed <= self.blocks.num_available:
                 self._plan(sequence, 1)
-                return True
+                return
             place = self.running.index(sequence)
             others = [s for s in self.running[place + 1 :] if not self._draft.holds(s)]
             preemption = choose_victim(others, sequence, self.manager.pool, self.limits.block_size)
             if preemption is None:
                 if not any(not s.has_progressed for s in self.running):
                     self._preempt(choose_victim([sequence], None, self.manager.pool, self.limits.block_size))
-                return False
+                return
             self._preempt(preemption)
 
     def _schedule_chunks(self) -> None:
         for sequence in self.running:
             if self._draft.num_tokens_left == 0:
                 break
-            if (sequence.gap > 1 or sequence.num_reserved) and not self._draft.holds(sequence):
+            is_behind = len(sequence.token_ids) - sequence.num_computed > 1 or sequence.num_reserved
+            if is_behind and not self._draft.holds(sequence):
                 self._plan_chunk(sequence)
 
     def _plan_chunk(self, sequence: Sequence) -> None:
