@@ -71,6 +71,7 @@ class ChatTemplate:
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         self._named_tokens = {role: trace(text, STRICT_LEVEL) for role, text in (named_tokens or {}).items()}
+        self.source = source
         self._limits = limits or RenderLimits()
         self._template = _compile(source, now)
 
@@ -90,22 +91,22 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **kwargs: str | int | float | bool | None,
+        template_kwargs: Mapping[str, object] | None = None,
     ) -> str:
         """The prompt's text, as transformers renders it; `encode_chat` turns the very string returned into tokens.
 
         `continue_final_message` leaves the last message open for the model to go on with, and takes precedence over
-        `add_generation_prompt`. `kwargs` reach the template as variables (`enable_thinking=False`); those that it does
-        not use have no effect. Raises RequestError when the template refuses the messages or exceeds its limits, and
-        InvalidParameterError for values that a template may not get.
+        `add_generation_prompt`. `template_kwargs` reach the template as variables, such as `enable_thinking`; those
+        that it does not use have no effect. Raises RequestError when the template refuses the messages or exceeds its
+        limits, and InvalidParameterError for values that a template may not get.
         """
-        _check_kwargs(kwargs, self._named_tokens)
+        _check_kwargs(template_kwargs or {}, self._named_tokens)
         tag = f"{token_hex(16)} "
         chat = [_trace_message(message) for message in messages]
         if continue_final_message:
             _append_tag(chat, tag)
         variables = {
-            **kwargs,
+            **(template_kwargs or {}),
             **self._named_tokens,
             "messages": chat,
             "tools": None if tools is None else _copy(list(tools), 0),
@@ -150,33 +151,34 @@ def encode_chat(tokenizer: Tokenizer, rendered: str) -> list[int]:
     `rendered` is what `ChatTemplate.render` gave; a plain `str` has no template text, so all of it is encoded as plain.
     Adds no BOS: templates write it.
     """
-    guard, pieces, position = tokenizer.guard, [], 0
-    for start, end in _find_controls(tokenizer, rendered):
-        pieces += [rendered[position:start], guard.secret_name(str.__getitem__(rendered, slice(start, end)))]
+    text, spans = "".join((rendered,)), spans_of(rendered)
+    pieces, position = [], 0
+    for start, end in _find_controls(tokenizer, text, spans):
+        pieces += [text[position:start], tokenizer.guard.secret_name(text[start:end])]
         position = end
-    pieces.append(rendered[position:])
+    pieces.append(text[position:])
     return tokenizer.encode_secret("".join(pieces))
 
 
-def _find_controls(tokenizer: Tokenizer, rendered: str) -> Iterator[tuple[int, int]]:
+def _find_controls(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> Iterator[tuple[int, int]]:
     """Where control tokens are written by those who may: leftmost first, then longest, as tokenizers match them."""
-    text, levels, lengths = "".join((rendered,)), tokenizer.control_level, tokenizer.control_lengths
-    spans = spans_of(rendered)
+    levels, lengths = tokenizer.control_level, tokenizer.control_lengths
     if not spans or not lengths:
         return
     areas = {level: _areas(spans, level) for level in (LENIENT_LEVEL, STRICT_LEVEL)}
     first_char = re.compile(f"[{re.escape(''.join(lengths))}]")  # one character: nothing to backtrack
-    for start, end in areas[LENIENT_LEVEL]:
-        position = start
-        while (match := first_char.search(text, position, end)) is not None:
-            position = match.start() + 1
+    for area_start, area_end in areas[LENIENT_LEVEL]:
+        position = area_start
+        while (match := first_char.search(text, position, area_end)) is not None:
+            start = match.start()
             for length in lengths[match[0]]:
-                stop = match.start() + length
-                level = levels.get(text[match.start() : stop], 0)
-                if level and stop <= _area_end(areas[level], match.start()):
-                    yield match.start(), stop
-                    position = stop
+                level = levels.get(text[start : start + length], 0)
+                if level and start + length <= _area_end(areas[level], start):
+                    yield start, start + length
+                    position = start + length
                     break
+            else:
+                position = start + 1
 
 
 def _areas(spans: Sequence[Span], min_level: int) -> list[tuple[int, int]]:
@@ -194,7 +196,7 @@ def _areas(spans: Sequence[Span], min_level: int) -> list[tuple[int, int]]:
 
 def _area_end(areas: Sequence[tuple[int, int]], position: int) -> int:
     """The end of the area that holds `position`, or 0."""
-    index = bisect_right(areas, (position, len(areas) and areas[-1][1])) - 1
+    index = bisect_right(areas, position, key=lambda area: area[0]) - 1
     return areas[index][1] if index >= 0 and position < areas[index][1] else 0
 
 

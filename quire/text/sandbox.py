@@ -20,11 +20,13 @@ from typing import Any, Final, cast
 
 from jinja2 import Environment, nodes
 from jinja2.compiler import CodeGenerator, Frame
-from jinja2.exceptions import SecurityError, TemplateRuntimeError
+from jinja2.exceptions import TemplateRuntimeError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+from jinja2.utils import pass_environment
 from markupsafe import Markup, escape
 
 from quire.text.traced import Span, TracedText, join_traced, spans_of, trace
@@ -34,6 +36,12 @@ _MAX_NUMBER_BITS: Final = 4096
 _MAX_COUNT: Final = 1_000_000  # the largest width, length or count that a template may pass to a function
 _MAX_INDENT: Final = 64
 _SIZED_FILTERS: Final = frozenset({"indent", "tojson"})
+# Filters that pass a list on, or count it, without making its text.
+_STRUCTURAL_FILTERS: Final = frozenset(
+    {"length", "count", "first", "last", "list", "items", "dictsort", "select", "selectattr", "reject", "rejectattr"}
+    | {"map", "sort", "unique", "reverse", "batch", "slice", "sum", "min", "max", "groupby", "default", "d", "attr"}
+    | {"join", "metered"}
+)
 _REMOVED: Final = frozenset({"random", "urlize", "pprint", "xmlattr"})  # unrepeatable, or of use to HTML pages only
 
 meter_in_use: ContextVar[Meter | None] = ContextVar("meter_in_use", default=None)
@@ -48,7 +56,7 @@ class Meter:
 
     def __init__(self, *, max_steps: int, max_chars: int, deadline_s: float, clock: Callable[[], float]) -> None:
         self._num_steps_left = max_steps
-        self._num_chars_left = 64 * max_chars  # intermediate strings, most of which are short-lived
+        self._num_chars_left = 16 * max_chars  # intermediate strings, most of which are short-lived
         self.max_chars = max_chars
         self._deadline_s = deadline_s
         self._clock = clock
@@ -145,7 +153,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, strftime_now: Callable[[str], str]) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[_Generation, loopcontrols])
+        extensions = [_Generation, loopcontrols]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False, finalize=_finalize, extensions=extensions)
         self.literals: list[str] = []
         self.concat = _metered_join  # type: ignore[method-assign]
         del self.globals["lipsum"]
@@ -178,7 +187,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def join_values(self, values: tuple[Any, ...]) -> str:
         """The operator `~`."""
-        return _metered_join([str(value) for value in values])
+        return _metered_join([_text(value) for value in values])
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         _check_operands(operator, left, right)
@@ -235,6 +244,34 @@ def _metered_join(parts: Iterable[str]) -> str:
     return join_traced(collected)
 
 
+def _text(value: Any) -> str:
+    """`str(value)`, refused for a list or dictionary whose text would be huge (the same list many times over)."""
+    if isinstance(value, list | tuple | dict):
+        _measure(value)
+    return str(value)
+
+
+def _measure(value: Any) -> None:
+    """Charge for the text of nested data before it is made."""
+    meter = meter_in_use.get()
+    num_left = meter.max_chars if meter is not None else 0
+    stack = [value]
+    while stack and num_left >= 0:
+        item = stack.pop()
+        num_left -= 2 + (len(item) if isinstance(item, str) else 0)
+        if isinstance(item, dict):
+            stack += [*item.keys(), *item.values()]
+        elif isinstance(item, list | tuple):
+            stack += item
+    if meter is not None and num_left < 0:
+        meter.charge(meter.max_chars + 1)
+
+
+def _finalize(value: Any) -> Any:
+    """What Jinja does to each value before it writes it."""
+    return _text(value) if isinstance(value, list | tuple | dict) else value
+
+
 def _metered(iterable: Iterable[Any]) -> Iterator[Any]:
     """The turns of a loop, each charged."""
     for item in iterable:
@@ -247,6 +284,10 @@ def _metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     def metered(*args: Any, **kwargs: Any) -> Any:
         texts = [arg for arg in args if isinstance(arg, str)]
         _check_arguments(name, texts[0] if texts else None, (*args, *kwargs.values()))
+        if name not in _STRUCTURAL_FILTERS:
+            for arg in args:
+                if isinstance(arg, list | tuple | dict):
+                    _measure(arg)
         result = function(*args, **kwargs)
         _charge(len(result) if isinstance(result, str) else 0)
         return result
@@ -281,14 +322,16 @@ def _check_arguments(name: str, owner: Any, args: tuple[Any, ...]) -> None:
     elif name == "expandtabs" and isinstance(owner, str):
         _charge(owner.count("\t") * max((arg for arg in args if isinstance(arg, int)), default=8))
     elif name == "join":
-        _check_join(texts, args)
+        _check_join([*texts, *([owner] if isinstance(owner, str) else [])], args)
     elif name in {"format", "format_map"} and any(map(_has_long_number, [*texts, owner])):
         raise LimitError("it formats with a width of more than six digits")
 
 
 def _check_join(texts: list[str], args: tuple[Any, ...]) -> None:
-    num_items = max((len(arg) for arg in args if isinstance(arg, list | tuple)), default=0)
-    _charge(num_items * max((len(text) for text in texts), default=0))
+    for items in args:
+        if isinstance(items, list | tuple):
+            num_between = len(items) * max((len(text) for text in texts), default=0)
+            _charge(num_between + sum(len(item) for item in items if isinstance(item, str)))
 
 
 def _has_long_number(text: Any) -> bool:
@@ -311,19 +354,12 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _join(value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
-    items = list(value)
-    if attribute is not None:
-        items = [_attribute_of(item, attribute) for item in items]
-    parts = [str(d)] * (2 * len(items) - 1) if items else []
-    parts[::2] = [str(item) for item in items]
+@pass_environment
+def _join(environment: Environment, value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
+    items = value if attribute is None else map(make_attrgetter(environment, attribute), value)
+    parts: list[str] = []
+    for item in items:
+        if parts:
+            parts.append(_text(d))
+        parts.append(_text(item))
     return _metered_join(parts)
-
-
-def _attribute_of(item: Any, attribute: str | int) -> Any:
-    """`item[a][b]` for the attribute "a.b"; the underscore names of Python objects cannot be reached."""
-    for key in str(attribute).split("."):
-        if not isinstance(item, dict | list | tuple):
-            raise SecurityError("join(attribute=...) is for lists and dictionaries")
-        item = item.get(key, "") if isinstance(item, dict) else item[int(key)]
-    return item

@@ -94,7 +94,7 @@ class TracedText(str):
         """`self[start:stop]` for 0 <= start <= stop <= len(self), with its spans."""
         text = super().__getitem__(slice(start, stop))
         spans = self._spans
-        first = bisect_right(spans, start, key=_span_end)
+        first = bisect_right(spans, start, key=_span_end) if text else len(spans)
         kept = []
         for begin, end, level in spans[first:]:
             if begin >= stop:

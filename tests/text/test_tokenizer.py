@@ -182,9 +182,7 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
         Tokenizer.from_folder(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"model": {"type": "BPE", "vocab": {"a": 5}, "merges": ["b c"]}}']
-)
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"model": {"type": "BPE", "vocab": {"a": 5}, "merges": ["b c"]}}'])
 def test_a_malformed_tokenizer_is_refused(content: str) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         Tokenizer(content)
@@ -221,7 +219,7 @@ def test_a_lone_surrogate_is_refused(load: Load) -> None:
 
 
 def test_importing_the_package_loads_no_library() -> None:
-    code = "import sys, quire.text.tokenizer, quire.text.detokenizer, quire.text.stop; "
+    code = "import sys, quire.text.tokenizer, quire.text.detokenizer, quire.text.stop, quire.text.chat; "
     code += "print([name for name in ('tokenizers', 'jinja2', 'torch', 'transformers') if name in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"

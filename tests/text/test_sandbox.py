@@ -1,0 +1,133 @@
+"""A bad template is stopped: it reaches no Python internals, does not run without end, and makes no huge strings."""
+
+from __future__ import annotations
+
+import resource
+import time
+
+import pytest
+
+from quire.errors import ConfigError, QuireError, RequestError
+from quire.text.chat import ChatTemplate, RenderLimits
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+REACHING = [
+    "{{ ''.__class__.__mro__ }}",
+    "{{ ''['__class__'] }}",
+    "{{ messages|attr('__class__') }}",
+    "{{ messages[0].content.__class__.__base__.__subclasses__() }}",
+    "{{ messages[0].content._spans.x }}",
+    "{{ cycler.__init__.__globals__.os.system('true') }}",
+    "{{ raise_exception.__globals__['json'] }}",
+    "{{ strftime_now.__closure__ }}",
+    "{{ namespace.__init__.__globals__ }}",
+    "{{ '{0.__class__}'.format(1) }}",
+    "{{ '{x.__class__}'.format_map({'x': 1}) }}",
+    "{{ messages|map(attribute='__class__')|list|first.__name__ }}",
+    "{{ messages|join(',', attribute='__class__.__name__') }}",
+    "{{ messages.append(1) }}",
+    "{{ messages[0].update({'role': 'x'}) }}",
+    "{{ messages[0].__setitem__('a', 1) }}",
+    "{{ self._TemplateReference__context.environment }}",
+    "{{ lipsum.__globals__ }}",
+    "{% include '/etc/passwd' %}",
+    "{% import 'os' as os %}",
+    "{% extends 'x' %}",
+]
+
+
+@pytest.mark.parametrize("source", REACHING)
+def test_templates_reach_no_internals(source: str) -> None:
+    try:
+        text = ChatTemplate(source).render(MESSAGES)
+    except QuireError as error:
+        assert "0x" not in str(error) and "/" not in str(error).replace("/etc/passwd", "")
+        assert not isinstance(error, RequestError) or error.__cause__ is None
+    else:
+        assert text == "", "an unsafe attribute may be undefined, and then shows nothing"
+
+
+SPINNING = [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(90) }}",
+    "{% for i in [[1, 1], [1, 1]] recursive %}{{ loop([i, i]) }}{% endfor %}",
+    "{% for i in range(10**9) %}{% endfor %}",
+    "{{ 9 ** 99999999 }}",
+    "{% set ns = namespace(n=7) %}{% for i in range(999) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
+]
+
+SWELLING = [
+    "{% set ns = namespace(s='xx') %}{% for i in range(99) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "{% set ns = namespace(s='xx') %}{% for i in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "{% set ns = namespace(s=[1]) %}{% for i in range(99) %}{% set ns.s = ns.s * 99 %}{% endfor %}",
+    "{{ 'x' * 10**10 }}",
+    "{{ ['x'] * 10**10 }}",
+    "{{ 'x'|center(10**10) }}",
+    "{{ 'x'.ljust(10**10) }}",
+    "{{ '%010000000000d' % 1 }}",
+    "{{ '%*d' % (10**10, 1) }}",
+    "{{ '{:10000000000}'.format(1) }}",
+    "{{ '{:{w}}'.format(1, w=10**10) }}",
+    "{{ 'x%9999999999s'|format('y') }}",
+    "{{ messages|tojson(indent=10**7) }}",
+    "{{ ('\\n' * 9999)|indent(10**6) }}",
+    "{% set a = 'x' * 1000000 %}{{ a.replace('x', a) }}",
+    "{% set a = 'x' * 1000000 %}{{ a|replace('x', a) }}",
+    "{% set a = 'x' * 1000000 %}{{ a.join([a] * 1000) }}",
+    "{% set a = 'x' * 1000000 %}{{ ([a] * 1000)|join }}",
+    "{% set a = ['x' * 1000] * 1000 %}{{ ([a] * 1000)|tojson }}",
+    "{% set a = ['x' * 1000] * 1000 %}{{ [a] * 1000 }}",
+    "{% set a = ['x' * 1000] * 1000 %}{{ ([a] * 1000)|string|length }}",
+    "{% set a = ['x' * 1000] * 1000 %}{{ 'a' ~ ([a] * 1000) }}",
+    "{{ ('\\t' * 100000).expandtabs(100000) }}",
+    "{% set a = 'x' * 100000 %}{% for i in range(99999) %}{{ a }}{% endfor %}",
+    "{% macro f() %}{% for i in range(99999) %}{{ 'x' * 10000 }}{% endfor %}{% endmacro %}{{ f()|length }}",
+    "{% set a %}{% for i in range(99999) %}{{ 'x' * 10000 }}{% endfor %}{% endset %}",
+]
+
+
+@pytest.mark.parametrize("source", SPINNING + SWELLING)
+def test_templates_are_stopped_in_time_and_space(source: str) -> None:
+    start, memory = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    template = ChatTemplate(source, limits=RenderLimits(max_steps=200_000))
+    with pytest.raises(RequestError, match="chat template"):
+        template.render(MESSAGES)
+    assert time.perf_counter() - start < 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 256 << 10, "KiB"
+
+
+def test_the_default_limits_end_an_endless_loop() -> None:
+    start = time.perf_counter()
+    with pytest.raises(RequestError, match="stopped: it takes too"):
+        ChatTemplate(SPINNING[0]).render(MESSAGES)
+    assert time.perf_counter() - start < 15
+
+
+def test_the_time_limit_holds() -> None:
+    template = ChatTemplate(SPINNING[0], limits=RenderLimits(max_steps=10**12, max_render_s=0.05))
+    with pytest.raises(RequestError, match="takes too long"):
+        template.render(MESSAGES)
+
+
+@pytest.mark.parametrize("source", ["{% for %}", "{{ 1 +", "{% generation %}", "{{" + "(" * 5000 + ")" * 5000 + "}}"])
+def test_what_is_no_template_is_refused(source: str) -> None:
+    with pytest.raises(ConfigError, match="chat template"):
+        ChatTemplate(source)
+
+
+def test_the_dialect_of_hugging_face_templates() -> None:
+    source = """
+    {%- for m in messages -%}
+        {%- if loop.index0 == 1 -%}{%- continue -%}{%- endif -%}
+        {%- generation -%}{{ m|tojson }}{%- endgeneration -%}
+        {{- loop.length ~ loop.last -}}
+    {%- endfor %}
+    {% if true %}
+x
+    {% endif %}
+"""
+    text = ChatTemplate(source).render([{"role": "user", "content": "é<b>"}])
+    assert text == '{"role": "user", "content": "é<b>"}1Truex\n'
