@@ -1,7 +1,7 @@
 """The kernel seam: every operation that a model or the worker needs, as one protocol on tensors.
 
-A back end (`reference`, `cpu`, later `triton`) implements `Kernels`. It knows tensors and shapes, never a model's name and
-never a request. All tensors are contiguous unless said otherwise.
+A back end (`reference`, `cpu`, later `triton`) implements `Kernels`. It knows tensors and shapes, never a model's name
+and never a request. All tensors are contiguous unless said otherwise.
 
 The contract beyond the arithmetic is *row invariance*: an output row is computed by the same sequence of floating-point
 operations whatever other rows are in the call, however many there are, and at any number of threads. Accumulation is
@@ -32,11 +32,11 @@ class PackedLinear(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """A ragged batch as attention sees it: S sequences, each with `query_len >= 1` new tokens at the end of its context.
+    """A ragged batch as attention sees it: S sequences, each with `query_len >= 1` new tokens that end its context.
 
     Sequence s owns query rows `query_start[s] : query_start[s + 1]`; its last query row sits at absolute position
-    `context_len[s] - 1`. The K and V of all its positions below `context_len[s]` are in the cache already (the step's own
-    tokens are written before attention runs).
+    `context_len[s] - 1`. The K and V of all its positions below `context_len[s]` are in the cache already (the step's
+    own tokens are written before attention runs).
     """
 
     query_start: Tensor
@@ -77,7 +77,7 @@ class Kernels(Protocol):
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """Residual add, then norm: returns `(rms_norm(x + residual), x + residual)`, the sum rounded to x's dtype first."""
+        """Residual add, then norm: `(rms_norm(x + residual), x + residual)`, the sum rounded to x's dtype first."""
         ...
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

@@ -1,29 +1,103 @@
-"""Fixtures for kernel tests: the native back end under each instruction set, and two threads given back afterwards."""
+"""Fixtures and builders for kernel tests: instruction sets and thread counts forced in turn, ragged paged batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import pytest
+import torch
+from torch import Tensor
 
-from quire.kernels import cpu
+from quire.kernels import cpu, load
+from quire.kernels.interface import AttentionBatch, Kernels
 
-ISAS = cpu.supported_isas() if cpu.IMPORT_ERROR is None else ()
+HAS_NATIVE = cpu.IMPORT_ERROR is None
+ISAS = cpu.supported_isas() if HAS_NATIVE else ("missing",)
+
+
+@pytest.fixture
+def reference() -> Kernels:
+    return load("reference")
+
+
+@pytest.fixture
+def native() -> Kernels:
+    """The native back end with its default instruction set."""
+    if not HAS_NATIVE:
+        pytest.skip(f"no native kernels: {cpu.IMPORT_ERROR}")
+    return load("cpu")
 
 
 @pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each instruction set that this machine has, forced in turn."""
+def native_isa(request: pytest.FixtureRequest, native: Kernels) -> Iterator[Kernels]:
+    """The native back end under each instruction set that this machine has."""
     before = cpu.isa()
     cpu.set_isa(request.param)
-    yield request.param
+    yield native
     cpu.set_isa(before)
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """The native kernels on one thread, then on two."""
+@pytest.fixture
+def restore_threads(native: Kernels) -> Iterator[None]:
+    """The number of threads is given back after the test."""
     before = cpu.num_threads()
-    cpu.set_num_threads(request.param)
-    yield request.param
+    yield
     cpu.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Paged:
+    """Keys and values of some sequences, and the same in a paged cache of any block size."""
+
+    lens: tuple[tuple[int, int], ...]
+    """(query length, context length) of each sequence."""
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    """[context, KV heads, D] each."""
+
+    @classmethod
+    def random(
+        cls, lens: Sequence[tuple[int, int]], num_kv_heads: int, head_size: int, dtype: torch.dtype = torch.float32
+    ) -> Paged:
+        generator = torch.Generator().manual_seed(len(lens) * 1000 + head_size)
+
+        def draw(context: int) -> Tensor:
+            return torch.randn(context, num_kv_heads, head_size, generator=generator).to(dtype)
+
+        return cls(tuple(lens), tuple(draw(c) for _, c in lens), tuple(draw(c) for _, c in lens))
+
+    def pages(self, block_size: int) -> tuple[Tensor, Tensor, AttentionBatch]:
+        """Key cache, value cache and batch. Blocks are scattered; whatever no sequence owns is not a number."""
+        counts = [-(-context // block_size) for _, context in self.lens]
+        num_kv_heads, head_size = self.keys[0].shape[1:]
+        total = sum(counts) + 3
+        order = torch.randperm(total, generator=torch.Generator().manual_seed(7))
+        shape = (total, num_kv_heads, block_size, head_size)
+        caches = [torch.full(shape, float("nan"), dtype=self.keys[0].dtype) for _ in range(2)]
+        tables = torch.full((len(counts), max(counts)), -1, dtype=torch.int32)
+        for index, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True)):
+            tables[index, :count] = order[end - count : end]
+            for cache, rows in zip(caches, (self.keys[index], self.values[index]), strict=True):
+                positions = torch.arange(rows.shape[0])
+                cache[tables[index, positions // block_size].long(), :, positions % block_size] = rows
+        return caches[0], caches[1], self.batch(tables)
+
+    def batch(self, tables: Tensor) -> AttentionBatch:
+        query_lens, contexts = [q for q, _ in self.lens], [c for _, c in self.lens]
+        positions = torch.cat([torch.arange(c - q, c) for q, c in self.lens])
+        return AttentionBatch(
+            query_start=torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32),
+            context_len=torch.tensor(contexts, dtype=torch.int32),
+            block_tables=tables,
+            slots=torch.zeros_like(positions),
+            positions=positions,
+            max_query_len=max(query_lens),
+            max_context_len=max(contexts),
+        )
+
+
+@pytest.fixture
+def paged() -> type[Paged]:
+    return Paged

@@ -49,9 +49,7 @@ def add_rms_norm(
     """See `Kernels.add_rms_norm`: one pass over the rows."""
     width = _norm_width(x, weight)
     if residual.shape != x.shape or residual.dtype != x.dtype:
-        raise ValueError(
-            f"add_rms_norm: x is {x.dtype} {list(x.shape)}, residual {residual.dtype} {list(residual.shape)}"
-        )
+        raise ValueError(f"add_rms_norm: x is {x.dtype} {list(x.shape)}, residual {residual.dtype} {list(residual.shape)}")
     out, total = torch.empty_like(x), torch.empty_like(x)
     _native.rms_norm(
         address(x, "x"),

@@ -1,0 +1,230 @@
+"""Native paged attention and cache movement against the reference, and the bits that nothing may change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels import cpu
+from quire.kernels.interface import AttentionBatch, Kernels
+
+if TYPE_CHECKING:
+    from tests.kernels.conftest import Paged
+
+RAGGED = ((1, 1), (5, 5), (70, 100), (1, 1100), (33, 65), (1, 32), (2, 33))
+
+
+def draw_query(paged: Paged, num_heads: int) -> Tensor:
+    num_tokens = sum(count for count, _ in paged.lens)
+    shape = (num_tokens, num_heads, paged.keys[0].shape[2])
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(paged.keys[0].dtype)
+
+
+def attend(kernels: Kernels, paged: Paged, query: Tensor, block_size: int = 16, **options: Any) -> Tensor:
+    key_cache, value_cache, batch = paged.pages(block_size)
+    return kernels.paged_attention(query, key_cache, value_cache, batch, scale=query.shape[2] ** -0.5, **options)
+
+
+def assert_near(got: Tensor, want: Tensor) -> None:
+    """To a few roundings of the dtype."""
+    near = {torch.float32: (3e-6, 1e-4), torch.bfloat16: (1e-2, 1e-2)}[want.dtype]
+    torch.testing.assert_close(got, want, atol=near[0], rtol=near[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_size", [16, 40, 64, 80, 100, 256])
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (9, 1)])
+def test_it_agrees_with_the_reference(
+    native_isa: Kernels,
+    reference: Kernels,
+    paged: type[Paged],
+    head_size: int,
+    heads: tuple[int, int],
+    dtype: torch.dtype,
+) -> None:
+    case = paged.random(((1, 1), (5, 5), (40, 70), (1, 100)), heads[1], head_size, dtype)
+    query = draw_query(case, heads[0])
+    assert_near(attend(native_isa, case, query), attend(reference, case, query))
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 40}, {"window": 1}, {"soft_cap": 5.0}, {"window": 33, "soft_cap": 2.0}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_options_agree_with_the_reference(
+    native_isa: Kernels, reference: Kernels, paged: type[Paged], options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    case = paged.random(RAGGED, 2, 32, dtype)
+    query = draw_query(case, 6)
+    got, want = attend(native_isa, case, query, **options), attend(reference, case, query, **options)
+    assert_near(got, want)
+
+
+def test_more_query_heads_than_one_task_holds(native_isa: Kernels, reference: Kernels, paged: type[Paged]) -> None:
+    case = paged.random(((3, 40),), 1, 16)
+    query = draw_query(case, 71)
+    assert_near(attend(native_isa, case, query), attend(reference, case, query))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 50])
+def test_the_block_size_changes_no_bit(native_isa: Kernels, paged: type[Paged], dtype: torch.dtype, window: int | None) -> None:
+    case = paged.random(RAGGED, 1, 48, dtype)
+    query = draw_query(case, 2)
+    results = [attend(native_isa, case, query, block_size, window=window) for block_size in (1, 8, 16, 32, 5)]
+    for other in results[1:]:
+        assert torch.equal(results[0], other)
+
+
+@pytest.mark.parametrize("window", [None, 45])
+@pytest.mark.parametrize("chunk", [1, 7, 32, 64])
+def test_chunking_changes_no_bit(native_isa: Kernels, paged: type[Paged], chunk: int, window: int | None) -> None:
+    whole = paged.random(((150, 150),), 2, 32)
+    query = draw_query(whole, 6)
+    want = attend(native_isa, whole, query, window=window)
+    for start in range(0, 150, chunk):
+        end = min(150, start + chunk)
+        part = replace(whole, lens=((end - start, end),), keys=(whole.keys[0][:end],), values=(whole.values[0][:end],))
+        assert torch.equal(attend(native_isa, part, query[start:end], window=window), want[start:end]), start
+
+
+def test_chunking_a_long_context_changes_no_bit(native: Kernels, paged: type[Paged]) -> None:
+    whole = paged.random(((2100, 2100),), 1, 16)
+    query = draw_query(whole, 1)
+    want = attend(native, whole, query)
+    for start, end in ((2099, 2100), (1000, 1100), (1023, 1025), (2040, 2050), (0, 1)):
+        part = replace(whole, lens=((end - start, end),), keys=(whole.keys[0][:end],), values=(whole.values[0][:end],))
+        assert torch.equal(attend(native, part, query[start:end]), want[start:end]), start
+
+
+def test_company_changes_no_bit(native_isa: Kernels, paged: type[Paged]) -> None:
+    case = paged.random(RAGGED, 2, 64)
+    query = draw_query(case, 6)
+    together, start = attend(native_isa, case, query), 0
+    for index, (count, context) in enumerate(RAGGED):
+        alone = replace(case, lens=((count, context),), keys=(case.keys[index],), values=(case.values[index],))
+        assert torch.equal(attend(native_isa, alone, query[start : start + count]), together[start : start + count]), index
+        start += count
+
+
+@pytest.mark.usefixtures("restore_threads")
+@pytest.mark.parametrize("window", [None, 1500])
+@pytest.mark.parametrize("lens", [((1, 3000),), ((3, 2050), (1, 1024)), RAGGED])
+def test_threads_and_splits_change_no_bit(
+    native: Kernels, paged: type[Paged], lens: tuple[tuple[int, int], ...], window: int | None
+) -> None:
+    case = paged.random(lens, 1, 64)
+    query = draw_query(case, 3)
+    results = []
+    for count in (1, 2, 3):  # one thread goes through the splits in order; more compute them apart and merge
+        cpu.set_num_threads(count)
+        results.append(attend(native, case, query, window=window))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_non_finite_values_stay_with_the_rows_that_see_them(native_isa: Kernels, paged: type[Paged]) -> None:
+    case = paged.random(((40, 40), (40, 40)), 1, 16)
+    query = draw_query(case, 2)
+    clean = attend(native_isa, case, query)
+    case.values[0][20], case.keys[0][20] = float("inf"), float("nan")
+    got = attend(native_isa, case, query)
+    assert torch.equal(got[:20], clean[:20])
+    assert got[20:40].isnan().all()
+    assert torch.equal(got[40:], clean[40:])
+
+
+def test_large_scores_do_not_overflow(native_isa: Kernels, reference: Kernels, paged: type[Paged]) -> None:
+    case = paged.random(((8, 80),), 1, 32)
+    query = draw_query(case, 2) * 300
+    got = attend(native_isa, case, query)
+    torch.testing.assert_close(got, attend(reference, case, query), atol=1e-3, rtol=1e-3)
+
+
+def test_the_query_may_be_a_view_and_the_cache_of_another_dtype(
+    native_isa: Kernels, reference: Kernels, paged: type[Paged]
+) -> None:
+    case = paged.random(((4, 30), (1, 9)), 2, 16, torch.bfloat16)
+    wide = torch.randn(5, 8, 16, generator=torch.Generator().manual_seed(1))
+    query = wide[:, 1:5]
+    got = attend(native_isa, case, query)
+    assert got.dtype == torch.float32
+    key_cache, value_cache, batch = case.pages(16)
+    want = reference.paged_attention(query.contiguous(), key_cache.float(), value_cache.float(), batch, scale=0.25)
+    torch.testing.assert_close(got, want, atol=3e-6, rtol=1e-4)
+
+
+def test_an_empty_batch(native: Kernels) -> None:
+    cache, none = torch.zeros(2, 1, 16, 8), torch.zeros(0, dtype=torch.int32)
+    batch = AttentionBatch(
+        torch.zeros(1, dtype=torch.int32), none, torch.zeros(0, 1, dtype=torch.int32), none.long(), none.long(), 0, 0
+    )
+    assert native.paged_attention(torch.empty(0, 1, 8), cache, cache, batch, scale=1.0).shape == (0, 1, 8)
+
+
+def test_wrong_batches_are_refused(native: Kernels, paged: type[Paged]) -> None:
+    case = paged.random(((2, 20),), 1, 16)
+    query = draw_query(case, 2)
+    keys, values, batch = case.pages(16)
+
+    def run(query: Tensor = query, batch: AttentionBatch = batch, **options: Any) -> Tensor:
+        return native.paged_attention(query, keys, values, batch, scale=1.0, **options)
+
+    with pytest.raises(ValueError, match="names block 99 of 5"):
+        run(batch=replace(batch, block_tables=torch.tensor([[0, 99]], dtype=torch.int32)))
+    with pytest.raises(ValueError, match="a table of 2 blocks"):
+        run(batch=replace(batch, context_len=torch.tensor([33], dtype=torch.int32)))
+    with pytest.raises(ValueError, match="a context of 1"):
+        run(batch=replace(batch, context_len=torch.tensor([1], dtype=torch.int32)))
+    with pytest.raises(ValueError, match="query_start"):
+        run(batch=replace(batch, query_start=torch.tensor([0, 3], dtype=torch.int32)))
+    with pytest.raises(TypeError, match="expected int32"):
+        run(batch=replace(batch, context_len=torch.tensor([20])))
+    with pytest.raises(ValueError, match="does not fit a cache"):
+        run(query=torch.zeros(2, 2, 8))
+    with pytest.raises(ValueError, match="window=0"):
+        run(window=0)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.float32, torch.bfloat16)])
+def test_write_kv_agrees_with_the_reference(
+    native_isa: Kernels, reference: Kernels, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    both = torch.randn(6, 4, 20, generator=torch.Generator().manual_seed(2)).to(dtypes[0])
+    key, value = both[:, :2], both[:, 2:]  # views of one projection
+    slots = torch.tensor([11, 0, 7, 19, 3, 8])
+    caches = [torch.zeros(5, 2, 4, 20, dtype=dtypes[1]) for _ in range(4)]
+    native_isa.write_kv(key, value, caches[0], caches[1], slots)
+    reference.write_kv(key, value, caches[2], caches[3], slots)
+    assert torch.equal(caches[0], caches[2])
+    assert torch.equal(caches[1], caches[3])
+    assert caches[0].count_nonzero() > 0
+
+
+def test_write_kv_refuses_what_does_not_fit(native: Kernels) -> None:
+    key, cache = torch.zeros(1, 2, 4), torch.zeros(3, 2, 16, 4)
+    with pytest.raises(ValueError, match="slot 48 is outside the cache's 48"):
+        native.write_kv(key, key, cache, cache, torch.tensor([48]))
+    with pytest.raises(ValueError, match="slot -1"):
+        native.write_kv(key, key, cache, cache, torch.tensor([-1]))
+    with pytest.raises(ValueError, match=r"expected \[1\]"):
+        native.write_kv(key, key, cache, cache, torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match="do not fit"):
+        native.write_kv(torch.zeros(1, 3, 4), torch.zeros(1, 3, 4), cache, cache, torch.tensor([1]))
+
+
+@pytest.mark.parametrize("name", ["native", "reference"])
+def test_copy_blocks_reads_before_it_writes(name: str, request: pytest.FixtureRequest) -> None:
+    kernels: Kernels = request.getfixturevalue(name)
+    caches = [torch.arange(24.0).view(6, 2, 2), torch.arange(24.0).bfloat16().view(6, 4)]
+    before = [cache.clone() for cache in caches]
+    kernels.copy_blocks(caches, torch.tensor([0, 1, 5]), torch.tensor([1, 2, 4]))  # 0 to 1 while 1 goes to 2
+    for cache, old in zip(caches, before, strict=True):
+        assert torch.equal(cache, old[[0, 0, 1, 3, 5, 5]])
+
+
+def test_copy_blocks_refuses_unknown_blocks(native: Kernels) -> None:
+    with pytest.raises(ValueError, match="destination 6"):
+        native.copy_blocks([torch.zeros(6, 2)], torch.tensor([0]), torch.tensor([6]))

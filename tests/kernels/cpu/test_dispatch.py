@@ -1,0 +1,45 @@
+"""Thread count, instruction sets and the one pool of OpenMP threads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.errors import ConfigError
+from quire.kernels import cpu, load
+
+
+@pytest.mark.usefixtures("restore_threads")
+def test_the_thread_count_is_kept() -> None:
+    cpu.set_num_threads(3)
+    assert cpu.num_threads() == 3
+    with pytest.raises(ValueError, match="at least 1"):
+        cpu.set_num_threads(0)
+
+
+@pytest.mark.usefixtures("native")
+def test_instruction_sets() -> None:
+    names = cpu.supported_isas()
+    assert names[0] == "portable"
+    assert cpu.isa() in names
+    with pytest.raises(ConfigError, match="'sse9' is not one of portable"):
+        cpu.set_isa("sse9")
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_one_openmp_runtime_is_loaded() -> None:
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    runtimes = {line.split()[-1] for line in maps if "libgomp" in line or "libomp" in line or "libiomp" in line}
+    assert len(runtimes) == 1, f"two pools of threads would fight over the cores: {runtimes}"
+
+
+def test_a_missing_extension_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "IMPORT_ERROR", "No module named '_native'")
+    reasons = cpu.reasons_against("cpu", torch.float32)
+    assert len(reasons) == 1
+    assert "not built" in reasons[0]
+    with pytest.raises(ConfigError, match="C\\+\\+ compiler"):
+        load("cpu")
