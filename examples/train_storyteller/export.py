@@ -63,6 +63,7 @@ def write_weights(model: Storyteller, path: Path) -> None:
     """The parameters in bfloat16; the output projection is the embedding, so it is not stored twice."""
     tensors = {name: weight.detach().to(torch.bfloat16) for name, weight in model.named_parameters()}
     save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors makes it readable for its owner only
 
 
 def write_attribution(table: Path, path: Path) -> None:
@@ -73,8 +74,8 @@ def write_attribution(table: Path, path: Path) -> None:
     sources = ", ".join(f"github.com/{repo}" for repo in repos)
     lines = [
         f"The storybooks that quire-storyteller was trained on, from {sources}.",
-        "All are licensed CC-BY (Creative Commons Attribution), 'Chuskit Goes to School!' is in the public domain. They were cut, re-joined and partly retold with other",
-        "heroes for the training; the weights hold no story as such.",
+        "All are licensed CC-BY (Creative Commons Attribution), but for 'Chuskit Goes to School!': public domain.",
+        "For the training they were cut, their pages joined, and partly retold with other heroes.",
         "",
     ]
     for row in rows:
