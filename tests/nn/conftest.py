@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from quire.common.numbers import ceil_div
-from quire.kernels.interface import AttentionBatch
+from quire.kernels import cpu
+from quire.kernels.interface import AttentionBatch, Kernels
 from quire.kernels.reference.kernels import ReferenceKernels
+from quire.kernels.selection import load
 from quire.models.registry import declare
 from quire.nn.builder import build_decoder
 from quire.nn.context import StepContext
@@ -212,17 +214,25 @@ class Pair:
     reference: Any
     folder: Path
 
-    def build(self, dtype: str = "float32", max_model_len: int = 256) -> DecoderModel:
-        """Load the folder into a Quire model on the reference kernels."""
+    def build(self, dtype: str = "float32", kernels: Kernels | None = None) -> DecoderModel:
+        """Load the folder into a Quire model, on the reference kernels if no others are given."""
         spec = declare(read_model_config(self.folder))
         with SafetensorsCheckpoint(self.folder, spec) as weights:
-            return build_decoder(spec, weights, ReferenceKernels(), dtype=dtype, max_model_len=max_model_len)
+            return build_decoder(spec, weights, kernels or ReferenceKernels(), dtype=dtype, max_model_len=256)
 
     def reference_logits(self, token_ids: Sequence[int]) -> Tensor:
         """float32 [tokens, V] of one full forward pass."""
         with torch.inference_mode():
             logits: Tensor = self.reference(torch.tensor([token_ids]), use_cache=False).logits[0]
             return logits.float()
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    """Each back end; the native one is skipped, with its reasons, where it cannot run."""
+    if request.param == "cpu" and (reasons := cpu.reasons_against("cpu", torch.float32)):
+        pytest.skip("; ".join(reasons))
+    return load(request.param)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from quire.kernels.interface import Kernels
 from quire.kernels.reference.kernels import ReferenceKernels
 from quire.models.registry import declare
 from quire.nn.builder import build_decoder
@@ -30,15 +31,18 @@ def _assert_close(actual: Tensor, expected: Tensor, relative: float = 1e-5) -> N
     assert error <= relative * scale, f"error {error:.3g} at scale {scale:.3g}"
 
 
-def test_prefill_and_chunked_decode_equal_transformers(pair: Any, drive: Callable[..., Any]) -> None:
-    model = pair.build()
+def test_prefill_and_chunked_decode_equal_transformers(pair: Any, kernels: Kernels, drive: Callable[..., Any]) -> None:
+    """Close to the reference implementation, and bit for bit the same in any chunks and with any block size."""
+    model = pair.build(kernels=kernels)
     expected = pair.reference_logits(PROMPT)
     assert expected.std() > 0.1, "the weights should matter"
-    _assert_close(drive(model, 128).feed(PROMPT), expected)
-    _assert_close(drive(model, 128).feed_chunks(PROMPT, (1, 30, 17, 5)), expected)
+    prefill = drive(model, 128).feed(PROMPT)
+    _assert_close(prefill, expected)
+    assert torch.equal(drive(model, 128).feed_chunks(PROMPT, (1, 30, 17, 5)), prefill)
+    assert torch.equal(drive(model, 128, block_size=4).feed_chunks(PROMPT, (33,)), prefill)
 
 
-def test_greedy_text_equals_transformers(pair: Any, drive: Callable[..., Any]) -> None:
+def test_greedy_text_equals_transformers(pair: Any, kernels: Kernels, drive: Callable[..., Any]) -> None:
     prompt = PROMPT[:40]
     generated = pair.reference.generate(
         torch.tensor([prompt]),
@@ -47,7 +51,7 @@ def test_greedy_text_equals_transformers(pair: Any, drive: Callable[..., Any]) -
         do_sample=False,
         pad_token_id=0,
     )
-    assert drive(pair.build(), 80).greedy(prompt, 32) == generated[0, len(prompt) :].tolist()
+    assert drive(pair.build(kernels=kernels), 80).greedy(prompt, 32) == generated[0, len(prompt) :].tolist()
 
 
 def test_old_and_new_config_declare_the_same(pair: Any) -> None:
@@ -56,21 +60,22 @@ def test_old_and_new_config_declare_the_same(pair: Any) -> None:
     assert declare(pair.config).num_parameters == sum(p.numel() for p in pair.reference.parameters())
 
 
-def test_bfloat16_stays_near_float32(pair: Any, drive: Callable[..., Any]) -> None:
+def test_bfloat16_stays_near_float32(pair: Any, kernels: Kernels, drive: Callable[..., Any]) -> None:
     expected = pair.reference_logits(PROMPT)
-    model = pair.build("bfloat16")
+    model = pair.build("bfloat16", kernels)
     assert model.dtype == torch.bfloat16
     actual = drive(model, 128).feed(PROMPT)
     assert actual.dtype == torch.float32
     assert (actual - expected).abs().mean() < 0.005 * expected.abs().max()
+    assert torch.equal(drive(model, 128).feed_chunks(PROMPT, (1, 30, 17, 5)), actual)
 
 
-def test_stories260k_reproduces_its_recorded_greedy_run(shared: Path, drive: Callable[..., Any]) -> None:
+def test_stories260k_reproduces_its_recorded_greedy_run(shared: Path, kernels: Kernels, drive: Callable[..., Any]) -> None:
     folder = shared / "data/models/stories260K/hf"
     recorded = json.loads((folder.parent / "reference.json").read_text())["greedy_ids_200_from_bos"]
     spec = declare(read_model_config(folder))
     with SafetensorsCheckpoint(folder, spec) as weights:
-        model = build_decoder(spec, weights, ReferenceKernels(), dtype="float32", max_model_len=512)
+        model = build_decoder(spec, weights, kernels, dtype="float32", max_model_len=512)
     assert [1, *drive(model, 512).greedy([1], len(recorded) - 1)] == recorded
 
 
@@ -109,17 +114,6 @@ def test_gpt_nano_reproduces_its_recorded_logits(shared: Path, tmp_path: Path, d
     logits = torch.from_numpy(_recorded_array(recorded["lm_head"]))
     for row, token_ids in enumerate(_recorded_array(recorded["idx"]).astype(int).tolist()):
         _assert_close(drive(model, 16).feed(token_ids), logits[row], 1e-5)
-
-
-def test_rows_do_not_depend_on_the_block_size(shared: Path, drive: Callable[..., Any]) -> None:
-    folder = shared / "data/models/stories260K/hf"
-    spec = declare(read_model_config(folder))
-    with SafetensorsCheckpoint(folder, spec) as weights:
-        model = build_decoder(spec, weights, ReferenceKernels(), dtype="float32", max_model_len=512)
-    expected = drive(model, 128).feed(PROMPT)
-    for block_size in (4, 32):
-        driver = drive(model, 128, block_size=block_size)
-        assert torch.equal(driver.feed(PROMPT), expected)
 
 
 def test_num_bytes_counts_what_is_held(shared: Path) -> None:
