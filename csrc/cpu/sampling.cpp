@@ -120,7 +120,7 @@ public:
         floor_ = floor;
         table_.histogram(row, floor, *histogram_);
         num_kept_ = 0;
-        for (const int64_t count : histogram_->count) num_kept_ += count;
+        for (const Bucket &bucket : histogram_->buckets) num_kept_ += bucket.count;
         const int64_t limit = std::min(top_k, num_kept_);
         if (limit < 1) return {std::numeric_limits<float>::infinity(), -1};  // the caller's peak was above all logits
         const int64_t length = top_p < 1.0 ? nucleus(limit, top_p) : limit;
@@ -141,7 +141,7 @@ private:
     Place find_count(int64_t length) const {
         int64_t before = 0;
         int bucket = 0;
-        while (before + histogram_->count[bucket] < length) before += histogram_->count[bucket++];
+        while (before + histogram_->buckets[bucket].count < length) before += histogram_->buckets[bucket++].count;
         return {bucket, before};
     }
 
@@ -158,11 +158,11 @@ private:
     int64_t weight_of(int64_t limit) {
         int64_t total = 0;
         if (limit == num_kept_) {
-            for (const int64_t weight : histogram_->weight) total += weight;
+            for (const Bucket &bucket : histogram_->buckets) total += bucket.weight;
             return total;
         }
         const Place place = find_count(limit);
-        for (int bucket = 0; bucket < place.bucket; ++bucket) total += histogram_->weight[bucket];
+        for (int bucket = 0; bucket < place.bucket; ++bucket) total += histogram_->buckets[bucket].weight;
         sort_bucket(place.bucket);
         for (int64_t i = 0; i < limit - place.before; ++i) total += weights_[i];
         return total;
@@ -173,9 +173,9 @@ private:
         const int64_t target = static_cast<int64_t>(std::ceil(top_p * static_cast<double>(weight_of(limit))));
         int64_t weight = 0, length = 0;
         int bucket = 0;
-        while (bucket < NUM_BUCKETS && weight + histogram_->weight[bucket] < target) {
-            weight += histogram_->weight[bucket];
-            length += histogram_->count[bucket++];
+        while (bucket < NUM_BUCKETS && weight + histogram_->buckets[bucket].weight < target) {
+            weight += histogram_->buckets[bucket].weight;
+            length += histogram_->buckets[bucket++].count;
         }
         if (bucket == NUM_BUCKETS || length >= limit) return limit;
         sort_bucket(bucket);
@@ -189,7 +189,7 @@ private:
 
     float least_kept() {
         int bucket = NUM_BUCKETS - 1;
-        while (histogram_->count[bucket] == 0) --bucket;
+        while (histogram_->buckets[bucket].count == 0) --bucket;
         const int64_t count = table_.collect(*row_, floor_, bucket, ids_.data());
         float least = row_->logits[ids_[0]];
         for (int64_t i = 1; i < count; ++i) least = std::min(least, row_->logits[ids_[i]]);

@@ -27,9 +27,11 @@ constexpr int NUM_BUCKETS = 2048;
 constexpr float BUCKETS_PER_NAT = 64.0f;  // the last bucket holds all that is 32 nats or more below the peak
 
 // Tokens with d >= floor, by bucket of distance; bucket 0 holds the best.
+struct Bucket {
+    int64_t count, weight;
+};
 struct Histogram {
-    int64_t count[NUM_BUCKETS];
-    int64_t weight[NUM_BUCKETS];
+    Bucket buckets[NUM_BUCKETS];
 };
 
 struct SamplingTable {

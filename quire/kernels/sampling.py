@@ -121,8 +121,6 @@ class SamplingKernels(Protocol):
         """Sample one token from each row's kept tokens (all of them without `cuts`): int64 [n]."""
         ...
 
-    def score(
-        self, logits: Tensor, rows: ScaledRows, cuts: Cuts | None, token_ids: Tensor, *, num_top: int = 0
-    ) -> Scores:
+    def score(self, logits: Tensor, rows: ScaledRows, cuts: Cuts | None, token_ids: Tensor, *, num_top: int = 0) -> Scores:
         """Total weight of each row, the rank of one token of each (int64 [n]), and each row's `num_top <= V` best."""
         ...

@@ -7,5 +7,6 @@ Owns the order of a request's edits and filters; knows no request and no text. `
 from quire.sampling.processors import ProcessorTable
 from quire.sampling.rows import SampledRow
 from quire.sampling.sampler import Sampler
+from quire.sampling.selection import select_sampling
 
-__all__ = ["ProcessorTable", "SampledRow", "Sampler"]
+__all__ = ["ProcessorTable", "SampledRow", "Sampler", "select_sampling"]

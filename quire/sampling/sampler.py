@@ -5,7 +5,8 @@ It works on whole batches, groups rows by what they use, and calls a kernel once
 greedy rows is one argmax. A row's result never depends on other rows, to the bit, and a row that fails (logits that
 are not finite, a mask that leaves nothing, a processor that raises) fails alone, with `WorkResult.error`.
 
-It keeps no state between calls but the id lists of the requests it has seen, and never sees a request or a text.
+Between calls it keeps the id lists of the requests it has seen and room for copies, no state that a result could depend
+on. It never sees a request or a text.
 """
 
 from __future__ import annotations
@@ -27,9 +28,7 @@ from quire.sampling.processors import ProcessorTable
 from quire.sampling.rows import SampledRow
 
 _NOT_FINITE = "the model's logits for this row are not finite (NaN or +inf, or all -inf); the sequence cannot go on"
-_NO_TOKEN = (
-    "no token is left to sample: allowed_token_ids, bad_words, min_tokens and processors forbid all of them together"
-)
+_NO_TOKEN = "no token is left to sample: allowed_token_ids, bad_words, min_tokens and processors forbid all of them together"
 _BAD_EDIT = "the logits became NaN or +inf under this request's logit_bias, processors or penalties"
 
 
@@ -62,6 +61,7 @@ class Sampler:
         self.kernels = kernels
         self.processors = ProcessorTable() if processors is None else processors
         self._editor = RowEditor(self.processors)
+        self._held: Tensor | None = None
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[SampledRow]) -> list[WorkResult]:
@@ -85,9 +85,7 @@ class Sampler:
             self._report(surface, plain, rows, outcomes)
         return [_result(outcome) for outcome in outcomes]
 
-    def prompt_logprobs(
-        self, logits: Tensor, target_ids: Sequence[int], sampling: RowSampling
-    ) -> tuple[TokenLogprobs, ...]:
+    def prompt_logprobs(self, logits: Tensor, target_ids: Sequence[int], sampling: RowSampling) -> tuple[TokenLogprobs, ...]:
         """`logprobs.prompt_logprobs` with this sampler's kernels."""
         return prompt_logprobs(self.kernels, logits.contiguous(), target_ids, sampling)
 
@@ -103,7 +101,7 @@ class Sampler:
         plain.members = [(i, i) for i in sound if i not in chosen]
         if not indices:
             return None
-        logits = plain.logits[torch.tensor(indices, device=plain.logits.device)]
+        logits = self._copies(plain.logits, indices)
         errors = self._editor.edit(logits, [rows[i] for i in indices])
         edited = self._surface(logits)
         for j, i in enumerate(indices):
@@ -114,6 +112,14 @@ class Sampler:
             else:
                 edited.members.append((i, j))
         return edited
+
+    def _copies(self, logits: Tensor, indices: list[int]) -> Tensor:
+        """Copies of some rows, in memory that is kept for the next call: fresh pages cost more than the copy itself."""
+        held = self._held
+        if held is None or held.device != logits.device or held.shape[1:] != logits.shape[1:] or len(held) < len(indices):
+            held = self._held = torch.empty((len(indices), logits.shape[1]), device=logits.device)
+        index = _integers(indices, logits.device)
+        return torch.index_select(logits, 0, index, out=held[: len(indices)])
 
     def _choose(self, surface: _Surface, rows: Sequence[SampledRow], outcomes: list[_Outcome]) -> None:
         """Fill in `token_ids`, and `cut` where filters apply."""

@@ -1,7 +1,8 @@
 // Noise, weights and scans over rows of logits: the inner loops of sampling.
 //
-// Written as loops over blocks of 64 tokens that the compiler vectorises. Every float operation is a single rounded one (the
-// build forbids contraction), so that all instruction sets, and the reference in torch, give the same bits.
+// Written as loops over blocks of 64 tokens, in GCC's generic vectors or for the compiler to vectorise. Every float
+// operation is a single rounded one (the build forbids contraction), so that all instruction sets, and the reference in
+// torch, give the same bits.
 #include "../sampling.hpp"
 
 #include "simd.hpp"
@@ -110,16 +111,17 @@ QINLINE Floats gumbel(Ints word) {
     return -log_reduced(exponential.f, exponential.exponent);
 }
 
-static void block_noise(int64_t first_token, const DrawKey &key, float *out) {
-    alignas(64) uint32_t words[BLOCK];
-    QUNROLL for (int i = 0; i < BLOCK; i += 2 * LANES) philox(static_cast<uint64_t>(first_token + i) >> 2, key, words + i);
-    QUNROLL for (int i = 0; i < BLOCK; i += LANES) store_as(out + i, gumbel(load_as<Ints>(words + i)));
+QINLINE void block_words(int64_t first_token, const DrawKey &key, uint32_t *words) {
+    const uint64_t counter = static_cast<uint64_t>(first_token) >> 2;
+    QUNROLL for (int i = 0; i < BLOCK; i += 2 * LANES) philox(counter + i / 4, key, words + i);
 }
 
 static void noise(int64_t num_tokens, const DrawKey &key, float *out) {
-    float block[BLOCK];
+    alignas(64) uint32_t words[BLOCK];
+    alignas(64) float block[BLOCK];
     for (int64_t start = 0; start < num_tokens; start += BLOCK) {
-        block_noise(start, key, block);
+        block_words(start, key, words);
+        QUNROLL for (int i = 0; i < BLOCK; i += LANES) store_as(block + i, gumbel(load_as<Ints>(words + i)));
         for (int i = 0; i < BLOCK && start + i < num_tokens; ++i) out[start + i] = block[i];
     }
 }
@@ -171,24 +173,53 @@ static int64_t count_above(const float *logits, int64_t num_tokens, float value)
     return count;
 }
 
+// ---- draws ----
+
+constexpr float LARGEST_NOISE = 23.0f;  // above 33 log(2), the noise of the word 2^32 - 1
+
+// Whether some word's noise may exceed `least`. As -log(1 - x) > x, noise above t needs a word r with
+// (2^32 - 1 - r) / 2^32 < exp(-t); a margin covers rounding. Saves most logarithms, since few tokens can still win.
+QINLINE bool may_exceed(const uint32_t *words, float least) {
+    if (!(least >= 0.5f)) return true;  // also where it is not a number: nothing was drawn yet
+    const uint32_t bound = static_cast<uint32_t>(__builtin_expf(-least) * 0x1.001p32f) + 2;
+    int32_t any = 0;
+    for (int i = 0; i < BLOCK; ++i) any |= static_cast<int32_t>(~words[i] <= bound);
+    return any != 0;
+}
+
+QINLINE float largest(const float *block) {
+    Floats most = load_as<Floats>(block);
+    QUNROLL for (int i = LANES; i < BLOCK; i += LANES) {
+        const Floats x = load_as<Floats>(block + i);
+        most = x > most ? x : most;
+    }
+    float lanes[LANES];
+    store_as(lanes, most);
+    QUNROLL for (int width = LANES / 2; width > 0; width /= 2) {
+        QUNROLL for (int i = 0; i < width; ++i) lanes[i] = lanes[i + width] > lanes[i] ? lanes[i + width] : lanes[i];
+    }
+    return lanes[0];
+}
+
 static int64_t draw(const ScaledRow &row, const Cut *cut, const DrawKey &key) {
-    float padded[BLOCK], score[BLOCK];
-    int32_t kept[BLOCK];
+    alignas(64) float padded[BLOCK], score[BLOCK];
+    alignas(64) int32_t kept[BLOCK];
+    alignas(64) uint32_t words[BLOCK];
     float best_score = MINUS_INFINITY;
     int64_t best = 0;
     for (int64_t start = 0; start < row.num_tokens; start += BLOCK) {
         const float *block = block_at(row.logits, start, row.num_tokens, padded);
         if (cut != nullptr && !mark_kept(block, start, *cut, kept)) continue;
-        block_noise(start, key, score);
-        for (int i = 0; i < BLOCK; ++i) score[i] = (block[i] - row.peak) * row.scale + score[i];
-        if (cut != nullptr) {
-            for (int i = 0; i < BLOCK; ++i) score[i] = kept[i] ? score[i] : MINUS_INFINITY;
+        const float missing = best_score - (largest(block) - row.peak) * row.scale;  // noise that would draw level
+        if (missing > LARGEST_NOISE) continue;
+        block_words(start, key, words);
+        if (!may_exceed(words, missing)) continue;
+        QUNROLL for (int i = 0; i < BLOCK; i += LANES) {
+            const Floats distance = (load_as<Floats>(block + i) - row.peak) * row.scale;
+            store_as(score + i, distance + gumbel(load_as<Ints>(words + i)));
         }
-        int32_t any = 0;
-        for (int i = 0; i < BLOCK; ++i) any |= static_cast<int32_t>(score[i] > best_score);
-        if (!any) continue;
         for (int i = 0; i < BLOCK; ++i) {
-            if (score[i] > best_score) best_score = score[i], best = start + i;
+            if (score[i] > best_score && (cut == nullptr || kept[i])) best_score = score[i], best = start + i;
         }
     }
     return best;
@@ -265,8 +296,9 @@ static void histogram(const ScaledRow &row, float floor, Histogram &out) {
         block_exp(block, row, nullptr, e);
         for (int i = 0; i < BLOCK; ++i) {
             if (buckets[i] == NUM_BUCKETS) continue;
-            out.count[buckets[i]] += 1;
-            out.weight[buckets[i]] += static_cast<int64_t>(e[i] * 0x1p40f);
+            Bucket &bucket = out.buckets[buckets[i]];
+            bucket.count += 1;
+            bucket.weight += static_cast<int64_t>(e[i] * 0x1p40f);
         }
     }
 }

@@ -58,9 +58,7 @@ def rope(
     is_interleaved: bool,
     /,
 ) -> None: ...
-def embedding(
-    token_ids: int, table: int, out: int, dtype: int, num_tokens: int, num_rows: int, width: int, /
-) -> None: ...
+def embedding(token_ids: int, table: int, out: int, dtype: int, num_tokens: int, num_rows: int, width: int, /) -> None: ...
 def write_kv(
     key: int,
     value: int,
@@ -78,9 +76,7 @@ def write_kv(
     block_size: int,
     /,
 ) -> None: ...
-def copy_blocks(
-    cache: int, num_blocks: int, block_bytes: int, sources: int, destinations: int, count: int, /
-) -> None: ...
+def copy_blocks(cache: int, num_blocks: int, block_bytes: int, sources: int, destinations: int, count: int, /) -> None: ...
 def paged_attention(
     query: int,
     key_cache: int,
@@ -105,3 +101,16 @@ def paged_attention(
     soft_cap: float,
     /,
 ) -> None: ...
+def sampling_peaks(logits: int, num_rows: int, num_tokens: int, ids: int, values: int, /) -> None: ...
+
+# The arguments that the next three begin with: logits, num_rows, num_tokens, row, peak, scale, count.
+def sampling_cuts(*arguments: int) -> None:
+    """... top_k, top_p, floor, values, ids"""
+
+def sampling_draw(*arguments: int) -> None:
+    """... cut_values, cut_ids (both may be 0), seeds, positions, out"""
+
+def sampling_score(*arguments: int) -> None:
+    """... cut_values, cut_ids (both may be 0), token_ids, num_top, totals, ranks, top_ids"""
+
+def sampling_noise(seed: int, position: int, num_tokens: int, out: int, /) -> None: ...

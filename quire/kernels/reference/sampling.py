@@ -174,9 +174,7 @@ class ReferenceSampling:
             score = score.masked_fill(~is_kept, -torch.inf)
         return score.argmax(dim=-1)
 
-    def score(
-        self, logits: Tensor, rows: ScaledRows, cuts: Cuts | None, token_ids: Tensor, *, num_top: int = 0
-    ) -> Scores:
+    def score(self, logits: Tensor, rows: ScaledRows, cuts: Cuts | None, token_ids: Tensor, *, num_top: int = 0) -> Scores:
         num_rows = rows.row.numel()
         total, rank = torch.empty_like(rows.row), torch.empty_like(rows.row)
         top_ids = torch.empty((num_rows, num_top), dtype=torch.int64, device=logits.device)
@@ -184,9 +182,7 @@ class ReferenceSampling:
             row = logits[int(rows.row[i])]
             row_weights = weights((row - rows.peak[i]) * rows.scale[i])
             total[i] = (
-                row_weights.sum()
-                if cuts is None
-                else row_weights[_is_kept(row, Cuts(cuts.value[i], cuts.token_id[i]))].sum()
+                row_weights.sum() if cuts is None else row_weights[_is_kept(row, Cuts(cuts.value[i], cuts.token_id[i]))].sum()
             )
             rank[i] = (row > row[token_ids[i]]).sum() + 1
             top_ids[i] = best_first(row, num_top)

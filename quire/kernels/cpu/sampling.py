@@ -1,0 +1,108 @@
+"""The native sampling kernels (csrc/cpu/sampling.cpp): the reference's results to the bit, a row to a thread.
+
+Owns the checks between tensors and raw pointers, as `checks` does for the other kernels, and nothing of the arithmetic.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.kernels.cpu import IMPORT_ERROR
+from quire.kernels.cpu.checks import address, indices_address
+from quire.kernels.sampling import Cuts, Filters, Keys, ScaledRows, Scores
+
+if IMPORT_ERROR is None:
+    from quire.kernels.cpu import _native
+
+
+class NativeSampling:
+    """`SamplingKernels` for float32 logits on the CPU. Holds no state; needs the extension."""
+
+    name = "cpu"
+
+    def peaks(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        num_rows = logits.shape[0]
+        token_ids = torch.empty(num_rows, dtype=torch.int64)
+        values = torch.empty(num_rows, dtype=torch.float32)
+        _native.sampling_peaks(*_logits_arguments(logits), token_ids.data_ptr(), values.data_ptr())
+        return token_ids, values
+
+    def cuts(self, logits: Tensor, rows: ScaledRows, filters: Filters) -> Cuts:
+        count = rows.row.numel()
+        cuts = Cuts(torch.empty(count, dtype=torch.float32), torch.empty(count, dtype=torch.int64))
+        _native.sampling_cuts(
+            *_rows_arguments(logits, rows),
+            indices_address(filters.top_k, "top_k", count),
+            _vector_address(filters.top_p, "top_p", torch.float64, count),
+            _vector_address(filters.floor, "floor", torch.float32, count),
+            cuts.value.data_ptr(),
+            cuts.token_id.data_ptr(),
+        )
+        return cuts
+
+    def draw(self, logits: Tensor, rows: ScaledRows, cuts: Cuts | None, keys: Keys) -> Tensor:
+        count = rows.row.numel()
+        token_ids = torch.empty(count, dtype=torch.int64)
+        _native.sampling_draw(
+            *_rows_arguments(logits, rows),
+            *_cuts_arguments(cuts, count),
+            indices_address(keys.seed, "seed", count),
+            indices_address(keys.position, "position", count),
+            token_ids.data_ptr(),
+        )
+        return token_ids
+
+    def score(self, logits: Tensor, rows: ScaledRows, cuts: Cuts | None, token_ids: Tensor, *, num_top: int = 0) -> Scores:
+        count = rows.row.numel()
+        total, rank = torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=torch.int64)
+        top_ids = torch.empty((count, num_top), dtype=torch.int64)
+        _native.sampling_score(
+            *_rows_arguments(logits, rows),
+            *_cuts_arguments(cuts, count),
+            indices_address(token_ids, "token_ids", count),
+            num_top,
+            total.data_ptr(),
+            rank.data_ptr(),
+            top_ids.data_ptr(),
+        )
+        return Scores(total, rank, top_ids)
+
+
+def gumbel_noise(seed: int, position: int, num_tokens: int) -> Tensor:
+    """The noise of tokens 0 ... num_tokens - 1 (float32); the draws use it without storing it."""
+    out = torch.empty(num_tokens, dtype=torch.float32)
+    _native.sampling_noise(seed, position, num_tokens, out.data_ptr())
+    return out
+
+
+def _logits_arguments(logits: Tensor) -> tuple[int, int, int]:
+    if logits.dtype is not torch.float32 or logits.dim() != 2 or logits.shape[1] == 0:
+        raise TypeError(f"logits are {logits.dtype} {list(logits.shape)}; expected float32 [R, V], V above 0")
+    return (address(logits, "logits"), *logits.shape)
+
+
+def _rows_arguments(logits: Tensor, rows: ScaledRows) -> tuple[int, ...]:
+    count = rows.row.numel()
+    return (
+        *_logits_arguments(logits),
+        indices_address(rows.row, "row", count),
+        _vector_address(rows.peak, "peak", torch.float32, count),
+        _vector_address(rows.scale, "scale", torch.float32, count),
+        count,
+    )
+
+
+def _cuts_arguments(cuts: Cuts | None, count: int) -> tuple[int, int]:
+    if cuts is None:
+        return 0, 0
+    return (
+        _vector_address(cuts.value, "cut value", torch.float32, count),
+        indices_address(cuts.token_id, "cut token_id", count),
+    )
+
+
+def _vector_address(tensor: Tensor, name: str, dtype: torch.dtype, count: int) -> int:
+    if tensor.dtype != dtype or tensor.shape != (count,):
+        raise TypeError(f"{name} is {tensor.dtype} {list(tensor.shape)}; expected {dtype} [{count}]")
+    return address(tensor, name)
