@@ -42,6 +42,24 @@ class Progress(NamedTuple):
     logprobs: TokenLogprobs | None
 
 
+class _Refusal(NamedTuple):
+    """When the head of the queue was refused. It stays refused until something happens that could help it."""
+
+    sequence: Sequence | None
+    num_available: int
+    num_free_rows: int
+    num_prefill_publications: int
+
+    def still_holds(self, now: _Refusal) -> bool:
+        """Whether neither blocks nor rows have come free since, nor a prompt's prefix been published to share."""
+        return (
+            self.sequence is now.sequence
+            and self.num_available >= now.num_available
+            and self.num_free_rows >= now.num_free_rows
+            and self.num_prefill_publications == now.num_prefill_publications
+        )
+
+
 def _rank(sequence: Sequence) -> Rank:
     return sequence.rank
 
@@ -70,7 +88,8 @@ class Scheduler:
         self._in_flight: list[Sequence] = []
         self._progress: list[Progress] = []
         self._now = 0.0
-        self._refused: tuple[Sequence | None, int, int] = (None, 0, 0)
+        self._num_prefill_publications = 0
+        self._refused = _Refusal(None, 0, 0, 0)
 
     # -- requests come and go ----------------------------------------------------------------------------------------
 
@@ -159,6 +178,7 @@ class Scheduler:
                 sequence.request.prompt_logprobs.extend(outcome.prompt_logprobs)
             if sequence.num_computed >= (sequence.table.num_chained + 1) * size:
                 self._publish(sequence)
+                self._num_prefill_publications += work.count > 1
             if work.num_samples or work.num_candidates:
                 sequence.request.decoder.absorb(self, sequence, outcome)
         return self._progress
@@ -294,9 +314,9 @@ class Scheduler:
         if not self.limits.enable_chunked_prefill and len(sequence.token_ids) > self._draft.num_tokens_left:
             sequence.waits_for = "its whole prompt does not fit what is left of this step"
             return False
-        occasion = (sequence, self.blocks.num_available, self.rows.num_free)
-        if self._refused == occasion:
-            return False  # nothing has changed since it was refused
+        occasion = _Refusal(sequence, self.blocks.num_available, self.rows.num_free, self._num_prefill_publications)
+        if self._refused.still_holds(occasion):
+            return False
         for resource in self.resources:
             sequence.waits_for = resource.refusal(sequence)
             if sequence.waits_for is not None:
