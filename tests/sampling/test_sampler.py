@@ -302,9 +302,7 @@ def test_logits_modes(mode: str, scale: float) -> None:
 
 def test_the_whole_vocabulary_and_none_of_it() -> None:
     logits = random_logits(1)
-    full, bare = (
-        only(make_sampler().sample(logits, [make_row(temperature=0.0, num_logprobs=n)])).logprobs[0] for n in (-1, 0)
-    )
+    full, bare = (only(make_sampler().sample(logits, [make_row(temperature=0.0, num_logprobs=n)])).logprobs[0] for n in (-1, 0))
     assert sorted(full.top_ids) == list(range(50))
     assert math.fsum(math.exp(logprob) for logprob in full.top_logprobs) == pytest.approx(1.0, abs=1e-6)
     assert (bare.top_ids, bare.rank, bare.logprob) == ((), 1, full.top_logprobs[0])

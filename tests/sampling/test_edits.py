@@ -1,0 +1,94 @@
+"""Edits: vLLM's order where the order shows, sparse touching, and the id tables that are kept between steps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.core.plan import RowSampling
+from quire.sampling import edits
+from quire.sampling.edits import RowEditor, is_edited
+from quire.sampling.processors import ProcessorTable
+from quire.sampling.rows import SampledRow
+
+
+def edit(values: list[float], *, output: Any = (), prompt: Any = (), **sampling: Any) -> list[float]:
+    logits = torch.tensor([values])
+    row = SampledRow(RowSampling(**sampling), 0, prompt, output)
+    assert RowEditor(ProcessorTable()).edit(logits, [row]) == {}
+    result: list[float] = logits[0].tolist()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("sampling", "output"),
+    [
+        ({"allowed_token_ids": (1,)}, ()),
+        ({"bad_words": ((1,),)}, ()),
+        ({"logit_bias": ((1, 2.0),)}, ()),
+        ({"processors": ("p",)}, ()),
+        ({"min_tokens": 2, "stop_token_ids": (1,)}, (5,)),
+        ({"repetition_penalty": 1.1}, ()),
+        ({"presence_penalty": 0.1}, ()),
+        ({"frequency_penalty": -0.1}, ()),
+    ],
+)
+def test_what_counts_as_an_edit(sampling: dict[str, Any], output: tuple[int, ...]) -> None:
+    assert is_edited(SampledRow(RowSampling(**sampling), 0, output_token_ids=output))
+
+
+def test_what_does_not_count_as_an_edit() -> None:
+    plain = RowSampling(temperature=0.7, top_k=3, top_p=0.9, min_p=0.1, num_logprobs=3, min_tokens=1)
+    assert not is_edited(SampledRow(plain, 0))
+    assert not is_edited(SampledRow(plain._replace(stop_token_ids=(1,)), 0, output_token_ids=[4]))
+
+
+def test_penalties_act_on_biased_logits() -> None:
+    assert edit([1.0, 1.0], logit_bias=((0, -3.0),), repetition_penalty=2.0, prompt=[0, 0, 1]) == [-4.0, 0.5]
+
+
+def test_frequency_counts_and_presence_does_not() -> None:
+    values = edit([4.0, 4.0, 4.0], frequency_penalty=0.5, presence_penalty=0.25, output=[0, 0, 0, 2], prompt=[1])
+    assert values == [4.0 - 1.5 - 0.25, 4.0, 4.0 - 0.5 - 0.25]
+
+
+def test_a_bias_does_not_lift_a_ban() -> None:
+    assert edit([0.0, 0.0], allowed_token_ids=(1,), logit_bias=((0, 5.0), (1, 5.0))) == [-math.inf, 5.0]
+
+
+def test_processors_see_bans_and_biases_and_run_in_order() -> None:
+    table = ProcessorTable()
+    seen: list[list[float]] = []
+
+    def spy(output: list[int], logits: Tensor) -> Tensor:
+        seen.append(logits.tolist())
+        return logits + 1
+
+    names = (table.register(spy), table.register(spy))
+    logits = torch.tensor([[0.0, 1.0]])
+    sampling = RowSampling(bad_words=((0,),), logit_bias=((1, 2.0),), processors=names, presence_penalty=1.0)
+    assert RowEditor(table).edit(logits, [SampledRow(sampling, 0, output_token_ids=[1])]) == {}
+    assert seen == [[-math.inf, 3.0], [-math.inf, 4.0]]
+    assert logits.tolist() == [[-math.inf, 4.0]]
+
+
+def test_bad_words_need_their_beginning() -> None:
+    word: dict[str, Any] = {"bad_words": ((1, 2, 0), (2, 3))}
+    assert edit([0.0] * 4, output=[1, 2], **word) == [-math.inf, 0.0, 0.0, -math.inf]
+    assert edit([0.0] * 4, output=[2, 1], **word) == [0.0] * 4
+    assert edit([0.0] * 4, output=[2], prompt=[1], **word) == [0.0, 0.0, 0.0, -math.inf]  # the prompt does not count
+
+
+def test_tables_are_kept_for_a_rows_sampling_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edits, "MAX_TABLES", 3)
+    editor, samplings = RowEditor(ProcessorTable()), [RowSampling(allowed_token_ids=(i,)) for i in range(5)]
+    for sampling in samplings:
+        for _ in range(2):
+            logits = torch.zeros(1, 5)
+            assert editor.edit(logits, [SampledRow(sampling, 0)]) == {}
+            assert logits.isfinite().nonzero().tolist() == [[0, samplings.index(sampling)]]
+    assert len(editor._tables) == 3
