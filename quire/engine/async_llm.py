@@ -60,6 +60,9 @@ class AsyncLLM:
         self._streams: dict[str, _Stream] = {}
         self._request_numbers = itertools.count()
         self._is_closing = False
+        self._is_over = False
+        self._ending = threading.Lock()
+        """Guards `_is_over`: a command is either queued before the thread's last look at the queue, or refused."""
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         self._thread.start()
@@ -76,11 +79,10 @@ class AsyncLLM:
 
         Leaving the loop early aborts the request. Raises a RequestError if it cannot be served.
         """
-        self._check_alive()
         params = sampling_params if sampling_params is not None else self._engine.default_params()
         request_id = request_id if request_id is not None else f"async-{next(self._request_numbers)}"
         stream = _Stream()
-        self._commands.put(lambda engine: self._add(engine, request_id, (prompt, params, priority), stream))
+        self._submit(lambda engine: self._add(engine, request_id, (prompt, params, priority), stream))
         is_finished = False
         try:
             while not is_finished:
@@ -89,12 +91,12 @@ class AsyncLLM:
                 yield output
         finally:
             if not is_finished:
-                self._commands.put(lambda engine: self._abort(engine, request_id, stream))
+                with contextlib.suppress(EngineError):  # an engine that is over has no request to abort
+                    self._submit(lambda engine: self._abort(engine, request_id, stream))
 
     async def abort(self, request_id: str) -> None:
         """End a request; its stream ends with what there is."""
-        self._check_alive()
-        self._commands.put(lambda engine: self._abort(engine, request_id, None))
+        self._submit(lambda engine: self._abort(engine, request_id, None))
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer, or None with `skip_tokenizer_init`."""
@@ -103,7 +105,8 @@ class AsyncLLM:
     def close(self, timeout_s: float = 30.0) -> None:
         """End all requests and free the model. Waits for the step in flight, at most `timeout_s`. Idempotent."""
         self._is_closing = True
-        self._commands.put(lambda engine: None)
+        with contextlib.suppress(EngineError):
+            self._submit(lambda engine: None)  # wakes an idle thread
         self._thread.join(timeout_s)
 
     async def __aenter__(self) -> Self:
@@ -163,13 +166,23 @@ class AsyncLLM:
                 del self._streams[output.request_id]
 
     def _end_streams(self) -> None:
-        reason = "the engine was closed" if self._failure is None else f"the engine died: {self._failure}"
-        for stream in self._streams.values():
-            stream.put(EngineError(reason))
-        self._streams.clear()
+        """Nothing runs any more: refuse new commands, and tell everyone who still waits."""
+        with self._ending:
+            self._is_over = True
         with contextlib.suppress(Exception):
             self._engine.close()
+        for stream in self._streams.values():
+            stream.put(self._last_word())
+        self._streams.clear()
+        with contextlib.suppress(queue.Empty):
+            while True:  # a closed engine refuses what is added now, and its stream hears of it
+                self._commands.get_nowait()(self._engine)
 
-    def _check_alive(self) -> None:
-        if self._is_closing or not self._thread.is_alive():
-            raise EngineError("the engine is closed" if self._failure is None else f"the engine died: {self._failure}")
+    def _submit(self, command: Callable[[Engine], None]) -> None:
+        with self._ending:
+            if self._is_over:
+                raise self._last_word()
+            self._commands.put(command)
+
+    def _last_word(self) -> EngineError:
+        return EngineError("the engine was closed" if self._failure is None else f"the engine died: {self._failure}")

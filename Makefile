@@ -1,0 +1,49 @@
+# Everything a newcomer needs: `make demo`, `make test`, `make check`. Each sets up what it lacks in .venv.
+
+VENV   ?= .venv
+PYTHON ?= python3
+BIN    := $(VENV)/bin
+NATIVE := $(wildcard csrc/cpu/*.cpp csrc/cpu/*.hpp csrc/cpu/isa/*.cpp csrc/cpu/isa/*.hpp) CMakeLists.txt pyproject.toml
+# Tests run one process per core, so each uses one thread, and idle threads sleep instead of spinning.
+export OMP_WAIT_POLICY := passive
+
+.PHONY: demo test check format clean sim
+
+demo: $(VENV)/.runtime  ## Generate stories with the model that ships in the package
+	$(BIN)/quire generate quire-storyteller --chat --max-tokens 160 \
+	  -p "Tell me a story about a brave knight." \
+	  -p "Tell me a story about a clever fox." \
+	  -p "Tell me a story about a little girl and the moon."
+
+test: $(VENV)/.dev  ## The fast suite
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal tests
+
+check: $(VENV)/.dev  ## Lint, formatting, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy quire benchmarks
+
+format: $(VENV)/.dev  ## Rewrite what `make check` would complain about
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+sim: $(VENV)/.dev  ## The simulator, longer than in the suite: make sim SEEDS=100000
+	$(BIN)/quire simulate --seeds $(or $(SEEDS),10000)
+
+clean:  ## Remove what these targets made
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Quire needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	PYTHON=$(BIN)/python sh tools/install-torch.sh
+	@touch $@
+
+$(VENV)/.runtime: $(VENV)/.python $(NATIVE)
+	$(BIN)/python -m pip install --quiet -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	$(BIN)/python -m pip install --quiet -e ".[dev]"
+	@touch $@

@@ -1,0 +1,67 @@
+"""A tiny model with made-up weights, and engines around it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config.engine import EngineConfig
+from quire.engine.builder import build_engine
+from quire.engine.engine import Engine
+
+VOCAB_SIZE = 256
+
+TINY_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture(scope="session")
+def tiny_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("tiny") / "config.json"
+    path.write_text(json.dumps(TINY_LLAMA))
+    return path
+
+
+@pytest.fixture
+def make_engine(tiny_config: Path) -> Iterator[MakeEngine]:
+    """Builds engines around the tiny model; `num_blocks` sizes the pool exactly."""
+    engines: list[Engine] = []
+
+    def make(**options: Any) -> Engine:
+        block_size = options.setdefault("block_size", 16)
+        num_bytes = 4 if options.setdefault("dtype", "float32") == "float32" else 2
+        num_blocks = options.pop("num_blocks", 256 // block_size * 4)
+        options.setdefault("kv_cache_memory", num_blocks * block_size * 2 * 2 * 2 * 16 * num_bytes)
+        options.setdefault("num_threads", 1)
+        options.setdefault("max_num_seqs", 16)
+        engine = build_engine(EngineConfig(model=str(tiny_config), load_format="dummy", **options))
+        assert engine.plan.limits.num_blocks == num_blocks
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()

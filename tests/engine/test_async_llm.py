@@ -1,0 +1,134 @@
+"""Streams from the engine's thread: complete, separate, and ended promptly."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quire.core.params import RequestOutputKind, SamplingParams
+from quire.engine.async_llm import AsyncLLM
+from quire.engine.outputs import RequestOutput
+from quire.errors import EngineError, InvalidParameterError
+from quire.llm import LLM
+
+OPTIONS = {"load_format": "dummy", "kv_cache_memory": "512KiB", "num_threads": 1, "max_num_seqs": 16}
+
+
+@pytest.fixture
+def llm(tiny_config: Path) -> Iterator[AsyncLLM]:
+    llm = AsyncLLM(str(tiny_config), **OPTIONS)
+    yield llm
+    llm.close()
+
+
+def _params(**options: object) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 16, "ignore_eos": True, "temperature": 0.0, **options})  # type: ignore[arg-type]
+
+
+async def _collect(llm: AsyncLLM, prompt: list[int], params: SamplingParams) -> list[RequestOutput]:
+    return [output async for output in llm.generate({"prompt_token_ids": prompt}, params)]
+
+
+def test_a_stream_grows_token_by_token(llm: AsyncLLM) -> None:
+    outputs = asyncio.run(_collect(llm, [3, 4, 5], _params()))
+    assert [len(each.outputs[0].token_ids) for each in outputs] == list(range(1, 17))
+    assert [each.finished for each in outputs] == [False] * 15 + [True]
+
+
+def test_deltas_join_to_the_whole(llm: AsyncLLM) -> None:
+    whole = asyncio.run(_collect(llm, [3, 4, 5], _params()))[-1].outputs[0].token_ids
+    deltas = asyncio.run(_collect(llm, [3, 4, 5], _params(output_kind=RequestOutputKind.DELTA)))
+    assert [token for each in deltas for token in each.outputs[0].token_ids] == whole
+
+
+def test_no_cross_talk_among_many_clients(llm: AsyncLLM, tiny_config: Path) -> None:
+    """64 clients with prompts of their own, some of which leave early: each answer equals the one given alone."""
+    rng = random.Random(5)
+    jobs = [([rng.randrange(3, 250) for _ in range(rng.randint(1, 60))], _params(seed=i, temperature=1.0)) for i in range(64)]
+
+    async def client(place: int) -> list[int] | None:
+        prompt, params = jobs[place]
+        await asyncio.sleep(rng.random() / 20)
+        async for output in llm.generate({"prompt_token_ids": prompt}, params):
+            if place % 5 == 0 and len(output.outputs[0].token_ids) >= 3:
+                return None
+        return output.outputs[0].token_ids
+
+    async def all_clients() -> list[list[int] | None]:
+        return await asyncio.gather(*(client(place) for place in range(len(jobs))))
+
+    answers = asyncio.run(all_clients())
+    with LLM(str(tiny_config), **OPTIONS) as alone:
+        for (prompt, params), answer in zip(jobs, answers, strict=True):
+            if answer is not None:
+                [output] = alone.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+                assert answer == output.outputs[0].token_ids
+    assert sum(answer is None for answer in answers) == 13
+
+
+def test_leaving_early_frees_the_request(llm: AsyncLLM) -> None:
+    async def leave() -> None:
+        stream = llm.generate({"prompt_token_ids": [3] * 40}, _params(max_tokens=200))
+        async for _ in stream:
+            break
+        await stream.aclose()  # type: ignore[attr-defined]
+        for _ in range(200):
+            if not llm._engine.has_work:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("the request is still running")
+
+    asyncio.run(leave())
+    assert llm._engine.scheduler.manager.pool.num_used == 0
+
+
+def test_a_refusal_reaches_its_stream_alone(llm: AsyncLLM) -> None:
+    async def both() -> list[object]:
+        good = _collect(llm, [3, 4, 5], _params())
+        bad = _collect(llm, [3, 9999], _params())
+        return await asyncio.gather(good, bad, return_exceptions=True)
+
+    good, bad = asyncio.run(both())
+    assert isinstance(bad, InvalidParameterError) and isinstance(good, list) and good[-1].finished
+
+
+def test_an_id_in_use_is_refused_without_harm_to_its_owner(llm: AsyncLLM) -> None:
+    async def twice() -> list[object]:
+        async def run() -> list[int]:
+            async for output in llm.generate({"prompt_token_ids": [3, 4]}, _params(), request_id="same"):
+                pass
+            return output.outputs[0].token_ids
+
+        return await asyncio.gather(run(), run(), return_exceptions=True)
+
+    outcomes = asyncio.run(twice())
+    assert sum(isinstance(each, InvalidParameterError) for each in outcomes) == 1
+    assert sum(isinstance(each, list) and len(each) == 16 for each in outcomes) == 1
+
+
+def test_a_dead_engine_ends_every_stream(llm: AsyncLLM, caplog: pytest.LogCaptureFixture) -> None:
+    def die() -> list[RequestOutput]:
+        raise SystemExit("killed")
+
+    async def run() -> None:
+        stream = llm.generate({"prompt_token_ids": [3, 4]}, _params(max_tokens=200))
+        async for _ in stream:
+            llm._engine.step = die  # type: ignore[method-assign, assignment]
+
+    with pytest.raises(EngineError, match="the engine died"):
+        asyncio.run(run())
+    with pytest.raises(EngineError):
+        asyncio.run(_collect(llm, [3], _params()))
+
+
+def test_close_ends_open_streams(llm: AsyncLLM) -> None:
+    async def run() -> None:
+        async for _ in llm.generate({"prompt_token_ids": [3, 4]}, _params(max_tokens=200)):
+            await asyncio.get_running_loop().run_in_executor(None, llm.close)
+
+    with pytest.raises(EngineError, match="closed"):
+        asyncio.run(run())

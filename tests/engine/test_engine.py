@@ -1,0 +1,336 @@
+"""The engine as its users drive it: refusals that harm nobody, failures that stay with one request, clean endings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from engines import run_all
+
+from quire.core.params import BeamSearchParams, SamplingParams
+from quire.core.plan import StepPlan, StepResult
+from quire.engine.engine import Engine
+from quire.engine.outputs import BeamSearchOutput, RequestOutput
+from quire.errors import EngineError, InvalidParameterError, PromptTooLongError, RequestError
+from quire.worker.worker import NOT_FINITE
+
+MakeEngine = Callable[..., Engine]
+
+PROMPT = {"prompt_token_ids": list(range(3, 25))}
+NEIGHBOURS = {f"neighbour-{i}": {"prompt_token_ids": [5 + i, *range(40, 60)]} for i in range(3)}
+
+
+def _params(**options: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, "logprobs": 1, **options})
+
+
+def _add_neighbours(engine: Engine) -> None:
+    for name, prompt in NEIGHBOURS.items():
+        engine.add_request(name, prompt, _params())
+
+
+def _tokens(outputs: dict[str, RequestOutput]) -> dict[str, Any]:
+    return {name: (each.outputs[0].token_ids, each.outputs[0].logprobs) for name, each in outputs.items()}
+
+
+@pytest.fixture
+def undisturbed(make_engine: MakeEngine) -> dict[str, Any]:
+    """What the neighbours answer when nothing happens around them."""
+    engine = make_engine()
+    _add_neighbours(engine)
+    return _tokens(run_all(engine))
+
+
+def _assert_neighbours_unharmed(outputs: dict[str, RequestOutput], undisturbed: dict[str, Any]) -> None:
+    answers = _tokens({name: output for name, output in outputs.items() if name in NEIGHBOURS})
+    assert answers == undisturbed
+
+
+def _assert_idle(engine: Engine) -> None:
+    scheduler = engine.scheduler
+    assert not engine.has_work and not scheduler.running and scheduler.num_waiting == 0
+    assert scheduler.manager.pool.num_used == 0 and scheduler.blocks.num_reserved == 0
+    assert scheduler.rows.num_free == scheduler.limits.max_num_seqs
+    assert not engine._processors and not engine._beams and not engine._outputs._states
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], type[RequestError]]] = {
+    "empty prompt": ([], {}, InvalidParameterError),
+    "token outside the vocabulary": ([3, 256], {}, InvalidParameterError),
+    "negative token": ([-1], {}, InvalidParameterError),
+    "text without a tokenizer": ("hello", {}, InvalidParameterError),
+    "no prompt in the dict": ({"text": "x"}, {}, InvalidParameterError),
+    "prompt as long as the context": ([3] * 256, {}, PromptTooLongError),
+    "too many log-probabilities": ([3], {"logprobs": 21}, InvalidParameterError),
+    "stop strings without a tokenizer": ([3], {"stop": ["x"]}, InvalidParameterError),
+    "bias outside the vocabulary": ([3], {"logit_bias": {999: 1.0}}, InvalidParameterError),
+    "bad words without a tokenizer": ([3], {"bad_words": ["x"]}, InvalidParameterError),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refused_request_changes_nothing(case: str, make_engine: MakeEngine, undisturbed: dict[str, Any]) -> None:
+    prompt, options, error = REFUSED[case]
+    engine = make_engine()
+    _add_neighbours(engine)
+    with pytest.raises(error) as raised:
+        engine.add_request("bad", prompt, _params(**options))
+    assert "\n" not in str(raised.value)
+    _assert_neighbours_unharmed(run_all(engine), undisturbed)
+    _assert_idle(engine)
+
+
+def test_a_request_larger_than_the_pool_is_refused_with_the_numbers(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=4, max_model_len=64)
+    engine.scheduler.limits = replace(engine.scheduler.limits, num_blocks=3)
+    with pytest.raises(PromptTooLongError, match=r"60 tokens.* 4 KV blocks of 16.* the whole pool has 3"):
+        engine.add_request("large", {"prompt_token_ids": [3] * 60}, _params())
+    _assert_idle(engine)
+
+
+def test_an_id_in_use_is_refused_and_its_owner_goes_on(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add_request("same", PROMPT, _params())
+    with pytest.raises(InvalidParameterError, match="already in use"):
+        engine.add_request("same", PROMPT, _params())
+    assert run_all(engine)["same"].outputs[0].finish_reason == "length"
+    _assert_idle(engine)
+
+
+def _break_processor(engine: Engine) -> None:
+    def fail(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("secret text")
+
+    engine.add_request("victim", PROMPT, _params(logits_processors=[fail]))
+
+
+def _break_mask(engine: Engine) -> None:
+    def forbid_all(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(logits, float("-inf"))
+
+    engine.add_request("victim", PROMPT, _params(logits_processors=[forbid_all]))
+
+
+def _poison_memory(engine: Engine) -> None:
+    """Once the victim has begun, its first block's keys become NaN: from then on all it computes is."""
+    engine.add_request("victim", PROMPT, _params())
+    engine.step()
+    block = next(s for s in engine.scheduler.running if s.name == "victim").table.blocks[0]
+    worker = engine.executor.worker  # type: ignore[attr-defined]
+    worker.memory.caches[0][0][block] = float("nan")
+
+
+def _break_model(engine: Engine) -> None:
+    """The forward pass raises whenever the victim is in it; told apart by its length."""
+    engine.add_request("victim", PROMPT, _params())
+    worker = engine.executor.worker  # type: ignore[attr-defined]
+    compute = worker._compute
+
+    def fail(work: Any) -> Any:
+        if any(worker.rows.names[item.row] == "victim" for item in work):
+            raise RuntimeError("secret text")
+        return compute(work)
+
+    worker._compute = fail
+
+
+def _break_output(engine: Engine) -> None:
+    engine.add_request("victim", PROMPT, _params())
+    processor = engine._outputs
+    take = processor._take
+
+    def fail(state: Any, *args: Any) -> None:
+        if state.request.request_id == "victim":
+            raise RuntimeError("secret text")
+        take(state, *args)
+
+    processor._take = fail  # type: ignore[method-assign]
+
+
+FAULTS: dict[str, Callable[[Engine], None]] = {
+    "a processor raises": _break_processor,
+    "a processor forbids everything": _break_mask,
+    "its KV memory holds NaN": _poison_memory,
+    "the model raises on it": _break_model,
+    "its output cannot be made": _break_output,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_failure_ends_one_request_and_no_other(
+    fault: str, make_engine: MakeEngine, undisturbed: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine()
+    _add_neighbours(engine)
+    FAULTS[fault](engine)
+    outputs = run_all(engine)
+    victim = outputs["victim"]
+    assert victim.finished and victim.error is not None and victim.outputs[0].finish_reason == "error"
+    assert "Traceback" not in victim.error and "0x" not in victim.error and "\n" not in victim.error
+    _assert_neighbours_unharmed(outputs, undisturbed)
+    _assert_idle(engine)
+
+
+def test_not_a_number_never_enters_the_cache(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    _poison_memory(engine)
+    victim = engine.scheduler.requests["victim"].sequences[0]
+    poisoned = victim.table.blocks[0]
+    num_cached = len(engine.scheduler.manager.index)
+    assert run_all(engine)["victim"].error == NOT_FINITE
+    # The block was published while it was sound; the damage came from outside. Nothing computed from it followed.
+    assert len(engine.scheduler.manager.index) <= num_cached
+    assert all(node.parent is None or node.parent.block != poisoned for node in engine.scheduler.manager.index.nodes())
+
+
+class _BrokenOnce:
+    """An executor whose first step is lost as a whole."""
+
+    def __init__(self, inner: Any, error: BaseException) -> None:
+        self._inner = inner
+        self._error: BaseException | None = error
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self._error is not None and plan.work:
+            error, self._error = self._error, None
+            raise error
+        result: StepResult = self._inner.execute(plan)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def test_a_lost_step_ends_its_requests_and_the_engine_goes_on(make_engine: MakeEngine, undisturbed: dict[str, Any]) -> None:
+    engine = make_engine()
+    engine.executor = _BrokenOnce(engine.executor, RuntimeError("gone"))
+    engine.add_request("victim", PROMPT, _params())
+    outputs = {o.request_id: o for o in engine.step() if isinstance(o, RequestOutput)}
+    assert outputs["victim"].error is not None
+    _add_neighbours(engine)
+    _assert_neighbours_unharmed(run_all(engine), undisturbed)
+    _assert_idle(engine)
+
+
+def test_an_interrupt_passes_through_and_leaves_the_engine_usable(make_engine: MakeEngine, undisturbed: dict[str, Any]) -> None:
+    engine = make_engine()
+    engine.executor = _BrokenOnce(engine.executor, KeyboardInterrupt())
+    engine.add_request("victim", PROMPT, _params())
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.abort("victim")
+    _add_neighbours(engine)
+    _assert_neighbours_unharmed(run_all(engine), undisturbed)
+    _assert_idle(engine)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 4])
+def test_an_abort_frees_everything_at_once(num_steps: int, make_engine: MakeEngine, undisturbed: dict[str, Any]) -> None:
+    engine = make_engine(max_num_batched_tokens=20)
+    engine.add_request("victim", {"prompt_token_ids": [9] * 70}, _params(n=3, temperature=1.0))
+    for _ in range(num_steps):
+        engine.step()
+    output = engine.abort("victim")
+    assert output is not None and output.finished and output.outputs[0].finish_reason == "abort"
+    _assert_idle(engine)
+    assert engine.abort("victim") is None
+    _add_neighbours(engine)
+    _assert_neighbours_unharmed(run_all(engine), undisturbed)
+
+
+def test_salted_prompts_share_no_cache(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    tokens = list(range(3, 60))
+    for name, salt in (("a", "one"), ("b", "two"), ("c", "one")):
+        engine.add_request(name, {"prompt_token_ids": tokens, "cache_salt": salt}, _params())
+        output = run_all(engine)[name]
+        assert output.metrics.num_prefix_hit_tokens == (56 if name == "c" else 0)
+
+
+def test_stop_tokens_min_tokens_and_end_of_sequence(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    free = _params(ignore_eos=True)
+    engine.add_request("free", PROMPT, free)
+    tokens = run_all(engine)["free"].outputs[0].token_ids
+    engine.add_request("stopped", PROMPT, _params(stop_token_ids=[tokens[3]]))
+    stopped = run_all(engine)["stopped"].outputs[0]
+    end = tokens.index(tokens[3]) + 1
+    assert (stopped.token_ids, stopped.finish_reason, stopped.stop_reason) == (tokens[:end], "stop", tokens[3])
+    engine.eos_token_ids = frozenset({tokens[3]})
+    engine.add_request("ended", PROMPT, _params(ignore_eos=False))
+    ended = run_all(engine)["ended"].outputs[0]
+    assert (ended.token_ids, ended.finish_reason, ended.stop_reason) == (tokens[:end], "stop", None)
+    engine.add_request("late", PROMPT, _params(ignore_eos=False, min_tokens=8))
+    late = run_all(engine)["late"].outputs[0]
+    assert len(late.token_ids) >= 8 and tokens[3] not in late.token_ids[:8]
+
+
+def test_best_of_returns_the_likeliest(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    common = {"temperature": 1.5, "seed": 3, "logprobs": 0}
+    engine.add_request("all", PROMPT, _params(n=6, **common))
+    engine.add_request("best", PROMPT, _params(n=2, best_of=6, **common))
+    outputs = run_all(engine)
+    ranked = sorted(outputs["all"].outputs, key=lambda each: -(each.cumulative_logprob or 0.0))
+    assert [each.token_ids for each in outputs["best"].outputs] == [each.token_ids for each in ranked[:2]]
+    assert [each.index for each in outputs["best"].outputs] == [0, 1]
+
+
+@pytest.mark.parametrize("kind", ["cumulative", "delta", "final_only"])
+def test_output_kinds(kind: str, make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add_request("x", PROMPT, _params(output_kind=kind))
+    steps: list[list[int]] = []
+    while engine.has_work:
+        steps += [o.outputs[0].token_ids for o in engine.step() if isinstance(o, RequestOutput)]
+    lengths = [len(each) for each in steps]
+    assert lengths == {"cumulative": list(range(1, 13)), "delta": [1] * 12, "final_only": [12]}[kind]
+
+
+def test_beam_search_under_memory_pressure_equals_beam_search_alone(make_engine: MakeEngine) -> None:
+    params = BeamSearchParams(beam_width=4, max_tokens=14)
+
+    def search(engine: Engine) -> list[list[int]]:
+        engine.add_request("beams", {"prompt_token_ids": list(range(3, 30))}, params)
+        while True:
+            for output in engine.step():
+                if isinstance(output, BeamSearchOutput):
+                    return [each.token_ids for each in output.sequences]
+
+    alone = search(make_engine())
+    assert len(alone) == 4 and len({tuple(each) for each in alone}) == 4
+    crowded = make_engine(num_blocks=5, max_model_len=64, max_num_seqs=4)
+    for i in range(3):
+        crowded.add_request(f"n{i}", {"prompt_token_ids": [7 + i] * 30}, _params(max_tokens=20))
+    assert search(crowded) == alone
+    assert crowded.scheduler.stats.num_preemptions > 0
+
+
+def test_parallel_samples_share_their_prompt(make_engine: MakeEngine) -> None:
+    """Eight prompts of 256 tokens, eight samples each: at least 55 % fewer blocks than without sharing."""
+
+    def peak(num_requests: int, n: int) -> int:
+        engine = make_engine(num_blocks=2000, max_num_seqs=64, max_model_len=512, max_num_batched_tokens=4096)
+        for i in range(8):
+            for j in range(num_requests):
+                # A salt of its own keeps separate requests from sharing through the cache.
+                prompt = {"prompt_token_ids": [3 + i] * 256, "cache_salt": str(j)}
+                engine.add_request(f"{i}-{j}", prompt, _params(n=n, temperature=1.0, max_tokens=64, logprobs=None))
+        run_all(engine)
+        return engine.scheduler.stats.peak_num_blocks
+
+    together, apart = peak(1, 8), peak(8, 1)
+    assert together <= 0.45 * apart, (together, apart)
+
+
+def test_a_closed_engine_refuses(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add_request("x", PROMPT, _params())
+    engine.close()
+    engine.close()
+    assert not engine.has_work
+    with pytest.raises(EngineError):
+        engine.add_request("y", PROMPT, _params())

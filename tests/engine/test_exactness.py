@@ -1,0 +1,217 @@
+"""A request's answer is the same to the last bit, whoever else is there and whatever happened on the way.
+
+Every case answers the same requests under other circumstances and compares tokens and log-probabilities bitwise with those
+of each request alone in a fresh engine, its prompt in one piece, nothing cached.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from engines import run_all
+
+from quire.common.seeds import derive_seed
+from quire.core.params import SamplingParams
+from quire.engine.engine import Engine
+from quire.engine.outputs import RequestOutput
+
+MakeEngine = Callable[..., Engine]
+Requests = Mapping[str, tuple[list[int], dict[str, Any]]]
+Answers = dict[str, tuple[Any, ...]]
+
+SHARED_PREFIX = [random.Random(7).randrange(3, 250) for _ in range(37)]
+
+
+def _prompt(seed: int, length: int, shared: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return SHARED_PREFIX[:shared] + [rng.randrange(3, 250) for _ in range(length - shared)]
+
+
+# Lengths around block edges, every kind of sampling, shared prefixes of whole blocks and of part of one.
+REQUESTS: Requests = {
+    "greedy-1": (_prompt(1, 1), {"temperature": 0.0}),
+    "greedy-15": (_prompt(2, 15), {"temperature": 0.0}),
+    "greedy-16": (_prompt(3, 16), {"temperature": 0.0}),
+    "greedy-17": (_prompt(4, 17), {"temperature": 0.0}),
+    "shared-33": (_prompt(5, 33, shared=20), {"temperature": 0.0}),
+    "shared-40": (_prompt(6, 40, shared=37), {"seed": 11}),
+    "shared-49": (_prompt(7, 49, shared=37), {"seed": 12, "top_k": 20, "top_p": 0.9}),
+    "penalties": (_prompt(8, 23), {"seed": 13, "presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3}),
+    "hot": (_prompt(9, 31), {"seed": 14, "temperature": 3.0, "min_p": 0.05}),
+    "biased": (_prompt(10, 9), {"seed": 15, "logit_bias": {5: 4.0, 6: -100.0}, "min_tokens": 6, "stop_token_ids": [5, 9]}),
+}
+COMMON = {"max_tokens": 24, "logprobs": 3, "prompt_logprobs": 2, "ignore_eos": True}
+
+
+def _params(options: dict[str, Any], **overrides: Any) -> SamplingParams:
+    return SamplingParams(**{**COMMON, **options, **overrides})
+
+
+def _answer(output: RequestOutput) -> tuple[Any, ...]:
+    assert output.error is None
+    return tuple(
+        (each.token_ids, each.logprobs, each.cumulative_logprob, each.finish_reason, each.stop_reason)
+        for each in output.outputs
+    ) + (output.prompt_logprobs,)
+
+
+def _submit(engine: Engine, requests: Requests, suffix: str = "", **overrides: Any) -> None:
+    for name, (prompt, options) in requests.items():
+        engine.add_request(name + suffix, {"prompt_token_ids": prompt}, _params(options, **overrides))
+
+
+def _answers(engine: Engine, requests: Requests = REQUESTS) -> Answers:
+    _submit(engine, requests)
+    return {name: _answer(output) for name, output in run_all(engine).items()}
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+_ALONE: dict[str, Answers] = {}
+
+
+@pytest.fixture
+def alone(dtype: str, make_engine: MakeEngine) -> Answers:
+    """The reference: each request alone, in a fresh engine, cold and in one piece."""
+    if dtype not in _ALONE:
+        _ALONE[dtype] = {}
+        for name, request in REQUESTS.items():
+            engine = make_engine(dtype=dtype, enable_prefix_caching=False)
+            _ALONE[dtype] |= _answers(engine, {name: request})
+    return _ALONE[dtype]
+
+
+def _batched(make: MakeEngine) -> Answers:
+    return _answers(make(enable_prefix_caching=False))
+
+
+def _chunked(make: MakeEngine) -> Answers:
+    return _answers(make(max_num_batched_tokens=7, max_num_seqs=3))
+
+
+def _one_token_at_a_time(make: MakeEngine) -> Answers:
+    return _answers(make(max_num_batched_tokens=1, max_num_seqs=1))
+
+
+def _unchunked(make: MakeEngine) -> Answers:
+    return _answers(make(enable_chunked_prefill=False))
+
+
+def _cached(make: MakeEngine) -> Answers:
+    engine = make()
+    _answers(engine)
+    answers = _answers(engine)
+    assert engine.scheduler.blocks.num_hit_tokens > 0
+    return answers
+
+
+def _cached_after_other_use(make: MakeEngine) -> Answers:
+    """The cache was filled by requests that ended early and never asked for prompt log-probabilities."""
+    engine = make()
+    _submit(engine, REQUESTS, max_tokens=3, min_tokens=0, prompt_logprobs=None)
+    for _ in range(2):
+        engine.step()
+    engine.abort("shared-49")
+    run_all(engine)
+    return _answers(engine)
+
+
+def _partly_evicted(make: MakeEngine) -> Answers:
+    engine = make(num_blocks=20, max_num_seqs=3)
+    _answers(engine)
+    _answers(engine, {"visitor": (_prompt(99, 150), {"seed": 1})})
+    assert engine.scheduler.manager.num_evictions > 0
+    return _answers(engine)
+
+
+def _preempted(make: MakeEngine) -> Answers:
+    engine = make(num_blocks=12, max_num_seqs=8)
+    answers = _answers(engine)
+    assert engine.scheduler.stats.num_preemptions > 0
+    return answers
+
+
+def _preempted_at_every_token(make: MakeEngine) -> Answers:
+    engine = make(enable_prefix_caching=False)
+    _submit(engine, REQUESTS)
+    return {name: _answer(output) for name, output in run_all(engine, after_step=engine.scheduler.preempt_all).items()}
+
+
+def _resumed_from_cache(make: MakeEngine) -> Answers:
+    engine = make()
+    _submit(engine, REQUESTS)
+    return {name: _answer(output) for name, output in run_all(engine, after_step=engine.scheduler.preempt_all).items()}
+
+
+def _two_threads(make: MakeEngine) -> Answers:
+    return _answers(make(num_threads=2))
+
+
+def _blocks_of(block_size: int) -> Callable[[MakeEngine], Answers]:
+    def run(make: MakeEngine) -> Answers:
+        engine = make(block_size=block_size, max_num_batched_tokens=50)
+        _answers(engine)
+        return _answers(engine)
+
+    return run
+
+
+def _restarted(make: MakeEngine) -> Answers:
+    _answers(make(), {"earlier": (_prompt(98, 30), {"seed": 3})})
+    return _answers(make())
+
+
+CASES: dict[str, Callable[[MakeEngine], Answers]] = {
+    "batched": _batched,
+    "chunked": _chunked,
+    "one token at a time": _one_token_at_a_time,
+    "unchunked": _unchunked,
+    "cached": _cached,
+    "cached after other use": _cached_after_other_use,
+    "partly evicted": _partly_evicted,
+    "preempted": _preempted,
+    "preempted at every token": _preempted_at_every_token,
+    "preempted, resumed from cache": _resumed_from_cache,
+    "two threads": _two_threads,
+    "blocks of 1": _blocks_of(1),
+    "blocks of 8": _blocks_of(8),
+    "blocks of 32": _blocks_of(32),
+    "restarted": _restarted,
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bits_do_not_depend_on_circumstances(case: str, dtype: str, alone: Answers, make_engine: MakeEngine) -> None:
+    answers = CASES[case](lambda **options: make_engine(dtype=dtype, **options))
+    assert answers.keys() == alone.keys()
+    for name, answer in answers.items():
+        assert answer == alone[name], name
+
+
+@pytest.mark.parametrize("circumstances", [{}, {"num_blocks": 12}, {"max_num_batched_tokens": 5, "max_num_seqs": 2}])
+def test_forks_equal_separate_requests_with_derived_seeds(
+    circumstances: dict[str, Any], dtype: str, make_engine: MakeEngine
+) -> None:
+    prompt, options = REQUESTS["shared-40"]
+    forked = make_engine(dtype=dtype, **circumstances)
+    forked.add_request("forked", {"prompt_token_ids": prompt}, _params(options, n=5))
+    together = _answer(run_all(forked)["forked"])[:-1]
+    single = make_engine(dtype=dtype, enable_prefix_caching=False)
+    for index in range(5):
+        seed = derive_seed(options["seed"], index)
+        single.add_request(str(index), {"prompt_token_ids": prompt}, _params(options, seed=seed))
+    apart = run_all(single)
+    assert together == tuple(_answer(apart[str(index)])[0] for index in range(5))
+    assert len({tuple(each[0]) for each in together}) > 1, "all samples are equal: the seeds are not used"
+
+
+def test_the_comparison_can_fail(make_engine: MakeEngine) -> None:
+    """Negative control: another seed of the weights gives other bits."""
+    request = {"greedy-16": REQUESTS["greedy-16"]}
+    assert _answers(make_engine(seed=0), request) != _answers(make_engine(seed=1), request)

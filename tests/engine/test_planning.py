@@ -1,0 +1,99 @@
+"""Decisions of the planner: what they are, why, and the one line that says why something cannot work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quire.config.engine import EngineConfig
+from quire.engine.builder import plan_engine
+from quire.engine.machine import Machine
+from quire.engine.planning import EnginePlan
+from quire.errors import CapacityError, ConfigError, ModelNotFoundError, UnsupportedModelError
+
+GIB = 1 << 30
+
+
+def _machine(available: int = 8 * GIB) -> Machine:
+    return Machine(total_memory=2 * available, available_memory=available, num_cores=4, cpu_name="test")
+
+
+def _plan(path: Path, machine: Machine | None = None, **options: object) -> EnginePlan:
+    config = EngineConfig(model=str(path), load_format="dummy", **options)  # type: ignore[arg-type]
+    return plan_engine(config, machine or _machine()).plan
+
+
+def test_every_decision_has_a_reason_and_the_sum_fits(tiny_config: Path) -> None:
+    plan = _plan(tiny_config)
+    assert {d.name for d in plan.decisions} >= {"dtype", "block_size", "num_blocks", "max_model_len", "num_threads"}
+    assert all(decision.reason for decision in plan.decisions)
+    assert plan.total_bytes <= 8 * GIB * 0.9
+    assert plan.limits.max_model_len == 256 and plan.num_threads == 4
+    assert plan.kv_bytes == plan.limits.num_slots * plan.kv_bytes_per_token
+
+
+def test_given_values_are_obeyed(tiny_config: Path) -> None:
+    plan = _plan(tiny_config, kv_cache_memory="1MiB", block_size=8, max_num_seqs=3, max_model_len=100, dtype="bfloat16")
+    assert plan.kv_bytes_per_token == 2 * 2 * 2 * 16 * 2
+    assert plan.limits.num_blocks == (1 << 20) // (256 * 8)
+    assert (plan.limits.max_num_seqs, plan.limits.max_model_len, plan.dtype) == (3, 100, "bfloat16")
+
+
+def test_the_length_shrinks_to_what_the_cache_holds(tiny_config: Path) -> None:
+    plan = _plan(tiny_config, kv_cache_memory=512 * 100)
+    assert plan.limits.max_model_len == plan.limits.num_slots == 96
+    assert "what the KV cache holds" in {d.reason for d in plan.decisions}
+
+
+def test_too_small_a_cache_for_the_wanted_length_says_the_numbers(tiny_config: Path) -> None:
+    with pytest.raises(CapacityError, match=r"max_model_len=200 needs 104.0 KiB .* lower max_model_len to 96"):
+        _plan(tiny_config, kv_cache_memory=512 * 100, max_model_len=200)
+
+
+def test_too_little_memory_says_the_numbers(tiny_config: Path) -> None:
+    with pytest.raises(CapacityError, match=r"weights and workspace need .* 90% of 1.0 MiB free memory is 921.6 KiB"):
+        _plan(tiny_config, _machine(1 << 20))
+    with pytest.raises(CapacityError, match=r"kv_cache_memory='20GiB' does not fit"):
+        _plan(tiny_config, kv_cache_memory="20GiB")
+    with pytest.raises(CapacityError, match="holds no sequence at all"):
+        _plan(tiny_config, kv_cache_memory=100)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int3"}, "dtype='int3'"),
+        ({"block_size": 0}, "block_size=0"),
+        ({"memory_utilization": 1.5}, "memory_utilization=1.5"),
+        ({"kv_cache_memory": "much"}, "kv_cache_memory='much'"),
+        ({"kv_cache_memory": 0}, "kv_cache_memory=0"),
+        ({"quantization": "int4"}, "quantization='int4' is not available yet"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"max_num_batched_tokens": 4, "max_num_seqs": 8}, "max_num_batched_tokens=4 is below max_num_seqs=8"),
+        ({"enable_prefix_caching": "yes"}, "enable_prefix_caching='yes'"),
+    ],
+)
+def test_bad_options_are_refused_by_name(options: dict[str, object], message: str, tiny_config: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        _plan(tiny_config, **options)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_an_unknown_option_is_refused_with_a_suggestion() -> None:
+    with pytest.raises(ConfigError, match="unknown option 'max_model_length'; did you mean 'max_model_len'"):
+        EngineConfig.from_options("x", {"max_model_length": 3})
+
+
+def test_a_missing_model_and_an_unsupported_one(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="no-such-folder"):
+        plan_engine(EngineConfig(model=str(tmp_path / "no-such-folder")), _machine())
+    (tmp_path / "config.json").write_text('{"architectures": ["MysteryModel"]}')
+    with pytest.raises(UnsupportedModelError, match="MysteryModel"):
+        plan_engine(EngineConfig(model=str(tmp_path)), _machine())
+
+
+def test_the_machine_has_memory_and_cores() -> None:
+    machine = Machine.inspect()
+    assert machine.num_cores >= 1
+    assert 0 < machine.available_memory <= machine.total_memory

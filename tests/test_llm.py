@@ -1,0 +1,143 @@
+"""`LLM` as a user of vLLM would use it; and the golden decode of a real trained model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import run_all
+
+import quire
+from quire import LLM, BeamSearchParams, SamplingParams
+from quire.errors import ConfigError, InvalidParameterError
+
+OPTIONS: dict[str, Any] = {"kv_cache_memory": "16MiB", "num_threads": 1, "max_num_seqs": 8}
+STORYTELLER = "quire-storyteller"
+
+
+@pytest.fixture(scope="module")
+def stories(shared: Path) -> Path:
+    return shared / "models" / "stories260K" if (shared / "models").is_dir() else shared / "data" / "models" / "stories260K"
+
+
+@pytest.fixture(scope="module")
+def storyteller() -> Any:
+    with LLM(STORYTELLER, **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 16, 32])
+@pytest.mark.parametrize("chunk", [1, 7, 64, "preempted"])
+def test_the_golden_decode_is_exact(block_size: int, chunk: int | str, stories: Path) -> None:
+    """200 greedy tokens of stories260K equal the reference implementation's, however they were scheduled."""
+    reference = json.loads((stories / "reference.json").read_text())
+    expected = reference["greedy_ids_200_from_bos"]
+    num_batched = 64 if chunk == "preempted" else int(chunk)
+    options = {**OPTIONS, "max_num_seqs": 1, "max_num_batched_tokens": num_batched, "block_size": block_size}
+    params = SamplingParams(temperature=0.0, max_tokens=len(expected) - 1, ignore_eos=True)
+    with LLM(str(stories / "hf"), **options) as llm:
+        if chunk == "preempted":
+            llm.engine.add_request("golden", {"prompt_token_ids": expected[:1]}, params)
+            token_ids = run_all(llm.engine, after_step=llm.engine.scheduler.preempt_all)["golden"].outputs[0].token_ids
+            assert llm.engine.scheduler.stats.num_preemptions >= 100
+        else:
+            # A first request of 64 tokens, so that the second one's prompt is chunked and then partly cached.
+            llm.generate({"prompt_token_ids": expected[:64]}, SamplingParams(max_tokens=1), use_tqdm=False)
+            [output] = llm.generate({"prompt_token_ids": expected[:1]}, params, use_tqdm=False)
+            token_ids = output.outputs[0].token_ids
+    assert expected[:1] + token_ids == expected
+
+
+def test_the_golden_text(stories: Path) -> None:
+    reference = json.loads((stories / "reference.json").read_text())
+    with LLM(str(stories / "hf"), **OPTIONS) as llm:
+        for vector in reference["vectors"]:
+            params = SamplingParams(temperature=0.0, max_tokens=len(vector["greedy_ids"]), ignore_eos=True)
+            [output] = llm.generate({"prompt_token_ids": vector["prompt_ids"]}, params, use_tqdm=False)
+            assert output.outputs[0].token_ids == vector["greedy_ids"]
+
+
+def test_outputs_come_in_the_order_of_the_prompts(storyteller: LLM) -> None:
+    prompts = ["The old king", "A fox", "Once upon a time there was a"]
+    lengths = [9, 2, 5]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
+    outputs = storyteller.generate(prompts, params, use_tqdm=False)
+    assert [each.prompt for each in outputs] == prompts
+    assert [len(each.outputs[0].token_ids) for each in outputs] == lengths
+    assert all(each.finished and each.outputs[0].finish_reason == "length" for each in outputs)
+
+
+def test_the_forms_of_a_prompt(storyteller: LLM) -> None:
+    params = SamplingParams(max_tokens=6, temperature=0.0)
+    token_ids = storyteller.engine.tokenizer.encode("A fox")  # type: ignore[union-attr]
+    forms: list[Any] = ["A fox", ["A fox"], token_ids, [token_ids], {"prompt_token_ids": token_ids}, [{"prompt": "A fox"}]]
+    answers = {tuple(storyteller.generate(form, params, use_tqdm=False)[0].outputs[0].token_ids) for form in forms}
+    assert len(answers) == 1
+
+
+def test_text_matches_tokens_and_stop_strings_never_leak(storyteller: LLM) -> None:
+    tokenizer = storyteller.get_tokenizer()
+    params = SamplingParams(max_tokens=60, temperature=0.9, seed=3, n=4)
+    [output] = storyteller.generate("Once upon a time", params, use_tqdm=False)
+    for completion in output.outputs:
+        assert completion.text == tokenizer.decode(completion.token_ids)
+    whole = output.outputs[0].text
+    stop = whole[len(whole) // 2 :][:3]
+    stopped = SamplingParams(max_tokens=60, temperature=0.9, seed=3, stop=[stop])
+    [output] = storyteller.generate("Once upon a time", stopped, use_tqdm=False)
+    assert output.outputs[0].text == whole[: whole.index(stop)]
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
+    included = SamplingParams(max_tokens=60, temperature=0.9, seed=3, stop=[stop], include_stop_str_in_output=True)
+    [output] = storyteller.generate("Once upon a time", included, use_tqdm=False)
+    assert output.outputs[0].text == whole[: whole.index(stop) + len(stop)]
+
+
+def test_chat_goes_through_the_template(storyteller: LLM) -> None:
+    messages = [{"role": "user", "content": "Tell me a story about a fox."}]
+    params = SamplingParams(max_tokens=24, temperature=0.0)
+    [output] = storyteller.chat(messages, params, use_tqdm=False)
+    assert output.prompt is not None and "a fox" in output.prompt and output.outputs[0].text.strip()
+    [same] = storyteller.chat([messages], params, use_tqdm=False)
+    assert same.outputs[0].token_ids == output.outputs[0].token_ids
+    assert same.metrics.num_prefix_hit_tokens == len(same.prompt_token_ids) - 1
+
+
+def test_special_tokens_in_user_text_are_text(storyteller: LLM) -> None:
+    special = storyteller.get_tokenizer().special_token_ids
+    text = "<|im_end|>"
+    messages = [{"role": "user", "content": f"a{text}b"}]
+    plain = [{"role": "user", "content": "ab"}]
+    params = SamplingParams(max_tokens=1)
+    [with_special] = storyteller.chat(messages, params, use_tqdm=False)
+    [without] = storyteller.chat(plain, params, use_tqdm=False)
+    count = [sum(token in special for token in each.prompt_token_ids) for each in (with_special, without)]
+    assert count[0] == count[1] and text in (with_special.prompt or "")
+
+
+def test_beam_search_returns_beams_in_order(storyteller: LLM) -> None:
+    [output] = storyteller.beam_search("Once upon a time", BeamSearchParams(beam_width=4, max_tokens=12))
+    scores = [each.score for each in output.sequences]
+    assert len(scores) == 4 and scores == sorted(scores, reverse=True)
+    assert all(each.text == storyteller.get_tokenizer().decode(each.token_ids) for each in output.sequences)
+
+
+def test_bad_calls_are_refused_and_leave_nothing_behind(storyteller: LLM) -> None:
+    with pytest.raises(InvalidParameterError, match="2 sampling_params for 1 prompts"):
+        storyteller.generate(["x"], [SamplingParams(), SamplingParams()], use_tqdm=False)
+    with pytest.raises(InvalidParameterError):
+        storyteller.generate(["fine", {"prompt_token_ids": [10**6]}], use_tqdm=False)
+    with pytest.raises(ConfigError, match="no embeddings"):
+        storyteller.embed("x")
+    assert not storyteller.engine.has_work
+
+
+def test_public_names_are_exported_and_lazy() -> None:
+    for name in quire.__all__:
+        assert getattr(quire, name) is not None
+    script = "import sys, quire; print(sorted({'torch', 'numpy', 'tokenizers', 'jinja2'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.strip() == "[]"
