@@ -39,7 +39,7 @@ class Detokenizer:
     Raises UnsupportedModelError when the tokenizer has a decoder that cannot be followed token by token.
     """
 
-    __slots__ = ("_is_spaced", "_num_prompt_bytes", "_pending", "_rules", "_skipped", "_started", "_strip_left",
+    __slots__ = ("_is_spaced", "_num_prompt_bytes", "_pending", "_rules", "_run", "_skipped", "_started", "_strip_left",
                  "_tokenizer", "_was_added")  # fmt: skip
 
     def __init__(
@@ -54,8 +54,9 @@ class Detokenizer:
         self._rules = tokenizer.decoder_rules
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._is_spaced = spaces_between_special_tokens or skip_special_tokens
-        self._pending = bytearray()  # an unfinished character, or an unfinished run of byte tokens
-        self._num_prompt_bytes = 0  # how many of `_pending` are the prompt's
+        self._pending = b""  # of a byte-level tokenizer: the unfinished character
+        self._run = bytearray()  # of a tokenizer with byte tokens: the unfinished run of them
+        self._num_prompt_bytes = 0  # how many of these are the prompt's
         self._started = False  # whether any token has contributed
         self._strip_left = self._rules.strip_len
         self._was_added = False
@@ -73,17 +74,16 @@ class Detokenizer:
         """The rest of the text at the end of the output: what is held back, ill-formed as it may be."""
         if self._rules.kind != "bytes":
             return self._end_run()
-        pending, self._pending = bytes(self._pending), bytearray()
+        pending, self._pending = self._pending, b""
         is_prompt, self._num_prompt_bytes = self._num_prompt_bytes > 0, 0
-        text = self._strip(pending.decode(errors="replace"))
-        return "" if is_prompt else text
+        return "" if is_prompt else pending.decode(errors="replace")
 
     def copy(self) -> Detokenizer:
         """An independent detokenizer in the same state, for a fork of the sequence; O(bytes held back)."""
         fork = object.__new__(Detokenizer)
         for name in Detokenizer.__slots__:
             setattr(fork, name, getattr(self, name))
-        fork._pending = bytearray(self._pending)
+        fork._run = self._run.copy()
         return fork
 
     # The prompt.
@@ -97,10 +97,14 @@ class Detokenizer:
                 if self._started and self._strip_left == 0:
                     break
             else:
-                self._num_prompt_bytes = len(self._pending)
+                self._num_prompt_bytes = len(self._run)
                 return
-        self._pending = bytearray(self._unfinished_bytes(prompt))
-        self._num_prompt_bytes = len(self._pending)
+        unfinished = self._unfinished_bytes(prompt)
+        if self._rules.kind == "bytes":
+            self._pending = unfinished
+        else:
+            self._run = bytearray(unfinished)
+        self._num_prompt_bytes = len(unfinished)
 
     def _unfinished_bytes(self, prompt: Sequence[int]) -> bytes:
         """The bytes at the prompt's end whose text is not decided: an incomplete character, or a run of byte tokens."""
@@ -126,15 +130,14 @@ class Detokenizer:
     def _feed_bytes(self, data: bytes) -> str:
         if not data:
             return ""
-        is_broken = self._num_prompt_bytes > 0 and _is_ill_formed(bytes(self._pending) + data[:1])
+        is_broken = self._num_prompt_bytes > 0 and _is_ill_formed(self._pending + data[:1])
         self._num_prompt_bytes = 0
-        self._started = True
-        text, num_used = utf_8_decode(bytes(self._pending) + data, "replace", False)
-        self._pending = bytearray((bytes(self._pending) + data)[num_used:])
+        data = self._pending + data
+        text, num_used = utf_8_decode(data, "replace", False)
+        self._pending = data[num_used:]
         if is_broken:  # the first U+FFFD stands for bytes of the prompt alone
-            self._strip(text[:1])
             text = text[1:]
-        return self._strip(text)
+        return text
 
     # Text tokens with byte tokens among them.
 
@@ -146,7 +149,7 @@ class Detokenizer:
             piece = self._tokenizer.first_token_piece(token)
         if isinstance(piece, bytes):
             self._started = True
-            self._pending += piece
+            self._run += piece
             return ""
         if self._rules.kind == "join":
             piece = self._space_before(token) + piece
@@ -161,10 +164,10 @@ class Detokenizer:
 
     def _end_run(self) -> str:
         """The output's text of the run of byte tokens that ends here."""
-        run, num_prompt = bytes(self._pending), self._num_prompt_bytes
-        if not run:
+        if not self._run:
             return ""
-        self._pending, self._num_prompt_bytes = bytearray(), 0
+        run, num_prompt = bytes(self._run), self._num_prompt_bytes
+        self._run, self._num_prompt_bytes = bytearray(), 0
         try:
             text = run.decode()
             num_before = len(utf_8_decode(run[:num_prompt], "strict", False)[0])

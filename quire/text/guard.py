@@ -48,9 +48,8 @@ class Guard:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text; control tokens only where the text has their secret names. Adds no BOS or EOS."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         id_of = self._id_of
-        return [id_of.get(token_id, token_id) for token_id in ids]
+        return [id_of.get(token_id, token_id) for token_id in encode_bare(self._backend, text)]
 
     def _rename(self, base: Backend, backend: Backend) -> Backend:
         """A tokenizer over the model of `base` with the added tokens of `backend`, the controls under secret names."""
@@ -83,6 +82,16 @@ class Guard:
             if true_id != own_id:
                 mapping[own_id] = true_id
         return mapping
+
+
+def encode_bare(backend: Backend, text: str) -> list[int]:
+    """Token ids of a text without what a post-processor adds.
+
+    The batch call is the one that lets other threads run meanwhile: a plain `encode` of 1 MB keeps the interpreter to
+    itself for seconds (measured: 4.1 s without a pause, against pauses of at most 9 ms).
+    """
+    ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return ids
 
 
 def _is_spelt_by_model(backend: Backend, text: str, token_id: int) -> bool:

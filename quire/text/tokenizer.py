@@ -14,7 +14,8 @@ for the two degrees.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 from quire.errors import CheckpointError, InvalidParameterError
 from quire.text.decoding import DecoderRules, Piece, read_decoder
 from quire.text.files import TextConfig, read_text_config, read_tokenizer_json
-from quire.text.guard import Guard
+from quire.text.guard import Guard, encode_bare
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -34,15 +35,22 @@ _CONVENTIONAL: Final = frozenset({"<s>", "</s>", "<unk>", "<pad>", "<bos>", "<eo
 
 
 class Tokenizer:
-    """The tokenizer of one model, from the text of a `tokenizer.json` and what the files beside it say."""
+    """The tokenizer of one model, from the text of a `tokenizer.json` and what the files beside it say.
+
+    special_token_ids: the ids that `decode` skips. control_level: text of each control token to 2 (only a template may
+    mean it) or 1 (an assistant's message may, too). guard: the encoder that reads control tokens only where it is told to.
+    """
 
     def __init__(self, tokenizer_json: str, config: TextConfig | None = None) -> None:
         self.config = config or TextConfig()
-        self._json = tokenizer_json
         self._backend = _load_backend(tokenizer_json)
         _declare_special_tokens(self._backend, self.config)
         self._added: dict[int, AddedToken] = self._backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in self._added.items() if token.special)
+        self.control_level = _control_levels(self._added.values(), self.config)
+        controls = {token.content: token_id for token_id, token in self._added.items()}
+        controls = {text: token_id for text, token_id in controls.items() if text in self.control_level}
+        self.guard = Guard(self._backend, tokenizer_json, controls)
         self._prefix, self._suffix = self._find_affixes()
         self._tokens: dict[int, str | None] = {}
         self._pieces: dict[int, Piece | None] = {}
@@ -83,24 +91,6 @@ class Tokenizer:
         """Whether the token was added beside the model's own vocabulary (special or not)."""
         return token_id in self._added
 
-    @cached_property
-    def control_level(self) -> Mapping[str, int]:
-        """The control tokens: text to the degree of trust that it takes to mean the token.
-
-        2: only a template, never a message. 1: also an assistant's message, since the model may have written it as a
-        token.
-        """
-        templates = "\n".join(self.config.chat_templates.values())
-        named = {*self.config.named_tokens.values(), *_CONVENTIONAL}
-        levels = {}
-        for token in self._added.values():
-            text = token.content
-            if token.special or text in named or (text.startswith("<|") and text.endswith("|>")):
-                levels[text] = STRICT_LEVEL
-            elif _is_bracketed(text) and text in templates:
-                levels[text] = LENIENT_LEVEL
-        return levels
-
     # Text to ids.
 
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
@@ -111,15 +101,11 @@ class Tokenizer:
         wrote, never for text of users. Raises InvalidParameterError for text that is not Unicode (a lone surrogate).
         """
         _check_unicode(text)
-        if parse_special:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        else:
-            ids = self.guard.encode(text)
+        ids = encode_bare(self._backend, text) if parse_special else self.guard.encode(text)
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
     def encode_secret(self, text: str) -> list[int]:
-        """Token ids of a text with the guard's secret names in it, without BOS or EOS; for prompts put together
-        here."""
+        """Token ids of a text that may have the guard's secret names in it, without BOS or EOS."""
         _check_unicode(text)
         return self.guard.encode(text)
 
@@ -130,13 +116,6 @@ class Tokenizer:
         for text in self.control_level:
             lengths.setdefault(text[0], set()).add(len(text))
         return {char: tuple(sorted(each, reverse=True)) for char, each in lengths.items()}
-
-    @cached_property
-    def guard(self) -> Guard:
-        """The encoder that reads control tokens only where it is told to."""
-        controls = {token.content: token_id for token_id, token in self._added.items()}
-        controls = {text: token_id for text, token_id in controls.items() if text in self.control_level}
-        return Guard(self._backend, self._json, controls)
 
     # Ids to text.
 
@@ -200,8 +179,9 @@ class Tokenizer:
             bos, eos = self.bos_token_id, self.eos_token_id
             prefix = [bos] if self.config.add_bos_token and bos is not None else []
             return prefix, [eos] if self.config.add_eos_token and eos is not None else []
-        bare: list[int] = self._backend.encode("a", add_special_tokens=False).ids
-        full: list[int] = self._backend.encode("a", add_special_tokens=True).ids
+        with _library_errors():
+            bare: list[int] = self._backend.encode("a", add_special_tokens=False).ids
+            full: list[int] = self._backend.encode("a", add_special_tokens=True).ids
         for start in range(len(full) - len(bare) + 1):
             if full[start : start + len(bare)] == bare:
                 return full[:start], full[start + len(bare) :]
@@ -211,16 +191,22 @@ class Tokenizer:
 def _load_backend(tokenizer_json: str) -> Backend:
     from tokenizers import Tokenizer as Backend
 
-    try:
+    with _library_errors():
         backend = Backend.from_str(tokenizer_json)
-    except BaseException as error:
-        # A malformed file can make the library panic, which pyo3 raises outside the Exception tree.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise CheckpointError(f"tokenizer.json cannot be loaded: {error}") from None
     backend.no_truncation()
     backend.no_padding()
     return backend
+
+
+@contextmanager
+def _library_errors() -> Iterator[None]:
+    """Report what the library makes of a malformed file, panics included, which pyo3 raises outside the Exception tree."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise CheckpointError(f"tokenizer.json cannot be used: {error}") from None
 
 
 def _declare_special_tokens(backend: Backend, config: TextConfig) -> None:
@@ -231,6 +217,23 @@ def _declare_special_tokens(backend: Backend, config: TextConfig) -> None:
     present = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     missing = [AddedToken(text, normalized=False, special=True) for text in texts if text not in present]
     backend.add_special_tokens(missing)
+
+
+def _control_levels(added: Iterable[AddedToken], config: TextConfig) -> dict[str, int]:
+    """The control tokens: text to the degree of trust that it takes to mean the token.
+
+    2: only a template, never a message. 1: also an assistant's message, since the model may have written it as a token.
+    """
+    templates = "\n".join(config.chat_templates.values())
+    named = {*config.named_tokens.values(), *_CONVENTIONAL}
+    levels = {}
+    for token in added:
+        text = token.content
+        if token.special or text in named or (text.startswith("<|") and text.endswith("|>")):
+            levels[text] = STRICT_LEVEL
+        elif _is_bracketed(text) and text in templates:
+            levels[text] = LENIENT_LEVEL
+    return levels
 
 
 def _check_unicode(text: str) -> None:

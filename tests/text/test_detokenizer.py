@@ -91,7 +91,7 @@ def _suffix_by_replay(tokenizer: Tokenizer, ids: list[int], split: int, skip: bo
     """The output's text with the whole prompt streamed first: equal to entering the prompt from its two ends."""
     detokenizer = Detokenizer(tokenizer, (), skip_special_tokens=skip)
     detokenizer.append(ids[:split])
-    detokenizer._num_prompt_bytes = len(detokenizer._pending)
+    detokenizer._num_prompt_bytes = len(detokenizer._pending) or len(detokenizer._run)
     return detokenizer.append(ids[split:]) + detokenizer.flush()
 
 
