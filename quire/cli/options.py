@@ -1,0 +1,118 @@
+"""Options that several commands share, and their way from the command line into `EngineConfig` and `SamplingParams`.
+
+The engine's options are those of `EngineConfig`, generated from its one declaration. Only what was given is passed on, so
+the defaults stay where they are declared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from quire.config.engine import EngineConfig
+from quire.core.params import GENERATION_CONFIG_KEYS, SamplingParams
+
+DEFAULT_MAX_TOKENS = 256
+"""Where neither the user nor the model's generation_config.json says how long an answer may be."""
+
+_TYPES: Mapping[str, Callable[[str], Any]] = {"int": int, "float": float}
+_METAVARS = {"int": "N", "float": "X", "str": "NAME"}
+
+
+class SamplingOption(NamedTuple):
+    """One sampling parameter as an option."""
+
+    name: str
+    type: Callable[[str], Any]
+    help: str
+
+
+SAMPLING_OPTIONS = (
+    SamplingOption("max_tokens", int, f"longest answer, in tokens (default: the model's, else {DEFAULT_MAX_TOKENS})"),
+    SamplingOption("min_tokens", int, "do not stop before that many tokens"),
+    SamplingOption("temperature", float, "0 always takes the most likely token (default: the model's, else 1)"),
+    SamplingOption("top_p", float, "sample from the likeliest tokens that make up this probability"),
+    SamplingOption("top_k", int, "sample from that many of the likeliest tokens"),
+    SamplingOption("min_p", float, "drop tokens below this share of the likeliest one's probability"),
+    SamplingOption("presence_penalty", float, "make tokens that the answer holds less likely"),
+    SamplingOption("frequency_penalty", float, "as --presence-penalty, for each time that a token occurs"),
+    SamplingOption("repetition_penalty", float, "above 1, make tokens of prompt and answer less likely"),
+    SamplingOption("seed", int, "the same seed gives the same answer"),
+)
+
+
+def add_engine_options(parser: argparse.ArgumentParser, *, exclude: tuple[str, ...] = ()) -> None:
+    """MODEL and one option per field of `EngineConfig`, except those that a command uses in another sense."""
+    parser.add_argument("model", metavar="MODEL", help=_field("model").metadata["help"])
+    group = parser.add_argument_group("engine options")
+    chosen = [item for item in dataclasses.fields(EngineConfig) if item.name != "model" and item.name not in exclude]
+    for item in chosen:
+        flag, text = f"--{item.name.replace('_', '-')}", _help_of(item)
+        if str(item.type) == "bool":
+            group.add_argument(flag, action=_Switch, help=text)
+            continue
+        kind = str(item.type).removesuffix(" | None")
+        choices = item.metadata.get("choices")
+        metavar = None if choices else "SIZE" if kind == "int | str" else _METAVARS.get(kind)
+        group.add_argument(
+            flag, type=_TYPES.get(kind, str), choices=choices, default=argparse.SUPPRESS, metavar=metavar, help=text
+        )
+    parser.set_defaults(engine_options=tuple(item.name for item in chosen))
+
+
+def engine_config(args: argparse.Namespace, **overrides: Any) -> EngineConfig:
+    """The wish that the options express. Raises ConfigError."""
+    given = {name: getattr(args, name) for name in args.engine_options if hasattr(args, name)}
+    return EngineConfig.from_options(args.model, {**overrides, **given})
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Sampling and stopping; what is not given comes from the model's generation_config.json. Returns their group."""
+    group = parser.add_argument_group("sampling options", "what is not given is as the model's generation_config.json says")
+    for option in SAMPLING_OPTIONS:
+        metavar = "X" if option.type is float else "N"
+        flag = f"--{option.name.replace('_', '-')}"
+        group.add_argument(flag, type=option.type, default=argparse.SUPPRESS, metavar=metavar, help=option.help)
+    group.add_argument(
+        "--stop", action="append", default=argparse.SUPPRESS, metavar="TEXT", help="end an answer before this text (repeatable)"
+    )
+    group.add_argument(
+        "--ignore-eos", action="store_true", default=argparse.SUPPRESS, help="go on after the model's end-of-text token"
+    )
+    return group
+
+
+def sampling_params(args: argparse.Namespace, generation_config: Mapping[str, Any], **overrides: Any) -> SamplingParams:
+    """The parameters that options and model ask for. Raises InvalidParameterError."""
+    names = [*(option.name for option in SAMPLING_OPTIONS), "stop", "ignore_eos"]
+    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    defaults: dict[str, Any] = {}
+    length_keys = [key for key, name in GENERATION_CONFIG_KEYS.items() if name == "max_tokens"]
+    if all(generation_config.get(key) is None for key in length_keys):
+        defaults["max_tokens"] = DEFAULT_MAX_TOKENS
+    return SamplingParams.from_generation_config(generation_config, **{**defaults, **given, **overrides})
+
+
+class _Switch(argparse.BooleanOptionalAction):
+    """--flag and --no-flag, absent from the namespace unless given."""
+
+    def __init__(self, option_strings: list[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, dest, default=argparse.SUPPRESS, help=help)
+
+
+def _field(name: str) -> dataclasses.Field[Any]:
+    return next(item for item in dataclasses.fields(EngineConfig) if item.name == name)
+
+
+def _help_of(item: dataclasses.Field[Any]) -> str:
+    """The declared help and default; options that are only there to be refused by name are not shown."""
+    text = str(item.metadata["help"]).replace("%", "%%")
+    if text.startswith("not available"):
+        return argparse.SUPPRESS
+    return text if item.default is None or "default" in text else f"{text} (default: {_shown(item.default)})"
+
+
+def _shown(value: object) -> str:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

@@ -1,0 +1,50 @@
+"""Argument parsing that refuses as everything else here does: by an exception with one clear line, and a suggestion."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import NoReturn
+
+from quire.errors import ConfigError
+
+
+class UsageError(ConfigError):
+    """The command line itself is wrong."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` for one command. Abbreviated options are not accepted: scripts outlive new options."""
+
+    def __init__(self, prog: str, description: str, *, is_overview: bool = False) -> None:
+        super().__init__(
+            prog=prog,
+            usage=f"{prog} COMMAND ..." if is_overview else f"{prog} [OPTIONS] MODEL",
+            description=description if is_overview else f"{description[0].upper()}{description[1:]}.",
+            formatter_class=_HelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse; UsageError names an unknown option and what it may have meant. SystemExit after --help."""
+        args, unknown = self.parse_known_args(argv)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown)}")
+        return args
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+    def _hint(self, unknown: Sequence[str]) -> str:
+        known = [text for action in self._actions for text in action.option_strings]
+        for word in unknown:
+            close = get_close_matches(word.split("=")[0], known, 1) if word.startswith("-") else []
+            if close:
+                return f"; did you mean {close[0]}?"
+        return ""
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)

@@ -1,0 +1,160 @@
+"""`quire plan`: what the engine would decide for a model on this machine, with reasons and costs. Loads no weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from quire.cli.options import add_engine_options, engine_config
+from quire.common.numbers import format_bytes
+from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.engine.machine import Machine
+    from quire.engine.planning import EnginePlan
+
+EXAMPLES = """\
+examples:
+  quire plan quire-storyteller
+  quire plan ./my-model --max-model-len 8192 --kv-cache-memory 2GiB
+  quire plan ./config.json --load-format dummy --json
+"""
+
+_TIED = "the tied output head twice: as the embedding's table, and packed for the matrix product"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command."""
+    parser.epilog = EXAMPLES
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    config = engine_config(args)
+    from quire.engine.builder import plan_engine
+    from quire.engine.machine import Machine
+
+    machine = Machine.inspect()
+    plan = plan_engine(config, machine).plan
+    record = describe(plan, machine)
+    record["kernels"] = _kernels(plan)
+    print(json.dumps(record, indent=2) if args.json else render(record))
+    return 0
+
+
+def describe(plan: EnginePlan, machine: Machine) -> dict[str, Any]:
+    """The plan as plain values: bytes, counts, and each decision with its reason."""
+    spec, limits, flops = plan.spec, plan.limits, plan.spec.flops_per_token()
+    return {
+        "model": plan.config.model,
+        "architecture": spec.architecture,
+        "num_parameters": spec.num_parameters,
+        "num_layers": len(spec.blocks),
+        "hidden_size": spec.hidden_size,
+        "vocab_size": spec.vocab_size,
+        "is_tied": spec.is_tied,
+        "machine": {
+            "cpu": machine.cpu_name,
+            "num_cores": machine.num_cores,
+            "total_memory_bytes": machine.total_memory,
+            "available_memory_bytes": machine.available_memory,
+        },
+        "decisions": [each._asdict() for each in plan.decisions],
+        "memory": {
+            "weight_bytes": plan.weight_bytes,
+            "kv_bytes": plan.kv_bytes,
+            "workspace_bytes": plan.workspace_bytes,
+            "total_bytes": plan.total_bytes,
+            "kv_bytes_per_token": plan.kv_bytes_per_token,
+        },
+        "capacity": {
+            "num_blocks": limits.num_blocks,
+            "num_tokens": limits.num_slots,
+            "num_sequences_of_max_len": limits.num_slots // limits.max_model_len,
+        },
+        "flops_per_token": {
+            "layers": flops.layers,
+            "head": flops.head,
+            "attention_at_max_len": spec.attention_flops(limits.max_model_len),
+        },
+    }
+
+
+def render(record: dict[str, Any]) -> str:
+    """The plan for people."""
+    memory, capacity, flops, machine = (record[key] for key in ("memory", "capacity", "flops_per_token", "machine"))
+    sections = [
+        f"{record['model']}: {record['architecture']}, {record['num_parameters']:,} parameters, {record['num_layers']} layers, "
+        f"hidden {record['hidden_size']}, vocabulary {record['vocab_size']:,}",
+        _section("Decisions", [(each["name"], each["value"], each["reason"]) for each in record["decisions"]]),
+        _section(
+            "Memory",
+            [
+                ("weights", format_bytes(memory["weight_bytes"]), _TIED if record["is_tied"] else ""),
+                ("KV cache", format_bytes(memory["kv_bytes"]), _capacity(memory, capacity)),
+                ("workspace", format_bytes(memory["workspace_bytes"]), "at most, in a full step"),
+                ("total", format_bytes(memory["total_bytes"]), _share(memory["total_bytes"], machine)),
+            ],
+        ),
+        _section(
+            "Operations per token",
+            [
+                ("layers", _gflop(flops["layers"]), "matrix products of every computed token"),
+                ("output head", _gflop(flops["head"]), "for sampled tokens only"),
+                ("attention", _gflop(flops["attention_at_max_len"]), "for the last token of the longest sequence"),
+            ],
+        ),
+        _section(
+            "Kernels",
+            [("back end", record["kernels"]["name"], record["kernels"]["detail"])]
+            + [("not chosen", "", reason) for reason in record["kernels"]["reasons"]],
+        ),
+    ]
+    return "\n\n".join(sections)
+
+
+def _kernels(plan: EnginePlan) -> dict[str, Any]:
+    """The back end that would run, and what speaks against a better one."""
+    from quire.engine.builder import select
+
+    try:
+        selection = select(plan)
+    except ConfigError as error:
+        return {"name": "none", "detail": str(error), "reasons": []}
+    name = type(selection.kernels).__name__.removesuffix("Kernels").lower()
+    detail = f"on {plan.num_threads} threads"
+    if name == "cpu":
+        from quire.kernels import cpu
+
+        detail = f"instruction set {cpu.isa()} of {', '.join(cpu.supported_isas())}, {detail}"
+    return {"name": name, "detail": detail, "reasons": list(selection.reasons)}
+
+
+def _section(title: str, rows: Sequence[tuple[str, str, str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return "\n".join([title, *_lines(rows, widths)])
+
+
+def _lines(rows: Iterable[tuple[str, str, str]], widths: Sequence[int]) -> Iterable[str]:
+    for name, value, reason in rows:
+        yield f"  {name:<{widths[0]}}  {value:>{widths[1]}}  {reason}".rstrip()
+
+
+def _capacity(memory: dict[str, int], capacity: dict[str, int]) -> str:
+    return (
+        f"{capacity['num_tokens']:,} tokens in {capacity['num_blocks']:,} blocks, "
+        f"{format_bytes(memory['kv_bytes_per_token'])} a token; {capacity['num_sequences_of_max_len']} of the longest sequences"
+    )
+
+
+def _share(num_bytes: int, machine: dict[str, Any]) -> str:
+    available, total = machine["available_memory_bytes"], machine["total_memory_bytes"]
+    return f"of {format_bytes(available)} free and {format_bytes(total)} in all ({num_bytes / max(1, available):.0%} of free)"
+
+
+def _gflop(num_flops: int) -> str:
+    return f"{num_flops / 1e9:.3f} GFLOP" if num_flops >= 1e7 else f"{num_flops / 1e6:.3f} MFLOP"

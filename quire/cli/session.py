@@ -1,0 +1,69 @@
+"""An engine for one command: requests are judged before the weights are loaded, and run to their end in steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from quire.core.params import SamplingParams
+from quire.core.plan import StepPlan, StepResult
+from quire.engine.builder import PreparedModel, assemble, build_executor
+from quire.engine.outputs import RequestOutput
+from quire.engine.prompts import Prompt
+
+if TYPE_CHECKING:
+    from quire.engine.engine import Engine
+
+
+class Job(NamedTuple):
+    """A prompt and how to complete it."""
+
+    prompt: Prompt
+    params: SamplingParams
+
+
+def check(prepared: PreparedModel, jobs: Sequence[Job]) -> None:
+    """Raise what adding these requests would raise, without a model: the same engine does the judging."""
+    engine = assemble(prepared, _NoExecutor())
+    for number, job in enumerate(jobs):
+        engine.add_request(str(number), job.prompt, job.params)
+
+
+def load(prepared: PreparedModel) -> Engine:
+    """An engine that is ready to run."""
+    return assemble(prepared, build_executor(prepared.planned))
+
+
+def run(engine: Engine, jobs: Sequence[Job], after_step: Callable[[], None] | None = None) -> Iterator[RequestOutput]:
+    """Run jobs together; yields their outputs as they ask for them, with the job's number as request id.
+
+    If the caller stops early, or an exception passes through, none of them stays in the engine.
+    """
+    try:
+        for number, job in enumerate(jobs):
+            engine.add_request(str(number), job.prompt, job.params)
+        while engine.has_work:
+            for output in engine.step():
+                assert isinstance(output, RequestOutput)
+                yield output
+            if after_step is not None:
+                after_step()
+    finally:
+        for number in range(len(jobs)):
+            engine.abort(str(number))
+
+
+class _NoExecutor:
+    """Stands in while requests are only judged."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        raise AssertionError("requests that are only judged are never run")
+
+    def register_processor(self, processor: Callable[..., Any]) -> str:
+        return "unused"
+
+    def unregister_processor(self, name: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,48 @@
+"""`quire doctor`: findings, exit code, and a broken check that does not take the others down."""
+
+from __future__ import annotations
+
+import json
+
+from quire.cli import doctor
+from quire.cli.main import main
+
+
+def test_exit_code_says_whether_a_check_failed(capsys):
+    code = main(["doctor", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    failed = [each["name"] for each in report["findings"] if each["status"] == "failure"]
+    assert (code, report["healthy"]) == ((1, False) if failed else (0, True))
+    names = {each["name"] for each in report["findings"]}
+    assert {"quire", "python", "torch", "cpu", "cores", "memory", "OpenMP", "quire-storyteller", "model cache"} <= names
+
+
+def test_missing_package_is_a_failure_with_advice(capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "REQUIRED", ("torch", "surely-not-installed"))
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL  surely-not-installed" in out and "pip install surely-not-installed" in out
+    assert "cannot run here" in out
+
+
+def test_a_broken_check_is_a_finding(monkeypatch):
+    def _check_nothing():
+        raise RuntimeError("oh")
+        yield
+
+    monkeypatch.setattr(doctor, "CHECKS", (_check_nothing,))
+    (finding,) = doctor.examine()
+    assert finding.status == "failure" and "RuntimeError: oh" in finding.detail
+
+
+def test_cache_that_cannot_be_written_is_a_warning(monkeypatch):
+    monkeypatch.setenv("HF_HOME", "/proc/nowhere")
+    (finding,) = doctor._check_cache()
+    assert finding.status == "warning" and "cannot be written" in finding.detail
+
+
+def test_openmp_pools_are_found():
+    import torch
+
+    assert torch.get_num_threads() >= 1
+    assert len(doctor.openmp_pools()) == 1

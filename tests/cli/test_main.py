@@ -1,0 +1,155 @@
+"""The entry point: start-up time, one line for every refusal, exit codes, and nothing heavy before it is needed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from quire.cli.main import COMMANDS, main
+
+HEAVY = ("torch", "numpy", "tokenizers", "transformers", "jinja2", "safetensors", "huggingface_hub", "tqdm")
+
+
+def best_wall_s(code: str, tries: int = 5) -> float:
+    """The quickest of some runs: other programs only ever make it slower."""
+    times = []
+    for _ in range(tries):
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def test_help_and_import_are_quick():
+    baseline = best_wall_s("pass")
+    assert best_wall_s("from quire.cli.main import main; main(['--help'])") - baseline < 0.3
+    assert best_wall_s("import quire") - baseline < 0.1
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["generate", "--help"], ["chat", "--help"], ["plan", "--help"], ["bench"]])
+def test_help_imports_nothing_heavy(argv):
+    code = f"import sys; from quire.cli.main import main; main({argv!r}); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert "quire.cli.main" in loaded
+    assert not loaded.intersection(HEAVY)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name, capsys):
+    assert main([*name.split(), "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: quire") and "options" in out
+
+
+def test_help_shows_engine_options_with_defaults(capsys):
+    assert main(["generate", "--help"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "--kv-cache-memory SIZE" in out and "--no-enable-prefix-caching" in out
+    assert "may take together (default: 0.9)" in out
+    assert "--tensor-parallel-size" not in out  # there only to be refused by name
+    assert "examples:" in out
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == "quire 0.1.0\n"
+
+
+def refusal(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
+    """The one line on stderr of a refused command."""
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("quire: error: "), captured.err
+    return lines[0]
+
+
+def test_unknown_command_is_refused_with_a_suggestion(capsys):
+    assert "there is no command 'genrate'; did you mean 'generate'?" in refusal(capsys, ["genrate"])
+    assert "did you mean 'latency'?" in refusal(capsys, ["bench", "latancy"])
+
+
+def test_unknown_option_is_refused_with_a_suggestion(capsys):
+    line = refusal(capsys, ["generate", "some-model", "--max-token", "4"])
+    assert "unrecognized arguments: --max-token 4; did you mean --max-tokens?" in line
+    assert "did you mean --version?" in refusal(capsys, ["--versoin"])
+
+
+def test_no_command_shows_the_commands(capsys):
+    assert main([]) == 2
+    assert "generate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["generate", "x", "--dtype", "int3"], "invalid choice: 'int3'"),
+        (["generate", "x", "--temperature", "hot"], "invalid float value: 'hot'"),
+        (["generate"], "MODEL"),
+        (["plan", "./nowhere/at-all/../"], "no such folder"),
+        (["plan", "x", "--tensor-parallel-size", "2"], "not available yet"),
+    ],
+)
+def test_bad_values_are_refused_in_one_line(capsys, argv, part):
+    assert part in refusal(capsys, argv)
+
+
+def test_requests_are_refused_before_the_weights_are_loaded(capsys, tiny, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in Path(tiny).iterdir():
+        if path.suffix != ".safetensors":
+            (folder / path.name).symlink_to(path.resolve())
+    argv = ["generate", str(folder), "-p"]
+    assert "the context holds 512" in refusal(capsys, [*argv, "hello " * 600])
+    assert "temperature=1000000.0 is out of range" in refusal(capsys, [*argv, "x", "--temperature", "1e6"])
+    assert "does not fit" in refusal(capsys, [*argv, "x", "--kv-cache-memory", "900GiB"])
+    assert "no chat template" in refusal(capsys, [*argv, "x", "--chat"])
+    assert "no prompt" in refusal(capsys, argv[:2])
+    assert "safetensors" in refusal(capsys, [*argv, "x"])  # without anything else wrong, the weights are missed
+
+
+def test_unsupported_architecture_is_refused(capsys, tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["BrandNewForCausalLM"], "model_type": "brandnew"}')
+    assert "BrandNewForCausalLM" in refusal(capsys, ["plan", str(tmp_path)])
+
+
+def test_wrong_model_is_refused_quickly(quire):
+    started = time.perf_counter()
+    done = quire("generate", "nobody/nothing", "-p", "x", env=dict(os.environ, HF_HUB_OFFLINE="1"))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "nobody/nothing" in done.stderr
+    assert time.perf_counter() - started < 6  # 2 s on an idle machine
+
+
+def test_closed_pipe_ends_quietly(tiny):
+    command = f"{sys.executable} -m quire generate {tiny} -p Once --max-tokens 300 --quiet --ignore-eos"
+    done = subprocess.run(["bash", "-c", f"{command} | head -c 3; echo ${{PIPESTATUS[0]}}"], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1].endswith("141")
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(("options", "name"), [(["--output", "/dev/full"], "/dev/full"), ([], "the output")])
+def test_full_disk_is_one_clear_line(capsys, tiny, monkeypatch, options, name):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert main(["generate", tiny, "-p", "Once", "--max-tokens", "4", "--quiet", *options]) == 2
+    assert capsys.readouterr().err == f"quire: error: {name} cannot be written: No space left on device\n"
+
+
+def test_interrupt_is_clean(tiny):
+    argv = [sys.executable, "-m", "quire", "generate", tiny, "-p", "Once", "--ignore-eos", "--n", "64", "--max-tokens", "500"]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.read(5)  # it has begun
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == "quire: interrupted" and "Traceback" not in err
