@@ -98,6 +98,61 @@ static void peaks(uintptr_t logits, int64_t num_rows, int64_t num_tokens, uintpt
     }
 }
 
+// ---- penalties ----
+
+// One row's penalties. `counts` holds a zero for every token, and does so again afterwards.
+struct PenalisedRow {
+    float *logits;
+    int64_t num_tokens;
+    const int32_t *first, *output, *last;  // prompt, output, end
+    float repetition, frequency, presence;
+
+    bool has_logit(int32_t id) const { return id >= 0 && id < num_tokens; }
+
+    void penalise(int32_t *counts) const {
+        for (const int32_t *id = first; id < last; ++id) {
+            if (!has_logit(*id) || counts[*id]++ != 0) continue;
+            logits[*id] = logits[*id] > 0.0f ? logits[*id] / repetition : logits[*id] * repetition;
+        }
+        for (const int32_t *id = first; id < last; ++id) {
+            if (has_logit(*id)) counts[*id] = 0;
+        }
+        for (const int32_t *id = output; id < last; ++id) {
+            if (has_logit(*id)) ++counts[*id];
+        }
+        for (const int32_t *id = output; id < last; ++id) {
+            if (!has_logit(*id) || counts[*id] == 0) continue;
+            logits[*id] = (logits[*id] - frequency * static_cast<float>(counts[*id])) - presence;
+            counts[*id] = 0;
+        }
+    }
+};
+
+static void penalise(uintptr_t logits, int64_t num_rows, int64_t num_tokens, uintptr_t row, int64_t count,
+                     uintptr_t token_ids, int64_t num_ids, uintptr_t start, uintptr_t output_start, uintptr_t repetition,
+                     uintptr_t frequency, uintptr_t presence) {
+    const int64_t *rows = at<const int64_t>(row), *starts = at<const int64_t>(start);
+    const int64_t *outputs = at<const int64_t>(output_start);
+    for (int64_t i = 0; i < count; ++i) {
+        const bool is_ordered = 0 <= starts[i] && starts[i] <= outputs[i] && outputs[i] <= starts[i + 1];
+        if (rows[i] < 0 || rows[i] >= num_rows || !is_ordered || starts[i + 1] > num_ids) {
+            throw std::invalid_argument("penalties of row " + std::to_string(rows[i]) + " lie outside what was passed");
+        }
+    }
+    const int32_t *ids = at<const int32_t>(token_ids);
+#pragma omp parallel num_threads(team_size(count < 2 ? 0 : num_ids))
+    {
+        std::vector<int32_t> counts(num_tokens, 0);
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < count; ++i) {
+            PenalisedRow{at<float>(logits) + rows[i] * num_tokens, num_tokens, ids + starts[i], ids + outputs[i],
+                         ids + starts[i + 1], at<const float>(repetition)[i], at<const float>(frequency)[i],
+                         at<const float>(presence)[i]}
+                .penalise(counts.data());
+        }
+    }
+}
+
 // ---- cuts ----
 
 struct Candidate {
@@ -299,6 +354,7 @@ static void noise(uint64_t seed, uint64_t position, int64_t num_tokens, uintptr_
 static void bind_sampling(nb::module_ &m) {
     using release = nb::call_guard<nb::gil_scoped_release>;
     m.def("sampling_peaks", &peaks, release());
+    m.def("sampling_penalise", &penalise, release());
     m.def("sampling_cuts", &cuts, release());
     m.def("sampling_draw", &draw, release());
     m.def("sampling_score", &score, release());

@@ -85,6 +85,26 @@ class Keys:
     """int64 [n]: absolute position of the token to be sampled, not negative."""
 
 
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Penalties of n different rows for the tokens of their prompts and outputs, which lie one after another."""
+
+    row: Tensor
+    """int64 [n]"""
+    token_ids: Tensor
+    """int32 [total]: the first row's prompt, its output, the next row's prompt, ... Ids that have no logit are passed over."""
+    start: Tensor
+    """int64 [n + 1]: where each row's ids begin, and the end."""
+    output_start: Tensor
+    """int64 [n]: where each row's output begins."""
+    repetition: Tensor
+    """float32 [n]"""
+    frequency: Tensor
+    """float32 [n]"""
+    presence: Tensor
+    """float32 [n]"""
+
+
 class Scores(NamedTuple):
     """What a token's log-probability is made of: `(logit - peak) * scale - log(total / WEIGHT_ONE)`."""
 
@@ -97,7 +117,7 @@ class Scores(NamedTuple):
 
 
 class SamplingKernels(Protocol):
-    """One back end. `logits` is float32 [R, V], contiguous, and is never written."""
+    """One back end. `logits` is float32 [R, V], contiguous, and only `penalise` writes it."""
 
     name: str
 
@@ -106,6 +126,15 @@ class SamplingKernels(Protocol):
 
         The logit is NaN where the row holds a NaN (the token is then undefined), +inf where it holds one, and -inf
         where it holds nothing else.
+        """
+        ...
+
+    def penalise(self, logits: Tensor, penalties: Penalties) -> None:
+        """Penalise, in place, each different token t of a row once.
+
+        First, for tokens of prompt and output, a positive logit is divided and any other multiplied by `repetition`
+        (Keskar et al. 2019, arXiv:1909.05858). Then, for tokens of the output, `frequency * float32(count of t)` and then
+        `presence` is subtracted.
         """
         ...
 

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.plan import RowSampling
+from quire.kernels.sampling import Penalties, SamplingKernels
 from quire.sampling.processors import ProcessorTable
-from quire.sampling.rows import RowError, SampledRow, TokenIds
+from quire.sampling.rows import RowError, SampledRow
 
 MAX_TABLES = 4096
 """Requests whose id lists are kept as arrays; more than any batch holds."""
@@ -36,10 +37,12 @@ def is_edited(row: SampledRow) -> bool:
         or sampling.logit_bias
         or sampling.processors
         or _is_too_short(row)
-        or sampling.repetition_penalty != 1.0
-        or sampling.presence_penalty != 0.0
-        or sampling.frequency_penalty != 0.0
+        or _is_penalised(sampling)
     )
+
+
+def _is_penalised(sampling: RowSampling) -> bool:
+    return sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
 
 
 def _is_too_short(row: SampledRow) -> bool:
@@ -62,7 +65,8 @@ class _Tables:
 class RowEditor:
     """Edits rows of logits in place."""
 
-    def __init__(self, processors: ProcessorTable) -> None:
+    def __init__(self, kernels: SamplingKernels, processors: ProcessorTable) -> None:
+        self._kernels = kernels
         self._processors = processors
         self._tables: OrderedDict[int, _Tables] = OrderedDict()
 
@@ -88,8 +92,9 @@ class RowEditor:
         if biases:
             logits[biases.rows(), biases.ids()] += biases.values().to(logits.device)
         self._process(logits, rows, errors)
-        _penalise_repetition(logits, rows)
-        _penalise_counts(logits, rows)
+        penalties = _penalties(rows, logits.device)
+        if penalties is not None:
+            self._kernels.penalise(logits, penalties)
         return errors
 
     def _process(self, logits: Tensor, rows: Sequence[SampledRow], errors: dict[int, str]) -> None:
@@ -196,43 +201,20 @@ def _completing(row: SampledRow, tables: _Tables) -> Ids:
     )
 
 
-def _flat_ids(row: int, token_ids: TokenIds, vocab_size: int) -> Ids:
-    """Indices of a row's tokens in the flattened logits, without ids that have no logit (placeholders of media)."""
-    ids = np.asarray(token_ids, dtype=np.int64)
-    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
-        ids = ids[(ids >= 0) & (ids < vocab_size)]
-    return ids + row * vocab_size
-
-
-def _penalise_repetition(logits: Tensor, rows: Sequence[SampledRow]) -> None:
-    """Positive logits of tokens seen are divided, others multiplied (Keskar et al. 2019, arXiv:1909.05858)."""
-    indices, penalties = [], []
-    for i, row in enumerate(rows):
-        if row.sampling.repetition_penalty != 1.0:
-            for token_ids in (row.prompt_token_ids, row.output_token_ids):
-                indices.append(_flat_ids(i, token_ids, logits.shape[1]))
-                penalties.append(np.full(len(indices[-1]), row.sampling.repetition_penalty, dtype=np.float32))
-    if not indices:
-        return
-    index = torch.from_numpy(np.concatenate(indices)).to(logits.device)
-    penalty = torch.from_numpy(np.concatenate(penalties)).to(logits.device)
-    values = logits.view(-1)[index]
-    # A token seen twice is written twice, with the same value: all are computed from the logits as they were.
-    logits.view(-1)[index] = torch.where(values > 0, values / penalty, values * penalty)
-
-
-def _penalise_counts(logits: Tensor, rows: Sequence[SampledRow]) -> None:
-    """Subtract the frequency penalty times the count, then the presence penalty, of each token in the output."""
-    indices, frequency, presence = [], [], []
-    for i, row in enumerate(rows):
-        sampling = row.sampling
-        if sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0:
-            index, counts = np.unique(_flat_ids(i, row.output_token_ids, logits.shape[1]), return_counts=True)
-            indices.append(index)
-            frequency.append(counts.astype(np.float32) * np.float32(sampling.frequency_penalty))
-            presence.append(np.full(len(index), sampling.presence_penalty, dtype=np.float32))
-    if not indices:
-        return
-    at = torch.from_numpy(np.concatenate(indices)).to(logits.device)
-    values = logits.view(-1)[at] - torch.from_numpy(np.concatenate(frequency)).to(logits.device)
-    logits.view(-1)[at] = values - torch.from_numpy(np.concatenate(presence)).to(logits.device)
+def _penalties(rows: Sequence[SampledRow], device: torch.device) -> Penalties | None:
+    """The penalties of the rows that have any; None where no row has."""
+    chosen = [i for i, row in enumerate(rows) if _is_penalised(row.sampling)]
+    if not chosen:
+        return None
+    samplings = [rows[i].sampling for i in chosen]
+    parts = [np.asarray(ids) for i in chosen for ids in (rows[i].prompt_token_ids, rows[i].output_token_ids)]
+    ends = np.cumsum([0, *(len(part) for part in parts)])
+    return Penalties(
+        row=torch.tensor(chosen, device=device),
+        token_ids=torch.from_numpy(np.concatenate(parts, dtype=np.int32, casting="unsafe")).to(device),
+        start=torch.from_numpy(ends[::2].copy()).to(device),
+        output_start=torch.from_numpy(ends[1::2].copy()).to(device),
+        repetition=torch.tensor([sampling.repetition_penalty for sampling in samplings], device=device),
+        frequency=torch.tensor([sampling.frequency_penalty for sampling in samplings], device=device),
+        presence=torch.tensor([sampling.presence_penalty for sampling in samplings], device=device),
+    )

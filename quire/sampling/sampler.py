@@ -60,7 +60,7 @@ class Sampler:
     def __init__(self, kernels: SamplingKernels, processors: ProcessorTable | None = None) -> None:
         self.kernels = kernels
         self.processors = ProcessorTable() if processors is None else processors
-        self._editor = RowEditor(self.processors)
+        self._editor = RowEditor(kernels, self.processors)
         self._held: Tensor | None = None
 
     @torch.inference_mode()

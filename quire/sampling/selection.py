@@ -12,7 +12,7 @@ from quire.kernels.sampling import SamplingKernels
 def select_sampling(device: str) -> tuple[SamplingKernels, list[str]]:
     """The best kernels for logits on `device` ("cpu", "cuda:0"), and why the native ones cannot serve it, if so."""
     reasons = cpu.reasons_against(device, torch.float32)
-    if not reasons and not hasattr(cpu._native, "sampling_draw"):
+    if not reasons and not hasattr(cpu._native, "sampling_penalise"):
         reasons = ["the extension is from a build without sampling; reinstall"]
     if reasons:
         return ReferenceSampling(), reasons

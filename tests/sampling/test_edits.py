@@ -10,16 +10,19 @@ import torch
 from torch import Tensor
 
 from quire.core.plan import RowSampling
+from quire.kernels.reference.sampling import ReferenceSampling
 from quire.sampling import edits
 from quire.sampling.edits import RowEditor, is_edited
 from quire.sampling.processors import ProcessorTable
 from quire.sampling.rows import SampledRow
 
+KERNELS = ReferenceSampling()
+
 
 def edit(values: list[float], *, output: Any = (), prompt: Any = (), **sampling: Any) -> list[float]:
     logits = torch.tensor([values])
     row = SampledRow(RowSampling(**sampling), 0, prompt, output)
-    assert RowEditor(ProcessorTable()).edit(logits, [row]) == {}
+    assert RowEditor(KERNELS, ProcessorTable()).edit(logits, [row]) == {}
     result: list[float] = logits[0].tolist()
     return result
 
@@ -71,7 +74,7 @@ def test_processors_see_bans_and_biases_and_run_in_order() -> None:
     names = (table.register(spy), table.register(spy))
     logits = torch.tensor([[0.0, 1.0]])
     sampling = RowSampling(bad_words=((0,),), logit_bias=((1, 2.0),), processors=names, presence_penalty=1.0)
-    assert RowEditor(table).edit(logits, [SampledRow(sampling, 0, output_token_ids=[1])]) == {}
+    assert RowEditor(KERNELS, table).edit(logits, [SampledRow(sampling, 0, output_token_ids=[1])]) == {}
     assert seen == [[-math.inf, 3.0], [-math.inf, 4.0]]
     assert logits.tolist() == [[-math.inf, 4.0]]
 
@@ -85,7 +88,7 @@ def test_bad_words_need_their_beginning() -> None:
 
 def test_tables_are_kept_for_a_rows_sampling_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(edits, "MAX_TABLES", 3)
-    editor, samplings = RowEditor(ProcessorTable()), [RowSampling(allowed_token_ids=(i,)) for i in range(5)]
+    editor, samplings = RowEditor(KERNELS, ProcessorTable()), [RowSampling(allowed_token_ids=(i,)) for i in range(5)]
     for sampling in samplings:
         for _ in range(2):
             logits = torch.zeros(1, 5)

@@ -103,6 +103,22 @@ def paged_attention(
 ) -> None: ...
 def sampling_peaks(logits: int, num_rows: int, num_tokens: int, ids: int, values: int, /) -> None: ...
 
+def sampling_penalise(
+    logits: int,
+    num_rows: int,
+    num_tokens: int,
+    row: int,
+    count: int,
+    token_ids: int,
+    num_ids: int,
+    start: int,
+    output_start: int,
+    repetition: int,
+    frequency: int,
+    presence: int,
+    /,
+) -> None: ...
+
 # The arguments that the next three begin with: logits, num_rows, num_tokens, row, peak, scale, count.
 def sampling_cuts(*arguments: int) -> None:
     """... top_k, top_p, floor, values, ids"""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu import IMPORT_ERROR
-from quire.kernels.cpu.checks import address, indices_address
-from quire.kernels.sampling import Cuts, Filters, Keys, ScaledRows, Scores
+from quire.kernels.cpu.checks import address, indices_address, int32_address
+from quire.kernels.sampling import Cuts, Filters, Keys, Penalties, ScaledRows, Scores
 
 if IMPORT_ERROR is None:
     from quire.kernels.cpu import _native
@@ -27,6 +27,21 @@ class NativeSampling:
         values = torch.empty(num_rows, dtype=torch.float32)
         _native.sampling_peaks(*_logits_arguments(logits), token_ids.data_ptr(), values.data_ptr())
         return token_ids, values
+
+    def penalise(self, logits: Tensor, penalties: Penalties) -> None:
+        count = penalties.row.numel()
+        _native.sampling_penalise(
+            *_logits_arguments(logits),
+            indices_address(penalties.row, "row", count),
+            count,
+            int32_address(penalties.token_ids, "token_ids"),
+            penalties.token_ids.numel(),
+            indices_address(penalties.start, "start", count + 1),
+            indices_address(penalties.output_start, "output_start", count),
+            _vector_address(penalties.repetition, "repetition", torch.float32, count),
+            _vector_address(penalties.frequency, "frequency", torch.float32, count),
+            _vector_address(penalties.presence, "presence", torch.float32, count),
+        )
 
     def cuts(self, logits: Tensor, rows: ScaledRows, filters: Filters) -> Cuts:
         count = rows.row.numel()

@@ -12,7 +12,16 @@ import math
 import torch
 from torch import Tensor
 
-from quire.kernels.sampling import TOKEN_STREAM, WEIGHT_ONE, Cuts, Filters, Keys, ScaledRows, Scores
+from quire.kernels.sampling import (
+    TOKEN_STREAM,
+    WEIGHT_ONE,
+    Cuts,
+    Filters,
+    Keys,
+    Penalties,
+    ScaledRows,
+    Scores,
+)
 
 _MASK32 = 0xFFFFFFFF
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -130,6 +139,18 @@ class ReferenceSampling:
         values, token_ids = logits.max(dim=-1)
         return token_ids, values
 
+    def penalise(self, logits: Tensor, penalties: Penalties) -> None:
+        starts, output_starts = penalties.start.tolist(), penalties.output_start.tolist()
+        for i, row in enumerate(penalties.row.tolist()):
+            seen = _known_ids(penalties.token_ids[starts[i] : starts[i + 1]], logits.shape[1]).unique()  # type: ignore[no-untyped-call]
+            values = logits[row, seen]
+            penalty = penalties.repetition[i]
+            logits[row, seen] = torch.where(values > 0, values / penalty, values * penalty)
+            output = _known_ids(penalties.token_ids[output_starts[i] : starts[i + 1]], logits.shape[1])
+            ids, counts = output.unique(return_counts=True)  # type: ignore[no-untyped-call]
+            values = logits[row, ids] - penalties.frequency[i] * counts.to(torch.float32)
+            logits[row, ids] = values - penalties.presence[i]
+
     def cuts(self, logits: Tensor, rows: ScaledRows, filters: Filters) -> Cuts:
         found = [self._cut(logits[int(rows.row[i])], rows, filters, i) for i in range(rows.row.numel())]
         return Cuts(
@@ -187,6 +208,10 @@ class ReferenceSampling:
             rank[i] = (row > row[token_ids[i]]).sum() + 1
             top_ids[i] = best_first(row, num_top)
         return Scores(total, rank, top_ids)
+
+
+def _known_ids(token_ids: Tensor, vocab_size: int) -> Tensor:
+    return token_ids[(token_ids >= 0) & (token_ids < vocab_size)].long()
 
 
 def _is_kept(logits: Tensor, cuts: Cuts) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.core.plan import RowSampling
 from quire.kernels import cpu
 from quire.kernels.reference.sampling import ReferenceSampling, gumbel, random_words
-from quire.kernels.sampling import Cuts, Filters, Keys, ScaledRows, Scores
+from quire.kernels.sampling import Cuts, Filters, Keys, Penalties, ScaledRows, Scores
 from quire.sampling import SampledRow, Sampler
 
 if cpu.IMPORT_ERROR is not None:
@@ -138,6 +138,29 @@ def test_cuts_draws_and_scores(shape: tuple[int, int]) -> None:
             scores = NATIVE.score(case.logits, case.rows, some_cuts, case.drawn, num_top=num_top)
             expected = reference_scores(*shape, seed, has_cuts, num_top)
             assert all(torch.equal(ours, theirs) for ours, theirs in zip(scores, expected, strict=True))
+
+
+def test_penalties() -> None:
+    generator = torch.Generator().manual_seed(4)
+    logits = make_logits(6, 300)
+    lengths = torch.tensor([0, 5, 40, 0, 3, 200, 90, 0, 0, 700])  # prompt, output, prompt, ...
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    penalties = Penalties(
+        row=torch.tensor([5, 0, 3, 1, 2]),
+        token_ids=torch.randint(-3, 310, (int(lengths.sum()),), generator=generator, dtype=torch.int32),
+        start=ends[::2].contiguous(),
+        output_start=ends[1::2].contiguous(),
+        repetition=torch.tensor([1.0, 1.3, 0.7, 1.1, 2.0]),
+        frequency=torch.tensor([0.1, 0.0, -0.3, 1.7, 0.01]),
+        presence=torch.tensor([0.0, 0.3, -0.7, 2.0, 0.05]),
+    )
+    ours, theirs = logits.clone(), logits.clone()
+    for _ in range(2):  # the second time shows that nothing was left behind
+        NATIVE.penalise(ours, penalties)
+        REFERENCE.penalise(theirs, penalties)
+    assert torch.equal(ours, theirs) and torch.equal(ours[4], logits[4]) and not torch.equal(ours, logits)
+    with pytest.raises(ValueError, match="outside"):
+        NATIVE.penalise(ours[:5], penalties)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
