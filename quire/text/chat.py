@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from quire.errors import ConfigError, InvalidParameterError, RequestError
 from quire.text.tokenizer import LENIENT_LEVEL, STRICT_LEVEL, Tokenizer
-from quire.text.traced import Span, spans_of, trace
+from quire.text.traced import Span, join_traced, spans_of, trace
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -265,11 +265,11 @@ def _append_tag(chat: list[dict[str, Any]], tag: str) -> None:
     """Mark the end of the last message's text so that the rendered prompt can be cut there."""
     content = chat[-1].get("content") if chat else None
     if isinstance(content, str):
-        chat[-1]["content"] = content + tag
+        chat[-1]["content"] = join_traced((content, tag))
         return
     for part in reversed(content if isinstance(content, list) else []):
         if isinstance(part, dict) and isinstance(part.get("text"), str):
-            part["text"] = part["text"] + tag
+            part["text"] = join_traced((part["text"], tag))
             return
     raise InvalidParameterError(
         "continue_final_message needs a last message with text to continue", param="continue_final_message"

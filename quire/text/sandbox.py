@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from functools import wraps
+from string import Formatter
 from typing import Any, Final, cast
 
 from jinja2 import Environment, nodes
@@ -35,7 +37,9 @@ _TEMPLATE_LEVEL: Final = 2
 _MAX_NUMBER_BITS: Final = 4096
 _MAX_COUNT: Final = 1_000_000  # the largest width, length or count that a template may pass to a function
 _MAX_INDENT: Final = 64
-_SIZED_FILTERS: Final = frozenset({"indent", "tojson"})
+_MAX_WIDTH_DIGITS: Final = 6
+_INDENTING: Final = frozenset({"indent", "tojson"})
+_COUNTING: Final = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "wordwrap", "truncate", "batch", "slice"})
 # Filters that pass a list on, or count it, without making its text.
 _STRUCTURAL_FILTERS: Final = frozenset(
     {"length", "count", "first", "last", "list", "items", "dictsort", "select", "selectattr", "reject", "rejectattr"}
@@ -280,14 +284,14 @@ def _metered(iterable: Iterable[Any]) -> Iterator[Any]:
 
 
 def _metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(function)  # keeps the marks by which Jinja passes a context
+    position = 1 if hasattr(function, "jinja_pass_arg") else 0  # of the value, after a context
+
+    @wraps(function)  # keeps the mark by which Jinja passes a context
     def metered(*args: Any, **kwargs: Any) -> Any:
-        texts = [arg for arg in args if isinstance(arg, str)]
-        _check_arguments(name, texts[0] if texts else None, (*args, *kwargs.values()))
-        if name not in _STRUCTURAL_FILTERS:
-            for arg in args:
-                if isinstance(arg, list | tuple | dict):
-                    _measure(arg)
+        value = args[position]
+        _check_arguments(name, value, (*args[position + 1 :], *kwargs.values()))
+        if name not in _STRUCTURAL_FILTERS and isinstance(value, list | tuple | dict):
+            _measure(value)
         result = function(*args, **kwargs)
         _charge(len(result) if isinstance(result, str) else 0)
         return result
@@ -312,19 +316,33 @@ def _check_operands(operator: str, left: Any, right: Any) -> None:
 
 
 def _check_arguments(name: str, owner: Any, args: tuple[Any, ...]) -> None:
-    """Refuse widths, counts and replacements that would make a huge string in one call."""
-    max_count = _MAX_INDENT if name in _SIZED_FILTERS else _MAX_COUNT
-    if any(isinstance(arg, int) and abs(arg) > max_count for arg in args):
+    """Refuse widths, counts and replacements that would make a huge string in one call of `name` on `owner`."""
+    max_count = _MAX_INDENT if name in _INDENTING else _MAX_COUNT
+    if name in _COUNTING | _INDENTING and any(isinstance(arg, int) and abs(arg) > max_count for arg in args):
         raise LimitError(f"it calls {name} with a number above {max_count}")
     texts = [arg for arg in args if isinstance(arg, str)]
     if name == "replace" and isinstance(owner, str) and len(texts) >= 2:
-        _charge(owner.count(texts[-2]) * len(texts[-1]))
+        _charge(owner.count(texts[0]) * len(texts[1]))
     elif name == "expandtabs" and isinstance(owner, str):
         _charge(owner.count("\t") * max((arg for arg in args if isinstance(arg, int)), default=8))
     elif name == "join":
-        _check_join([*texts, *([owner] if isinstance(owner, str) else [])], args)
-    elif name in {"format", "format_map"} and any(map(_has_long_number, [*texts, owner])):
-        raise LimitError("it formats with a width of more than six digits")
+        _check_join([*texts, *([owner] if isinstance(owner, str) else [])], (owner, *args))
+    elif name in {"format", "format_map"} and isinstance(owner, str):
+        _check_format(owner)
+
+
+def _check_format(text: str) -> None:
+    """Refuse formats with long or computed widths, of either kind (`%*d`, `{:{width}}`)."""
+    num_digits = 0
+    for char in text:
+        num_digits = num_digits + 1 if char.isdigit() else 0
+        if num_digits > _MAX_WIDTH_DIGITS:
+            raise LimitError(f"it formats with a width of more than {_MAX_WIDTH_DIGITS} digits")
+    is_computed = any(part.lstrip("-+#0123456789.").startswith("*") for part in text.split("%")[1:])
+    with suppress(ValueError):  # not a format for braces
+        is_computed |= any("{" in (spec or "") for _, _, spec, _ in Formatter().parse(text))
+    if is_computed:
+        raise LimitError("it formats with a computed width")
 
 
 def _check_join(texts: list[str], args: tuple[Any, ...]) -> None:
@@ -332,15 +350,6 @@ def _check_join(texts: list[str], args: tuple[Any, ...]) -> None:
         if isinstance(items, list | tuple):
             num_between = len(items) * max((len(text) for text in texts), default=0)
             _charge(num_between + sum(len(item) for item in items if isinstance(item, str)))
-
-
-def _has_long_number(text: Any) -> bool:
-    num_digits = 0
-    for char in text if isinstance(text, str) else "":
-        num_digits = num_digits + 1 if char.isdigit() else 0
-        if num_digits > 6:
-            return True
-    return False
 
 
 def _raise_exception(message: str) -> None:

@@ -279,6 +279,10 @@ def test_the_final_message_is_left_open(load: Load) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
     spread = ChatTemplate("{% for m in messages %}{% for c in m.content %}[{{ c.text|trim }}]{% endfor %}{% endfor %}")
     assert spread.render(parts, continue_final_message=True) == "[Hi"
+    opened = ChatTemplate("{{ messages[-1].content }}").render(
+        [{"role": "assistant", "content": "<think> a"}], continue_final_message=True
+    )
+    assert encode_chat(load("qwen3"), opened)[0] == load("qwen3").token_to_id("<think>")
     with pytest.raises(InvalidParameterError, match="text to continue"):
         template.render([{"role": "assistant", "content": None}], continue_final_message=True)
     with pytest.raises(RequestError, match="does not show"):

@@ -69,6 +69,7 @@ SWELLING = [
     "{{ 'x'.ljust(10**10) }}",
     "{{ '%010000000000d' % 1 }}",
     "{{ '%*d' % (10**10, 1) }}",
+    "{{ '%-*d' % (10**10, 1) }}",
     "{{ '{:10000000000}'.format(1) }}",
     "{{ '{:{w}}'.format(1, w=10**10) }}",
     "{{ 'x%9999999999s'|format('y') }}",
@@ -131,3 +132,14 @@ x
 """
     text = ChatTemplate(source).render([{"role": "user", "content": "é<b>"}])
     assert text == '{"role": "user", "content": "é<b>"}1Truex\n'
+
+
+def test_large_numbers_in_messages_are_ordinary_values() -> None:
+    source = "{{ m|tojson }} {{ m|string }} {{ '{}'.format(m) }} {{ '%d' % m }} {{ [m]|join }} {{ m // 2 }} {{ m + 1 }}"
+    text = ChatTemplate("{% set m = messages[0].at %}" + source).render([{"role": "user", "at": 1_700_000_000_000}])
+    assert text == " ".join(["1700000000000"] * 5 + ["850000000000", "1700000000001"])
+
+
+def test_formats_with_colons_and_percents_are_ordinary() -> None:
+    source = "{{ 'User: {} {:>4}|100%'.format(messages[0].role, 'x') }} {{ '%5.1f%%: {%s}' % (2.5, 'y') }}"
+    assert ChatTemplate(source).render(MESSAGES) == "User: user    x|100%   2.5%: {y}"
