@@ -102,7 +102,10 @@ class Kernels(Protocol):
         ...
 
     def write_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-        """Store `key`, `value` [T, KV heads, D] into the caches [B, KV heads, block size, D] at `slots` (int64 [T])."""
+        """Store `key`, `value` [T, KV heads, D] into the caches [B, KV heads, block size, D] at `slots` (int64 [T]).
+
+        key and value may be strided views whose last two dimensions are contiguous.
+        """
         ...
 
     def paged_attention(
@@ -116,7 +119,9 @@ class Kernels(Protocol):
         window: int | None = None,
         soft_cap: float | None = None,
     ) -> Tensor:
-        """Causal attention of a ragged batch over block tables: query [T, heads, D] -> [T, heads, D].
+        """Causal attention of a ragged batch over block tables: query [T, heads, D] -> [T, heads, D], contiguous.
+
+        query may be a strided view whose last two dimensions are contiguous.
 
         `window` limits a query at position p to keys at positions above `p - window`. `soft_cap` replaces a score s by
         `soft_cap * tanh(s / soft_cap)` before masking. KV tiles are aligned to absolute positions, never to blocks, so

@@ -85,6 +85,7 @@ class _Builder:
     def _attention(self, spec: AttentionSpec, layer: int) -> Attention:
         return Attention(
             spec=spec,
+            num_heads=(spec.num_heads, spec.num_kv_heads, spec.num_kv_heads),
             qkv=self._linear(spec.query, spec.key, spec.value),
             output=self._linear(spec.output),
             query_norm=self._optional_norm(spec.query_norm),

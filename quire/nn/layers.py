@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from quire.kernels.interface import Kernels, PackedLinear
@@ -47,6 +46,8 @@ class Attention:
     """Projections, optional norms of queries and keys, RoPE, cache write, paged attention."""
 
     spec: AttentionSpec
+    num_heads: tuple[int, int, int]
+    """Of queries, keys and values."""
     qkv: PackedLinear
     """Queries, keys and values in one product."""
     output: PackedLinear
@@ -75,20 +76,19 @@ class Attention:
         return kernels.linear(attended.view(x.shape[0], -1), self.output)
 
     def _project(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, H] to query [T, heads, D], key and value [T, KV heads, D], each contiguous."""
-        spec = self.spec
-        sizes = [spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim]
-        query, key, value = (part.contiguous() for part in torch.split(kernels.linear(x, self.qkv), sizes, dim=-1))
+        """x [T, H] to query [T, heads, D], key and value [T, KV heads, D]: views of one product where no norm follows."""
+        heads = kernels.linear(x, self.qkv).view(x.shape[0], -1, self.spec.head_dim)
+        query, key, value = heads.split_with_sizes(self.num_heads, dim=1)
         if self.query_norm is not None:
-            query = self.query_norm(kernels, query.view(-1, self.query_norm.spec.size))
+            query = _norm_heads(kernels, self.query_norm, query)
         if self.key_norm is not None:
-            key = self.key_norm(kernels, key.view(-1, self.key_norm.spec.size))
-        num_tokens, head_dim = x.shape[0], spec.head_dim
-        return (
-            query.view(num_tokens, -1, head_dim),
-            key.view(num_tokens, -1, head_dim),
-            value.view(num_tokens, -1, head_dim),
-        )
+            key = _norm_heads(kernels, self.key_norm, key)
+        return query, key, value
+
+
+def _norm_heads(kernels: Kernels, norm: Norm, x: Tensor) -> Tensor:
+    """Norm of each head, or of all heads of a token together, as the norm's size says: [T, heads, D] to the same."""
+    return norm(kernels, x.contiguous().view(-1, norm.spec.size)).view(x.shape)
 
 
 @dataclass(frozen=True, slots=True)
