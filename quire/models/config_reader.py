@@ -1,8 +1,8 @@
 """Strict, typed reading of a Hugging Face `config.json`.
 
 Owns: types, defaults, allowed values and the refusal of keys that nobody read. A family asks for every key that it
-understands; whatever is left over must be on the list of keys that cannot change the numbers, or be off (null or
-false). So a key that changes the arithmetic is never ignored in silence. Never executes anything (`auto_map` is a
+understands; whatever is left over must be on the list of keys that cannot change the numbers, or be off (null, false
+or empty). So a key that changes the arithmetic is never ignored in silence. Never executes anything (`auto_map` is a
 string to us), never reads a file.
 """
 
@@ -31,8 +31,8 @@ _HARMLESS = """
     temperature top_k top_p typical_p do_sample max_length min_length num_beams num_beam_groups num_return_sequences
     early_stopping repetition_penalty encoder_no_repeat_ngram_size no_repeat_ngram_size length_penalty
     diversity_penalty output_scores bad_words_ids suppress_tokens begin_suppress_tokens remove_invalid_values
-    forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty pruned_heads tie_encoder_decoder
-    cross_attention_hidden_size is_decoder
+    forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty tie_encoder_decoder
+    cross_attention_hidden_size is_decoder attn_implementation attention_implementation use_flash_attn
 """
 _HARMLESS_KEYS = frozenset(_HARMLESS.split())
 _HARMLESS_PATTERN = re.compile(r"_.*|.*_token_ids?|.*_token_index|.*version|transformers[._].*|summary_.*|unsloth_.*")
@@ -154,7 +154,7 @@ class ConfigReader:
         for section in self._sections:
             section.finish()
         for key, value in self._values.items():
-            is_off = value is None or value is False
+            is_off = value is None or value is False or value == {} or value == []
             if key in self._read or is_off or key in _HARMLESS_KEYS or _HARMLESS_PATTERN.fullmatch(key):
                 continue
             raise UnsupportedModelError(

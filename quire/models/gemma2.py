@@ -35,9 +35,7 @@ def declare_gemma2(config: ConfigReader) -> DecoderSpec:
         gate = linear(f"{at}.mlp.gate_proj", size.hidden, size.ffn)
         up = linear(f"{at}.mlp.up_proj", size.hidden, size.ffn)
         down = linear(f"{at}.mlp.down_proj", size.ffn, size.hidden)
-        attention = AttentionSpec(
-            query, key, value, output, size.head_dim, scale, rope, window=window, soft_cap=soft_cap
-        )
+        attention = AttentionSpec(query, key, value, output, size.head_dim, scale, rope, window=window, soft_cap=soft_cap)
         return BlockSpec(
             attention_norm=norm(f"{at}.input_layernorm", size.hidden),
             attention=attention,

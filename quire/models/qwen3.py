@@ -31,9 +31,7 @@ def declare_qwen3(config: ConfigReader) -> DecoderSpec:
         scale = size.head_dim**-0.5
         return BlockSpec(
             attention_norm=rms_norm(f"{at}.input_layernorm", size.hidden, eps),
-            attention=AttentionSpec(
-                query, key, value, output, size.head_dim, scale, rope, query_norm, key_norm, window
-            ),
+            attention=AttentionSpec(query, key, value, output, size.head_dim, scale, rope, query_norm, key_norm, window),
             mlp_norm=rms_norm(f"{at}.post_attention_layernorm", size.hidden, eps),
             mlp=MlpSpec(gate, up, down, activation),
         )

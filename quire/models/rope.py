@@ -77,9 +77,7 @@ class RopeSpec:
     scaling: RopeScaling | None = None
 
 
-def read_rope(
-    config: ConfigReader, head_dim: int, *, default_theta: float = 10000.0, is_partial: bool = False
-) -> RopeSpec:
+def read_rope(config: ConfigReader, head_dim: int, *, default_theta: float = 10000.0, is_partial: bool = False) -> RopeSpec:
     """Read the one RoPE of a model: from `rope_scaling` (old) or `rope_parameters` (new), `rope_theta` beside either.
 
     `is_partial` says that the family heeds `partial_rotary_factor`; for others any value but 1 is refused.

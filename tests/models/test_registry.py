@@ -110,6 +110,7 @@ def test_malformed_architectures_are_refused(architectures: object) -> None:
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
         ({"use_sliding_window": True}, "use_sliding_window=True"),
         ({"num_experts": 8}, "num_experts=8"),
+        ({"pruned_heads": {"0": [1]}}, "pruned_heads="),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
         ({"num_attention_heads": 5}, "num_attention_heads=5"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000"),
@@ -161,6 +162,7 @@ def test_harmless_and_absent_keys_do_not_matter() -> None:
         "use_cache": False,
         "sliding_window": None,
         "use_moe": False,
+        "pruned_heads": {},
         "image_token_id": 7,
         "attention_dropout": 0.1,
     }
@@ -228,8 +230,6 @@ def test_odd_rope_values_are_read_or_refused_and_never_crash() -> None:
 
 def test_reading_a_config_does_not_import_torch() -> None:
     """The command line must refuse a model within two seconds."""
-    code = (
-        f"import sys; from quire.models.registry import declare; declare({LLAMA!r}); sys.exit('torch' in sys.modules)"
-    )
+    code = f"import sys; from quire.models.registry import declare; declare({LLAMA!r}); sys.exit('torch' in sys.modules)"
     root = Path(__file__).parent.parent.parent
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
