@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from quire.core.plan import TokenLogprobs, WorkResult
-from quire.core.request import FinishReason, Sequence, SequenceOps
+from quire.core.request import Demand, FinishReason, Sequence, SequenceOps
 
 
 class Hypothesis(NamedTuple):
@@ -55,13 +55,10 @@ class BeamDecoder:
         self._beams: list[Sequence] = []
         self._reports: dict[Sequence, TokenLogprobs] = {}
         self._num_forks = 0
+        self._demand = Demand(0, max(2, 1 + len(settings.eos_token_ids)) * settings.beam_width)
 
-    def num_samples(self, sequence: Sequence) -> int:
-        return 0
-
-    def num_candidates(self, sequence: Sequence) -> int:
-        settings = self.settings
-        return max(2, 1 + len(settings.eos_token_ids)) * settings.beam_width
+    def demand(self, sequence: Sequence) -> Demand:
+        return self._demand
 
     def absorb(self, ops: SequenceOps, sequence: Sequence, result: WorkResult) -> None:
         if not self._beams:
@@ -88,7 +85,7 @@ class BeamDecoder:
             for token_id, logprob in zip(self._reports[beam].top_ids, self._reports[beam].top_logprobs, strict=True)
         ]
         candidates.sort(key=lambda candidate: -candidate.logprob)
-        return candidates[: self.num_candidates(self._beams[0])]
+        return candidates[: self._demand.num_candidates]
 
     def _collect_finished(self, candidates: list[_Candidate], num_tokens: int) -> None:
         settings = self.settings

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from quire.core.plan import WorkResult
-from quire.core.request import Sequence, SequenceOps
+from quire.core.request import Demand, Sequence, SequenceOps
+
+_ONE_SAMPLE = Demand(1, 0)
 
 
 class SamplingDecoder:
@@ -13,11 +15,8 @@ class SamplingDecoder:
         self.num_sequences = num_sequences
         self._is_forked = num_sequences == 1
 
-    def num_samples(self, sequence: Sequence) -> int:
-        return 1 if self._is_forked else self.num_sequences
-
-    def num_candidates(self, sequence: Sequence) -> int:
-        return 0
+    def demand(self, sequence: Sequence) -> Demand:
+        return _ONE_SAMPLE if self._is_forked else Demand(self.num_sequences, 0)
 
     def absorb(self, ops: SequenceOps, sequence: Sequence, result: WorkResult) -> None:
         if not self._is_forked:

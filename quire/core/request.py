@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from quire.core.kvcache.manager import BlockTable
 from quire.core.kvcache.prefix import ChainKeys, Namespace, ScoringKey
@@ -172,15 +172,20 @@ class SequenceOps(Protocol):
         ...
 
 
+class Demand(NamedTuple):
+    """What a sequence whose gap closes is to yield."""
+
+    num_samples: int
+    """Tokens to sample."""
+    num_candidates: int
+    """Best tokens to report."""
+
+
 class Decoder(Protocol):
     """One request's way from logits to tokens."""
 
-    def num_samples(self, sequence: Sequence) -> int:
-        """Tokens to sample when the sequence's gap closes."""
-        ...
-
-    def num_candidates(self, sequence: Sequence) -> int:
-        """Best tokens to report when the sequence's gap closes."""
+    def demand(self, sequence: Sequence) -> Demand:
+        """What the sequence is to yield when its gap closes. Asked at every decode: it should create nothing."""
         ...
 
     def absorb(self, ops: SequenceOps, sequence: Sequence, result: WorkResult) -> None:

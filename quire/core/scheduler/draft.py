@@ -72,6 +72,16 @@ class PlanDraft:
         self.rows_with_work.add(row)
         self.num_tokens_left -= count
 
+    def add_decode(self, sequence: Sequence) -> None:
+        """Add one more token of a sequence that is one behind and of which the worker knows everything."""
+        row = sequence.row
+        num_samples, num_candidates = sequence.request.decoder.demand(sequence)
+        # Half the price of calling the class (0.4 us against 1.0), which counts with hundreds of rows.
+        work = tuple.__new__(RowWork, (row, sequence.num_computed, 1, num_samples, num_candidates, -1))
+        self.work.append(work)
+        self.rows_with_work.add(row)
+        self.num_tokens_left -= 1
+
     def close(self, step_id: int) -> StepPlan:
         """The finished plan; the draft is empty again."""
         plan = StepPlan(
@@ -96,8 +106,7 @@ class PlanDraft:
         request, end = sequence.request, start + count
         num_samples = num_candidates = 0
         if end == len(sequence.token_ids):
-            num_samples = request.decoder.num_samples(sequence)
-            num_candidates = request.decoder.num_candidates(sequence)
+            num_samples, num_candidates = request.decoder.demand(sequence)
         scored_from = -1
         if start < len(request.prompt_token_ids) and request.scoring is not None:
             first_unscored = len(request.prompt_logprobs)
