@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from quire.engine.engine import Engine
     from quire.executor.inline import InlineExecutor
     from quire.executor.interface import Executor
+    from quire.kernels.sampling import SamplingKernels
     from quire.kernels.selection import Selection
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,6 @@ def build_executor(planned: PlannedModel) -> InlineExecutor:
     import torch
 
     from quire.executor.inline import InlineExecutor
-    from quire.kernels.reference.sampling import ReferenceSampling
     from quire.nn.builder import build_decoder
     from quire.sampling import Sampler
     from quire.weights.checkpoint import SafetensorsCheckpoint
@@ -119,7 +119,7 @@ def build_executor(planned: PlannedModel) -> InlineExecutor:
             model = build_decoder(spec, weights, kernels, dtype=plan.dtype, max_model_len=limits.max_model_len)
     memory = KVMemory(spec.kv_layers, limits.num_blocks, limits.block_size, getattr(torch, plan.dtype))
     rows = RowTable(limits.max_num_seqs, limits.block_size)
-    return InlineExecutor(Worker(model, memory, rows, Sampler(ReferenceSampling())))
+    return InlineExecutor(Worker(model, memory, rows, Sampler(_sampling_kernels(kernels.name))))
 
 
 def _find(config: EngineConfig) -> tuple[Path, Mapping[str, object]]:
@@ -155,7 +155,23 @@ def _eos_token_ids(
     return frozenset()
 
 
+def _sampling_kernels(name: str) -> SamplingKernels:
+    """Sampling by the same back end as the model; all back ends give the same bits."""
+    if name == "cpu":
+        from quire.kernels.cpu.sampling import NativeSampling
+
+        return NativeSampling()
+    from quire.kernels.reference.sampling import ReferenceSampling
+
+    return ReferenceSampling()
+
+
 def _set_num_threads(num_threads: int) -> None:
+    """Both pools' settings are the process's: the engine that was built last decides. Results never depend on it."""
     import torch
 
+    from quire.kernels import cpu
+
     torch.set_num_threads(num_threads)
+    if cpu.IMPORT_ERROR is None:
+        cpu.set_num_threads(num_threads)

@@ -99,9 +99,8 @@ def test_a_refusal_reaches_its_stream_alone(llm: AsyncLLM) -> None:
 def test_an_id_in_use_is_refused_without_harm_to_its_owner(llm: AsyncLLM) -> None:
     async def twice() -> list[object]:
         async def run() -> list[int]:
-            async for output in llm.generate({"prompt_token_ids": [3, 4]}, _params(), request_id="same"):
-                pass
-            return output.outputs[0].token_ids
+            stream = llm.generate({"prompt_token_ids": [3, 4]}, _params(), request_id="same")
+            return [output async for output in stream][-1].outputs[0].token_ids
 
         return await asyncio.gather(run(), run(), return_exceptions=True)
 

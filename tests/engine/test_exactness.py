@@ -52,10 +52,11 @@ def _params(options: dict[str, Any], **overrides: Any) -> SamplingParams:
 
 def _answer(output: RequestOutput) -> tuple[Any, ...]:
     assert output.error is None
-    return tuple(
+    sequences = [
         (each.token_ids, each.logprobs, each.cumulative_logprob, each.finish_reason, each.stop_reason)
         for each in output.outputs
-    ) + (output.prompt_logprobs,)
+    ]
+    return (*sequences, output.prompt_logprobs)
 
 
 def _submit(engine: Engine, requests: Requests, suffix: str = "", **overrides: Any) -> None:
