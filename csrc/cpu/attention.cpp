@@ -26,12 +26,13 @@ static void check(const AttentionProblem &problem, const Sequences &sequences) {
         throw std::invalid_argument("paged_attention: query_start must run from 0 to the number of query rows");
     }
     for (int64_t s = 0; s < sequences.count; ++s) {
-        const int64_t rows = sequences.query_start[s + 1] - sequences.query_start[s], context = sequences.context_len[s];
+        const int64_t rows = sequences.query_start[s + 1] - sequences.query_start[s],
+                      context = sequences.context_len[s];
         const int64_t blocks = ceil_div(context, problem.block_size);
         if (rows < 1 || context < rows || blocks > problem.table_stride) {
-            throw std::invalid_argument("paged_attention: sequence " + std::to_string(s) + " has " + std::to_string(rows) +
-                                        " query rows, a context of " + std::to_string(context) + " and a table of " +
-                                        std::to_string(problem.table_stride) + " blocks");
+            throw std::invalid_argument("paged_attention: sequence " + std::to_string(s) + " has " +
+                                        std::to_string(rows) + " query rows, a context of " + std::to_string(context) +
+                                        " and a table of " + std::to_string(problem.table_stride) + " blocks");
         }
         const int32_t *table = problem.block_tables + s * problem.table_stride;
         for (int64_t b = 0; b < blocks; ++b) {
@@ -166,8 +167,9 @@ static void paged_attention(uintptr_t query, uintptr_t key_cache, uintptr_t valu
     problem.scale = scale;
     problem.soft_cap = soft_cap;
     problem.window = window;
-    attend_batch(problem, Sequences{reinterpret_cast<const int32_t *>(query_start),
-                                    reinterpret_cast<const int32_t *>(context_len), num_sequences, num_tokens, num_blocks});
+    attend_batch(problem,
+                 Sequences{reinterpret_cast<const int32_t *>(query_start),
+                           reinterpret_cast<const int32_t *>(context_len), num_sequences, num_tokens, num_blocks});
 }
 
 static void bind_attention(nb::module_ &m) {

@@ -5,7 +5,8 @@
 //     static void bind_sampling(nb::module_ &m) { m.def("sample", &sample, "rows"_a, nb::call_guard<...>()); }
 //     static const quire::Registration registration(bind_sampling);
 //
-// Nothing else has to be edited: CMakeLists.txt globs csrc/cpu/*.cpp. Describe what you add in quire/kernels/cpu/_native.pyi.
+// Nothing else has to be edited: CMakeLists.txt globs csrc/cpu/*.cpp. Describe what you add in
+// quire/kernels/cpu/_native.pyi.
 #pragma once
 
 #include <nanobind/nanobind.h>

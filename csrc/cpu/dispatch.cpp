@@ -13,8 +13,8 @@
 
 namespace quire {
 
-#define QUIRE_DECLARE(name) \
-    namespace name {        \
+#define QUIRE_DECLARE(name)         \
+    namespace name {                \
     extern const KernelTable table; \
     }
 #ifdef QUIRE_WITH_portable
@@ -26,9 +26,6 @@ QUIRE_DECLARE(avx2)
 #ifdef QUIRE_WITH_avx512
 QUIRE_DECLARE(avx512)
 #endif
-#ifdef QUIRE_WITH_avx512bf16
-QUIRE_DECLARE(avx512bf16)
-#endif
 
 // From the plainest to the best.
 static std::vector<const KernelTable *> find_supported() {
@@ -36,17 +33,14 @@ static std::vector<const KernelTable *> find_supported() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     [[maybe_unused]] const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    [[maybe_unused]] const bool has_avx512 =
-        has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    [[maybe_unused]] const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
+                                             __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                                             __builtin_cpu_supports("avx512dq");
 #ifdef QUIRE_WITH_avx2
     if (has_avx2) tables.push_back(&avx2::table);
 #endif
 #ifdef QUIRE_WITH_avx512
     if (has_avx512) tables.push_back(&avx512::table);
-#endif
-#ifdef QUIRE_WITH_avx512bf16
-    if (has_avx512 && __builtin_cpu_supports("avx512bf16")) tables.push_back(&avx512bf16::table);
 #endif
 #endif
     return tables;

@@ -19,8 +19,8 @@ constexpr int PANEL = 16;         // outputs that lie next to each other in a pa
 constexpr int GROUP_PANELS = 4;   // panels that a block of work covers, at most
 constexpr int MAX_TILE_ROWS = 8;  // upper bound of KernelTable::tile_rows
 
-// A packed weight: panels of 16 outputs. In float32 a panel is [K][16]; in bfloat16 it is [K / 2][16][2], pairs of inputs
-// together, K padded with a zero to an even number. N is padded with zeros to whole panels.
+// A packed weight: panels of 16 outputs. In float32 a panel is [K][16]; in bfloat16 it is [K / 2][16][2], pairs of
+// inputs together, K padded with a zero to an even number. N is padded with zeros to whole panels.
 struct PackedWeight {
     const void *data;
     DType dtype;
@@ -43,22 +43,22 @@ struct PackedRows {
 struct GemmBlock {
     int64_t first_row, num_rows;  // first_row is a multiple of tile_rows
     int64_t first_panel;
-    int num_panels;    // <= GROUP_PANELS
-    int64_t k_block;   // inputs to go through before moving to the next tile of rows; even
-    float *sums;       // scratch, [num_rows][GROUP_PANELS * PANEL]
+    int num_panels;   // <= GROUP_PANELS
+    int64_t k_block;  // inputs to go through before moving to the next tile of rows; even
+    float *sums;      // scratch, [num_rows][GROUP_PANELS * PANEL]
 };
 
 // ---- attention (attention.cpp) ----
 
-constexpr int TILE = 32;        // key positions per step of the online softmax, aligned to absolute positions
-constexpr int SPLIT = 1024;     // positions whose tiles share one softmax state before states are merged, in order
-constexpr int MAX_ROWS = 64;    // query rows (positions x heads of one KV head) of a task
+constexpr int TILE = 32;      // key positions per step of the online softmax, aligned to absolute positions
+constexpr int SPLIT = 1024;   // positions whose tiles share one softmax state before states are merged, in order
+constexpr int MAX_ROWS = 64;  // query rows (positions x heads of one KV head) of a task
 constexpr int MAX_HEAD_SIZE = 512;
 
 struct AttentionProblem {
-    const void *query;  // [T, heads, D], rows query_stride elements apart
+    const void *query;                    // [T, heads, D], rows query_stride elements apart
     const void *key_cache, *value_cache;  // [B, KV heads, block size, D]
-    void *out;          // [T, heads, D]
+    void *out;                            // [T, heads, D]
     DType dtype, cache_dtype;
     int64_t num_heads, num_kv_heads, head_size, block_size, query_stride;
     const int32_t *block_tables;
@@ -87,7 +87,8 @@ struct KernelTable {
     int tile_rows;
     void (*pack_rows)(const void *x, DType dtype, int64_t num_inputs, int64_t num_rows, int64_t padded_inputs,
                       float *out);
-    void (*gemm)(const PackedWeight &weight, const PackedRows &rows, const GemmBlock &block, void *out, DType out_dtype);
+    void (*gemm)(const PackedWeight &weight, const PackedRows &rows, const GemmBlock &block, void *out,
+                 DType out_dtype);
     // attention
     int64_t (*attention_scratch)(int64_t head_size);  // floats that attend needs
     int64_t (*state_size)(int64_t head_size);         // floats of one row's softmax state

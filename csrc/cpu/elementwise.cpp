@@ -79,8 +79,8 @@ static void rope(uintptr_t x, uintptr_t positions, uintptr_t cos_sin, int dtype,
                         is_interleaved};
     for (int64_t r = 0; r < num_rows; ++r) {
         if (rows.positions[r] < 0 || rows.positions[r] >= num_positions) {
-            throw std::invalid_argument("rope: position " + std::to_string(rows.positions[r]) + " is outside the table of " +
-                                        std::to_string(num_positions));
+            throw std::invalid_argument("rope: position " + std::to_string(rows.positions[r]) +
+                                        " is outside the table of " + std::to_string(num_positions));
         }
     }
     const KernelTable &table = kernels();
@@ -93,7 +93,7 @@ static void embedding(uintptr_t token_ids, uintptr_t weights, uintptr_t out, int
     for (int64_t t = 0; t < num_tokens; ++t) {
         if (ids[t] < 0 || ids[t] >= num_rows) {
             throw std::out_of_range("embedding: token id " + std::to_string(ids[t]) + " is outside the table of " +
-                                   std::to_string(num_rows) + " rows");
+                                    std::to_string(num_rows) + " rows");
         }
     }
     const int64_t row_bytes = width * size_of(static_cast<DType>(dtype));

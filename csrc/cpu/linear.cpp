@@ -1,4 +1,5 @@
-// Projections: packing of weights, and the division of a GEMM into blocks and threads. The arithmetic is in isa/gemm.cpp.
+// Projections: packing of weights, and the division of a GEMM into blocks and threads. The arithmetic is in
+// isa/gemm.cpp.
 //
 // Few rows (one tile) are bound by the bandwidth of the weights: each thread streams its share of the panels once, all
 // inputs in a row. Many rows are bound by arithmetic: blocks of BLOCK_ROWS rows x GROUP_PANELS panels x BLOCK_INPUTS
@@ -12,9 +13,9 @@
 
 namespace quire {
 
-constexpr int64_t BLOCK_ROWS = 120;    // a multiple of every table's tile_rows (3 and 6)
+constexpr int64_t BLOCK_ROWS = 120;  // a multiple of every table's tile_rows (3 and 6)
 constexpr int64_t BLOCK_INPUTS = 256;
-constexpr int64_t PASS_ROWS = 480;     // rows packed at a time, so that scratch stays small
+constexpr int64_t PASS_ROWS = 480;  // rows packed at a time, so that scratch stays small
 constexpr int64_t GROUP_WIDTH = GROUP_PANELS * PANEL;
 
 template <typename T>

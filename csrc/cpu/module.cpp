@@ -1,7 +1,7 @@
 // The extension module: calls every function registered through bindings.hpp, and owns nothing else.
 //
-// To add a file of kernels, put it next to this one and register a bind function as bindings.hpp shows; code that should
-// exist once per instruction set goes to csrc/cpu/isa/ and is reached through the table in dispatch.hpp.
+// To add a file of kernels, put it next to this one and register a bind function as bindings.hpp shows; code that
+// should exist once per instruction set goes to csrc/cpu/isa/ and is reached through the table in dispatch.hpp.
 #include "bindings.hpp"
 
 namespace quire {

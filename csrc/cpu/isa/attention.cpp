@@ -4,8 +4,8 @@
 // block table, transposed and widened to float32 once for all rows of the task, its values likewise. A row's scores are
 // chains over the head's elements, its outputs chains over the tile's positions, both ascending; its online softmax
 // (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018) rescales once per tile that the row can
-// see, and its state is merged into a running state at the end of each split (as in Dao et al., "Flash-Decoding", 2023).
-// None of that depends on the other rows, on how the prompt was divided into steps, or on threads.
+// see, and its state is merged into a running state at the end of each split (as in Dao et al., "Flash-Decoding",
+// 2023). None of that depends on the other rows, on how the prompt was divided into steps, or on threads.
 #include "kernels.hpp"
 
 namespace quire::QUIRE_ISA {
@@ -28,10 +28,10 @@ struct States {
 };
 
 struct Workspace {
-    float *query;   // [MAX_ROWS][padded head], float32
-    float *keys;    // [padded head + 16][TILE]: bfloat16 keys come 32 elements at a time
-    float *values;  // [TILE][padded head]
-    float *scores;  // [MAX_ROWS][TILE]: scores, then weights
+    float *query;    // [MAX_ROWS][padded head], float32
+    float *keys;     // [padded head + 16][TILE]: bfloat16 keys come 32 elements at a time
+    float *values;   // [TILE][padded head]
+    float *scores;   // [MAX_ROWS][TILE]: scores, then weights
     float *rescale;  // [MAX_ROWS]
     States split, running;
 };
@@ -82,7 +82,8 @@ struct TileRows {
 
 static void locate(const AttentionProblem &problem, const AttentionTask &task, int64_t base, TileRows &tile) {
     const int32_t *table = problem.block_tables + task.sequence * problem.table_stride + base / problem.block_size;
-    const int64_t row_bytes = problem.head_size * size_of(problem.cache_dtype), head_bytes = problem.block_size * row_bytes;
+    const int64_t row_bytes = problem.head_size * size_of(problem.cache_dtype),
+                  head_bytes = problem.block_size * row_bytes;
     int64_t within = base % problem.block_size;
     for (int64_t i = 0; i < TILE; ++table, within = 0) {
         const int64_t left = min64(TILE - i, task.context_len - base - i);
@@ -120,7 +121,8 @@ struct Prefetcher {
 
     void ask(int count) {
         for (; count > 0 && row < 2 * TILE; --count, ++row) {
-            for (int64_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(tile.rows[row] + at, 0, 2);  // null: harmless
+            for (int64_t at = 0; at < row_bytes; at += 64)
+                __builtin_prefetch(tile.rows[row] + at, 0, 2);  // null: harmless
         }
     }
 };
@@ -130,9 +132,11 @@ static void gather_keys(const TileRows &tile, const float *, int64_t head_size, 
     for (int first = 0; first < TILE; first += LANES) {
         for (int64_t d = 0; d < head_size; d += LANES) {
             Vec block[LANES];
-            QUNROLL for (int i = 0; i < LANES; ++i) block[i] = load_or_zero(as<float>(tile.rows[first + i]), d, head_size);
+            QUNROLL
+            for (int i = 0; i < LANES; ++i) block[i] = load_or_zero(as<float>(tile.rows[first + i]), d, head_size);
             transpose(block);
-            QUNROLL for (int i = 0; i < LANES; ++i) store(keys + (d + i) * TILE + first, block[i]);
+            QUNROLL
+            for (int i = 0; i < LANES; ++i) store(keys + (d + i) * TILE + first, block[i]);
             next.ask(4);
         }
     }
@@ -150,9 +154,11 @@ static void gather_keys(const TileRows &tile, const bf16 *, int64_t head_size, f
     for (int first = 0; first < TILE; first += LANES) {
         for (int64_t d = 0; d < head_size; d += 2 * LANES) {
             Vec block[LANES];
-            QUNROLL for (int i = 0; i < LANES; ++i) block[i] = load_pairs(as<bf16>(tile.rows[first + i]), d, head_size);
+            QUNROLL
+            for (int i = 0; i < LANES; ++i) block[i] = load_pairs(as<bf16>(tile.rows[first + i]), d, head_size);
             transpose(block);
-            QUNROLL for (int i = 0; i < LANES; ++i) {
+            QUNROLL
+            for (int i = 0; i < LANES; ++i) {
                 float *to = keys + (d + 2 * i) * TILE + first;
                 store(to, as_float(shift_left<16>(as_bits(block[i]))));
                 store(to + TILE, as_float(and_bits(as_bits(block[i]), broadcast_bits(0xffff0000u))));
@@ -195,26 +201,33 @@ template <int ROWS>
 static void score_rows(const float *query, const float *keys, int64_t head_size, int64_t padded, float scale,
                        float *scores) {
     Vec sums[ROWS][TILE_VECS];
-    QUNROLL for (int r = 0; r < ROWS; ++r) {
-        QUNROLL for (int v = 0; v < TILE_VECS; ++v) sums[r][v] = broadcast(0.0f);
+    QUNROLL
+    for (int r = 0; r < ROWS; ++r) {
+        QUNROLL
+        for (int v = 0; v < TILE_VECS; ++v) sums[r][v] = broadcast(0.0f);
     }
     for (int64_t d = 0; d < head_size; ++d) {
         Vec key[TILE_VECS];
-        QUNROLL for (int v = 0; v < TILE_VECS; ++v) key[v] = load(keys + d * TILE + v * LANES);
-        QUNROLL for (int r = 0; r < ROWS; ++r) {
+        QUNROLL
+        for (int v = 0; v < TILE_VECS; ++v) key[v] = load(keys + d * TILE + v * LANES);
+        QUNROLL
+        for (int r = 0; r < ROWS; ++r) {
             const Vec value = broadcast(query[r * padded + d]);
-            QUNROLL for (int v = 0; v < TILE_VECS; ++v) sums[r][v] = fma(value, key[v], sums[r][v]);
+            QUNROLL
+            for (int v = 0; v < TILE_VECS; ++v) sums[r][v] = fma(value, key[v], sums[r][v]);
         }
     }
-    QUNROLL for (int r = 0; r < ROWS; ++r) {
-        QUNROLL for (int v = 0; v < TILE_VECS; ++v) store(scores + r * TILE + v * LANES, mul(sums[r][v], broadcast(scale)));
+    QUNROLL
+    for (int r = 0; r < ROWS; ++r) {
+        QUNROLL
+        for (int v = 0; v < TILE_VECS; ++v) store(scores + r * TILE + v * LANES, mul(sums[r][v], broadcast(scale)));
     }
 }
 
 // `rows` <= ROWS rows, by the register tile of just that height.
 template <int ROWS>
-static void score_few(int64_t rows, const float *query, const float *keys, int64_t head_size, int64_t padded, float scale,
-                      float *scores) {
+static void score_few(int64_t rows, const float *query, const float *keys, int64_t head_size, int64_t padded,
+                      float scale, float *scores) {
     if (rows == ROWS) return score_rows<ROWS>(query, keys, head_size, padded, scale, scores);
     if constexpr (ROWS > 1) score_few<ROWS - 1>(rows, query, keys, head_size, padded, scale, scores);
 }
@@ -233,18 +246,22 @@ static float soften(float *scores, int from, int to, float soft_cap, float *max_
     Vec x[TILE_VECS];
     if (soft_cap > 0.0f) {
         const Vec cap = broadcast(soft_cap);
-        QUNROLL for (int v = 0; v < TILE_VECS; ++v) store(scores + v * LANES, mul(tanh(div(load(scores + v * LANES), cap)), cap));
+        QUNROLL
+        for (int v = 0; v < TILE_VECS; ++v)
+            store(scores + v * LANES, mul(tanh(div(load(scores + v * LANES), cap)), cap));
     }
     for (int i = 0; i < from; ++i) scores[i] = NONE;
     for (int i = to; i < TILE; ++i) scores[i] = NONE;
     Vec highest = broadcast(*max_seen);
-    QUNROLL for (int v = 0; v < TILE_VECS; ++v) {
+    QUNROLL
+    for (int v = 0; v < TILE_VECS; ++v) {
         x[v] = load(scores + v * LANES);
         highest = max(x[v], highest);
     }
     const float new_max = reduce_max(highest);
     Vec sum = broadcast(0.0f);
-    QUNROLL for (int v = 0; v < TILE_VECS; ++v) {
+    QUNROLL
+    for (int v = 0; v < TILE_VECS; ++v) {
         x[v] = exp(sub(x[v], broadcast(new_max)));
         store(scores + v * LANES, x[v]);
         sum = add(sum, x[v]);
@@ -261,22 +278,29 @@ static float soften(float *scores, int from, int to, float soft_cap, float *max_
 
 // out [ROWS][VECS vectors] = out * rescale + weights [ROWS][from, to) @ values [from, to).
 template <int ROWS, int VECS>
-static void weigh_tile(const float *weights, const float *values, const float *rescale, int from, int to, int64_t padded,
-                       float *out) {
+static void weigh_tile(const float *weights, const float *values, const float *rescale, int from, int to,
+                       int64_t padded, float *out) {
     Vec sums[ROWS][VECS];
-    QUNROLL for (int r = 0; r < ROWS; ++r) {
-        QUNROLL for (int v = 0; v < VECS; ++v) sums[r][v] = mul(load(out + r * padded + v * LANES), broadcast(rescale[r]));
+    QUNROLL
+    for (int r = 0; r < ROWS; ++r) {
+        QUNROLL
+        for (int v = 0; v < VECS; ++v) sums[r][v] = mul(load(out + r * padded + v * LANES), broadcast(rescale[r]));
     }
     for (int i = from; i < to; ++i) {
         Vec value[VECS];
-        QUNROLL for (int v = 0; v < VECS; ++v) value[v] = load(values + i * padded + v * LANES);
-        QUNROLL for (int r = 0; r < ROWS; ++r) {
+        QUNROLL
+        for (int v = 0; v < VECS; ++v) value[v] = load(values + i * padded + v * LANES);
+        QUNROLL
+        for (int r = 0; r < ROWS; ++r) {
             const Vec weight = broadcast(weights[r * TILE + i]);
-            QUNROLL for (int v = 0; v < VECS; ++v) sums[r][v] = fma(weight, value[v], sums[r][v]);
+            QUNROLL
+            for (int v = 0; v < VECS; ++v) sums[r][v] = fma(weight, value[v], sums[r][v]);
         }
     }
-    QUNROLL for (int r = 0; r < ROWS; ++r) {
-        QUNROLL for (int v = 0; v < VECS; ++v) store(out + r * padded + v * LANES, sums[r][v]);
+    QUNROLL
+    for (int r = 0; r < ROWS; ++r) {
+        QUNROLL
+        for (int v = 0; v < VECS; ++v) store(out + r * padded + v * LANES, sums[r][v]);
     }
 }
 
@@ -393,7 +417,8 @@ static void attend_split(const AttentionProblem &problem, const AttentionTask &t
 }
 
 template <typename T>
-static void store_rows(const AttentionProblem &problem, const AttentionTask &task, const States &states, int64_t padded) {
+static void store_rows(const AttentionProblem &problem, const AttentionTask &task, const States &states,
+                       int64_t padded) {
     for (int64_t r = 0; r < task.num_rows(); ++r) {
         const int64_t row = task.first_row + r / task.num_heads, head = task.first_head + r % task.num_heads;
         T *to = static_cast<T *>(problem.out) + (row * problem.num_heads + head) * problem.head_size;

@@ -13,10 +13,12 @@ constexpr int CHAINS = 4;  // independent sums, to hide the latency of an additi
 template <typename Term>
 QINLINE float sum_row(int64_t width, Term term) {
     Vec sums[CHAINS];
-    QUNROLL for (int c = 0; c < CHAINS; ++c) sums[c] = broadcast(0.0f);
+    QUNROLL
+    for (int c = 0; c < CHAINS; ++c) sums[c] = broadcast(0.0f);
     int64_t i = 0;
     for (; i + CHAINS * LANES <= width; i += CHAINS * LANES) {
-        QUNROLL for (int c = 0; c < CHAINS; ++c) sums[c] = term(sums[c], i + c * LANES);
+        QUNROLL
+        for (int c = 0; c < CHAINS; ++c) sums[c] = term(sums[c], i + c * LANES);
     }
     for (; i < width; i += LANES) sums[0] = term(sums[0], i);
     return reduce_add(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
@@ -151,18 +153,24 @@ static void gated_rows(const T *gate_up, T *out, int64_t width, int64_t first, i
 template <typename T>
 static void activate_as(const T *x, T *out, Activation activation, int64_t first, int64_t last) {
     switch (activation) {
-        case Activation::silu: return activate_span<T, Activation::silu>(x, out, first, last);
-        case Activation::gelu: return activate_span<T, Activation::gelu>(x, out, first, last);
-        case Activation::gelu_tanh: return activate_span<T, Activation::gelu_tanh>(x, out, first, last);
+        case Activation::silu:
+            return activate_span<T, Activation::silu>(x, out, first, last);
+        case Activation::gelu:
+            return activate_span<T, Activation::gelu>(x, out, first, last);
+        case Activation::gelu_tanh:
+            return activate_span<T, Activation::gelu_tanh>(x, out, first, last);
     }
 }
 
 template <typename T>
 static void gated_as(const T *gate_up, T *out, Activation activation, int64_t width, int64_t first, int64_t last) {
     switch (activation) {
-        case Activation::silu: return gated_rows<T, Activation::silu>(gate_up, out, width, first, last);
-        case Activation::gelu: return gated_rows<T, Activation::gelu>(gate_up, out, width, first, last);
-        case Activation::gelu_tanh: return gated_rows<T, Activation::gelu_tanh>(gate_up, out, width, first, last);
+        case Activation::silu:
+            return gated_rows<T, Activation::silu>(gate_up, out, width, first, last);
+        case Activation::gelu:
+            return gated_rows<T, Activation::gelu>(gate_up, out, width, first, last);
+        case Activation::gelu_tanh:
+            return gated_rows<T, Activation::gelu_tanh>(gate_up, out, width, first, last);
     }
 }
 
@@ -174,7 +182,8 @@ void activate(const void *x, void *out, DType dtype, Activation activation, int6
     }
 }
 
-void gated(const void *gate_up, void *out, DType dtype, Activation activation, int64_t width, int64_t first, int64_t last) {
+void gated(const void *gate_up, void *out, DType dtype, Activation activation, int64_t width, int64_t first,
+           int64_t last) {
     if (dtype == DType::f32) {
         gated_as(static_cast<const float *>(gate_up), static_cast<float *>(out), activation, width, first, last);
     } else {

@@ -1,8 +1,8 @@
 // The GEMM: blocks of `x @ weight.T`, on packed rows and packed weights (layouts in dispatch.hpp).
 //
 // Each output element is one chain of fused multiply-adds over the inputs in ascending order, in one lane of one
-// accumulator, whatever the shape of the register tile, of the block or of the batch: that is what makes rows invariant.
-// Sums go through memory between blocks of inputs, as float32, which changes nothing.
+// accumulator, whatever the shape of the register tile, of the block or of the batch: that is what makes rows
+// invariant. Sums go through memory between blocks of inputs, as float32, which changes nothing.
 //
 // The register tile is `rows` x `panels`: a vector of weights is loaded once for all rows, an element of x once for all
 // panels (the scheme of Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008).
@@ -22,18 +22,23 @@ constexpr int max_panels(int rows) {
 
 template <int ROWS, int VECS>
 QINLINE void accumulate(Vec (&sums)[ROWS][VECS], const float *x, const Vec (&w)[VECS]) {
-    QUNROLL for (int r = 0; r < ROWS; ++r) {
+    QUNROLL
+    for (int r = 0; r < ROWS; ++r) {
         const Vec value = broadcast(x[r]);
-        QUNROLL for (int v = 0; v < VECS; ++v) sums[r][v] = fma(value, w[v], sums[r][v]);
+        QUNROLL
+        for (int v = 0; v < VECS; ++v) sums[r][v] = fma(value, w[v], sums[r][v]);
     }
 }
 
 template <int ROWS, int PANELS>
-QINLINE void multiply(Vec (&sums)[ROWS][PANELS * PANEL_VECS], const float *x, const float *w, int64_t stride, int64_t n) {
+QINLINE void multiply(Vec (&sums)[ROWS][PANELS * PANEL_VECS], const float *x, const float *w, int64_t stride,
+                      int64_t n) {
     for (int64_t k = 0; k < n; ++k, x += ROWS, w += PANEL) {
         Vec weights[PANELS * PANEL_VECS];
-        QUNROLL for (int p = 0; p < PANELS; ++p) {
-            QUNROLL for (int v = 0; v < PANEL_VECS; ++v) weights[p * PANEL_VECS + v] = load(w + p * stride + v * LANES);
+        QUNROLL
+        for (int p = 0; p < PANELS; ++p) {
+            QUNROLL
+            for (int v = 0; v < PANEL_VECS; ++v) weights[p * PANEL_VECS + v] = load(w + p * stride + v * LANES);
         }
         accumulate<ROWS>(sums, x, weights);
     }
@@ -41,18 +46,23 @@ QINLINE void multiply(Vec (&sums)[ROWS][PANELS * PANEL_VECS], const float *x, co
 
 // A 32-bit word holds the weights of inputs k (low half) and k + 1 (high half): a shift and a mask make them float32.
 template <int ROWS, int PANELS>
-QINLINE void multiply(Vec (&sums)[ROWS][PANELS * PANEL_VECS], const float *x, const bf16 *w, int64_t stride, int64_t n) {
+QINLINE void multiply(Vec (&sums)[ROWS][PANELS * PANEL_VECS], const float *x, const bf16 *w, int64_t stride,
+                      int64_t n) {
     for (int64_t k = 0; k < n; k += 2, x += 2 * ROWS, w += 2 * PANEL) {
         Bits pairs[PANELS * PANEL_VECS];
         Vec weights[PANELS * PANEL_VECS];
-        QUNROLL for (int p = 0; p < PANELS; ++p) {
-            QUNROLL for (int v = 0; v < PANEL_VECS; ++v) {
+        QUNROLL
+        for (int p = 0; p < PANELS; ++p) {
+            QUNROLL
+            for (int v = 0; v < PANEL_VECS; ++v) {
                 pairs[p * PANEL_VECS + v] = load_bits(w + p * stride + v * 2 * LANES);
             }
         }
-        QUNROLL for (int v = 0; v < PANELS * PANEL_VECS; ++v) weights[v] = as_float(shift_left<16>(pairs[v]));
+        QUNROLL
+        for (int v = 0; v < PANELS * PANEL_VECS; ++v) weights[v] = as_float(shift_left<16>(pairs[v]));
         accumulate<ROWS>(sums, x, weights);
-        QUNROLL for (int v = 0; v < PANELS * PANEL_VECS; ++v) {
+        QUNROLL
+        for (int v = 0; v < PANELS * PANEL_VECS; ++v) {
             weights[v] = as_float(and_bits(pairs[v], broadcast_bits(0xffff0000u)));
         }
         accumulate<ROWS>(sums, x + ROWS, weights);
@@ -64,14 +74,18 @@ template <typename W, int ROWS, int PANELS>
 static void tile(const float *x, const W *w, int64_t stride, int64_t n, float *sums, bool is_first) {
     constexpr int VECS = PANELS * PANEL_VECS;
     Vec acc[ROWS][VECS];
-    QUNROLL for (int r = 0; r < ROWS; ++r) {
-        QUNROLL for (int v = 0; v < VECS; ++v) {
+    QUNROLL
+    for (int r = 0; r < ROWS; ++r) {
+        QUNROLL
+        for (int v = 0; v < VECS; ++v) {
             acc[r][v] = is_first ? broadcast(0.0f) : load(sums + r * GROUP_PANELS * PANEL + v * LANES);
         }
     }
     multiply<ROWS, PANELS>(acc, x, w, stride, n);
-    QUNROLL for (int r = 0; r < ROWS; ++r) {
-        QUNROLL for (int v = 0; v < VECS; ++v) store(sums + r * GROUP_PANELS * PANEL + v * LANES, acc[r][v]);
+    QUNROLL
+    for (int r = 0; r < ROWS; ++r) {
+        QUNROLL
+        for (int v = 0; v < VECS; ++v) store(sums + r * GROUP_PANELS * PANEL + v * LANES, acc[r][v]);
     }
 }
 
@@ -83,9 +97,12 @@ static void panels(const float *x, const W *w, int64_t stride, int num_panels, i
         const W *from = w + done * stride;
         float *to = sums + done * PANEL;
         if (now == 1) tile<W, ROWS, 1>(x, from, stride, n, to, is_first);
-        if constexpr (MAX >= 2) if (now == 2) tile<W, ROWS, 2>(x, from, stride, n, to, is_first);
-        if constexpr (MAX >= 3) if (now == 3) tile<W, ROWS, 3>(x, from, stride, n, to, is_first);
-        if constexpr (MAX >= 4) if (now == 4) tile<W, ROWS, 4>(x, from, stride, n, to, is_first);
+        if constexpr (MAX >= 2)
+            if (now == 2) tile<W, ROWS, 2>(x, from, stride, n, to, is_first);
+        if constexpr (MAX >= 3)
+            if (now == 3) tile<W, ROWS, 3>(x, from, stride, n, to, is_first);
+        if constexpr (MAX >= 4)
+            if (now == 4) tile<W, ROWS, 4>(x, from, stride, n, to, is_first);
         done += now;
     }
 }
@@ -94,13 +111,19 @@ template <typename W>
 static void tile_rows(int rows, const float *x, const W *w, int64_t stride, int num_panels, int64_t n, float *sums,
                       bool is_first) {
     switch (rows) {
-        case 1: return panels<W, 1>(x, w, stride, num_panels, n, sums, is_first);
-        case 2: return panels<W, 2>(x, w, stride, num_panels, n, sums, is_first);
-        case 3: return panels<W, 3>(x, w, stride, num_panels, n, sums, is_first);
+        case 1:
+            return panels<W, 1>(x, w, stride, num_panels, n, sums, is_first);
+        case 2:
+            return panels<W, 2>(x, w, stride, num_panels, n, sums, is_first);
+        case 3:
+            return panels<W, 3>(x, w, stride, num_panels, n, sums, is_first);
 #if defined(__AVX2__)
-        case 4: return panels<W, 4>(x, w, stride, num_panels, n, sums, is_first);
-        case 5: return panels<W, 5>(x, w, stride, num_panels, n, sums, is_first);
-        case 6: return panels<W, 6>(x, w, stride, num_panels, n, sums, is_first);
+        case 4:
+            return panels<W, 4>(x, w, stride, num_panels, n, sums, is_first);
+        case 5:
+            return panels<W, 5>(x, w, stride, num_panels, n, sums, is_first);
+        case 6:
+            return panels<W, 6>(x, w, stride, num_panels, n, sums, is_first);
 #endif
     }
 }
@@ -115,8 +138,8 @@ static void sum_block(const PackedWeight &weight, const PackedRows &rows, const 
             const int64_t row = block.first_row + r;
             const int width = static_cast<int>(min64(TILE_ROWS, rows.num_rows - row));
             const float *x = rows.data + row * inputs + k * width;
-            tile_rows<W>(width, x, panel + k * PANEL, stride, block.num_panels, n, block.sums + r * GROUP_PANELS * PANEL,
-                         k == 0);
+            tile_rows<W>(width, x, panel + k * PANEL, stride, block.num_panels, n,
+                         block.sums + r * GROUP_PANELS * PANEL, k == 0);
         }
     }
 }

@@ -6,8 +6,8 @@
 
 namespace quire::QUIRE_ISA {
 
-// Rows per tile of the GEMM: with 4 panels of 16 outputs, 6 rows are 24 accumulators of AVX-512's 32 registers; with one
-// panel, 12 of AVX2's 16; 3 rows are 12 of SSE2's 16.
+// Rows per tile of the GEMM: with 4 panels of 16 outputs, 6 rows are 24 accumulators of AVX-512's 32 registers; with
+// one panel, 12 of AVX2's 16; 3 rows are 12 of SSE2's 16.
 constexpr int TILE_ROWS = LANES == 4 ? 3 : 6;
 
 void pack_rows(const void *x, DType dtype, int64_t num_inputs, int64_t num_rows, int64_t padded_inputs, float *out);
@@ -22,7 +22,8 @@ void finish_rows(const AttentionProblem &problem, const AttentionTask &task, int
 void rms_norm(const NormRows &norm, int64_t first, int64_t last);
 void layer_norm(const NormRows &norm, int64_t first, int64_t last);
 void activate(const void *x, void *out, DType dtype, Activation activation, int64_t first, int64_t last);
-void gated(const void *gate_up, void *out, DType dtype, Activation activation, int64_t width, int64_t first, int64_t last);
+void gated(const void *gate_up, void *out, DType dtype, Activation activation, int64_t width, int64_t first,
+           int64_t last);
 void rope(const RopeRows &rope, int64_t first, int64_t last);
 void convert(const void *from, DType from_dtype, void *to, DType to_dtype, int64_t count);
 

@@ -14,7 +14,7 @@ from quire.errors import ConfigError
 from quire.kernels.interface import Kernels
 
 try:
-    from quire.kernels.cpu import _native
+    import quire.kernels.cpu._native as native
 except ImportError as error:
     IMPORT_ERROR: str | None = str(error)
 else:
@@ -34,7 +34,7 @@ def reasons_against(device: str, dtype: torch.dtype) -> list[str]:
         reasons.append(
             f"the extension was not built or cannot be loaded ({IMPORT_ERROR}); reinstall with a C++ compiler present"
         )
-    elif not hasattr(_native, "set_isa"):
+    elif not hasattr(native, "set_isa"):
         reasons.append("the extension is from an older build; reinstall")
     return reasons
 
@@ -51,26 +51,26 @@ def load() -> Kernels:
 
 def set_num_threads(count: int) -> None:
     """Threads that the native kernels use from now on, in the whole process (torch's own setting is not touched)."""
-    _native.set_num_threads(count)
+    native.set_num_threads(count)
 
 
 def num_threads() -> int:
     """Threads that the native kernels use; OpenMP's default until set."""
-    return _native.num_threads()
+    return native.num_threads()
 
 
 def supported_isas() -> tuple[str, ...]:
     """Instruction sets that were compiled in and that this machine has, from the plainest to the best."""
-    return tuple(_native.supported_isas())
+    return tuple(native.supported_isas())
 
 
 def isa() -> str:
     """The instruction set in use: the best supported one until set."""
-    return _native.isa()
+    return native.isa()
 
 
 def set_isa(name: str) -> None:
     """Use another supported instruction set, for tests and measurements. Weights packed before stay valid."""
     if name not in supported_isas():
         raise ConfigError(f"instruction set {name!r} is not one of {', '.join(supported_isas())}")
-    _native.set_isa(name)
+    native.set_isa(name)
