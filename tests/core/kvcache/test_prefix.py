@@ -119,8 +119,13 @@ def test_a_root_that_was_dropped_and_made_anew_still_works_for_old_holders(index
 
 
 def test_keys_are_computed_once_and_forks_grow_apart(index: PrefixIndex) -> None:
-    calls = []
-    counting = PrefixIndex(SIZE, lambda parent, content: calls.append(content) or bytes([len(calls)]) * 16)
+    calls: list[bytes] = []
+
+    def digest(parent: bytes, content: bytes) -> bytes:
+        calls.append(content)
+        return bytes([len(calls)]) * 16
+
+    counting = PrefixIndex(SIZE, digest)
     keys = counting.keys(())
     keys.extend_to([1, 2, 3, 4, 5])
     keys.extend_to([1, 2, 3, 4, 5, 6, 7, 8])
