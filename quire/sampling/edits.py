@@ -24,6 +24,8 @@ from quire.sampling.rows import RowError, SampledRow
 
 MAX_TABLES = 4096
 """Requests whose id lists are kept as arrays; more than any batch holds."""
+MAX_HELD_IDS = 1 << 22
+"""Ids that those arrays hold together (32 MiB); the latest request's are kept in any case."""
 
 Ids = NDArray[np.int64]
 
@@ -61,6 +63,10 @@ class _Tables:
     bad_words: dict[int, list[tuple[Ids, int]]]
     """By the length of the part that must have been generated: that part, and the token then forbidden."""
 
+    @property
+    def num_ids(self) -> int:
+        return len(self.allowed) + len(self.stops) + len(self.bias_ids) + sum(map(len, self.sampling.bad_words))
+
 
 class RowEditor:
     """Edits rows of logits in place."""
@@ -69,6 +75,7 @@ class RowEditor:
         self._kernels = kernels
         self._processors = processors
         self._tables: OrderedDict[int, _Tables] = OrderedDict()
+        self._held_ids = 0
 
     def edit(self, logits: Tensor, rows: Sequence[SampledRow]) -> dict[int, str]:
         """Edit `logits` (float32 [m, V], one row for each of `rows`) in place; returns the errors of rows that failed.
@@ -112,11 +119,17 @@ class RowEditor:
         key = id(sampling)
         found = self._tables.get(key)
         if found is None or found.sampling is not sampling:
+            self._forget(key)
             found = self._tables[key] = _make_tables(sampling, vocab_size)
+            self._held_ids += found.num_ids
         self._tables.move_to_end(key)
-        if len(self._tables) > MAX_TABLES:
-            self._tables.popitem(last=False)
+        while len(self._tables) > MAX_TABLES or (self._held_ids > MAX_HELD_IDS and len(self._tables) > 1):
+            self._forget(next(iter(self._tables)))
         return found
+
+    def _forget(self, key: int) -> None:
+        tables = self._tables.pop(key, None)
+        self._held_ids -= 0 if tables is None else tables.num_ids
 
 
 class _Pairs:

@@ -95,3 +95,14 @@ def test_tables_are_kept_for_a_rows_sampling_and_bounded(monkeypatch: pytest.Mon
             assert editor.edit(logits, [SampledRow(sampling, 0)]) == {}
             assert logits.isfinite().nonzero().tolist() == [[0, samplings.index(sampling)]]
     assert len(editor._tables) == 3
+
+
+def test_long_lists_are_not_hoarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edits, "MAX_HELD_IDS", 10)
+    editor = RowEditor(KERNELS, ProcessorTable())
+    for _ in range(3):
+        rows = [SampledRow(RowSampling(allowed_token_ids=tuple(range(n))), 0) for n in (4, 20, 3)]
+        logits = torch.zeros(3, 20)
+        assert editor.edit(logits, rows) == {}
+        assert logits.isfinite().sum(dim=1).tolist() == [4, 20, 3]
+        assert [table.num_ids for table in editor._tables.values()] == [3] and editor._held_ids == 3
