@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -138,9 +139,11 @@ def test_closed_pipe_ends_quietly(tiny):
 
 @pytest.mark.parametrize(("options", "name"), [(["--output", "/dev/full"], "/dev/full"), ([], "the output")])
 def test_full_disk_is_one_clear_line(capsys, tiny, monkeypatch, options, name):
-    with open("/dev/full", "w") as full:
-        monkeypatch.setattr("sys.stdout", full)
-        assert main(["generate", tiny, "-p", "Once", "--max-tokens", "4", "--quiet", *options]) == 2
+    full = open("/dev/full", "w")  # noqa: SIM115 (closing it fails)
+    monkeypatch.setattr("sys.stdout", full)
+    assert main(["generate", tiny, "-p", "Once", "--max-tokens", "4", "--quiet", *options]) == 2
+    with contextlib.suppress(OSError):
+        full.close()
     assert capsys.readouterr().err == f"quire: error: {name} cannot be written: No space left on device\n"
 
 

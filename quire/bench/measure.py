@@ -1,0 +1,185 @@
+"""One measured run of requests through an engine: every token's time, every step's work, the scheduler's counters.
+
+All requests are there at the start. Token times are taken after each step, as a program that streams sees them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from quire.bench.operations import CostModel, StepCost
+from quire.bench.workload import BenchRequest
+from quire.core.params import RequestOutputKind, SamplingParams
+from quire.core.plan import RowWork, StepPlan, StepResult
+from quire.core.scheduler.stats import SchedulerStats
+from quire.engine.engine import Engine
+from quire.engine.outputs import RequestOutput
+from quire.errors import EngineError
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """One request: when each of its first sequence's tokens came, in seconds from the start."""
+
+    token_s: list[float] = field(default_factory=list)
+    finished_s: float = 0.0
+    num_output: int = 0
+    num_prompt: int = 0
+    num_prefix_hits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What was seen."""
+
+    wall_s: float
+    execute_s: float
+    """Of which the data plane had that much."""
+    requests: list[RequestTimes]
+    stats: SchedulerStats
+    costs: list[StepCost]
+
+    @property
+    def num_prompt(self) -> int:
+        """Prompt tokens of all requests."""
+        return sum(each.num_prompt for each in self.requests)
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens of all sequences."""
+        return sum(each.num_output for each in self.requests)
+
+
+def measure(engine: Engine, requests: Sequence[BenchRequest]) -> Run:
+    """Run the requests together. The engine must be idle; its counters start anew."""
+    assert not engine.has_work
+    engine.scheduler.stats = stats = SchedulerStats()
+    times = [RequestTimes(num_prompt=len(each.token_ids)) for each in requests]
+    with _Watch(engine) as watch:
+        started = time.perf_counter()
+        for number, each in enumerate(requests):
+            engine.add_request(str(number), {"prompt_token_ids": each.token_ids}, params_of(each))
+        while engine.has_work:
+            outputs = engine.step()
+            now = time.perf_counter() - started
+            for output in outputs:
+                assert isinstance(output, RequestOutput)
+                _note(times[int(output.request_id)], output, now)
+        wall_s = time.perf_counter() - started
+    for request, seen in zip(requests, times, strict=True):
+        if seen.num_output != request.num_output * request.num_sequences:
+            raise EngineError(f"a request ended after {seen.num_output} of {request.num_output} tokens; that is no measurement")
+    costs = CostModel(engine.plan.spec, engine.plan.dtype)
+    return Run(wall_s, watch.execute_s, times, stats, [costs.step(work) for work in watch.work])
+
+
+def params_of(request: BenchRequest) -> SamplingParams:
+    """Sampling parameters that make exactly the tokens asked for."""
+    return SamplingParams(
+        n=request.num_sequences,
+        temperature=request.temperature,
+        seed=0 if request.temperature else None,
+        max_tokens=request.num_output,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _note(seen: RequestTimes, output: RequestOutput, now_s: float) -> None:
+    if output.error is not None:
+        raise EngineError(f"a request failed: {output.error}")
+    seen.num_output += sum(len(each.token_ids) for each in output.outputs)
+    seen.token_s += [now_s] * len(output.outputs[0].token_ids)
+    if output.finished:
+        seen.finished_s = now_s
+        seen.num_prefix_hits = output.metrics.num_prefix_hit_tokens
+
+
+class _Watch:
+    """Notes the work and the time of every call of an engine's executor."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._executor = engine.executor
+        self.work: list[tuple[RowWork, ...]] = []
+        self.execute_s = 0.0
+
+    def __enter__(self) -> _Watch:
+        self._engine.executor = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.executor = self._executor
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Pass it on, and take the time."""
+        started = time.perf_counter()
+        result = self._executor.execute(plan)
+        self.execute_s += time.perf_counter() - started
+        self.work.append(plan.work)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    def register_processor(self, processor: Any) -> str:
+        return self._executor.register_processor(processor)
+
+    def unregister_processor(self, name: str) -> None:
+        self._executor.unregister_processor(name)
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+def results(run: Run, *, num_blocks: int) -> dict[str, Any]:
+    """A run in numbers: rates over wall time, latencies in seconds, memory, overhead."""
+    stats, num_steps = run.stats, max(1, run.stats.num_steps)
+    gaps = [b - a for each in run.requests for a, b in zip(each.token_s, each.token_s[1:], strict=False)]
+    decoded = [each for each in run.requests if len(each.token_s) > 1]
+    return {
+        "wall_s": run.wall_s,
+        "requests_per_s": len(run.requests) / run.wall_s,
+        "prompt_tokens_per_s": run.num_prompt / run.wall_s,
+        "output_tokens_per_s": run.num_output / run.wall_s,
+        "total_tokens_per_s": (run.num_prompt + run.num_output) / run.wall_s,
+        "ttft_s": spread([each.token_s[0] for each in run.requests]),
+        "tpot_s": spread([(each.token_s[-1] - each.token_s[0]) / (len(each.token_s) - 1) for each in decoded]),
+        "itl_s": spread(gaps),
+        "e2e_s": spread([each.finished_s for each in run.requests]),
+        "prefix_hit_rate": sum(each.num_prefix_hits for each in run.requests) / run.num_prompt,
+        "kv_waste": stats.waste,
+        "num_preemptions": stats.num_preemptions,
+        "peak_num_blocks": stats.peak_num_blocks,
+        "peak_block_share": stats.peak_num_blocks / num_blocks,
+        "num_steps": stats.num_steps,
+        "step_overhead_s": (run.wall_s - run.execute_s) / num_steps,
+        "overhead_share": (run.wall_s - run.execute_s) / run.wall_s,
+    }
+
+
+def spread(values: Sequence[float]) -> dict[str, float] | None:
+    """Mean and percentiles (nearest rank); None where there is nothing."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    ranks = {f"p{p}": ordered[max(0, -(-len(ordered) * p // 100) - 1)] for p in PERCENTILES}
+    return {"mean": sum(ordered) / len(ordered), **ranks}
+
+
+def medians(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Repetitions' results in one: the median of each number."""
+    first = runs[0]
+    combined: dict[str, Any] = {}
+    for key, value in first.items():
+        if isinstance(value, dict):
+            combined[key] = medians([run[key] for run in runs])
+        else:
+            combined[key] = None if value is None else median(run[key] for run in runs)
+    return combined

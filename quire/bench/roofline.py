@@ -1,0 +1,89 @@
+"""What this machine can do at best, measured in the same run: read bandwidth and the rate of matrix products.
+
+Peaks are the best of several tries on as many threads as the engine has, so that noise makes them too low rather than too
+high; a share of a peak above one would show that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from quire.bench.operations import StepCost
+
+_READ_BYTES = 256 << 20
+"""Several times any cache."""
+_GEMM_SHAPES = ((256, 1024, 4096), (512, 2048, 2048))
+_MIN_TRIES = 3
+_BUDGET_S = 1.5
+
+
+class Peaks(NamedTuple):
+    """Measured limits."""
+
+    read_bytes_per_s: float
+    gemm_flops_per_s: dict[str, float]
+    """Best matrix product per dtype; the engine's own dtype decides, or a better one."""
+
+    @property
+    def best_gemm(self) -> float:
+        """The rate that operations are compared with."""
+        return max(self.gemm_flops_per_s.values())
+
+
+class Attained(NamedTuple):
+    """Work done against the machine's limits."""
+
+    flops: int
+    num_bytes: int
+    flops_share: float
+    """Rate of operations over the whole time, as a share of the best matrix product."""
+    bytes_share: float
+    """Rate of bytes over the whole time, as a share of the read bandwidth."""
+    roofline_share: float
+    """Time that the steps need at least, each the larger of its operations and its bytes at the peaks, over the time taken."""
+
+
+def measure_peaks(dtypes: Sequence[str] = ("float32", "bfloat16")) -> Peaks:
+    """Measure, with torch's present number of threads; takes a few seconds."""
+    import torch
+
+    with torch.inference_mode():
+        data = torch.ones(_READ_BYTES // 4, dtype=torch.float32)
+        read_s = _best_s(lambda: data.sum())
+        rates = {}
+        for dtype in dtypes:
+            best = 0.0
+            for rows, inner, columns in _GEMM_SHAPES:
+                a = torch.ones(rows, inner, dtype=getattr(torch, dtype))
+                b = torch.ones(columns, inner, dtype=getattr(torch, dtype))
+                seconds = _best_s(lambda a=a, b=b: torch.nn.functional.linear(a, b))  # type: ignore[misc]
+                best = max(best, 2 * rows * inner * columns / seconds)
+            rates[dtype] = best
+    return Peaks(_READ_BYTES / read_s, rates)
+
+
+def attained(costs: Sequence[StepCost], wall_s: float, peaks: Peaks) -> Attained:
+    """Compare steps that took `wall_s` together with the peaks."""
+    flops, num_bytes = sum(cost.flops for cost in costs), sum(cost.num_bytes for cost in costs)
+    bound_s = sum(max(cost.flops / peaks.best_gemm, cost.num_bytes / peaks.read_bytes_per_s) for cost in costs)
+    return Attained(
+        flops=flops,
+        num_bytes=num_bytes,
+        flops_share=flops / wall_s / peaks.best_gemm,
+        bytes_share=num_bytes / wall_s / peaks.read_bytes_per_s,
+        roofline_share=bound_s / wall_s,
+    )
+
+
+def _best_s(work: Callable[[], object]) -> float:
+    """The quickest try; the first one warms up."""
+    work()
+    best, num_tries, started = float("inf"), 0, time.perf_counter()
+    while num_tries < _MIN_TRIES or (time.perf_counter() - started < _BUDGET_S and num_tries < 20):
+        before = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - before)
+        num_tries += 1
+    return best

@@ -1,0 +1,1 @@
+"""`quire bench`: the commands that measure. What they share is in `common`."""

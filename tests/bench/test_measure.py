@@ -1,0 +1,72 @@
+"""A measured run: all tokens timed, counters fresh, overhead and profile consistent."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.bench.measure import measure, medians, spread
+from quire.bench.profiling import PHASES, StepProfile
+from quire.bench.workload import parallel_workload, prefix_workload, random_workload
+from quire.config.engine import EngineConfig
+from quire.engine.builder import build_engine
+from quire.errors import EngineError
+
+
+@pytest.fixture(scope="module")
+def engine(tiny):
+    config = EngineConfig(model=tiny, skip_tokenizer_init=True, num_threads=1, kv_cache_memory="4MiB")
+    engine = build_engine(config)
+    yield engine
+    engine.close()
+
+
+def test_every_token_is_timed(engine):
+    workload = random_workload(5, (4, 20), (2, 9))
+    requests = workload.requests(0, 512)
+    run = measure(engine, requests)
+    assert [len(each.token_s) for each in run.requests] == [each.num_output for each in requests]
+    assert run.num_output == sum(each.num_output for each in requests)
+    assert all(each.token_s == sorted(each.token_s) and each.finished_s == each.token_s[-1] for each in run.requests)
+    assert 0 < run.execute_s < run.wall_s
+    # Each token is computed once, but for the last of each sequence.
+    assert sum(cost.num_tokens for cost in run.costs) == run.num_prompt + run.num_output - len(requests)
+    again = measure(engine, workload.requests(1, 512))
+    assert again.stats.num_steps == run.stats.num_steps and again.stats.num_generated_tokens == run.num_output
+
+
+def test_shared_prefixes_are_hits(engine):
+    run = measure(engine, prefix_workload(4, 64, 8, 3).requests(0, 512))
+    assert sum(each.num_prefix_hits for each in run.requests) == 3 * 64
+
+
+def test_parallel_sequences_are_counted(engine):
+    run = measure(engine, parallel_workload(2, 12, 3, 4, name="parallel").requests(0, 512))
+    assert run.num_output == 24 and all(len(each.token_s) == 4 for each in run.requests)
+
+
+def test_a_run_that_ends_early_is_no_measurement(engine, monkeypatch):
+    monkeypatch.setattr("quire.bench.measure._note", lambda *_: None)
+    with pytest.raises(EngineError, match="that is no measurement"):
+        measure(engine, random_workload(1, (4, 4), (2, 2)).requests(0, 512))
+
+
+def test_profile_adds_up_to_the_steps(engine):
+    profile = StepProfile(engine)
+    run = measure(engine, random_workload(3, (4, 8), (3, 5)).requests(7, 512))
+    seconds = profile.seconds()
+    assert tuple(seconds) == PHASES and all(value >= 0 for value in seconds.values())
+    assert 0.5 * run.wall_s < sum(seconds.values()) <= run.wall_s
+    assert seconds["forward"] > seconds["schedule"]
+    profile.reset()
+    assert sum(profile.seconds().values()) == 0
+
+
+def test_percentiles_are_nearest_ranks():
+    assert spread([float(value) for value in range(1, 101)]) == {"mean": 50.5, "p50": 50.0, "p90": 90.0, "p99": 99.0}
+    assert spread([3.0]) == {"mean": 3.0, "p50": 3.0, "p90": 3.0, "p99": 3.0}
+    assert spread([]) is None
+
+
+def test_medians_reach_into_groups():
+    runs = [{"a": value, "b": {"c": 10 * value}, "d": None} for value in (3, 1, 2)]
+    assert medians(runs) == {"a": 2, "b": {"c": 20}, "d": None}
