@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -45,8 +46,7 @@ def null_sample(logits: NDArray[np.float64], sampling: RowSampling, seed: int, p
     """The oracle's choice: the largest logit, plus noise keyed by (seed, position) unless the row is greedy."""
     if sampling.temperature == 0.0:
         return int(np.argmax(logits))
-    noise = np.random.Generator(np.random.Philox(key=mix64(seed ^ mix64(position)))).gumbel(size=len(logits))
-    return int(np.argmax(logits / sampling.temperature + noise))
+    return int(np.argmax(logits / sampling.temperature + _gumbel(mix64(seed ^ mix64(position)), len(logits))))
 
 
 def null_logprobs(logits: NDArray[np.float64], token_id: int, num_alternatives: int) -> TokenLogprobs:
@@ -60,8 +60,22 @@ def null_logprobs(logits: NDArray[np.float64], token_id: int, num_alternatives: 
 
 def _logits(key: int, token_ids: NDArray[np.int64], histories: NDArray[np.uint64], vocab_size: int) -> NDArray[np.float64]:
     digest = hashlib.blake2b(token_ids.tobytes() + histories.tobytes(), digest_size=16, key=key.to_bytes(8, "little"))
-    seed = int.from_bytes(digest.digest(), "little")
-    return 4.0 * np.random.Generator(np.random.Philox(key=seed)).random(vocab_size)
+    return _uniform(int.from_bytes(digest.digest(), "little"), vocab_size)
+
+
+# A simulation asks for the same draws again and again: in the executor, in the oracle, and after each preemption.
+@lru_cache(maxsize=1 << 14)
+def _uniform(key: int, vocab_size: int) -> NDArray[np.float64]:
+    draws = 4.0 * np.random.Generator(np.random.Philox(key=key)).random(vocab_size)
+    draws.flags.writeable = False
+    return draws
+
+
+@lru_cache(maxsize=1 << 14)
+def _gumbel(key: int, vocab_size: int) -> NDArray[np.float64]:
+    draws = np.random.Generator(np.random.Philox(key=key)).gumbel(size=vocab_size)
+    draws.flags.writeable = False
+    return draws
 
 
 class NullExecutor:
