@@ -76,7 +76,7 @@ class LLM:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
-                **dict(chat_template_kwargs or {}),
+                template_kwargs=chat_template_kwargs,
             )
             prompts.append({"prompt": rendered, "prompt_token_ids": encode_chat(tokenizer, rendered)})
         return self.generate(prompts, sampling_params, use_tqdm)

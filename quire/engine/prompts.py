@@ -67,7 +67,8 @@ def _encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
         )
     if not isinstance(text, str):
         raise InvalidParameterError(f"prompt={text!r} must be text", param="prompt")
-    return tokenizer.encode(text)
+    # Whoever writes a raw prompt writes the template's part too, so special tokens are meant; in a chat they are not.
+    return tokenizer.encode(text, parse_special=True)
 
 
 def _check_token_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
