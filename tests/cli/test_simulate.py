@@ -1,0 +1,56 @@
+"""`quire simulate`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from quire.cli import simulate
+from quire.errors import ConfigError
+from quire.sim.simulation import Simulation, SimulationError
+
+
+def _run(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    simulate.add_arguments(parser)
+    return simulate.run(parser.parse_args(words))
+
+
+def test_several_seeds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("--seeds", "3", "--seed", "7", "--liveness") == 0
+    assert "3 of 3 seeds passed" in capsys.readouterr().out
+
+
+def test_one_seed_says_more(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("--seed", "4") == 0
+    out = capsys.readouterr().out
+    assert "finished:" in out and "state after the last step" in out and "1 of 1" in out
+
+
+def test_a_failure_is_reported_with_its_seed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Simulation) -> None:
+        raise SimulationError(f"seed={self.scenario.seed} step=3: it broke")
+
+    monkeypatch.setattr(Simulation, "run", fail)
+    assert _run("--seeds", "2") == 1
+    out = capsys.readouterr().out
+    assert "seed=1 step=3: it broke" in out and "0 of 2 seeds passed" in out
+
+
+@pytest.mark.parametrize("num_blocks", ["unbounded", "20"])
+def test_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str], num_blocks: str) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text("arrival_s,prompt_tokens,output_tokens\n0,30,9\n0.1,50,4\n0.2,8,1\n")
+    assert _run("--trace", str(trace), "--limit", "2", "--num-blocks", num_blocks) == 0
+    assert "2 of 2 complete" in capsys.readouterr().out
+
+
+def test_a_bad_number_of_blocks_is_named(tmp_path: Path) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text("arrival_s,prompt_tokens,output_tokens\n0,30,9\n")
+    with pytest.raises(ConfigError, match="--num-blocks='many'"):
+        _run("--trace", str(trace), "--num-blocks", "many")
