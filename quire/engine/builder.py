@@ -122,6 +122,19 @@ def build_executor(planned: PlannedModel) -> InlineExecutor:
     return InlineExecutor(Worker(model, memory, rows, Sampler(_sampling_kernels(kernels.name))))
 
 
+def _sampling_kernels(back_end: str) -> SamplingKernels:
+    """Sampling beside the model's back end; all back ends give the same bits, so only speed is at stake."""
+    from quire.kernels.reference.sampling import ReferenceSampling
+    from quire.sampling import select_sampling
+
+    if back_end == "reference":
+        return ReferenceSampling()
+    kernels, reasons = select_sampling("cpu")
+    for reason in reasons:
+        logger.warning("slow reference sampling is used: %s", reason)
+    return kernels
+
+
 def _find(config: EngineConfig) -> tuple[Path, Mapping[str, object]]:
     path = Path(config.model)
     if path.suffix == ".json" and path.is_file():
@@ -153,17 +166,6 @@ def _eos_token_ids(
         if isinstance(value, list) and value and all(isinstance(item, int) for item in value):
             return frozenset(value)
     return frozenset()
-
-
-def _sampling_kernels(name: str) -> SamplingKernels:
-    """Sampling by the same back end as the model; all back ends give the same bits."""
-    if name == "cpu":
-        from quire.kernels.cpu.sampling import NativeSampling
-
-        return NativeSampling()
-    from quire.kernels.reference.sampling import ReferenceSampling
-
-    return ReferenceSampling()
 
 
 def _set_num_threads(num_threads: int) -> None:
