@@ -45,5 +45,5 @@ $(VENV)/.runtime: $(VENV)/.python $(NATIVE)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime
-	$(BIN)/python -m pip install --quiet -e ".[dev]"
+	$(BIN)/python -m pip install --quiet $$($(BIN)/python tools/dev_requirements.py)
 	@touch $@
