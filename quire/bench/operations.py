@@ -34,12 +34,12 @@ class CostModel:
 
     def step(self, work: Sequence[RowWork]) -> StepCost:
         """The cost of one plan's work."""
-        num_tokens = sum(item.count for item in work)
+        num_tokens = sum(item.num_tokens for item in work)
         num_heads = sum(1 for item in work if item.num_samples or item.num_candidates)
-        attention = sum(self._attention(item.start, item.start + item.count) for item in work)
+        attention = sum(self._attention(item.start, item.start + item.num_tokens) for item in work)
         flops = num_tokens * self._flops.layers + attention + num_heads * self._flops.head
         weights = self._layer_bytes * bool(work) + self._head_bytes * bool(num_heads)
-        kv = sum(self._kv_bytes(item.start + item.count, item.count) for item in work)
+        kv = sum(self._kv_bytes(item.start + item.num_tokens, item.num_tokens) for item in work)
         return StepCost(flops, weights + kv, num_tokens)
 
     def _attention(self, start: int, end: int) -> int:

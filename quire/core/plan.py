@@ -63,11 +63,11 @@ class NewRow(NamedTuple):
 
 
 class RowWork(NamedTuple):
-    """One row's share of a step: compute `count` tokens from position `start`."""
+    """One row's share of a step: compute `num_tokens` tokens from position `start`."""
 
     row: int
     start: int
-    count: int
+    num_tokens: int
     num_samples: int = 0
     """Tokens to sample from the logits of the last computed position: 0 while tokens are still to be computed, 1 as a rule,
     `n` where `n` sequences fork from here. Sample `i` uses `derive_seed(seed, i)`; only sample 0 is appended to the row."""
@@ -75,7 +75,7 @@ class RowWork(NamedTuple):
     """Beam search: report this many best tokens with their log-probabilities instead of sampling."""
     prompt_logprobs_from: int = -1
     """First *target* position whose log-probability is wanted (the token at position p is scored by the logits of p - 1),
-    up to `start + count` or the end of the prompt, whichever is first; -1 for none."""
+    up to `start + num_tokens` or the end of the prompt, whichever is first; -1 for none."""
 
 
 class AppendedTokens(NamedTuple):
@@ -89,10 +89,10 @@ class AppendedBlocks(NamedTuple):
 
 
 class ReplacedBlock(NamedTuple):
-    """Entry `index` of a row's block table now names `block` (copy-on-write, or a merge of identical blocks)."""
+    """Entry `place` of a row's block table now names `block` (copy-on-write, or a merge of identical blocks)."""
 
     row: int
-    index: int
+    place: int
     block: int
 
 
@@ -118,7 +118,7 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
-        return sum(work.count for work in self.work)
+        return sum(work.num_tokens for work in self.work)
 
     @property
     def is_empty(self) -> bool:

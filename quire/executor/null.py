@@ -128,7 +128,7 @@ class NullExecutor:
         assert self._script is not None
         if not work.num_samples:
             return WorkResult()
-        return WorkResult((self._script(self.rows.names[work.row], work.start + work.count),) * work.num_samples)
+        return WorkResult((self._script(self.rows.names[work.row], work.start + work.num_tokens),) * work.num_samples)
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         if not plan.copies:
@@ -140,7 +140,7 @@ class NullExecutor:
             memory[destinations] = memory[sources]
 
     def _write(self, work: RowWork) -> None:
-        end = work.start + work.count
+        end = work.start + work.num_tokens
         assert end <= self.rows.num_tokens[work.row], "work beyond the tokens the row knows"
         assert end <= self.rows.num_blocks[work.row] * self.rows.block_size, "work beyond the row's blocks"
         slots = self.rows.slots(work.row, max(work.start - 1, 0), end)
@@ -153,7 +153,7 @@ class NullExecutor:
             self._slot_tokens[slot], self._slot_histories[slot] = token_id, history
 
     def _compute(self, work: RowWork) -> WorkResult:
-        end, sampling = work.start + work.count, self.rows.sampling[work.row]
+        end, sampling = work.start + work.num_tokens, self.rows.sampling[work.row]
         slots = self.rows.slots(work.row, 0, end)
         prompt_logprobs = self._score_prompt(work, slots) if work.prompt_logprobs_from >= 0 else ()
         if not work.num_samples and not work.num_candidates:
@@ -171,7 +171,7 @@ class NullExecutor:
 
     def _score_prompt(self, work: RowWork, slots: NDArray[np.int64]) -> tuple[TokenLogprobs, ...]:
         assert work.prompt_logprobs_from > work.start, "a prompt token is to be scored by a position not in this step"
-        end = min(work.start + work.count + 1, int(self.rows.num_prompt_tokens[work.row]))
+        end = min(work.start + work.num_tokens + 1, int(self.rows.num_prompt_tokens[work.row]))
         num_alternatives = self.rows.sampling[work.row].num_prompt_logprobs or 0
         tokens = self.rows.tokens(work.row)
         return tuple(

@@ -54,8 +54,8 @@ class Nemesis:
         if self._strikes(self.faults.poison, step):
             place = self.random.randrange(len(results))
             work = plan.work[place]
-            first = self.random.randint(work.start, work.start + work.count - 1)
-            executor.poison(executor.rows.slots(work.row, first, work.start + work.count))
+            first = self.random.randint(work.start, work.start + work.num_tokens - 1)
+            executor.poison(executor.rows.slots(work.row, first, work.start + work.num_tokens))
             results[place] = WorkResult(error="injected: non-finite numbers")
         if self._strikes(self.faults.step_error, step):
             results = [WorkResult(error="injected: the step failed")] * len(results)

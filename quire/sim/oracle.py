@@ -87,8 +87,7 @@ class Oracle:
         tokens, num_alternatives = spec.prompt_token_ids, spec.sampling.num_prompt_logprobs
         assert num_alternatives is not None
         scored = [
-            null_logprobs(self.logits(tokens[:target]), tokens[target], num_alternatives)
-            for target in range(1, len(tokens))
+            null_logprobs(self.logits(tokens[:target]), tokens[target], num_alternatives) for target in range(1, len(tokens))
         ]
         return [None, *scored]
 
@@ -101,9 +100,7 @@ class Oracle:
         for num_tokens in range(1, settings.max_tokens + 1):
             grown = sorted(self._grow(prompt, running), key=lambda beam: -beam.score)[:num_kept]
             ends = [num_tokens == settings.max_tokens or beam.token_ids[-1] in settings.eos_token_ids for beam in grown]
-            alive = [
-                beam._replace(score=beam.score + _NEVER * is_end) for beam, is_end in zip(grown, ends, strict=True)
-            ]
+            alive = [beam._replace(score=beam.score + _NEVER * is_end) for beam, is_end in zip(grown, ends, strict=True)]
             running = sorted(alive, key=lambda beam: -beam.score)[:width]
             is_full = settings.early_stopping is True and all(beam.is_finished for beam in finished)
             for beam, is_end in list(zip(grown, ends, strict=True))[:width]:

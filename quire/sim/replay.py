@@ -92,9 +92,7 @@ class _Replay:
         self.trace = trace
         self.cost = cost
         self.scheduler = Scheduler(limits)
-        self.executor = NullExecutor(
-            limits.max_num_seqs, limits.num_blocks, limits.block_size, script=self._script
-        )
+        self.executor = NullExecutor(limits.max_num_seqs, limits.num_blocks, limits.block_size, script=self._script)
         self.requests: dict[int, Request] = {}
         self.ideal = trace.ideal_hits()
         self.clock_s = 0.0
@@ -148,12 +146,8 @@ class _Replay:
         report, number = self.report, int(request.request_id)
         sequence, wanted = request.sequences[0], self.trace.requests[number]
         first = wanted.num_prompt_tokens
-        expected = [
-            self.trace.output_token(number, position) for position in range(first, first + wanted.num_output_tokens)
-        ]
-        report.num_complete += (
-            sequence.finish_reason is FinishReason.LENGTH and sequence.output_token_ids == expected
-        )
+        expected = [self.trace.output_token(number, position) for position in range(first, first + wanted.num_output_tokens)]
+        report.num_complete += sequence.finish_reason is FinishReason.LENGTH and sequence.output_token_ids == expected
         hits, ideal = request.metrics.num_prefix_hit_tokens, self.ideal[number]
         report.num_prompt_tokens += wanted.num_prompt_tokens
         report.num_output_tokens += sequence.num_output_tokens

@@ -29,7 +29,7 @@ def build_inputs(rows: RowTable, work: Sequence[RowWork]) -> StepInputs:
     """Gather the step's tokens, positions and slots, in the order of the work. No work, no call: `work` is not empty."""
     row_ids = np.fromiter((item.row for item in work), np.int64, len(work))
     starts = np.fromiter((item.start for item in work), np.int64, len(work))
-    counts = np.fromiter((item.count for item in work), np.int64, len(work))
+    counts = np.fromiter((item.num_tokens for item in work), np.int64, len(work))
     query_start = np.zeros(len(work) + 1, np.int64)
     np.cumsum(counts, out=query_start[1:])
     context_len = starts + counts

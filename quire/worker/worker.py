@@ -95,7 +95,7 @@ class Worker:
         tokens, num_prompt = self.rows.tokens(work.row), int(self.rows.num_prompt_tokens[work.row])
         return SampledRow(
             sampling=self.rows.sampling[work.row],
-            position=work.start + work.count,
+            position=work.start + work.num_tokens,
             prompt_token_ids=tokens[:num_prompt],
             output_token_ids=tokens[num_prompt:],
             num_samples=work.num_samples,
@@ -104,7 +104,7 @@ class Worker:
 
     def _score_prompt(self, work: RowWork, hidden: Tensor, first_row: int) -> tuple[TokenLogprobs, ...]:
         """Log-probabilities of the prompt's tokens from `prompt_logprobs_from` on; position p - 1 scores token p."""
-        end = min(work.start + work.count + 1, int(self.rows.num_prompt_tokens[work.row]))
+        end = min(work.start + work.num_tokens + 1, int(self.rows.num_prompt_tokens[work.row]))
         tokens, sampling = self.rows.tokens(work.row), self.rows.sampling[work.row]
         records: list[TokenLogprobs] = []
         for start in range(work.prompt_logprobs_from, end, _MAX_PROMPT_LOGITS_ROWS):

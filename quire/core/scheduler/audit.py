@@ -35,9 +35,9 @@ def audit_plan(scheduler: Scheduler, plan: StepPlan) -> None:
     by_row = {sequence.row: sequence for sequence in scheduler.running}
     assert len({work.row for work in plan.work}) == len(plan.work), "a row has work twice in one step"
     for work in plan.work:
-        sequence, end = by_row[work.row], work.start + work.count
-        is_gap = work.count > 0 and work.start == sequence.num_computed
-        assert is_gap, f"{sequence.name}: {work.count} tokens from {work.start} on, but {sequence.num_computed} computed"
+        sequence, end = by_row[work.row], work.start + work.num_tokens
+        is_gap = work.num_tokens > 0 and work.start == sequence.num_computed
+        assert is_gap, f"{sequence.name}: {work.num_tokens} tokens from {work.start} on, but {sequence.num_computed} computed"
         assert end <= len(sequence.token_ids), f"{sequence.name}: work beyond the known tokens"
         assert sequence.num_reserved >= 0 and end <= len(sequence.table.blocks) * size, f"{sequence.name}: no slots"
         for block in sequence.table.blocks[work.start // size : (end - 1) // size + 1]:

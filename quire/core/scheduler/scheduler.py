@@ -177,12 +177,12 @@ class Scheduler:
             if outcome.error is not None:
                 self.fail(sequence.request.request_id, outcome.error)
                 continue
-            sequence.num_computed = work.start + work.count
+            sequence.num_computed = work.start + work.num_tokens
             if outcome.prompt_logprobs:
                 sequence.request.prompt_logprobs.extend(outcome.prompt_logprobs)
             if sequence.num_computed >= (sequence.table.num_chained + 1) * size:
                 self._publish(sequence)
-                self._num_prefill_publications += work.count > 1
+                self._num_prefill_publications += work.num_tokens > 1
             if work.num_samples or work.num_candidates:
                 sequence.request.decoder.absorb(self, sequence, outcome)
         return self._progress

@@ -19,7 +19,7 @@ Harness = Any
 
 def _rows(harness: Any, plan: Any) -> list[tuple[str, int, int]]:
     names = {sequence.row: sequence.name for sequence in harness.scheduler.running}
-    return [(names.get(work.row, "?"), work.start, work.count) for work in plan.work]
+    return [(names.get(work.row, "?"), work.start, work.num_tokens) for work in plan.work]
 
 
 # -- chunks and budget -----------------------------------------------------------------------------------------------
@@ -29,7 +29,7 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_budget(harness: Harness) -> 
     run = harness(max_num_batched_tokens=10, max_num_seqs=4)
     request = run.add("a", 25, max_tokens=3)
     plans = [run.step() for _ in range(3)]
-    assert [(plan.work[0].start, plan.work[0].count, plan.work[0].num_samples) for plan in plans] == [
+    assert [(plan.work[0].start, plan.work[0].num_tokens, plan.work[0].num_samples) for plan in plans] == [
         (0, 10, 0), (10, 10, 0), (20, 5, 1),
     ]  # fmt: skip
     run.run()
@@ -170,7 +170,7 @@ def test_a_second_request_with_the_same_prefix_computes_only_the_rest(harness: H
     run.run()
     request = run.add("b", [*prefix, 60, 61, 62])
     plan = run.step()
-    assert plan.work[0].start == 20 and plan.work[0].count == 3
+    assert plan.work[0].start == 20 and plan.work[0].num_tokens == 3
     assert request.metrics.num_prefix_hit_tokens == 20
     run.run()
     run.check(request)
