@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from quire.common.openmp import limit_spinning
+
 if TYPE_CHECKING:
     from quire.config.engine import EngineConfig
     from quire.core.params import BeamSearchParams, SamplingParams
@@ -45,6 +47,8 @@ __all__ = [
     "SamplingParams",
     "__version__",
 ]
+
+limit_spinning()
 
 
 def __getattr__(name: str) -> object:
