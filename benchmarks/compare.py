@@ -25,7 +25,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.models import CONFIGS, write_random_model
-from benchmarks.peers import Variant, open_peer
+from benchmarks.peers import Peer, Variant, open_peer
 from quire.bench.record import describe_machine, describe_versions, timestamp
 from quire.bench.workload import BenchRequest, Workload, parallel_workload, prefix_workload, random_workload, totals
 from quire.engine.machine import Machine
@@ -111,17 +111,18 @@ def measure_here(args: argparse.Namespace) -> dict[str, Any]:
     finally:
         peer.close()
     peak_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"variant": variant.name, "ready_s": ready_s, "peak_rss_bytes": peak_rss, "wall_s": runs}
+    return {"variant": variant.name, "ready_s": ready_s, "peak_rss_bytes": peak_rss, "runs": runs}
 
 
-def _run_once(peer: Any, requests: Sequence[BenchRequest]) -> float:
-    started = time.perf_counter()
+def _run_once(peer: Peer, requests: Sequence[BenchRequest]) -> dict[str, float]:
+    """Wall time, and the CPU time of all threads."""
+    started, cpu_started = time.perf_counter(), time.process_time()
     counts = peer.run(requests)
-    wall_s = time.perf_counter() - started
+    wall_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
     wanted = sorted(each.num_output for each in requests for _ in range(each.num_sequences))
     if sorted(counts) != wanted:
         raise RuntimeError(f"{sum(counts)} tokens in {len(counts)} sequences came, not {sum(wanted)} in {len(wanted)}")
-    return wall_s
+    return {"wall_s": wall_s, "cpu_s": cpu_s}
 
 
 def _requests(args: argparse.Namespace, name: str, vocab_size: int) -> list[BenchRequest]:
@@ -150,7 +151,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for variant in args.variants[turn:] + args.variants[:turn]:
             measurement = {**_measure_apart(args, folder, (variant, number)), "round": number, "load_1min": os.getloadavg()[0]}
             record["measurements"].append(measurement)
-            walls = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in measurement["wall_s"].items())
+            walls = ", ".join(f"{name} {run['wall_s']:.1f} s" for name, run in measurement["runs"].items())
             print(f"round {number + 1}/{args.rounds} {variant.name}: {walls}", file=sys.stderr, flush=True)
     record["summary"] = summarize(record)
     return record
@@ -184,48 +185,54 @@ def summarize(record: dict[str, Any]) -> list[dict[str, Any]]:
             "workloads": {},
         }
         for workload, counts in record["workloads"].items():
-            rates = [counts["num_output_tokens"] / each["wall_s"][workload] for each in mine]
+            num_output, runs = counts["num_output_tokens"], [each["runs"][workload] for each in mine]
+            rates = [num_output / run["wall_s"] for run in runs]
             row["workloads"][workload] = {
                 "output_tokens_per_s": median(rates),
                 "lowest": min(rates),
                 "highest": max(rates),
-                "wall_s": median(each["wall_s"][workload] for each in mine),
+                "output_tokens_per_cpu_s": median(num_output / run["cpu_s"] for run in runs),
             }
         rows.append(row)
     return rows
 
 
 def render(record: dict[str, Any]) -> str:
-    """The summary as a table in Markdown; rates are relative to the best Transformers variant where there is one."""
-    names = list(record["workloads"])
+    """The summary as tables in Markdown. Factors are to the best Transformers variant by the same measure.
+
+    Per second of CPU time is what is left of a comparison on a machine that others use; with one thread it is what a quiet
+    machine would show (threads that wait for each other burn CPU time).
+    """
     machine, versions = record["machine"], record["versions"]
     lines = [
-        f"{record['model']} on {machine['cpu']}, {record['num_threads']} threads; quire {versions['quire']} "
+        f"{record['model']} on {machine['cpu']}, threads: {record['num_threads']}; quire {versions['quire']} "
         f"({versions['commit']}), transformers {versions['transformers']}, torch {versions['torch']}; {record['started_at']}",
-        "",
-        f"| engine:dtype[:batch] | {' | '.join(f'{name} output tok/s (range)' for name in names)} | ready s | memory GiB |",
-        "|---|" + "---|" * (len(names) + 2),
     ]
-    for row in record["summary"]:
-        cells = [_cell(row["workloads"][name], _best_peer(record, name), row["variant"]) for name in names]
-        memory = row["peak_rss_bytes"] / 2**30
-        lines.append(f"| {row['variant']} | {' | '.join(cells)} | {row['ready_s']:.1f} | {memory:.2f} |")
+    for name, counts in record["workloads"].items():
+        lines += [
+            "",
+            f"{name}: {counts['num_sequences']} sequences, {counts['num_prompt_tokens']:,} prompt and "
+            f"{counts['num_output_tokens']:,} output tokens; medians of {record['summary'][0]['num_rounds']}",
+            "",
+            "| engine:dtype[:batch] | output tok/s (range) | factor | tok/CPU-s | factor | ready s | memory GiB |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for row in record["summary"]:
+            result = row["workloads"][name]
+            rate, per_cpu = result["output_tokens_per_s"], result["output_tokens_per_cpu_s"]
+            lines.append(
+                f"| {row['variant']} | {rate:,.1f} ({result['lowest']:,.1f}-{result['highest']:,.1f}) | "
+                f"{_factor(record, name, 'output_tokens_per_s', rate)} | {per_cpu:,.1f} | "
+                f"{_factor(record, name, 'output_tokens_per_cpu_s', per_cpu)} | {row['ready_s']:.1f} | "
+                f"{row['peak_rss_bytes'] / 2**30:.2f} |"
+            )
     return "\n".join(lines)
 
 
-def _best_peer(record: dict[str, Any], workload: str) -> float | None:
-    rates = [
-        row["workloads"][workload]["output_tokens_per_s"]
-        for row in record["summary"]
-        if not row["variant"].startswith("quire:")
-    ]
-    return max(rates) if rates else None
-
-
-def _cell(result: dict[str, float], best_peer: float | None, variant: str) -> str:
-    rate = result["output_tokens_per_s"]
-    ratio = f", {rate / best_peer:.2f}x" if best_peer and variant.startswith("quire:") else ""
-    return f"{rate:,.1f} ({result['lowest']:,.1f}-{result['highest']:,.1f}){ratio}"
+def _factor(record: dict[str, Any], workload: str, measure: str, value: float) -> str:
+    """How many times the best Transformers variant."""
+    peers = [row["workloads"][workload] for row in record["summary"] if not row["variant"].startswith("quire:")]
+    return f"{value / max(each[measure] for each in peers):.2f}x" if peers else "-"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.cli.options import add_engine_options, add_sampling_options, engine_config, sampling_params
 from quire.cli.output_file import OutputFile, open_output
@@ -49,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; 1 if some request failed."""
     config = engine_config(args)
     from quire.cli.session import Job, check, load
+    from quire.cli.terminal import status_line
     from quire.engine.builder import prepare_model
 
     prepared = prepare_model(config)
@@ -57,14 +59,14 @@ def run(args: argparse.Namespace) -> int:
     jobs = [Job(each.prompt, params.clone()) for each in prompts]
     check(prepared, jobs)
     with open_output(args.output) as file:
-        engine = load(prepared)
-        try:
-            started = time.monotonic()
-            outputs = _generate(args, engine, (prompts, jobs), file)
-            if not args.quiet:
-                _print_summary(engine, outputs, time.monotonic() - started)
-        finally:
-            engine.close()
+        with status_line(is_enabled=not (args.quiet or args.no_progress)) as status:
+            status.show(f"loading {args.model}")
+            with closing(load(prepared)) as engine:
+                started = time.monotonic()
+                outputs = _generate(args, engine, (prompts, jobs), _Screen(file, status))
+                wall_s = time.monotonic() - started
+        if not args.quiet:
+            _print_summary(engine, outputs, wall_s)
     return 1 if any(output.error is not None for output in outputs) else 0
 
 
@@ -75,34 +77,39 @@ def _params(args: argparse.Namespace, prepared: PreparedModel) -> SamplingParams
     return sampling_params(args, prepared.generation_config, n=args.n, logprobs=args.logprobs, output_kind=kind)
 
 
+class _Screen(NamedTuple):
+    """Where a run shows itself."""
+
+    file: OutputFile
+    status: StatusLine
+
+
 def _generate(
-    args: argparse.Namespace, engine: Engine, work: tuple[Sequence[NamedPrompt], Sequence[Job]], file: OutputFile
+    args: argparse.Namespace, engine: Engine, work: tuple[Sequence[NamedPrompt], Sequence[Job]], screen: _Screen
 ) -> list[RequestOutput]:
     """Run everything, showing it as asked; finished outputs in the order of the prompts."""
     from quire.cli.printer import StreamPrinter
     from quire.cli.session import run as run_jobs
-    from quire.cli.terminal import printable, status_line
+    from quire.cli.terminal import printable
 
     prompts, jobs = work
     is_terminal = args.output is None and sys.stdout.isatty()
     printer = StreamPrinter(
         [each.text for each in prompts],
         args.n,
-        lambda text: file.write(printable(text) if is_terminal else text),
+        lambda text: screen.file.write(printable(text) if is_terminal else text),
     )
     finished: dict[int, RequestOutput] = {}
-    lines = _JsonLines(prompts, file)
-    with status_line(is_enabled=not (args.quiet or args.no_progress)) as status:
-        progress = _Progress(engine, status, len(jobs))
-        progress.show(0)
-        for output in run_jobs(engine, jobs, lambda: progress.show(len(finished))):
-            if output.finished:
-                finished[int(output.request_id)] = output
-                progress.show(len(finished))
-            if args.json:
-                lines.take(finished)
-            else:
-                printer.take(output)
+    lines = _JsonLines(prompts, screen.file)
+    progress = _Progress(engine, screen.status, len(jobs))
+    for output in run_jobs(engine, jobs, lambda: progress.show(len(finished))):
+        if output.finished:
+            finished[int(output.request_id)] = output
+            progress.show(len(finished))
+        if args.json:
+            lines.take(finished)
+        else:
+            printer.take(output)
     return [finished[number] for number in sorted(finished)]
 
 

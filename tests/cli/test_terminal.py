@@ -143,6 +143,21 @@ def test_row_is_given_back_on_interrupt_and_termination():
         assert (screen.top, screen.bottom) == (0, ROWS - 1) and not any("busy" in line for line in screen.text)
 
 
+def test_row_is_given_back_while_suspended():
+    """An orphaned process group is not stopped by the signal; the row must be given back and taken again all the same."""
+    body = (
+        "import os, signal, subprocess\n"
+        "with status_line() as status:\n status.show('busy')\n"
+        " waker = subprocess.Popen(['sh', '-c', f'sleep 0.5; kill -CONT {os.getpid()}'])\n"
+        " os.kill(os.getpid(), signal.SIGTSTP)\n waker.wait()"
+    )
+    code, written = run_on_terminal(script(body))
+    assert code == 0
+    reserved = f"\033[1;{ROWS - 1}r"
+    before, given_back, after = written.partition("\033[r")
+    assert reserved in before and given_back and reserved in after and after.count("\033[r") == 1
+
+
 def test_row_follows_a_resized_window():
     body = (
         "import fcntl, struct, termios\nwith status_line() as status:\n status.show('one')\n"
