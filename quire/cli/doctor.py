@@ -46,7 +46,6 @@ class Finding(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
-    parser.usage = "quire doctor [OPTIONS]"
     parser.epilog = EXAMPLES
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
 

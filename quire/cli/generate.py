@@ -33,7 +33,6 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
-    parser.usage = "quire generate [OPTIONS] MODEL -p TEXT [-p TEXT ...]"
     parser.epilog = EXAMPLES
     add_prompt_options(parser)
     group = parser.add_argument_group("output")
@@ -44,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--quiet", action="store_true", help="no progress bar and no closing summary")
     add_sampling_options(parser).add_argument("--n", type=int, default=1, metavar="N", help="answers to each prompt")
     add_engine_options(parser, exclude=("seed", "skip_tokenizer_init"))
+    parser.usage = "quire generate [OPTIONS] MODEL -p TEXT [-p TEXT ...]"
 
 
 def run(args: argparse.Namespace) -> int:

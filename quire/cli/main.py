@@ -105,7 +105,7 @@ def _run(name: str, argv: list[str]) -> int:
         args = parser.parse(argv)
     except SystemExit:  # --help has been printed
         return 0
-    _configure_logging()
+    _configure_streams()
     result: int = module.run(args)
     return result
 
@@ -139,8 +139,11 @@ def _hint(word: str, known: list[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def _configure_logging() -> None:
-    """Warnings as lines like our own messages, unless the program that called `main` has its own handlers."""
+def _configure_streams() -> None:
+    """Warnings as lines like our own messages, unless the program that called `main` has its own handlers.
+
+    A character that the terminal's encoding lacks is replaced, not a reason to fail.
+    """
     logger = logging.getLogger("quire")
     if not logger.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler()

@@ -45,6 +45,7 @@ SAMPLING_OPTIONS = (
 
 def add_engine_options(parser: argparse.ArgumentParser, *, exclude: tuple[str, ...] = ()) -> None:
     """MODEL and one option per field of `EngineConfig`, except those that a command uses in another sense."""
+    parser.usage = f"{parser.prog} [OPTIONS] MODEL"
     parser.add_argument("model", metavar="MODEL", help=_field("model").metadata["help"])
     group = parser.add_argument_group("engine options")
     chosen = [item for item in dataclasses.fields(EngineConfig) if item.name != "model" and item.name not in exclude]

@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, description: str, *, is_overview: bool = False) -> None:
         super().__init__(
             prog=prog,
-            usage=f"{prog} COMMAND ..." if is_overview else f"{prog} [OPTIONS] MODEL",
+            usage=f"{prog} COMMAND ..." if is_overview else f"{prog} [OPTIONS]",
             description=description if is_overview else f"{description[0].upper()}{description[1:]}.",
             formatter_class=_HelpFormatter,
             allow_abbrev=False,
