@@ -6,7 +6,7 @@ All requests are there at the start. Token times are taken after each step, as a
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -125,16 +125,16 @@ class _Watch:
         self.work.append(plan.work)
         return result
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._executor, name)
-
-    def register_processor(self, processor: Any) -> str:
+    def register_processor(self, processor: Callable[..., Any]) -> str:
+        """Passed on."""
         return self._executor.register_processor(processor)
 
     def unregister_processor(self, name: str) -> None:
+        """Passed on."""
         self._executor.unregister_processor(name)
 
     def close(self) -> None:
+        """Passed on."""
         self._executor.close()
 
 
