@@ -239,9 +239,7 @@ class SamplingParams:
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse token ids that a model with `vocab_size` tokens does not have."""
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
-            for token_id in getattr(self, name) or ():
-                if token_id >= vocab_size:
-                    _refuse(name, token_id, f"token ids from 0 to {vocab_size - 1}, the model's vocabulary")
+            _check_vocabulary(name, getattr(self, name), vocab_size)
 
     def to_row_sampling(
         self,
@@ -321,6 +319,11 @@ class BeamSearchParams:
             if not self.allowed_token_ids:
                 _refuse("allowed_token_ids", [], "at least one token id, or None to allow all")
 
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse token ids that a model with `vocab_size` tokens does not have."""
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            _check_vocabulary(name, getattr(self, name), vocab_size)
+
     def to_row_sampling(self) -> RowSampling:
         """The sampler's view of each beam's row; candidates are asked for by `RowWork.num_candidates`."""
         return RowSampling(
@@ -392,6 +395,12 @@ def _sequence(param: str, values: object, max_len: int) -> list[Any]:
     return entries
 
 
+def _check_vocabulary(param: str, token_ids: Iterable[int] | None, vocab_size: int) -> None:
+    for token_id in token_ids or ():
+        if token_id >= vocab_size:
+            _refuse(param, token_id, f"token ids from 0 to {vocab_size - 1}, the model's vocabulary")
+
+
 def _strings(param: str, values: object, limits: tuple[int, int]) -> list[str]:
     max_entries, max_chars = limits
     if values is None:
@@ -427,5 +436,5 @@ def _processors(values: object) -> list[LogitsProcessor]:
     entries = _sequence("logits_processors", values, MAX_PROCESSORS)
     for entry in entries:
         if not callable(entry):
-            _refuse("logits_processors", entry, "callables of (output_token_ids, logits)")
+            _refuse("logits_processors", type(entry), "callables of (output_token_ids, logits)")
     return entries

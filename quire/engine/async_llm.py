@@ -15,13 +15,14 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Self
 
+from quire.common.failures import log_failure
 from quire.config.engine import EngineConfig
 from quire.core.params import SamplingParams
 from quire.engine.builder import build_engine
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.prompts import Prompt
-from quire.errors import EngineError, QuireError
+from quire.errors import EngineError, InvalidParameterError, QuireError
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,8 @@ class AsyncLLM:
         Leaving the loop early aborts the request. Raises a RequestError if it cannot be served.
         """
         params = sampling_params if sampling_params is not None else self._engine.default_params()
+        if not isinstance(params, SamplingParams):
+            raise InvalidParameterError(f"AsyncLLM takes SamplingParams, not {type(params).__name__}", param="sampling_params")
         request_id = request_id if request_id is not None else f"async-{next(self._request_numbers)}"
         stream = _Stream()
         self._submit(lambda engine: self._add(engine, request_id, (prompt, params, priority), stream))
@@ -126,7 +129,7 @@ class AsyncLLM:
                         if isinstance(output, RequestOutput):
                             self._deliver(output)
         except BaseException as error:
-            logger.exception("the engine's thread died")
+            log_failure(logger, "the engine's thread died", error)
             self._failure = error
         finally:
             self._end_streams()
@@ -145,7 +148,8 @@ class AsyncLLM:
             engine.add_request(request_id, prompt, params, priority=priority)
         except Exception as error:
             if not isinstance(error, QuireError):
-                logger.exception("request %s could not be added", request_id)
+                log_failure(logger, f"request {request_id} could not be added", error)
+                error = EngineError(f"the request could not be added: {type(error).__name__}")
             stream.put(error)
             return
         self._streams[request_id] = stream
@@ -185,4 +189,6 @@ class AsyncLLM:
             self._commands.put(command)
 
     def _last_word(self) -> EngineError:
-        return EngineError("the engine was closed" if self._failure is None else f"the engine died: {self._failure}")
+        return EngineError(
+            "the engine was closed" if self._failure is None else f"the engine died: {type(self._failure).__name__}"
+        )

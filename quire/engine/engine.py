@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from quire.common.failures import log_failure
 from quire.common.seeds import mix64
 from quire.core.beam import BeamDecoder, BeamSettings
 from quire.core.decoding import SamplingDecoder
@@ -24,8 +25,9 @@ from quire.core.params import BeamSearchParams, SamplingParams
 from quire.core.plan import StepPlan, StepResult, WorkResult
 from quire.core.request import Request
 from quire.core.scheduler.scheduler import Progress, Scheduler
+from quire.engine.beam_output import BeamState, beam_output
 from quire.engine.output_processor import OutputProcessor
-from quire.engine.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from quire.engine.outputs import BeamSearchOutput, RequestOutput
 from quire.engine.planning import EnginePlan
 from quire.engine.prompts import ParsedPrompt, Prompt, parse_prompt
 from quire.errors import EngineError, InvalidParameterError
@@ -53,9 +55,9 @@ class Engine:
         self.tokenizer = tokenizer
         self.generation_config = dict(generation_config or {})
         self.eos_token_ids = eos_token_ids
-        self.scheduler = Scheduler(plan.limits, digest_key=os.urandom(16))
+        self.scheduler = self._new_scheduler()
         self._outputs = OutputProcessor(tokenizer, self.scheduler)
-        self._beams: dict[str, tuple[Request, ParsedPrompt]] = {}
+        self._beams: dict[str, BeamState] = {}
         self._processors: dict[str, list[str]] = {}
         self._clock = clock
         self._num_unseeded = 0
@@ -78,9 +80,14 @@ class Engine:
             request = self._beam_request(request_id, parsed, params)
             request.priority = priority
             self.scheduler.add(request)
-            self._beams[request_id] = (request, parsed)
-        else:
+            self._beams[request_id] = BeamState(request, params, parsed.text)
+        elif isinstance(params, SamplingParams):
             self._add_sampling(request_id, parsed, params.clone(), priority)
+        else:
+            raise InvalidParameterError(
+                f"the parameters are of type {type(params).__name__}; give SamplingParams or BeamSearchParams",
+                param="sampling_params",
+            )
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request at once; returns what there is of it. Unknown and finished ids are ignored."""
@@ -97,19 +104,26 @@ class Engine:
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput | BeamSearchOutput]:
-        """One step; returns an output for every request that something happened to, as each asked for it."""
-        return self._deliver(self._advance())
+        """One step; returns an output for every request that something happened to, as each asked for it.
+
+        Never raises for a bug or a broken executor: whoever was affected gets an output with an error.
+        """
+        try:
+            return self._deliver(self._advance())
+        except Exception as error:
+            log_failure(logger, "the engine failed outside of the executor and starts over", error)
+            return self._start_over(f"the engine failed on this step: {type(error).__name__}")
+        except BaseException:  # Ctrl-C: the requests are lost, the engine is not
+            self._start_over("interrupted")
+            raise
 
     def _advance(self) -> list[Progress]:
         plan = self.scheduler.schedule(self._clock())
         try:
             result = self.executor.execute(plan)
         except Exception as error:
-            logger.exception("the executor failed on step %d", plan.step_id)
+            log_failure(logger, f"the executor failed on step {plan.step_id}", error)
             return self._abandon(plan, f"the engine failed on this step: {type(error).__name__}")
-        except BaseException:  # Ctrl-C: the step is lost, the engine is not
-            self._abandon(plan, "interrupted")
-            raise
         return self.scheduler.update(plan, result, self._clock())
 
     def _abandon(self, plan: StepPlan, message: str) -> list[Progress]:
@@ -119,6 +133,24 @@ class Engine:
         self.scheduler.preempt_all()
         return progress
 
+    def _start_over(self, message: str) -> list[RequestOutput | BeamSearchOutput]:
+        """End every request and begin with an empty control plane: this one may be half-way through a change.
+
+        The worker need not be told: a row begins anew with its next owner, and nothing in the new pool counts as cached.
+        """
+        self.scheduler.give_up(message)
+        stats, self.scheduler = self.scheduler.stats, self._new_scheduler()
+        self.scheduler.stats = stats
+        outputs: list[RequestOutput | BeamSearchOutput] = list(self._outputs.start_over(self.scheduler))
+        outputs += [beam_output(state, self.tokenizer) for state in self._beams.values()]
+        self._beams.clear()
+        for request_id in list(self._processors):
+            self._forget_processors(request_id)
+        return outputs
+
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler(self.plan.limits, digest_key=os.urandom(16))
+
     def _deliver(self, progress: list[Progress]) -> list[RequestOutput | BeamSearchOutput]:
         outputs: list[RequestOutput | BeamSearchOutput] = list(self._outputs.process(progress))
         for sequence, token_id, _ in progress:
@@ -126,7 +158,7 @@ class Engine:
             if token_id is None and sequence.request.is_finished:
                 self._forget_processors(request_id)
                 if request_id in self._beams:
-                    outputs.append(self._beam_output(*self._beams.pop(request_id)))
+                    outputs.append(beam_output(self._beams.pop(request_id), self.tokenizer))
         return outputs
 
     def close(self) -> None:
@@ -141,15 +173,18 @@ class Engine:
 
     def _add_sampling(self, request_id: str, prompt: ParsedPrompt, params: SamplingParams, priority: int) -> None:
         self._check_params(params)
-        names = [self.executor.register_processor(each) for each in params.logits_processors or ()]
-        self._processors[request_id] = names
+        names: list[str] = []
         try:
+            for processor in params.logits_processors or ():
+                names.append(self.executor.register_processor(processor))
             request = self._sampling_request(request_id, prompt, params, names)
             request.priority = priority
             self.scheduler.add(request)
         except BaseException:
-            self._forget_processors(request_id)
+            for name in names:
+                self.executor.unregister_processor(name)
             raise
+        self._processors[request_id] = names
         self._outputs.add(request, params, prompt.text)
 
     def _sampling_request(
@@ -178,6 +213,7 @@ class Engine:
         return request
 
     def _beam_request(self, request_id: str, prompt: ParsedPrompt, params: BeamSearchParams) -> Request:
+        params.check_vocabulary(self.plan.spec.vocab_size)
         max_tokens = min(params.max_tokens, self.plan.limits.max_model_len - len(prompt.token_ids))
         eos = frozenset() if params.ignore_eos else self.eos_token_ids
         settings = BeamSettings(
@@ -229,22 +265,6 @@ class Engine:
     def _forget_processors(self, request_id: str) -> None:
         for name in self._processors.pop(request_id, ()):
             self.executor.unregister_processor(name)
-
-    def _beam_output(self, request: Request, prompt: ParsedPrompt) -> BeamSearchOutput:
-        if request.error is not None:
-            raise EngineError(f"beam search {request.request_id!r} failed: {request.error}")
-        assert isinstance(request.decoder, BeamDecoder)
-        sequences = [
-            BeamSearchSequence(
-                token_ids=list(hypothesis.token_ids),
-                text="" if self.tokenizer is None else self.tokenizer.decode(list(hypothesis.token_ids)),
-                cumulative_logprob=hypothesis.cumulative_logprob,
-                score=hypothesis.score,
-                finish_reason=hypothesis.finish_reason.value,
-            )
-            for hypothesis in request.decoder.hypotheses
-        ]
-        return BeamSearchOutput(request.request_id, sequences, list(request.prompt_token_ids), prompt.text)
 
 
 def _namespace(prompt: ParsedPrompt) -> Namespace:

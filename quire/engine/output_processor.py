@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
+from quire.common.failures import log_failure
 from quire.core.params import RequestOutputKind, SamplingParams
 from quire.core.plan import TokenLogprobs
 from quire.core.request import FinishReason, Request, SequenceStatus
@@ -68,11 +69,14 @@ class OutputProcessor:
             try:
                 self._take(state, sequence, token_id, logprobs)
             except Exception as error:
-                logger.exception("request %s failed while its output was made", sequence.name)
-                self._scheduler.fail(sequence.request.request_id, f"the output could not be made: {type(error).__name__}")
+                self._fail(state, sequence, error)
         outputs = []
         for request_id, state in touched.items():
-            output = self._output(state)
+            try:
+                output = self._output(state)
+            except Exception as error:
+                self._fail(state, state.request.sequences[0], error)
+                output = _bare_output(state)
             if output is not None:
                 outputs.append(output)
             if state.request.is_finished:
@@ -82,7 +86,35 @@ class OutputProcessor:
     def forget(self, request_id: str) -> RequestOutput | None:
         """Stop following an aborted request; returns its last output."""
         state = self._states.pop(request_id, None)
-        return None if state is None else self._snapshot(state, is_delta=False)
+        return None if state is None else self._last_output(state)
+
+    def start_over(self, scheduler: Scheduler) -> list[RequestOutput]:
+        """Follow another scheduler, which knows no request; returns the last outputs of those followed so far."""
+        self._scheduler = scheduler
+        outputs = [self._last_output(state) for state in self._states.values()]
+        self._states.clear()
+        return outputs
+
+    def _last_output(self, state: RequestState) -> RequestOutput:
+        """The output of a request that was ended from outside, with the text that was held back."""
+        for sequence in state.request.sequences:
+            try:
+                self._flush(self._state_of(state, sequence), sequence)
+            except Exception as error:
+                self._fail(state, sequence, error)
+        try:
+            return self._snapshot(state, is_delta=state.params.output_kind is RequestOutputKind.DELTA)
+        except Exception as error:
+            self._fail(state, state.request.sequences[0], error)
+            return _bare_output(state)
+
+    def _fail(self, state: RequestState, sequence: TokenSequence, error: Exception) -> None:
+        """End a request whose output cannot be made, also where its last token has ended it already."""
+        log_failure(logger, f"request {sequence.name} failed while its output was made", error)
+        message = f"the output could not be made: {type(error).__name__}"
+        self._scheduler.fail(state.request.request_id, message)
+        state.request.error = message
+        sequence.finish_reason, sequence.stop_reason = FinishReason.ERROR, None
 
     # -- one token ---------------------------------------------------------------------------------------------------
 
@@ -193,3 +225,15 @@ class OutputProcessor:
 
     def _text_of(self, token_id: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def _bare_output(state: RequestState) -> RequestOutput:
+    """What can be said of a request of which not even an output can be made."""
+    request = state.request
+    outputs = [
+        CompletionOutput(each.index, "", each.output_token_ids, finish_reason=FinishReason.ERROR.value)
+        for each in request.sequences[: state.params.n]
+    ]
+    return RequestOutput(
+        request.request_id, state.prompt, list(request.prompt_token_ids), outputs, finished=True, error=request.error
+    )

@@ -72,3 +72,5 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
     prompt_token_ids: list[int]
     prompt: str | None = None
+    error: str | None = None
+    """Why the search failed; it then has no sequences."""

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quire.common.failures import log_failure
 from quire.core.plan import RowWork, StepPlan, StepResult, TokenLogprobs, WorkResult
+from quire.errors import RequestError
 from quire.nn.context import StepContext
 from quire.nn.decoder import DecoderModel
 from quire.sampling import SampledRow, Sampler
@@ -60,8 +62,8 @@ class Worker:
             return []
         try:
             return self._compute(work)
-        except Exception:
-            logger.exception("a step of %d rows failed; computing each row alone", len(work))
+        except Exception as error:
+            log_failure(logger, f"a step of {len(work)} rows failed; computing each row alone", error)
         results = []
         for item in work:
             try:
@@ -87,8 +89,12 @@ class Worker:
                 results[place] = outcome
         for place, item in enumerate(work):
             if item.prompt_logprobs_from >= 0 and results[place].error is None:
-                scored = self._score_prompt(item, hidden, inputs.query_start[place])
-                results[place] = results[place]._replace(prompt_logprobs=scored)
+                try:
+                    scored = self._score_prompt(item, hidden, inputs.query_start[place])
+                except RequestError as error:
+                    results[place] = WorkResult(error=str(error))
+                else:
+                    results[place] = results[place]._replace(prompt_logprobs=scored)
         return results
 
     def _sampled_row(self, work: RowWork) -> SampledRow:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -68,6 +69,12 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[RequestError]]] = {
     "stop strings without a tokenizer": ([3], {"stop": ["x"]}, InvalidParameterError),
     "bias outside the vocabulary": ([3], {"logit_bias": {999: 1.0}}, InvalidParameterError),
     "bad words without a tokenizer": ([3], {"bad_words": ["x"]}, InvalidParameterError),
+    "no prompt": (None, {}, InvalidParameterError),
+    "bytes": (b"abc", {}, InvalidParameterError),
+    "fractional token": ([3.7], {}, InvalidParameterError),
+    "tokens as text": ({"prompt_token_ids": "34"}, {}, InvalidParameterError),
+    "a number": (5, {}, InvalidParameterError),
+    "salt that is no text": ({"prompt_token_ids": [3], "cache_salt": [1]}, {}, InvalidParameterError),
 }
 
 
@@ -137,24 +144,101 @@ def _break_model(engine: Engine) -> None:
     worker._compute = fail
 
 
+def _break_scoring(engine: Engine) -> None:
+    """The logits of its prompt are not finite, those of its answer are."""
+    engine.add_request("victim", PROMPT, _params(prompt_logprobs=1))
+    worker = engine.executor.worker  # type: ignore[attr-defined]
+    inner = worker.model
+    num_scored = len(PROMPT["prompt_token_ids"]) - 1
+
+    def spoil(hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = inner.logits(hidden)
+        return logits * float("nan") if len(hidden) == num_scored else logits
+
+    worker.model = _Replaced(inner, "logits", spoil)
+
+
+def _fail(*_: object, **__: object) -> Any:
+    raise RuntimeError("secret text")
+
+
+def _break_input_building(engine: Engine) -> None:
+    """The worker's row of it is lost, so that gathering its tokens fails."""
+    engine.add_request("victim", PROMPT, _params())
+    worker = engine.executor.worker  # type: ignore[attr-defined]
+    apply = worker.rows.apply
+
+    def lose(plan: StepPlan) -> None:
+        apply(plan)
+        for new in plan.new_rows:
+            if new.name == "victim":
+                worker.rows.block_tables = worker.rows.block_tables.copy()
+                worker.rows.block_tables[new.row] = 1 << 30
+
+    worker.rows.apply = lose
+
+
+def _break_sampling(engine: Engine) -> None:
+    engine.add_request("victim", PROMPT, _params(temperature=1.0))
+    sampler = engine.executor.worker.sampler  # type: ignore[attr-defined]
+    sampler.kernels = _Replaced(sampler.kernels, "draw", _fail)
+
+
+class _Replaced:
+    """Something with one method replaced."""
+
+    def __init__(self, inner: Any, name: str, method: Callable[..., Any]) -> None:
+        self._inner = inner
+        setattr(self, name, method)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def _break_update(engine: Engine) -> None:
+    engine.add_request("victim", PROMPT, _params(n=3, temperature=1.0))
+    engine.scheduler.requests["victim"].decoder.absorb = _fail  # type: ignore[method-assign]
+
+
+def _break_text(engine: Engine, method: str, first_failure: int = 0) -> None:
+    """Its text cannot be made, from some token on."""
+    engine.add_request("victim", PROMPT, _params())
+    processor = engine._outputs
+    state_of = processor._state_of
+
+    def broken(state: Any, sequence: Any) -> Any:
+        mine = state_of(state, sequence)
+        if state.request.request_id == "victim" and sequence.num_output_tokens > first_failure:
+            setattr(mine.stream, method, _fail)
+        return mine
+
+    processor._state_of = broken  # type: ignore[method-assign]
+
+
 def _break_output(engine: Engine) -> None:
     engine.add_request("victim", PROMPT, _params())
     processor = engine._outputs
-    take = processor._take
+    snapshot = processor._snapshot
 
-    def fail(state: Any, *args: Any) -> None:
-        if state.request.request_id == "victim":
-            raise RuntimeError("secret text")
-        take(state, *args)
+    def fail(state: Any, *, is_delta: bool) -> RequestOutput:
+        return _fail() if state.request.request_id == "victim" else snapshot(state, is_delta=is_delta)
 
-    processor._take = fail  # type: ignore[method-assign]
+    processor._snapshot = fail  # type: ignore[method-assign]
 
 
 FAULTS: dict[str, Callable[[Engine], None]] = {
+    "its inputs cannot be built": _break_input_building,
     "a processor raises": _break_processor,
     "a processor forbids everything": _break_mask,
     "its KV memory holds NaN": _poison_memory,
+    "its prompt's logits are NaN": _break_scoring,
     "the model raises on it": _break_model,
+    "sampling raises on it": _break_sampling,
+    "its step cannot be taken in": _break_update,
+    "its first token cannot be detokenized": lambda engine: _break_text(engine, "append"),
+    "its fifth token cannot be detokenized": lambda engine: _break_text(engine, "append", 4),
+    "its last token cannot be detokenized": lambda engine: _break_text(engine, "append", 11),
+    "its text cannot be ended": lambda engine: _break_text(engine, "flush"),
     "its output cannot be made": _break_output,
 }
 
@@ -169,7 +253,10 @@ def test_a_failure_ends_one_request_and_no_other(
     outputs = run_all(engine)
     victim = outputs["victim"]
     assert victim.finished and victim.error is not None and victim.outputs[0].finish_reason == "error"
-    assert "Traceback" not in victim.error and "0x" not in victim.error and "\n" not in victim.error
+    logged = [record.getMessage() for record in caplog.records if record.levelno > logging.DEBUG]
+    for text in (victim.error, *logged):
+        assert not any(secret in text for secret in ("Traceback", "0x", "secret", ".py", "/"))
+    assert "\n" not in victim.error
     _assert_neighbours_unharmed(outputs, undisturbed)
     _assert_idle(engine)
 
@@ -212,6 +299,66 @@ def test_a_lost_step_ends_its_requests_and_the_engine_goes_on(make_engine: MakeE
     assert outputs["victim"].error is not None
     _add_neighbours(engine)
     _assert_neighbours_unharmed(run_all(engine), undisturbed)
+    _assert_idle(engine)
+
+
+@pytest.mark.parametrize(
+    ("method", "error"),
+    [
+        *((method, RuntimeError("secret text")) for method in ("schedule", "update", "_grow")),
+        *((method, KeyboardInterrupt()) for method in ("schedule", "update", "append")),
+    ],
+)
+def test_a_broken_control_plane_ends_what_it_knows_and_starts_over(
+    method: str, error: BaseException, make_engine: MakeEngine, undisturbed: dict[str, Any]
+) -> None:
+    engine = make_engine()
+    processor = lambda output_ids, logits: logits  # noqa: E731
+    engine.add_request("victim", PROMPT, _params(n=2, temperature=1.0, logits_processors=[processor]))
+    engine.add_request("beams", PROMPT, BeamSearchParams(beam_width=2, max_tokens=5))
+    engine.step()
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    setattr(engine.scheduler, method, fail)
+    outputs: dict[str, Any] = {}
+    try:
+        for _ in range(20):
+            outputs |= {output.request_id: output for output in engine.step()}
+    except KeyboardInterrupt:
+        assert isinstance(error, KeyboardInterrupt)
+    else:
+        assert outputs.keys() == {"victim", "beams"} and all(output.error for output in outputs.values())
+    assert not engine.has_work and len(engine.executor.worker.sampler.processors) == 0  # type: ignore[attr-defined]
+    _add_neighbours(engine)
+    _assert_neighbours_unharmed(run_all(engine), undisturbed)
+    _assert_idle(engine)
+
+
+def test_a_failed_beam_search_ends_alone(make_engine: MakeEngine, undisturbed: dict[str, Any]) -> None:
+    engine = make_engine()
+    engine.add_request("victim", PROMPT, BeamSearchParams(beam_width=2, max_tokens=5))
+    engine.scheduler.requests["victim"].decoder.absorb = _fail  # type: ignore[method-assign]
+    _add_neighbours(engine)
+    outputs: dict[str, Any] = {}
+    while engine.has_work:
+        outputs |= {output.request_id: output for output in engine.step()}
+    assert outputs["victim"].sequences == [] and "RuntimeError" in outputs.pop("victim").error
+    _assert_neighbours_unharmed(outputs, undisturbed)
+    _assert_idle(engine)
+
+
+def test_a_refused_request_leaves_no_processor_behind(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    params = _params(logits_processors=[lambda output_ids, logits: logits])
+    engine.add_request("same", PROMPT, params)
+    for prompt in (PROMPT, [3] * 300):
+        with pytest.raises(RequestError):
+            engine.add_request("same", prompt, params)
+    assert len(engine.executor.worker.sampler.processors) == 1  # type: ignore[attr-defined]
+    assert run_all(engine)["same"].error is None
+    assert len(engine.executor.worker.sampler.processors) == 0  # type: ignore[attr-defined]
     _assert_idle(engine)
 
 

@@ -18,6 +18,7 @@ from bisect import insort
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from quire.common.failures import log_failure
 from quire.common.numbers import ceil_div
 from quire.common.seeds import derive_seed
 from quire.config.limits import SchedulerLimits
@@ -141,6 +142,15 @@ class Scheduler:
         for sequence in self.running.copy():
             self._preempt(assess(sequence, None, self.manager.pool, self.limits.block_size))
 
+    def give_up(self, message: str) -> None:
+        """Mark every request as failed and touch nothing else: for a scheduler that is not to be used again."""
+        for request in self.requests.values():
+            request.error = message
+            for sequence in request.sequences:
+                if sequence.status is not _FINISHED:
+                    sequence.status, sequence.finish_reason = _FINISHED, FinishReason.ERROR
+        self.requests.clear()
+
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> StepPlan:
@@ -178,13 +188,17 @@ class Scheduler:
                 self.fail(sequence.request.request_id, outcome.error)
                 continue
             sequence.num_computed = work.start + work.num_tokens
-            if outcome.prompt_logprobs:
-                sequence.request.prompt_logprobs.extend(outcome.prompt_logprobs)
-            if sequence.num_computed >= (sequence.table.num_chained + 1) * size:
-                self._publish(sequence)
-                self._num_prefill_publications += work.num_tokens > 1
-            if work.num_samples or work.num_candidates:
-                sequence.request.decoder.absorb(self, sequence, outcome)
+            try:
+                if outcome.prompt_logprobs:
+                    sequence.request.prompt_logprobs.extend(outcome.prompt_logprobs)
+                if sequence.num_computed >= (sequence.table.num_chained + 1) * size:
+                    self._publish(sequence)
+                    self._num_prefill_publications += work.num_tokens > 1
+                if work.num_samples or work.num_candidates:
+                    sequence.request.decoder.absorb(self, sequence, outcome)
+            except Exception as error:
+                log_failure(logger, f"request {sequence.name} failed while its step was taken in", error)
+                self.fail(sequence.request.request_id, f"the step could not be taken in: {type(error).__name__}")
         return self._progress
 
     # -- what decoders may do (SequenceOps) --------------------------------------------------------------------------
