@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypedDict
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, SupportsIndex, TypedDict
 
 from quire.errors import InvalidParameterError
 from quire.text.tokenizer import Tokenizer
@@ -31,17 +32,18 @@ class ParsedPrompt(NamedTuple):
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list. A flat list of integers is one prompt of token ids."""
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         return [prompts]
     listed: list[Prompt] = list(prompts)  # type: ignore[arg-type]
-    if listed and all(isinstance(item, int) for item in listed):
+    if listed and all(isinstance(item, SupportsIndex) for item in listed):
         return [listed]  # type: ignore[list-item]
     return listed
 
 
 def parse_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> ParsedPrompt:
     """Tokenize if need be, and check. Raises InvalidParameterError for anything that is not a prompt."""
-    text, token_ids, salt = None, None, None
+    text: object = None
+    token_ids, salt = None, None
     if isinstance(prompt, str):
         text = prompt
     elif isinstance(prompt, Mapping):
@@ -52,32 +54,33 @@ def parse_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -
                 f"a prompt dict needs 'prompt' or 'prompt_token_ids' (and may have 'cache_salt'), not {sorted(prompt)}",
                 param="prompt",
             )
+    elif isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable):
+        text = prompt
     else:
         token_ids = prompt
+    if not isinstance(salt, str | None):
+        raise InvalidParameterError(f"cache_salt must be text, not {type(salt).__name__}", param="cache_salt")
     if token_ids is None:
-        assert text is not None
         token_ids = _encode(text, tokenizer)
-    return ParsedPrompt(text, _check_token_ids(token_ids, vocab_size), salt)
+    return ParsedPrompt(text if isinstance(text, str) else None, _check_token_ids(token_ids, vocab_size), salt)
 
 
-def _encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
+def _encode(text: object, tokenizer: Tokenizer | None) -> list[int]:
+    if not isinstance(text, str):
+        raise InvalidParameterError(f"a prompt must be text or token ids, not {type(text).__name__}", param="prompt")
     if tokenizer is None:
         raise InvalidParameterError(
             "this engine has no tokenizer, so it takes token ids alone; give {'prompt_token_ids': [...]}", param="prompt"
         )
-    if not isinstance(text, str):
-        raise InvalidParameterError(f"prompt={text!r} must be text", param="prompt")
     # Whoever writes a raw prompt writes the template's part too, so special tokens are meant; in a chat they are not.
     return tokenizer.encode(text, parse_special=True)
 
 
-def _check_token_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+def _check_token_ids(token_ids: Iterable[Any], vocab_size: int) -> tuple[int, ...]:
     try:
-        checked = tuple(int(token_id) for token_id in token_ids)
-    except (TypeError, ValueError):
-        raise InvalidParameterError(
-            f"prompt_token_ids must be integers, not {str(token_ids)[:80]}", param="prompt_token_ids"
-        ) from None
+        checked = tuple(map(operator.index, token_ids))
+    except TypeError:
+        raise InvalidParameterError("prompt_token_ids must be a list of integers", param="prompt_token_ids") from None
     for token_id in checked:
         if not 0 <= token_id < vocab_size:
             raise InvalidParameterError(
