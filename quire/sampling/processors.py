@@ -36,7 +36,7 @@ class ProcessorTable:
         """Enter a processor; the name is unique in this table. The same callable may be entered many times."""
         if not callable(processor):
             raise InvalidParameterError(
-                f"logits_processors={processor!r}: a logits processor must be callable", param="logits_processors"
+                f"a logits processor must be callable, not {type(processor).__name__}", param="logits_processors"
             )
         label = getattr(processor, "__name__", type(processor).__name__)
         name = f"{label}#{next(self._numbers)}"
@@ -60,7 +60,7 @@ class ProcessorTable:
         try:
             result = processor(*ids, _to_list(row.output_token_ids), logits.clone())
         except Exception as error:
-            raise RowError(f"logits processor {name!r} raised {type(error).__name__}: {error}") from error
+            raise RowError(f"logits processor {name!r} raised {type(error).__name__}") from error
         if not isinstance(result, Tensor) or result.shape != logits.shape:
             shape = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
             raise RowError(f"logits processor {name!r} returned {shape} instead of a tensor of {logits.numel()} logits")

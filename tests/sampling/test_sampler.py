@@ -370,7 +370,7 @@ def forgetful(output: list[int], logits: Tensor) -> None:
 @pytest.mark.parametrize(
     ("processor", "complaint"),
     [
-        (raising, "ValueError: no such token"),
+        (raising, "raised ValueError"),
         (forbid_all, "no token is left"),
         (poison, "NaN"),
         (wrong_shape, "shape"),
