@@ -31,8 +31,12 @@ ScoringKey = tuple[object, ...]
 def keyed_digest(key: bytes) -> Digest:
     """BLAKE2b with a 128-bit output, keyed so that nobody outside the process can search for collisions (RFC 7693)."""
 
+    keyed = hashlib.blake2b(digest_size=16, key=key)
+
     def digest(parent: bytes, content: bytes) -> bytes:
-        return hashlib.blake2b(parent + content, digest_size=16, key=key).digest()
+        state = keyed.copy()  # the key's own block is hashed once, which is more than half of the work
+        state.update(parent + content)
+        return state.digest()
 
     return digest
 
@@ -81,12 +85,16 @@ class ChainKeys:
 
     def extend_to(self, token_ids: Sequence[int]) -> None:
         """Compute the keys of every block that `token_ids` (the whole sequence so far) now fills."""
-        size = self.block_size
-        for start in range(len(self.tokens) * size, len(token_ids) - size + 1, size):
-            tokens = tuple(token_ids[start : start + size])
-            parent = self.digests[-1] if self.digests else self.root.digest
-            self.tokens.append(tokens)
-            self.digests.append(self._digest(parent, array("q", tokens).tobytes()))
+        size, first = self.block_size, len(self.tokens) * self.block_size
+        if first + size > len(token_ids):
+            return
+        new = tuple(token_ids[first:])
+        content, width = array("i", new).tobytes(), array("i").itemsize * size
+        digest = self.digests[-1] if self.digests else self.root.digest
+        for place in range(len(new) // size):
+            digest = self._digest(digest, content[place * width : (place + 1) * width])
+            self.tokens.append(new[place * size : (place + 1) * size])
+            self.digests.append(digest)
 
     def copy(self) -> ChainKeys:
         """Keys of a fork: the same so far, growing apart from here."""
@@ -190,7 +198,8 @@ class PrefixIndex:
         if parent.block < 0:
             self._roots[parent.namespace] = parent
         node = PrefixNode(parent, tokens, digest, block)
-        parent.children.insert(bisect_left(parent.children, tokens, key=_tokens_of), node)
+        children = parent.children
+        children.insert(bisect_left(children, tokens, key=_tokens_of) if children else 0, node)
         self._by_block[block] = node
         return node
 
