@@ -1,4 +1,8 @@
-"""What this machine lets this process use: memory and cores, by the narrowest of its limits. Linux's files, no libraries."""
+"""What this machine lets this process use: memory and cores, by the narrowest of its limits. Linux's files, no libraries.
+
+Everything is read below `root`, so that tests can show other machines. A file that is missing or odd never fails: what it
+would have limited counts as unlimited, and where even the memory is unknown a careful guess is made.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _UNLIMITED = 1 << 60
+_GUESSED_MEMORY = 4 << 30
+"""Where no file and no system call tells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,99 +30,117 @@ class Machine:
     cpu_name: str
 
     @classmethod
-    def inspect(cls) -> Machine:
+    def inspect(cls, root: Path = Path("/")) -> Machine:
         """Look."""
-        meminfo = _meminfo()
-        total, available = meminfo.get("MemTotal", _UNLIMITED), meminfo.get("MemAvailable", _UNLIMITED)
-        for limit, used in _group_memory():
+        total, available = _memory(root)
+        for limit, used in _group_memory(root):
             total = min(total, limit)
             available = min(available, max(0, limit - used))
-        return cls(total, available, _num_cores(), _cpu_name())
+        return cls(total, available, _num_cores(root), _cpu_name(root))
 
 
-def _meminfo() -> dict[str, int]:
-    """`/proc/meminfo` in bytes; elsewhere the machine's memory as `sysconf` tells it."""
+def _memory(root: Path) -> tuple[int, int]:
+    """(total, available) bytes of the whole machine."""
+    meminfo: dict[str, int] = {}
+    for line in _lines(root / "proc/meminfo"):
+        name, *rest = line.split()
+        if len(rest) == 2 and rest[0].isdigit():
+            meminfo[name.rstrip(":")] = int(rest[0]) * 1024
+    total = meminfo.get("MemTotal") or _total_by_system_call()
+    # Kernels before 3.14 do not estimate what is available.
+    estimate = meminfo.get("MemFree", 0) + meminfo.get("Cached", 0) or total // 2
+    return total, min(total, meminfo.get("MemAvailable", estimate))
+
+
+def _total_by_system_call() -> int:
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return {"MemTotal": total, "MemAvailable": total // 2}
-    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if len(line.split()) == 3}
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not a Unix, or one that does not tell
+        return _GUESSED_MEMORY
 
 
-def _group_memory() -> Iterable[tuple[int, int]]:
+def _group_memory(root: Path) -> Iterable[tuple[int, int]]:
     """(limit, used) of every control group that this process is in; page cache is not counted as used."""
     for folder, limit_name, used_name, inactive in (
-        *((folder, "memory.max", "memory.current", "inactive_file") for folder in _group_folders("0::", "")),
-        *((f, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file") for f in _v1_folders("memory")),
+        *((f, "memory.max", "memory.current", "inactive_file") for f in _group_folders(root, "")),
+        *((f, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file") for f in _group_folders(root, "memory")),
     ):
         limit, used = _number(folder / limit_name), _number(folder / used_name)
-        if limit is not None and used is not None and limit < _UNLIMITED:
+        if limit is not None and used is not None and 0 < limit < _UNLIMITED:
             yield limit, max(0, used - _stat(folder / "memory.stat", inactive))
 
 
-def _v1_folders(controller: str) -> list[Path]:
-    return _group_folders(f":{controller}:", controller)
+def _group_folders(root: Path, controller: str) -> list[Path]:
+    """This process's control group and its ancestors: of a version 1 controller, or with "" of version 2.
+
+    In a container the path may be the host's, of which only the mount point exists; then that alone tells.
+    """
+    top = root / "sys/fs/cgroup"
+    found = []
+    for line in _lines(root / "proc/self/cgroup"):
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if (controller in controllers.split(",")) if controller else (number == "0" and not controllers):
+            # Version 1 mounts controllers together ("cpu,cpuacct") with links from each; version 2 may be mounted beside it.
+            mounts = [top / controller] if controller else [top, top / "unified"]
+            for mount in mounts:
+                folder = mount / path.lstrip("/")
+                found += [each for each in (folder, *folder.parents) if each.is_relative_to(mount)]
+    return found
 
 
-def _group_folders(marker: str, subfolder: str) -> list[Path]:
-    """This process's control group and its ancestors."""
-    root = Path("/sys/fs/cgroup") / subfolder
+def _num_cores(root: Path) -> int:
+    """Distinct physical cores among the CPUs that this process may run on, bounded by the control group's quota."""
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cores = {_core_of(root, cpu) for cpu in cpus}
+    quotas = [_quota(folder) for folder in _group_folders(root, "")]
+    quotas += [_quota_v1(folder) for folder in _group_folders(root, "cpu")]
+    return max(1, min(len(cores), int(min(quotas, default=float(_UNLIMITED)))))
+
+
+def _core_of(root: Path, cpu: int) -> str:
+    """All logical CPUs of one physical core name the same siblings."""
+    lines = _lines(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    return lines[0].strip() if lines else str(cpu)
+
+
+def _quota(folder: Path) -> float:
+    """CPUs' worth of time that a version 2 group may use."""
+    match " ".join(_lines(folder / "cpu.max")).split():
+        case [limit, period] if limit.isdigit() and period.isdigit() and int(period):
+            return int(limit) / int(period)
+    return _UNLIMITED
+
+
+def _quota_v1(folder: Path) -> float:
+    limit, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+    return limit / period if limit is not None and period and limit > 0 else _UNLIMITED
+
+
+def _cpu_name(root: Path) -> str:
+    for line in _lines(root / "proc/cpuinfo"):
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _lines(path: Path) -> list[str]:
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        return path.read_text(errors="replace").splitlines()
     except OSError:
         return []
-    paths = [line.split(":", 2)[2].lstrip("/") for line in lines if marker in line]
-    return [folder for path in paths for folder in (root / path, *(root / path).parents) if folder.is_relative_to(root)]
 
 
 def _number(path: Path) -> int | None:
     try:
-        return int(path.read_text())
-    except (OSError, ValueError):
+        return int("".join(_lines(path)))
+    except ValueError:
         return None
 
 
 def _stat(path: Path, key: str) -> int:
-    try:
-        for line in path.read_text().splitlines():
-            name, value = line.split()
-            if name == key:
-                return int(value)
-    except (OSError, ValueError):
-        pass
+    for line in _lines(path):
+        name, _, value = line.partition(" ")
+        if name == key and value.strip().isdigit():
+            return int(value)
     return 0
-
-
-def _num_cores() -> int:
-    """Distinct physical cores among the CPUs that this process may run on, bounded by the control group's quota."""
-    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    cores = {_core_of(cpu) for cpu in cpus}
-    quota = min((_quota(folder) for folder in _group_folders("0::", "")), default=float(_UNLIMITED))
-    return max(1, min(len(cores), int(quota)))
-
-
-def _core_of(cpu: int) -> str:
-    """All logical CPUs of one physical core name the same siblings."""
-    try:
-        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
-    except OSError:
-        return str(cpu)
-
-
-def _quota(folder: Path) -> float:
-    try:
-        limit, period = (folder / "cpu.max").read_text().split()
-        return _UNLIMITED if limit == "max" else int(limit) / int(period)
-    except (OSError, ValueError):
-        return _UNLIMITED
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

@@ -1,0 +1,85 @@
+"""What the machine gives, read from the files of machines that are not this one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quire.engine.machine import Machine
+
+GIB = 1 << 30
+MEMINFO = "MemTotal: 33554432 kB\nMemFree: 1048576 kB\nMemAvailable: 16777216 kB\nCached: 2097152 kB\nHugePages_Total: 0\n"
+
+
+def _machine(root: Path, files: dict[str, str]) -> Machine:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return Machine.inspect(root)
+
+
+def test_a_plain_machine(tmp_path: Path) -> None:
+    machine = _machine(tmp_path, {"proc/meminfo": MEMINFO, "proc/cpuinfo": "processor: 0\nmodel name : Some CPU @ 2 GHz\n"})
+    assert (machine.total_memory, machine.available_memory) == (32 * GIB, 16 * GIB)
+    assert machine.cpu_name == "Some CPU @ 2 GHz" and machine.num_cores >= 1
+
+
+def test_an_old_kernel_does_not_say_what_is_available(tmp_path: Path) -> None:
+    machine = _machine(tmp_path, {"proc/meminfo": MEMINFO.replace("MemAvailable", "Other")})
+    assert machine.available_memory == 3 * GIB
+
+
+def test_no_files_at_all(tmp_path: Path) -> None:
+    machine = Machine.inspect(tmp_path)
+    assert 0 < machine.available_memory <= machine.total_memory < 1 << 50
+    assert machine.num_cores >= 1 and machine.cpu_name
+
+
+@pytest.mark.parametrize(
+    ("files", "total", "available"),
+    [
+        (
+            {"memory.max": f"{4 * GIB}\n", "memory.current": f"{3 * GIB}\n", "memory.stat": f"anon 5\ninactive_file {GIB}\n"},
+            4,
+            2,
+        ),
+        ({"memory.max": "max\n", "memory.current": "5\n"}, 32, 16),
+        ({"memory.max": f"{4 * GIB}\n", "memory.current": f"{5 * GIB}\n"}, 4, 0),
+        ({"memory.max": "nonsense\n", "memory.current": "5\n"}, 32, 16),
+    ],
+)
+def test_control_groups_version_2(files: dict[str, str], total: int, available: int, tmp_path: Path) -> None:
+    groups = {f"sys/fs/cgroup/a/{name}": text for name, text in files.items()}
+    machine = _machine(tmp_path, {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/a/b\n", **groups})
+    assert (machine.total_memory, machine.available_memory) == (total * GIB, available * GIB)
+
+
+def test_control_groups_version_1_in_a_container(tmp_path: Path) -> None:
+    """The path is the host's; what is mounted is the container's own group."""
+    top = "sys/fs/cgroup/memory"
+    machine = _machine(
+        tmp_path,
+        {
+            "proc/meminfo": MEMINFO,
+            "proc/self/cgroup": "12:cpu,cpuacct:/docker/1f\n10:memory:/docker/1f\n0::/\n",
+            f"{top}/memory.limit_in_bytes": f"{2 * GIB}\n",
+            f"{top}/memory.usage_in_bytes": f"{GIB}\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "150000\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        },
+    )
+    assert (machine.total_memory, machine.available_memory) == (2 * GIB, GIB)
+    assert machine.num_cores == 1
+
+
+@pytest.mark.parametrize("quota", ["50000 100000", "100000 100000", "199999 100000"])
+def test_a_quota_of_cpu_time_bounds_the_cores(quota: str, tmp_path: Path) -> None:
+    assert _machine(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": quota}).num_cores == 1
+
+
+@pytest.mark.parametrize("quota", ["max 100000", "100000 0", "", "a b"])
+def test_no_quota_leaves_the_cores_alone(quota: str, tmp_path: Path) -> None:
+    unbounded = Machine.inspect(tmp_path).num_cores
+    assert _machine(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": quota}).num_cores == unbounded
