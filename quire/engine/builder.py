@@ -6,7 +6,9 @@ A wrong name, an unsupported model or too little memory is reported before torch
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,7 +59,8 @@ def prepare_model(config: EngineConfig) -> PreparedModel:
     planned = plan_engine(config)
     tokenizer = _tokenizer(config, planned.folder)
     generation_config = read_generation_config(planned.folder)
-    eos_token_ids = _eos_token_ids(generation_config, planned.model_config, tokenizer)
+    vocab_size = planned.plan.spec.vocab_size
+    eos_token_ids = _eos_token_ids(generation_config, planned.model_config, tokenizer, vocab_size=vocab_size)
     return PreparedModel(planned, tokenizer, generation_config, eos_token_ids)
 
 
@@ -156,20 +159,28 @@ def _tokenizer(config: EngineConfig, folder: Path) -> Tokenizer | None:
 
 
 def _eos_token_ids(
-    generation_config: Mapping[str, Any], model_config: Mapping[str, Any], tokenizer: Tokenizer | None
+    generation_config: Mapping[str, Any], model_config: Mapping[str, Any], tokenizer: Tokenizer | None, *, vocab_size: int
 ) -> frozenset[int]:
-    """What ends a sequence: as `generation_config.json` says, else `config.json`, else the tokenizer."""
+    """What ends a sequence: as `generation_config.json` says, else `config.json`, else the tokenizer.
+
+    Some files name tokens that the model does not have, or -1 for none: nothing can end with those.
+    """
     fallback = None if tokenizer is None else tokenizer.eos_token_id
     for value in (generation_config.get("eos_token_id"), model_config.get("eos_token_id"), fallback):
         if isinstance(value, int):
-            return frozenset({value})
+            value = [value]
         if isinstance(value, list) and value and all(isinstance(item, int) for item in value):
-            return frozenset(value)
+            return frozenset(item for item in value if 0 <= item < vocab_size)
     return frozenset()
 
 
 def _set_num_threads(num_threads: int) -> None:
     """Both pools' settings are the process's: the engine that was built last decides. Results never depend on it."""
+    _stay_alone_after_fork()
+    _resize_pools(num_threads)
+
+
+def _resize_pools(num_threads: int) -> None:
     import torch
 
     from quire.kernels import cpu
@@ -177,3 +188,10 @@ def _set_num_threads(num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     if cpu.IMPORT_ERROR is None:
         cpu.set_num_threads(num_threads)
+
+
+@cache
+def _stay_alone_after_fork() -> None:
+    """A forked child has none of its parent's OpenMP threads and would wait for them forever; it computes with one."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lambda: _resize_pools(1))
