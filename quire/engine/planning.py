@@ -68,7 +68,8 @@ class _Resolver:
         config, spec = self.config, self.spec
         dtype = self._dtype()
         block_size = self._given("block_size", config.block_size, DEFAULT_BLOCK_SIZE, "a good compromise of waste and speed")
-        max_num_seqs = self._given("max_num_seqs", config.max_num_seqs, DEFAULT_MAX_NUM_SEQS, "default")
+        default_num_seqs = min(DEFAULT_MAX_NUM_SEQS, config.max_num_batched_tokens or DEFAULT_MAX_NUM_SEQS)
+        max_num_seqs = self._given("max_num_seqs", config.max_num_seqs, default_num_seqs, "default")
         num_batched = self._num_batched_tokens(max_num_seqs)
         num_threads = self._given(
             "num_threads", config.num_threads, self.machine.num_cores, "physical cores that this process may use"
@@ -84,7 +85,7 @@ class _Resolver:
             num_blocks=num_blocks,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=num_batched if config.enable_chunked_prefill else max(num_batched, max_model_len),
+            max_num_batched_tokens=num_batched,
             max_model_len=max_model_len,
             policy=_policy(config.scheduling_policy),
             enable_prefix_caching=config.enable_prefix_caching,
@@ -125,7 +126,11 @@ class _Resolver:
     def _num_batched_tokens(self, max_num_seqs: int) -> int:
         given = self.config.max_num_batched_tokens
         default = max(DEFAULT_MAX_NUM_BATCHED_TOKENS, max_num_seqs)
-        return self._given("max_num_batched_tokens", given, default, "default")
+        if self.config.enable_chunked_prefill or (given or default) >= self._longest():
+            return self._given("max_num_batched_tokens", given, default, "default")
+        reason = "without chunked prefill the longest prompt must fit one step"
+        self._note("max_num_batched_tokens", self._longest(), reason)
+        return self._longest()
 
     def _longest(self) -> int:
         """The longest sequence that the user, or else the model, has in mind."""
@@ -179,7 +184,9 @@ class _Resolver:
                 f"{format_bytes(num_slots * bytes_per_token)} ({num_slots} tokens); lower max_model_len to "
                 f"{max(1, align_down(num_slots, 8))} or raise kv_cache_memory"
             )
-        self._note("max_model_len", wanted, "given")
+        is_beyond = wanted > spec.max_position_embeddings
+        doubt = f"; the model was made for {spec.max_position_embeddings}, beyond which its answers may make no sense"
+        self._note("max_model_len", wanted, "given" + doubt * is_beyond)
         return wanted
 
 

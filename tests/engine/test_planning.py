@@ -97,3 +97,20 @@ def test_the_machine_has_memory_and_cores() -> None:
     machine = Machine.inspect()
     assert machine.num_cores >= 1
     assert 0 < machine.available_memory <= machine.total_memory
+
+
+def test_few_tokens_in_a_step_bound_the_sequences_where_the_user_says_nothing(tiny_config: Path) -> None:
+    assert _plan(tiny_config, max_num_batched_tokens=64).limits.max_num_seqs == 64
+
+
+def test_without_chunks_a_step_holds_the_longest_prompt_and_the_workspace_counts_it(tiny_config: Path) -> None:
+    options = {"max_num_batched_tokens": 32, "max_num_seqs": 8}
+    chunked, whole = _plan(tiny_config, **options), _plan(tiny_config, enable_chunked_prefill=False, **options)
+    assert (chunked.limits.max_num_batched_tokens, whole.limits.max_num_batched_tokens) == (32, 256)
+    assert whole.workspace_bytes > 4 * chunked.workspace_bytes
+    assert {d.value for d in whole.decisions if d.name == "max_num_batched_tokens"} == {"256"}
+
+
+def test_a_length_beyond_the_models_context_is_remarked_upon(tiny_config: Path) -> None:
+    [decision] = [d for d in _plan(tiny_config, max_model_len=300).decisions if d.name == "max_model_len"]
+    assert "made for 256" in decision.reason
