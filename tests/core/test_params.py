@@ -238,9 +238,7 @@ def test_bad_beam_search_params(param: str, value: Any) -> None:
     assert caught.value.param == param
 
 
-ANYTHING = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.lists(st.integers()), st.binary()
-)
+ANYTHING = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.lists(st.integers()), st.binary())
 
 
 @given(param=st.sampled_from([name for name in SamplingParams.__dataclass_fields__]), value=ANYTHING)

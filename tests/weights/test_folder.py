@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -95,13 +96,11 @@ def test_a_wrong_name_fails_within_two_seconds_and_without_torch(tmp_path: Path)
     environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "PATH": ""}
     root = Path(__file__).parent.parent.parent
 
-    def attempt() -> float:
-        start = time.perf_counter()
-        assert subprocess.run([sys.executable, "-c", code], env=environment, cwd=root, check=False).returncode == 0
-        return time.perf_counter() - start
-
-    # Up to three times, because other work on the machine may take the processor away.
-    assert any(attempt() < 2.0 for _ in range(3))
+    before = os.times()
+    assert subprocess.run([sys.executable, "-c", code], env=environment, cwd=root, check=False, timeout=30).returncode == 0
+    after = os.times()
+    # Processor time, because other work on the machine may take the processor away; waiting is bounded by the probe's test.
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 2.0
 
 
 def test_configs_are_read(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_a_collision_costs_a_miss_and_never_returns_other_content() -> None:
 def test_the_same_tokens_after_another_prefix_collide_without_harm() -> None:
     index = PrefixIndex(SIZE, lambda parent, content: content[:16])
     _publish(index, [1, 2, 3, 4], [0])
-    node = index.child(index.root(()), (1, 2, 3, 4), index.digest(b"", b"\x01" + bytes(7) + b"\x02" + bytes(7)))
+    node = index.child(index.root(()), (1, 2, 3, 4), index.digest(b"", array("i", (1, 2, 3, 4)).tobytes()))
     assert node is not None
     assert index.child(node, node.tokens, node.digest) is None, "found under the wrong parent"
 

@@ -52,7 +52,5 @@ def test_shared_blocks_are_neither_freed_nor_computed_again(harness: Harness) ->
     pool, sequence = run.scheduler.manager.pool, run.scheduler.running[0]
     preemption = assess(sequence, run.scheduler.running[1], pool, 4)
     assert preemption.num_freed_blocks == 1 and preemption.num_recomputed_tokens == 4
-    assert preemption.reason() == (
-        "preempted a (1 blocks freed, at most 4 tokens to compute again): a#1 needs memory"
-    )
+    assert preemption.reason() == ("preempted a (1 blocks freed, at most 4 tokens to compute again): a#1 needs memory")
     assert "nothing else could run" in assess(sequence, None, pool, 4).reason()

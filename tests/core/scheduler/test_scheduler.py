@@ -531,9 +531,7 @@ def test_a_request_that_did_not_fit_comes_in_once_its_prefix_is_there_to_share(h
 def test_a_blocked_long_prompt_is_not_matched_again_in_every_step(harness: Harness) -> None:
     costs = []
     for length in (100, 3_000):
-        run = harness(
-            num_blocks=800, block_size=4, max_num_seqs=4, max_num_batched_tokens=4096, max_model_len=4000
-        )
+        run = harness(num_blocks=800, block_size=4, max_num_seqs=4, max_num_batched_tokens=4096, max_model_len=4000)
         run.add("cached", length, max_tokens=2)
         run.run()
         run.add("big", [5] * 2500, max_tokens=600)
