@@ -1,5 +1,7 @@
 """The prefix index: what is found, what is not, and that a digest alone is never believed."""
 
+from array import array
+
 import pytest
 
 from quire.core.kvcache.prefix import PrefixIndex, PrefixNode, common_prefix_len, keyed_digest
