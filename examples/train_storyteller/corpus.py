@@ -57,8 +57,8 @@ BOOK_WEIGHTS = {
     "Bulfinch's Mythology": 0.0,
     "The Other Wise Man": 0.3,
 }
-DEFAULT_BOOK_WEIGHT = 0.35
-STORYBOOK_WEIGHT = 5.0
+DEFAULT_BOOK_WEIGHT = 0.5
+STORYBOOK_WEIGHT = 3.0
 FABLES = frozenset({"Aesop's Fables"})
 FAIRY_TALES = frozenset(
     {

@@ -13,7 +13,7 @@ import torch
 from .model import ModelShape, Storyteller
 from .optimizer import StoryOptimizer
 
-DEPTHS = ((0.0, 2), (0.25, 4), (0.55, 6))  # (share of the run, layers from then on)
+DEPTHS = ((0.0, 2), (0.25, 4), (0.62, 6))  # (share of the run, layers from then on)
 
 
 def wanted_depth(progress: float) -> int:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 MUON_LR = 0.02
 ADAM_LR = 0.006
 MUON_MOMENTUM = 0.95
-MUON_WEIGHT_DECAY = 0.02
+MUON_WEIGHT_DECAY = 0.1
 ADAM_BETAS = (0.9, 0.98)
 ADAM_EPS = 1e-8
 WARMUP_STEPS = 30
-DECAY_START = 0.5  # share of the run after which the rate falls in a straight line to zero
+DECAY_START = 0.35  # share of the run after which the rate falls in a straight line to zero
 
 
 def schedule(step: int, progress: float) -> float:

@@ -17,12 +17,13 @@ from .words import WORD, Lexicon
 MAX_LEN = 512
 CHARS_PER_TOKEN = 4.0  # measured on the held-out tales; only used to aim at a length
 SHORT_TALE_CHARS = 1750  # a tale of at most this many characters fits MAX_LEN with its request
-RETELL_SHARE = 0.5
+RETELL_SHARE = 0.75
 DESCRIBE_SHARE = 0.45
 PLAIN_SHARE = 0.06
 DIALOGUE_SHARE = 0.06
 EARLY_PHASE = 0.25  # until here the cut passages are at most half as long: attention is cheaper
-FINAL_PHASE = 0.75  # from here on the short, whole tales take over
+BROAD_PHASE = 0.6
+FINAL_PHASE = 0.85
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class SampleSource:
 
     def draw(self, rng: random.Random, progress: float) -> Sample:
         """One sample; `progress` in [0, 1] shifts the mix towards short whole tales."""
-        short_share, opening_share = (0.2, 0.25) if progress < FINAL_PHASE else (0.45, 0.35)
+        short_share, opening_share = self._shares(progress)
         max_chars = SHORT_TALE_CHARS // 2 if progress < EARLY_PHASE else SHORT_TALE_CHARS
         choice = rng.random()
         if choice < short_share:
@@ -79,6 +80,17 @@ class SampleSource:
             tale = rng.choices(self._tales, self._weights)[0]
             passage = self._cut(tale, rng, from_start=rng.random() < 0.1, max_chars=max_chars)
         return self._conversation(self._rewrite(passage, rng), rng)
+
+    @staticmethod
+    def _shares(progress: float) -> tuple[float, float]:
+        """Shares of short whole tales and of openings of tales; the rest are passages from anywhere.
+
+        There are few short tales, and the network knows them by heart after some ten readings, so the middle of the
+        run reads other things.
+        """
+        if progress < BROAD_PHASE:
+            return 0.2, 0.25
+        return (0.1, 0.2) if progress < FINAL_PHASE else (0.35, 0.3)
 
     def evaluation_samples(self, tales: list[Tale]) -> list[Sample]:
         """One fixed sample, asked for by its best topic, of each given tale; nothing is retold."""

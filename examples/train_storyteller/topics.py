@@ -10,7 +10,7 @@ from collections import Counter
 
 from .words import ADJECTIVES, CLASSES, DETERMINERS, WORD, Lexicon, plural, with_article
 
-OPENING_CHARS = 240
+OPENING_CHARS = 160
 _UNIQUE_THINGS = frozenset(("moon", "sun", "sea", "sky", "wind", "rain", "snow", "stars", "earth", "world"))
 _HERO_CLASS = {hero: heroes for heroes in CLASSES for hero in heroes}
 _PLURAL_OF = {plural(hero): hero for hero in _HERO_CLASS}
@@ -38,14 +38,14 @@ def topics_of(text: str, lexicon: Lexicon, limit: int = 4) -> list[str]:
     """Up to `limit` topic phrases of a passage, best first; those that the opening names rank highest."""
     words = [word.lower() for word in WORD.findall(text)]
     opening = set(WORD.findall(text[:OPENING_CHARS].lower()))
-    counts = Counter(word for word in words if word in lexicon.nouns)
+    counts = Counter(word for word in words if word in lexicon.nouns or word in _HERO_CLASS)
     scores: dict[str, float] = {}
     for noun, count in counts.items():
-        weight = 2.5 if noun in opening else 1.0
-        hero = 2.0 if noun in _HERO_CLASS else 1.0
-        scores[_phrase(noun, words, lexicon)] = weight * hero * min(count, 5) * lexicon.nouns[noun] ** 4
+        weight = 4.0 if noun in opening else 1.0
+        hero = 2.5 if noun in _HERO_CLASS else 1.0
+        scores[_phrase(noun, words, lexicon)] = weight * hero * min(count, 5) * lexicon.nouns.get(noun, 1.0) ** 4
     for name, count in _names(text, lexicon).items():
-        scores[name] = (2.0 if name.lower() in opening else 0.8) * min(count, 5)
+        scores[name] = (3.0 if name.lower() in opening else 0.8) * min(count, 5)
     ranked = sorted(scores, key=lambda topic: (-scores[topic], topic))
     return [topic for topic in ranked[:limit] if scores[topic] > 1.2]
 
