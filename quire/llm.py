@@ -84,7 +84,12 @@ class LLM:
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
     ) -> list[BeamSearchOutput]:
-        """The `beam_width` best continuations of each prompt, as Transformers defines beam search."""
+        """The `beam_width` best continuations of each prompt, as Transformers defines beam search.
+
+        A search that fails on the way comes back without sequences and with `error` set.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidParameterError(f"beam_search takes BeamSearchParams, not {type(params).__name__}", param="params")
         listed = as_prompts(prompts)
         outputs = self._run(listed, [params] * len(listed), use_tqdm=use_tqdm)
         return [output for output in outputs if isinstance(output, BeamSearchOutput)]
@@ -125,6 +130,8 @@ class LLM:
             params = self.engine.default_params()
         if isinstance(params, SamplingParams):
             return [params.clone() for _ in prompts]
+        if not isinstance(params, list | tuple) or not all(isinstance(each, SamplingParams) for each in params):
+            raise InvalidParameterError("sampling_params must be SamplingParams, or a list of them", param="sampling_params")
         if len(params) != len(prompts):
             raise InvalidParameterError(
                 f"{len(params)} sampling_params for {len(prompts)} prompts; give one for all or one for each",

@@ -13,6 +13,7 @@ from engines import run_all
 
 import quire
 from quire import LLM, BeamSearchParams, SamplingParams
+from quire.engine.outputs import RequestOutput
 from quire.errors import ConfigError, InvalidParameterError
 
 OPTIONS: dict[str, Any] = {"kv_cache_memory": "16MiB", "num_threads": 1, "max_num_seqs": 8}
@@ -125,11 +126,45 @@ def test_beam_search_returns_beams_in_order(storyteller: LLM) -> None:
     assert all(each.text == storyteller.get_tokenizer().decode(each.token_ids) for each in output.sequences)
 
 
+def test_beam_texts_leave_out_what_ended_them(storyteller: LLM) -> None:
+    options: dict[str, Any] = {"beam_width": 2, "max_tokens": 12}
+    [free] = storyteller.beam_search("Once upon a time", BeamSearchParams(**options))
+    stop = free.sequences[0].token_ids[4]
+    for is_included in (False, True):
+        params = BeamSearchParams(**options, stop_token_ids=[stop], include_stop_str_in_output=is_included)
+        [output] = storyteller.beam_search("Once upon a time", params)
+        ended = [each for each in output.sequences if each.finish_reason == "stop"]
+        assert ended
+        for each in ended:
+            shown = each.token_ids if is_included else each.token_ids[:-1]
+            assert each.token_ids[-1] == stop and each.text == storyteller.get_tokenizer().decode(shown)
+
+
+def test_an_aborted_stream_of_deltas_gets_the_rest_and_nothing_twice(storyteller: LLM) -> None:
+    """Text that might have become a stop string is held back while the request runs, and shown when it ends."""
+    engine, common = storyteller.engine, {"temperature": 0.0, "max_tokens": 12}
+    [whole] = storyteller.generate("Once upon a time", SamplingParams(**common), use_tqdm=False)  # type: ignore[arg-type]
+    stop = [whole.outputs[0].text + "and never this"]
+    engine.add_request("x", "Once upon a time", SamplingParams(**common, stop=stop, output_kind="delta"))  # type: ignore[arg-type]
+    pieces = [output for _ in range(5) for output in engine.step()]
+    assert not any(output.outputs[0].text for output in pieces if isinstance(output, RequestOutput))
+    last = engine.abort("x")
+    assert last is not None and last.outputs[0].token_ids == [] and last.finished
+    assert last.outputs[0].text and whole.outputs[0].text.startswith(last.outputs[0].text)
+
+
 def test_bad_calls_are_refused_and_leave_nothing_behind(storyteller: LLM) -> None:
     with pytest.raises(InvalidParameterError, match="2 sampling_params for 1 prompts"):
         storyteller.generate(["x"], [SamplingParams(), SamplingParams()], use_tqdm=False)
     with pytest.raises(InvalidParameterError):
         storyteller.generate(["fine", {"prompt_token_ids": [10**6]}], use_tqdm=False)
+    for params in ({"max_tokens": 3}, [None], BeamSearchParams(beam_width=2, max_tokens=2)):
+        with pytest.raises(InvalidParameterError, match="sampling_params must be"):
+            storyteller.generate(["x"], params, use_tqdm=False)  # type: ignore[arg-type]
+    with pytest.raises(InvalidParameterError, match="takes BeamSearchParams"):
+        storyteller.beam_search("x", SamplingParams())  # type: ignore[arg-type]
+    with pytest.raises(InvalidParameterError, match="allowed_token_ids"):
+        storyteller.beam_search("x", BeamSearchParams(beam_width=2, max_tokens=2, allowed_token_ids=[10**6]))
     with pytest.raises(ConfigError, match="no embeddings"):
         storyteller.embed("x")
     assert not storyteller.engine.has_work
