@@ -6,15 +6,21 @@ of each request alone in a fresh engine, its prompt in one piece, nothing cached
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 from engines import run_all
 
 from quire.common.seeds import derive_seed
+from quire.config.engine import EngineConfig
 from quire.core.params import SamplingParams
+from quire.core.scheduler.preemption import assess
+from quire.engine.async_llm import AsyncLLM
+from quire.engine.builder import build_engine
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 
@@ -210,6 +216,79 @@ def test_forks_equal_separate_requests_with_derived_seeds(
     apart = run_all(single)
     assert together == tuple(_answer(apart[str(index)])[0] for index in range(5))
     assert len({tuple(each[0]) for each in together}) > 1, "all samples are equal: the seeds are not used"
+
+
+STORY: dict[str, Any] = {
+    "seed": 5, "n": 3, "temperature": 0.9, "max_tokens": 20, "min_tokens": 6, "logprobs": 2, "prompt_logprobs": 1,
+    "stop": ["the ", "king", "."], "include_stop_str_in_output": True,
+    "presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2,
+}  # fmt: skip
+
+
+def _told(output: RequestOutput) -> tuple[Any, ...]:
+    return (*_answer(output), *(each.text for each in output.outputs))
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_preemption_at_any_token_leaves_text_and_bits_alone(caching: bool) -> None:
+    """At every token position, one to five times in a row: penalties, stop strings, log-probabilities and forks."""
+    options: dict[str, Any] = {"kv_cache_memory": "16MiB", "num_threads": 1, "enable_prefix_caching": caching}
+    engine = build_engine(EngineConfig(model="quire-storyteller", **options))
+    prompt = "Once upon a time there lived a fox"
+    engine.add_request("calm", prompt, SamplingParams(**STORY))
+    calm = _told(run_all(engine)["calm"])
+    assert any(reason == "stop" for *_, reason, _ in calm[:3]) and any(len(tokens) > 6 for tokens, *_ in calm[:3])
+    victims = {f"{first}-{times}": range(first, first + times) for first in range(1, 20) for times in (1, 3, 5)}
+    for name in victims:
+        engine.add_request(name, prompt, SamplingParams(**STORY))
+
+    def preempt() -> None:
+        scheduler = engine.scheduler
+        for sequence in scheduler.running.copy():
+            if sequence.num_output_tokens in victims[sequence.request.request_id]:
+                scheduler._preempt(assess(sequence, None, scheduler.manager.pool, scheduler.limits.block_size))
+
+    outputs = run_all(engine, after_step=preempt)
+    longest = max(len(tokens) for tokens, *_ in calm[:3])
+    for name, output in outputs.items():
+        assert output.metrics.num_preemptions > 0 or victims[name].start >= longest, name
+        assert _told(output) == calm, name
+    assert any(output.metrics.num_preemptions >= 5 for output in outputs.values())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_concurrent_streams_that_come_and_go_get_the_same_bits(
+    seed: int, tiny_config: Path, dtype: str, alone: Answers
+) -> None:
+    """Through `AsyncLLM`, with arrivals, aborts and neighbours in an order that nobody controls."""
+    rng = random.Random(seed)
+    llm = AsyncLLM(
+        str(tiny_config), load_format="dummy", kv_cache_memory=14 * 16 * (512 if dtype == "float32" else 256), dtype=dtype,
+        num_threads=1, max_num_seqs=6, max_model_len=200,
+    )  # fmt: skip
+
+    async def ask(name: str) -> tuple[str, tuple[Any, ...] | None]:
+        prompt, params = REQUESTS[name]
+        await asyncio.sleep(rng.random() / 10)
+        leaves = rng.random() < 0.3
+        last: RequestOutput | None = None
+        async for output in llm.generate({"prompt_token_ids": prompt}, _params(params)):
+            last = output
+            if leaves:
+                return name, None
+        assert last is not None and last.finished
+        return name, _answer(last)
+
+    async def ask_all() -> list[tuple[str, tuple[Any, ...] | None]]:
+        return await asyncio.gather(*(ask(name) for name in [*REQUESTS] * 3))
+
+    try:
+        answers = asyncio.run(ask_all())
+    finally:
+        llm.close()
+    assert any(answer is None for _, answer in answers)
+    for name, answer in answers:
+        assert answer is None or answer == alone[name], name
 
 
 def test_the_comparison_can_fail(make_engine: MakeEngine) -> None:
