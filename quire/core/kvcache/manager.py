@@ -198,12 +198,15 @@ class KVCacheManager:
     def release(self, table: BlockTable, token_ids: Sequence[int], num_computed: int, *, keep: bool = True) -> None:
         """Give a table's blocks back, the last first, so that a chain is evicted from its end.
 
-        With `keep` an unfinished last block is published too, for others to copy from; without it nothing new is published.
+        With `keep` an unfinished last block is published too, for others to copy from. Without it the content is in doubt:
+        nothing new is published, and what nobody else references is forgotten.
         """
         self.num_unused_slots -= len(table.blocks) * self.block_size - table.num_filled
         if keep and table.chain is not None:
             self._publish_partial(table, token_ids, num_computed)
         for block in reversed(table.blocks):
+            if not keep and self.pool.ref_counts[block] == 1:
+                self.index.remove(block)
             self.pool.release(block, cached=block in self.index)
         table.blocks.clear()
         table.num_filled = 0
