@@ -362,7 +362,8 @@ def _shown(value: object) -> str:
     """A value for a message; never long, and never failing (Python refuses to print very large integers)."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"<an integer of {value.bit_length()} bits>"
-    text = repr(value)
+    # Other things' pictures may hold an address, which is of no use to anybody.
+    text = repr(value) if isinstance(value, str | bytes | int | float | list | tuple | dict | None) else type(value).__name__
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -436,5 +437,5 @@ def _processors(values: object) -> list[LogitsProcessor]:
     entries = _sequence("logits_processors", values, MAX_PROCESSORS)
     for entry in entries:
         if not callable(entry):
-            _refuse("logits_processors", type(entry), "callables of (output_token_ids, logits)")
+            _refuse("logits_processors", entry, "callables of (output_token_ids, logits)")
     return entries

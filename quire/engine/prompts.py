@@ -32,7 +32,7 @@ class ParsedPrompt(NamedTuple):
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list. A flat list of integers is one prompt of token ids."""
-    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, str | bytes | bytearray | Mapping) or not isinstance(prompts, Iterable):
         return [prompts]
     listed: list[Prompt] = list(prompts)  # type: ignore[arg-type]
     if listed and all(isinstance(item, SupportsIndex) for item in listed):
@@ -51,7 +51,8 @@ def parse_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -
         unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
         if unknown or (text is None and token_ids is None):
             raise InvalidParameterError(
-                f"a prompt dict needs 'prompt' or 'prompt_token_ids' (and may have 'cache_salt'), not {sorted(prompt)}",
+                "a prompt dict needs 'prompt' or 'prompt_token_ids' (and may have 'cache_salt'), "
+                f"not {sorted(map(str, prompt))}",
                 param="prompt",
             )
     elif isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable):
