@@ -141,6 +141,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "model": args.model,
         "config": config,
         "num_threads": args.threads,
+        "first_requests": args.first_requests,
         "machine": describe_machine(Machine.inspect()),
         "versions": {**describe_versions(), "transformers": metadata.version("transformers")},
         "workloads": {name: totals(_requests(args, name, config["vocab_size"])) for name in args.workloads},

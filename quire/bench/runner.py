@@ -53,7 +53,7 @@ def run_benchmark(
         "schema": records.SCHEMA,
         "kind": options.kind,
         "started_at": started_at,
-        "command": shlex.join(sys.argv),
+        "command": shlex.join(["quire", *sys.argv[1:]]),
         "machine": records.describe_machine(machine),
         "versions": records.describe_versions(),
         "engine": records.describe_engine(plan, name),
