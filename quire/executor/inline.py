@@ -26,5 +26,5 @@ class InlineExecutor:
         self.worker.sampler.processors.unregister(name)
 
     def close(self) -> None:
-        """Drop the KV memory."""
-        self.worker.memory.caches.clear()
+        """Drop the model, its KV memory and the rows, also where somebody still holds the worker."""
+        vars(self.worker).clear()
