@@ -1,9 +1,9 @@
 """`quire simulate`: the scheduler against seeded faults, or against a real trace, without a model.
 
-    quire simulate --seeds 1000                 a thousand random scenarios with faults
-    quire simulate --seed 42                    one of them again
-    quire simulate --seeds 1000 --liveness      faults stop early; everything must then end in time
-    quire simulate --trace conv.csv.gz          replay a trace and report memory, cache hits and the cost of a step
+quire simulate --seeds 1000                 a thousand random scenarios with faults
+quire simulate --seed 42                    one of them again
+quire simulate --seeds 1000 --liveness      faults stop early; everything must then end in time
+quire simulate --trace conv.csv.gz          replay a trace and report memory, cache hits and the cost of a step
 """
 
 from __future__ import annotations
@@ -70,9 +70,7 @@ def _replay(args: argparse.Namespace) -> int:
     else:
         raise ConfigError(f'--num-blocks={args.num_blocks!r} is neither a number nor "unbounded"')
     max_model_len = max(request.num_prompt_tokens + request.num_output_tokens for request in trace.requests)
-    limits = SchedulerLimits(
-        num_blocks, args.block_size, args.max_num_seqs, args.max_num_batched_tokens, max_model_len
-    )
+    limits = SchedulerLimits(num_blocks, args.block_size, args.max_num_seqs, args.max_num_batched_tokens, max_model_len)
     report = replay(trace, limits, StepCost(args.step_ms / 1e3, args.token_us / 1e6))
     print("\n".join(report.lines()))
     return 0 if report.num_complete == report.num_requests else 1

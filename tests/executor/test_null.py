@@ -118,9 +118,7 @@ def test_a_script_dictates() -> None:
     new = NewRow(0, "ab", (1, 2, 3), 3, (0,), _GREEDY)
     result = executor.execute(StepPlan(1, work=(RowWork(0, 0, 3, 2),), new_rows=(new,)))
     assert result.results[0].token_ids == (203, 203)
-    following = executor.execute(
-        StepPlan(2, work=(RowWork(0, 3, 1, 1),), appended_blocks=(AppendedBlocks(0, (1,)),))
-    )
+    following = executor.execute(StepPlan(2, work=(RowWork(0, 3, 1, 1),), appended_blocks=(AppendedBlocks(0, (1,)),)))
     assert following.results[0].token_ids == (204,)
     assert executor.num_steps == 2
 

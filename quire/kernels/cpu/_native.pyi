@@ -102,7 +102,6 @@ def paged_attention(
     /,
 ) -> None: ...
 def sampling_peaks(logits: int, num_rows: int, num_tokens: int, ids: int, values: int, /) -> None: ...
-
 def sampling_penalise(
     logits: int,
     num_rows: int,
