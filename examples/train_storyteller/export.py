@@ -29,7 +29,6 @@ GENERATION = {
     "temperature": 0.7,
     "top_k": 40,
     "top_p": 0.95,
-    "repetition_penalty": 1.1,
     "eos_token_id": [TURN_END_ID, END_OF_TEXT_ID],
     "pad_token_id": END_OF_TEXT_ID,
 }

@@ -24,7 +24,7 @@ class Sampling:
     temperature: float = 0.7
     top_k: int = 40
     top_p: float = 0.95
-    repetition_penalty: float = 1.1
+    repetition_penalty: float = 1.0
 
 
 def load_exported(folder: Path) -> Storyteller:
