@@ -37,7 +37,8 @@ def grow(model: Storyteller, optimizer: StoryOptimizer, depth: int) -> tuple[Sto
     """The same function as a deeper model, with the optimiser's memory of the old layers."""
     old_depth = model.shape.num_hidden_layers
     layers = _layer_map(old_depth, depth)
-    deeper = Storyteller(replace(model.shape, num_hidden_layers=depth))
+    device = model.model.embed_tokens.weight.device
+    deeper = Storyteller(replace(model.shape, num_hidden_layers=depth)).to(device)
     weights = dict(deeper.named_parameters())
     for name, weight in model.named_parameters():
         weights[_renamed(name, layers)].copy_(weight)

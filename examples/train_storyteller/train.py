@@ -20,6 +20,7 @@ from .corpus import read_tales
 from .growth import first_shape, grow, wanted_depth
 from .model import ModelShape, Storyteller
 from .optimizer import StoryOptimizer, schedule
+from .sample import load_exported
 from .samples import SampleSource, learn_lexicon
 
 LOG_STEPS = 20
@@ -46,34 +47,49 @@ def prepare_data(corpus: Path, tokenizer_file: Path, batch_tokens: int, seed: in
 
 
 @torch.no_grad()
-def held_out_loss(model: Storyteller, batches: list[Batch]) -> float:
+def held_out_loss(model: Storyteller, batches: list[Batch], device: str) -> float:
     """Mean loss in nats over all target tokens of the held-out batches."""
     total, count = 0.0, 0
     for batch in batches:
         num_targets = int((batch.targets >= 0).sum())
-        total += float(model.loss(batch.ids, batch.targets)) * num_targets
+        total += float(model.loss(batch.ids.to(device), batch.targets.to(device))) * num_targets
         count += num_targets
     return total / count
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOptions:
+    """How a run is carried out."""
+
+    seed: int = 0
+    device: str = "cpu"
+    is_compiled: bool = False
+    start: Path | None = None
+    """Folder of an exported model that a new run begins with, at its full depth."""
 
 
 class Trainer:
     """One run: its model, optimiser, state and folder."""
 
-    def __init__(self, folder: Path, budget_s: float, seed: int, is_compiled: bool = False) -> None:
-        torch.manual_seed(seed)
-        self.folder, self.budget_s = folder, budget_s
+    def __init__(self, folder: Path, budget_s: float, options: TrainingOptions) -> None:
+        torch.manual_seed(options.seed)
+        self.folder, self.budget_s, self.options = folder, budget_s, options
         folder.mkdir(parents=True, exist_ok=True)
         state = load_state(folder)
-        shape = ModelShape(**state.shape) if state else first_shape()  # type: ignore[arg-type]
-        self.model = Storyteller(shape)
+        self.model = self._first_model(state).to(options.device)
         self.optimizer = StoryOptimizer(self.model)
-        self.state = state or RunState(shape=shape.as_json())
+        self.state = state or RunState(shape=self.model.shape.as_json())
         if state is not None:
             load_checkpoint(folder, self.model, self.optimizer, state)
             print(f"going on at step {state.num_steps}, {state.elapsed_s / 60:.1f} minutes in", flush=True)
         self._losses: list[float] = []
-        self._is_compiled = is_compiled
         self._loss = self._loss_function()
+
+    def _first_model(self, state: RunState | None) -> Storyteller:
+        """Of the run's own shape if it is to go on, the model to start from, or a shallow one that will grow."""
+        if state is not None:
+            return Storyteller(ModelShape(**state.shape))  # type: ignore[arg-type]
+        return Storyteller(first_shape()) if self.options.start is None else load_exported(self.options.start).train()
 
     @property
     def progress(self) -> float:
@@ -81,7 +97,7 @@ class Trainer:
 
     def _loss_function(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         """The training loss, compiled (one graph for all batch shapes) where that is asked for."""
-        return torch.compile(self.model.loss, dynamic=True) if self._is_compiled else self.model.loss
+        return torch.compile(self.model.loss, dynamic=True) if self.options.is_compiled else self.model.loss
 
     def _grow_if_due(self) -> None:
         depth = wanted_depth(self.progress)
@@ -113,7 +129,7 @@ class Trainer:
 
     def _step(self, batch: Batch) -> None:
         state = self.state
-        loss = self._loss(batch.ids, batch.targets)
+        loss = self._loss(batch.ids.to(self.options.device), batch.targets.to(self.options.device))
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
         self.optimizer.step(schedule(state.num_steps, self.progress))
@@ -134,7 +150,7 @@ class Trainer:
         print(f"step {state.num_steps} {self.progress:6.1%} loss {mean:.3f} {rate:.0f} tokens/s", flush=True)
 
     def _evaluate(self, data: TrainingData) -> None:
-        loss = held_out_loss(self.model, data.held_out)
+        loss = held_out_loss(self.model, data.held_out, self.options.device)
         self.state.held_out_curve.append((self.state.num_tokens, round(loss, 4)))
         print(f"held out: loss {loss:.3f}, perplexity {math.exp(loss):.2f}", flush=True)
 
@@ -147,6 +163,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=100.0, help="wall-clock budget of the whole run")
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu", help="where to compute, such as cuda")
+    parser.add_argument("--start", type=Path, help="begin a new run with this exported model's weights")
     parser.add_argument("--compile", action="store_true", help="use torch.compile (needs a C++ compiler)")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
@@ -158,7 +176,8 @@ def main() -> None:
     torch.set_flush_denormal(True)  # numbers below 1e-38 are slow and mean nothing here
     random.seed(arguments.seed)
     data = prepare_data(arguments.corpus, arguments.tokenizer, arguments.batch_tokens, arguments.seed)
-    trainer = Trainer(arguments.run, arguments.minutes * 60, arguments.seed, arguments.compile)
+    options = TrainingOptions(arguments.seed, arguments.device, arguments.compile, arguments.start)
+    trainer = Trainer(arguments.run, arguments.minutes * 60, options)
     print(f"{len(data.held_out)} held-out batches", flush=True)
     trainer.train(data)
 
