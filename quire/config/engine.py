@@ -6,6 +6,7 @@ read from the environment.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
@@ -13,11 +14,20 @@ from typing import Any, Self
 
 from quire.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 DTYPES = ("auto", "float32", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("auto", "cpu")
 POLICIES = ("fcfs", "priority")
 KERNELS = ("auto", "cpu", "reference")
+
+
+RENAMED = {"gpu_memory_utilization": "memory_utilization", "kv_cache_memory_bytes": "kv_cache_memory"}
+"""vLLM's names for options that have another one here."""
+
+WITHOUT_EFFECT = frozenset({"enforce_eager", "disable_log_stats", "disable_custom_all_reduce", "swap_space"})
+"""vLLM's options for things that Quire does not have; accepted, and said to have no effect."""
 
 
 def _option(default: Any, text: str, **metadata: Any) -> Any:
@@ -61,6 +71,7 @@ class EngineConfig:
     def from_options(cls, model: str, options: Mapping[str, Any]) -> Self:
         """The config of `model` with `options`; ConfigError names an unknown one and what it may have meant."""
         known = [item.name for item in fields(cls)]
+        options = _from_vllm(options)
         for name in options:
             if name not in known:
                 close = get_close_matches(name, known, 1)
@@ -106,3 +117,16 @@ class EngineConfig:
             value = getattr(self, name)
             if value != only:
                 raise ConfigError(f"{name}={value!r} is not available yet; leave it at {only!r}")
+
+
+def _from_vllm(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as Quire names them, so that a script written for vLLM needs only its import changed."""
+    translated = {RENAMED.get(name, name): value for name, value in options.items() if name not in WITHOUT_EFFECT}
+    for name in options:
+        if name in WITHOUT_EFFECT:
+            logger.warning("option %s has no effect here", name)
+        elif name in RENAMED and RENAMED[name] in options:
+            raise ConfigError(f"{name} and {RENAMED[name]} are the same option; give one of them")
+    if translated.pop("trust_remote_code", False):
+        raise ConfigError("trust_remote_code=True: Quire never runs code from a model folder; leave it out")
+    return translated

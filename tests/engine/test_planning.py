@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,7 +75,7 @@ def test_too_little_memory_says_the_numbers(tiny_config: Path) -> None:
         ({"enable_prefix_caching": "yes"}, "enable_prefix_caching='yes'"),
     ],
 )
-def test_bad_options_are_refused_by_name(options: dict[str, object], message: str, tiny_config: Path) -> None:
+def test_bad_options_are_refused_by_name(options: dict[str, Any], message: str, tiny_config: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         _plan(tiny_config, **options)
     assert message in str(raised.value) and "\n" not in str(raised.value)
@@ -83,6 +84,18 @@ def test_bad_options_are_refused_by_name(options: dict[str, object], message: st
 def test_an_unknown_option_is_refused_with_a_suggestion() -> None:
     with pytest.raises(ConfigError, match="unknown option 'max_model_length'; did you mean 'max_model_len'"):
         EngineConfig.from_options("x", {"max_model_length": 3})
+
+
+def test_options_of_a_script_for_vllm_are_understood(caplog: pytest.LogCaptureFixture) -> None:
+    config = EngineConfig.from_options(
+        "x", {"gpu_memory_utilization": 0.5, "enforce_eager": True, "trust_remote_code": False, "tensor_parallel_size": 1}
+    )
+    assert config.memory_utilization == 0.5
+    assert "enforce_eager has no effect" in caplog.text
+    with pytest.raises(ConfigError, match="never runs code"):
+        EngineConfig.from_options("x", {"trust_remote_code": True})
+    with pytest.raises(ConfigError, match="the same option"):
+        EngineConfig.from_options("x", {"gpu_memory_utilization": 0.5, "memory_utilization": 0.5})
 
 
 def test_a_missing_model_and_an_unsupported_one(tmp_path: Path) -> None:
@@ -104,7 +117,7 @@ def test_few_tokens_in_a_step_bound_the_sequences_where_the_user_says_nothing(ti
 
 
 def test_without_chunks_a_step_holds_the_longest_prompt_and_the_workspace_counts_it(tiny_config: Path) -> None:
-    options = {"max_num_batched_tokens": 32, "max_num_seqs": 8}
+    options: dict[str, Any] = {"max_num_batched_tokens": 32, "max_num_seqs": 8}
     chunked, whole = _plan(tiny_config, **options), _plan(tiny_config, enable_chunked_prefill=False, **options)
     assert (chunked.limits.max_num_batched_tokens, whole.limits.max_num_batched_tokens) == (32, 256)
     assert whole.workspace_bytes > 4 * chunked.workspace_bytes
