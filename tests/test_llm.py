@@ -14,6 +14,7 @@ from engines import run_all
 import quire
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.engine.outputs import RequestOutput
+from quire.engine.prompts import Prompt
 from quire.errors import ConfigError, InvalidParameterError
 
 OPTIONS: dict[str, Any] = {"kv_cache_memory": "16MiB", "num_threads": 1, "max_num_seqs": 8}
@@ -156,8 +157,9 @@ def test_an_aborted_stream_of_deltas_gets_the_rest_and_nothing_twice(storyteller
 def test_bad_calls_are_refused_and_leave_nothing_behind(storyteller: LLM) -> None:
     with pytest.raises(InvalidParameterError, match="2 sampling_params for 1 prompts"):
         storyteller.generate(["x"], [SamplingParams(), SamplingParams()], use_tqdm=False)
+    prompts: list[Prompt] = ["fine", {"prompt_token_ids": [10**6]}]
     with pytest.raises(InvalidParameterError):
-        storyteller.generate(["fine", {"prompt_token_ids": [10**6]}], use_tqdm=False)
+        storyteller.generate(prompts, use_tqdm=False)
     for params in ({"max_tokens": 3}, [None], BeamSearchParams(beam_width=2, max_tokens=2)):
         with pytest.raises(InvalidParameterError, match="sampling_params must be"):
             storyteller.generate(["x"], params, use_tqdm=False)  # type: ignore[arg-type]

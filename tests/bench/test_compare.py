@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -17,14 +20,14 @@ CONFIG = {
 
 
 @pytest.fixture
-def compare(repo_root, monkeypatch):
+def compare(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(repo_root))
     from benchmarks import compare
 
     return compare
 
 
-def test_workloads_are_those_that_were_published(compare):
+def test_workloads_are_those_that_were_published(compare: ModuleType) -> None:
     from quire.bench.workload import totals
 
     counts = {name: totals(workload.requests(0, 1000)) for name, workload in compare.WORKLOADS.items()}
@@ -35,7 +38,7 @@ def test_workloads_are_those_that_were_published(compare):
     assert (counts["W5"]["num_prompt_tokens"], counts["W5"]["num_output_tokens"]) == (4_096, 1)
 
 
-def test_configurations_have_the_sizes_of_their_models(compare):
+def test_configurations_have_the_sizes_of_their_models(compare: ModuleType) -> None:
     from benchmarks.models import CONFIGS
     from quire.models.registry import declare
 
@@ -43,7 +46,7 @@ def test_configurations_have_the_sizes_of_their_models(compare):
     assert declare(CONFIGS["qwen3-0.6b"]).num_parameters == 596_049_920
 
 
-def test_random_models_compute_ordinary_numbers(compare, tmp_path):
+def test_random_models_compute_ordinary_numbers(compare: ModuleType, tmp_path: Path) -> None:
     from benchmarks.models import write_random_model
     from quire import LLM, SamplingParams
 
@@ -58,23 +61,23 @@ def test_random_models_compute_ordinary_numbers(compare, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["quire", "quire:int8", "generate:float32", "paged:float32:4", "vllm:float32"])
-def test_wrong_variants_are_refused(compare, text):
+def test_wrong_variants_are_refused(compare: ModuleType, text: str) -> None:
     with pytest.raises(ValueError, match="is not quire:DTYPE"):
         compare.Variant.parse(text)
 
 
-def test_variants_keep_their_names(compare):
+def test_variants_keep_their_names(compare: ModuleType) -> None:
     for text in (*compare.VARIANTS, "generate:bfloat16:8"):
         assert compare.Variant.parse(text).name == text
 
 
-def test_summary_takes_medians_and_compares_with_the_best_peer(compare):
+def test_summary_takes_medians_and_compares_with_the_best_peer(compare: ModuleType) -> None:
     measurements = [
         {"variant": name, "ready_s": 1.0, "peak_rss_bytes": 2**30, "runs": {"W3": {"wall_s": wall, "cpu_s": wall / 2}}}
         for name, walls in {"quire:float32": (1.0, 2.0, 4.0), "generate:float32:16": (8.0, 4.0, 4.0)}.items()
         for wall in walls
     ]
-    record = {
+    record: dict[str, Any] = {
         "model": "m",
         "num_threads": 1,
         "started_at": "now",
@@ -91,7 +94,7 @@ def test_summary_takes_medians_and_compares_with_the_best_peer(compare):
 
 
 @pytest.mark.parametrize("text", ["quire:float32", "generate:float32:2", "paged:float32"])
-def test_every_engine_makes_the_tokens_asked_for(compare, tmp_path, text):
+def test_every_engine_makes_the_tokens_asked_for(compare: ModuleType, tmp_path: Path, text: str) -> None:
     pytest.importorskip("transformers")
     from benchmarks.models import write_random_model
     from benchmarks.peers import Variant, open_peer
@@ -107,7 +110,7 @@ def test_every_engine_makes_the_tokens_asked_for(compare, tmp_path, text):
         peer.close()
 
 
-def test_a_whole_comparison(repo_root, tmp_path):
+def test_a_whole_comparison(repo_root: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     out = tmp_path / "result.json"
     command = [sys.executable, "-m", "benchmarks.compare", "--model", str(tmp_path / "config.json"), "--json", str(out)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from quire.bench.measure import measure, medians, spread
@@ -9,18 +11,19 @@ from quire.bench.profiling import PHASES, StepProfile
 from quire.bench.workload import parallel_workload, prefix_workload, random_workload
 from quire.config.engine import EngineConfig
 from quire.engine.builder import build_engine
+from quire.engine.engine import Engine
 from quire.errors import EngineError
 
 
 @pytest.fixture(scope="module")
-def engine(tiny):
+def engine(tiny: str) -> Iterator[Engine]:
     config = EngineConfig(model=tiny, skip_tokenizer_init=True, num_threads=1, kv_cache_memory="4MiB")
     engine = build_engine(config)
     yield engine
     engine.close()
 
 
-def test_every_token_is_timed(engine):
+def test_every_token_is_timed(engine: Engine) -> None:
     workload = random_workload(5, (4, 20), (2, 9))
     requests = workload.requests(0, 512)
     run = measure(engine, requests)
@@ -34,23 +37,23 @@ def test_every_token_is_timed(engine):
     assert again.stats.num_steps == run.stats.num_steps and again.stats.num_generated_tokens == run.num_output
 
 
-def test_shared_prefixes_are_hits(engine):
+def test_shared_prefixes_are_hits(engine: Engine) -> None:
     run = measure(engine, prefix_workload(4, 64, 8, 3).requests(0, 512))
     assert sum(each.num_prefix_hits for each in run.requests) == 3 * 64
 
 
-def test_parallel_sequences_are_counted(engine):
+def test_parallel_sequences_are_counted(engine: Engine) -> None:
     run = measure(engine, parallel_workload(2, 12, 3, 4, name="parallel").requests(0, 512))
     assert run.num_output == 24 and all(len(each.token_s) == 4 for each in run.requests)
 
 
-def test_a_run_that_ends_early_is_no_measurement(engine, monkeypatch):
+def test_a_run_that_ends_early_is_no_measurement(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.bench.measure._note", lambda *_: None)
     with pytest.raises(EngineError, match="that is no measurement"):
         measure(engine, random_workload(1, (4, 4), (2, 2)).requests(0, 512))
 
 
-def test_profile_adds_up_to_the_steps(engine):
+def test_profile_adds_up_to_the_steps(engine: Engine) -> None:
     profile = StepProfile(engine)
     run = measure(engine, random_workload(3, (4, 8), (3, 5)).requests(7, 512))
     seconds = profile.seconds()
@@ -61,12 +64,12 @@ def test_profile_adds_up_to_the_steps(engine):
     assert sum(profile.seconds().values()) == 0
 
 
-def test_percentiles_are_nearest_ranks():
+def test_percentiles_are_nearest_ranks() -> None:
     assert spread([float(value) for value in range(1, 101)]) == {"mean": 50.5, "p50": 50.0, "p90": 90.0, "p99": 99.0}
     assert spread([3.0]) == {"mean": 3.0, "p50": 3.0, "p90": 3.0, "p99": 3.0}
     assert spread([]) is None
 
 
-def test_medians_reach_into_groups():
+def test_medians_reach_into_groups() -> None:
     runs = [{"a": value, "b": {"c": 10 * value}, "d": None} for value in (3, 1, 2)]
     assert medians(runs) == {"a": 2, "b": {"c": 20}, "d": None}

@@ -19,11 +19,11 @@ KV_BYTES = 5 * 2 * 4 * 8 * 4  # layers, K and V, heads, head size, float32
 
 
 @pytest.fixture
-def spec(tiny) -> DecoderSpec:
+def spec(tiny: str) -> DecoderSpec:
     return declare(json.loads(Path(tiny, "config.json").read_text()))
 
 
-def test_a_decode_step(spec):
+def test_a_decode_step(spec: DecoderSpec) -> None:
     cost = CostModel(spec, "float32").step([RowWork(0, 9, 1, 1), RowWork(1, 99, 1, 1)])
     attention = sum(5 * 4 * 64 * context for context in (10, 100))
     assert cost.flops == 2 * (5 * 2 * LAYER) + 2 * 2 * HEAD + attention
@@ -31,17 +31,17 @@ def test_a_decode_step(spec):
     assert cost.num_tokens == 2
 
 
-def test_a_chunk_that_samples_nothing(spec):
+def test_a_chunk_that_samples_nothing(spec: DecoderSpec) -> None:
     cost = CostModel(spec, "bfloat16").step([RowWork(0, 16, 4)])
     assert cost.flops == 4 * 5 * 2 * LAYER + 5 * 4 * 64 * (17 + 18 + 19 + 20)
     assert cost.num_bytes == 2 * 5 * LAYER + KV_BYTES // 2 * (20 + 4)
 
 
-def test_an_empty_step_costs_nothing(spec):
+def test_an_empty_step_costs_nothing(spec: DecoderSpec) -> None:
     assert CostModel(spec, "float32").step([]) == (0, 0, 0)
 
 
-def test_chunking_a_prompt_changes_no_operations(spec):
+def test_chunking_a_prompt_changes_no_operations(spec: DecoderSpec) -> None:
     costs = CostModel(spec, "float32")
     whole = costs.step([RowWork(0, 0, 50, 1)])
     parts = [costs.step([RowWork(0, 0, 20)]), costs.step([RowWork(0, 20, 30, 1)])]
@@ -49,7 +49,7 @@ def test_chunking_a_prompt_changes_no_operations(spec):
     assert whole.num_bytes < sum(part.num_bytes for part in parts)
 
 
-def test_windows_bound_attention_and_bytes():
+def test_windows_bound_attention_and_bytes() -> None:
     config = {
         "architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_size": 64, "intermediate_size": 128,
         "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100, "hidden_act": "silu",
@@ -60,7 +60,7 @@ def test_windows_bound_attention_and_bytes():
     assert near == far
 
 
-def test_attained_takes_the_larger_bound_of_each_step(spec):
+def test_attained_takes_the_larger_bound_of_each_step(spec: DecoderSpec) -> None:
     costs = [CostModel(spec, "float32").step([RowWork(0, 9, 1, 1)])] * 2
     cost = costs[0]
     peaks = Peaks(read_bytes_per_s=cost.num_bytes / 0.25, gemm_flops_per_s={"float32": cost.flops / 0.1, "bfloat16": 1.0})

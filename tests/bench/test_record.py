@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +15,7 @@ from quire.cli.main import main
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_peaks():
+def quick_peaks() -> Iterator[None]:
     """Peaks are measured for real, but briefly."""
     patch = pytest.MonkeyPatch()
     patch.setattr(roofline, "_BUDGET_S", 0.01)
@@ -23,15 +26,16 @@ def quick_peaks():
 
 
 @pytest.fixture(scope="module")
-def good(tiny, tmp_path_factory):
+def good(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("record") / "record.json"
     lengths = ["--num-requests", "4", "--input-len", "4:9", "--output-len", "2:5"]
     fast = ["--num-threads", "1", "--kv-cache-memory", "4MiB", "--repetitions", "2", "--warmups", "0", "--profile"]
     assert main(["bench", "throughput", tiny, "--json", str(path), *lengths, *fast]) == 0
-    return json.loads(path.read_text())
+    made: dict[str, Any] = json.loads(path.read_text())
+    return made
 
 
-def test_a_real_record_keeps_to_the_schema(good):
+def test_a_real_record_keeps_to_the_schema(good: dict[str, Any]) -> None:
     assert record.problems(good) == []
     assert good["kind"] == "throughput" and good["num_repetitions"] == len(good["repetitions"]) == 2
     assert good["workload"]["totals"]["num_requests"] == 4
@@ -40,7 +44,7 @@ def test_a_real_record_keeps_to_the_schema(good):
     assert set(good["peaks"]["gemm_flops_per_s"]) == {"float32", "bfloat16"}
 
 
-def test_what_is_missing_unknown_or_wrong_is_named(good):
+def test_what_is_missing_unknown_or_wrong_is_named(good: dict[str, Any]) -> None:
     bad = copy.deepcopy(good)
     del bad["machine"]["cpu"]
     bad["median"]["ttft_s"]["p50"] = "fast"
@@ -54,13 +58,13 @@ def test_what_is_missing_unknown_or_wrong_is_named(good):
     assert record.problems(17) == ["record is int, not an object"]
 
 
-def test_every_key_of_the_schema_is_documented(repo_root):
+def test_every_key_of_the_schema_is_documented(repo_root: Path) -> None:
     text = (repo_root / "docs" / "benchmarks" / "README.md").read_text()
     keys = {*record.SHAPE, *record.RESULT_SHAPE, *record.RESULT_SHAPE["roofline"]}
     assert [key for key in keys if f"`{key}`" not in text] == []
 
 
-def test_latency_to_standard_output(capsys, tiny):
+def test_latency_to_standard_output(capsys: pytest.CaptureFixture[str], tiny: str) -> None:
     sizes = ["--input-len", "6", "--output-len", "1", "--batch-size", "2"]
     fast = ["--num-threads", "1", "--kv-cache-memory", "4MiB", "--repetitions", "1", "--warmups", "0"]
     assert main(["bench", "latency", tiny, "--json", "-", *sizes, *fast]) == 0
@@ -83,7 +87,7 @@ def test_latency_to_standard_output(capsys, tiny):
         (["--json", "/nowhere/x.json"], "/nowhere/x.json cannot be written"),
     ],
 )
-def test_bad_options_are_refused(capsys, tiny, options, part):
+def test_bad_options_are_refused(capsys: pytest.CaptureFixture[str], tiny: str, options: list[str], part: str) -> None:
     assert main(["bench", "throughput", tiny, *options]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and part in err

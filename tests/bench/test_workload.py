@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ from quire.errors import ConfigError
 VOCAB = 1000
 
 
-def test_random_lengths_are_those_of_the_seed():
+def test_random_lengths_are_those_of_the_seed() -> None:
     workload = random_workload(64, (16, 256), (16, 128))
     first, second = workload.requests(0, VOCAB), workload.requests(1, VOCAB)
     # The totals of the published comparison workload: 64 requests, seed 0.
@@ -25,7 +26,7 @@ def test_random_lengths_are_those_of_the_seed():
     assert random_workload(64, (16, 256), (16, 128), seed=1).requests(0, VOCAB) != first
 
 
-def test_prefix_is_shared_within_a_repetition_only():
+def test_prefix_is_shared_within_a_repetition_only() -> None:
     workload = prefix_workload(4, 32, 8, 5)
     first, second = workload.requests(0, VOCAB), workload.requests(1, VOCAB)
     assert len({tuple(each.token_ids[:32]) for each in first}) == 1
@@ -34,14 +35,14 @@ def test_prefix_is_shared_within_a_repetition_only():
     assert first[0].token_ids[:32] != second[0].token_ids[:32]
 
 
-def test_parallel_sampling_counts_every_sequence():
+def test_parallel_sampling_counts_every_sequence() -> None:
     requests = parallel_workload(2, 10, 8, 4, name="p").requests(0, VOCAB)
     assert totals(requests)["num_sequences"] == 16 and totals(requests)["num_output_tokens"] == 64
     assert requests[0].temperature == 1.0
 
 
 @pytest.mark.parametrize("name", ["t.csv", "t.csv.gz", "t.jsonl", "t.jsonl.gz"])
-def test_traces_of_all_formats(tmp_path, name):
+def test_traces_of_all_formats(tmp_path: Path, name: str) -> None:
     pairs = [(10, 5), (0, 5), (900, 200), (20, 7), (30, 8)]
     if ".csv" in name:
         text = "arrival_s,prompt_tokens,output_tokens\n" + "".join(f",{p},{o}\n" for p, o in pairs)
@@ -55,12 +56,12 @@ def test_traces_of_all_formats(tmp_path, name):
     assert workload.parameters["num_too_long"] == 1
 
 
-def test_shared_traces_are_readable(shared):
+def test_shared_traces_are_readable(shared: Path) -> None:
     for name in ("azure2023_conv.csv.gz", "sharegpt_8k_lengths.csv.gz", "sharegpt_multiturn_llama3.1_tok_blk16.jsonl.gz"):
         assert trace_workload(shared / "data" / "traces" / name, num_requests=5, max_model_len=8192).parameters["num_requests"]
 
 
-def test_what_is_no_trace_is_refused(tmp_path):
+def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("a,b\n1,2\n")
     with pytest.raises(ConfigError, match="is not a trace"):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,10 +25,10 @@ def quire() -> Quire:
     """Runs `python -m quire` with arguments; keywords go to `subprocess.run`."""
 
     def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "quire", *arguments],
-            **{"capture_output": True, "text": True, "timeout": 60, "env": dict(os.environ, OMP_NUM_THREADS="1"), **options},
-        )
+        environment = dict(os.environ, OMP_NUM_THREADS="1")
+        settings: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60, "env": environment, **options}
+        done: subprocess.CompletedProcess[str] = subprocess.run([sys.executable, "-m", "quire", *arguments], **settings)
+        return done
 
     return run
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+
+import pytest
 
 from quire.cli import doctor
 from quire.cli.main import main
 
 
-def test_exit_code_says_whether_a_check_failed(capsys):
+def test_exit_code_says_whether_a_check_failed(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["doctor", "--json"])
     report = json.loads(capsys.readouterr().out)
     failed = [each["name"] for each in report["findings"] if each["status"] == "failure"]
@@ -17,7 +20,7 @@ def test_exit_code_says_whether_a_check_failed(capsys):
     assert {"quire", "python", "torch", "cpu", "cores", "memory", "OpenMP", "quire-storyteller", "model cache"} <= names
 
 
-def test_missing_package_is_a_failure_with_advice(capsys, monkeypatch):
+def test_missing_package_is_a_failure_with_advice(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "REQUIRED", ("torch", "surely-not-installed"))
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
@@ -25,8 +28,8 @@ def test_missing_package_is_a_failure_with_advice(capsys, monkeypatch):
     assert "cannot run here" in out
 
 
-def test_a_broken_check_is_a_finding(monkeypatch):
-    def _check_nothing():
+def test_a_broken_check_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def _check_nothing() -> Iterator[doctor.Finding]:
         raise RuntimeError("oh")
         yield
 
@@ -35,13 +38,13 @@ def test_a_broken_check_is_a_finding(monkeypatch):
     assert finding.status == "failure" and "RuntimeError: oh" in finding.detail
 
 
-def test_cache_that_cannot_be_written_is_a_warning(monkeypatch):
+def test_cache_that_cannot_be_written_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", "/proc/nowhere")
     (finding,) = doctor._check_cache()
     assert finding.status == "warning" and "cannot be written" in finding.detail
 
 
-def test_openmp_pools_are_found():
+def test_openmp_pools_are_found() -> None:
     import torch
 
     assert torch.get_num_threads() >= 1

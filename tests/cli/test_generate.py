@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,7 @@ GREEDY = ("--temperature", "0", "--max-tokens", "12", "--num-threads", "1", "--k
 CONTINUATION = ", there was a little girl named"
 
 
-def test_text_and_summary(capsys, tiny):
+def test_text_and_summary(capsys: pytest.CaptureFixture[str], tiny: str) -> None:
     assert main(["generate", tiny, "-p", START, *GREEDY]) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith(CONTINUATION) and captured.out.endswith("\n")
@@ -24,7 +25,7 @@ def test_text_and_summary(capsys, tiny):
     assert "\033" not in captured.err  # no terminal, no bar
 
 
-def test_several_prompts_come_in_order(capsys, tiny):
+def test_several_prompts_come_in_order(capsys: pytest.CaptureFixture[str], tiny: str) -> None:
     assert main(["generate", tiny, "-p", START, "-p", "Lily was", "--n", "2", "--quiet", *GREEDY]) == 0
     captured = capsys.readouterr()
     headings = [line for line in captured.out.splitlines() if line.startswith("[")]
@@ -32,7 +33,7 @@ def test_several_prompts_come_in_order(capsys, tiny):
     assert captured.err == ""
 
 
-def test_json_lines(capsys, tiny):
+def test_json_lines(capsys: pytest.CaptureFixture[str], tiny: str) -> None:
     assert main(["generate", tiny, "-p", START, "-p", "Lily", "--json", "--logprobs", "2", "--quiet", *GREEDY]) == 0
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert (first["index"], second["index"], second["prompt"]) == (0, 1, "Lily")
@@ -45,7 +46,9 @@ def test_json_lines(capsys, tiny):
     assert 0 < first["first_token_s"] <= first["total_s"]
 
 
-def test_output_file_and_prompt_files(capsys, tiny, tmp_path, monkeypatch):
+def test_output_file_and_prompt_files(
+    capsys: pytest.CaptureFixture[str], tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "prompts.jsonl").write_text('"Once"\n\n{"prompt": "Lily"}\n{"prompt_token_ids": [1, 403]}\n')
     out = tmp_path / "out.jsonl"
     argv = ["generate", tiny, "--json", "--output", str(out), "--quiet", *GREEDY]
@@ -57,7 +60,7 @@ def test_output_file_and_prompt_files(capsys, tiny, tmp_path, monkeypatch):
     assert capsys.readouterr().out == ""
 
 
-def test_chat_goes_through_the_template(capsys, tiny, chat_template):
+def test_chat_goes_through_the_template(capsys: pytest.CaptureFixture[str], tiny: str, chat_template: str) -> None:
     argv = ["generate", tiny, "--json", "--quiet", *GREEDY]
     assert main([*argv, "-p", START, "--chat", "--chat-template", chat_template, "--system", "Hello."]) == 0
     assert main([*argv, "-p", f"Hello. {START} "]) == 0
@@ -69,7 +72,9 @@ def test_chat_goes_through_the_template(capsys, tiny, chat_template):
 @pytest.mark.parametrize(
     ("line", "part"), [("{", "is not valid JSON"), ("17", "must be a text"), ('{"text": "x"}', "must be a text")]
 )
-def test_bad_prompt_files_are_refused_by_line(capsys, tiny, tmp_path, line, part):
+def test_bad_prompt_files_are_refused_by_line(
+    capsys: pytest.CaptureFixture[str], tiny: str, tmp_path: Path, line: str, part: str
+) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text(f'"fine"\n{line}\n')
     assert main(["generate", tiny, "--prompts-file", str(path)]) == 2
@@ -77,7 +82,9 @@ def test_bad_prompt_files_are_refused_by_line(capsys, tiny, tmp_path, line, part
     assert f"{path}:2" in err and part in err
 
 
-def test_a_failed_request_is_reported_and_gives_exit_code_1(capsys, tiny, monkeypatch):
+def test_a_failed_request_is_reported_and_gives_exit_code_1(
+    capsys: pytest.CaptureFixture[str], tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from quire.core.plan import WorkResult
     from quire.worker.worker import Worker
 

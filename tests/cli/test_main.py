@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from quire.cli.main import COMMANDS, main
+
+Quire = Callable[..., subprocess.CompletedProcess[str]]
 
 HEAVY = ("torch", "numpy", "tokenizers", "transformers", "jinja2", "safetensors", "huggingface_hub", "tqdm")
 
@@ -29,7 +32,7 @@ def least_cpu_s(code: str, tries: int = 5) -> float:
     return min(times)
 
 
-def test_help_and_import_are_quick():
+def test_help_and_import_are_quick() -> None:
     """Computing is all they do, so their wall time on an idle machine is their CPU time."""
     baseline = least_cpu_s("pass")
     assert least_cpu_s("from quire.cli.main import main; main(['--help'])") < 0.3
@@ -37,7 +40,7 @@ def test_help_and_import_are_quick():
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["generate", "--help"], ["chat", "--help"], ["plan", "--help"], ["bench"]])
-def test_help_imports_nothing_heavy(argv):
+def test_help_imports_nothing_heavy(argv: list[str]) -> None:
     code = f"import sys; from quire.cli.main import main; main({argv!r}); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.splitlines()[-1].split())
@@ -46,13 +49,13 @@ def test_help_imports_nothing_heavy(argv):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help(name, capsys):
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*name.split(), "--help"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("usage: quire") and "options" in out
 
 
-def test_help_shows_engine_options_with_defaults(capsys):
+def test_help_shows_engine_options_with_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--help"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "--kv-cache-memory SIZE" in out and "--no-enable-prefix-caching" in out
@@ -61,7 +64,7 @@ def test_help_shows_engine_options_with_defaults(capsys):
     assert "examples:" in out
 
 
-def test_version(capsys):
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == "quire 0.1.0\n"
 
@@ -76,18 +79,18 @@ def refusal(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
     return lines[0]
 
 
-def test_unknown_command_is_refused_with_a_suggestion(capsys):
+def test_unknown_command_is_refused_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no command 'genrate'; did you mean 'generate'?" in refusal(capsys, ["genrate"])
     assert "did you mean 'latency'?" in refusal(capsys, ["bench", "latancy"])
 
 
-def test_unknown_option_is_refused_with_a_suggestion(capsys):
+def test_unknown_option_is_refused_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     line = refusal(capsys, ["generate", "some-model", "--max-token", "4"])
     assert "unrecognized arguments: --max-token 4; did you mean --max-tokens?" in line
     assert "did you mean --version?" in refusal(capsys, ["--versoin"])
 
 
-def test_no_command_shows_the_commands(capsys):
+def test_no_command_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "generate" in capsys.readouterr().err
 
@@ -102,11 +105,13 @@ def test_no_command_shows_the_commands(capsys):
         (["plan", "x", "--tensor-parallel-size", "2"], "not available yet"),
     ],
 )
-def test_bad_values_are_refused_in_one_line(capsys, argv, part):
+def test_bad_values_are_refused_in_one_line(capsys: pytest.CaptureFixture[str], argv: list[str], part: str) -> None:
     assert part in refusal(capsys, argv)
 
 
-def test_requests_are_refused_before_the_weights_are_loaded(capsys, tiny, tmp_path):
+def test_requests_are_refused_before_the_weights_are_loaded(
+    capsys: pytest.CaptureFixture[str], tiny: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     for path in Path(tiny).iterdir():
@@ -121,19 +126,19 @@ def test_requests_are_refused_before_the_weights_are_loaded(capsys, tiny, tmp_pa
     assert "safetensors" in refusal(capsys, [*argv, "x"])  # without anything else wrong, the weights are missed
 
 
-def test_unsupported_architecture_is_refused(capsys, tmp_path):
+def test_unsupported_architecture_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["BrandNewForCausalLM"], "model_type": "brandnew"}')
     assert "BrandNewForCausalLM" in refusal(capsys, ["plan", str(tmp_path)])
 
 
-def test_wrong_model_is_refused_quickly(quire):
+def test_wrong_model_is_refused_quickly(quire: Quire) -> None:
     started = time.perf_counter()
     done = quire("generate", "nobody/nothing", "-p", "x", env=dict(os.environ, HF_HUB_OFFLINE="1"))
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "nobody/nothing" in done.stderr
     assert time.perf_counter() - started < 6  # 2 s on an idle machine
 
 
-def test_closed_pipe_ends_quietly(tiny):
+def test_closed_pipe_ends_quietly(tiny: str) -> None:
     command = f"{sys.executable} -m quire generate {tiny} -p Once --max-tokens 300 --quiet --ignore-eos"
     done = subprocess.run(["bash", "-c", f"{command} | head -c 3; echo ${{PIPESTATUS[0]}}"], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1].endswith("141")
@@ -141,7 +146,9 @@ def test_closed_pipe_ends_quietly(tiny):
 
 
 @pytest.mark.parametrize(("options", "name"), [(["--output", "/dev/full"], "/dev/full"), ([], "the output")])
-def test_full_disk_is_one_clear_line(capsys, tiny, monkeypatch, options, name):
+def test_full_disk_is_one_clear_line(
+    capsys: pytest.CaptureFixture[str], tiny: str, monkeypatch: pytest.MonkeyPatch, options: list[str], name: str
+) -> None:
     full = open("/dev/full", "w")  # noqa: SIM115 (closing it fails)
     monkeypatch.setattr("sys.stdout", full)
     assert main(["generate", tiny, "-p", "Once", "--max-tokens", "4", "--quiet", *options]) == 2
@@ -150,7 +157,7 @@ def test_full_disk_is_one_clear_line(capsys, tiny, monkeypatch, options, name):
     assert capsys.readouterr().err == f"quire: error: {name} cannot be written: No space left on device\n"
 
 
-def test_interrupt_is_clean(tiny):
+def test_interrupt_is_clean(tiny: str) -> None:
     argv = [sys.executable, "-m", "quire", "generate", tiny, "-p", "Once", "--ignore-eos", "--n", "64", "--max-tokens", "500"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+
+import pytest
 
 from quire.cli.main import main
 
 
-def test_plan_as_json(capsys, tiny):
+def test_plan_as_json(capsys: pytest.CaptureFixture[str], tiny: str) -> None:
     assert main(["plan", tiny, "--json", "--max-model-len", "256", "--kv-cache-memory", "1MiB"]) == 0
     plan = json.loads(capsys.readouterr().out)
     decisions = {each["name"]: each for each in plan["decisions"]}
@@ -22,7 +25,7 @@ def test_plan_as_json(capsys, tiny):
     assert plan["flops_per_token"]["head"] == 2 * 512 * 64
 
 
-def test_plan_as_text_of_a_config_alone(capsys, tiny, tmp_path):
+def test_plan_as_text_of_a_config_alone(capsys: pytest.CaptureFixture[str], tiny: str, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     with open(f"{tiny}/config.json") as file:
         config.write_text(file.read())
@@ -32,7 +35,9 @@ def test_plan_as_text_of_a_config_alone(capsys, tiny, tmp_path):
         assert part in out
 
 
-def test_plan_says_why_better_kernels_are_not_chosen(capsys, tiny, monkeypatch):
+def test_plan_says_why_better_kernels_are_not_chosen(
+    capsys: pytest.CaptureFixture[str], tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from quire.kernels import cpu
 
     monkeypatch.setattr(cpu, "reasons_against", lambda device, dtype: ["no compiler was found"])

@@ -11,7 +11,7 @@ def output(request: int, *texts: str, finished: bool = False) -> RequestOutput:
     return RequestOutput(str(request), None, [], completions, finished)
 
 
-def test_the_first_is_live_and_others_wait_for_their_turn():
+def test_the_first_is_live_and_others_wait_for_their_turn() -> None:
     written: list[str] = []
     printer = StreamPrinter(["A", "B"], 1, written.append)
     printer.take(output(0, "one"))
@@ -24,7 +24,7 @@ def test_the_first_is_live_and_others_wait_for_their_turn():
     assert "".join(written) == "[1/2] A\none two\n\n[2/2] B\nuno dos tres\n"
 
 
-def test_a_single_answer_has_no_heading():
+def test_a_single_answer_has_no_heading() -> None:
     written: list[str] = []
     printer = StreamPrinter(["A"], 1, written.append)
     printer.take(output(0, "x"))
@@ -32,14 +32,14 @@ def test_a_single_answer_has_no_heading():
     assert written == ["x", "y", "\n"]
 
 
-def test_long_prompts_are_cut_to_one_line():
+def test_long_prompts_are_cut_to_one_line() -> None:
     written: list[str] = []
     printer = StreamPrinter(["word\n" * 50, "B"], 1, written.append)
     printer.take(output(0, "x"))
     assert written[0].count("\n") == 1 and written[0].endswith("…\n") and len(written[0]) < 80
 
 
-def test_empty_answers_keep_their_place():
+def test_empty_answers_keep_their_place() -> None:
     written: list[str] = []
     printer = StreamPrinter(["A", "B"], 2, written.append)
     printer.take(output(1, "b0", "b1", finished=True))

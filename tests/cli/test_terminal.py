@@ -112,7 +112,7 @@ def script(body: str) -> list[str]:
     return [sys.executable, "-c", f"import sys, time\nfrom quire.cli.terminal import status_line\n{body}"]
 
 
-def test_text_and_status_do_not_mix():
+def test_text_and_status_do_not_mix() -> None:
     loop = "print('line', i); time.sleep(0.02); status.show(f'at {i}')"
     body = f"with status_line() as status:\n for i in range(40): {loop}"
     code, written = run_on_terminal(script(body))
@@ -130,7 +130,7 @@ def test_text_and_status_do_not_mix():
     assert re.findall(r"line (\d+)\r", written) == [str(i) for i in range(40)]
 
 
-def test_row_is_given_back_on_interrupt_and_termination():
+def test_row_is_given_back_on_interrupt_and_termination() -> None:
     body = (
         "try:\n with status_line() as status:\n  status.show('busy'); print('begun'); sys.stdout.flush(); time.sleep(30)\n"
         "except KeyboardInterrupt: sys.exit(130)"
@@ -143,7 +143,7 @@ def test_row_is_given_back_on_interrupt_and_termination():
         assert (screen.top, screen.bottom) == (0, ROWS - 1) and not any("busy" in line for line in screen.text)
 
 
-def test_row_is_given_back_while_suspended():
+def test_row_is_given_back_while_suspended() -> None:
     """An orphaned process group is not stopped by the signal; the row must be given back and taken again all the same."""
     body = (
         "import os, signal, subprocess\n"
@@ -158,7 +158,7 @@ def test_row_is_given_back_while_suspended():
     assert reserved in before and given_back and reserved in after and after.count("\033[r") == 1
 
 
-def test_row_follows_a_resized_window():
+def test_row_follows_a_resized_window() -> None:
     body = (
         "import fcntl, struct, termios\nwith status_line() as status:\n status.show('one')\n"
         f" fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack('HHHH', {ROWS - 4}, 40, 0, 0))\n status.show('two ' + 'x' * 99)"
@@ -168,7 +168,7 @@ def test_row_follows_a_resized_window():
     assert f"\033[{ROWS - 4};1H\033[2K\033[7mtwo {'x' * 35}\033[0m" in written
 
 
-def test_tiny_windows_and_dumb_terminals_get_no_status():
+def test_tiny_windows_and_dumb_terminals_get_no_status() -> None:
     body = (
         "import fcntl, struct, termios\nfcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack('HHHH', 3, 40, 0, 0))\n"
         "with status_line() as status: status.show('one')"
@@ -178,7 +178,7 @@ def test_tiny_windows_and_dumb_terminals_get_no_status():
     assert run_on_terminal(script(body)) == (0, "")
 
 
-def test_generate_on_a_terminal(tiny):
+def test_generate_on_a_terminal(tiny: str) -> None:
     argv = [sys.executable, "-m", "quire", "generate", tiny, "-p", "Once upon a time", "-p", "Lily", "--temperature", "0"]
     code, written = run_on_terminal([*argv, "--max-tokens", "40", "--ignore-eos"])
     assert code == 0
@@ -190,10 +190,10 @@ def test_generate_on_a_terminal(tiny):
     assert "[2/2] Lily" in shown and "2 requests:" in shown and "running" not in shown
 
 
-def test_model_output_cannot_steer_the_terminal():
+def test_model_output_cannot_steer_the_terminal() -> None:
     assert printable("plain ✓\n\ttext") == "plain ✓\n\ttext"
     assert printable("a\033[2Jb\x9bc\rd\x7f") == "a�[2Jb�c�d�"
 
 
-def test_progress_bar():
+def test_progress_bar() -> None:
     assert progress_bar(0.5, 4) == "██──" and progress_bar(2.0, 4) == "████" and progress_bar(-1, 2) == "──"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -87,7 +87,7 @@ def test_leaving_early_frees_the_request(llm: AsyncLLM) -> None:
 
 
 def test_a_refusal_reaches_its_stream_alone(llm: AsyncLLM) -> None:
-    async def both() -> list[object]:
+    async def both() -> Sequence[object]:
         good = _collect(llm, [3, 4, 5], _params())
         bad = _collect(llm, [3, 9999], _params())
         return await asyncio.gather(good, bad, return_exceptions=True)
@@ -97,7 +97,7 @@ def test_a_refusal_reaches_its_stream_alone(llm: AsyncLLM) -> None:
 
 
 def test_an_id_in_use_is_refused_without_harm_to_its_owner(llm: AsyncLLM) -> None:
-    async def twice() -> list[object]:
+    async def twice() -> Sequence[object]:
         async def run() -> list[int]:
             stream = llm.generate({"prompt_token_ids": [3, 4]}, _params(), request_id="same")
             return [output async for output in stream][-1].outputs[0].token_ids

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quire.core.params import BeamSearchParams
+from quire.engine.prompts import Prompt
 from quire.llm import LLM
 
 PROMPTS = [[5, 9, 13, 17, 2, 30], [7], [11, 12] * 9]
@@ -58,7 +59,8 @@ def test_beams_equal_transformers(
     params = BeamSearchParams(
         beam_width=beam_width, max_tokens=MAX_TOKENS, length_penalty=length_penalty, early_stopping=early_stopping
     )
-    outputs = llm.beam_search([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)
+    prompts: list[Prompt] = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    outputs = llm.beam_search(prompts, params)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         expected = _transformers_beams(tiny[1], prompt, params)
         assert [each.token_ids for each in output.sequences] == [ids for ids, _ in expected]

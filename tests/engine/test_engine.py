@@ -15,13 +15,14 @@ from quire.core.params import BeamSearchParams, SamplingParams
 from quire.core.plan import StepPlan, StepResult
 from quire.engine.engine import Engine
 from quire.engine.outputs import BeamSearchOutput, RequestOutput
+from quire.engine.prompts import Prompt, PromptDict
 from quire.errors import EngineError, InvalidParameterError, PromptTooLongError, RequestError
 from quire.worker.worker import NOT_FINITE
 
 MakeEngine = Callable[..., Engine]
 
-PROMPT = {"prompt_token_ids": list(range(3, 25))}
-NEIGHBOURS = {f"neighbour-{i}": {"prompt_token_ids": [5 + i, *range(40, 60)]} for i in range(3)}
+PROMPT: PromptDict = {"prompt_token_ids": list(range(3, 25))}
+NEIGHBOURS: dict[str, PromptDict] = {f"neighbour-{i}": {"prompt_token_ids": [5 + i, *range(40, 60)]} for i in range(3)}
 
 
 def _params(**options: Any) -> SamplingParams:
@@ -362,7 +363,8 @@ def test_a_refused_request_leaves_no_processor_behind(make_engine: MakeEngine) -
     engine = make_engine()
     params = _params(logits_processors=[lambda output_ids, logits: logits])
     engine.add_request("same", PROMPT, params)
-    for prompt in (PROMPT, [3] * 300):
+    prompts: tuple[Prompt, ...] = (PROMPT, [3] * 300)
+    for prompt in prompts:
         with pytest.raises(RequestError):
             engine.add_request("same", prompt, params)
     assert len(engine.executor.worker.sampler.processors) == 1  # type: ignore[attr-defined]
@@ -473,7 +475,7 @@ def test_parallel_samples_share_their_prompt(make_engine: MakeEngine) -> None:
         for i in range(8):
             for j in range(num_requests):
                 # A salt of its own keeps separate requests from sharing through the cache.
-                prompt = {"prompt_token_ids": [3 + i] * 256, "cache_salt": str(j)}
+                prompt: PromptDict = {"prompt_token_ids": [3 + i] * 256, "cache_salt": str(j)}
                 engine.add_request(f"{i}-{j}", prompt, _params(n=n, temperature=1.0, max_tokens=64, logprobs=None))
         run_all(engine)
         return engine.scheduler.stats.peak_num_blocks

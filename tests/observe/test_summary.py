@@ -16,7 +16,7 @@ def output(num_prompt: int, num_output: int, wait_s: float | None, hits: int = 0
     return RequestOutput("0", None, list(range(num_prompt)), [completion], True, metrics=metrics, error=error)
 
 
-def test_summary_adds_up():
+def test_summary_adds_up() -> None:
     stats = SchedulerStats(peak_num_blocks=7, num_preemptions=2, allocated_slot_steps=1000, unused_slot_steps=25)
     outputs = [output(100, 10, 0.1, hits=50), output(60, 20, 0.3), output(40, 30, 0.2, hits=30), output(1, 0, None, error="x")]
     summary = summarize(outputs, stats, num_blocks=64, wall_s=2.0)
@@ -28,7 +28,7 @@ def test_summary_adds_up():
         assert part in text
 
 
-def test_nothing_to_summarize():
+def test_nothing_to_summarize() -> None:
     summary = summarize([], SchedulerStats(), num_blocks=1, wall_s=0.0)
     assert summary.output_rate == summary.prefix_hit_rate == 0.0 and summary.median_first_token_s is None
     assert "first token" not in "\n".join(describe(summary))
