@@ -21,7 +21,7 @@ test: $(VENV)/.dev  ## The fast suite
 check: $(VENV)/.dev  ## Lint, formatting, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy quire benchmarks examples tools
+	$(BIN)/mypy quire benchmarks examples tools tests
 
 format: $(VENV)/.dev  ## Rewrite what `make check` would complain about
 	$(BIN)/ruff check --fix .
