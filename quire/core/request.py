@@ -117,7 +117,6 @@ class Sequence:
     len_at_admission: int = 0
     """Known tokens when it was last admitted: it has made progress once it has more."""
     cumulative_logprob: float = 0.0
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop token or stop string that ended it, if one did."""

@@ -12,7 +12,7 @@ from random import Random
 
 from quire.core.beam import BeamDecoder
 from quire.core.kvcache.prefix import PrefixIndex
-from quire.core.plan import StepPlan
+from quire.core.plan import StepPlan, TokenLogprobs
 from quire.core.request import FinishReason, Request, Sequence
 from quire.core.scheduler.audit import audit, audit_plan
 from quire.core.scheduler.preemption import Preemption
@@ -77,6 +77,7 @@ class Simulation:
         self._arriving = sorted(scenario.specs, key=lambda spec: -spec.arrival_step)
         self._nemesis = Nemesis(scenario.faults, Random(scenario.seed ^ 0x5EED))
         self._streams: dict[Sequence, list[int | None]] = {}
+        self._logprobs: dict[Sequence, list[TokenLogprobs]] = {}
         if sabotage is not None:
             sabotage(self.scheduler)
 
@@ -126,10 +127,12 @@ class Simulation:
         self.requests.append((spec, request))
 
     def _record(self, progress: list[Progress]) -> None:
-        for sequence, token_id, _ in progress:
+        for sequence, token_id, logprobs in progress:
             stream = self._streams.setdefault(sequence, [])
             assert None not in stream, f"{sequence.name}: something happened after its end"
             stream.append(token_id)
+            if logprobs is not None:
+                self._logprobs.setdefault(sequence, []).append(logprobs)
 
     def _state_hash(self, plan: StepPlan) -> str:
         scheduler = self.scheduler
@@ -169,7 +172,8 @@ class Simulation:
             is_whole = sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
             wanted = expected.token_ids if is_whole else expected.token_ids[: len(got)]
             assert got == wanted, f"{sequence.name}: {got}, must be {wanted}"
-            assert sequence.logprobs == expected.logprobs[: len(got)], f"{sequence.name}: log-probabilities differ"
+            records = self._logprobs.get(sequence, [])
+            assert records == expected.logprobs[: len(got)], f"{sequence.name}: log-probabilities differ"
             stream = self._streams.get(sequence, [])
             assert [token for token in stream if token is not None] == got, f"{sequence.name}: streamed {stream}"
             if is_whole:

@@ -207,7 +207,6 @@ class Scheduler:
         """Add a token to a sequence, and end it there if that token or its length says so."""
         sequence.token_ids.append(token_id)
         if logprobs is not None:
-            sequence.logprobs.append(logprobs)
             sequence.cumulative_logprob += logprobs.logprob
         if not is_on_worker and sequence.is_resident:
             self._draft.append_token(sequence.row, token_id)
@@ -231,7 +230,7 @@ class Scheduler:
     def fork(self, parent: Sequence, index: int) -> Sequence:
         """A new sequence with the parent's tokens; it shares the parent's blocks if a row is free, else it waits."""
         child = self._new_sequence(parent.request, index, parent.token_ids.copy())
-        child.cumulative_logprob, child.logprobs = parent.cumulative_logprob, parent.logprobs.copy()
+        child.cumulative_logprob = parent.cumulative_logprob
         if parent.status is _RUNNING and self.rows.refusal(child) is None:
             self.rows.reserve(child)
             child.table = self.manager.fork(parent.table)

@@ -77,7 +77,8 @@ class Harness:
             answer = self.oracle.sample(spec, sequence.index, request.max_tokens)
             assert sequence.output_token_ids == answer.token_ids
             assert sequence.finish_reason is answer.finish_reason
-            assert sequence.logprobs == answer.logprobs
+            records = [each.logprobs for each in self.progress if each.sequence is sequence and each.logprobs is not None]
+            assert records == answer.logprobs
         if request.scoring is not None:
             assert request.prompt_logprobs == self.oracle.score_prompt(spec)
 
