@@ -55,7 +55,11 @@ def kind_of(tale: Tale) -> str:
 class SampleSource:
     """Draws samples from tales. `tales` must hold no held-out tale when it is used for training."""
 
-    def __init__(self, tales: list[Tale], tokenizer: Tokenizer, lexicon: Lexicon) -> None:
+    def __init__(
+        self, tales: list[Tale], tokenizer: Tokenizer, lexicon: Lexicon, *, shares: tuple[float, float] | None = None
+    ) -> None:
+        """`shares` of short whole tales and of openings, for the whole run; by default they change with its progress."""
+        self._shares_given = shares
         self._tokenizer = tokenizer
         self._lexicon = lexicon
         self._tales = tales
@@ -66,7 +70,7 @@ class SampleSource:
 
     def draw(self, rng: random.Random, progress: float) -> Sample:
         """One sample; `progress` in [0, 1] shifts the mix towards short whole tales."""
-        short_share, opening_share = self._shares(progress)
+        short_share, opening_share = self._shares_given or self._shares(progress)
         max_chars = SHORT_TALE_CHARS // 2 if progress < EARLY_PHASE else SHORT_TALE_CHARS
         choice = rng.random()
         if choice < short_share:

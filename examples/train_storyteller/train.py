@@ -27,6 +27,8 @@ LOG_STEPS = 20
 CHECKPOINT_S = 180.0
 EVALUATION_S = 480.0
 MAX_GRAD_NORM = 1.0
+SHORT_TALES = (0.85, 0.15)
+"""Shares of short whole tales and of openings under `--short-tales`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +39,14 @@ class TrainingData:
     held_out: list[Batch]
 
 
-def prepare_data(corpus: Path, tokenizer_file: Path, batch_tokens: int, seed: int) -> TrainingData:
-    tales = read_tales(corpus)
+def prepare_data(arguments: argparse.Namespace) -> TrainingData:
+    tales = read_tales(arguments.corpus)
     kept = [tale for tale in tales if not tale.is_held_out]
     held_out = [tale for tale in tales if tale.is_held_out]
-    source = SampleSource(kept, Tokenizer.from_file(str(tokenizer_file)), learn_lexicon(kept))
-    batches = split_by_len(source.evaluation_samples(held_out), batch_tokens)
-    return TrainingData(BatchPool(source, batch_tokens, seed), batches)
+    tokenizer = Tokenizer.from_file(str(arguments.tokenizer))
+    source = SampleSource(kept, tokenizer, learn_lexicon(kept), shares=SHORT_TALES if arguments.short_tales else None)
+    batches = split_by_len(source.evaluation_samples(held_out), arguments.batch_tokens)
+    return TrainingData(BatchPool(source, arguments.batch_tokens, arguments.seed), batches)
 
 
 @torch.no_grad()
@@ -165,6 +168,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu", help="where to compute, such as cuda")
     parser.add_argument("--start", type=Path, help="begin a new run with this exported model's weights")
+    parser.add_argument("--short-tales", action="store_true", help="read short whole tales and openings only")
     parser.add_argument("--compile", action="store_true", help="use torch.compile (needs a C++ compiler)")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
@@ -175,7 +179,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     torch.set_flush_denormal(True)  # numbers below 1e-38 are slow and mean nothing here
     random.seed(arguments.seed)
-    data = prepare_data(arguments.corpus, arguments.tokenizer, arguments.batch_tokens, arguments.seed)
+    data = prepare_data(arguments)
     options = TrainingOptions(arguments.seed, arguments.device, arguments.compile, arguments.start)
     trainer = Trainer(arguments.run, arguments.minutes * 60, options)
     print(f"{len(data.held_out)} held-out batches", flush=True)
