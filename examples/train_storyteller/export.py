@@ -26,7 +26,7 @@ from matplotlib import pyplot
 END_OF_TEXT_ID, TURN_END_ID = (prompts.SPECIAL_TOKENS.index(t) for t in (prompts.END_OF_TEXT, prompts.TURN_END))
 GENERATION = {
     "do_sample": True,
-    "temperature": 0.7,
+    "temperature": 0.35,
     "top_k": 40,
     "top_p": 0.95,
     "eos_token_id": [TURN_END_ID, END_OF_TEXT_ID],
