@@ -120,6 +120,11 @@ def test_special_tokens_in_user_text_are_text(storyteller: LLM) -> None:
     assert count[0] == count[1] and text in (with_special.prompt or "")
 
 
+def test_the_default_parameters_are_the_model_s_own(storyteller: LLM) -> None:
+    params, file = storyteller.get_default_sampling_params(), storyteller.engine.generation_config
+    assert (params.temperature, params.top_k, params.top_p) == (file["temperature"], file["top_k"], file["top_p"])
+
+
 def test_beam_search_returns_beams_in_order(storyteller: LLM) -> None:
     [output] = storyteller.beam_search("Once upon a time", BeamSearchParams(beam_width=4, max_tokens=12))
     scores = [each.score for each in output.sequences]

@@ -29,9 +29,6 @@ QUIRE_DECLARE(avx2)
 #ifdef QUIRE_WITH_avx512
 QUIRE_DECLARE(avx512)
 #endif
-#ifdef QUIRE_WITH_avx512bf16
-QUIRE_DECLARE(avx512bf16)
-#endif
 
 // The table of the instruction set that dispatch.cpp has chosen.
 static const SamplingTable &sampling_kernels() {
@@ -41,9 +38,6 @@ static const SamplingTable &sampling_kernels() {
 #endif
 #ifdef QUIRE_WITH_avx512
     if (chosen == avx512::sampling_table.name) return avx512::sampling_table;
-#endif
-#ifdef QUIRE_WITH_avx512bf16
-    if (chosen == avx512bf16::sampling_table.name) return avx512bf16::sampling_table;
 #endif
     return portable::sampling_table;
 }

@@ -120,11 +120,6 @@ class StepPlan:
         """Tokens computed in this step."""
         return sum(work.num_tokens for work in self.work)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the worker has nothing to compute (row diffs may still be carried)."""
-        return not self.work
-
 
 class TokenLogprobs(NamedTuple):
     """A token's log-probability (natural logarithm) and its best alternatives.

@@ -2,7 +2,7 @@
 
 A victim must rank below whoever needs the memory and must have gained a token since it was last admitted, so that nobody is
 preempted twice without progress in between. Among those, the cheapest is taken: fewest tokens to compute again, not counting
-blocks that others hold as well (these survive the victim). Vastly different priorities come before cost.
+blocks that others hold as well (these survive the victim). A lower priority class comes before cost.
 """
 
 from __future__ import annotations
