@@ -31,6 +31,29 @@ class PackedLinear(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A weight [N, K] as small integers: `w[n, k] = scales[n, g] * values[n, k] + offsets[n, g]` with g = k // group_size.
+
+    The one form that every way of quantizing (at load, GPTQ, AWQ, compressed-tensors, GGUF) is brought to before a back
+    end packs it; it exists for one projection at a time. With `activations="int8"` the inputs are quantized too, row by
+    row as they come: `s = max |x| / 127`, `q = round_half_even(x / s)`; the sums of products are then exact integers per
+    group, `y = s * sum over g of (scales[n, g] * sum(q * values) + offsets[n, g] * sum(q))`, groups in ascending order in
+    float32. With "float" the weight counts as its dequantized float32 values and the inputs stay as they are.
+    """
+
+    values: Tensor
+    """int8 [N, K]: -127 ... 127, or -8 ... 7 where bits is 4."""
+    scales: Tensor
+    """float32 [N, K / group_size]"""
+    offsets: Tensor | None
+    """float32 [N, K / group_size]; None: all zero."""
+    bits: Literal[4, 8]
+    group_size: int
+    """Inputs that share a scale; a divisor of K, and K itself for one scale per output."""
+    activations: Literal["int8", "float"]
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """A ragged batch as attention sees it: S sequences, each with `query_len >= 1` new tokens that end its context.
 
@@ -60,6 +83,10 @@ class Kernels(Protocol):
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         """Take a weight [N, K] (and bias [N]) into this back end's layout. The caller drops the original."""
+        ...
+
+    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
+        """As `pack_linear`, for a weight of integers; `linear` takes either kind."""
         ...
 
     def linear(self, x: Tensor, weight: PackedLinear, *, out_dtype: str | None = None) -> Tensor:

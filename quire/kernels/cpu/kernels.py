@@ -11,6 +11,7 @@ class CpuKernels:
     name = "cpu"
 
     pack_linear = staticmethod(linear.pack_linear)
+    pack_quantized = staticmethod(linear.pack_quantized)
     linear = staticmethod(linear.linear)
     embedding = staticmethod(elementwise.embedding)
     rms_norm = staticmethod(elementwise.rms_norm)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.errors import ConfigError
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.checks import address, float_code, require
-from quire.kernels.interface import PackedLinear
+from quire.kernels.interface import PackedLinear, QuantizedWeight
 
 
 @dataclass(slots=True)
@@ -39,6 +40,11 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> CpuLinear:
     _native.pack(address(source, "weight"), code, num_outputs, num_inputs, data.data_ptr())
     own_bias = None if bias is None else bias.detach().to("cpu", torch.float32, copy=True).contiguous()
     return CpuLinear(data, own_bias, code, num_outputs, num_inputs)
+
+
+def pack_quantized(weight: QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
+    """Raises ConfigError: quantized weights have no native kernels yet."""
+    raise ConfigError(f"the native kernels cannot serve {weight.bits}-bit weights; choose kernels='reference'")
 
 
 def linear(x: Tensor, weight: PackedLinear, *, out_dtype: str | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Reference projection: one matrix-vector product per row."""
+"""Reference projections: one matrix-vector product per row, of float weights or of integers with scales."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kernels.interface import PackedLinear
+from quire.kernels.interface import PackedLinear, QuantizedWeight
 
 
 @dataclass(slots=True)
@@ -24,6 +24,79 @@ class ReferenceLinear:
         """Bytes of memory held."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
+    def product(self, row: Tensor) -> Tensor:
+        """float32 [K] -> float32 [N]"""
+        return torch.mv(self.weight.float(), row)
+
+
+@dataclass(slots=True)
+class ReferenceQuantizedLinear:
+    """A quantized weight as it came, and its bias, [N] or None. Implements `PackedLinear`."""
+
+    weight: QuantizedWeight
+    bias: Tensor | None
+    num_outputs: int
+    num_inputs: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory held."""
+        held = (self.weight.values, self.weight.scales, self.weight.offsets, self.bias)
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+    def product(self, row: Tensor) -> Tensor:
+        """float32 [K] -> float32 [N]"""
+        if self.weight.activations == "float":
+            return torch.mv(dequantized(self.weight), row)
+        quantized, scale = quantize_row(row)
+        return self._integer_product(quantized) * scale
+
+    def _integer_product(self, quantized: Tensor) -> Tensor:
+        """int32 [K] -> float32 [N]: exact sums within each group, groups added in ascending order."""
+        weight, size = self.weight, self.weight.group_size
+        total = torch.zeros(self.num_outputs)
+        for group in range(self.num_inputs // size):
+            inputs = quantized[group * size : (group + 1) * size].to(torch.float64)
+            sums = torch.mv(weight.values[:, group * size : (group + 1) * size].to(torch.float64), inputs)
+            total += weight.scales[:, group] * sums.float()
+            if weight.offsets is not None:
+                total += weight.offsets[:, group] * inputs.sum().float()
+        return total
+
+
+def quantize_row(row: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 [K] to int32 [K] in -127 ... 127 and the float32 scale that brings them back; a row of zeros has scale 0."""
+    scale = row.abs().max() / 127
+    return torch.round(row / scale if scale > 0 else row).to(torch.int32), scale
+
+
+def dequantized(weight: QuantizedWeight) -> Tensor:
+    """float32 [N, K]"""
+    scales = weight.scales.repeat_interleave(weight.group_size, dim=1)
+    product = weight.values.float() * scales
+    return product if weight.offsets is None else product + weight.offsets.repeat_interleave(weight.group_size, dim=1)
+
+
+def pack_quantized(weight: QuantizedWeight, bias: Tensor | None = None) -> ReferenceQuantizedLinear:
+    """Keep the tensors; raises ValueError where their shapes do not fit together."""
+    check_quantized(weight, bias)
+    return ReferenceQuantizedLinear(weight, bias, *weight.values.shape)
+
+
+def check_quantized(weight: QuantizedWeight, bias: Tensor | None) -> None:
+    """Raise ValueError unless shapes, dtypes and group size are as `QuantizedWeight` says."""
+    values, size = weight.values, weight.group_size
+    if values.dim() != 2 or values.dtype != torch.int8:
+        raise ValueError(f"expected int8 values [N, K], got {values.dtype} {shape(values)}")
+    if size < 1 or values.shape[1] % size:
+        raise ValueError(f"group size {size} does not divide the {values.shape[1]} inputs")
+    grid = (values.shape[0], values.shape[1] // size)
+    for name, tensor in (("scales", weight.scales), ("offsets", weight.offsets)):
+        if tensor is not None and (tensor.shape != grid or tensor.dtype != torch.float32):
+            raise ValueError(f"expected float32 {name} {list(grid)}, got {tensor.dtype} {shape(tensor)}")
+    if bias is not None and bias.shape != grid[:1]:
+        raise ValueError(f"expected bias [{grid[0]}], got {shape(bias)}")
+
 
 def pack_linear(weight: Tensor, bias: Tensor | None = None) -> ReferenceLinear:
     """Keep the tensors; raises ValueError unless weight is [N, K] and bias [N]."""
@@ -33,16 +106,15 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> ReferenceLinear:
 
 
 def linear(x: Tensor, weight: PackedLinear, *, out_dtype: str | None = None) -> Tensor:
-    """`x [T, K] -> [T, N]`: each row by `mv` in float32, rounded once."""
-    if not isinstance(weight, ReferenceLinear):
+    """`x [T, K] -> [T, N]`: each row alone in float32, rounded once."""
+    if not isinstance(weight, ReferenceLinear | ReferenceQuantizedLinear):
         raise TypeError(f"linear: the weight was packed by another back end ({type(weight).__name__})")
     if x.dim() != 2 or x.shape[1] != weight.num_inputs:
         raise ValueError(f"linear: x is {shape(x)} but the weight has {weight.num_inputs} inputs")
     dtype = x.dtype if out_dtype is None else getattr(torch, out_dtype)
-    matrix = weight.weight.float()
     out = torch.empty(x.shape[0], weight.num_outputs, dtype=dtype, device=x.device)
     for index, row in enumerate(x.float()):
-        product = torch.mv(matrix, row.clone())  # a fresh row: the same alignment, so the same code path, for every row
+        product = weight.product(row.clone())  # a fresh row: the same alignment, so the same code path, for every row
         out[index] = product if weight.bias is None else product + weight.bias.float()
     return out
 

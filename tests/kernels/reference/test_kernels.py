@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch.nn import functional
 
-from quire.kernels.interface import Kernels
+from quire.kernels.interface import Kernels, QuantizedWeight
 
 if TYPE_CHECKING:
     from tests.kernels.conftest import Paged
@@ -82,3 +83,24 @@ def test_wrong_arguments_are_refused(reference: Kernels) -> None:
         reference.pack_linear(draw(5, 8), draw(4))
     with pytest.raises(ValueError, match="'relu'"):
         reference.activate(draw(2, 2), "relu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("group_size", [4, 12])
+def test_quantized_linear_is_the_dequantized_one(reference: Kernels, group_size: int) -> None:
+    values = torch.randint(-8, 8, (7, 12), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
+    grid, x, bias = (7, 12 // group_size), draw(5, 12), draw(7)
+    weight = QuantizedWeight(values, draw(*grid).abs(), draw(*grid), 4, group_size, "float")
+    dense = values * weight.scales.repeat_interleave(group_size, 1) + draw(*grid).repeat_interleave(group_size, 1)
+    want = functional.linear(x, dense, bias)
+    torch.testing.assert_close(reference.linear(x, reference.pack_quantized(weight, bias)), want)
+    coarse = dataclasses.replace(weight, activations="int8")
+    step = x.abs().amax(dim=1, keepdim=True) / 127
+    rounded = functional.linear((x / step).round() * step, dense, bias)
+    torch.testing.assert_close(reference.linear(x, reference.pack_quantized(coarse, bias)), rounded)
+    assert not torch.equal(rounded, want)
+
+
+def test_quantized_weights_of_the_wrong_shape_are_refused(reference: Kernels) -> None:
+    weight = QuantizedWeight(torch.zeros(7, 12, dtype=torch.int8), torch.ones(7, 2), None, 8, 5, "int8")
+    with pytest.raises(ValueError, match="group size 5 does not divide the 12 inputs"):
+        reference.pack_quantized(weight)
