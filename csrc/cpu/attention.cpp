@@ -8,17 +8,12 @@
 
 #include <nanobind/stl/vector.h>
 
+#include "attention.hpp"
 #include "bindings.hpp"
-#include "dispatch.hpp"
 #include "scratch.hpp"
 #include "threads.hpp"
 
 namespace quire {
-
-struct Sequences {
-    const int32_t *query_start, *context_len;
-    int64_t count, num_tokens, num_blocks;
-};
 
 // A wrong index is a bug of the caller's; it must not become an access outside the cache.
 static void check(const AttentionProblem &problem, const Sequences &sequences) {
@@ -28,7 +23,7 @@ static void check(const AttentionProblem &problem, const Sequences &sequences) {
     for (int64_t s = 0; s < sequences.count; ++s) {
         const int64_t rows = sequences.query_start[s + 1] - sequences.query_start[s],
                       context = sequences.context_len[s];
-        const int64_t blocks = ceil_div(context, problem.block_size);
+        const int64_t blocks = ceil_div(context, problem.cache.block_size);
         if (rows < 1 || context < rows || blocks > problem.table_stride) {
             throw std::invalid_argument("paged_attention: sequence " + std::to_string(s) + " has " +
                                         std::to_string(rows) + " query rows, a context of " + std::to_string(context) +
@@ -36,9 +31,9 @@ static void check(const AttentionProblem &problem, const Sequences &sequences) {
         }
         const int32_t *table = problem.block_tables + s * problem.table_stride;
         for (int64_t b = 0; b < blocks; ++b) {
-            if (table[b] < 0 || table[b] >= sequences.num_blocks) {
+            if (table[b] < 0 || table[b] >= problem.cache.num_blocks) {
                 throw std::invalid_argument("paged_attention: sequence " + std::to_string(s) + " names block " +
-                                            std::to_string(table[b]) + " of " + std::to_string(sequences.num_blocks));
+                                            std::to_string(table[b]) + " of " + std::to_string(problem.cache.num_blocks));
             }
         }
     }
@@ -47,11 +42,11 @@ static void check(const AttentionProblem &problem, const Sequences &sequences) {
 // All tasks of one sequence: per KV head, groups of at most MAX_ROWS rows.
 static void add_tasks(const AttentionProblem &problem, const Sequences &sequences, int64_t s,
                       std::vector<AttentionTask> &tasks) {
-    const int64_t group = problem.num_heads / problem.num_kv_heads;
+    const int64_t group = problem.num_heads / problem.cache.num_kv_heads;
     const int64_t heads = min64(group, MAX_ROWS), positions = MAX_ROWS / heads;
     const int64_t start = sequences.query_start[s], rows = sequences.query_start[s + 1] - start;
     const int64_t context = sequences.context_len[s];
-    for (int64_t kv_head = 0; kv_head < problem.num_kv_heads; ++kv_head) {
+    for (int64_t kv_head = 0; kv_head < problem.cache.num_kv_heads; ++kv_head) {
         for (int64_t head = 0; head < group; head += heads) {
             for (int64_t p = 0; p < rows; p += positions) {
                 AttentionTask task{};
@@ -79,7 +74,7 @@ static int64_t cost(const AttentionTask &task) {
 // Few tasks over long contexts (a lone sequence decoding): one piece per split, so that all threads have work.
 static void attend_in_splits(const KernelTable &table, const AttentionProblem &problem,
                              const std::vector<AttentionTask> &tasks) {
-    const int64_t state = table.state_size(problem.head_size) * MAX_ROWS;
+    const int64_t state = table.state_size(problem.cache.head_size) * MAX_ROWS;
     std::vector<AttentionTask> pieces;
     for (const AttentionTask &task : tasks) {
         for (int32_t split = task.first_split; split < task.last_split; ++split) {
@@ -90,7 +85,7 @@ static void attend_in_splits(const KernelTable &table, const AttentionProblem &p
     }
     float *partials = scratch(PARTIAL_STATES, pieces.size() * state);
     const int team = num_threads();
-    const int64_t per_thread = round_up(table.attention_scratch(problem.head_size) + 1024, 16);
+    const int64_t per_thread = round_up(table.attention_scratch(problem.cache.head_size) + 1024, 16);
     float *memory = scratch(ATTENTION, per_thread * team);
     const int64_t num_pieces = static_cast<int64_t>(pieces.size());
 #pragma omp parallel num_threads(team)
@@ -113,7 +108,7 @@ static void attend_in_splits(const KernelTable &table, const AttentionProblem &p
 
 static void attend_whole(const KernelTable &table, const AttentionProblem &problem,
                          const std::vector<AttentionTask> &tasks, int team) {
-    const int64_t per_thread = round_up(table.attention_scratch(problem.head_size) + 1024, 16);
+    const int64_t per_thread = round_up(table.attention_scratch(problem.cache.head_size) + 1024, 16);
     float *memory = scratch(ATTENTION, per_thread * team);
     const int64_t num_tasks = static_cast<int64_t>(tasks.size());
 #pragma omp parallel num_threads(team)
@@ -124,7 +119,7 @@ static void attend_whole(const KernelTable &table, const AttentionProblem &probl
     }
 }
 
-static void attend_batch(const AttentionProblem &problem, const Sequences &sequences) {
+void paged_attention(const AttentionProblem &problem, const Sequences &sequences) {
     check(problem, sequences);
     const KernelTable &table = kernels();
     std::vector<AttentionTask> tasks;
@@ -135,7 +130,7 @@ static void attend_batch(const AttentionProblem &problem, const Sequences &seque
         num_pieces += task.last_split - task.first_split;
         num_rows += task.num_rows();
     }
-    const int team = team_size(total * problem.head_size);
+    const int team = team_size(total * problem.cache.head_size);
     const int64_t num_tasks = static_cast<int64_t>(tasks.size());
     if (team > 1 && num_tasks < 4 * team && num_pieces > num_tasks && num_pieces <= 1024) {
         return attend_in_splits(table, problem, tasks);
@@ -145,35 +140,29 @@ static void attend_batch(const AttentionProblem &problem, const Sequences &seque
     attend_whole(table, problem, tasks, team);
 }
 
-static void paged_attention(uintptr_t query, uintptr_t key_cache, uintptr_t value_cache, uintptr_t out, int dtype,
-                            int cache_dtype, int64_t num_tokens, int64_t query_stride, int64_t num_heads,
-                            int64_t num_kv_heads, int64_t head_size, int64_t num_blocks, int64_t block_size,
-                            uintptr_t query_start, uintptr_t context_len, int64_t num_sequences, uintptr_t block_tables,
-                            int64_t table_stride, float scale, int64_t window, float soft_cap) {
+static void attend(uintptr_t query, uintptr_t out, int dtype, uintptr_t key_cache, uintptr_t value_cache, int format,
+                   int64_t num_tokens, int64_t query_stride, int64_t num_heads, int64_t num_kv_heads, int64_t head_size,
+                   int64_t num_blocks, int64_t block_size, uintptr_t query_start, uintptr_t context_len,
+                   int64_t num_sequences, uintptr_t block_tables, int64_t table_stride, float scale, int64_t window,
+                   float soft_cap) {
     AttentionProblem problem{};
     problem.query = reinterpret_cast<const void *>(query);
-    problem.key_cache = reinterpret_cast<const void *>(key_cache);
-    problem.value_cache = reinterpret_cast<const void *>(value_cache);
     problem.out = reinterpret_cast<void *>(out);
     problem.dtype = static_cast<DType>(dtype);
-    problem.cache_dtype = static_cast<DType>(cache_dtype);
     problem.num_heads = num_heads;
-    problem.num_kv_heads = num_kv_heads;
-    problem.head_size = head_size;
-    problem.block_size = block_size;
     problem.query_stride = query_stride;
+    problem.cache = make_cache(key_cache, value_cache, format, num_blocks, num_kv_heads, block_size, head_size);
     problem.block_tables = reinterpret_cast<const int32_t *>(block_tables);
     problem.table_stride = table_stride;
     problem.scale = scale;
     problem.soft_cap = soft_cap;
     problem.window = window;
-    attend_batch(problem,
-                 Sequences{reinterpret_cast<const int32_t *>(query_start),
-                           reinterpret_cast<const int32_t *>(context_len), num_sequences, num_tokens, num_blocks});
+    paged_attention(problem, Sequences{reinterpret_cast<const int32_t *>(query_start),
+                                       reinterpret_cast<const int32_t *>(context_len), num_sequences, num_tokens});
 }
 
 static void bind_attention(nb::module_ &m) {
-    m.def("paged_attention", &paged_attention, nb::call_guard<nb::gil_scoped_release>());
+    m.def("paged_attention", &attend, nb::call_guard<nb::gil_scoped_release>());
 }
 static const Registration registration(bind_attention);
 

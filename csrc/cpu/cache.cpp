@@ -1,13 +1,12 @@
 // Movement of keys and values: into the paged cache, and of whole blocks within it.
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
-#include <algorithm>
-
+#include "attention.hpp"
 #include "bindings.hpp"
-#include "dispatch.hpp"
 #include "threads.hpp"
 
 namespace quire {
@@ -21,44 +20,43 @@ static void check_indices(const char *what, const int64_t *indices, int64_t coun
     }
 }
 
-// Rows of keys or values, [T, KV heads, D] with rows `stride` elements apart, and the cache they go to.
-struct CacheWrite {
-    const void *rows;
-    void *cache;  // [B, KV heads, block size, D]
-    int64_t stride;
-};
+KVCache make_cache(uintptr_t keys, uintptr_t values, int format, int64_t num_blocks, int64_t num_kv_heads,
+                   int64_t block_size, int64_t head_size) {
+    return KVCache{reinterpret_cast<void *>(keys), reinterpret_cast<void *>(values), static_cast<KVFormat>(format),
+                   num_blocks, num_kv_heads, block_size, head_size};
+}
 
-struct CacheShape {
-    DType dtype, cache_dtype;
-    int64_t num_kv_heads, head_size, block_size;
-};
-
-static void write_rows(const KernelTable &table, const CacheWrite &write, const CacheShape &shape, const int64_t *slots,
-                       int64_t token) {
-    const int64_t block = slots[token] / shape.block_size, within = slots[token] % shape.block_size;
-    for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
-        const int64_t slot = (block * shape.num_kv_heads + head) * shape.block_size + within;
-        table.convert(offset(write.rows, token * write.stride + head * shape.head_size, shape.dtype), shape.dtype,
-                      offset(write.cache, slot * shape.head_size, shape.cache_dtype), shape.cache_dtype,
-                      shape.head_size);
+// All heads of one token's keys, or values.
+static void write_token(const KernelTable &table, const void *row, DType dtype, const KVCache &cache, void *rows,
+                        int64_t slot) {
+    const int64_t block = slot / cache.block_size, within = slot % cache.block_size, row_bytes = cache.row_bytes();
+    const DType cache_dtype = cache.format == KVFormat::f32 ? DType::f32 : DType::bf16;
+    char *to = static_cast<char *>(rows) + (block * cache.num_kv_heads * cache.block_size + within) * row_bytes;
+    for (int64_t head = 0; head < cache.num_kv_heads; ++head, to += cache.block_size * row_bytes) {
+        table.convert(offset(row, head * cache.head_size, dtype), dtype, to, cache_dtype, cache.head_size);
     }
 }
 
-static void write_kv(uintptr_t key, uintptr_t value, uintptr_t key_cache, uintptr_t value_cache, uintptr_t slots,
-                     int dtype, int cache_dtype, int64_t num_tokens, int64_t key_stride, int64_t value_stride,
-                     int64_t num_kv_heads, int64_t head_size, int64_t num_blocks, int64_t block_size) {
-    const CacheShape shape{static_cast<DType>(dtype), static_cast<DType>(cache_dtype), num_kv_heads, head_size,
-                           block_size};
-    const CacheWrite keys{reinterpret_cast<const void *>(key), reinterpret_cast<void *>(key_cache), key_stride};
-    const CacheWrite values{reinterpret_cast<const void *>(value), reinterpret_cast<void *>(value_cache), value_stride};
-    const int64_t *slot_ids = reinterpret_cast<const int64_t *>(slots);
-    check_indices("write_kv: slot", slot_ids, num_tokens, num_blocks * block_size);
+void write_kv(const KVRows &rows, const KVCache &cache) {
+    check_indices("write_kv: slot", rows.slots, rows.num_tokens, cache.num_slots());
     const KernelTable &table = kernels();
-#pragma omp parallel for schedule(static) num_threads(team_size(num_tokens * num_kv_heads * head_size))
-    for (int64_t token = 0; token < num_tokens; ++token) {
-        write_rows(table, keys, shape, slot_ids, token);
-        write_rows(table, values, shape, slot_ids, token);
+    const int team = team_size(rows.num_tokens * cache.num_kv_heads * cache.head_size);
+#pragma omp parallel for schedule(static) num_threads(team)
+    for (int64_t token = 0; token < rows.num_tokens; ++token) {
+        const void *key = offset(rows.key, token * rows.key_stride, rows.dtype);
+        const void *value = offset(rows.value, token * rows.value_stride, rows.dtype);
+        write_token(table, key, rows.dtype, cache, cache.keys, rows.slots[token]);
+        write_token(table, value, rows.dtype, cache, cache.values, rows.slots[token]);
     }
+}
+
+static void write(uintptr_t key, uintptr_t value, uintptr_t key_cache, uintptr_t value_cache, uintptr_t slots,
+                  int dtype, int format, int64_t num_tokens, int64_t key_stride, int64_t value_stride,
+                  int64_t num_kv_heads, int64_t head_size, int64_t num_blocks, int64_t block_size) {
+    write_kv(KVRows{reinterpret_cast<const void *>(key), reinterpret_cast<const void *>(value),
+                    static_cast<DType>(dtype), num_tokens, key_stride, value_stride,
+                    reinterpret_cast<const int64_t *>(slots)},
+             make_cache(key_cache, value_cache, format, num_blocks, num_kv_heads, block_size, head_size));
 }
 
 static bool overlap(const int64_t *sources, const int64_t *destinations, int64_t count) {
@@ -89,7 +87,7 @@ static void copy_blocks(uintptr_t cache, int64_t num_blocks, int64_t block_bytes
 }
 
 static void bind_cache(nb::module_ &m) {
-    m.def("write_kv", &write_kv, nb::call_guard<nb::gil_scoped_release>());
+    m.def("write_kv", &write, nb::call_guard<nb::gil_scoped_release>());
     m.def("copy_blocks", &copy_blocks, nb::call_guard<nb::gil_scoped_release>());
 }
 static const Registration registration(bind_cache);

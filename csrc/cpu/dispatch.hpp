@@ -55,13 +55,30 @@ constexpr int SPLIT = 1024;   // positions whose tiles share one softmax state b
 constexpr int MAX_ROWS = 64;  // query rows (positions x heads of one KV head) of a task
 constexpr int MAX_HEAD_SIZE = 512;
 
+// How the cache stores a row: the keys, or the values, of one token and one KV head.
+enum class KVFormat : int { f32 = 0, bf16 = 1 };
+
+constexpr int64_t kv_row_bytes(KVFormat format, int64_t head_size) {
+    return head_size * (format == KVFormat::f32 ? 4 : 2);
+}
+
+// The cache of one layer: keys and values are [B, KV heads, block size] rows each.
+struct KVCache {
+    void *keys, *values;
+    KVFormat format;
+    int64_t num_blocks, num_kv_heads, block_size, head_size;
+
+    int64_t row_bytes() const { return kv_row_bytes(format, head_size); }
+    int64_t num_slots() const { return num_blocks * block_size; }
+};
+
 struct AttentionProblem {
-    const void *query;                    // [T, heads, D], rows query_stride elements apart
-    const void *key_cache, *value_cache;  // [B, KV heads, block size, D]
-    void *out;                            // [T, heads, D]
-    DType dtype, cache_dtype;
-    int64_t num_heads, num_kv_heads, head_size, block_size, query_stride;
-    const int32_t *block_tables;
+    const void *query;  // [T, heads, D], rows query_stride elements apart
+    void *out;          // [T, heads, D]
+    DType dtype;        // of query and out
+    int64_t num_heads, query_stride;
+    KVCache cache;
+    const int32_t *block_tables;  // [S], rows table_stride entries apart
     int64_t table_stride;
     float scale, soft_cap;  // soft_cap 0: none
     int64_t window;         // 0: none

@@ -81,10 +81,10 @@ struct TileRows {
 };
 
 static void locate(const AttentionProblem &problem, const AttentionTask &task, int64_t base, TileRows &tile) {
-    const int32_t *table = problem.block_tables + task.sequence * problem.table_stride + base / problem.block_size;
-    const int64_t row_bytes = problem.head_size * size_of(problem.cache_dtype),
-                  head_bytes = problem.block_size * row_bytes;
-    int64_t within = base % problem.block_size;
+    const int32_t *table = problem.block_tables + task.sequence * problem.table_stride + base / problem.cache.block_size;
+    const KVCache &cache = problem.cache;
+    const int64_t row_bytes = cache.row_bytes(), head_bytes = cache.block_size * row_bytes;
+    int64_t within = base % cache.block_size;
     for (int64_t i = 0; i < TILE; ++table, within = 0) {
         const int64_t left = min64(TILE - i, task.context_len - base - i);
         if (left <= 0) {
@@ -92,11 +92,11 @@ static void locate(const AttentionProblem &problem, const AttentionTask &task, i
             ++i;
             continue;
         }
-        const int64_t end = i + min64(left, problem.block_size - within);
-        int64_t at = (*table * problem.num_kv_heads + task.kv_head) * head_bytes + within * row_bytes;
+        const int64_t end = i + min64(left, cache.block_size - within);
+        int64_t at = (*table * cache.num_kv_heads + task.kv_head) * head_bytes + within * row_bytes;
         for (; i < end; ++i, at += row_bytes) {
-            tile.rows[i] = static_cast<const char *>(problem.key_cache) + at;
-            tile.rows[TILE + i] = static_cast<const char *>(problem.value_cache) + at;
+            tile.rows[i] = static_cast<const char *>(cache.keys) + at;
+            tile.rows[TILE + i] = static_cast<const char *>(cache.values) + at;
         }
     }
 }
@@ -188,9 +188,9 @@ template <typename T>
 static void gather_query(const AttentionProblem &problem, const AttentionTask &task, int64_t padded, float *query) {
     for (int64_t r = 0; r < task.num_rows(); ++r) {
         const int64_t row = task.first_row + r / task.num_heads, head = task.first_head + r % task.num_heads;
-        const T *from = static_cast<const T *>(problem.query) + row * problem.query_stride + head * problem.head_size;
+        const T *from = static_cast<const T *>(problem.query) + row * problem.query_stride + head * problem.cache.head_size;
         for (int64_t d = 0; d < padded; d += LANES) {
-            store(query + r * padded + d, load_or_zero(from, d, problem.head_size));
+            store(query + r * padded + d, load_or_zero(from, d, problem.cache.head_size));
         }
     }
 }
@@ -235,7 +235,7 @@ static void score_few(int64_t rows, const float *query, const float *keys, int64
 static void score(const AttentionProblem &problem, const Workspace &w, int64_t first, int64_t last, int64_t padded,
                   Prefetcher &next) {
     for (int64_t r = first; r < last; r += SCORE_ROWS) {
-        score_few<SCORE_ROWS>(min64(SCORE_ROWS, last - r), w.query + r * padded, w.keys, problem.head_size, padded,
+        score_few<SCORE_ROWS>(min64(SCORE_ROWS, last - r), w.query + r * padded, w.keys, problem.cache.head_size, padded,
                               problem.scale, w.scores + r * TILE);
         next.ask(4);
     }
@@ -350,10 +350,10 @@ static void attend_rows(const AttentionProblem &problem, const Workspace &w, int
 
 static void attend_tile(const AttentionProblem &problem, const AttentionTask &task, int64_t base, int64_t padded,
                         const Workspace &w, const TileRows &tile, Prefetcher &next) {
-    if (problem.cache_dtype == DType::f32) {
-        gather_tile<float>(tile, problem.head_size, padded, w, next);
+    if (problem.cache.format == KVFormat::f32) {
+        gather_tile<float>(tile, problem.cache.head_size, padded, w, next);
     } else {
-        gather_tile<bf16>(tile, problem.head_size, padded, w, next);
+        gather_tile<bf16>(tile, problem.cache.head_size, padded, w, next);
     }
     const int64_t heads = task.num_heads;
     for (int64_t p = 0; p < task.num_positions;) {  // runs of positions that see the same part of the tile
@@ -393,7 +393,7 @@ static void attend_tiles(const AttentionProblem &problem, const AttentionTask &t
     if (begin < end) locate(problem, task, begin, tiles[0]);
     for (int64_t base = begin, turn = 0; base < end; base += TILE, turn ^= 1) {
         TileRows &following = tiles[turn ^ 1];
-        Prefetcher next{following, problem.head_size * size_of(problem.cache_dtype), 2 * TILE};
+        Prefetcher next{following, problem.cache.row_bytes(), 2 * TILE};
         if (base + TILE < end) {
             locate(problem, task, base + TILE, following);
             next.row = 0;
@@ -421,10 +421,10 @@ static void store_rows(const AttentionProblem &problem, const AttentionTask &tas
                        int64_t padded) {
     for (int64_t r = 0; r < task.num_rows(); ++r) {
         const int64_t row = task.first_row + r / task.num_heads, head = task.first_head + r % task.num_heads;
-        T *to = static_cast<T *>(problem.out) + (row * problem.num_heads + head) * problem.head_size;
+        T *to = static_cast<T *>(problem.out) + (row * problem.num_heads + head) * problem.cache.head_size;
         const Vec inverse = broadcast(1.0f / reduce_add(load(states.total + r * LANES)));
-        for (int64_t d = 0; d < problem.head_size; d += LANES) {
-            store_up_to(to + d, mul(load(states.out + r * padded + d), inverse), problem.head_size - d);
+        for (int64_t d = 0; d < problem.cache.head_size; d += LANES) {
+            store_up_to(to + d, mul(load(states.out + r * padded + d), inverse), problem.cache.head_size - d);
         }
     }
 }
@@ -443,7 +443,7 @@ static States partial_states(float *memory, int64_t rows) {
 }
 
 void attend(const AttentionProblem &problem, const AttentionTask &task, float *scratch) {
-    const int64_t padded = padded_head(problem.head_size), rows = task.num_rows();
+    const int64_t padded = padded_head(problem.cache.head_size), rows = task.num_rows();
     Workspace w = lay_out(scratch, padded);
     if (task.partial != nullptr) w.running = partial_states(task.partial, rows);
     if (problem.dtype == DType::f32) {
@@ -461,7 +461,7 @@ void attend(const AttentionProblem &problem, const AttentionTask &task, float *s
 // Merge a task's partial states (one per split, ascending) in order, and store its rows.
 void finish_rows(const AttentionProblem &problem, const AttentionTask &task, int num_partials, int64_t partial_stride,
                  float *scratch) {
-    const int64_t padded = padded_head(problem.head_size), rows = task.num_rows();
+    const int64_t padded = padded_head(problem.cache.head_size), rows = task.num_rows();
     const Workspace w = lay_out(scratch, padded);
     clear(w.running, rows, padded);
     for (int i = 0; i < num_partials; ++i) {

@@ -66,7 +66,7 @@ def write_kv(
     value_cache: int,
     slots: int,
     dtype: int,
-    cache_dtype: int,
+    kv_format: int,
     num_tokens: int,
     key_stride: int,
     value_stride: int,
@@ -79,11 +79,11 @@ def write_kv(
 def copy_blocks(cache: int, num_blocks: int, block_bytes: int, sources: int, destinations: int, count: int, /) -> None: ...
 def paged_attention(
     query: int,
-    key_cache: int,
-    value_cache: int,
     out: int,
     dtype: int,
-    cache_dtype: int,
+    key_cache: int,
+    value_cache: int,
+    kv_format: int,
     num_tokens: int,
     query_stride: int,
     num_heads: int,

@@ -80,10 +80,10 @@ def paged_attention(
     out = torch.empty((num_tokens, num_heads, head_size), dtype=query.dtype)
     _native.paged_attention(
         query_data,
-        address(key_cache, "key_cache"),
-        address(value_cache, "value_cache"),
         out.data_ptr(),
         float_code(query, "query"),
+        address(key_cache, "key_cache"),
+        address(value_cache, "value_cache"),
         float_code(key_cache, "key_cache"),
         num_tokens,
         query.stride(0),

@@ -1,0 +1,39 @@
+// The KV cache and attention over it, callable from C++: what the bindings expose, without Python.
+//
+// Both functions check every index that comes from data and throw std::invalid_argument before they touch any memory;
+// pointers, strides and shapes are trusted. Both divide their work over the process's threads (threads.hpp), so they are
+// called from outside a parallel region. The bits of a result never depend on that division.
+#pragma once
+
+#include "dispatch.hpp"
+
+namespace quire {
+
+// A ragged batch: sequence s owns the query rows [query_start[s], query_start[s + 1]), which end its context.
+struct Sequences {
+    const int32_t *query_start;  // [count + 1]
+    const int32_t *context_len;  // [count]
+    int64_t count, num_tokens;   // num_tokens: query rows
+};
+
+// Causal attention of the batch, from problem.query to problem.out. Keys and values of all positions below context_len
+// are in the cache already.
+void paged_attention(const AttentionProblem &problem, const Sequences &sequences);
+
+// New keys and values [T, KV heads, D], tokens `*_stride` elements apart, and the slots (block * block size + offset)
+// that they go to.
+struct KVRows {
+    const void *key, *value;
+    DType dtype;
+    int64_t num_tokens, key_stride, value_stride;
+    const int64_t *slots;
+};
+
+// Store rows in the cache, in its format.
+void write_kv(const KVRows &rows, const KVCache &cache);
+
+// The problem's cache from the numbers that a binding passes.
+KVCache make_cache(uintptr_t keys, uintptr_t values, int format, int64_t num_blocks, int64_t num_kv_heads,
+                   int64_t block_size, int64_t head_size);
+
+}  // namespace quire
