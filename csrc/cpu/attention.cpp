@@ -12,6 +12,7 @@
 #include "bindings.hpp"
 #include "scratch.hpp"
 #include "threads.hpp"
+#include "timing.hpp"
 
 namespace quire {
 
@@ -120,6 +121,7 @@ static void attend_whole(const KernelTable &table, const AttentionProblem &probl
 }
 
 void paged_attention(const AttentionProblem &problem, const Sequences &sequences) {
+    const Stopwatch stopwatch(KernelClass::attention);
     check(problem, sequences);
     const KernelTable &table = kernels();
     std::vector<AttentionTask> tasks;

@@ -8,6 +8,7 @@
 #include "attention.hpp"
 #include "bindings.hpp"
 #include "threads.hpp"
+#include "timing.hpp"
 
 namespace quire {
 
@@ -38,6 +39,7 @@ static void write_token(const KernelTable &table, const void *row, DType dtype, 
 }
 
 void write_kv(const KVRows &rows, const KVCache &cache) {
+    const Stopwatch stopwatch(KernelClass::elementwise);
     check_indices("write_kv: slot", rows.slots, rows.num_tokens, cache.num_slots());
     const KernelTable &table = kernels();
     const int team = team_size(rows.num_tokens * cache.num_kv_heads * cache.head_size);

@@ -1,23 +1,15 @@
 // Norms, activations, rotary embedding and embedding lookup: bindings, and the division of rows among threads.
 // The arithmetic is in isa/elementwise.cpp.
+#include "elementwise.hpp"
+
 #include <cstring>
 #include <stdexcept>
 #include <string>
 
 #include "bindings.hpp"
-#include "dispatch.hpp"
-#include "threads.hpp"
+#include "timing.hpp"
 
 namespace quire {
-
-// Run `work(first, last)` over `count` rows of `row_cost` elements, divided evenly among threads.
-template <typename Work>
-static void over_rows(int64_t count, int64_t row_cost, Work work) {
-    const int team = team_size(count * row_cost);
-    if (team == 1) return work(int64_t{0}, count);
-#pragma omp parallel for schedule(static) num_threads(team)
-    for (int part = 0; part < team; ++part) work(count * part / team, count * (part + 1) / team);
-}
 
 static NormRows norm_rows(uintptr_t x, uintptr_t weight, uintptr_t out, int dtype, int weight_dtype, int64_t width,
                           float eps) {
@@ -39,6 +31,7 @@ static void rms_norm(uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_
     norm.sum = reinterpret_cast<void *>(sum);
     norm.weight_offset = weight_offset;
     const KernelTable &table = kernels();
+    const Stopwatch stopwatch(KernelClass::elementwise);
     over_rows(num_rows, width, [&](int64_t first, int64_t last) { table.rms_norm(norm, first, last); });
 }
 
@@ -47,11 +40,13 @@ static void layer_norm(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t 
     NormRows norm = norm_rows(x, weight, out, dtype, weight_dtype, width, eps);
     norm.bias = reinterpret_cast<const void *>(bias);
     const KernelTable &table = kernels();
+    const Stopwatch stopwatch(KernelClass::elementwise);
     over_rows(num_rows, width, [&](int64_t first, int64_t last) { table.layer_norm(norm, first, last); });
 }
 
 static void activate(uintptr_t x, uintptr_t out, int dtype, int activation, int64_t count) {
     const KernelTable &table = kernels();
+    const Stopwatch stopwatch(KernelClass::elementwise);
     over_rows(count, 4, [&](int64_t first, int64_t last) {
         table.activate(reinterpret_cast<const void *>(x), reinterpret_cast<void *>(out), static_cast<DType>(dtype),
                        static_cast<Activation>(activation), first, last);
@@ -60,10 +55,20 @@ static void activate(uintptr_t x, uintptr_t out, int dtype, int activation, int6
 
 static void gated(uintptr_t gate_up, uintptr_t out, int dtype, int activation, int64_t num_rows, int64_t width) {
     const KernelTable &table = kernels();
+    const Stopwatch stopwatch(KernelClass::elementwise);
     over_rows(num_rows, 4 * width, [&](int64_t first, int64_t last) {
         table.gated(reinterpret_cast<const void *>(gate_up), reinterpret_cast<void *>(out), static_cast<DType>(dtype),
                     static_cast<Activation>(activation), width, first, last);
     });
+}
+
+void check_positions(const int64_t *positions, int64_t count, int64_t num_positions) {
+    for (int64_t r = 0; r < count; ++r) {
+        if (positions[r] < 0 || positions[r] >= num_positions) {
+            throw std::invalid_argument("rope: position " + std::to_string(positions[r]) +
+                                        " is outside the table of " + std::to_string(num_positions));
+        }
+    }
 }
 
 static void rope(uintptr_t x, uintptr_t positions, uintptr_t cos_sin, int dtype, int64_t num_rows, int64_t stride,
@@ -77,31 +82,32 @@ static void rope(uintptr_t x, uintptr_t positions, uintptr_t cos_sin, int dtype,
                         head_size,
                         half,
                         is_interleaved};
-    for (int64_t r = 0; r < num_rows; ++r) {
-        if (rows.positions[r] < 0 || rows.positions[r] >= num_positions) {
-            throw std::invalid_argument("rope: position " + std::to_string(rows.positions[r]) +
-                                        " is outside the table of " + std::to_string(num_positions));
-        }
-    }
+    check_positions(rows.positions, num_rows, num_positions);
     const KernelTable &table = kernels();
+    const Stopwatch stopwatch(KernelClass::elementwise);
     over_rows(num_rows, 2 * num_heads * half, [&](int64_t first, int64_t last) { table.rope(rows, first, last); });
 }
 
-static void embedding(uintptr_t token_ids, uintptr_t weights, uintptr_t out, int dtype, int64_t num_tokens,
-                      int64_t num_rows, int64_t width) {
-    const int64_t *ids = reinterpret_cast<const int64_t *>(token_ids);
-    for (int64_t t = 0; t < num_tokens; ++t) {
-        if (ids[t] < 0 || ids[t] >= num_rows) {
+void embedding(const Lookup &lookup, const int64_t *ids, int64_t count, void *out) {
+    for (int64_t t = 0; t < count; ++t) {
+        if (ids[t] < 0 || ids[t] >= lookup.num_rows) {
             throw std::out_of_range("embedding: token id " + std::to_string(ids[t]) + " is outside the table of " +
-                                    std::to_string(num_rows) + " rows");
+                                    std::to_string(lookup.num_rows) + " rows");
         }
     }
-    const int64_t row_bytes = width * size_of(static_cast<DType>(dtype));
-    const char *from = reinterpret_cast<const char *>(weights);
-    char *to = reinterpret_cast<char *>(out);
-    over_rows(num_tokens, width, [&](int64_t first, int64_t last) {
+    const int64_t row_bytes = lookup.width * size_of(lookup.dtype);
+    const char *from = static_cast<const char *>(lookup.table);
+    char *to = static_cast<char *>(out);
+    over_rows(count, lookup.width, [&](int64_t first, int64_t last) {
         for (int64_t t = first; t < last; ++t) std::memcpy(to + t * row_bytes, from + ids[t] * row_bytes, row_bytes);
     });
+}
+
+static void gather(uintptr_t token_ids, uintptr_t table, uintptr_t out, int dtype, int64_t num_tokens, int64_t num_rows,
+                   int64_t width) {
+    const Lookup lookup{reinterpret_cast<const void *>(table), static_cast<DType>(dtype), num_rows, width};
+    const Stopwatch stopwatch(KernelClass::elementwise);
+    embedding(lookup, reinterpret_cast<const int64_t *>(token_ids), num_tokens, reinterpret_cast<void *>(out));
 }
 
 static void bind_elementwise(nb::module_ &m) {
@@ -111,7 +117,7 @@ static void bind_elementwise(nb::module_ &m) {
     m.def("activate", &activate, release());
     m.def("gated", &gated, release());
     m.def("rope", &rope, release());
-    m.def("embedding", &embedding, release());
+    m.def("embedding", &gather, release());
 }
 static const Registration registration(bind_elementwise);
 

@@ -10,6 +10,7 @@
 #include "dispatch.hpp"
 #include "scratch.hpp"
 #include "threads.hpp"
+#include "timing.hpp"
 
 namespace quire {
 
@@ -107,6 +108,7 @@ static const float *pack_pass(const KernelTable &table, const PackedWeight &weig
 
 static void linear(uintptr_t x, int x_dtype, int64_t num_rows, uintptr_t packed, int weight_dtype, int64_t num_outputs,
                    int64_t num_inputs, uintptr_t bias, uintptr_t out, int out_dtype) {
+    const Stopwatch stopwatch(KernelClass::linear);
     const KernelTable &table = kernels();
     const DType from = static_cast<DType>(x_dtype), to = static_cast<DType>(out_dtype);
     const PackedWeight weight{reinterpret_cast<const void *>(packed), static_cast<DType>(weight_dtype), num_outputs,

@@ -74,17 +74,22 @@ static void layer_norm_row(const T *x, const W *weight, const W *bias, T *out, c
     }
 }
 
+// The row that is normed: x, or x + residual, which is stored first and so rounded.
+template <typename T>
+static const T *norm_input(const NormRows &norm, int64_t at) {
+    const T *x = static_cast<const T *>(norm.x) + at;
+    if (norm.residual == nullptr) return x;
+    T *sum = static_cast<T *>(norm.sum) + at;
+    add_row(x, static_cast<const T *>(norm.residual) + at, sum, norm.width);
+    return sum;
+}
+
 template <typename T, typename W>
 static void rms_norm_rows(const NormRows &norm, int64_t first, int64_t last) {
     for (int64_t r = first; r < last; ++r) {
         const int64_t at = r * norm.width;
-        const T *x = static_cast<const T *>(norm.x) + at;
-        if (norm.residual != nullptr) {
-            T *sum = static_cast<T *>(norm.sum) + at;
-            add_row(x, static_cast<const T *>(norm.residual) + at, sum, norm.width);
-            x = sum;
-        }
-        rms_norm_row(x, static_cast<const W *>(norm.weight), static_cast<T *>(norm.out) + at, norm);
+        rms_norm_row(norm_input<T>(norm, at), static_cast<const W *>(norm.weight), static_cast<T *>(norm.out) + at,
+                     norm);
     }
 }
 
@@ -92,7 +97,7 @@ template <typename T, typename W>
 static void layer_norm_rows(const NormRows &norm, int64_t first, int64_t last) {
     for (int64_t r = first; r < last; ++r) {
         const int64_t at = r * norm.width;
-        layer_norm_row(static_cast<const T *>(norm.x) + at, static_cast<const W *>(norm.weight),
+        layer_norm_row(norm_input<T>(norm, at), static_cast<const W *>(norm.weight),
                        static_cast<const W *>(norm.bias), static_cast<T *>(norm.out) + at, norm);
     }
 }
@@ -113,6 +118,34 @@ void layer_norm(const NormRows &norm, int64_t first, int64_t last) {
     }
     if (norm.weight_dtype == DType::f32) return layer_norm_rows<bf16, float>(norm, first, last);
     return layer_norm_rows<bf16, bf16>(norm, first, last);
+}
+
+// ---- sums and products ----
+
+template <typename T>
+static void scale_span(const T *x, float factor, T *out, int64_t count) {
+    const Vec by = broadcast(factor);
+    for (int64_t i = 0; i < count; i += LANES) store_up_to(out + i, mul(load_up_to(x + i, count - i), by), count - i);
+}
+
+void add(const void *x, const void *y, void *out, DType dtype, int64_t first, int64_t last) {
+    const int64_t count = last - first;
+    x = offset(x, first, dtype), y = offset(y, first, dtype), out = offset(out, first, dtype);
+    if (dtype == DType::f32) {
+        add_row(static_cast<const float *>(x), static_cast<const float *>(y), static_cast<float *>(out), count);
+    } else {
+        add_row(static_cast<const bf16 *>(x), static_cast<const bf16 *>(y), static_cast<bf16 *>(out), count);
+    }
+}
+
+void scale(const void *x, float factor, void *out, DType dtype, int64_t first, int64_t last) {
+    const int64_t count = last - first;
+    x = offset(x, first, dtype), out = offset(out, first, dtype);
+    if (dtype == DType::f32) {
+        scale_span(static_cast<const float *>(x), factor, static_cast<float *>(out), count);
+    } else {
+        scale_span(static_cast<const bf16 *>(x), factor, static_cast<bf16 *>(out), count);
+    }
 }
 
 // ---- activations ----

@@ -18,6 +18,8 @@ const KernelTable table = {
     finish_rows,
     rms_norm,
     layer_norm,
+    add,
+    scale,
     activate,
     gated,
     rope,

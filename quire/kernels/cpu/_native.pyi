@@ -5,6 +5,9 @@ passes them. dtypes are 0 for float32 and 1 for bfloat16. Indices that come from
 positions) are checked here: ValueError, or IndexError for a token id.
 """
 
+def kernel_times() -> dict[str, float]:
+    """Seconds that kernels have run for in this process: linear, attention, elementwise, sampling."""
+
 def num_threads() -> int: ...
 def set_num_threads(count: int) -> None: ...
 def isa() -> str: ...

@@ -1,0 +1,30 @@
+// What the bindings of norms, activations and lookups share with the decoder step (step.cpp): the division of rows among
+// threads, and the checks of indices. The arithmetic is in isa/elementwise.cpp.
+#pragma once
+
+#include "dispatch.hpp"
+#include "threads.hpp"
+
+namespace quire {
+
+// Run `work(first, last)` over `count` rows of `row_cost` elements, divided evenly among threads.
+template <typename Work>
+void over_rows(int64_t count, int64_t row_cost, Work work) {
+    const int team = team_size(count * row_cost);
+    if (team == 1) return work(int64_t{0}, count);
+#pragma omp parallel for schedule(static) num_threads(team)
+    for (int part = 0; part < team; ++part) work(count * part / team, count * (part + 1) / team);
+}
+
+// std::invalid_argument for a position that a table of RoPE or of embeddings does not have.
+void check_positions(const int64_t *positions, int64_t count, int64_t num_positions);
+
+// Gather rows of a table [num_rows, width]; std::out_of_range for an id outside it.
+struct Lookup {
+    const void *table;
+    DType dtype;
+    int64_t num_rows, width;
+};
+void embedding(const Lookup &lookup, const int64_t *ids, int64_t count, void *out);
+
+}  // namespace quire
