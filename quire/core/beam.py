@@ -49,6 +49,8 @@ class BeamSettings:
 class BeamDecoder:
     """The state of one search. `hypotheses` holds the outcome, best first, once the request is finished."""
 
+    is_plain = False
+
     def __init__(self, settings: BeamSettings) -> None:
         self.settings = settings
         self.hypotheses: list[Hypothesis] = []

@@ -13,19 +13,19 @@ class SamplingDecoder:
 
     def __init__(self, num_sequences: int = 1) -> None:
         self.num_sequences = num_sequences
-        self._is_forked = num_sequences == 1
+        self.is_plain = num_sequences == 1
 
     def demand(self, sequence: Sequence) -> Demand:
-        return _ONE_SAMPLE if self._is_forked else Demand(self.num_sequences, 0)
+        return _ONE_SAMPLE if self.is_plain else Demand(self.num_sequences, 0)
 
     def absorb(self, ops: SequenceOps, sequence: Sequence, result: WorkResult) -> None:
-        if not self._is_forked:
+        if not self.is_plain:
             self._fork(ops, sequence, result)
         ops.append(sequence, result.token_ids[0], result.logprobs[0] if result.logprobs else None, is_on_worker=True)
 
     def _fork(self, ops: SequenceOps, sequence: Sequence, result: WorkResult) -> None:
         """Fork while the parent still stands at the end of the prompt, then give each child its own first token."""
-        self._is_forked = True
+        self.is_plain = True
         logprobs = result.logprobs or (None,) * len(result.token_ids)
         children = [ops.fork(sequence, index) for index in range(1, self.num_sequences)]
         for child, token_id, record in zip(children, result.token_ids[1:], logprobs[1:], strict=True):

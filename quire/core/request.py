@@ -112,6 +112,9 @@ class Sequence:
     row: int = -1
     is_resident: bool = False
     """Whether the worker already knows the row (a plan has carried its `NewRow`)."""
+    cruise_end: int = 0
+    """While fewer tokens than this are computed, each of its steps is a plain decode: one token, in a slot of its own last
+    block, that neither fills the block nor is the last one allowed. Set when a slower look has established that."""
     num_reserved: int = 0
     """Blocks promised at admission for known tokens that are not computed yet."""
     len_at_admission: int = 0
@@ -182,6 +185,11 @@ class Demand(NamedTuple):
 
 class Decoder(Protocol):
     """One request's way from logits to tokens."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether from now on each closed gap yields one sampled token, which is appended and nothing else."""
+        ...
 
     def demand(self, sequence: Sequence) -> Demand:
         """What the sequence is to yield when its gap closes. Asked at every decode: it should create nothing."""

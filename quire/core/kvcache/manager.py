@@ -128,6 +128,10 @@ class KVCacheManager:
         self.num_copies += 1
         return BlockCopy(source, destination)
 
+    def is_own(self, table: BlockTable, position: int) -> bool:
+        """Whether nobody else names the block of a position, so that its slots may be written."""
+        return self.pool.ref_counts[table.blocks[position // self.block_size]] == 1
+
     def fill_slot(self, table: BlockTable, position: int) -> bool:
         """Take the next slot of a block that is the table's own; False (and no change) where that needs a new block.
 

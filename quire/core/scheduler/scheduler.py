@@ -23,7 +23,7 @@ from quire.common.numbers import ceil_div
 from quire.common.seeds import derive_seed
 from quire.config.limits import SchedulerLimits
 from quire.core.kvcache.manager import KVCacheManager
-from quire.core.plan import StepPlan, StepResult, TokenLogprobs
+from quire.core.plan import RowWork, StepPlan, StepResult, TokenLogprobs, WorkResult
 from quire.core.request import FinishReason, Rank, Request, Sequence, SequenceStatus
 from quire.core.scheduler.draft import PlanDraft
 from quire.core.scheduler.preemption import Preemption, assess, choose_victim
@@ -161,11 +161,10 @@ class Scheduler:
         self._draft.open(self.limits.max_num_batched_tokens)
         self._make_room_for_urgent()
         if self.limits.enable_chunked_prefill:
-            self._schedule_decodes()
-            self._schedule_chunks()
+            self._schedule_chunks(self._schedule_decodes())
             self._admit()
         else:
-            self._schedule_chunks()
+            self._schedule_chunks(self.running)
             self._admit()
             self._schedule_decodes()
         if not self._draft.work:
@@ -178,28 +177,42 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[Progress]:
         """Take in what came of a step; returns what happened, in the plan's order."""
         assert plan.step_id == result.step_id == self._step_id and len(result.results) == len(plan.work)
-        self._now = now
-        self._progress = []
-        size, in_flight, self._in_flight = self.limits.block_size, self._in_flight, []
+        self._now, self._progress = now, []
+        in_flight, self._in_flight, add_progress = self._in_flight, [], self._progress.append
         for sequence, work, outcome in zip(in_flight, plan.work, result.results, strict=True):
-            if sequence.status is not _RUNNING or sequence.row != work.row:
-                continue  # aborted while the step ran
-            if outcome.error is not None:
-                self.fail(sequence.request.request_id, outcome.error)
+            num_computed, token_ids = sequence.num_computed + 1, outcome.token_ids
+            if num_computed >= sequence.cruise_end or not token_ids or outcome.logprobs:
+                self._take_in(sequence, work, outcome)
                 continue
-            sequence.num_computed = work.start + work.num_tokens
-            try:
-                if outcome.prompt_logprobs:
-                    sequence.request.prompt_logprobs.extend(outcome.prompt_logprobs)
-                if sequence.num_computed >= (sequence.table.num_chained + 1) * size:
-                    self._publish(sequence)
-                    self._num_prefill_publications += work.num_tokens > 1
-                if work.num_samples or work.num_candidates:
-                    sequence.request.decoder.absorb(self, sequence, outcome)
-            except Exception as error:
-                log_failure(logger, f"request {sequence.name} failed while its step was taken in", error)
-                self.fail(sequence.request.request_id, f"the step could not be taken in: {type(error).__name__}")
+            token_id, request = token_ids[0], sequence.request
+            sequence.num_computed = num_computed
+            sequence.token_ids.append(token_id)
+            request.metrics.last_token_s = now
+            self.stats.num_generated_tokens += 1
+            add_progress(tuple.__new__(Progress, (sequence, token_id, None)))  # half the price of a call
+            if token_id in request.stop_token_ids:
+                self._end_if_due(sequence, token_id)
         return self._progress
+
+    def _take_in(self, sequence: Sequence, work: RowWork, outcome: WorkResult) -> None:
+        """What came of one sequence's work, whatever it was; an exception ends its request alone."""
+        if sequence.status is not _RUNNING or sequence.row != work.row:
+            return  # aborted while the step ran
+        if outcome.error is not None:
+            self.fail(sequence.request.request_id, outcome.error)
+            return
+        sequence.num_computed = work.start + work.num_tokens
+        try:
+            if outcome.prompt_logprobs:
+                sequence.request.prompt_logprobs.extend(outcome.prompt_logprobs)
+            if sequence.num_computed >= (sequence.table.num_chained + 1) * self.limits.block_size:
+                self._publish(sequence)
+                self._num_prefill_publications += work.num_tokens > 1
+            if work.num_samples or work.num_candidates:
+                sequence.request.decoder.absorb(self, sequence, outcome)
+        except Exception as error:
+            log_failure(logger, f"request {sequence.name} failed while its step was taken in", error)
+            self.fail(sequence.request.request_id, f"the step could not be taken in: {type(error).__name__}")
 
     # -- what decoders may do (SequenceOps) --------------------------------------------------------------------------
 
@@ -211,21 +224,25 @@ class Scheduler:
         if not is_on_worker and sequence.is_resident:
             self._draft.append_token(sequence.row, token_id)
         request = sequence.request
-        metrics = request.metrics
-        if metrics.first_token_s is None:
-            metrics.first_token_s = self._now
-        metrics.last_token_s = self._now
+        if request.metrics.first_token_s is None:
+            request.metrics.first_token_s = self._now
+        request.metrics.last_token_s = self._now
         self.stats.num_generated_tokens += 1
-        self._progress.append(tuple.__new__(Progress, (sequence, token_id, logprobs)))  # half the price of a call
+        self._progress.append(Progress(sequence, token_id, logprobs))
+        self._end_if_due(sequence, token_id)
+        if sequence.status is _PARKED:
+            self.num_parked -= 1
+            sequence.status = _WAITING
+            self.waiting.push(sequence)
+
+    def _end_if_due(self, sequence: Sequence, token_id: int) -> None:
+        """End a sequence whose newest token is a stop token, or the last one allowed."""
+        request = sequence.request
         num_output = len(sequence.token_ids) - len(request.prompt_token_ids)
         if token_id in request.stop_token_ids and num_output > sequence.sampling.min_tokens:
             self.finish(sequence, FinishReason.STOP, token_id)
         elif num_output >= request.max_tokens:
             self.finish(sequence, FinishReason.LENGTH)
-        elif sequence.status is _PARKED:
-            self.num_parked -= 1
-            sequence.status = _WAITING
-            self.waiting.push(sequence)
 
     def fork(self, parent: Sequence, index: int) -> Sequence:
         """A new sequence with the parent's tokens; it shares the parent's blocks if a row is free, else it waits."""
@@ -259,20 +276,41 @@ class Scheduler:
 
     # -- scheduling --------------------------------------------------------------------------------------------------
 
-    def _schedule_decodes(self) -> None:
-        draft, manager = self._draft, self.manager
-        for sequence in self.running.copy():  # growing may preempt others, which then have a row no more
+    def _schedule_decodes(self) -> list[Sequence]:
+        """Plan everyone who is one token behind; returns those found further behind.
+
+        With hundreds of sequences nearly all of a step is this loop, so most are dealt with in a few operations each.
+        """
+        draft, behind, planned = self._draft, list[Sequence](), set(self._in_flight)
+        add_work, add_in_flight = draft.work.append, self._in_flight.append
+        for sequence in self.running.copy():  # growing may preempt others, which then cruise no more
             if not draft.num_tokens_left:
-                return
-            is_decode = len(sequence.token_ids) - sequence.num_computed == 1 and not sequence.num_reserved
-            if not is_decode or sequence.row < 0 or sequence.row in draft.rows_with_work:
-                continue
-            is_answering = sequence.is_resident and sequence.num_computed >= len(sequence.request.prompt_token_ids)
-            if is_answering and manager.fill_slot(sequence.table, sequence.num_computed):
-                draft.add_decode(sequence)
-                self._in_flight.append(sequence)
-            else:
-                self._grow(sequence)
+                break
+            start = sequence.num_computed
+            if start < sequence.cruise_end:
+                sequence.table.num_filled = start + 1
+                add_work(tuple.__new__(RowWork, (sequence.row, start, 1, 1, 0, -1)))  # half the price of a call
+                add_in_flight(sequence)
+                draft.num_tokens_left -= 1
+                self.manager.num_unused_slots -= 1
+            elif len(sequence.token_ids) - start > 1 or sequence.num_reserved:
+                behind.append(sequence)
+            elif sequence.gap == 1 and sequence.row >= 0 and sequence not in planned:
+                self._schedule_decode(sequence)
+        return behind
+
+    def _schedule_decode(self, sequence: Sequence) -> None:
+        request, start = sequence.request, sequence.num_computed
+        if sequence.is_resident and self.manager.fill_slot(sequence.table, start):
+            self._draft.add_decode(sequence)
+            self._in_flight.append(sequence)
+        else:
+            self._grow(sequence)
+        table, num_prompt = sequence.table, len(request.prompt_token_ids)
+        is_planned = table.num_filled == start + 1  # it may have been preempted, or have to stall
+        if is_planned and start >= num_prompt and request.decoder.is_plain and self.manager.is_own(table, start):
+            num_slots = len(table.blocks) * self.limits.block_size
+            sequence.cruise_end = min(num_slots, num_prompt + request.max_tokens - 1)
 
     def _grow(self, sequence: Sequence) -> None:
         """Give a decode a new block for its next token, at somebody's expense if need be.
@@ -286,7 +324,8 @@ class Scheduler:
                 self._plan(sequence, 1)
                 return
             place = self.running.index(sequence)
-            others = [s for s in self.running[place + 1 :] if not self._draft.holds(s)]
+            planned = set(self._in_flight)
+            others = [s for s in self.running[place + 1 :] if s not in planned]
             preemption = choose_victim(others, sequence, self.manager.pool, self.limits.block_size)
             if preemption is None:
                 if not any(not s.has_progressed for s in self.running):
@@ -294,12 +333,12 @@ class Scheduler:
                 return
             self._preempt(preemption)
 
-    def _schedule_chunks(self) -> None:
-        for sequence in self.running:
+    def _schedule_chunks(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
             if self._draft.num_tokens_left == 0:
                 break
             is_behind = len(sequence.token_ids) - sequence.num_computed > 1 or sequence.num_reserved
-            if is_behind and not self._draft.holds(sequence):
+            if is_behind and sequence.row >= 0:
                 self._plan_chunk(sequence)
 
     def _plan_chunk(self, sequence: Sequence) -> None:
@@ -450,6 +489,7 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a sequence out of wherever it is, with everything it holds."""
+        sequence.cruise_end = 0
         if sequence.status is _RUNNING:
             self._unpark(self.turns.withdraw(sequence))
             self.running.remove(sequence)
