@@ -171,14 +171,14 @@ class Scheduler:
             self._break_stall()
         self._draft.copies.extend(self.blocks.take_copies())
         plan = self._draft.close(self._step_id)
-        self.stats.count_plan(plan, self)
+        self.stats.count_plan(self.limits.max_num_batched_tokens - self._draft.num_tokens_left, self)
         return plan
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[Progress]:
         """Take in what came of a step; returns what happened, in the plan's order."""
         assert plan.step_id == result.step_id == self._step_id and len(result.results) == len(plan.work)
         self._now, self._progress = now, []
-        in_flight, self._in_flight, add_progress = self._in_flight, [], self._progress.append
+        in_flight, self._in_flight, add_progress, num_plain = self._in_flight, [], self._progress.append, 0
         for sequence, work, outcome in zip(in_flight, plan.work, result.results, strict=True):
             num_computed, token_ids = sequence.num_computed + 1, outcome.token_ids
             if num_computed >= sequence.cruise_end or not token_ids or outcome.logprobs:
@@ -188,10 +188,11 @@ class Scheduler:
             sequence.num_computed = num_computed
             sequence.token_ids.append(token_id)
             request.metrics.last_token_s = now
-            self.stats.num_generated_tokens += 1
+            num_plain += 1
             add_progress(tuple.__new__(Progress, (sequence, token_id, None)))  # half the price of a call
             if token_id in request.stop_token_ids:
                 self._end_if_due(sequence, token_id)
+        self.stats.num_generated_tokens += num_plain
         return self._progress
 
     def _take_in(self, sequence: Sequence, work: RowWork, outcome: WorkResult) -> None:
@@ -282,21 +283,23 @@ class Scheduler:
         With hundreds of sequences nearly all of a step is this loop, so most are dealt with in a few operations each.
         """
         draft, behind, planned = self._draft, list[Sequence](), set(self._in_flight)
-        add_work, add_in_flight = draft.work.append, self._in_flight.append
+        work, add_in_flight, num_plain = draft.work, self._in_flight.append, 0
+        max_work = len(work) + draft.num_tokens_left
         for sequence in self.running.copy():  # growing may preempt others, which then cruise no more
-            if not draft.num_tokens_left:
+            if len(work) >= max_work:
                 break
             start = sequence.num_computed
             if start < sequence.cruise_end:
+                num_plain += 1
                 sequence.table.num_filled = start + 1
-                add_work(tuple.__new__(RowWork, (sequence.row, start, 1, 1, 0, -1)))  # half the price of a call
+                work.append(tuple.__new__(RowWork, (sequence.row, start, 1, 1, 0, -1)))  # half the price of a call
                 add_in_flight(sequence)
-                draft.num_tokens_left -= 1
-                self.manager.num_unused_slots -= 1
             elif len(sequence.token_ids) - start > 1 or sequence.num_reserved:
                 behind.append(sequence)
             elif sequence.gap == 1 and sequence.row >= 0 and sequence not in planned:
                 self._schedule_decode(sequence)
+        draft.num_tokens_left -= num_plain
+        self.manager.num_unused_slots -= num_plain
         return behind
 
     def _schedule_decode(self, sequence: Sequence) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from quire.core.kvcache.manager import KVCacheManager
-from quire.core.plan import StepPlan
 from quire.core.request import Request
 
 
@@ -43,11 +42,11 @@ class SchedulerStats:
         """Unused share of allocated KV slots, averaged over steps."""
         return self.unused_slot_steps / self.allocated_slot_steps if self.allocated_slot_steps else 0.0
 
-    def count_plan(self, plan: StepPlan, scheduler: _Counted) -> None:
+    def count_plan(self, num_tokens: int, scheduler: _Counted) -> None:
         manager = scheduler.manager
         num_used = manager.pool.num_used
         self.num_steps += 1
-        self.num_computed_tokens += plan.num_tokens
+        self.num_computed_tokens += num_tokens
         self.peak_num_blocks = max(self.peak_num_blocks, num_used)
         self.peak_num_running = max(self.peak_num_running, len(scheduler.running))
         self.allocated_slot_steps += num_used * manager.block_size
