@@ -13,6 +13,7 @@ value, and what to do about it. A bug of our own is an `assert` or a plain Pytho
     │   ├── InvalidParameterError  a sampling parameter or an argument out of its range
     │   └── PromptTooLongError   the prompt exceeds the context, or the whole KV pool
     └── EngineError              the engine itself failed or was closed
+        └── UnavailableError     nothing can be taken now; the same request may succeed later
 """
 
 from __future__ import annotations
@@ -63,3 +64,15 @@ class PromptTooLongError(RequestError):
 
 class EngineError(QuireError):
     """The engine itself failed or was closed."""
+
+
+class UnavailableError(EngineError):
+    """Nothing can be taken now: the engine is full, draining or gone. The same request may succeed later.
+
+    `state` says which ("overloaded", "draining", "failed" or "closed"); `retry_after_s` when to try again, if ever.
+    """
+
+    def __init__(self, message: str, *, state: str, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.state = state
+        self.retry_after_s = retry_after_s

@@ -18,6 +18,7 @@ from typing import Any, Self
 from quire.common.failures import log_failure
 from quire.config.engine import EngineConfig
 from quire.core.params import SamplingParams
+from quire.core.scheduler.scheduler import Scheduler
 from quire.engine.builder import build_engine
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
@@ -104,6 +105,11 @@ class AsyncLLM:
     def get_tokenizer(self) -> Any:
         """The model's tokenizer, or None with `skip_tokenizer_init`."""
         return self._engine.tokenizer
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The control plane, to look at (it belongs to the engine's thread)."""
+        return self._engine.scheduler
 
     def close(self, timeout_s: float = 30.0) -> None:
         """End all requests and free the model. Waits for the step in flight, at most `timeout_s`. Idempotent."""

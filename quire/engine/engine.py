@@ -4,7 +4,7 @@
     result = executor.execute(plan)         # data plane: one forward pass and the sampling
     outputs = process(scheduler.update(plan, result, now))
 
-Owns the clock, the seeds and the life of per-request logits processors. Synchronous and single-threaded: `LLM` drives it
+Owns the clock and the life of per-request logits processors. Synchronous and single-threaded: `LLM` drives it
 directly, `AsyncLLM` from a thread of its own.
 """
 
@@ -17,19 +17,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.common.failures import log_failure
-from quire.common.seeds import mix64
-from quire.core.beam import BeamDecoder, BeamSettings
-from quire.core.decoding import SamplingDecoder
-from quire.core.kvcache.prefix import Namespace
 from quire.core.params import BeamSearchParams, SamplingParams
 from quire.core.plan import StepPlan, StepResult, WorkResult
-from quire.core.request import Request
 from quire.core.scheduler.scheduler import Progress, Scheduler
 from quire.engine.beam_output import BeamState, beam_output
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.outputs import BeamSearchOutput, RequestOutput
 from quire.engine.planning import EnginePlan
 from quire.engine.prompts import ParsedPrompt, Prompt, parse_prompt
+from quire.engine.requests import RequestBuilder
 from quire.errors import EngineError, InvalidParameterError
 from quire.executor.interface import Executor
 from quire.text.tokenizer import Tokenizer
@@ -54,13 +50,12 @@ class Engine:
         self.executor = executor
         self.tokenizer = tokenizer
         self.generation_config = dict(generation_config or {})
-        self.eos_token_ids = eos_token_ids
         self.scheduler = self._new_scheduler()
         self._outputs = OutputProcessor(tokenizer, self.scheduler)
         self._beams: dict[str, BeamState] = {}
         self._processors: dict[str, list[str]] = {}
         self._clock = clock
-        self._num_unseeded = 0
+        self.request_builder = RequestBuilder(plan, tokenizer, eos_token_ids, clock)
         self._is_closed = False
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -77,7 +72,7 @@ class Engine:
             raise EngineError("the engine is closed")
         parsed = parse_prompt(prompt, self.tokenizer, self.plan.spec.vocab_size)
         if isinstance(params, BeamSearchParams):
-            request = self._beam_request(request_id, parsed, params)
+            request = self.request_builder.beam(request_id, parsed, params)
             request.priority = priority
             self.scheduler.add(request)
             self._beams[request_id] = BeamState(request, params, parsed.text)
@@ -172,13 +167,13 @@ class Engine:
     # -- building requests -------------------------------------------------------------------------------------------
 
     def _add_sampling(self, request_id: str, prompt: ParsedPrompt, params: SamplingParams, priority: int) -> None:
-        self._check_params(params)
         names: list[str] = []
+        request = self.request_builder.sampling(request_id, prompt, params)
+        request.priority = priority
         try:
             for processor in params.logits_processors or ():
                 names.append(self.executor.register_processor(processor))
-            request = self._sampling_request(request_id, prompt, params, names)
-            request.priority = priority
+            request.sampling = request.sampling._replace(processors=tuple(names))
             self.scheduler.add(request)
         except BaseException:
             for name in names:
@@ -187,85 +182,6 @@ class Engine:
         self._processors[request_id] = names
         self._outputs.add(request, params, prompt.text)
 
-    def _sampling_request(
-        self, request_id: str, prompt: ParsedPrompt, params: SamplingParams, processors: list[str]
-    ) -> Request:
-        sampling = params.to_row_sampling(
-            seed=self._seed(params),
-            eos_token_ids=self.eos_token_ids,
-            bad_words=self._bad_words(params),
-            processors=processors,
-        )
-        if params.num_sequences > params.n and sampling.num_logprobs is None:
-            sampling = sampling._replace(num_logprobs=0)  # best_of ranks by log-probability
-        eos = frozenset() if params.ignore_eos else self.eos_token_ids
-        request = Request(
-            request_id=request_id,
-            prompt_token_ids=prompt.token_ids,
-            sampling=sampling,
-            decoder=SamplingDecoder(params.num_sequences),
-            max_tokens=params.max_tokens or self.plan.limits.max_model_len,
-            stop_token_ids=eos | frozenset(params.stop_token_ids or ()),
-            namespace=_namespace(prompt),
-            reads_cache=not params.skip_reading_prefix_cache,
-        )
-        request.metrics.arrival_s = self._clock()
-        return request
-
-    def _beam_request(self, request_id: str, prompt: ParsedPrompt, params: BeamSearchParams) -> Request:
-        params.check_vocabulary(self.plan.spec.vocab_size)
-        max_tokens = min(params.max_tokens, self.plan.limits.max_model_len - len(prompt.token_ids))
-        eos = frozenset() if params.ignore_eos else self.eos_token_ids
-        settings = BeamSettings(
-            beam_width=params.beam_width,
-            max_tokens=max_tokens,
-            eos_token_ids=eos | frozenset(params.stop_token_ids),
-            length_penalty=params.length_penalty,
-            early_stopping=params.early_stopping,
-        )
-        request = Request(
-            request_id=request_id,
-            prompt_token_ids=prompt.token_ids,
-            sampling=params.to_row_sampling(),
-            decoder=BeamDecoder(settings),
-            max_tokens=max_tokens,
-            namespace=_namespace(prompt),
-        )
-        request.metrics.arrival_s = self._clock()
-        return request
-
-    def _check_params(self, params: SamplingParams) -> None:
-        params.check_vocabulary(self.plan.spec.vocab_size)
-        limit = self.plan.config.max_logprobs
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(params, name)
-            if value is not None and limit >= 0 and not 0 <= value <= limit:
-                raise InvalidParameterError(
-                    f"{name}={value} exceeds this engine's max_logprobs={limit}; lower it, or raise max_logprobs", param=name
-                )
-        if params.detokenize and params.stop and self.tokenizer is None:
-            raise InvalidParameterError("stop strings need a tokenizer, and this engine has none", param="stop")
-
-    def _seed(self, params: SamplingParams) -> int:
-        if params.seed is not None:
-            return params.seed
-        self._num_unseeded += 1
-        return mix64(self.plan.config.seed ^ mix64(self._num_unseeded))
-
-    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Each bad word as it is tokenized at the start of a text and after a space."""
-        if not params.bad_words:
-            return []
-        if self.tokenizer is None:
-            raise InvalidParameterError("bad_words need a tokenizer, and this engine has none", param="bad_words")
-        spellings = [spelling for word in params.bad_words for spelling in (word, f" {word.lstrip()}")]
-        encoded = [self.tokenizer.encode(spelling, add_special_tokens=False) for spelling in spellings]
-        return [token_ids for token_ids in encoded if token_ids]
-
     def _forget_processors(self, request_id: str) -> None:
         for name in self._processors.pop(request_id, ()):
             self.executor.unregister_processor(name)
-
-
-def _namespace(prompt: ParsedPrompt) -> Namespace:
-    return () if prompt.cache_salt is None else ("salt", prompt.cache_salt)

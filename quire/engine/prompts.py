@@ -63,7 +63,7 @@ def parse_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -
         raise InvalidParameterError(f"cache_salt must be text, not {type(salt).__name__}", param="cache_salt")
     if token_ids is None:
         token_ids = _encode(text, tokenizer)
-    return ParsedPrompt(text if isinstance(text, str) else None, _check_token_ids(token_ids, vocab_size), salt)
+    return ParsedPrompt(text if isinstance(text, str) else None, check_token_ids(token_ids, vocab_size), salt)
 
 
 def _encode(text: object, tokenizer: Tokenizer | None) -> list[int]:
@@ -77,7 +77,8 @@ def _encode(text: object, tokenizer: Tokenizer | None) -> list[int]:
     return tokenizer.encode(text, parse_special=True)
 
 
-def _check_token_ids(token_ids: Iterable[Any], vocab_size: int) -> tuple[int, ...]:
+def check_token_ids(token_ids: Iterable[Any], vocab_size: int) -> tuple[int, ...]:
+    """A prompt's token ids as plain integers. Raises InvalidParameterError for what is none, or not the model's."""
     try:
         checked = tuple(map(operator.index, token_ids))
     except TypeError:

@@ -417,7 +417,7 @@ def test_stop_tokens_min_tokens_and_end_of_sequence(make_engine: MakeEngine) -> 
     stopped = run_all(engine)["stopped"].outputs[0]
     end = tokens.index(tokens[3]) + 1
     assert (stopped.token_ids, stopped.finish_reason, stopped.stop_reason) == (tokens[:end], "stop", tokens[3])
-    engine.eos_token_ids = frozenset({tokens[3]})
+    engine.request_builder.eos_token_ids = frozenset({tokens[3]})
     engine.add_request("ended", PROMPT, _params(ignore_eos=False))
     ended = run_all(engine)["ended"].outputs[0]
     assert (ended.token_ids, ended.finish_reason, ended.stop_reason) == (tokens[:end], "stop", None)

@@ -19,18 +19,18 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from quire.common.failures import log_failure
-from quire.common.numbers import ceil_div
 from quire.common.seeds import derive_seed
 from quire.config.limits import SchedulerLimits
 from quire.core.kvcache.manager import KVCacheManager
 from quire.core.plan import RowWork, StepPlan, StepResult, TokenLogprobs, WorkResult
 from quire.core.request import FinishReason, Rank, Request, Sequence, SequenceStatus
+from quire.core.scheduler.admission import fit
 from quire.core.scheduler.draft import PlanDraft
 from quire.core.scheduler.preemption import Preemption, assess, choose_victim
 from quire.core.scheduler.queue import WaitingQueue
 from quire.core.scheduler.resources import KVBlocks, PrefixTurns, Resource, RowSlots
 from quire.core.scheduler.stats import SchedulerStats
-from quire.errors import InvalidParameterError, PromptTooLongError
+from quire.errors import InvalidParameterError
 
 logger = logging.getLogger(__name__)
 
@@ -450,24 +450,7 @@ class Scheduler:
     def _check(self, request: Request) -> None:
         if request.request_id in self.requests:
             raise InvalidParameterError(f"request id {request.request_id!r} is already in use", param="request_id")
-        num_prompt, limits = len(request.prompt_token_ids), self.limits
-        if num_prompt == 0:
-            raise InvalidParameterError("the prompt is empty; give at least one token", param="prompt")
-        if num_prompt >= limits.max_model_len:
-            raise PromptTooLongError(
-                f"the prompt has {num_prompt} tokens, but the context holds {limits.max_model_len}, of which at least one is "
-                "for the answer; shorten the prompt or raise max_model_len"
-            )
-        # The last token sampled is never computed, so it needs no slot.
-        num_slots = min(num_prompt + request.max_tokens, limits.max_model_len) - 1
-        num_blocks = ceil_div(num_slots, limits.block_size)
-        if num_blocks > limits.num_blocks:
-            raise PromptTooLongError(
-                f"the prompt's {num_prompt} tokens and up to {num_slots + 1 - num_prompt} new ones need {num_blocks} KV "
-                f"blocks of {limits.block_size}, but the whole pool has {limits.num_blocks}; shorten the prompt, lower "
-                "max_tokens, or give the KV cache more memory"
-            )
-        request.max_tokens = min(request.max_tokens, limits.max_model_len - num_prompt)
+        fit(request, self.limits)
 
     def _new_sequence(self, request: Request, index: int, token_ids: list[int]) -> Sequence:
         keys = self.manager.index.keys(request.namespace) if self.limits.enable_prefix_caching else None

@@ -1,0 +1,86 @@
+"""The front of an engine that runs elsewhere: requests are judged here, before they travel.
+
+Torch-free. Whatever would make the engine refuse a request is found out here with the same code, so that a client hears of it
+at once, in its own thread, and also while the engine is still loading.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import NamedTuple
+
+from quire import __version__
+from quire.core.request import Request
+from quire.core.scheduler.admission import fit
+from quire.engine.builder import PreparedModel
+from quire.engine.client import GenerationRequest, ModelInfo
+from quire.engine.prompts import ParsedPrompt, check_token_ids
+from quire.engine.requests import RequestBuilder
+from quire.errors import InvalidParameterError
+
+
+class Admitted(NamedTuple):
+    """A request that can be served, as its sender and as the scheduler sees it."""
+
+    asked: GenerationRequest
+    request: Request
+
+
+class Admission:
+    """Judges requests against one model and its limits."""
+
+    def __init__(self, prepared: PreparedModel) -> None:
+        plan = prepared.planned.plan
+        self._limits = plan.limits
+        self._vocab_size = plan.spec.vocab_size
+        self._builder = RequestBuilder(plan, prepared.tokenizer, prepared.eos_token_ids)
+        self.model = model_info(prepared)
+
+    def admit(self, asked: GenerationRequest) -> Admitted:
+        """Raises a RequestError for a request that can never be served."""
+        if asked.params.logits_processors:
+            raise InvalidParameterError(
+                "logits_processors are functions, which do not travel to an engine process", param="logits_processors"
+            )
+        token_ids = check_token_ids(asked.prompt_token_ids, self._vocab_size)
+        prompt = ParsedPrompt(asked.prompt, token_ids, asked.cache_salt)
+        request = self._builder.sampling(asked.request_id, prompt, asked.params)
+        request.priority = asked.priority
+        fit(request, self._limits)
+        return Admitted(asked, request)
+
+
+def model_info(prepared: PreparedModel) -> ModelInfo:
+    """What a server may know of a model that is not loaded yet."""
+    plan = prepared.planned.plan
+    return ModelInfo(
+        name=plan.config.model,
+        folder=str(prepared.planned.folder),
+        max_model_len=plan.limits.max_model_len,
+        vocab_size=plan.spec.vocab_size,
+        max_logprobs=plan.config.max_logprobs,
+        eos_token_ids=tuple(sorted(prepared.eos_token_ids)),
+        generation_config=dict(prepared.generation_config),
+        num_kv_slots=plan.limits.num_slots,
+        fingerprint=_fingerprint(prepared),
+    )
+
+
+def _fingerprint(prepared: PreparedModel) -> str:
+    """A digest of what decides the numbers: Quire's version, the model's declaration and files, dtype and kernels.
+
+    Limits, threads and block size are left out, since no answer depends on them.
+    """
+    plan, folder = prepared.planned.plan, prepared.planned.folder
+    weights = sorted((path.name, path.stat().st_size) for path in folder.glob("*.safetensors"))
+    decisive = [
+        __version__,
+        dict(prepared.planned.model_config),
+        plan.dtype,
+        plan.config.kernels,
+        plan.config.load_format,
+        plan.config.seed if plan.config.load_format == "dummy" else None,
+        weights,
+    ]
+    return "fp_" + hashlib.blake2b(json.dumps(decisive, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,97 @@
+"""The engine as a server sees it, with the engine in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config.engine import EngineConfig
+from quire.core.params import RequestOutputKind, SamplingParams
+from quire.engine.async_llm import AsyncLLM
+from quire.engine.builder import prepare_model
+from quire.engine.client import EngineClient, GenerationRequest
+from quire.engine.local_client import LocalClient
+from quire.engine.outputs import RequestOutput
+from quire.errors import InvalidParameterError, PromptTooLongError, UnavailableError
+
+OPTIONS: dict[str, Any] = {"load_format": "dummy", "kv_cache_memory": "512KiB", "num_threads": 1, "max_num_seqs": 16}
+
+
+@pytest.fixture
+def client(tiny_config: Path) -> Iterator[EngineClient]:
+    llm = AsyncLLM(str(tiny_config), **OPTIONS)
+    yield LocalClient(llm, prepare_model(EngineConfig(model=str(tiny_config), **OPTIONS)))
+    llm.close()
+
+
+def _request(name: str, prompt: Sequence[int] = (3, 4, 5), **params: Any) -> GenerationRequest:
+    options = {"max_tokens": 8, "ignore_eos": True, "output_kind": RequestOutputKind.DELTA, **params}
+    return GenerationRequest(request_id=name, prompt_token_ids=prompt, params=SamplingParams(**options))
+
+
+async def _collect(client: EngineClient, request: GenerationRequest) -> list[RequestOutput]:
+    return [output async for output in await client.generate(request)]
+
+
+def test_deltas_end_with_a_finished_output(client: EngineClient) -> None:
+    outputs = asyncio.run(_collect(client, _request("a", seed=1)))
+    assert sum(len(each.outputs[0].token_ids) for each in outputs) == 8
+    assert [each.finished for each in outputs] == [False] * 7 + [True]
+    assert client.status().is_ready and client.status().num_requests == 0
+
+
+def test_what_can_never_be_served_is_refused_before_it_streams(client: EngineClient) -> None:
+    limit = client.model.max_model_len
+    with pytest.raises(PromptTooLongError, match=str(limit)):
+        asyncio.run(_collect(client, _request("long", [3] * limit)))
+    with pytest.raises(InvalidParameterError, match="vocabulary"):
+        asyncio.run(_collect(client, _request("alien", [client.model.vocab_size])))
+    with pytest.raises(InvalidParameterError, match="functions"):
+        asyncio.run(_collect(client, _request("code", logits_processors=[lambda output, logits: logits])))
+
+
+def test_leaving_early_ends_the_request(client: EngineClient) -> None:
+    async def leave() -> None:
+        stream = await client.generate(_request("a", max_tokens=200))
+        await anext(stream)
+        await stream.aclose()
+
+    asyncio.run(leave())
+    assert client.status().num_requests == 0
+
+
+def test_a_closed_client_ends_streams_and_refuses(client: EngineClient) -> None:
+    async def close() -> tuple[RequestOutput, bool]:
+        stream = await client.generate(_request("a", max_tokens=200))
+        await anext(stream)
+        is_empty = await client.drain(0.0)
+        with pytest.raises(UnavailableError, match="shutting down"):
+            await client.generate(_request("b"))
+        return [output async for output in stream][-1], is_empty
+
+    last, is_empty = asyncio.run(close())
+    assert last.finished and last.error is not None and not is_empty
+
+
+def test_the_fingerprint_changes_with_the_numbers_and_not_with_the_limits(tiny_config: Path) -> None:
+    def fingerprint(**options: Any) -> str:
+        from quire.engine.admission import model_info
+
+        return model_info(prepare_model(EngineConfig(model=str(tiny_config), **{**OPTIONS, **options}))).fingerprint
+
+    assert fingerprint() == fingerprint(max_num_seqs=4, block_size=32)
+    assert len({fingerprint(), fingerprint(dtype="bfloat16"), fingerprint(seed=5)}) == 3
+
+
+def test_the_server_side_imports_no_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import quire.engine.client, quire.engine.admission, quire.engine.output_processor; print('ok')"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "ok\n"
