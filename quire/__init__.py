@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from quire.common.openmp import limit_spinning
+from quire.common.version import __version__
 
 if TYPE_CHECKING:
     from quire.config.engine import EngineConfig
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from quire.engine.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
     from quire.errors import QuireError
     from quire.llm import LLM
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "quire.llm",

@@ -10,7 +10,7 @@ import hashlib
 import json
 from typing import NamedTuple
 
-from quire import __version__
+from quire.common.version import __version__
 from quire.core.request import Request
 from quire.core.scheduler.admission import fit
 from quire.engine.builder import PreparedModel
@@ -83,4 +83,4 @@ def _fingerprint(prepared: PreparedModel) -> str:
         plan.config.seed if plan.config.load_format == "dummy" else None,
         weights,
     ]
-    return "fp_" + hashlib.blake2b(json.dumps(decisive, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(json.dumps(decisive, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
