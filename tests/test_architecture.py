@@ -22,9 +22,9 @@ ALLOWED: dict[str, set[str]] = {
     "text": set(),
     "kernels": set(),
     "assets": set(),
-    "quant": {"kernels"},
     "models": set(),  # declarations only: what they declare is built by nn, which therefore stands above them
-    "weights": {"models", "kernels", "quant"},
+    "weights": {"models", "kernels"},
+    "quant": {"kernels", "models", "weights"},
     "nn": {"models", "weights", "kernels", "quant"},
     "multimodal": {"nn", "kernels"},
     "lora": {"nn", "kernels", "core"},

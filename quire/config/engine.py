@@ -21,6 +21,7 @@ LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("auto", "cpu")
 POLICIES = ("fcfs", "priority")
 KERNELS = ("auto", "cpu", "reference")
+QUANTIZATIONS = ("int8", "int4")
 
 
 RENAMED = {"gpu_memory_utilization": "memory_utilization", "kv_cache_memory_bytes": "kv_cache_memory"}
@@ -61,7 +62,12 @@ class EngineConfig:
     num_threads: int | None = _option(None, "CPU threads; by default the physical cores this process may use")
     seed: int = _option(0, "from which the seeds of requests without one of their own are derived")
     max_logprobs: int = _option(20, "most alternatives a request may ask for per token; -1 allows the whole vocabulary")
-    quantization: str | None = _option(None, "not available yet")
+    quantization: str | None = _option(
+        None,
+        "weights and activations as integers: quantizes floating-point weights while they are loaded; int4 has 8 bit "
+        "activations. Quantized checkpoints are recognised without it",
+        choices=QUANTIZATIONS,
+    )
     kv_cache_dtype: str = _option("auto", "auto is the compute dtype; nothing else is available yet", choices=("auto",))
     tensor_parallel_size: int = _option(1, "not available yet beyond 1")
     pipeline_parallel_size: int = _option(1, "not available yet beyond 1")
@@ -90,7 +96,7 @@ class EngineConfig:
         for item in fields(self):
             choices = item.metadata.get("choices")
             value = getattr(self, item.name)
-            if choices is not None and value not in choices:
+            if choices is not None and value not in (item.default, *choices):
                 raise ConfigError(f"{item.name}={value!r} is not available; choose {' or '.join(map(repr, choices))}")
             if isinstance(item.default, bool) and not isinstance(value, bool):
                 raise ConfigError(f"{item.name}={value!r} must be True or False")
@@ -109,7 +115,6 @@ class EngineConfig:
 
     def _check_available(self) -> None:
         for name, only in (
-            ("quantization", None),
             ("speculative", None),
             ("tensor_parallel_size", 1),
             ("pipeline_parallel_size", 1),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +17,7 @@ from quire.engine.machine import Machine
 from quire.engine.planning import EnginePlan, resolve
 from quire.errors import ConfigError
 from quire.models.registry import declare
+from quire.quant.formats import formats_at_load
 from quire.text.tokenizer import Tokenizer
 from quire.weights.folder import read_generation_config, read_model_config, resolve_model
 
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
     from quire.engine.engine import Engine
     from quire.executor.inline import InlineExecutor
     from quire.executor.interface import Executor
+    from quire.kernels.interface import Kernels
     from quire.kernels.sampling import SamplingKernels
     from quire.kernels.selection import Selection
+    from quire.nn.decoder import DecoderModel
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +53,9 @@ class PreparedModel(NamedTuple):
 def plan_engine(config: EngineConfig, machine: Machine | None = None) -> PlannedModel:
     """Find the model, read its config, and decide. Imports no torch."""
     folder, model_config = _find(config)
-    plan = resolve(config, declare(model_config), machine or Machine.inspect())
+    spec = declare(model_config)
+    formats = None if config.quantization is None else formats_at_load(spec, config.quantization)
+    plan = resolve(config, spec, machine or Machine.inspect(), formats)
     return PlannedModel(plan, folder, model_config)
 
 
@@ -99,10 +104,7 @@ def build_executor(planned: PlannedModel) -> InlineExecutor:
     import torch
 
     from quire.executor.inline import InlineExecutor
-    from quire.nn.builder import build_decoder
     from quire.sampling import Sampler
-    from quire.weights.checkpoint import SafetensorsCheckpoint
-    from quire.weights.dummy import DummyWeights
     from quire.worker.memory import KVMemory
     from quire.worker.rows import RowTable
     from quire.worker.worker import Worker
@@ -112,17 +114,34 @@ def build_executor(planned: PlannedModel) -> InlineExecutor:
     selection = select(plan)
     for reason in selection.reasons:
         logger.warning("slow reference kernels are used: %s", reason)
-    kernels, spec, limits = selection.kernels, plan.spec, plan.limits
-    if plan.config.load_format == "dummy":
-        model = build_decoder(
-            spec, DummyWeights(plan.config.seed), kernels, dtype=plan.dtype, max_model_len=limits.max_model_len
-        )
-    else:
-        with SafetensorsCheckpoint(planned.folder, spec) as weights:
-            model = build_decoder(spec, weights, kernels, dtype=plan.dtype, max_model_len=limits.max_model_len)
-    memory = KVMemory(spec.kv_layers, limits.num_blocks, limits.block_size, getattr(torch, plan.dtype))
+    model = _load_model(planned, selection.kernels)
+    limits = plan.limits
+    memory = KVMemory(plan.spec.kv_layers, limits.num_blocks, limits.block_size, getattr(torch, plan.dtype))
     rows = RowTable(limits.max_num_seqs, limits.block_size)
-    return InlineExecutor(Worker(model, memory, rows, Sampler(_sampling_kernels(kernels.name))))
+    return InlineExecutor(Worker(model, memory, rows, Sampler(_sampling_kernels(selection.kernels.name))))
+
+
+def _load_model(planned: PlannedModel, kernels: Kernels) -> DecoderModel:
+    """The weights in memory, as planned."""
+    import torch
+
+    from quire.nn.builder import build_decoder
+    from quire.quant.linears import FloatLinears, LinearLoader, QuantizingLinears
+    from quire.weights.checkpoint import SafetensorsCheckpoint
+    from quire.weights.dummy import DummyWeights
+
+    plan = planned.plan
+
+    def quantize(floats: FloatLinears) -> LinearLoader:
+        return QuantizingLinears(floats, plan.formats, getattr(torch, plan.spec.dtype))
+
+    build = partial(
+        build_decoder, plan.spec, kernels=kernels, dtype=plan.dtype, max_model_len=plan.limits.max_model_len, quantize=quantize
+    )
+    if plan.config.load_format == "dummy":
+        return build(DummyWeights(plan.config.seed))
+    with SafetensorsCheckpoint(planned.folder, plan.spec) as weights:
+        return build(weights)
 
 
 def _sampling_kernels(back_end: str) -> SamplingKernels:

@@ -15,6 +15,7 @@ from quire.config.limits import Policy, SchedulerLimits
 from quire.engine.machine import Machine
 from quire.errors import CapacityError, ConfigError
 from quire.models.declaration import DTYPE_BYTES, DecoderSpec
+from quire.quant.formats import WeightFormats
 
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MAX_NUM_SEQS = 256
@@ -37,6 +38,7 @@ class EnginePlan:
 
     config: EngineConfig
     spec: DecoderSpec
+    formats: WeightFormats
     dtype: str
     limits: SchedulerLimits
     num_threads: int
@@ -52,16 +54,20 @@ class EnginePlan:
         return self.weight_bytes + self.kv_bytes + self.workspace_bytes
 
 
-def resolve(config: EngineConfig, spec: DecoderSpec, machine: Machine) -> EnginePlan:
-    """Decide. Raises ConfigError, or CapacityError with the numbers, for what cannot work."""
-    return _Resolver(config, spec, machine).plan()
+def resolve(config: EngineConfig, spec: DecoderSpec, machine: Machine, formats: WeightFormats | None = None) -> EnginePlan:
+    """Decide. `formats` says which weights are integers, by default none.
+
+    Raises ConfigError, or CapacityError with the numbers, for what cannot work.
+    """
+    return _Resolver(config, spec, machine, formats or WeightFormats()).plan()
 
 
 class _Resolver:
-    def __init__(self, config: EngineConfig, spec: DecoderSpec, machine: Machine) -> None:
+    def __init__(self, config: EngineConfig, spec: DecoderSpec, machine: Machine, formats: WeightFormats) -> None:
         self.config = config
         self.spec = spec
         self.machine = machine
+        self.formats = formats
         self.decisions: list[Decision] = []
 
     def plan(self) -> EnginePlan:
@@ -74,7 +80,9 @@ class _Resolver:
         num_threads = self._given(
             "num_threads", config.num_threads, self.machine.num_cores, "physical cores that this process may use"
         )
-        weight_bytes = spec.weight_bytes(dtype)
+        if self.formats.has_integers:
+            self._note("quantization", config.quantization or "as the checkpoint", self.formats.summary)
+        weight_bytes = self.formats.weight_bytes(spec, dtype)
         workspace_bytes = _workspace_bytes(spec, num_batched, max_num_seqs)
         bytes_per_token = sum(layer.bytes_per_token(dtype) for layer in spec.kv_layers)
         kv_bytes = self._kv_bytes(weight_bytes + workspace_bytes, bytes_per_token * self._longest() * max_num_seqs)
@@ -94,6 +102,7 @@ class _Resolver:
         return EnginePlan(
             config=config,
             spec=spec,
+            formats=self.formats,
             dtype=dtype,
             limits=limits,
             num_threads=num_threads,

@@ -98,6 +98,11 @@ class AttentionSpec:
     soft_cap: float | None = None
 
     @property
+    def inputs(self) -> tuple[LinearSpec, ...]:
+        """Queries, keys and values: one product."""
+        return (self.query, self.key, self.value)
+
+    @property
     def num_heads(self) -> int:
         return self.query.num_outputs // self.head_dim
 
@@ -115,6 +120,11 @@ class MlpSpec:
     down: LinearSpec
     activation: Activation
 
+    @property
+    def inputs(self) -> tuple[LinearSpec, ...]:
+        """Gate and up, or up alone: one product."""
+        return (self.up,) if self.gate is None else (self.gate, self.up)
+
 
 @dataclass(frozen=True, slots=True)
 class BlockSpec:
@@ -129,6 +139,11 @@ class BlockSpec:
     mlp: MlpSpec
     post_attention_norm: NormSpec | None = None
     post_mlp_norm: NormSpec | None = None
+
+    @property
+    def projections(self) -> tuple[tuple[LinearSpec, ...], ...]:
+        """The block's matrix products, each as the parts that are stacked into one weight."""
+        return (self.attention.inputs, (self.attention.output,), self.mlp.inputs, (self.mlp.down,))
 
 
 class KVLayerSpec(NamedTuple):
@@ -188,6 +203,11 @@ class DecoderSpec:
         """Every tensor once, in the order of the declaration."""
         return tuple(dict.fromkeys(_walk_tensors(self)))
 
+    @cached_property
+    def projections(self) -> tuple[tuple[LinearSpec, ...], ...]:
+        """Every matrix product as the parts that are stacked into one weight; the head is the last."""
+        return (*(parts for block in self.blocks for parts in block.projections), (self.head,))
+
     @property
     def kv_layers(self) -> tuple[KVLayerSpec, ...]:
         """For memory planning."""
@@ -212,7 +232,7 @@ class DecoderSpec:
 
     def flops_per_token(self) -> FlopsPerToken:
         """Matrix products with weights; attention itself (which grows with the context) is `attention_flops`."""
-        linears = [x.weight.num_elements for block in self.blocks for x in _walk_linears(block)]
+        linears = [part.weight.num_elements for parts in self.projections[:-1] for part in parts]
         return FlopsPerToken(layers=2 * sum(linears), head=2 * self.head.weight.num_elements)
 
     def attention_flops(self, context_len: int) -> int:
@@ -275,9 +295,3 @@ def _walk_tensors(node: object) -> Iterator[TensorSpec]:
     elif dataclasses.is_dataclass(node):
         for field in dataclasses.fields(node):
             yield from _walk_tensors(getattr(node, field.name))
-
-
-def _walk_linears(block: BlockSpec) -> tuple[LinearSpec, ...]:
-    attention, mlp = block.attention, block.mlp
-    gate = () if mlp.gate is None else (mlp.gate,)
-    return (attention.query, attention.key, attention.value, attention.output, *gate, mlp.up, mlp.down)

@@ -1,10 +1,13 @@
 """Builds a `DecoderModel` from a declaration: the walk that loads, fuses and packs.
 
-One tensor at a time: a fused weight is gathered into one buffer, packed, and dropped, so that memory peaks at the model
-plus one layer's weight. QKV becomes one product, gate and up another, whatever the checkpoint's own layout.
+One tensor at a time: a `LinearLoader` gathers a stacked weight (QKV is one product, gate and up another, whatever the
+checkpoint's own layout), packs it and drops it, so that memory peaks at the model plus one layer's weight. Whether it
+stays floating point or is quantized is the loader's business.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,17 +27,25 @@ from quire.models.rope import RopeSpec
 from quire.nn.decoder import DecoderModel
 from quire.nn.layers import Attention, Block, Mlp, Norm
 from quire.nn.rope import rope_table
+from quire.quant.linears import FloatLinears, LinearLoader
 from quire.weights.source import WeightSource
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def build_decoder(
-    spec: DecoderSpec, weights: WeightSource, kernels: Kernels, *, dtype: str, max_model_len: int
+    spec: DecoderSpec,
+    weights: WeightSource,
+    kernels: Kernels,
+    *,
+    dtype: str,
+    max_model_len: int,
+    quantize: Callable[[FloatLinears], LinearLoader] = lambda floats: floats,
 ) -> DecoderModel:
     """Load and pack every weight of `spec`, to compute in `dtype` ("float32" or "bfloat16").
 
-    `max_model_len` bounds the positions that can be computed, and settles dynamic and long RoPE (see `quire.nn.rope`).
+    `quantize` puts another way of loading projections around the plain one (see `quire.quant.linears`). `max_model_len`
+    bounds the positions that can be computed, and settles dynamic and long RoPE (see `quire.nn.rope`).
     Raises ConfigError for a dtype or length that cannot work, CheckpointError for weights that cannot be read.
     """
     if dtype not in COMPUTE_DTYPES:
@@ -43,14 +54,14 @@ def build_decoder(
         raise ConfigError(
             f"max_model_len={max_model_len} exceeds the {spec.max_positions} positions that {spec.architecture} learned"
         )
-    return _Builder(weights, kernels, COMPUTE_DTYPES[dtype], max_model_len).decoder(spec)
+    floats = FloatLinears(weights, kernels, COMPUTE_DTYPES[dtype])
+    return _Builder(quantize(floats), floats, max_model_len).decoder(spec)
 
 
 class _Builder:
-    def __init__(self, weights: WeightSource, kernels: Kernels, dtype: torch.dtype, max_model_len: int) -> None:
-        self._weights = weights
-        self._kernels = kernels
-        self._dtype = dtype
+    def __init__(self, linears: LinearLoader, floats: FloatLinears, max_model_len: int) -> None:
+        self._linears = linears
+        self._weights, self._kernels, self._dtype = floats.weights, floats.kernels, floats.dtype
         self._max_model_len = max_model_len
         self._ropes: dict[RopeSpec, Tensor] = {}
         self._num_bytes = 0
@@ -67,7 +78,7 @@ class _Builder:
             position_embedding=None if positions is None else self._tensor(positions),
             blocks=blocks,
             final_norm=self._norm(spec.final_norm),
-            head=self._pack(embedding, None) if spec.is_tied else self._linear(spec.head),
+            head=self._head(spec, embedding),
             max_model_len=self._max_model_len,
             num_bytes=self._num_bytes,
         )
@@ -86,7 +97,7 @@ class _Builder:
         return Attention(
             spec=spec,
             num_heads=(spec.num_heads, spec.num_kv_heads, spec.num_kv_heads),
-            qkv=self._linear(spec.query, spec.key, spec.value),
+            qkv=self._linear(*spec.inputs),
             output=self._linear(spec.output),
             query_norm=self._optional_norm(spec.query_norm),
             key_norm=self._optional_norm(spec.key_norm),
@@ -95,31 +106,22 @@ class _Builder:
         )
 
     def _mlp(self, spec: MlpSpec) -> Mlp:
-        parts = (spec.up,) if spec.gate is None else (spec.gate, spec.up)
         return Mlp(
-            up=self._linear(*parts),
+            up=self._linear(*spec.inputs),
             down=self._linear(spec.down),
             is_gated=spec.gate is not None,
             activation=spec.activation,
         )
 
     def _linear(self, *parts: LinearSpec) -> PackedLinear:
-        """Stack the parts by outputs into one packed weight."""
-        num_outputs = sum(part.num_outputs for part in parts)
-        weight = torch.empty(num_outputs, parts[0].num_inputs, dtype=self._dtype)
-        has_bias = any(part.bias is not None for part in parts)
-        bias = torch.zeros(num_outputs, dtype=self._dtype) if has_bias else None
-        first = 0
-        for part in parts:
-            rows = slice(first, first + part.num_outputs)
-            self._weights.fill(weight[rows], part.weight)
-            if bias is not None and part.bias is not None:
-                self._weights.fill(bias[rows], part.bias)
-            first = rows.stop
-        return self._pack(weight, bias)
+        return self._counted(self._linears.load(parts))
 
-    def _pack(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        packed = self._kernels.pack_linear(weight, bias)
+    def _head(self, spec: DecoderSpec, table: Tensor) -> PackedLinear:
+        if spec.is_tied:
+            return self._counted(self._linears.load_tied(spec.head, table))
+        return self._linear(spec.head)
+
+    def _counted(self, packed: PackedLinear) -> PackedLinear:
         self._num_bytes += packed.num_bytes
         return packed
 

@@ -69,7 +69,7 @@ def test_too_little_memory_says_the_numbers(tiny_config: Path) -> None:
         ({"memory_utilization": 1.5}, "memory_utilization=1.5"),
         ({"kv_cache_memory": "much"}, "kv_cache_memory='much'"),
         ({"kv_cache_memory": 0}, "kv_cache_memory=0"),
-        ({"quantization": "int4"}, "quantization='int4' is not available yet"),
+        ({"quantization": "awq"}, "quantization='awq' is not available; choose 'int8' or 'int4'"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
         ({"max_num_batched_tokens": 4, "max_num_seqs": 8}, "max_num_batched_tokens=4 is below max_num_seqs=8"),
         ({"enable_prefix_caching": "yes"}, "enable_prefix_caching='yes'"),

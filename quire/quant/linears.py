@@ -1,0 +1,94 @@
+"""How a projection comes into memory: as floats, or quantized on the way.
+
+`LinearLoader` is all that the builder of a decoder knows of quantization. A loader deals with one (stacked) projection
+at a time and keeps nothing of it, so that never two copies of a model exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quire.errors import CheckpointError
+from quire.kernels.interface import Kernels, PackedLinear
+from quire.models.declaration import LinearSpec
+from quire.quant.formats import WeightFormats
+from quire.quant.rounding import quantize
+from quire.weights.source import WeightSource
+
+
+class LinearLoader(Protocol):
+    """Loads projections, packed for a back end's GEMM."""
+
+    def load(self, parts: Sequence[LinearSpec]) -> PackedLinear:
+        """Stack the parts, which have the same inputs, by outputs into one packed weight."""
+        ...
+
+    def load_tied(self, head: LinearSpec, table: Tensor) -> PackedLinear:
+        """The head that shares the embedding's `table` [V, H], which is in memory already, in the compute dtype."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FloatLinears:
+    """Weights in the compute dtype. Implements `LinearLoader`."""
+
+    weights: WeightSource
+    kernels: Kernels
+    dtype: torch.dtype
+
+    def load(self, parts: Sequence[LinearSpec]) -> PackedLinear:
+        return self.kernels.pack_linear(self.stacked(parts, self.dtype), self.bias(parts))
+
+    def load_tied(self, head: LinearSpec, table: Tensor) -> PackedLinear:
+        return self.kernels.pack_linear(table)
+
+    def stacked(self, parts: Sequence[LinearSpec], dtype: torch.dtype) -> Tensor:
+        """The parts' weights in one tensor [sum of outputs, inputs]."""
+        weight = torch.empty(sum(part.num_outputs for part in parts), parts[0].num_inputs, dtype=dtype)
+        for part, rows in zip(parts, weight.split_with_sizes([part.num_outputs for part in parts]), strict=True):
+            self.weights.fill(rows, part.weight)
+        return weight
+
+    def bias(self, parts: Sequence[LinearSpec]) -> Tensor | None:
+        """The parts' biases in one tensor, zero where a part has none; None if no part has any."""
+        if all(part.bias is None for part in parts):
+            return None
+        bias = torch.zeros(sum(part.num_outputs for part in parts), dtype=self.dtype)
+        for part, rows in zip(parts, bias.split_with_sizes([part.num_outputs for part in parts]), strict=True):
+            if part.bias is not None:
+                self.weights.fill(rows, part.bias)
+        return bias
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizingLinears:
+    """Floating-point weights, quantized while they are loaded. Implements `LinearLoader`."""
+
+    floats: FloatLinears
+    formats: WeightFormats
+    source_dtype: torch.dtype
+    """What the weights are rounded from: the checkpoint's own dtype, whatever is computed in."""
+
+    def load(self, parts: Sequence[LinearSpec]) -> PackedLinear:
+        if self.formats.of(parts) is None:
+            return self.floats.load(parts)
+        return self.pack(parts, self.floats.stacked(parts, self.source_dtype))
+
+    def load_tied(self, head: LinearSpec, table: Tensor) -> PackedLinear:
+        return self.floats.load_tied(head, table) if self.formats.of([head]) is None else self.load([head])
+
+    def pack(self, parts: Sequence[LinearSpec], weight: Tensor) -> PackedLinear:
+        """The stacked floats [sum of outputs, inputs] of `parts`, packed in the format that is planned for them."""
+        held = self.formats.of(parts)
+        if held is None:
+            return self.floats.kernels.pack_linear(weight.to(self.floats.dtype), self.floats.bias(parts))
+        try:
+            quantized = quantize(weight, held)
+        except CheckpointError as error:
+            raise CheckpointError(f"{', '.join(part.weight.name for part in parts)}: {error}") from error
+        return self.floats.kernels.pack_quantized(quantized, self.floats.bias(parts))
