@@ -26,6 +26,9 @@ QUIRE_DECLARE(avx2)
 #ifdef QUIRE_WITH_avx512
 QUIRE_DECLARE(avx512)
 #endif
+#ifdef QUIRE_WITH_avx512vnni
+QUIRE_DECLARE(avx512vnni)
+#endif
 
 // From the plainest to the best.
 static std::vector<const KernelTable *> find_supported() {
@@ -41,6 +44,9 @@ static std::vector<const KernelTable *> find_supported() {
 #endif
 #ifdef QUIRE_WITH_avx512
     if (has_avx512) tables.push_back(&avx512::table);
+#endif
+#ifdef QUIRE_WITH_avx512vnni
+    if (has_avx512 && __builtin_cpu_supports("avx512vnni")) tables.push_back(&avx512vnni::table);
 #endif
 #endif
     return tables;

@@ -8,44 +8,43 @@
 #include <cstdint>
 
 #include "dtypes.hpp"
+#include "weight.hpp"
 
 namespace quire {
 
 enum class Activation : int { silu = 0, gelu = 1, gelu_tanh = 2 };
 
-// ---- projections (gemm.cpp) ----
+// ---- projections (gemm*.cpp) ----
 
-constexpr int PANEL = 16;         // outputs that lie next to each other in a packed weight
-constexpr int GROUP_PANELS = 4;   // panels that a block of work covers, at most
-constexpr int MAX_TILE_ROWS = 8;  // upper bound of KernelTable::tile_rows
+constexpr int GROUP_PANELS = 4;                    // panels that one call computes, at most
+constexpr int GROUP_WIDTH = GROUP_PANELS * PANEL;  // and outputs
+constexpr int CHUNK = 256;  // inputs that many rows go through before moving on: 64 KiB of float32 weights, in L2
 
-// A packed weight: panels of 16 outputs. In float32 a panel is [K][16]; in bfloat16 it is [K / 2][16][2], pairs of
-// inputs together, K padded with a zero to an even number. N is padded with zeros to whole panels.
-struct PackedWeight {
+// Rows of x as the GEMM wants them: float32, or integers in whatever form the instruction set multiplies (quantize_rows),
+// each group padded with zeros as in the weight.
+struct InputRows {
     const void *data;
-    DType dtype;
-    int64_t num_outputs;
-    int64_t num_inputs;
-    const float *bias;  // [N] or null
-
-    int64_t padded_inputs() const { return dtype == DType::bf16 ? round_up(num_inputs, 2) : num_inputs; }
-    int64_t panel_elements() const { return padded_inputs() * PANEL; }
-    int64_t num_panels() const { return ceil_div(num_outputs, PANEL); }
-};
-
-// Rows of x as the GEMM wants them: tiles of `tile_rows` rows (the last one narrower), a tile being [padded K][rows].
-struct PackedRows {
-    const float *data;
+    int64_t stride;       // elements from one row to the next
+    const float *scales;  // [T], with integers: x = scale * integer
+    const int32_t *sums;  // [T][groups], with integers: the sum of each group
     int64_t num_rows;
 };
 
-// The block of the output that one call computes: some tiles of rows, and panels of outputs.
+// The block of float32 sums that one call computes. All scratch is the calling thread's.
 struct GemmBlock {
-    int64_t first_row, num_rows;  // first_row is a multiple of tile_rows
+    int64_t first_row, num_rows;
     int64_t first_panel;
-    int num_panels;   // <= GROUP_PANELS
-    int64_t k_block;  // inputs to go through before moving to the next tile of rows; even
-    float *sums;      // scratch, [num_rows][GROUP_PANELS * PANEL]
+    int num_panels;     // <= GROUP_PANELS
+    float *sums;        // out: [num_rows][GROUP_WIDTH], without bias
+    int32_t *partial;   // scratch: as large as sums
+    void *panels;       // scratch: GROUP_WIDTH * CHUNK float32, for weights in the form that is multiplied
+};
+
+// Where finished sums go: columns [first, first + width) of out, whose rows are `stride` elements apart.
+struct OutputBlock {
+    void *data;
+    DType dtype;
+    int64_t stride, first, width, num_rows;
 };
 
 // ---- attention (attention.cpp) ----
@@ -100,12 +99,17 @@ struct AttentionTask {
 
 struct KernelTable {
     const char *name;
-    // gemm
-    int tile_rows;
-    void (*pack_rows)(const void *x, DType dtype, int64_t num_inputs, int64_t num_rows, int64_t padded_inputs,
-                      float *out);
-    void (*gemm)(const PackedWeight &weight, const PackedRows &rows, const GemmBlock &block, void *out,
-                 DType out_dtype);
+    // projections
+    int tile_rows;            // up to so many rows, weights are used straight from memory
+    int64_t integer_bytes;    // of one element of quantized rows
+    // Rows [first, last) of x [T, K] to `out`, in float32 or integers.
+    void (*convert_rows)(const LinearWeight &weight, const void *x, DType dtype, int64_t first, int64_t last,
+                         const InputRows &out);
+    void (*gemm)(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block);
+    void (*store_sums)(const float *sums, const float *bias, const OutputBlock &out);
+    // activation(gate) * up; the biases (null: none) begin at the block's first column
+    void (*store_gated)(const float *gate, const float *up, const float *gate_bias, const float *up_bias,
+                        Activation activation, const OutputBlock &out);
     // attention
     int64_t (*attention_scratch)(int64_t head_size);  // floats that attend needs
     int64_t (*state_size)(int64_t head_size);         // floats of one row's softmax state

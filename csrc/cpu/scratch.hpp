@@ -9,6 +9,13 @@ namespace quire {
 // with the same slot on the same thread takes the first one's memory.
 float *scratch(int slot, size_t count);
 
-enum ScratchSlot : int { PACKED_ROWS = 0, BLOCK_SUMS = 1, ATTENTION = 2, PARTIAL_STATES = 3, NUM_SLOTS = 4 };
+enum ScratchSlot : int {
+    INPUT_ROWS = 0,
+    INPUT_SCALES = 1,
+    GEMM_BLOCK = 2,
+    ATTENTION = 3,
+    PARTIAL_STATES = 4,
+    NUM_SLOTS = 5
+};
 
 }  // namespace quire

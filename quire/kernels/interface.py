@@ -38,7 +38,9 @@ class QuantizedWeight:
     end packs it; it exists for one projection at a time. With `activations="int8"` the inputs are quantized too, row by
     row as they come: `s = max |x| / 127`, `q = round_half_even(x / s)`; the sums of products are then exact integers per
     group, `y = s * sum over g of (scales[n, g] * sum(q * values) + offsets[n, g] * sum(q))`, groups in ascending order in
-    float32. With "float" the weight counts as its dequantized float32 values and the inputs stay as they are.
+    float32, each multiplication and addition rounded by itself: so every back end gives the same bits. A row whose `s`
+    is below the smallest normal number counts as zeros; a row that is not finite gives not-a-numbers. With "float" the
+    weight counts as its dequantized float32 values and the inputs stay as they are.
     """
 
     values: Tensor
@@ -91,6 +93,12 @@ class Kernels(Protocol):
 
     def linear(self, x: Tensor, weight: PackedLinear, *, out_dtype: str | None = None) -> Tensor:
         """`x [T, K] @ weight.T + bias -> [T, N]`, in x's dtype or, with `out_dtype="float32"`, unrounded."""
+        ...
+
+    def gated_linear(self, x: Tensor, weight: PackedLinear, activation: Activation) -> Tensor:
+        """`activation(x @ gate.T) * (x @ up.T) -> [T, F]` in x's dtype, where weight [2 * F, K] is gate, then up (and so is
+        its bias). The products are float32 throughout and the result is rounded once.
+        """
         ...
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:

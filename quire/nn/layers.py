@@ -9,7 +9,6 @@ added. So the addition fuses with the norm that follows it, whichever norms a fa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -102,9 +101,9 @@ class Mlp:
     activation: Activation
 
     def __call__(self, kernels: Kernels, x: Tensor) -> Tensor:
-        raised = kernels.linear(x, self.up)
-        activate: Callable[[Tensor, Activation], Tensor] = kernels.gated if self.is_gated else kernels.activate
-        return kernels.linear(activate(raised, self.activation), self.down)
+        if self.is_gated:
+            return kernels.linear(kernels.gated_linear(x, self.up, self.activation), self.down)
+        return kernels.linear(kernels.activate(kernels.linear(x, self.up), self.activation), self.down)
 
 
 @dataclass(frozen=True, slots=True)

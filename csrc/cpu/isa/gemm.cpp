@@ -1,16 +1,15 @@
-// The GEMM: blocks of `x @ weight.T`, on packed rows and packed weights (layouts in dispatch.hpp).
+// The GEMM in float32: blocks of `x @ weight.T` (weights as in weight.hpp), for weights of every format.
 //
 // Each output element is one chain of fused multiply-adds over the inputs in ascending order, in one lane of one
 // accumulator, whatever the shape of the register tile, of the block or of the batch: that is what makes rows
-// invariant. Sums go through memory between blocks of inputs, as float32, which changes nothing.
+// invariant. Sums go through memory between chunks of inputs, as float32, which changes nothing.
 //
 // The register tile is `rows` x `panels`: a vector of weights is loaded once for all rows, an element of x once for all
-// panels (the scheme of Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008).
+// panels (the scheme of Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008). What is not
+// float32 in memory is made so a chunk at a time, in scratch that stays in the cache, for all rows of the block.
 #include "kernels.hpp"
 
 namespace quire::QUIRE_ISA {
-
-constexpr int PANEL_VECS = PANEL / LANES;
 
 // Panels side by side in a tile of `rows`: as many as the registers hold, and at least two chains' worth for one row,
 // whose speed is bound by memory.
@@ -21,177 +20,246 @@ constexpr int max_panels(int rows) {
 }
 
 template <int ROWS, int VECS>
-QINLINE void accumulate(Vec (&sums)[ROWS][VECS], const float *x, const Vec (&w)[VECS]) {
+QINLINE void accumulate(Vec (&sums)[ROWS][VECS], const float *x, int64_t x_stride, const Vec (&w)[VECS]) {
     QUNROLL
     for (int r = 0; r < ROWS; ++r) {
-        const Vec value = broadcast(x[r]);
+        const Vec value = broadcast(x[r * x_stride]);
         QUNROLL
         for (int v = 0; v < VECS; ++v) sums[r][v] = fma(value, w[v], sums[r][v]);
     }
 }
 
 template <int ROWS, int PANELS>
-QINLINE void multiply(Vec (&sums)[ROWS][PANELS * PANEL_VECS], const float *x, const float *w, int64_t stride,
-                      int64_t n) {
-    for (int64_t k = 0; k < n; ++k, x += ROWS, w += PANEL) {
+QINLINE void multiply(Vec (&sums)[ROWS][PANELS * PANEL_VECS], const float *x, int64_t x_stride, const float *w,
+                      int64_t w_stride, int64_t n) {
+    for (int64_t k = 0; k < n; ++k, ++x, w += PANEL) {
         Vec weights[PANELS * PANEL_VECS];
         QUNROLL
         for (int p = 0; p < PANELS; ++p) {
             QUNROLL
-            for (int v = 0; v < PANEL_VECS; ++v) weights[p * PANEL_VECS + v] = load(w + p * stride + v * LANES);
+            for (int v = 0; v < PANEL_VECS; ++v) weights[p * PANEL_VECS + v] = load(w + p * w_stride + v * LANES);
         }
-        accumulate<ROWS>(sums, x, weights);
+        accumulate<ROWS>(sums, x, x_stride, weights);
     }
 }
 
 // A 32-bit word holds the weights of inputs k (low half) and k + 1 (high half): a shift and a mask make them float32.
+QINLINE Vec low_half(Bits pairs) { return as_float(shift_left<16>(pairs)); }
+QINLINE Vec high_half(Bits pairs) { return as_float(and_bits(pairs, broadcast_bits(0xffff0000u))); }
+
 template <int ROWS, int PANELS>
-QINLINE void multiply(Vec (&sums)[ROWS][PANELS * PANEL_VECS], const float *x, const bf16 *w, int64_t stride,
-                      int64_t n) {
-    for (int64_t k = 0; k < n; k += 2, x += 2 * ROWS, w += 2 * PANEL) {
-        Bits pairs[PANELS * PANEL_VECS];
-        Vec weights[PANELS * PANEL_VECS];
+QINLINE void multiply(Vec (&sums)[ROWS][PANELS * PANEL_VECS], const float *x, int64_t x_stride, const bf16 *w,
+                      int64_t w_stride, int64_t n) {
+    constexpr int VECS = PANELS * PANEL_VECS;
+    for (int64_t k = 0; k < n; k += 2, x += 2, w += 2 * PANEL) {
+        Bits pairs[VECS];
+        Vec weights[VECS];
         QUNROLL
         for (int p = 0; p < PANELS; ++p) {
             QUNROLL
             for (int v = 0; v < PANEL_VECS; ++v) {
-                pairs[p * PANEL_VECS + v] = load_bits(w + p * stride + v * 2 * LANES);
+                pairs[p * PANEL_VECS + v] = load_bits(w + p * w_stride + v * 2 * LANES);
             }
         }
         QUNROLL
-        for (int v = 0; v < PANELS * PANEL_VECS; ++v) weights[v] = as_float(shift_left<16>(pairs[v]));
-        accumulate<ROWS>(sums, x, weights);
+        for (int v = 0; v < VECS; ++v) weights[v] = low_half(pairs[v]);
+        accumulate<ROWS>(sums, x, x_stride, weights);
         QUNROLL
-        for (int v = 0; v < PANELS * PANEL_VECS; ++v) {
-            weights[v] = as_float(and_bits(pairs[v], broadcast_bits(0xffff0000u)));
-        }
-        accumulate<ROWS>(sums, x + ROWS, weights);
+        for (int v = 0; v < VECS; ++v) weights[v] = high_half(pairs[v]);
+        accumulate<ROWS>(sums, x + 1, x_stride, weights);
     }
 }
 
-// sums [ROWS][row stride GROUP_PANELS * PANEL] (+)= x [n][ROWS] times `PANELS` panels that lie `stride` elements apart.
+// The weights of one step: panels `stride` elements apart, `num_inputs` inputs of them.
+template <typename W>
+struct Panels {
+    const W *data;
+    int64_t stride;
+    int num_panels;
+    int64_t num_inputs;
+};
+
+// sums [ROWS][row stride GROUP_WIDTH] (+)= x [ROWS][n] times `PANELS` panels.
 template <typename W, int ROWS, int PANELS>
-static void tile(const float *x, const W *w, int64_t stride, int64_t n, float *sums, bool is_first) {
+static void tile(const float *x, int64_t x_stride, const Panels<W> &w, int first, float *sums, bool is_first) {
     constexpr int VECS = PANELS * PANEL_VECS;
+    sums += first * PANEL;
     Vec acc[ROWS][VECS];
     QUNROLL
     for (int r = 0; r < ROWS; ++r) {
         QUNROLL
         for (int v = 0; v < VECS; ++v) {
-            acc[r][v] = is_first ? broadcast(0.0f) : load(sums + r * GROUP_PANELS * PANEL + v * LANES);
+            acc[r][v] = is_first ? broadcast(0.0f) : load(sums + r * GROUP_WIDTH + v * LANES);
         }
     }
-    multiply<ROWS, PANELS>(acc, x, w, stride, n);
+    multiply<ROWS, PANELS>(acc, x, x_stride, w.data + first * w.stride, w.stride, w.num_inputs);
     QUNROLL
     for (int r = 0; r < ROWS; ++r) {
         QUNROLL
-        for (int v = 0; v < VECS; ++v) store(sums + r * GROUP_PANELS * PANEL + v * LANES, acc[r][v]);
+        for (int v = 0; v < VECS; ++v) store(sums + r * GROUP_WIDTH + v * LANES, acc[r][v]);
     }
 }
 
 template <typename W, int ROWS>
-static void panels(const float *x, const W *w, int64_t stride, int num_panels, int64_t n, float *sums, bool is_first) {
+static void tiles(const float *x, int64_t x_stride, const Panels<W> &w, float *sums, bool is_first) {
     constexpr int MAX = max_panels(ROWS);
-    for (int done = 0; done < num_panels;) {
-        const int now = num_panels - done < MAX ? num_panels - done : MAX;
-        const W *from = w + done * stride;
-        float *to = sums + done * PANEL;
-        if (now == 1) tile<W, ROWS, 1>(x, from, stride, n, to, is_first);
+    for (int done = 0; done < w.num_panels;) {
+        const int now = w.num_panels - done < MAX ? w.num_panels - done : MAX;
+        if (now == 1) tile<W, ROWS, 1>(x, x_stride, w, done, sums, is_first);
         if constexpr (MAX >= 2)
-            if (now == 2) tile<W, ROWS, 2>(x, from, stride, n, to, is_first);
+            if (now == 2) tile<W, ROWS, 2>(x, x_stride, w, done, sums, is_first);
         if constexpr (MAX >= 3)
-            if (now == 3) tile<W, ROWS, 3>(x, from, stride, n, to, is_first);
+            if (now == 3) tile<W, ROWS, 3>(x, x_stride, w, done, sums, is_first);
         if constexpr (MAX >= 4)
-            if (now == 4) tile<W, ROWS, 4>(x, from, stride, n, to, is_first);
+            if (now == 4) tile<W, ROWS, 4>(x, x_stride, w, done, sums, is_first);
         done += now;
     }
 }
 
 template <typename W>
-static void tile_rows(int rows, const float *x, const W *w, int64_t stride, int num_panels, int64_t n, float *sums,
-                      bool is_first) {
+static void row_tile(int rows, const float *x, int64_t x_stride, const Panels<W> &w, float *sums, bool is_first) {
     switch (rows) {
         case 1:
-            return panels<W, 1>(x, w, stride, num_panels, n, sums, is_first);
+            return tiles<W, 1>(x, x_stride, w, sums, is_first);
         case 2:
-            return panels<W, 2>(x, w, stride, num_panels, n, sums, is_first);
+            return tiles<W, 2>(x, x_stride, w, sums, is_first);
         case 3:
-            return panels<W, 3>(x, w, stride, num_panels, n, sums, is_first);
+            return tiles<W, 3>(x, x_stride, w, sums, is_first);
 #if defined(__AVX2__)
         case 4:
-            return panels<W, 4>(x, w, stride, num_panels, n, sums, is_first);
+            return tiles<W, 4>(x, x_stride, w, sums, is_first);
         case 5:
-            return panels<W, 5>(x, w, stride, num_panels, n, sums, is_first);
+            return tiles<W, 5>(x, x_stride, w, sums, is_first);
         case 6:
-            return panels<W, 6>(x, w, stride, num_panels, n, sums, is_first);
+            return tiles<W, 6>(x, x_stride, w, sums, is_first);
 #endif
     }
 }
 
+// All rows of the block, inputs from k on.
 template <typename W>
-static void sum_block(const PackedWeight &weight, const PackedRows &rows, const GemmBlock &block) {
-    const int64_t inputs = weight.padded_inputs(), stride = weight.panel_elements();
-    const W *panel = static_cast<const W *>(weight.data) + block.first_panel * stride;
-    for (int64_t k = 0; k < inputs; k += block.k_block) {
-        const int64_t n = min64(block.k_block, inputs - k);
-        for (int64_t r = 0; r < block.num_rows; r += TILE_ROWS) {
-            const int64_t row = block.first_row + r;
-            const int width = static_cast<int>(min64(TILE_ROWS, rows.num_rows - row));
-            const float *x = rows.data + row * inputs + k * width;
-            tile_rows<W>(width, x, panel + k * PANEL, stride, block.num_panels, n,
-                         block.sums + r * GROUP_PANELS * PANEL, k == 0);
+static void multiply_rows(const InputRows &rows, const GemmBlock &block, int64_t k, const Panels<W> &w) {
+    const float *x = static_cast<const float *>(rows.data) + block.first_row * rows.stride + k;
+    for (int64_t r = 0; r < block.num_rows; r += TILE_ROWS) {
+        const int height = static_cast<int>(min64(TILE_ROWS, block.num_rows - r));
+        row_tile<W>(height, x + r * rows.stride, rows.stride, w, block.sums + r * GROUP_WIDTH, k == 0);
+    }
+}
+
+// ---- weights made float32 ----
+
+static void expand_bf16(const bf16 *w, int64_t n, float *out) {
+    for (int64_t k = 0; k < n; k += 2, w += 2 * PANEL, out += 2 * PANEL) {
+        QUNROLL
+        for (int v = 0; v < PANEL_VECS; ++v) {
+            const Bits pairs = load_bits(w + v * 2 * LANES);
+            store(out + v * LANES, low_half(pairs));
+            store(out + PANEL + v * LANES, high_half(pairs));
         }
     }
 }
 
-template <typename T>
-static void store_block(const PackedWeight &weight, const GemmBlock &block, T *out) {
-    const int64_t first = block.first_panel * PANEL;
-    const int64_t width = min64(int64_t{block.num_panels} * PANEL, weight.num_outputs - first);
-    for (int64_t r = 0; r < block.num_rows; ++r) {
-        const float *sums = block.sums + r * GROUP_PANELS * PANEL;
-        T *to = out + (block.first_row + r) * weight.num_outputs + first;
-        for (int64_t i = 0; i < width; i += LANES) {
-            Vec sum = load(sums + i);
-            if (weight.bias != nullptr) sum = add(sum, load_up_to(weight.bias + first + i, width - i));
-            store_up_to(to + i, sum, width - i);
+struct Scaling {
+    Vec zero, scale, offset;
+    bool has_offset;
+};
+
+// The field of `Width` bits that begins at `Shift`, as scale * (field - zero) (+ offset).
+template <int Shift, int Width>
+QINLINE Vec scaled(Bits words, const Scaling &by) {
+    const Bits field = and_bits(shift_right<Shift>(words), broadcast_bits((1u << Width) - 1));
+    const Vec product = mul(sub(to_float(field), by.zero), by.scale);
+    return by.has_offset ? add(product, by.offset) : product;
+}
+
+template <int Width>
+QINLINE void expand_words(const char *w, const Scaling &by, float *out) {
+    const Bits words = load_bits(w);
+    store(out, scaled<0, Width>(words, by));
+    store(out + PANEL, scaled<8, Width>(words, by));
+    store(out + 2 * PANEL, scaled<16, Width>(words, by));
+    store(out + 3 * PANEL, scaled<24, Width>(words, by));
+    if constexpr (Width == 4) {
+        store(out + 4 * PANEL, scaled<4, Width>(words, by));
+        store(out + 5 * PANEL, scaled<12, Width>(words, by));
+        store(out + 6 * PANEL, scaled<20, Width>(words, by));
+        store(out + 7 * PANEL, scaled<28, Width>(words, by));
+    }
+}
+
+// Inputs [k, k + n) of one panel, all within one group that begins at `group`.
+template <int Width>
+static void expand_group(const LinearWeight &weight, const char *group, int64_t k, int64_t n, float *out) {
+    constexpr int64_t UNIT = Width == 8 ? 4 : 8;
+    const float *scales = reinterpret_cast<const float *>(group), *offsets = scales + PANEL;
+    const char *w = group + weight.header_bytes() + k / UNIT * 4 * PANEL;
+    for (int v = 0; v < PANEL_VECS; ++v) {
+        const Scaling by{broadcast(static_cast<float>(weight.zero_point())), load(scales + v * LANES),
+                         weight.has_offsets ? load(offsets + v * LANES) : broadcast(0.0f), weight.has_offsets};
+        for (int64_t i = 0; i < n; i += UNIT) {
+            expand_words<Width>(w + i / UNIT * 4 * PANEL + v * 4 * LANES, by, out + i * PANEL + v * LANES);
         }
     }
 }
 
-void gemm(const PackedWeight &weight, const PackedRows &rows, const GemmBlock &block, void *out, DType out_dtype) {
-    if (weight.dtype == DType::f32) {
-        sum_block<float>(weight, rows, block);
-    } else {
-        sum_block<bf16>(weight, rows, block);
-    }
-    if (out_dtype == DType::f32) {
-        store_block(weight, block, static_cast<float *>(out));
-    } else {
-        store_block(weight, block, static_cast<bf16 *>(out));
-    }
-}
-
-template <typename T>
-static void pack_tile(const T *x, int64_t num_inputs, int64_t num_rows, int64_t padded_inputs, float *out) {
-    for (int64_t r = 0; r < num_rows; ++r) {
-        const T *row = x + r * num_inputs;
-        for (int64_t k = 0; k < num_inputs; k += LANES) {
-            float lanes[LANES];
-            store(lanes, load_up_to(row + k, num_inputs - k));
-            const int64_t n = min64(LANES, num_inputs - k);
-            for (int64_t i = 0; i < n; ++i) out[(k + i) * num_rows + r] = lanes[i];
+static void expand_integers(const LinearWeight &weight, const char *panel, int64_t k, int64_t n, float *out) {
+    const int64_t group_len = weight.padded_group(), end = k + n;
+    for (int64_t now; k < end; k += now, out += now * PANEL) {
+        const int64_t group = k / group_len, from = k - group * group_len;
+        const char *data = panel + group * weight.group_bytes();
+        now = min64(group_len - from, end - k);
+        if (weight.format == WeightFormat::int8) {
+            expand_group<8>(weight, data, from, now, out);
+        } else {
+            expand_group<4>(weight, data, from, now, out);
         }
-        for (int64_t k = num_inputs; k < padded_inputs; ++k) out[k * num_rows + r] = 0.0f;
     }
 }
 
-// One tile of rows (num_rows <= TILE_ROWS), as float32.
-void pack_rows(const void *x, DType dtype, int64_t num_inputs, int64_t num_rows, int64_t padded_inputs, float *out) {
-    if (dtype == DType::f32) {
-        pack_tile(static_cast<const float *>(x), num_inputs, num_rows, padded_inputs, out);
+// Inputs [k, k + n) of one panel, as float32 [n][16].
+static void expand(const LinearWeight &weight, const char *panel, int64_t k, int64_t n, float *out) {
+    if (weight.format == WeightFormat::bf16) {
+        expand_bf16(reinterpret_cast<const bf16 *>(panel) + k * PANEL, n, out);
     } else {
-        pack_tile(static_cast<const bf16 *>(x), num_inputs, num_rows, padded_inputs, out);
+        expand_integers(weight, panel, k, n, out);
+    }
+}
+
+// ---- blocks ----
+
+template <typename W>
+static void use_in_place(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block, int64_t chunk) {
+    const int64_t inputs = weight.padded_inputs(), stride = inputs * PANEL;
+    const W *panels = reinterpret_cast<const W *>(weight.panel(block.first_panel));
+    for (int64_t k = 0; k < inputs; k += chunk) {
+        const int64_t n = min64(chunk, inputs - k);
+        multiply_rows(rows, block, k, Panels<W>{panels + k * PANEL, stride, block.num_panels, n});
+    }
+}
+
+static void use_expanded(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block, int64_t chunk) {
+    const int64_t inputs = weight.padded_inputs();
+    float *panels = static_cast<float *>(block.panels);
+    for (int64_t k = 0; k < inputs; k += chunk) {
+        const int64_t n = min64(chunk, inputs - k);
+        for (int p = 0; p < block.num_panels; ++p) {
+            expand(weight, weight.panel(block.first_panel + p), k, n, panels + p * chunk * PANEL);
+        }
+        multiply_rows(rows, block, k, Panels<float>{panels, chunk * PANEL, block.num_panels, n});
+    }
+}
+
+void gemm(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block) {
+    constexpr int64_t SMALL_CHUNK = 64;  // 16 KiB of float32: what one tile of rows uses once should not leave L1
+    const bool is_one_tile = block.num_rows <= TILE_ROWS;
+    if (weight.has_int8_inputs) {
+        gemm_integers(weight, rows, block);
+    } else if (weight.format == WeightFormat::f32) {
+        use_in_place<float>(weight, rows, block, is_one_tile ? weight.padded_inputs() : CHUNK);
+    } else if (weight.format == WeightFormat::bf16 && is_one_tile) {
+        use_in_place<bf16>(weight, rows, block, weight.padded_inputs());
+    } else {
+        use_expanded(weight, rows, block, is_one_tile ? SMALL_CHUNK : CHUNK);
     }
 }
 

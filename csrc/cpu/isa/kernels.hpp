@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../dispatch.hpp"
+#include "integers.hpp"
 #include "simd.hpp"
 
 namespace quire::QUIRE_ISA {
@@ -9,9 +10,15 @@ namespace quire::QUIRE_ISA {
 // Rows per tile of the GEMM: with 4 panels of 16 outputs, 6 rows are 24 accumulators of AVX-512's 32 registers; with
 // one panel, 12 of AVX2's 16; 3 rows are 12 of SSE2's 16.
 constexpr int TILE_ROWS = LANES == 4 ? 3 : 6;
+constexpr int PANEL_VECS = PANEL / LANES;
 
-void pack_rows(const void *x, DType dtype, int64_t num_inputs, int64_t num_rows, int64_t padded_inputs, float *out);
-void gemm(const PackedWeight &weight, const PackedRows &rows, const GemmBlock &block, void *out, DType out_dtype);
+void convert_rows(const LinearWeight &weight, const void *x, DType dtype, int64_t first, int64_t last,
+                  const InputRows &out);
+void gemm(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block);
+void gemm_integers(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block);
+void store_sums(const float *sums, const float *bias, const OutputBlock &out);
+void store_gated(const float *gate, const float *up, const float *gate_bias, const float *up_bias,
+                 Activation activation, const OutputBlock &out);
 
 int64_t attention_scratch(int64_t head_size);
 int64_t state_size(int64_t head_size);

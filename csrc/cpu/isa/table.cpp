@@ -10,8 +10,11 @@ extern const KernelTable table;
 const KernelTable table = {
     QUIRE_NAME(QUIRE_ISA),
     TILE_ROWS,
-    pack_rows,
+    INTEGER_BYTES,
+    convert_rows,
     gemm,
+    store_sums,
+    store_gated,
     attention_scratch,
     state_size,
     attend,

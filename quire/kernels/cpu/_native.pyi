@@ -13,20 +13,31 @@ def set_num_threads(count: int) -> None: ...
 def isa() -> str: ...
 def set_isa(name: str) -> None: ...
 def supported_isas() -> list[str]: ...
-def packed_bytes(dtype: int, num_outputs: int, num_inputs: int, /) -> int: ...
-def pack(weight: int, dtype: int, num_outputs: int, num_inputs: int, packed: int, /) -> None: ...
-def linear(
-    x: int,
-    x_dtype: int,
-    num_rows: int,
-    packed: int,
-    weight_dtype: int,
-    num_outputs: int,
-    num_inputs: int,
-    bias: int,
-    out: int,
-    out_dtype: int,
-    /,
+
+WEIGHT_LAYOUT: str
+MAX_INT8_GROUP: int
+
+class LinearWeight:
+    """How a packed weight lies in memory, and where; keeps nothing alive."""
+
+    def __init__(
+        self,
+        format: str,
+        num_outputs: int,
+        num_inputs: int,
+        group_size: int,
+        has_offsets: bool,
+        has_int8_inputs: bool,
+    ) -> None: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def attach(self, data: int, bias: int, /) -> None: ...
+
+def pack(weight: LinearWeight, values: int, /) -> None: ...
+def pack_quantized(weight: LinearWeight, values: int, scales: int, offsets: int, /) -> None: ...
+def linear(weight: LinearWeight, x: int, x_dtype: int, num_rows: int, out: int, out_dtype: int, /) -> None: ...
+def linear_gated(
+    weight: LinearWeight, activation: int, x: int, x_dtype: int, num_rows: int, out: int, out_dtype: int, /
 ) -> None: ...
 def rms_norm(
     x: int,

@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu import _native
-from quire.kernels.cpu.checks import address, float_code, heads_address, indices_address, require
+from quire.kernels.cpu.checks import activation_code, address, float_code, heads_address, indices_address, require
 from quire.kernels.interface import Activation
-
-_ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
 def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
@@ -98,7 +96,7 @@ def _norm_width(x: Tensor, weight: Tensor) -> int:
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """Elementwise activation of a tensor of any shape."""
     out = torch.empty_like(x)
-    _native.activate(address(x, "x"), out.data_ptr(), float_code(x, "x"), _activation_code(activation), x.numel())
+    _native.activate(address(x, "x"), out.data_ptr(), float_code(x, "x"), activation_code(activation), x.numel())
     return out
 
 
@@ -109,15 +107,8 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_rows, width), dtype=gate_up.dtype)
     source, code = address(gate_up, "gate_up"), float_code(gate_up, "gate_up")
-    _native.gated(source, out.data_ptr(), code, _activation_code(activation), num_rows, width)
+    _native.gated(source, out.data_ptr(), code, activation_code(activation), num_rows, width)
     return out
-
-
-def _activation_code(activation: str) -> int:
-    code = _ACTIVATION_CODES.get(activation)
-    if code is None:
-        raise ValueError(f"activation {activation!r} is not one of {', '.join(_ACTIVATION_CODES)}")
-    return code
 
 
 def rope(x: Tensor, positions: Tensor, cos_sin: Tensor, *, interleaved: bool = False) -> None:

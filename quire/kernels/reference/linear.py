@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kernels.interface import PackedLinear, QuantizedWeight
+from quire.kernels.interface import Activation, PackedLinear, QuantizedWeight
+from quire.kernels.reference import elementwise
 
 
 @dataclass(slots=True)
@@ -65,9 +66,16 @@ class ReferenceQuantizedLinear:
 
 
 def quantize_row(row: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 [K] to int32 [K] in -127 ... 127 and the float32 scale that brings them back; a row of zeros has scale 0."""
+    """float32 [K] to int32 [K] in -127 ... 127 and the float32 scale that brings them back.
+
+    A row whose scale would be no normal number becomes zeros, scale 0; a row that is not finite zeros, scale not a number.
+    """
     scale = row.abs().max() / 127
-    return torch.round(row / scale if scale > 0 else row).to(torch.int32), scale
+    if not row.isfinite().all():
+        return torch.zeros_like(row, dtype=torch.int32), torch.full_like(scale, torch.nan)
+    if scale < torch.finfo(torch.float32).tiny:
+        return torch.zeros_like(row, dtype=torch.int32), torch.zeros_like(scale)
+    return torch.round(row / scale).to(torch.int32), scale
 
 
 def dequantized(weight: QuantizedWeight) -> Tensor:
@@ -117,6 +125,13 @@ def linear(x: Tensor, weight: PackedLinear, *, out_dtype: str | None = None) -> 
         product = weight.product(row.clone())  # a fresh row: the same alignment, so the same code path, for every row
         out[index] = product if weight.bias is None else product + weight.bias.float()
     return out
+
+
+def gated_linear(x: Tensor, weight: PackedLinear, activation: Activation) -> Tensor:
+    """`linear` without rounding, then `gated`, then rounded: [T, K] -> [T, F] of a weight [2 * F, K]."""
+    if weight.num_outputs % 2:
+        raise ValueError(f"gated_linear: the weight has {weight.num_outputs} outputs; expected as many for gate as for up")
+    return elementwise.gated(linear(x, weight, out_dtype="float32"), activation).to(x.dtype)
 
 
 def shape(tensor: Tensor | None) -> list[int] | None:

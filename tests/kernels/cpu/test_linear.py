@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
+from typing import Literal, get_args
+
 import pytest
 import torch
 from torch import Tensor
 
+from quire.errors import ConfigError
 from quire.kernels import cpu
-from quire.kernels.interface import Kernels
+from quire.kernels.interface import Activation, Kernels, QuantizedWeight
+from quire.kernels.reference.linear import dequantized
+
+ACTIVATIONS = get_args(Activation)
 
 SHAPES = [(1, 64, 64), (3, 7, 5), (6, 100, 130), (7, 33, 17), (13, 1, 1), (130, 300, 200), (481, 65, 80)]
 
@@ -71,6 +78,140 @@ def test_an_output_does_not_depend_on_the_other_outputs(native_isa: Kernels) -> 
     whole = native_isa.linear(x, native_isa.pack_linear(weight))
     part = native_isa.linear(x, native_isa.pack_linear(weight[37:99]))
     assert torch.equal(part, whole[:, 37:99])
+
+
+# ---- gated MLPs ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 16, 50, 64, 100])
+def test_a_gated_projection_is_rounded_once(native_isa: Kernels, reference: Kernels, width: int, dtype: torch.dtype) -> None:
+    weight, bias = draw(2 * width, 40, dtype=dtype), draw(2 * width)
+    for own_bias in (None, bias):
+        packed = native_isa.pack_linear(weight, own_bias)
+        for num_rows in (1, 5, 130):
+            x = draw(num_rows, 40, dtype=dtype)
+            for activation in ACTIVATIONS:
+                got = native_isa.gated_linear(x, packed, activation)
+                apart = native_isa.gated(native_isa.linear(x, packed, out_dtype="float32"), activation)
+                assert torch.equal(got, apart.to(dtype)), f"{num_rows} rows, {activation}"
+                want = reference.gated_linear(x, reference.pack_linear(weight, own_bias), activation)
+                torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-2 if dtype is torch.bfloat16 else 1e-3)
+
+
+# ---- integers ----
+
+QUANTIZED = [(8, 96, 96), (8, 512, 32), (8, 2560, 2560), (8, 45, 15), (4, 128, 32), (4, 256, 128), (4, 60, 20), (4, 21, 3)]
+"""(bits, inputs, group size)"""
+
+
+def quantized(
+    bits: Literal[4, 8], shape: tuple[int, int], size: int, activations: Literal["int8", "float"], *, offsets: bool = False
+) -> QuantizedWeight:
+    low, high = (-8, 8) if bits == 4 else (-127, 128)
+    generator = torch.Generator().manual_seed(shape[0] + size)
+    values = torch.randint(low, high, shape, generator=generator).to(torch.int8)
+    values[0, : shape[1] // 2] = low  # the extremes, all of one sign: nothing may saturate
+    values[-1, : shape[1] // 2] = high - 1
+    grid = (shape[0], shape[1] // size)
+    scales = torch.rand(grid, generator=generator) / 16
+    shifts = torch.randn(grid, generator=generator) / 16 if offsets else None
+    return QuantizedWeight(values, scales, shifts, bits, size, activations)
+
+
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize(("bits", "num_inputs", "size"), QUANTIZED)
+def test_int8_inputs_give_the_bits_of_the_reference(
+    native_isa: Kernels, reference: Kernels, bits: Literal[4, 8], num_inputs: int, size: int, offsets: bool
+) -> None:
+    weight = quantized(bits, (70, num_inputs), size, "int8", offsets=offsets)
+    x, bias = draw(130, num_inputs), draw(70)
+    x[1] = x[1].abs().max()  # every input at the largest integer
+    x[2] = -x[1]
+    want = reference.linear(x[:11], reference.pack_quantized(weight, bias))
+    packed = native_isa.pack_quantized(weight, bias)
+    whole = native_isa.linear(x, packed)
+    assert torch.equal(whole[:11], want)
+    for count in (1, 2, 3, 4, 5, 6, 7, 11, 121):
+        assert torch.equal(native_isa.linear(x[:count], packed), whole[:count]), f"batch of {count}"
+    for row in (5, 6, 119, 129):
+        assert torch.equal(native_isa.linear(x[row : row + 1], packed)[0], whole[row]), f"row {row}"
+
+
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize(("bits", "num_inputs", "size"), QUANTIZED)
+def test_float_inputs_give_the_bits_of_the_dequantized_weight(
+    native_isa: Kernels, bits: Literal[4, 8], num_inputs: int, size: int, offsets: bool
+) -> None:
+    weight = quantized(bits, (70, num_inputs), size, "float", offsets=offsets)
+    x = draw(130, num_inputs, dtype=torch.bfloat16)
+    plain, packed = native_isa.pack_linear(dequantized(weight), draw(70)), native_isa.pack_quantized(weight, draw(70))
+    for count in (1, 6, 7, 130):
+        assert torch.equal(native_isa.linear(x[:count], packed), native_isa.linear(x[:count], plain)), f"batch of {count}"
+
+
+@pytest.mark.usefixtures("restore_threads")
+@pytest.mark.parametrize("num_rows", [1, 6, 250])
+def test_the_number_of_threads_changes_no_bit_of_integers(native_isa: Kernels, num_rows: int) -> None:
+    x, packed = draw(num_rows, 512), native_isa.pack_quantized(quantized(4, (500, 512), 64, "int8", offsets=True))
+    results = []
+    for count in (1, 2, 3):
+        cpu.set_num_threads(count)
+        results.append(torch.cat([native_isa.linear(x, packed), native_isa.gated_linear(x, packed, "silu")], dim=1))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_integers_take_rows_of_zeros_tiny_and_non_finite_values(native_isa: Kernels, reference: Kernels) -> None:
+    weight = quantized(8, (20, 32), 32, "int8")
+    x = draw(6, 32)
+    x[0], x[1], x[2, 3], x[3, 4], x[4] = 0.0, 1e-40, torch.inf, torch.nan, x[4] * 1e-37
+    got = native_isa.linear(x, native_isa.pack_quantized(weight))
+    torch.testing.assert_close(got, reference.linear(x, reference.pack_quantized(weight)), rtol=0, atol=0, equal_nan=True)
+    assert got[:2].eq(0).all()
+    assert got[2:4].isnan().all()
+    assert got[4:].isfinite().all()
+
+
+def test_a_packed_weight_is_restored_from_its_bytes(native: Kernels) -> None:
+    from quire.kernels.cpu.linear import CpuLinear, PackedLayout
+
+    x, weight = draw(3, 64), quantized(4, (40, 64), 32, "int8", offsets=True)
+    packed = native.pack_quantized(weight, draw(40))
+    assert isinstance(packed, CpuLinear)
+    again = CpuLinear(PackedLayout(**asdict(packed.layout)), packed.data.clone(), packed.bias)
+    assert torch.equal(native.linear(x, again), native.linear(x, packed))
+    assert packed.data.nbytes == 3 * 2 * (2 * 16 * 4 + 16 * 32 // 2)  # panels, groups; scales and offsets, half bytes
+    with pytest.raises(ValueError, match=f"expected {packed.data.nbytes} bytes"):
+        CpuLinear(packed.layout, packed.data[1:], packed.bias)
+    with pytest.raises(ValueError, match=r"bias float32 \[40\]"):
+        CpuLinear(packed.layout, packed.data, draw(41))
+    with pytest.raises(ValueError, match="groups of 30"):
+        _ = PackedLayout("int4", 40, 64, 30).num_bytes
+
+
+def test_wrong_integers_are_refused(native: Kernels) -> None:
+    good = quantized(4, (6, 32), 32, "int8")
+    wrong: list[tuple[str, dict[str, object]]] = [
+        ("int8 values", {"values": good.values.float()}),
+        ("groups of 7", {"group_size": 7}),
+        ("groups of 0", {"group_size": 0}),
+        ("float32 scales", {"scales": good.scales.double()}),
+        ("float32 scales", {"scales": good.scales[:5]}),
+        ("float32 scales", {"offsets": good.scales[:5]}),
+        ("4 bits hold -8 to 7", {"values": good.values * 2}),
+    ]
+    for message, change in wrong:
+        with pytest.raises(ValueError, match=message):
+            native.pack_quantized(replace(good, **change))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="bias"):
+        native.pack_quantized(good, draw(7))
+    with pytest.raises(ValueError, match="as many for gate as for up"):
+        native.gated_linear(draw(1, 32), native.pack_linear(draw(5, 32)), "silu")
+    big = QuantizedWeight(torch.zeros(1, 140_000, dtype=torch.int8), torch.ones(1, 1), None, 8, 140_000, "int8")
+    with pytest.raises(ConfigError, match="too large for exact sums"):
+        native.pack_quantized(big)
+    assert native.linear(torch.ones(1, 140_000), native.pack_quantized(replace(big, activations="float"))).item() == 0
 
 
 def test_no_rows_and_no_outputs(native: Kernels) -> None:

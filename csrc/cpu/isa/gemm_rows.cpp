@@ -1,0 +1,154 @@
+// The two ends of a projection: rows of x brought into the form that the GEMM multiplies, and finished sums stored.
+#include <cfloat>
+#include <cmath>
+
+#include "activation.hpp"
+#include "kernels.hpp"
+
+namespace quire::QUIRE_ISA {
+
+// ---- inputs ----
+
+template <typename T>
+static void convert_row(const T *x, const LinearWeight &weight, float *out) {
+    const int64_t group_len = weight.group_size, padded = weight.padded_group();
+    for (int64_t group = 0; group < weight.num_groups(); ++group, x += group_len, out += padded) {
+        for (int64_t k = 0; k < group_len; k += LANES) store_up_to(out + k, load_up_to(x + k, group_len - k), group_len - k);
+        for (int64_t k = group_len; k < padded; ++k) out[k] = 0.0f;
+    }
+}
+
+// max |x|; not a number where any x is not finite.
+template <typename T>
+static float largest(const T *x, int64_t n) {
+    const Bits magnitude = broadcast_bits(0x7fffffffu);
+    Vec most = broadcast(0.0f), check = broadcast(0.0f);
+    for (int64_t k = 0; k < n; k += LANES) {
+        const Vec value = load_up_to(x + k, n - k);
+        most = max(as_float(and_bits(as_bits(value), magnitude)), most);
+        check = add(check, mul(value, broadcast(0.0f)));  // 0 unless a value is infinite or not a number
+    }
+    return reduce_max(most) + reduce_add(check);
+}
+
+// x / scale to the nearest integer, ties to even, of LANES elements.
+QINLINE void quantize(Vec x, Vec scale, int8_t (&out)[LANES]) {
+    const Vec magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits
+    float shifted[LANES];
+    store(shifted, add(div(x, scale), magic));
+    for (int i = 0; i < LANES; ++i) {
+        uint32_t bits;
+        memcpy(&bits, shifted + i, sizeof bits);
+        out[i] = static_cast<int8_t>(bits & 0xff);
+    }
+}
+
+template <typename T>
+static int32_t quantize_group(const T *x, int64_t n, int64_t padded, Vec scale, Input *out) {
+    int32_t sum = 0;
+    int8_t lanes[LANES];
+    for (int64_t k = 0; k < padded; k += LANES) {
+        quantize(load_up_to(x + k, max64(0, n - k)), scale, lanes);
+        const int64_t end = min64(LANES, padded - k);
+        for (int64_t i = 0; i < end; i += 4) {
+            int8_t four[4];
+            memcpy(four, lanes + i, sizeof four);
+            sum += four[0] + four[1] + four[2] + four[3];
+            store_inputs(out + k + i, four);
+        }
+    }
+    return sum;
+}
+
+// Scale max |x| / 127, or 0 where that is below the smallest normal number, and then the integers are 0 as well.
+template <typename T>
+static float quantize_row(const T *x, const LinearWeight &weight, Input *out, int32_t *sums) {
+    const float scale = largest(x, weight.num_inputs) / 127.0f;
+    const bool is_zero = !(scale >= FLT_MIN);
+    const Vec divisor = broadcast(is_zero ? INFINITY : scale);  // a finite number over infinity is 0
+    for (int64_t group = 0; group < weight.num_groups(); ++group) {
+        sums[group] = quantize_group(x + group * weight.group_size, weight.group_size, weight.padded_group(), divisor,
+                                     out + group * weight.padded_group());
+    }
+    return scale < FLT_MIN ? 0.0f : scale;
+}
+
+template <typename T>
+static void convert_as(const LinearWeight &weight, const T *x, int64_t first, int64_t last, const InputRows &out) {
+    for (int64_t r = first; r < last; ++r) {
+        const T *row = x + r * weight.num_inputs;
+        if (weight.has_int8_inputs) {
+            Input *to = static_cast<Input *>(const_cast<void *>(out.data)) + r * out.stride;
+            int32_t *sums = const_cast<int32_t *>(out.sums) + r * weight.num_groups();
+            const_cast<float *>(out.scales)[r] = quantize_row(row, weight, to, sums);
+        } else {
+            convert_row(row, weight, static_cast<float *>(const_cast<void *>(out.data)) + r * out.stride);
+        }
+    }
+}
+
+void convert_rows(const LinearWeight &weight, const void *x, DType dtype, int64_t first, int64_t last,
+                  const InputRows &out) {
+    if (dtype == DType::f32) {
+        convert_as(weight, static_cast<const float *>(x), first, last, out);
+    } else {
+        convert_as(weight, static_cast<const bf16 *>(x), first, last, out);
+    }
+}
+
+// ---- outputs ----
+
+QINLINE Vec biased(const float *sums, const float *bias, int64_t i, int64_t width) {
+    const Vec sum = load(sums + i);
+    return bias == nullptr ? sum : add(sum, load_up_to(bias + i, width - i));
+}
+
+template <typename T>
+static void store_sums_as(const float *sums, const float *bias, const OutputBlock &out) {
+    for (int64_t r = 0; r < out.num_rows; ++r, sums += GROUP_WIDTH) {
+        T *to = static_cast<T *>(out.data) + r * out.stride + out.first;
+        for (int64_t i = 0; i < out.width; i += LANES) {
+            store_up_to(to + i, biased(sums, bias, i, out.width), out.width - i);
+        }
+    }
+}
+
+void store_sums(const float *sums, const float *bias, const OutputBlock &out) {
+    out.dtype == DType::f32 ? store_sums_as<float>(sums, bias, out) : store_sums_as<bf16>(sums, bias, out);
+}
+
+template <typename T, Activation A>
+static void store_gated_as(const float *gate, const float *up, const float *gate_bias, const float *up_bias,
+                           const OutputBlock &out) {
+    for (int64_t r = 0; r < out.num_rows; ++r, gate += GROUP_WIDTH, up += GROUP_WIDTH) {
+        T *to = static_cast<T *>(out.data) + r * out.stride + out.first;
+        for (int64_t i = 0; i < out.width; i += LANES) {
+            const Vec value = mul(apply<A>(biased(gate, gate_bias, i, out.width)), biased(up, up_bias, i, out.width));
+            store_up_to(to + i, value, out.width - i);
+        }
+    }
+}
+
+template <Activation A>
+static void store_gated_with(const float *gate, const float *up, const float *gate_bias, const float *up_bias,
+                             const OutputBlock &out) {
+    if (out.dtype == DType::f32) {
+        store_gated_as<float, A>(gate, up, gate_bias, up_bias, out);
+    } else {
+        store_gated_as<bf16, A>(gate, up, gate_bias, up_bias, out);
+    }
+}
+
+void store_gated(const float *gate, const float *up, const float *gate_bias, const float *up_bias,
+                 Activation activation, const OutputBlock &out) {
+    switch (activation) {
+        case Activation::silu:
+            return store_gated_with<Activation::silu>(gate, up, gate_bias, up_bias, out);
+        case Activation::gelu:
+            return store_gated_with<Activation::gelu>(gate, up, gate_bias, up_bias, out);
+        case Activation::gelu_tanh:
+            return store_gated_with<Activation::gelu_tanh>(gate, up, gate_bias, up_bias, out);
+    }
+}
+
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,88 @@
+// Products of bytes: LANES outputs at a time, four inputs each, summed into 32-bit integers. Always exact: nothing here
+// saturates (which is why AVX2's multiply of bytes, whose 16-bit sums do, is not used on 8-bit weights).
+//
+// `Quad` is LANES outputs' weights of four inputs, unsigned bytes, ready to be multiplied; `InputQuad` is one row's four
+// inputs, for all lanes. Rows are stored in the form that `load_inputs` wants (`Input`, written by `store_inputs`).
+#pragma once
+
+#include "simd.hpp"
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+namespace quire::QUIRE_ISA {
+
+#if defined(__AVX512VNNI__) && defined(__AVX512F__)
+
+using Input = int8_t;
+using Quad = Bits;
+using InputQuad = Bits;
+
+QINLINE Quad unpack(Bits bytes) { return bytes; }
+QINLINE InputQuad load_inputs(const Input *x) {
+    int32_t four;
+    memcpy(&four, x, sizeof four);
+    return _mm512_set1_epi32(four);
+}
+QINLINE Bits multiply_add(Bits sums, Quad w, InputQuad x) { return _mm512_dpbusd_epi32(sums, w, x); }
+QINLINE void store_inputs(Input *out, const int8_t (&x)[4]) { memcpy(out, x, sizeof x); }
+
+#else
+
+// Inputs as 16-bit pairs (x0, x2), (x1, x3), which meet the even and the odd bytes of a word of weights.
+using Input = int16_t;
+struct Quad {
+    Bits even, odd;
+};
+struct InputQuad {
+    Bits even, odd;
+};
+
+#if defined(__AVX512BW__)
+QINLINE Bits multiply_pairs(Bits a, Bits b) { return _mm512_madd_epi16(a, b); }
+#elif defined(__AVX2__)
+QINLINE Bits multiply_pairs(Bits a, Bits b) { return _mm256_madd_epi16(a, b); }
+#elif defined(__SSE2__)
+QINLINE Bits multiply_pairs(Bits a, Bits b) { return (Bits)_mm_madd_epi16((__m128i)a, (__m128i)b); }
+#else
+QINLINE Bits multiply_pairs(Bits a, Bits b) {
+    typedef int32_t Signed __attribute__((vector_size(16)));
+    const Signed low = ((Signed)(a << 16) >> 16) * ((Signed)(b << 16) >> 16);
+    return (Bits)(low + ((Signed)a >> 16) * ((Signed)b >> 16));
+}
+#endif
+
+QINLINE Quad unpack(Bits bytes) {
+    const Bits mask = broadcast_bits(0x00ff00ffu);
+    return {and_bits(bytes, mask), and_bits(shift_right<8>(bytes), mask)};
+}
+QINLINE InputQuad load_inputs(const Input *x) {
+    uint32_t pairs[2];
+    memcpy(pairs, x, sizeof pairs);
+    return {broadcast_bits(pairs[0]), broadcast_bits(pairs[1])};
+}
+QINLINE Bits multiply_add(Bits sums, Quad w, InputQuad x) {
+    return add_bits(sums, add_bits(multiply_pairs(w.even, x.even), multiply_pairs(w.odd, x.odd)));
+}
+QINLINE void store_inputs(Input *out, const int8_t (&x)[4]) {
+    out[0] = x[0], out[1] = x[2], out[2] = x[1], out[3] = x[3];
+}
+
+#endif
+
+constexpr int64_t INTEGER_BYTES = sizeof(Input);
+
+// Signed 32-bit integers to float32, to nearest.
+#if defined(__AVX512F__)
+QINLINE Vec to_float(Bits x) { return _mm512_cvtepi32_ps(x); }
+#elif defined(__AVX2__)
+QINLINE Vec to_float(Bits x) { return _mm256_cvtepi32_ps(x); }
+#else
+QINLINE Vec to_float(Bits x) {
+    typedef int32_t Signed __attribute__((vector_size(16)));
+    return __builtin_convertvector((Signed)x, Vec);
+}
+#endif
+
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,131 @@
+// Packing of weights into the layout of weight.hpp, and the class that Python holds a packed weight by.
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include <nanobind/stl/string.h>
+
+#include "bindings.hpp"
+#include "threads.hpp"
+#include "weight.hpp"
+
+namespace quire {
+
+template <typename T>
+static void pack_panel(const T *weight, int64_t num_inputs, int64_t first, int64_t width, T *out) {
+    constexpr int64_t PAIR = sizeof(T) == 2 ? 2 : 1;
+    for (int64_t i = 0; i < width; ++i) {
+        const T *row = weight + (first + i) * num_inputs;
+        for (int64_t k = 0; k < num_inputs; ++k) out[(k / PAIR * PANEL + i) * PAIR + k % PAIR] = row[k];
+    }
+}
+
+struct Quantized {
+    const int8_t *values;            // [N, K]
+    const float *scales, *offsets;   // [N, groups]; offsets may be null
+};
+
+// One output's group: bytes of four inputs lie PANEL * 4 apart.
+static void pack_group(const LinearWeight &weight, const int8_t *values, uint8_t *out) {
+    const int zero = static_cast<int>(weight.zero_point());
+    for (int64_t k = 0; k < weight.group_size; ++k) {
+        const uint8_t byte = static_cast<uint8_t>(values[k] + zero);
+        if (weight.format == WeightFormat::int8) {
+            out[k / 4 * 4 * PANEL + k % 4] = byte;
+        } else {
+            uint8_t &both = out[k / 8 * 4 * PANEL + k % 4];
+            both = static_cast<uint8_t>(both | (k % 8 < 4 ? byte : byte << 4));
+        }
+    }
+}
+
+static void pack_integers(const LinearWeight &weight, const Quantized &from, int64_t first, int64_t width, char *panel) {
+    const int64_t num_groups = weight.num_groups();
+    for (int64_t i = 0; i < width; ++i) {
+        for (int64_t group = 0; group < num_groups; ++group) {
+            char *to = panel + group * weight.group_bytes();
+            float *header = reinterpret_cast<float *>(to);
+            const int64_t scale = (first + i) * num_groups + group;
+            header[i] = from.scales[scale];
+            if (from.offsets != nullptr) header[PANEL + i] = from.offsets[scale];
+            const int8_t *values = from.values + (first + i) * weight.num_inputs + group * weight.group_size;
+            pack_group(weight, values, reinterpret_cast<uint8_t *>(to + weight.header_bytes()) + i * 4);
+        }
+    }
+}
+
+template <typename Pack>
+static void pack_panels(const LinearWeight &weight, const Pack &pack) {
+    char *to = static_cast<char *>(const_cast<void *>(weight.data));
+#pragma omp parallel for schedule(static) num_threads(team_size(weight.num_bytes()))
+    for (int64_t panel = 0; panel < weight.num_panels(); ++panel) {
+        char *panel_to = to + panel * weight.panel_bytes();
+        std::memset(panel_to, 0, weight.panel_bytes());
+        pack(panel * PANEL, min64(PANEL, weight.num_outputs - panel * PANEL), panel_to);
+    }
+}
+
+static void pack(const LinearWeight &weight, uintptr_t from) {
+    pack_panels(weight, [&](int64_t first, int64_t width, char *to) {
+        if (weight.format == WeightFormat::f32) {
+            const float *values = reinterpret_cast<const float *>(from);
+            pack_panel(values, weight.num_inputs, first, width, reinterpret_cast<float *>(to));
+        } else {
+            const bf16 *values = reinterpret_cast<const bf16 *>(from);
+            pack_panel(values, weight.num_inputs, first, width, reinterpret_cast<bf16 *>(to));
+        }
+    });
+}
+
+static void pack_quantized(const LinearWeight &weight, uintptr_t values, uintptr_t scales, uintptr_t offsets) {
+    const Quantized from{reinterpret_cast<const int8_t *>(values), reinterpret_cast<const float *>(scales),
+                         reinterpret_cast<const float *>(offsets)};
+    pack_panels(weight,
+                [&](int64_t first, int64_t width, char *to) { pack_integers(weight, from, first, width, to); });
+}
+
+static constexpr const char *FORMATS[] = {"f32", "bf16", "int8", "int4"};
+
+static WeightFormat format_of(const std::string &name) {
+    for (int i = 0; i < 4; ++i) {
+        if (name == FORMATS[i]) return static_cast<WeightFormat>(i);
+    }
+    throw std::invalid_argument("there is no weight format " + name);
+}
+
+// The arguments say how `data` is laid out; nothing is copied, and the caller keeps the memory alive.
+static void init_weight(LinearWeight *self, const std::string &format, int64_t num_outputs, int64_t num_inputs,
+                        int64_t group_size, bool has_offsets, bool has_int8_inputs) {
+    LinearWeight weight{format_of(format), has_offsets, has_int8_inputs, num_outputs, num_inputs, group_size, nullptr,
+                        nullptr};
+    if (num_outputs < 0 || num_inputs < 1 || group_size < 1 || num_inputs % group_size != 0) {
+        throw std::invalid_argument("a weight [" + std::to_string(num_outputs) + ", " + std::to_string(num_inputs) +
+                                    "] with groups of " + std::to_string(group_size) + " inputs cannot be");
+    }
+    if (!weight.is_integer() && (has_offsets || has_int8_inputs || group_size != num_inputs)) {
+        throw std::invalid_argument("only integer weights have groups, offsets and int8 inputs");
+    }
+    if (has_int8_inputs && group_size > MAX_INT8_GROUP) {
+        throw std::invalid_argument("the sum of " + std::to_string(group_size) + " products does not fit 32 bits");
+    }
+    new (self) LinearWeight(weight);
+}
+
+static void bind_weight(nb::module_ &m) {
+    nb::class_<LinearWeight>(m, "LinearWeight")
+        .def("__init__", &init_weight, nb::arg("format"), nb::arg("num_outputs"), nb::arg("num_inputs"),
+             nb::arg("group_size"), nb::arg("has_offsets"), nb::arg("has_int8_inputs"))
+        .def_prop_ro("num_bytes", &LinearWeight::num_bytes)
+        .def("attach", [](LinearWeight &self, uintptr_t data, uintptr_t bias) {
+            self.data = reinterpret_cast<const void *>(data);
+            self.bias = reinterpret_cast<const float *>(bias);
+        });
+    m.attr("WEIGHT_LAYOUT") = WEIGHT_LAYOUT;
+    m.attr("MAX_INT8_GROUP") = MAX_INT8_GROUP;
+    using release = nb::call_guard<nb::gil_scoped_release>;
+    m.def("pack", &pack, release());
+    m.def("pack_quantized", &pack_quantized, release());
+}
+static const Registration registration(bind_weight);
+
+}  // namespace quire
