@@ -6,8 +6,11 @@ Speed does not depend on what weights say, as long as numbers stay ordinary: lin
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +83,57 @@ def write_random_model(config: dict[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def write_w8a8(source: Path, folder: Path) -> None:
+    """Write a model with 8-bit weights, a scale a row, for 8-bit activations quantized as they come, one scale a token.
+
+    The format is compressed-tensors' "int-quantized", which vLLM reads; the embedding and the output head stay as they are.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights: dict[str, torch.Tensor] = {}
+    for name, weight in load_file(source / "model.safetensors").items():
+        if weight.dim() < 2 or "embed" in name or "lm_head" in name:
+            weights[name] = weight
+            continue
+        scale = weight.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-8) / 127
+        weights[name] = (weight.float() / scale).round().to(torch.int8)
+        weights[f"{name}_scale"] = scale.to(torch.bfloat16)
+    group = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
+        "input_activations": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True},
+    }
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in source.glob("*.json"):
+        (folder / each.name).write_bytes(each.read_bytes())
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m benchmarks.models SOURCE FOLDER`: random weights for a configuration, or with --w8a8 8-bit ones of a model."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], prog="python -m benchmarks.models")
+    parser.add_argument("source", help=f"one of {', '.join(CONFIGS)}, or a config.json; with --w8a8 a model's folder")
+    parser.add_argument("folder", type=Path, help="where to write")
+    parser.add_argument("--w8a8", action="store_true", help="8-bit weights and activations, for vLLM")
+    args = parser.parse_args(argv)
+    if args.w8a8:
+        write_w8a8(Path(args.source), args.folder)
+    else:
+        write_random_model(CONFIGS.get(args.source) or json.loads(Path(args.source).read_text()), args.folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

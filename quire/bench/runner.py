@@ -113,7 +113,7 @@ def render(record: dict[str, Any]) -> list[str]:
         f"overhead     {1e3 * median['step_overhead_s']:.2f} ms a step outside the model, "
         f"{median['overhead_share']:.1%} of the time",
         f"roofline     {roof['roofline_share']:.1%} of what the machine allows: {roof['flops_share']:.1%} of "
-        f"{max(peaks['gemm_flops_per_s'].values()) / 1e9:,.1f} GFLOP/s, {roof['bytes_share']:.1%} of "
+        f"{Peaks(**peaks).best_gemm / 1e9:,.1f} GFLOP/s, {roof['bytes_share']:.1%} of "
         f"{peaks['read_bytes_per_s'] / 1e9:.1f} GB/s",
     ]
     if record["profile_s"] is not None:

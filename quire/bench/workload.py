@@ -126,6 +126,20 @@ def read_lengths(path: Path) -> list[tuple[int, int]]:
     return [pair for pair in pairs if min(pair) > 0]
 
 
+WORKLOADS: dict[str, Workload] = {
+    "W1": random_workload(64, (16, 256), (16, 128), seed=0, name="W1"),
+    "W2": prefix_workload(64, 512, 32, 32, name="W2"),
+    "W3": random_workload(1, (128, 128), (128, 128), name="W3"),
+    "W4": parallel_workload(8, 256, 8, 64, name="W4"),
+    "W5": random_workload(1, (4096, 4096), (1, 1), name="W5"),
+    "W6": random_workload(64, (128, 128), (64, 64), name="W6"),
+    **{f"B{size}": random_workload(size, (64, 64), (64, 64), name=f"B{size}") for size in (1, 2, 4, 8, 16, 32, 64)},
+}
+"""The workloads that engines are compared on. W1: many requests of mixed lengths. W2: a shared prefix. W3: one request.
+W4: parallel sampling. W5: one long prompt. W6: what 32 clients of a server ask for, two requests each. B1 to B64: so many equal
+requests at once, for throughput against batch size."""
+
+
 def totals(requests: Sequence[BenchRequest]) -> dict[str, int]:
     """What a set of requests amounts to."""
     return {

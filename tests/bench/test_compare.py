@@ -6,12 +6,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
-CONFIG = {
+from benchmarks import compare, tables, variants
+from benchmarks.models import CONFIGS, main, write_random_model
+from quire.bench.bound import ideal_steps
+from quire.bench.workload import WORKLOADS, parallel_workload, random_workload, totals
+from quire.models.registry import declare
+
+CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "hidden_act": "silu",
     "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": True,
@@ -19,35 +25,13 @@ CONFIG = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def compare(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(repo_root))
-    from benchmarks import compare
-
-    return compare
-
-
-def test_workloads_are_those_that_were_published(compare: ModuleType) -> None:
-    from quire.bench.workload import totals
-
-    counts = {name: totals(workload.requests(0, 1000)) for name, workload in compare.WORKLOADS.items()}
-    assert (counts["W1"]["num_prompt_tokens"], counts["W1"]["num_output_tokens"]) == (9_936, 4_385)
-    assert (counts["W2"]["num_prompt_tokens"], counts["W2"]["num_output_tokens"]) == (64 * 544, 64 * 32)
-    assert (counts["W3"]["num_prompt_tokens"], counts["W3"]["num_output_tokens"]) == (128, 128)
-    assert (counts["W4"]["num_sequences"], counts["W4"]["num_output_tokens"]) == (64, 4_096)
-    assert (counts["W5"]["num_prompt_tokens"], counts["W5"]["num_output_tokens"]) == (4_096, 1)
-
-
-def test_configurations_have_the_sizes_of_their_models(compare: ModuleType) -> None:
-    from benchmarks.models import CONFIGS
-    from quire.models.registry import declare
+def test_configurations_have_the_sizes_of_their_models() -> None:
 
     assert declare(CONFIGS["smollm2-135m"]).num_parameters == 134_515_008
     assert declare(CONFIGS["qwen3-0.6b"]).num_parameters == 596_049_920
 
 
-def test_random_models_compute_ordinary_numbers(compare: ModuleType, tmp_path: Path) -> None:
-    from benchmarks.models import write_random_model
+def test_random_models_compute_ordinary_numbers(tmp_path: Path) -> None:
     from quire import LLM, SamplingParams
 
     write_random_model(CONFIG, tmp_path)
@@ -60,54 +44,125 @@ def test_random_models_compute_ordinary_numbers(compare: ModuleType, tmp_path: P
     assert -80 < (completion.cumulative_logprob or 0) < -1  # neither certain nor at random
 
 
-@pytest.mark.parametrize("text", ["quire", "quire:int8", "generate:float32", "paged:float32:4", "vllm:float32"])
-def test_wrong_variants_are_refused(compare: ModuleType, text: str) -> None:
-    with pytest.raises(ValueError, match="is not quire:DTYPE"):
-        compare.Variant.parse(text)
+def test_eight_bit_checkpoints_say_what_the_weights_were(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    write_random_model(CONFIG, tmp_path / "m")
+    assert main(["--w8a8", str(tmp_path / "m"), str(tmp_path / "m8")]) == 0
+    before, after = load_file(tmp_path / "m" / "model.safetensors"), load_file(tmp_path / "m8" / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    restored = after[name].float() * after[f"{name}_scale"].float()
+    assert after[name].dtype == torch.int8 and after[f"{name}_scale"].shape == (32, 1)
+    # Half a step of rounding, and the scale's own rounding to bfloat16.
+    assert (restored - before[name].float()).abs().max() < before[name].float().abs().max() * (0.5 / 127 + 2**-8)
+    assert after["model.embed_tokens.weight"].equal(before["model.embed_tokens.weight"])
+    config = json.loads((tmp_path / "m8" / "config.json").read_text())
+    assert config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] == 8
 
 
-def test_variants_keep_their_names(compare: ModuleType) -> None:
-    for text in (*compare.VARIANTS, "generate:bfloat16:8"):
-        assert compare.Variant.parse(text).name == text
+@pytest.mark.parametrize("text", ["quire", "quire:", "sglang:bfloat16", "quire:bfloat16:fast", "quire:b-f"])
+def test_wrong_variants_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not ENGINE:FORM"):
+        variants.Variant.parse(text)
 
 
-def test_summary_takes_medians_and_compares_with_the_best_peer(compare: ModuleType) -> None:
-    measurements = [
-        {"variant": name, "ready_s": 1.0, "peak_rss_bytes": 2**30, "runs": {"W3": {"wall_s": wall, "cpu_s": wall / 2}}}
-        for name, walls in {"quire:float32": (1.0, 2.0, 4.0), "generate:float32:16": (8.0, 4.0, 4.0)}.items()
-        for wall in walls
+def test_variants_keep_their_names() -> None:
+    for text in (*compare.VARIANTS, "vllm:w8a8:eager=1:kv_gib=2"):
+        assert variants.Variant.parse(text).name == text
+
+
+def test_engines_with_a_format_of_their_own_find_it_beside_the_model(tmp_path: Path) -> None:
+    model = tmp_path / "M"
+    for name in ("M", "M-openvino-int8"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "M-llamacpp-q8_0.gguf").write_bytes(b"")
+    found = {text: variants.Variant.parse(text).files(model).name for text in ("openvino:int8", "llamacpp:q8_0", "quire:int8")}
+    assert found == {"openvino:int8": "M-openvino-int8", "llamacpp:q8_0": "M-llamacpp-q8_0.gguf", "quire:int8": "M"}
+
+
+def _record(walls: dict[str, tuple[float, ...]], workload: str) -> dict[str, Any]:
+    """One with rates at which the numbers can be checked by hand."""
+    counts = totals(WORKLOADS[workload].requests(0, CONFIG["vocab_size"]))
+    runs: list[dict[str, Any]] = [
+        {"variant": name, "workload": workload, "wall_s": wall, "cpu_s": 2 * wall, "peak_rss_bytes": 2**30, "token_s": None}
+        for name, each in walls.items()
+        for wall in each
     ]
-    record: dict[str, Any] = {
+    if workload == "W3":
+        for run in runs:
+            run["token_s"] = [(i + 1) * run["wall_s"] / 128 for i in range(128)]
+    return {
         "model": "m",
+        "config": CONFIG,
         "num_threads": 1,
+        "first_requests": None,
         "started_at": "now",
         "machine": {"cpu": "c"},
-        "versions": {"quire": "0", "commit": None, "transformers": "0", "torch": "0"},
-        "workloads": {"W3": {"num_sequences": 1, "num_prompt_tokens": 128, "num_output_tokens": 128}},
-        "measurements": measurements,
+        "versions": {"quire": "0", "commit": None, "torch": "0"},
+        "workloads": {workload: counts},
+        "variants": {name: {"ready_s": 1.0} for name in walls},
+        "peaks": [{"read_bytes_per_s": 1e9, "gemm_flops_per_s": {"float32": 1e9, "bfloat16": 5e8, "int8": 4e9}}],
+        "measurements": runs,
     }
-    record["summary"] = compare.summarize(record)
-    assert record["summary"][0]["workloads"]["W3"]["output_tokens_per_s"] == 64.0
-    table = compare.render(record)
-    assert "| quire:float32 | 64.0 (32.0-128.0) | 2.00x | 128.0 | 2.00x | 1.0 | 1.00 |" in table
-    assert "| generate:float32:16 | 32.0 (16.0-32.0) | 1.00x | 64.0 | 1.00x | 1.0 | 1.00 |" in table
 
 
-@pytest.mark.parametrize("text", ["quire:float32", "generate:float32:2", "paged:float32"])
-def test_every_engine_makes_the_tokens_asked_for(compare: ModuleType, tmp_path: Path, text: str) -> None:
+def test_summary_takes_medians_and_shares() -> None:
+    record = _record({"quire:bfloat16": (16.0, 8.0, 4.0), "quire:int8": (4.0,), "vllm:float32": (16.0,)}, "W1")
+    summary = record["summary"] = tables.summarize(record)
+    rows = summary["W1"]
+    row = rows["quire:bfloat16"]
+    assert (row["wall_s"], row["output_tokens_per_s"], row["highest"]) == (8.0, 4385 / 8, 4385 / 4)
+    linear = sum(step.linear_flops for step in ideal_steps(declare(CONFIG), WORKLOADS["W1"].requests(0, 128), 2))
+    attention = row["compute_share"] * 8.0 - linear / 1e9
+    assert 0 < attention < linear / 1e9
+    # 8-bit products are held against the rate of 8-bit products, attention always against that of floats.
+    assert rows["quire:int8"]["compute_share"] * 4.0 == pytest.approx(linear / 4e9 + attention)
+    assert tables.factor(rows, "vllm:float32") == "2.00x" and tables.factor(rows, "quire:int8") == ""
+    assert "| vllm:float32 | 274.1 (274.1-274.1) | 2.00x | 16.00 |" in tables.render(record)
+
+
+def test_a_single_sequence_is_held_against_the_bandwidth() -> None:
+    record = _record({"quire:bfloat16": (1.28,), "quire:int8": (0.64,)}, "W3")
+    rows = tables.summarize(record)["W3"]
+    spec = declare(CONFIG)
+    weights = (spec.flops_per_token().layers + spec.flops_per_token().head) / 2
+    cached = sum(layer.bytes_per_token("bfloat16") for layer in spec.kv_layers)
+    token_bytes = weights * 2 + cached * (128 + 64 + 1)  # contexts of 129 to 255 tokens with the new one, and its writing
+    assert rows["quire:bfloat16"]["token_s"] == pytest.approx(0.01)
+    assert rows["quire:bfloat16"]["token_bandwidth_share"] == pytest.approx(token_bytes / 1e9 / 0.01)
+    assert rows["quire:int8"]["token_bandwidth_share"] == pytest.approx((token_bytes - weights) / 1e9 / 0.005)
+
+
+def test_a_lock_is_held_while_engines_are_timed(tmp_path: Path) -> None:
+    with compare._Hold(f"flock {tmp_path / 'lock'}") as hold:
+        assert hold.is_held
+        taken = subprocess.run(["flock", "-n", str(tmp_path / "lock"), "true"])
+        assert taken.returncode == 1
+    assert subprocess.run(["flock", "-n", str(tmp_path / "lock"), "true"]).returncode == 0
+    with pytest.raises(RuntimeError, match="exit code 1"), compare._Hold("false"):
+        pass
+
+
+@pytest.mark.parametrize("text", ["quire:float32", "transformers:float32:batch=2", "transformers:float32:way=paged"])
+def test_every_engine_makes_the_tokens_asked_for(tmp_path: Path, text: str) -> None:
     pytest.importorskip("transformers")
-    from benchmarks.models import write_random_model
-    from benchmarks.peers import Variant, open_peer
-    from quire.bench.workload import parallel_workload, random_workload
 
     write_random_model(CONFIG, tmp_path)
-    peer = open_peer(tmp_path, Variant.parse(text), 1)
+    process = variants.PeerProcess(variants.Variant.parse(text), variants.Seat(tmp_path, 128, 1, {}, {}))
     try:
-        requests = random_workload(3, (4, 9), (2, 5)).requests(0, 128)
-        assert sorted(peer.run(requests)) == sorted(each.num_output for each in requests)
-        assert peer.run(parallel_workload(1, 5, 2, 3, name="p").requests(0, 128)) == [3, 3]
+        assert process.description["ready_s"] > 0
+        result = process.run(random_workload(3, (4, 9), (2, 5)).requests(0, 128))
+        assert result["token_s"] is None and result["wall_s"] > 0 and result["peak_rss_bytes"] > 1e7
+        process.run(parallel_workload(1, 5, 2, 3, name="p").requests(0, 128))
+        token_s = process.run(random_workload(1, (4, 4), (6, 6)).requests(0, 128))["token_s"]
+        assert len(token_s) == 6 and token_s[0] > 0 and token_s == sorted(token_s)
     finally:
-        peer.close()
+        process.close()
+
+
+def test_an_engine_that_fails_says_why(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)quire:float32 failed with exit code 1.*config\.json"):
+        variants.PeerProcess(variants.Variant.parse("quire:float32"), variants.Seat(tmp_path, 128, 1, {}, {}))
 
 
 def test_a_whole_comparison(repo_root: Path, tmp_path: Path) -> None:
@@ -115,10 +170,10 @@ def test_a_whole_comparison(repo_root: Path, tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     command = [sys.executable, "-m", "benchmarks.compare", "--model", str(tmp_path / "config.json"), "--json", str(out)]
     command += ["--variants", "quire:float32", "--first-requests", "2", "--rounds", "1", "--threads", "1"]
-    done = subprocess.run([*command, "--workloads", "W1,W4"], cwd=repo_root, capture_output=True, text=True)
+    done = subprocess.run([*command, "--workloads", "W4"], cwd=repo_root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     record = json.loads(out.read_text())
-    assert [each["variant"] for each in record["summary"]] == ["quire:float32"]
-    assert set(record["summary"][0]["workloads"]) == {"W1", "W4"}
+    assert list(record["variants"]) == ["quire:float32"]
+    assert set(record["summary"]) == {"W4"} and record["peaks"][0]["gemm_flops_per_s"]["int8"] > 0
     assert record["workloads"]["W4"]["num_sequences"] == 16
     assert "| quire:float32 |" in done.stdout

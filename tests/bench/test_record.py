@@ -41,7 +41,7 @@ def test_a_real_record_keeps_to_the_schema(good: dict[str, Any]) -> None:
     assert good["workload"]["totals"]["num_requests"] == 4
     assert good["engine"]["decisions"]["num_threads"] == "1"
     assert 0 < good["median"]["roofline"]["roofline_share"] < 1
-    assert set(good["peaks"]["gemm_flops_per_s"]) == {"float32", "bfloat16"}
+    assert set(good["peaks"]["gemm_flops_per_s"]) == {"float32", "bfloat16", "int8"}
 
 
 def test_what_is_missing_unknown_or_wrong_is_named(good: dict[str, Any]) -> None:

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from quire.bench.workload import parallel_workload, prefix_workload, random_workload, read_lengths, totals, trace_workload
+from quire.bench.workload import (
+    WORKLOADS,
+    parallel_workload,
+    prefix_workload,
+    random_workload,
+    read_lengths,
+    totals,
+    trace_workload,
+)
 from quire.errors import ConfigError
 
 VOCAB = 1000
@@ -24,6 +32,17 @@ def test_random_lengths_are_those_of_the_seed() -> None:
     assert first == workload.requests(0, VOCAB)
     assert all(0 <= token_id < VOCAB for each in first for token_id in each.token_ids)
     assert random_workload(64, (16, 256), (16, 128), seed=1).requests(0, VOCAB) != first
+
+
+def test_workloads_are_those_that_were_published() -> None:
+    counts = {name: totals(workload.requests(0, 1000)) for name, workload in WORKLOADS.items()}
+    assert (counts["W1"]["num_prompt_tokens"], counts["W1"]["num_output_tokens"]) == (9_936, 4_385)
+    assert (counts["W2"]["num_prompt_tokens"], counts["W2"]["num_output_tokens"]) == (64 * 544, 64 * 32)
+    assert (counts["W3"]["num_prompt_tokens"], counts["W3"]["num_output_tokens"]) == (128, 128)
+    assert (counts["W4"]["num_sequences"], counts["W4"]["num_output_tokens"]) == (64, 4_096)
+    assert (counts["W5"]["num_prompt_tokens"], counts["W5"]["num_output_tokens"]) == (4_096, 1)
+    assert (counts["W6"]["num_requests"], counts["W6"]["num_output_tokens"]) == (64, 4_096)
+    assert [counts[f"B{2**i}"]["num_sequences"] for i in range(7)] == [1, 2, 4, 8, 16, 32, 64]
 
 
 def test_prefix_is_shared_within_a_repetition_only() -> None:

@@ -1,0 +1,134 @@
+"""What a comparison's record says: medians, ratios, shares of the machine's limits, and tables of them in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from benchmarks.variants import Variant
+from quire.bench.bound import MachineRates, bandwidth_s, compute_s, ideal_steps, roofline_s
+from quire.bench.workload import WORKLOADS
+from quire.models.registry import declare
+
+_EIGHT_BIT_PRODUCTS = ("w8a8", "int8", "q8_0", "int4", "q4_0")
+"""Forms that may multiply in 8-bit integers, so that the machine's rate for those is their limit."""
+
+
+def summarize(record: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """By workload and variant: medians and ranges over the rounds, and shares of what the machine allows.
+
+    `compute_share` is the time that the operations of an ideal schedule take at the best rate measured, over the median
+    time; `bandwidth_share` the same for its bytes; `roofline_share` for the longer of the two in each step. For a single
+    sequence, the shares of `token_s` leave the prompt out.
+    """
+    summary: dict[str, dict[str, dict[str, Any]]] = {}
+    for name in record["workloads"]:
+        rows = {}
+        for variant in record["variants"]:
+            runs = [each for each in record["measurements"] if (each["variant"], each["workload"]) == (variant, name)]
+            if runs:
+                rows[variant] = _row(record, (name, variant), runs)
+        summary[name] = rows
+    return summary
+
+
+def best_peaks(record: Mapping[str, Any]) -> dict[str, float]:
+    """The best of each limit over the rounds."""
+    bandwidth = max(each["read_bytes_per_s"] for each in record["peaks"])
+    gemms = [each["gemm_flops_per_s"] for each in record["peaks"]]
+    return {"bandwidth": bandwidth, **{dtype: max(each[dtype] for each in gemms) for dtype in gemms[0]}}
+
+
+def rates_of(record: Mapping[str, Any], variant: Variant) -> MachineRates:
+    """The limits that a variant is held against: the best float product, or for 8-bit forms the best of any type."""
+    peaks = best_peaks(record)
+    floats = max(peaks["float32"], peaks["bfloat16"])
+    linear = max(floats, peaks.get("int8", 0.0)) if variant.form in _EIGHT_BIT_PRODUCTS else floats
+    return MachineRates(linear, floats, peaks["bandwidth"])
+
+
+def _row(record: Mapping[str, Any], which: tuple[str, str], runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    name, variant = which[0], Variant.parse(which[1])
+    spec, counts = declare(record["config"]), record["workloads"][name]
+    requests = WORKLOADS[name].requests(0, record["config"]["vocab_size"])[: record["first_requests"]]
+    steps, rates = ideal_steps(spec, requests, variant.bytes_per_weight), rates_of(record, variant)
+    wall_s = median(each["wall_s"] for each in runs)
+    rates_seen = [counts["num_output_tokens"] / each["wall_s"] for each in runs]
+    row: dict[str, Any] = {
+        "num_rounds": len(runs),
+        "wall_s": wall_s,
+        "output_tokens_per_s": median(rates_seen),
+        "lowest": min(rates_seen),
+        "highest": max(rates_seen),
+        "cpu_s": median(each["cpu_s"] for each in runs),
+        "peak_rss_bytes": max(each["peak_rss_bytes"] for each in runs),
+        "compute_share": compute_s(steps, rates) / wall_s,
+        "bandwidth_share": bandwidth_s(steps, rates) / wall_s,
+        "roofline_share": roofline_s(steps, rates) / wall_s,
+    }
+    streams = [each["token_s"] for each in runs if each["token_s"]]
+    if streams:
+        row["ttft_s"] = median(each[0] for each in streams)
+        if len(streams[0]) > 1:
+            row["token_s"] = median((each[-1] - each[0]) / (len(each) - 1) for each in streams)
+            row["token_bandwidth_share"] = bandwidth_s(steps[1:], rates) / len(steps[1:]) / row["token_s"]
+    return row
+
+
+# -- Markdown ------------------------------------------------------------------------------------------------------------
+
+
+def render(record: Mapping[str, Any]) -> str:
+    """The whole record as Markdown."""
+    machine, versions, peaks = record["machine"], record["versions"], best_peaks(record)
+    products = ", ".join(f"{dtype} {peaks[dtype] / 1e9:,.0f}" for dtype in record["peaks"][0]["gemm_flops_per_s"])
+    lines = [
+        f"{record['model']} on {machine['cpu']}, threads: {record['num_threads']}; quire {versions['quire']} "
+        f"({versions['commit']}), torch {versions['torch']}; {record['started_at']}. Limits measured: {products} GFLOP/s, "
+        f"{peaks['bandwidth'] / 1e9:.1f} GB/s.",
+    ]
+    for name in record["summary"]:
+        lines += ["", *render_workload(record, name)]
+    return "\n".join(lines)
+
+
+def render_workload(record: Mapping[str, Any], name: str) -> list[str]:
+    """One workload's table. The factor says how many times as fast the first variant of Quire is."""
+    counts, rows = record["workloads"][name], record["summary"][name]
+    is_latency = any("token_s" in row for row in rows.values())
+    measures = ["ms/token", "first token s", "of bandwidth"] if is_latency else ["seconds", "of compute", "of roofline"]
+    lines = [
+        f"{name}: {counts['num_sequences']} sequences, {counts['num_prompt_tokens']:,} prompt and "
+        f"{counts['num_output_tokens']:,} output tokens; medians of {max(row['num_rounds'] for row in rows.values())}",
+        "",
+        f"| variant | output tok/s (range) | Quire is faster by | {' | '.join(measures)} | CPU s | memory GiB | ready s |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for variant, row in rows.items():
+        cells = [
+            f"{row['output_tokens_per_s']:,.1f} ({row['lowest']:,.1f}-{row['highest']:,.1f})",
+            factor(rows, variant),
+            *_measures(row, is_latency=is_latency),
+            f"{row['cpu_s']:.1f}",
+            f"{row['peak_rss_bytes'] / 2**30:.1f}",
+            f"{record['variants'][variant]['ready_s']:.0f}",
+        ]
+        lines.append(f"| {variant} | {' | '.join(cells)} |")
+    return lines
+
+
+def factor(rows: Mapping[str, Mapping[str, Any]], variant: str) -> str:
+    """How many times as fast as a peer Quire is: by time per token where there is one, else by throughput."""
+    mine = next((row for name, row in rows.items() if name.startswith("quire:")), None)
+    if mine is None or variant.startswith("quire:"):
+        return ""
+    theirs = rows[variant]
+    by_token = "token_s" in mine and "token_s" in theirs
+    return f"{theirs['token_s'] / mine['token_s'] if by_token else theirs['wall_s'] / mine['wall_s']:.2f}x"
+
+
+def _measures(row: Mapping[str, Any], *, is_latency: bool) -> list[str]:
+    if is_latency:
+        return [f"{1e3 * row['token_s']:.1f}", f"{row['ttft_s']:.2f}", f"{row['token_bandwidth_share']:.0%}"]
+    return [f"{row['wall_s']:.2f}", f"{row['compute_share']:.0%}", f"{row['roofline_share']:.0%}"]
