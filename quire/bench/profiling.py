@@ -1,7 +1,9 @@
 """Where the time of steps goes, by wrapping the engine's own parts in stopwatches for the length of a run.
 
-Phases: the scheduler's two calls, the worker's forward pass, logits and sampling, what is left of the worker (applying the
-plan, building inputs), and the making of outputs. Nothing is measured unless asked for.
+Phases: the scheduler's two calls; the worker's forward pass, divided into the native kernels by class and what is left of
+it; logits and sampling; what is left of the worker (applying the plan, building inputs); and the making of outputs. The
+native kernels count their own time (`quire.kernels.cpu.kernel_times`); where the reference kernels run, all of a forward
+pass is "forward". Nothing is measured unless asked for.
 """
 
 from __future__ import annotations
@@ -11,8 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.engine.engine import Engine
+from quire.kernels.cpu import kernel_times
 
-PHASES = ("schedule", "inputs", "forward", "logits", "sampling", "update", "outputs")
+FORWARD_KERNELS = ("linear", "attention", "elementwise")
+PHASES = ("schedule", "inputs", *FORWARD_KERNELS, "forward", "logits", "sampling", "update", "outputs")
+"""In the order of a step; together they are all of it. "forward" is what the kernels leave of it."""
+OUTER_PHASES = ("schedule", "inputs", "forward", "update", "outputs")
+"""The phases in which no kernel runs: what the host costs. (It has a small part of logits and sampling besides.)"""
 
 
 class StepProfile:
@@ -29,7 +36,7 @@ class StepProfile:
             worker.model = _Timed(
                 worker.model,
                 {
-                    "forward": self._timed("forward", worker.model.forward),
+                    "forward": self._timed("forward", self._split(worker.model.forward)),
                     "logits": self._timed("logits", worker.model.logits),
                 },
             )
@@ -45,7 +52,8 @@ class StepProfile:
         taken = self._taken
         inside = taken["forward"] + taken["logits"] + taken["sampling"]
         rest = taken["step"] - taken["schedule"] - taken["execute"] - taken["update"]
-        known = {"inputs": taken["execute"] - inside, "outputs": rest}
+        kernels = sum(taken[kind] for kind in FORWARD_KERNELS)
+        known = {"inputs": taken["execute"] - inside, "outputs": rest, "forward": taken["forward"] - kernels}
         return {phase: known.get(phase, taken[phase]) for phase in PHASES}
 
     def _timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,6 +65,20 @@ class StepProfile:
                 self._taken[phase] += time.perf_counter() - started
 
         return timed
+
+    def _split(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward pass that notes what each class of kernels took of it."""
+
+        def split(*arguments: Any, **keywords: Any) -> Any:
+            before = kernel_times()
+            try:
+                return forward(*arguments, **keywords)
+            finally:
+                after = kernel_times()
+                for kind in FORWARD_KERNELS:
+                    self._taken[kind] += after.get(kind, 0.0) - before.get(kind, 0.0)
+
+        return split
 
 
 class _Timed:

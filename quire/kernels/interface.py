@@ -12,6 +12,7 @@ Shapes: T tokens in the step, S sequences, H hidden, N outputs, K inputs, D head
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -76,6 +77,84 @@ class AttentionBatch:
     """int64 [T]: absolute position of each token."""
     max_query_len: int
     max_context_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class NormWeights:
+    """`rms_norm` or `layer_norm` over as many values as the weight has."""
+
+    kind: Literal["rms", "layer"]
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    weight_offset: float
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """Projections, then norms of queries and keys (each head by itself, or all heads of a token together), RoPE, the cache
+    write, attention, and the projection of its output."""
+
+    qkv: PackedLinear
+    """Queries, keys and values in one product."""
+    output: PackedLinear
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    query_norm: NormWeights | None
+    key_norm: NormWeights | None
+    rope: Tensor | None
+    """As `Kernels.rope` takes it, halves paired."""
+    window: int | None
+    soft_cap: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class MlpWeights:
+    """`down(gated_linear(x, up))`, or `down(activate(linear(x, up)))` where there is no gate."""
+
+    up: PackedLinear
+    down: PackedLinear
+    is_gated: bool
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWeights:
+    """x += post_attention_norm(attention(attention_norm(x))), then the same with the MLP; any norm may be absent."""
+
+    attention_norm: NormWeights | None
+    attention: AttentionWeights
+    post_attention_norm: NormWeights | None
+    mlp_norm: NormWeights | None
+    mlp: MlpWeights
+    post_mlp_norm: NormWeights | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """A decoder from token ids to its last block, for a back end that computes it in one call."""
+
+    embedding: Tensor
+    """[V, H]; its dtype is that of all activations."""
+    embedding_scale: float
+    """Rounded to that dtype; applied to the gathered rows."""
+    position_embedding: Tensor | None
+    """[positions, H], added to them."""
+    blocks: tuple[BlockWeights, ...]
+    max_model_len: int
+    """Positions are below it; every table of RoPE has as many."""
+
+
+class ForwardPass(Protocol):
+    """All blocks of a decoder in one call."""
+
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, kv_caches: Sequence[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """Ids and positions int64 [T] to hidden states [T, H], before the final norm; writes K and V of every token."""
+        ...
 
 
 class Kernels(Protocol):
@@ -161,6 +240,14 @@ class Kernels(Protocol):
         `window` limits a query at position p to keys at positions above `p - window`. `soft_cap` replaces a score s by
         `soft_cap * tanh(s / soft_cap)` before masking. KV tiles are aligned to absolute positions, never to blocks, so
         that the block size does not change a bit of the result.
+        """
+        ...
+
+    def compile_decoder(self, decoder: DecoderWeights) -> ForwardPass | None:
+        """The whole forward pass behind one call, to the bit what this back end's operations give one by one.
+
+        None where it has none for this decoder: then the operations are called one by one. Where the back end compiles
+        others, it logs which part of this one is in the way.
         """
         ...
 

@@ -7,6 +7,7 @@ stays floating point or is quantized is the loader's business.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -70,7 +71,7 @@ class _Builder:
         embedding = self._tensor(spec.embedding)
         positions = spec.position_embedding
         blocks = tuple(self._block(block, layer) for layer, block in enumerate(spec.blocks))
-        return DecoderModel(
+        model = DecoderModel(
             spec=spec,
             kernels=self._kernels,
             embedding=embedding,
@@ -82,6 +83,7 @@ class _Builder:
             max_model_len=self._max_model_len,
             num_bytes=self._num_bytes,
         )
+        return dataclasses.replace(model, compiled=self._kernels.compile_decoder(model.weights()))
 
     def _block(self, spec: BlockSpec, layer: int) -> Block:
         return Block(

@@ -1,7 +1,9 @@
 """A decoder that runs: token ids in, hidden states and logits out.
 
-Owns the order of a forward pass. Never samples, never allocates KV memory, never knows a request. The caller picks the
-rows of `hidden` that need logits; only those go through the final norm and the output projection.
+Owns the order of a forward pass, which a back end may have compiled into one call; `walk` is the same pass operation by
+operation, and the definition of what the compiled one must give, bit for bit. Never samples, never allocates KV memory,
+never knows a request. The caller picks the rows of `hidden` that need logits; only those go through the final norm and the
+output projection.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kernels.interface import Kernels, PackedLinear
+from quire.kernels.interface import DecoderWeights, ForwardPass, Kernels, PackedLinear
 from quire.models.declaration import DecoderSpec
 from quire.nn.context import StepContext
 from quire.nn.layers import Block, Norm, Stream
@@ -34,6 +36,8 @@ class DecoderModel:
     max_model_len: int
     num_bytes: int
     """Memory that the weights take, tables of RoPE included."""
+    compiled: ForwardPass | None = None
+    """The back end's own way through the blocks, if it has one."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -44,6 +48,12 @@ class DecoderModel:
 
         Writes K and V of every token to `context.kv_caches`. Positions must be below `max_model_len`.
         """
+        if self.compiled is not None:
+            return self.compiled(token_ids, positions, context.batch, context.kv_caches)
+        return self.walk(token_ids, positions, context)
+
+    def walk(self, token_ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:
+        """`forward`, one operation after the other."""
         x = self.kernels.embedding(token_ids, self.embedding)
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
@@ -60,3 +70,13 @@ class DecoderModel:
         logits = self.kernels.linear(x, self.head, out_dtype="float32")
         cap = self.spec.final_soft_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def weights(self) -> DecoderWeights:
+        """As a back end that compiles takes it."""
+        return DecoderWeights(
+            embedding=self.embedding,
+            embedding_scale=self.embedding_scale,
+            position_embedding=self.position_embedding,
+            blocks=tuple(block.weights() for block in self.blocks),
+            max_model_len=self.max_model_len,
+        )

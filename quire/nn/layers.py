@@ -13,7 +13,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from quire.kernels.interface import Kernels, PackedLinear
+from quire.kernels.interface import (
+    AttentionWeights,
+    BlockWeights,
+    Kernels,
+    MlpWeights,
+    NormWeights,
+    PackedLinear,
+)
 from quire.models.declaration import Activation, AttentionSpec, NormSpec
 from quire.nn.context import StepContext
 
@@ -38,6 +45,11 @@ class Norm:
             return self(kernels, total), total
         offset = self.spec.weight_offset
         return kernels.add_rms_norm(x, residual, self.weight, self.spec.eps, weight_offset=offset)
+
+    def weights(self) -> NormWeights:
+        """As a back end that compiles takes it; likewise below."""
+        spec = self.spec
+        return NormWeights(spec.kind, self.weight, self.bias, spec.eps, spec.weight_offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +96,26 @@ class Attention:
             key = _norm_heads(kernels, self.key_norm, key)
         return query, key, value
 
+    def weights(self) -> AttentionWeights:
+        spec = self.spec
+        return AttentionWeights(
+            qkv=self.qkv,
+            output=self.output,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            scale=spec.scale,
+            query_norm=_weights(self.query_norm),
+            key_norm=_weights(self.key_norm),
+            rope=self.rope,
+            window=spec.window,
+            soft_cap=spec.soft_cap,
+        )
+
+
+def _weights(norm: Norm | None) -> NormWeights | None:
+    return None if norm is None else norm.weights()
+
 
 def _norm_heads(kernels: Kernels, norm: Norm, x: Tensor) -> Tensor:
     """Norm of each head, or of all heads of a token together, as the norm's size says: [T, heads, D] to the same."""
@@ -104,6 +136,9 @@ class Mlp:
         if self.is_gated:
             return kernels.linear(kernels.gated_linear(x, self.up, self.activation), self.down)
         return kernels.linear(kernels.activate(kernels.linear(x, self.up), self.activation), self.down)
+
+    def weights(self) -> MlpWeights:
+        return MlpWeights(self.up, self.down, self.is_gated, self.activation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,3 +182,13 @@ class Block:
         if self.post_mlp_norm is not None:
             x = self.post_mlp_norm(kernels, x)
         return Stream(total, x)
+
+    def weights(self) -> BlockWeights:
+        return BlockWeights(
+            attention_norm=_weights(self.attention_norm),
+            attention=self.attention.weights(),
+            post_attention_norm=_weights(self.post_attention_norm),
+            mlp_norm=_weights(self.mlp_norm),
+            mlp=self.mlp.weights(),
+            post_mlp_norm=_weights(self.post_mlp_norm),
+        )

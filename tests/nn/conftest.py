@@ -235,6 +235,14 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     return load(request.param)
 
 
+@pytest.fixture
+def native() -> Kernels:
+    """The native back end; skipped, with its reasons, where it cannot run."""
+    if reasons := cpu.reasons_against("cpu", torch.float32):
+        pytest.skip("; ".join(reasons))
+    return load("cpu")
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request: pytest.FixtureRequest, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """One pair per family."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -124,3 +126,33 @@ def test_num_bytes_counts_what_is_held(shared: Path) -> None:
         model = build_decoder(spec, weights, ReferenceKernels(), dtype="float32", max_model_len=512)
     rope_bytes = 512 * 8 * 4
     assert model.num_bytes >= spec.weight_bytes("float32") + rope_bytes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_compiled_pass_equals_the_walk_bit_for_bit(pair: Any, dtype: str, native: Kernels, drive: Callable[..., Any]) -> None:
+    """Hidden states and logits of one pass in several chunks, and what is in the caches afterwards."""
+    model = pair.build(dtype, native)
+    assert model.compiled is not None
+    compiled, walk = drive(model, 128), drive(dataclasses.replace(model, compiled=None), 128)
+    for size in (33, 1, 30, 6):
+        start = compiled.length
+        assert torch.equal(compiled.feed(PROMPT[start : start + size]), walk.feed(PROMPT[start : start + size]))
+    for ours, theirs in zip(compiled.caches, walk.caches, strict=True):
+        assert torch.equal(ours[0].nan_to_num(), theirs[0].nan_to_num())
+        assert torch.equal(ours[1].nan_to_num(), theirs[1].nan_to_num())
+
+
+def test_compiled_pass_refuses_what_lies_outside(pair: Any, native: Kernels, drive: Callable[..., Any]) -> None:
+    model = pair.build("float32", native)
+    driver = drive(model, 64)
+    with pytest.raises(IndexError, match="token id 199 is outside"):
+        driver.feed([1, 199])
+    driver = drive(model, 300)
+    driver.length = 255
+    with pytest.raises(ValueError, match="position 256 is outside"):
+        driver.feed([1, 2])
+    driver = drive(model, 32)
+    driver.length = 30
+    driver.table[1] = 7
+    with pytest.raises(ValueError, match="outside the cache"):
+        driver.feed([1])

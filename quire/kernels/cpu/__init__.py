@@ -59,6 +59,15 @@ def num_threads() -> int:
     return native.num_threads()
 
 
+def kernel_times() -> dict[str, float]:
+    """Seconds that native kernels have run for in this process, by class: linear, attention, elementwise, sampling.
+
+    Empty where the extension is missing. The thread that calls the kernels is timed, so two readings tell what happened
+    between them if nobody else uses the kernels meanwhile.
+    """
+    return native.kernel_times() if IMPORT_ERROR is None else {}
+
+
 def supported_isas() -> tuple[str, ...]:
     """Instruction sets that were compiled in and that this machine has, from the plainest to the best."""
     return tuple(native.supported_isas())

@@ -143,3 +143,76 @@ def sampling_score(*arguments: int) -> None:
     """... cut_values, cut_ids (both may be 0), token_ids, num_top, totals, ranks, top_ids"""
 
 def sampling_noise(seed: int, position: int, num_tokens: int, out: int, /) -> None: ...
+
+# What a decoder step is made of (csrc/cpu/step.hpp). Records keep nothing alive; 0 stands for an address that is absent.
+class NormWeight:
+    def __init__(
+        self, *, weight: int, bias: int, dtype: int, width: int, eps: float, offset: float, is_layer: bool
+    ) -> None: ...
+
+class AttentionWeights:
+    def __init__(
+        self,
+        *,
+        qkv: LinearWeight,
+        output: LinearWeight,
+        query_norm: NormWeight | None,
+        key_norm: NormWeight | None,
+        rope: int,
+        rope_half: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        scale: float,
+        soft_cap: float,
+        window: int,
+    ) -> None: ...
+
+class MlpWeights:
+    def __init__(self, *, up: LinearWeight, down: LinearWeight, is_gated: bool, activation: int) -> None: ...
+
+class EmbeddingWeights:
+    def __init__(
+        self, *, tokens: int, positions: int, dtype: int, num_tokens: int, num_positions: int, width: int, scale: float
+    ) -> None: ...
+
+class KVCache:
+    def __init__(
+        self,
+        *,
+        keys: int,
+        values: int,
+        format: int,
+        num_blocks: int,
+        num_kv_heads: int,
+        block_size: int,
+        head_size: int,
+    ) -> None: ...
+
+class Decoder:
+    def __init__(self, embedding: EmbeddingWeights) -> None: ...
+    def add_block(
+        self,
+        *,
+        attention: AttentionWeights,
+        mlp: MlpWeights,
+        attention_norm: NormWeight | None,
+        post_attention_norm: NormWeight | None,
+        mlp_norm: NormWeight | None,
+        post_mlp_norm: NormWeight | None,
+    ) -> None: ...
+    def set_caches(self, caches: list[KVCache]) -> None: ...
+    def forward(
+        self,
+        token_ids: int,
+        positions: int,
+        slots: int,
+        query_start: int,
+        context_len: int,
+        num_sequences: int,
+        num_tokens: int,
+        block_tables: int,
+        table_stride: int,
+        out: int,
+        /,
+    ) -> None: ...

@@ -76,7 +76,7 @@ def paged_attention(
         )
     if (window is not None and window < 1) or (soft_cap is not None and not soft_cap > 0.0):
         raise ValueError(f"paged_attention: window={window} and soft_cap={soft_cap} must be above zero, or None")
-    num_sequences = _check_batch(batch)
+    num_sequences = check_batch(batch)
     out = torch.empty((num_tokens, num_heads, head_size), dtype=query.dtype)
     _native.paged_attention(
         query_data,
@@ -117,7 +117,21 @@ def _cache_shape(key_cache: Tensor, value_cache: Tensor) -> tuple[int, int, int,
     return num_blocks, num_kv_heads, block_size, head_size
 
 
-def _check_batch(batch: AttentionBatch) -> int:
+def native_cache(key_cache: Tensor, value_cache: Tensor) -> _native.KVCache:
+    """One layer's cache as native callers take it; it keeps nothing alive."""
+    num_blocks, num_kv_heads, block_size, head_size = _cache_shape(key_cache, value_cache)
+    return _native.KVCache(
+        keys=address(key_cache, "key_cache"),
+        values=address(value_cache, "value_cache"),
+        format=float_code(key_cache, "key_cache"),
+        num_blocks=num_blocks,
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+        head_size=head_size,
+    )
+
+
+def check_batch(batch: AttentionBatch) -> int:
     """The number of sequences; the extension checks the contents."""
     num_sequences = batch.context_len.numel()
     require(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.kernels.cpu import attention, elementwise, linear
+from quire.kernels.cpu import attention, elementwise, linear, step
 
 
 class CpuKernels:
@@ -24,3 +24,4 @@ class CpuKernels:
     write_kv = staticmethod(attention.write_kv)
     copy_blocks = staticmethod(attention.copy_blocks)
     paged_attention = staticmethod(attention.paged_attention)
+    compile_decoder = staticmethod(step.compile_decoder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire.kernels.interface import DecoderWeights
 from quire.kernels.reference import attention, elementwise, linear
 
 
@@ -24,3 +25,6 @@ class ReferenceKernels:
     write_kv = staticmethod(attention.write_kv)
     copy_blocks = staticmethod(attention.copy_blocks)
     paged_attention = staticmethod(attention.paged_attention)
+
+    def compile_decoder(self, decoder: DecoderWeights) -> None:
+        """The reference is what operations give one by one."""

@@ -1,0 +1,267 @@
+// The forward pass of a decoder; see step.hpp. Reads like quire/nn/layers.py: Stream, Block, Attention, Mlp.
+#include "step.hpp"
+
+#include <cstdlib>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+#include "elementwise.hpp"
+#include "timing.hpp"
+
+namespace quire {
+
+// ---- memory ----
+
+char *Arena::take(size_t num_bytes) {
+    if (capacity_ < num_bytes) {
+        capacity_ = 0;
+        data_.reset();
+        data_.reset(static_cast<char *>(std::aligned_alloc(64, (num_bytes + 63) / 64 * 64)));
+        if (!data_) throw std::bad_alloc();
+        capacity_ = num_bytes;
+    }
+    return data_.get();
+}
+
+void Arena::Free::operator()(char *data) const { std::free(data); }
+
+namespace {
+
+// The activations of one layer; the next layer uses the same memory.
+struct Activations {
+    void *total;     // [T, H] what has been summed so far
+    void *pending;   // [T, H] the last sublayer's output, still to be added; then what the next one reads
+    void *wide;      // [T, widest product]
+    void *attended;  // [T, heads * D]
+};
+
+struct Widths {
+    int64_t hidden, wide, attended;
+
+    Widths(int64_t hidden, const std::vector<BlockWeights> &blocks) : hidden(hidden), wide(0), attended(0) {
+        for (const BlockWeights &block : blocks) {
+            const int64_t raised = block.mlp.up.num_outputs / (block.mlp.is_gated ? 2 : 1);
+            wide = max64(wide, max64(block.attention.qkv.num_outputs, raised));
+            attended = max64(attended, block.attention.query_width());
+        }
+    }
+};
+
+Activations lay_out(Arena &arena, const Widths &widths, int64_t num_tokens, DType dtype) {
+    const auto part = [&](int64_t width) { return round_up(num_tokens * width * size_of(dtype), 64); };
+    const int64_t hidden = part(widths.hidden), wide = part(widths.wide);
+    char *at = arena.take(2 * hidden + wide + part(widths.attended));
+    return Activations{at, at + hidden, at + 2 * hidden, at + 2 * hidden + wide};
+}
+
+// ---- the residual stream ----
+
+// One forward pass. The stream's value is `total`, and `pending` on top of it if has_pending_.
+class Pass {
+   public:
+    Pass(const StepInputs &step, DType dtype, int64_t width, const Activations &activations)
+        : table_(kernels()), step_(step), num_tokens_(step.sequences.num_tokens), dtype_(dtype), width_(width),
+          to_(activations) {}
+
+    void embed(const EmbeddingWeights &weights);
+    void run(const BlockWeights &block, const KVCache &cache);
+    void finish(void *out);  // the stream's value
+
+   private:
+    const void *enter(const NormWeight &norm);
+    void attend(const AttentionWeights &attention, const KVCache &cache, const void *x);
+    void prepare(const AttentionWeights &attention, int64_t stride);
+    void feed_forward(const MlpWeights &mlp, const void *x);
+    void leave(const NormWeight &norm);
+
+    NormRows rows_of(const NormWeight &norm, const void *x, void *out) const;
+    void norm_rows(const NormWeight &norm, const NormRows &rows, int64_t first, int64_t last) const;
+    void norm_all(const NormWeight &norm, const NormRows &rows) const;
+
+    const KernelTable &table_;
+    const StepInputs &step_;
+    const int64_t num_tokens_;
+    const DType dtype_;
+    const int64_t width_;
+    const Activations to_;
+    bool has_pending_ = false;
+};
+
+void Pass::embed(const EmbeddingWeights &weights) {
+    const Stopwatch stopwatch(KernelClass::elementwise);
+    embedding(Lookup{weights.tokens, dtype_, weights.num_tokens, width_}, step_.token_ids, num_tokens_, to_.total);
+    if (weights.scale != 1.0f) {
+        over_rows(num_tokens_, width_, [&](int64_t first, int64_t last) {
+            table_.scale(to_.total, weights.scale, to_.total, dtype_, first * width_, last * width_);
+        });
+    }
+    if (weights.positions != nullptr) {
+        const Lookup lookup{weights.positions, dtype_, weights.num_positions, width_};
+        embedding(lookup, step_.positions, num_tokens_, to_.pending);
+        over_rows(num_tokens_, width_, [&](int64_t first, int64_t last) {
+            table_.add(to_.total, to_.pending, to_.total, dtype_, first * width_, last * width_);
+        });
+    }
+}
+
+NormRows Pass::rows_of(const NormWeight &norm, const void *x, void *out) const {
+    NormRows rows{};
+    rows.x = x;
+    rows.out = out;
+    rows.weight = norm.weight;
+    rows.bias = norm.bias;
+    rows.dtype = dtype_;
+    rows.weight_dtype = norm.dtype;
+    rows.width = norm.width;
+    rows.eps = norm.eps;
+    rows.weight_offset = norm.offset;
+    return rows;
+}
+
+void Pass::norm_rows(const NormWeight &norm, const NormRows &rows, int64_t first, int64_t last) const {
+    norm.is_layer ? table_.layer_norm(rows, first, last) : table_.rms_norm(rows, first, last);
+}
+
+void Pass::norm_all(const NormWeight &norm, const NormRows &rows) const {
+    const Stopwatch stopwatch(KernelClass::elementwise);
+    over_rows(num_tokens_, width_, [&](int64_t first, int64_t last) { norm_rows(norm, rows, first, last); });
+}
+
+// What the next sublayer reads. Nothing is pending afterwards.
+const void *Pass::enter(const NormWeight &norm) {
+    if (!norm.is_present()) {
+        finish(to_.total);
+        return to_.total;
+    }
+    NormRows rows = rows_of(norm, to_.total, to_.pending);
+    if (has_pending_) {
+        rows.x = to_.pending;
+        rows.residual = rows.sum = to_.total;
+    }
+    norm_all(norm, rows);
+    has_pending_ = false;
+    return to_.pending;
+}
+
+// The sublayer's output is in `pending`: norm it, if there is a norm, and leave it to be added.
+void Pass::leave(const NormWeight &norm) {
+    if (norm.is_present()) norm_all(norm, rows_of(norm, to_.pending, to_.pending));
+    has_pending_ = true;
+}
+
+void Pass::finish(void *out) {
+    const Stopwatch stopwatch(KernelClass::elementwise);
+    const void *pending = has_pending_ ? to_.pending : nullptr;
+    if (pending == nullptr && out == to_.total) return;
+    over_rows(num_tokens_, width_, [&](int64_t first, int64_t last) {
+        first *= width_, last *= width_;
+        if (pending != nullptr) {
+            table_.add(to_.total, pending, out, dtype_, first, last);
+        } else {
+            table_.convert(offset(to_.total, first, dtype_), dtype_, offset(out, first, dtype_), dtype_, last - first);
+        }
+    });
+    has_pending_ = false;
+}
+
+// ---- sublayers ----
+
+void Pass::run(const BlockWeights &block, const KVCache &cache) {
+    attend(block.attention, cache, enter(block.attention_norm));
+    leave(block.post_attention_norm);
+    feed_forward(block.mlp, enter(block.mlp_norm));
+    leave(block.post_mlp_norm);
+}
+
+void Pass::attend(const AttentionWeights &attention, const KVCache &cache, const void *x) {
+    linear(attention.qkv, x, dtype_, num_tokens_, to_.wide, dtype_);
+    const int64_t stride = attention.qkv.num_outputs;
+    prepare(attention, stride);
+    const void *key = offset(to_.wide, attention.query_width(), dtype_);
+    const void *value = offset(key, attention.key_width(), dtype_);
+    write_kv(KVRows{key, value, dtype_, num_tokens_, stride, stride, step_.slots}, cache);
+    AttentionProblem problem{};
+    problem.query = to_.wide;
+    problem.out = to_.attended;
+    problem.dtype = dtype_;
+    problem.num_heads = attention.num_heads;
+    problem.query_stride = stride;
+    problem.cache = cache;
+    problem.block_tables = step_.block_tables;
+    problem.table_stride = step_.table_stride;
+    problem.scale = attention.scale;
+    problem.soft_cap = attention.soft_cap;
+    problem.window = attention.window;
+    paged_attention(problem, step_.sequences);
+    linear(attention.output, to_.attended, dtype_, num_tokens_, to_.pending, dtype_);
+}
+
+// Norms of queries and keys, then RoPE, in place, a token's row at a time.
+void Pass::prepare(const AttentionWeights &attention, int64_t stride) {
+    const bool has_norms = attention.query_norm.is_present() || attention.key_norm.is_present();
+    if (!has_norms && attention.rope == nullptr) return;
+    const Stopwatch stopwatch(KernelClass::elementwise);
+    const int64_t num_heads = attention.num_heads + attention.num_kv_heads;
+    const int64_t query_width = attention.query_width(), key_width = attention.key_width();
+    const RopeRows rope{to_.wide, step_.positions, attention.rope, dtype_, stride, num_heads, attention.head_size,
+                        attention.rope_half, false};
+    const auto norm_part = [&](const NormWeight &norm, void *part, int64_t width) {
+        if (norm.is_present()) norm_rows(norm, rows_of(norm, part, part), 0, width / norm.width);
+    };
+    over_rows(num_tokens_, (has_norms ? 2 : 1) * (query_width + key_width), [&](int64_t first, int64_t last) {
+        for (int64_t t = first; t < last; ++t) {
+            void *row = offset(to_.wide, t * stride, dtype_);
+            norm_part(attention.query_norm, row, query_width);
+            norm_part(attention.key_norm, offset(row, query_width, dtype_), key_width);
+            if (rope.cos_sin != nullptr) table_.rope(rope, t, t + 1);
+        }
+    });
+}
+
+void Pass::feed_forward(const MlpWeights &mlp, const void *x) {
+    if (mlp.is_gated) {
+        linear_gated(mlp.up, mlp.activation, x, dtype_, num_tokens_, to_.wide, dtype_);
+    } else {
+        const int64_t width = mlp.up.num_outputs;
+        linear(mlp.up, x, dtype_, num_tokens_, to_.wide, dtype_);
+        const Stopwatch stopwatch(KernelClass::elementwise);
+        over_rows(num_tokens_ * width, 4, [&](int64_t first, int64_t last) {
+            table_.activate(to_.wide, to_.wide, dtype_, mlp.activation, first, last);
+        });
+    }
+    linear(mlp.down, to_.wide, dtype_, num_tokens_, to_.pending, dtype_);
+}
+
+}  // namespace
+
+// ---- the decoder ----
+
+void Decoder::set_caches(const std::vector<KVCache> &caches) {
+    if (caches.size() != blocks_.size()) {
+        throw std::invalid_argument("step: " + std::to_string(caches.size()) + " caches for " +
+                                    std::to_string(blocks_.size()) + " layers");
+    }
+    for (size_t i = 0; i < caches.size(); ++i) {
+        const AttentionWeights &attention = blocks_[i].attention;
+        if (caches[i].num_kv_heads != attention.num_kv_heads || caches[i].head_size != attention.head_size) {
+            throw std::invalid_argument("step: the cache of layer " + std::to_string(i) + " has another shape");
+        }
+    }
+    const std::lock_guard<std::mutex> guard(is_running_);
+    caches_ = caches;
+}
+
+void Decoder::forward(const StepInputs &step, void *out) {
+    const std::lock_guard<std::mutex> guard(is_running_);
+    if (caches_.size() != blocks_.size()) throw std::invalid_argument("step: there are no caches");
+    check_positions(step.positions, step.sequences.num_tokens, embedding_.num_positions);
+    const Widths widths(embedding_.width, blocks_);
+    Pass pass(step, embedding_.dtype, embedding_.width,
+              lay_out(arena_, widths, step.sequences.num_tokens, embedding_.dtype));
+    pass.embed(embedding_);
+    for (size_t i = 0; i < blocks_.size(); ++i) pass.run(blocks_[i], caches_[i]);
+    pass.finish(out);
+}
+
+}  // namespace quire

@@ -1,0 +1,126 @@
+"""The native step around its arithmetic (which tests/nn holds to the walk, family by family): caches, threads, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels import cpu
+from quire.kernels.interface import AttentionBatch, DecoderWeights
+from quire.kernels.reference import ReferenceKernels
+from quire.kernels.selection import load
+from quire.models.registry import declare
+from quire.nn.builder import build_decoder
+from quire.nn.decoder import DecoderModel
+from quire.weights.dummy import DummyWeights
+
+pytestmark = pytest.mark.skipif(cpu.IMPORT_ERROR is not None, reason=f"no native kernels: {cpu.IMPORT_ERROR}")
+
+LLAMA: dict[str, object] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+    "max_position_embeddings": 64,
+}
+BLOCK_SIZE, NUM_BLOCKS = 4, 8
+Caches = list[tuple[Tensor, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def model() -> DecoderModel:
+    return build_decoder(declare(LLAMA), DummyWeights(), load("cpu"), dtype="bfloat16", max_model_len=64)
+
+
+def _caches(dtype: torch.dtype = torch.bfloat16, num_kv_heads: int = 2) -> Caches:
+    shape = (NUM_BLOCKS, num_kv_heads, BLOCK_SIZE, 16)
+    return [(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(2)]
+
+
+def _run(model: DecoderModel, caches: Caches, start: int = 0, num_tokens: int = 9) -> Tensor:
+    """Hidden states of one sequence's tokens from `start` on; its blocks are 7, 6, 5 ..."""
+    positions = torch.arange(start, start + num_tokens)
+    table = torch.arange(NUM_BLOCKS - 1, -1, -1, dtype=torch.int32)
+    batch = AttentionBatch(
+        query_start=torch.tensor([0, num_tokens], dtype=torch.int32),
+        context_len=torch.tensor([start + num_tokens], dtype=torch.int32),
+        block_tables=table[None],
+        slots=table[positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE,
+        positions=positions,
+        max_query_len=num_tokens,
+        max_context_len=start + num_tokens,
+    )
+    assert model.compiled is not None
+    return model.compiled(positions * 7 % 101, positions, batch, caches)
+
+
+def test_each_call_uses_the_caches_that_it_is_given(model: DecoderModel) -> None:
+    alone = _caches()
+    first, second = _run(model, alone), _run(model, alone, start=9, num_tokens=1)
+    ours, others = _caches(), _caches()
+    assert torch.equal(_run(model, ours), first)
+    _run(model, others, num_tokens=20)
+    assert torch.equal(_run(model, ours, start=9, num_tokens=1), second)
+    assert all(torch.equal(a, b) for pair, own in zip(alone, ours, strict=True) for a, b in zip(pair, own, strict=True))
+
+
+def test_results_outlive_the_next_call(model: DecoderModel) -> None:
+    """The arena is used again; what was returned is not."""
+    caches = _caches()
+    first = _run(model, caches)
+    kept = first.clone()
+    _run(model, caches, start=9, num_tokens=12)
+    assert torch.equal(first, kept)
+
+
+def test_threads_do_not_change_a_bit(model: DecoderModel) -> None:
+    before = cpu.num_threads()
+    try:
+        results = []
+        for count in (1, 2):
+            cpu.set_num_threads(count)
+            results.append(_run(model, _caches(), num_tokens=30))
+    finally:
+        cpu.set_num_threads(before)
+    assert torch.equal(*results)
+
+
+def test_kernels_count_their_time(model: DecoderModel) -> None:
+    before = cpu.kernel_times()
+    _run(model, _caches())
+    after = cpu.kernel_times()
+    assert set(after) == {"linear", "attention", "elementwise", "sampling"}
+    for kind in ("linear", "attention", "elementwise"):
+        assert 0.0 < after[kind] - before[kind] < 10.0, kind
+
+
+def test_caches_of_another_shape_are_refused(model: DecoderModel) -> None:
+    with pytest.raises(ValueError, match="the cache of layer 0 has another shape"):
+        _run(model, _caches(num_kv_heads=4))
+    with pytest.raises(ValueError, match="1 caches for 2 layers"):
+        _run(model, _caches()[:1])
+
+
+def test_weights_that_do_not_fit_are_refused(model: DecoderModel) -> None:
+    weights = model.weights()
+    block = weights.blocks[0]
+
+    def compiled(**changes: object) -> None:
+        changed: DecoderWeights = dataclasses.replace(weights, **changes)  # type: ignore[arg-type]
+        load("cpu").compile_decoder(changed)
+
+    foreign = ReferenceKernels().pack_linear(torch.zeros(64, 96))
+    with pytest.raises(TypeError, match="packed by another back end"):
+        compiled(blocks=(dataclasses.replace(block, mlp=dataclasses.replace(block.mlp, down=foreign)),))
+    with pytest.raises(ValueError, match=r"a weight is \[192, 64\], not \[96, 64\]"):
+        compiled(blocks=(dataclasses.replace(block, mlp=dataclasses.replace(block.mlp, is_gated=False)),))
+    with pytest.raises(ValueError, match="expected RoPE"):
+        compiled(max_model_len=63)
+    with pytest.raises(ValueError, match="expected a norm over"):
+        compiled(embedding=torch.zeros(101, 32, dtype=torch.bfloat16))
