@@ -1,0 +1,190 @@
+"""Whether a request may come in now, and if not, when to try again.
+
+Owns the bounds of the queue (in requests and in prompt tokens), and each tenant's concurrency and token rate. Decides at
+once and in the event loop's thread; nothing here waits. What waits is not counted but inferred: the engine serves in order of
+arrival and says how many sequences it computes, so the requests that came in last, beyond that number, are those that wait.
+Every refusal says how long the wait would be, computed from how fast requests have been finishing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from quire.config.api import ApiConfig
+from quire.server.errors import MAX_RETRY_AFTER_S, ApiError, overloaded, useless_to_retry
+from quire.server.tenants import Tenant
+
+_RATE_WINDOW_S = 60.0
+_RATE_SAMPLES = 512
+_UNKNOWN_WAIT_S = 5.0
+"""What to say before anything has finished, when there is nothing to compute from."""
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One admitted request."""
+
+    tenant: Tenant
+    num_sequences: int
+    num_prompt_tokens: int
+    admitted_s: float
+    has_started: bool = False
+    """Whether an output of it has been seen."""
+
+
+@dataclass(slots=True)
+class TenantUse:
+    """What a tenant has used and holds now."""
+
+    num_requests: int = 0
+    num_refused: int = 0
+    num_in_flight: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    balance: float = 0.0
+    """Tokens left of its rate; below 0 after an answer that was longer than what was left."""
+    balance_s: float = 0.0
+    """When the balance was last brought up to date."""
+    durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=64))
+
+
+class Admission:
+    """The count of what is in flight, and the decision on what may join it."""
+
+    def __init__(
+        self,
+        config: ApiConfig,
+        tenants: Iterable[Tenant],
+        num_running: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._num_running = num_running
+        self._clock = clock
+        self._tickets: dict[Ticket, None] = {}
+        self._num_sequences = 0
+        self._finished_s: deque[float] = deque(maxlen=_RATE_SAMPLES)
+        now = clock()
+        self.tenants = {tenant.name: tenant for tenant in tenants}
+        self.uses = {
+            name: TenantUse(balance=float(tenant.tokens_per_minute or 0), balance_s=now)
+            for name, tenant in self.tenants.items()
+        }
+        self.num_rejections = {"queue_full": 0, "tenant_concurrency": 0, "tenant_rate": 0}
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that have been admitted and have not ended."""
+        return len(self._tickets)
+
+    def admit(self, tenant: Tenant, *, num_sequences: int, num_prompt_tokens: int) -> Ticket:
+        """Take a request in. Raises ApiError 429 with `Retry-After`, and changes nothing but a count, if it may not."""
+        use = self.uses[tenant.name]
+        try:
+            self._check_tenant(tenant, use, num_prompt_tokens)
+            self._check_queue(num_prompt_tokens)
+        except ApiError as error:
+            use.num_refused += 1
+            self.num_rejections[error.code or "queue_full"] += 1
+            raise
+        ticket = Ticket(tenant, num_sequences, num_prompt_tokens, self._clock())
+        self._tickets[ticket] = None
+        self._num_sequences += num_sequences
+        use.num_requests += 1
+        use.num_in_flight += 1
+        use.num_prompt_tokens += num_prompt_tokens
+        use.balance -= num_prompt_tokens
+        return ticket
+
+    def release(self, ticket: Ticket) -> None:
+        """The request has ended, however it did. Idempotent."""
+        if ticket not in self._tickets:
+            return
+        del self._tickets[ticket]
+        now = self._clock()
+        self._num_sequences -= ticket.num_sequences
+        self._finished_s.append(now)
+        use = self.uses[ticket.tenant.name]
+        use.num_in_flight -= 1
+        use.durations_s.append(now - ticket.admitted_s)
+
+    def charge(self, tenant: Tenant, *, num_output_tokens: int, num_cached_tokens: int = 0) -> None:
+        """Book what an answer cost. Cached prompt tokens are given back to the tenant's rate: they were not computed."""
+        use = self.uses[tenant.name]
+        use.num_output_tokens += num_output_tokens
+        use.num_cached_tokens += num_cached_tokens
+        use.balance -= num_output_tokens - num_cached_tokens
+
+    def is_queued(self, ticket: Ticket) -> bool:
+        """Whether a request still waits for its first step, as far as can be told from outside."""
+        return not ticket.has_started and any(each is ticket for each in self._queued())
+
+    def queue(self) -> tuple[int, int]:
+        """(requests, prompt tokens) that wait."""
+        queued = self._queued()
+        return len(queued), sum(ticket.num_prompt_tokens for ticket in queued)
+
+    def _queued(self) -> list[Ticket]:
+        """The latest arrivals beyond what the engine computes, newest first."""
+        excess = self._num_sequences - self._num_running()
+        queued: list[Ticket] = []
+        for ticket in reversed(self._tickets):
+            if excess <= 0 or ticket.has_started:
+                break
+            queued.append(ticket)
+            excess -= ticket.num_sequences
+        return queued
+
+    def _check_queue(self, num_prompt_tokens: int) -> None:
+        num_requests, num_tokens = self.queue()
+        config = self._config
+        if num_requests >= config.max_queued_requests:
+            message = f"{num_requests} requests are waiting, and no more than {config.max_queued_requests} may"
+        elif num_requests and num_tokens + num_prompt_tokens > config.max_queued_tokens:
+            message = (
+                f"{num_tokens} prompt tokens are waiting, and with this request's {num_prompt_tokens} they would be more "
+                f"than {config.max_queued_tokens}"
+            )
+        else:
+            return
+        raise overloaded(f"{message}; try again later", code="queue_full", retry_after_s=self._queue_wait_s(num_requests))
+
+    def _queue_wait_s(self, num_requests: int) -> float:
+        """When half of the queue will have been served, at the rate of late: others come back then, too."""
+        now = self._clock()
+        while self._finished_s and now - self._finished_s[0] > _RATE_WINDOW_S:
+            self._finished_s.popleft()
+        if len(self._finished_s) < 2:
+            return _UNKNOWN_WAIT_S
+        rate = len(self._finished_s) / max(now - self._finished_s[0], 1e-3)
+        return num_requests / 2 / rate
+
+    def _check_tenant(self, tenant: Tenant, use: TenantUse, num_prompt_tokens: int) -> None:
+        limit = tenant.max_concurrency
+        if limit is not None and use.num_in_flight >= limit:
+            mean_s = sum(use.durations_s) / len(use.durations_s) if use.durations_s else _UNKNOWN_WAIT_S
+            raise overloaded(
+                f"{use.num_in_flight} requests of this key are in flight, and no more than {limit} may be",
+                code="tenant_concurrency",
+                retry_after_s=mean_s / limit,
+            )
+        rate = tenant.tokens_per_minute
+        if rate is None:
+            return
+        now = self._clock()
+        use.balance = min(float(rate), use.balance + (now - use.balance_s) * rate / 60)
+        use.balance_s = now
+        if num_prompt_tokens > rate:
+            message = f"the prompt has {num_prompt_tokens} tokens, more than the {rate} that this key may use in a minute"
+            raise useless_to_retry(overloaded(message, code="tenant_rate", retry_after_s=MAX_RETRY_AFTER_S))
+        missing = num_prompt_tokens - use.balance
+        if missing > 0:
+            raise overloaded(
+                f"this key may use {rate} tokens a minute, and {max(0, int(use.balance))} of them are left",
+                code="tenant_rate",
+                retry_after_s=missing * 60 / rate,
+            )

@@ -1,0 +1,108 @@
+"""The application: which path leads where, behind the gate."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp
+
+from quire.config.api import ApiConfig
+from quire.engine.client import EngineClient
+from quire.server.anthropic.messages import Messages
+from quire.server.gate import Gate
+from quire.server.openai.batches import Batches
+from quire.server.openai.chat import ChatCompletions
+from quire.server.openai.completions import Completions
+from quire.server.openai.file_store import FileStore
+from quire.server.openai.files import Files
+from quire.server.openai.models import Models
+from quire.server.openai.responses import Responses
+from quire.server.operations import Operations
+from quire.server.state import Api
+from quire.server.tenants import KeyRing
+from quire.server.tokens import Tokens
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def build_app(config: ApiConfig, client: EngineClient, keys: KeyRing) -> ASGIApp:
+    """The ASGI application that serves `client`'s model. Raises ConfigError."""
+    api = Api(config, client, keys)
+    chat, completions = ChatCompletions(api), Completions(api)
+    files = Files(api, None if config.data_folder is None else FileStore(config.data_folder))
+    batches = Batches(api, files, {"/v1/chat/completions": chat.run_body, "/v1/completions": completions.run_body})
+
+    @asynccontextmanager
+    async def lifespan(_: object) -> AsyncIterator[None]:
+        if config.data_folder is not None:
+            await batches.resume()
+        yield
+        await batches.close()
+        api.texts.close()
+
+    routes = [*_generation_routes(api, chat, completions), *_file_routes(files, batches), *_operation_routes(api)]
+    return Gate(Router(routes, redirect_slashes=False, lifespan=lifespan), config, keys, api.metrics)
+
+
+def _generation_routes(api: Api, chat: ChatCompletions, completions: Completions) -> list[Route]:
+    models, tokens, responses, messages = Models(api), Tokens(api), Responses(api), Messages(api)
+    return [
+        _post("/v1/chat/completions", chat.post),
+        _post("/v1/completions", completions.post),
+        _post("/v1/embeddings", models.embed),
+        _get("/v1/models", models.list),
+        _get("/v1/models/{model:path}", models.get),
+        _post("/v1/responses", responses.post),
+        _get("/v1/responses/{response_id}", responses.get),
+        _delete("/v1/responses/{response_id}", responses.delete),
+        _get("/v1/responses/{response_id}/input_items", responses.input_items),
+        _post("/v1/responses/{response_id}/cancel", responses.cancel),
+        _post("/v1/messages", messages.post),
+        _post("/v1/messages/count_tokens", messages.count_tokens),
+        _post("/tokenize", tokens.tokenize),
+        _post("/detokenize", tokens.detokenize),
+    ]
+
+
+def _file_routes(files: Files, batches: Batches) -> list[Route]:
+    return [
+        _post("/v1/files", files.post),
+        _get("/v1/files", files.list),
+        _get("/v1/files/{file_id}", files.get),
+        _delete("/v1/files/{file_id}", files.delete),
+        _get("/v1/files/{file_id}/content", files.content),
+        _post("/v1/batches", batches.post),
+        _get("/v1/batches", batches.list),
+        _get("/v1/batches/{batch_id}", batches.get),
+        _post("/v1/batches/{batch_id}/cancel", batches.cancel),
+    ]
+
+
+def _operation_routes(api: Api) -> list[Route]:
+    operations = Operations(api)
+    return [
+        _get("/livez", operations.live),
+        _get("/readyz", operations.ready),
+        _get("/health", operations.ready),
+        _get("/healthz/progress", operations.progress),
+        _get("/load", operations.load),
+        _get("/version", operations.version),
+        _get("/metrics", operations.metrics),
+        _get("/v1/usage", operations.usage),
+    ]
+
+
+def _get(path: str, endpoint: Endpoint) -> Route:
+    return Route(path, endpoint, methods=["GET"])
+
+
+def _post(path: str, endpoint: Endpoint) -> Route:
+    return Route(path, endpoint, methods=["POST"])
+
+
+def _delete(path: str, endpoint: Endpoint) -> Route:
+    return Route(path, endpoint, methods=["DELETE"])

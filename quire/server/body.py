@@ -1,0 +1,121 @@
+"""Request bodies: read within limits of bytes and time, decoded into a typed record, with errors that name the field.
+
+Owns everything between the socket's bytes and a checked `msgspec.Struct`. Never logs or quotes a body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
+
+from quire.server.call import call_of
+from quire.server.errors import ApiError, bad_request
+
+MAX_DEPTH = 64
+"""Nesting of a JSON body. OpenAI's deepest legal schema has 10 levels."""
+
+_PATH = re.compile(r" - at `(?:key in )?\$([^`]*)`\Z")
+_T = TypeVar("_T", bound=msgspec.Struct)
+
+
+async def read_body(receive: Receive, *, max_bytes: int, timeout_s: float) -> bytes:
+    """The whole body. Raises ApiError 413 above `max_bytes`, 408 after `timeout_s`, ClientDisconnect when it breaks off."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _read(receive, max_bytes)
+    except TimeoutError:
+        raise ApiError(
+            408, f"the request body did not arrive within {timeout_s:g} s", code="body_timeout", headers={"connection": "close"}
+        ) from None
+
+
+async def _read(receive: Receive, max_bytes: int) -> bytes:
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > max_bytes:
+            raise too_large(max_bytes)
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+def too_large(max_bytes: int) -> ApiError:
+    """413, and the end of the connection: what is left of the body will not be read."""
+    return ApiError(
+        413, f"the request body is larger than {max_bytes} bytes", code="request_too_large", headers={"connection": "close"}
+    )
+
+
+async def read_json(request: Request, kind: type[_T], *, is_strict: bool) -> _T:
+    """The body as a `kind`. Fields that `kind` does not have are recorded in the call, or refused where `is_strict`."""
+    try:
+        body = await request.body()
+    except ClientDisconnect:
+        raise ApiError(499, "the client went away") from None
+    value, unknown = decode(body, kind)
+    if unknown:
+        if is_strict:
+            raise bad_request(f"unknown field {unknown[0]!r}", param=unknown[0], code="unknown_parameter")
+        call_of(request).ignored_fields.extend(unknown)
+    return value
+
+
+def decode(body: bytes, kind: type[_T]) -> tuple[_T, list[str]]:
+    """Decode a JSON object. Returns the value and the names of unknown fields. Raises ApiError 400 naming the field."""
+    check_depth(body)
+    try:
+        value = msgspec.json.decode(body, type=kind)
+        names = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError as error:
+        raise _invalid_field(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise bad_request("the request body is not valid JSON", code="invalid_json") from None
+    known = set(kind.__struct_encode_fields__)
+    return value, [name for name in names if name not in known][:64]
+
+
+def convert(data: Any, kind: type[_T]) -> _T:
+    """A record from data that was decoded already (a part of a body). Raises ApiError 400 naming the field."""
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        raise _invalid_field(str(error)) from None
+
+
+def check_depth(body: bytes) -> None:
+    """Refuse deep nesting before a recursive decoder meets it: brackets outside strings are counted."""
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return
+    depth = 0
+    for match in _BRACKETS.finditer(body):
+        char = match[0]
+        if char in b"[{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise bad_request(f"the request body is nested more than {MAX_DEPTH} deep", code="invalid_json")
+        elif char in b"]}":
+            depth -= 1
+
+
+_BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{}]', re.DOTALL)
+"""A string, or a bracket. Possessive, so linear in the body; an open string ends the matches, and JSON too."""
+
+
+def _invalid_field(text: str) -> ApiError:
+    found = _PATH.search(text)
+    if found is None:
+        return bad_request(f"the request body is invalid: {text}", code="invalid_type")
+    param = found[1].removeprefix(".").replace("[...]", "") or None
+    message = text[: found.start()].replace("`", "'")
+    return bad_request(f"{param or 'the request body'}: {message}", param=param, code="invalid_type")

@@ -1,0 +1,314 @@
+"""The door: every request passes here before routing, and every response and error leaves through here.
+
+Owns request ids, the limits on request lines and headers, authentication, body limits, deadlines for slow readers, the
+translation of every exception into an error body, and the access log. Default-deny: without a valid key only the paths in
+`PUBLIC_PATHS`, compared as raw bytes, are reachable, so no spelling of a path slips past.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from typing import Protocol
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.common.failures import log_failure
+from quire.config.api import ApiConfig
+from quire.server.body import read_body, too_large
+from quire.server.call import Call, attach
+from quire.server.errors import ApiError, bad_request, from_exception
+from quire.server.tenants import EVERYBODY, MAX_KEY_LEN, NOBODY, KeyRing, Tenant
+
+logger = logging.getLogger(__name__)
+access_logger = logging.getLogger("quire.access")
+
+PUBLIC_PATHS = frozenset({b"/livez", b"/readyz"})
+MAX_URL_LEN = 8192
+MAX_HEADERS = 128
+MAX_HEADER_BYTES = 32 << 10
+_DRAIN_S = 2.0
+"""How long the rest of a refused body is read and dropped, so that the client gets to read the answer before the close."""
+_BODILESS = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
+_STREAMED_PATHS = ("/v1/files",)
+"""Endpoints that read their own body, within limits of their own."""
+_SAFE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}\Z")
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class HttpObserver(Protocol):
+    """Who is told of every finished HTTP exchange."""
+
+    def http_finished(self, method: str, path: str, status: int, elapsed_s: float) -> None:
+        """`path` is the route's pattern, never what the client sent."""
+        ...
+
+
+class Gate:
+    """ASGI application around the router."""
+
+    def __init__(self, app: ASGIApp, config: ApiConfig, keys: KeyRing, observer: HttpObserver) -> None:
+        self._app = app
+        self._config = config
+        self._keys = keys
+        self._observer = observer
+        self._root_path = config.root_path.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request. Lifespan events pass through; anything else is not HTTP and is dropped."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await _Exchange(self, scope, receive, send).run()
+
+    async def enter(self, exchange: _Exchange) -> None:
+        """Check, authenticate, bound, and hand on to the router."""
+        scope, headers = exchange.scope, exchange.headers
+        _check_size(scope, headers)
+        tenant = self._authenticate(scope, headers)
+        call = Call(exchange.request_id, tenant)
+        exchange.tenant = tenant
+        _read_deadlines(call, headers, self._config)
+        attach(scope, call)
+        scope["app"] = self._app
+        receive = exchange.receive
+        if not scope["path"].startswith(_STREAMED_PATHS):
+            receive = await self._bounded(exchange, headers)
+        await self._app(scope, receive, exchange.send)
+
+    async def _bounded(self, exchange: _Exchange, headers: Headers) -> Receive:
+        """A `receive` that gives the whole body at once, then waits for the client to leave."""
+        if any(name == b"content-encoding" and value.lower() != b"identity" for name, value in headers):
+            raise ApiError(415, "compressed request bodies are not supported; send it plain", code="unsupported_encoding")
+        max_bytes = 0 if exchange.scope["method"] in _BODILESS else self._config.max_body_bytes
+        if _declared_length(headers) > max_bytes:
+            raise too_large(max_bytes)
+        has_body = _declared_length(headers) > 0 or any(name == b"transfer-encoding" for name, _ in headers)
+        body = b""
+        if has_body:
+            body = await read_body(exchange.receive, max_bytes=max_bytes, timeout_s=self._config.body_timeout_s)
+            exchange.is_body_read = True
+        is_given = False
+
+        async def receive() -> Message:
+            nonlocal is_given
+            if not is_given:
+                is_given = True
+                return {"type": "http.request", "body": body, "more_body": False}
+            while (message := await exchange.receive())["type"] != "http.disconnect":
+                pass
+            return message
+
+        return receive
+
+    def _authenticate(self, scope: Scope, headers: Headers) -> Tenant:
+        raw_path: bytes = scope.get("raw_path") or scope["path"].encode()
+        if self._root_path and raw_path.startswith(self._root_path + b"/"):
+            raw_path = raw_path[len(self._root_path) :]
+        if raw_path in PUBLIC_PATHS and scope["method"] in ("GET", "HEAD"):
+            return NOBODY
+        if self._keys.is_open:
+            return EVERYBODY
+        tenant = self._keys.find(_presented_key(headers))
+        if tenant is None:
+            raise ApiError(
+                401, "a valid API key is needed", code="invalid_api_key", headers={"www-authenticate": 'Bearer realm="quire"'}
+            )
+        return tenant
+
+    @property
+    def config(self) -> ApiConfig:
+        """The limits in force."""
+        return self._config
+
+    def finished(self, exchange: _Exchange) -> None:
+        """Log and count one exchange."""
+        elapsed_s = time.monotonic() - exchange.started_s
+        path = getattr(exchange.scope.get("route"), "path", "other")
+        self._observer.http_finished(exchange.scope["method"], path, exchange.status, elapsed_s)
+        access_logger.info(
+            "request",
+            extra={
+                "request_id": exchange.request_id,
+                "tenant": exchange.tenant.name,
+                "method": exchange.scope["method"],
+                "route": path,
+                "status": exchange.status,
+                "elapsed_ms": round(1000 * elapsed_s, 3),
+            },
+        )
+
+
+class _Exchange:
+    """One request and what has been sent for it."""
+
+    def __init__(self, gate: Gate, scope: Scope, receive: Receive, send: Send) -> None:
+        self._gate = gate
+        self._send = send
+        self.scope = scope
+        self.receive = receive
+        self.headers: Headers = scope["headers"]
+        self.request_id = _request_id(self.headers)
+        self.tenant = NOBODY
+        self.started_s = time.monotonic()
+        self.status = 0
+        self.is_body_read = False
+        """Whether the body was taken from the connection to its end."""
+        self._is_head_sent = False
+
+    async def run(self) -> None:
+        try:
+            await self._gate.enter(self)
+        except ClientDisconnect:
+            self.status = self.status or 499
+        except HTTPException as error:
+            await self._fail(_from_http(error, self.scope))
+        except ApiError as error:
+            await self._fail(error)
+        except Exception as error:
+            answer = from_exception(error)
+            if answer.status >= 500:
+                log_failure(logger, f"request {self.request_id} failed", error)
+            await self._fail(answer)
+        finally:
+            self._gate.finished(self)
+
+    async def send(self, message: Message) -> None:
+        """Pass a message on with our headers; a client that does not take it within the limit is given up."""
+        if message["type"] == "http.response.start":
+            self._is_head_sent = True
+            self.status = message["status"]
+            message = {**message, "headers": [*message.get("headers", ()), *self._own_headers()]}
+        try:
+            async with asyncio.timeout(self._gate.config.write_timeout_s):
+                await self._send(message)
+        except TimeoutError:
+            raise ClientDisconnect from None
+
+    def _own_headers(self) -> Headers:
+        elapsed_ms = int(1000 * (time.monotonic() - self.started_s))
+        return [
+            (b"x-request-id", self.request_id.encode()),
+            (b"openai-processing-ms", str(elapsed_ms).encode()),
+            (b"x-content-type-options", b"nosniff"),
+        ]
+
+    async def _fail(self, error: ApiError) -> None:
+        if self._is_head_sent or error.status == 499:
+            self.status = self.status or 499
+            return
+        is_anthropic = self.scope["path"].startswith("/v1/messages")
+        body = error.anthropic_body(self.request_id) if is_anthropic else error.body()
+        await self._drain(error)
+        await send_json(self.send, error.status, body, error.headers)
+
+    async def _drain(self, error: ApiError) -> None:
+        """Take what is left of a small body, so that the connection stays usable; else announce that it will be closed."""
+        has_body = _declared_length(self.headers) > 0 or any(name == b"transfer-encoding" for name, _ in self.headers)
+        if self.is_body_read or not has_body or error.status == 408:
+            return
+        try:
+            await read_body(_dropping(self.receive), max_bytes=1, timeout_s=_DRAIN_S)
+            if error.headers.get("connection") != "close":
+                return
+        except (ApiError, ClientDisconnect):
+            pass
+        error.headers["connection"] = "close"
+
+
+def _dropping(receive: Receive) -> Receive:
+    """A body whose bytes are thrown away as they come."""
+
+    async def receive_nothing() -> Message:
+        message = await receive()
+        return {**message, "body": b""} if message["type"] == "http.request" else message
+
+    return receive_nothing
+
+
+async def send_json(send: Send, status: int, body: object, headers: dict[str, str] | None = None) -> None:
+    """One complete JSON response."""
+    data = msgspec.json.encode(body)
+    fields = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
+    fields += [(name.encode(), value.encode("latin-1", "replace")) for name, value in (headers or {}).items()]
+    await send({"type": "http.response.start", "status": status, "headers": fields})
+    await send({"type": "http.response.body", "body": data})
+
+
+def _check_size(scope: Scope, headers: Headers) -> None:
+    raw_path: bytes = scope.get("raw_path") or b""
+    if len(raw_path) + len(scope.get("query_string", b"")) > MAX_URL_LEN:
+        raise ApiError(414, f"the URL is longer than {MAX_URL_LEN} bytes", code="url_too_long")
+    if len(headers) > MAX_HEADERS or sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
+        raise ApiError(
+            431,
+            f"there are more than {MAX_HEADERS} headers or {MAX_HEADER_BYTES} bytes of them",
+            code="headers_too_large",
+            headers={"connection": "close"},
+        )
+    names = [name for name, _ in headers]
+    if names.count(b"content-length") > 1 or (b"content-length" in names and b"transfer-encoding" in names):
+        raise ApiError(400, "the request's length is given twice", code="ambiguous_length", headers={"connection": "close"})
+
+
+def _declared_length(headers: Headers) -> int:
+    for name, value in headers:
+        if name == b"content-length":
+            if not value.isdigit() or len(value) > 18:
+                raise ApiError(400, "content-length is not a number", code="invalid_header", headers={"connection": "close"})
+            return int(value)
+    return 0
+
+
+def _presented_key(headers: Headers) -> bytes:
+    """The one key that the headers give, or b"". Anthropic's clients send it as `x-api-key`."""
+    bearer = [value for name, value in headers if name == b"authorization"]
+    plain = [value for name, value in headers if name == b"x-api-key"]
+    if len(bearer) + len(plain) != 1:
+        return b""
+    if plain:
+        return plain[0].strip()[: MAX_KEY_LEN + 1]
+    scheme, _, key = bearer[0].strip().partition(b" ")
+    return key.strip()[: MAX_KEY_LEN + 1] if scheme.lower() == b"bearer" else b""
+
+
+def _request_id(headers: Headers) -> str:
+    for wanted in (b"x-client-request-id", b"x-request-id"):
+        for name, value in headers:
+            if name == wanted and _SAFE_ID.match(value):
+                return value.decode()
+    return f"req_{secrets.token_hex(12)}"
+
+
+def _read_deadlines(call: Call, headers: Headers, config: ApiConfig) -> None:
+    """The operator's deadlines, which a client may only bring forward."""
+    limits = {b"x-request-timeout-s": config.request_timeout_s, b"x-queue-timeout-s": config.queue_timeout_s}
+    for name, value in headers:
+        if name in limits:
+            limits[name] = min(limits[name], _seconds(name.decode(), value))
+    call.deadline_s = call.started_s + limits[b"x-request-timeout-s"]
+    call.queue_deadline_s = call.started_s + limits[b"x-queue-timeout-s"]
+
+
+def _seconds(name: str, value: bytes) -> float:
+    if not re.fullmatch(rb"[0-9]{1,9}(\.[0-9]{1,6})?", value.strip()) or float(value) <= 0:
+        raise bad_request(f"the header {name} must be a number of seconds above 0", param=name, code="invalid_header")
+    return float(value)
+
+
+def _from_http(error: HTTPException, scope: Scope) -> ApiError:
+    """Starlette's own refusals: an unknown path, or a method that the path does not have."""
+    headers = dict(error.headers or {})
+    if error.status_code == 404:
+        return ApiError(404, "there is no such path", code="unknown_url")
+    if error.status_code == 405:
+        allow = ", ".join(sorted(each.strip() for each in headers.get("Allow", "").split(",")))
+        return ApiError(405, f"{scope['method']} is not allowed here", code="method_not_allowed", headers={"allow": allow})
+    return ApiError(error.status_code, "the request cannot be served", headers=headers)

@@ -1,0 +1,281 @@
+"""Running a request: admission, the engine's streams, deadlines, a client that leaves or reads too slowly, and the books.
+
+A `Run` is one HTTP request's generations (several for a list of prompts), merged into one sequence of outputs. However it
+ends, `close` leaves nothing behind: the engine's requests are aborted, the ticket is returned, the counts are booked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
+
+from quire.core.params import RequestOutputKind, SamplingParams
+from quire.core.request import RequestMetrics
+from quire.engine.client import EngineClient, GenerationRequest, OutputStream
+from quire.engine.outputs import RequestOutput
+from quire.server.admission import Admission, Ticket
+from quire.server.call import Call
+from quire.server.errors import ApiError, from_exception, overloaded, useless_to_retry
+from quire.server.metrics import Metrics
+
+MAX_BUFFERED_OUTPUTS = 4096
+"""Outputs that a stream's reader may be behind; beyond, its request is aborted (each is one step's tokens)."""
+
+Item = tuple[int, RequestOutput]
+"""(index of the job, output)."""
+
+
+@dataclass(slots=True)
+class Job:
+    """One prompt to go on from."""
+
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    prompt: str | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+
+
+@dataclass(slots=True)
+class Usage:
+    """Token counts of a run so far."""
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What is known of one job's generation."""
+
+    stream: OutputStream
+    metrics: RequestMetrics | None = None
+    num_tokens: dict[int, int] = field(default_factory=dict)
+    """Output tokens by sequence."""
+    is_finished: bool = False
+    last_output_s: float | None = None
+
+
+class Generator:
+    """Starts runs on one engine."""
+
+    def __init__(self, client: EngineClient, admission: Admission, metrics: Metrics) -> None:
+        self.client = client
+        self.admission = admission
+        self.metrics = metrics
+
+    async def start(self, call: Call, jobs: Sequence[Job], *, is_stream: bool) -> Run:
+        """Admit and submit. Raises ApiError or a QuireError, with nothing left running."""
+        ticket = self.admission.admit(
+            call.tenant,
+            num_sequences=sum(job.params.num_sequences for job in jobs),
+            num_prompt_tokens=sum(len(job.prompt_token_ids) for job in jobs),
+        )
+        run = Run(self, call, jobs, ticket)
+        try:
+            for number, job in enumerate(jobs):
+                job.params.output_kind = RequestOutputKind.DELTA if is_stream else RequestOutputKind.FINAL_ONLY
+                await run.submit(number, job)
+        except BaseException:
+            await run.close()
+            raise
+        return run
+
+
+class Run:
+    """The generations of one HTTP request."""
+
+    def __init__(self, generator: Generator, call: Call, jobs: Sequence[Job], ticket: Ticket) -> None:
+        self._generator = generator
+        self._call = call
+        self._jobs = jobs
+        self._ticket = ticket
+        self._progress: list[_Progress] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._items: deque[Item] = deque()
+        self._news = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._is_closed = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every generation has ended and every output was taken."""
+        return not self._items and self._failure is None and all(each.is_finished for each in self._progress)
+
+    @property
+    def usage(self) -> Usage:
+        """Counts over all jobs; a prompt counts once, however many sequences continue it."""
+        return Usage(
+            sum(len(job.prompt_token_ids) for job in self._jobs),
+            sum(each.metrics.num_prefix_hit_tokens for each in self._progress if each.metrics is not None),
+            sum(sum(each.num_tokens.values()) for each in self._progress),
+        )
+
+    async def submit(self, number: int, job: Job) -> None:
+        """Give one job to the engine."""
+        suffix = f"-{number}" if len(self._jobs) > 1 else ""
+        stream = await self._generator.client.generate(
+            GenerationRequest(
+                request_id=f"{self._call.request_id}{suffix}.{time.monotonic_ns():x}",
+                prompt_token_ids=job.prompt_token_ids,
+                params=job.params,
+                prompt=job.prompt,
+                priority=job.priority,
+                cache_salt=self._call.tenant.cache_salt(job.cache_salt),
+            )
+        )
+        self._progress.append(_Progress(stream))
+        self._tasks.append(asyncio.create_task(self._pump(number)))
+
+    def watch(self, receive: Receive) -> None:
+        """End the run as soon as the client leaves."""
+        self._tasks.append(asyncio.create_task(self._await_disconnect(receive)))
+
+    async def get(self, wait_s: float | None = None) -> Item | None:
+        """The next output; None if there is none within `wait_s`. Raises what ended the run early; not to be called when
+        it `is_over`."""
+        give_up_s = None if wait_s is None else time.monotonic() + wait_s
+        while not self._items:
+            if self._failure is not None:
+                raise self._failure
+            now = time.monotonic()
+            self._check_deadlines(now)
+            if give_up_s is not None and now >= give_up_s:
+                return None
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._patience(now, give_up_s)):
+                    await self._news.wait()
+        return self._items.popleft()
+
+    def take(self) -> Item | None:
+        """One more output, if it is there already."""
+        return self._items.popleft() if self._items else None
+
+    async def collect(self) -> list[RequestOutput]:
+        """Every job's last output, in order."""
+        outputs: dict[int, RequestOutput] = {}
+        while not self.is_over:
+            item = await self.get()
+            if item is not None:
+                outputs[item[0]] = item[1]
+        return [outputs[number] for number in range(len(self._jobs))]
+
+    async def close(self) -> None:
+        """Abort what is unfinished and give back what is held. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._generator.admission.release(self._ticket)
+        for task in self._tasks:
+            task.cancel()
+        # A stream may be closed only when nobody waits in it.
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for each in self._progress:
+            if not each.is_finished:
+                self._book(each)
+            with contextlib.suppress(Exception):  # an engine that is gone has nothing to abort
+                await each.stream.aclose()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    async def _pump(self, number: int) -> None:
+        """Move one job's outputs into the common queue."""
+        progress = self._progress[number]
+        try:
+            async for output in progress.stream:
+                self._take(number, progress, output)
+            if not progress.is_finished:
+                self._fail(ApiError(500, "the engine ended the request early", code="engine_error"))
+        except Exception as error:
+            self._fail(from_exception(error))
+
+    def _take(self, number: int, progress: _Progress, output: RequestOutput) -> None:
+        self._ticket.has_started = True
+        self._count(number, progress, output)
+        if output.finished:
+            progress.is_finished = True
+            error = _error_of(output)
+            if error is not None:
+                self._book(progress)
+                self._fail(error)
+                return
+            self._finish(number, progress, output)
+        self._items.append((number, output))
+        if len(self._items) > MAX_BUFFERED_OUTPUTS:
+            self._fail(ApiError(499, "the client reads its stream too slowly", code="slow_reader"))
+        self._news.set()
+
+    def _count(self, number: int, progress: _Progress, output: RequestOutput) -> None:
+        progress.metrics = output.metrics
+        is_delta = self._jobs[number].params.output_kind is RequestOutputKind.DELTA
+        for completion in output.outputs:
+            before = progress.num_tokens.get(completion.index, 0) if is_delta else 0
+            progress.num_tokens[completion.index] = before + len(completion.token_ids)
+        if is_delta:
+            now = time.monotonic()
+            if progress.last_output_s is not None:
+                self._generator.metrics.inter_token(now - progress.last_output_s)
+            progress.last_output_s = now
+
+    def _finish(self, number: int, progress: _Progress, output: RequestOutput) -> None:
+        self._book(progress)
+        counts = progress.num_tokens.values()
+        self._generator.metrics.request_finished(output, self._jobs[number].params, sum(counts), max(counts, default=0))
+
+    def _book(self, progress: _Progress) -> None:
+        num_cached = progress.metrics.num_prefix_hit_tokens if progress.metrics is not None else 0
+        self._generator.admission.charge(
+            self._call.tenant, num_output_tokens=sum(progress.num_tokens.values()), num_cached_tokens=num_cached
+        )
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure = error
+            self._items.clear()
+            if isinstance(error, ApiError):
+                self._generator.metrics.request_failed(error.code or "error")
+        self._news.set()
+
+    async def _await_disconnect(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._fail(ClientDisconnect())
+
+    def _patience(self, now: float, give_up_s: float | None) -> float:
+        """Seconds until something must be looked at again."""
+        moments = [give_up_s, self._call.deadline_s]
+        if not self._ticket.has_started and self._call.queue_deadline_s is not None:
+            # Past that, whether it still waits is looked at twice a second.
+            moments.append(max(self._call.queue_deadline_s, now + 0.5))
+        return max(0.0, min((moment for moment in moments if moment is not None), default=now + 3600.0) - now)
+
+    def _check_deadlines(self, now: float) -> None:
+        call = self._call
+        if call.deadline_s is not None and now >= call.deadline_s:
+            message = f"the request was not finished within {call.deadline_s - call.started_s:g} s"
+            raise useless_to_retry(ApiError(504, message, code="deadline_exceeded"))
+        is_late = call.queue_deadline_s is not None and now >= call.queue_deadline_s
+        if is_late and self._generator.admission.is_queued(self._ticket):
+            waited_s = now - call.started_s
+            raise overloaded(
+                f"the request waited {waited_s:.1f} s without being begun", code="queue_timeout", retry_after_s=waited_s / 2
+            )
+
+
+def _error_of(output: RequestOutput) -> ApiError | None:
+    """What an output says went wrong, if it does."""
+    reasons = {completion.finish_reason for completion in output.outputs}
+    if output.error is not None or "error" in reasons:
+        return ApiError(500, f"the request failed: {output.error or 'unknown reason'}", code="engine_error")
+    if "abort" in reasons:
+        return ApiError(503, "the request was ended by the server", code="aborted", headers={"retry-after": "1"})
+    return None

@@ -1,0 +1,211 @@
+"""Prometheus metrics: what vLLM's dashboards know, under `quire:` (or `vllm:`), for all that exists here.
+
+Owns one registry per server. Counters and histograms are fed as requests end; gauges are read from the engine's status when
+somebody asks. Labels are the model's name, a tenant's name from the operator's file, or a fixed word: never what a client
+sent, so their number is bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from quire.core.params import SamplingParams
+from quire.engine.client import EngineStatus
+from quire.engine.outputs import RequestOutput
+from quire.server.admission import Admission
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_LATENCY_S = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0,
+)  # fmt: skip
+_FIRST_TOKEN_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0,
+)  # fmt: skip
+_PER_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+_COUNT = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000, 1_000_000)
+_SMALL = (1, 2, 5, 10, 20, 50, 100, 128)
+
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": ("From arrival to the first token.", _FIRST_TOKEN_S),
+    "inter_token_latency_seconds": ("Between two outputs of a stream.", _PER_TOKEN_S),
+    "request_time_per_output_token_seconds": ("Mean time per output token after the first.", _PER_TOKEN_S),
+    "e2e_request_latency_seconds": ("From arrival to the end.", _LATENCY_S),
+    "request_queue_time_seconds": ("From arrival to the first step.", _LATENCY_S),
+    "request_inference_time_seconds": ("From the first step to the end.", _LATENCY_S),
+    "request_prefill_time_seconds": ("From the first step to the first token.", _LATENCY_S),
+    "request_decode_time_seconds": ("From the first token to the last.", _LATENCY_S),
+    "request_prompt_tokens": ("Prompt tokens of a request.", _COUNT),
+    "request_generation_tokens": ("Output tokens of a request.", _COUNT),
+    "request_max_num_generation_tokens": ("Output tokens of a request's longest sequence.", _COUNT),
+    "request_params_n": ("The parameter n.", _SMALL),
+    "request_params_max_tokens": ("The parameter max_tokens.", _COUNT),
+    "request_num_preemptions": ("Preemptions of a request.", (0, *_SMALL)),
+    "request_prefill_kv_computed_tokens": ("Prompt tokens whose KV was computed, not found in the cache.", _COUNT),
+}
+_COUNTERS = {
+    "prompt_tokens": "Prompt tokens.",
+    "prompt_tokens_cached": "Prompt tokens that the prefix cache held.",
+    "generation_tokens": "Output tokens.",
+    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
+    "prefix_cache_hits": "Prompt tokens found there.",
+}
+
+
+class StatusSource(Protocol):
+    """Whoever can say how the engine is doing."""
+
+    def status(self) -> EngineStatus:
+        """A picture of the engine now."""
+        ...
+
+
+class Metrics:
+    """All metrics of one server."""
+
+    def __init__(self, prefix: str, model_name: str, source: StatusSource, admission: Admission) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._model = model_name
+        registry, label = self._registry, ("model_name",)
+        self._histograms = {
+            name: Histogram(f"{prefix}:{name}", text, label, buckets=buckets, registry=registry).labels(model_name)
+            for name, (text, buckets) in _HISTOGRAMS.items()
+        }
+        self._counters = {
+            name: Counter(f"{prefix}:{name}", text, label, registry=registry).labels(model_name)
+            for name, text in _COUNTERS.items()
+        }
+        text = "Sequences that ended, by reason."
+        self._success = Counter(f"{prefix}:request_success", text, ("model_name", "finished_reason"), registry=registry)
+        text = "Requests that ended with an error, by code."
+        self._failures = Counter(f"{prefix}:request_failures", text, ("model_name", "code"), registry=registry)
+        labels = ("method", "handler")
+        self._http = Counter(f"{prefix}:http_requests", "HTTP exchanges.", (*labels, "status"), registry=registry)
+        name, text = f"{prefix}:http_request_duration_seconds", "From a request's headers to the end of its answer."
+        self._http_duration = Histogram(name, text, labels, buckets=_LATENCY_S, registry=registry)
+        self._registry.register(_Live(prefix, model_name, source, admission))
+
+    def exposition(self) -> bytes:
+        """Everything in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def http_finished(self, method: str, path: str, status: int, elapsed_s: float) -> None:
+        """Count one HTTP exchange; `path` is a route's pattern."""
+        method = method if method in ("GET", "POST", "DELETE", "HEAD", "PUT", "PATCH", "OPTIONS") else "other"
+        self._http.labels(method, path, str(status)).inc()
+        self._http_duration.labels(method, path).observe(elapsed_s)
+
+    def inter_token(self, elapsed_s: float) -> None:
+        """Time between two outputs of one stream."""
+        self._histograms["inter_token_latency_seconds"].observe(elapsed_s)
+
+    def request_failed(self, code: str) -> None:
+        """One generation ended with an error of ours; `code` is one of our own words."""
+        self._failures.labels(self._model, code).inc()
+
+    def request_finished(self, output: RequestOutput, params: SamplingParams, num_output_tokens: int, longest: int) -> None:
+        """Book a request's end."""
+        metrics, histograms = output.metrics, self._histograms
+        num_prompt, num_cached = len(output.prompt_token_ids), metrics.num_prefix_hit_tokens
+        for name, count in (
+            ("prompt_tokens", num_prompt),
+            ("prompt_tokens_cached", num_cached),
+            ("generation_tokens", num_output_tokens),
+            ("prefix_cache_queries", num_prompt),
+            ("prefix_cache_hits", num_cached),
+        ):
+            self._counters[name].inc(count)
+        for completion in output.outputs:
+            self._success.labels(self._model, completion.finish_reason or "abort").inc()
+        for name, value in (
+            ("request_prompt_tokens", num_prompt),
+            ("request_generation_tokens", num_output_tokens),
+            ("request_max_num_generation_tokens", longest),
+            ("request_params_n", params.n),
+            ("request_params_max_tokens", params.max_tokens),
+            ("request_num_preemptions", metrics.num_preemptions),
+            ("request_prefill_kv_computed_tokens", num_prompt - num_cached),
+        ):
+            if value is not None:
+                histograms[name].observe(value)
+        for name, duration_s in _durations(output, longest):
+            histograms[name].observe(duration_s)
+
+
+def _durations(output: RequestOutput, longest: int) -> Iterator[tuple[str, float]]:
+    """Histogram names and seconds, for the moments that were reached."""
+    times = output.metrics
+    arrival, scheduled, first, last = times.arrival_s, times.first_scheduled_s, times.first_token_s, times.last_token_s
+    end = times.finished_s if times.finished_s is not None else last
+    if end is not None:
+        yield "e2e_request_latency_seconds", max(0.0, end - arrival)
+    if scheduled is not None:
+        yield "request_queue_time_seconds", max(0.0, scheduled - arrival)
+        if end is not None:
+            yield "request_inference_time_seconds", max(0.0, end - scheduled)
+        if first is not None:
+            yield "request_prefill_time_seconds", max(0.0, first - scheduled)
+    if first is not None:
+        yield "time_to_first_token_seconds", max(0.0, first - arrival)
+        if last is not None:
+            yield "request_decode_time_seconds", max(0.0, last - first)
+            if longest > 1:
+                yield "request_time_per_output_token_seconds", max(0.0, last - first) / (longest - 1)
+
+
+class _Live(Collector):
+    """Gauges and counters that somebody else keeps, read when they are asked for."""
+
+    def __init__(self, prefix: str, model_name: str, source: StatusSource, admission: Admission) -> None:
+        self._prefix = prefix
+        self._model = model_name
+        self._source = source
+        self._admission = admission
+
+    def collect(self) -> Iterable[Metric]:
+        """Everything as of now."""
+        status = self._source.status()
+        yield from (
+            self._gauge("num_requests_running", "Sequences that are computed now.", status.num_running),
+            self._gauge("num_requests_waiting", "Sequences that wait.", status.num_waiting),
+            self._gauge("num_requests_in_flight", "Requests that have not ended.", self._admission.num_in_flight),
+            self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", status.kv_usage),
+            self._gauge("engine_ready", "1 where new requests are served.", float(status.is_ready)),
+            self._gauge("last_step_age_seconds", "Age of the last step while there is work.", status.last_step_age_s or 0.0),
+            self._counter("num_preemptions", "Preemptions.", status.num_preemptions),
+            self._counter("engine_restarts", "Engine processes replaced.", status.num_restarts),
+        )
+        name = f"{self._prefix}:admission_rejections"
+        rejections = CounterMetricFamily(name, "Requests refused, by reason.", labels=("reason",))
+        for reason, count in self._admission.num_rejections.items():
+            rejections.add_metric((reason,), count)
+        yield rejections
+        yield from self._by_tenant()
+
+    def _by_tenant(self) -> Iterator[Metric]:
+        counts: dict[str, Callable[[str], float]] = {
+            "requests": lambda name: self._admission.uses[name].num_requests,
+            "refused_requests": lambda name: self._admission.uses[name].num_refused,
+            "prompt_tokens": lambda name: self._admission.uses[name].num_prompt_tokens,
+            "cached_tokens": lambda name: self._admission.uses[name].num_cached_tokens,
+            "generation_tokens": lambda name: self._admission.uses[name].num_output_tokens,
+        }
+        for what, count in counts.items():
+            family = CounterMetricFamily(f"{self._prefix}:tenant_{what}", f"Per tenant: {what}.", labels=("tenant",))
+            for name in self._admission.uses:
+                family.add_metric((name,), count(name))
+            yield family
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=("model_name",))
+        family.add_metric((self._model,), value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=("model_name",))
+        family.add_metric((self._model,), value)
+        return family

@@ -1,0 +1,335 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive
+
+from quire.engine.outputs import CompletionOutput, RequestOutput
+from quire.server.body import decode, read_json
+from quire.server.call import Call, call_of
+from quire.server.errors import ApiError, bad_request, unavailable_feature
+from quire.server.generation import Job, Run, Usage
+from quire.server.openai.fields import Count, SamplingFields, asks_for_something, check_fields, ignored_hints, sampling_params
+from quire.server.openai.logprobs import LogprobTracker, TokenNames, prompt_logprobs
+from quire.server.openai.messages import Message, for_template
+from quire.server.responses import DONE, KEEP_ALIVE, EventStream, data_event, json_response, timings
+from quire.server.state import Api
+from quire.server.texts import ChatOptions
+
+
+class ChatRequest(SamplingFields, kw_only=True):
+    """The body."""
+
+    messages: list[Message]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    response_format: Any = None
+    tool_choice: Any = None
+    modalities: list[Literal["text", "audio"]] | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+@dataclass(slots=True)
+class PreparedChat:
+    """A checked request, ready to run, and what its answers have in common."""
+
+    request: ChatRequest
+    job: Job
+    model: str
+    fingerprint: str
+    names: TokenNames
+    prepare_s: float
+    id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def envelope(self, kind: str) -> dict[str, Any]:
+        """The fields of every answer and chunk."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+    def tracker(self) -> LogprobTracker | None:
+        """Log-probabilities of one choice, where they are wanted."""
+        return LogprobTracker(self.names, self.request.top_logprobs or 0) if self.request.logprobs else None
+
+
+class ChatCompletions:
+    """The endpoint."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+
+    async def post(self, request: Request) -> Response:
+        """Answer a chat, in one piece or as a stream."""
+        call = call_of(request)
+        body = await read_json(request, ChatRequest, is_strict=self._api.config.strict_fields)
+        prepared = await self.prepare(call, body)
+        if not body.stream:
+            return json_response(call, await self.create(call, prepared, request.receive))
+        run = await self._api.generator.start(call, [prepared.job], is_stream=True)
+        events = _ChatStream(prepared, run, self._api.config.keep_alive_s).events()
+        return EventStream(call, run, events, stream_error)
+
+    async def prepare(self, call: Call, body: ChatRequest) -> PreparedChat:
+        """Check everything and encode the prompt. Raises ApiError or a RequestError."""
+        api = self._api
+        started_s = time.monotonic()
+        model = api.check_model(body.model)
+        _check(body)
+        call.ignored_fields.extend(ignored_hints(body))
+        messages = for_template(body.messages)
+        is_newer = body.max_completion_tokens is not None
+        param = "max_completion_tokens" if is_newer else "max_tokens"
+        wanted = body.max_completion_tokens if is_newer else body.max_tokens
+        options = ChatOptions(
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            template_kwargs=_template_kwargs(body, api.texts.template_source, call),
+        )
+        text, token_ids = await api.texts.encode_chat(messages, options)
+        token_ids = api.texts.truncate(token_ids, body.truncate_prompt_tokens)
+        if not token_ids:
+            raise bad_request("messages: the prompt is empty", param="messages")
+        default = api.sampling_defaults.get("max_tokens")
+        max_tokens = api.texts.max_tokens(len(token_ids), wanted, default=default, param=param)
+        params = sampling_params(
+            body, api.sampling_defaults, max_tokens=max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None
+        )
+        job = Job(token_ids, params, text if body.echo else None, body.cache_salt, body.priority or 0)
+        names = TokenNames(
+            api.client.tokenizer,
+            as_ids=bool(body.return_tokens_as_token_ids),
+            shows_special=body.skip_special_tokens is False,
+        )
+        return PreparedChat(body, job, model, api.fingerprint, names, time.monotonic() - started_s)
+
+    async def run_body(self, call: Call, body: bytes) -> dict[str, Any]:
+        """The answer to a body that did not come by HTTP (a batch's line); never a stream."""
+        request, _ = decode(body, ChatRequest)
+        if request.stream:
+            raise bad_request("stream: a batch's line is answered in one piece", param="stream")
+        return await self.create(call, await self.prepare(call, request), None)
+
+    async def create(self, call: Call, prepared: PreparedChat, receive: Receive | None) -> dict[str, Any]:
+        """The whole answer."""
+        run = await self._api.generator.start(call, [prepared.job], is_stream=False)
+        if receive is not None:
+            run.watch(receive)
+        try:
+            (output,) = await run.collect()
+            usage = run.usage
+        finally:
+            await run.close()
+        return _answer(prepared, output, usage)
+
+
+def _check(body: ChatRequest) -> None:
+    chooses_none = body.tool_choice == "none"
+    check_fields(body, exempt=frozenset({"tools"}) if chooses_none else frozenset())
+    if asks_for_something(body.tool_choice) and body.tool_choice not in ("none", "auto"):
+        raise unavailable_feature("tool_choice", "tool calling is not available on this server yet; use 'none'")
+    _check_format(body.response_format)
+    if body.modalities is not None and "audio" in body.modalities:
+        raise unavailable_feature("modalities", "this model gives text alone")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad_request("top_logprobs: only with logprobs=true", param="top_logprobs")
+    if body.continue_final_message and body.messages and body.messages[-1].role != "assistant":
+        raise bad_request("continue_final_message: the last message must be the assistant's", param="continue_final_message")
+
+
+def _check_format(value: Any) -> None:
+    if value is None:
+        return
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind not in ("text", "json_object", "json_schema"):
+        raise bad_request("response_format: its type must be text, json_object or json_schema", param="response_format.type")
+    if kind != "text":
+        raise unavailable_feature("response_format", "structured output is not available on this server yet; use type 'text'")
+
+
+def _template_kwargs(body: ChatRequest, source: str, call: Call) -> dict[str, Any] | None:
+    """What the template gets besides the messages; a reasoning effort reaches those that know it."""
+    kwargs = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        if "reasoning_effort" in source:
+            kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+        else:
+            call.ignored_fields.append("reasoning_effort")
+    return kwargs or None
+
+
+# -- the answer in one piece ---------------------------------------------------------------------------------------------
+
+
+def usage_body(usage: Usage) -> dict[str, Any]:
+    """OpenAI's `usage`."""
+    return {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_output_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens, "audio_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "audio_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
+    }
+
+
+def _answer(prepared: PreparedChat, output: RequestOutput, usage: Usage) -> dict[str, Any]:
+    request = prepared.request
+    answer = prepared.envelope("chat.completion")
+    answer["choices"] = [_choice(prepared, completion) for completion in sorted(output.outputs, key=lambda each: each.index)]
+    answer["usage"] = usage_body(usage)
+    if request.service_tier is not None:
+        answer["service_tier"] = "default"
+    if request.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+    if request.return_token_ids:
+        answer["prompt_token_ids"] = output.prompt_token_ids
+    if request.timings:
+        answer["timings"] = timings(output.metrics, prepare_s=prepared.prepare_s, num_output_tokens=usage.num_output_tokens)
+    return answer
+
+
+def _choice(prepared: PreparedChat, completion: CompletionOutput) -> dict[str, Any]:
+    tracker = prepared.tracker()
+    logprobs = None
+    if tracker is not None:
+        logprobs = {"content": [token.content for token in tracker.take(completion)], "refusal": None}
+    content = echoed_text(prepared.request) + completion.text
+    choice: dict[str, Any] = {
+        "index": completion.index,
+        "message": {"role": "assistant", "content": content, "refusal": None, "annotations": []},
+        "logprobs": logprobs,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+    if prepared.request.return_token_ids:
+        choice["token_ids"] = completion.token_ids
+    return choice
+
+
+def echoed_text(request: ChatRequest) -> str:
+    """With `echo`, the last message where the answer goes on with it."""
+    if not request.echo or not request.messages:
+        return ""
+    last = for_template(request.messages[-1:])[0]
+    return str(last["content"]) if request.continue_final_message else ""
+
+
+# -- the stream ----------------------------------------------------------------------------------------------------------
+
+
+class _ChatStream:
+    """Chunks of one chat completion."""
+
+    def __init__(self, prepared: PreparedChat, run: Run, keep_alive_s: float) -> None:
+        self._prepared = prepared
+        self._run = run
+        self._keep_alive_s = keep_alive_s
+        self._envelope = prepared.envelope("chat.completion.chunk")
+        request = prepared.request
+        options = request.stream_options
+        self._has_usage = bool(options and options.include_usage)
+        self._has_running_usage = self._has_usage and bool(options and options.continuous_usage_stats)
+        self._trackers = [prepared.tracker() for _ in range(request.n or 1)]
+        self._ended: set[int] = set()
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The whole stream, `[DONE]` included."""
+        is_begun = False
+        while not self._run.is_over:
+            item = await self._run.get(self._keep_alive_s)
+            if item is None:
+                yield KEEP_ALIVE
+                continue
+            parts = [] if is_begun else self._opening(item[1])
+            is_begun = True
+            parts += self._chunks(item[1])
+            while (more := self._run.take()) is not None:
+                parts += self._chunks(more[1])
+            if parts:
+                yield b"".join(map(data_event, parts))
+        if self._has_usage:
+            yield data_event(self._chunk([], usage=usage_body(self._run.usage)))
+        yield DONE
+
+    def _opening(self, output: RequestOutput) -> list[dict[str, Any]]:
+        """The role of every choice, in order of index: the clients' accumulators rely on that, and on its being sent once."""
+        text = echoed_text(self._prepared.request)
+        opening = [self._delta(index, {"role": "assistant", "content": text}) for index in range(len(self._trackers))]
+        if self._prepared.request.return_token_ids:
+            opening[0]["prompt_token_ids"] = output.prompt_token_ids
+        if self._prepared.request.prompt_logprobs is not None:
+            opening[0]["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        return opening
+
+    def _chunks(self, output: RequestOutput) -> list[dict[str, Any]]:
+        chunks: list[dict[str, Any]] = []
+        for completion in output.outputs:
+            if completion.index in self._ended:
+                continue
+            chunks += self._content(completion)
+            if completion.finish_reason is not None:
+                self._ended.add(completion.index)
+                chunks.append(self._end(completion, output))
+        return chunks
+
+    def _content(self, completion: CompletionOutput) -> Sequence[dict[str, Any]]:
+        """What is new of one choice; nothing while its text is held back."""
+        tracker = self._trackers[completion.index]
+        tokens = tracker.take(completion) if tracker is not None else []
+        has_ids = bool(self._prepared.request.return_token_ids and completion.token_ids)
+        if not completion.text and not tokens and not has_ids:
+            return []
+        logprobs = {"content": [token.content for token in tokens], "refusal": None} if tracker is not None else None
+        chunk = self._delta(completion.index, {"content": completion.text}, logprobs=logprobs)
+        if has_ids:
+            chunk["choices"][0]["token_ids"] = completion.token_ids
+        return [chunk]
+
+    def _end(self, completion: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
+        chunk = self._delta(completion.index, {}, finish_reason=completion.finish_reason)
+        chunk["choices"][0]["stop_reason"] = completion.stop_reason
+        if self._prepared.request.timings and output.finished and len(self._ended) == len(self._trackers):
+            chunk["timings"] = timings(
+                output.metrics, prepare_s=self._prepared.prepare_s, num_output_tokens=self._run.usage.num_output_tokens
+            )
+        return chunk
+
+    def _delta(
+        self, index: int, delta: dict[str, Any], *, logprobs: Any = None, finish_reason: str | None = None
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return self._chunk([choice], usage=usage_body(self._run.usage) if self._has_running_usage else None)
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
+        chunk = {**self._envelope, "choices": choices}
+        if self._has_usage:
+            chunk["usage"] = usage
+        return chunk
+
+
+def stream_error(error: ApiError) -> bytes:
+    """The last events of a stream that failed."""
+    return data_event(error.body()) + DONE

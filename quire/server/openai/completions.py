@@ -1,0 +1,374 @@
+"""POST /v1/completions, the older form: raw prompts, as text or as token ids, one or many."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive
+
+from quire.engine.outputs import CompletionOutput, RequestOutput
+from quire.server.body import decode, read_json
+from quire.server.call import Call, call_of
+from quire.server.errors import bad_request, unavailable_feature
+from quire.server.generation import Job, Run
+from quire.server.openai.chat import stream_error, usage_body
+from quire.server.openai.fields import SamplingFields, check_fields, ignored_hints, sampling_params
+from quire.server.openai.logprobs import LogprobTracker, ScoredToken, TokenNames, legacy_logprobs, prompt_logprobs
+from quire.server.responses import DONE, KEEP_ALIVE, EventStream, data_event, json_response, timings
+from quire.server.state import Api
+
+DEFAULT_MAX_TOKENS = 16
+MAX_BEST_OF = 20
+MAX_LOGPROBS = 20
+"""OpenAI's limit is 5; more is ours."""
+
+PromptField = str | list[Any]
+"""A text, token ids, or a list of either; checked by hand, since msgspec cannot tell the lists apart."""
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    """The body."""
+
+    prompt: PromptField
+    max_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_BEST_OF)] | None = None
+    suffix: str | None = None
+    response_format: Any = None
+    return_token_offsets: bool | None = None
+
+
+@dataclass(slots=True)
+class PreparedCompletion:
+    """A checked request, ready to run."""
+
+    request: CompletionRequest
+    jobs: list[Job]
+    texts: list[str]
+    """The prompts' texts, where they are echoed; else empty ones."""
+    model: str
+    fingerprint: str
+    names: TokenNames
+    prepare_s: float
+    id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether only the prompt is wanted: `max_tokens=0` with `echo`. One token is made and dropped."""
+        return self.request.max_tokens == 0
+
+    def envelope(self) -> dict[str, Any]:
+        """The fields of every answer and chunk."""
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+    def usage(self, run: Run) -> dict[str, Any]:
+        """OpenAI's `usage` so far."""
+        usage = run.usage
+        if self.is_scoring:
+            usage.num_output_tokens = 0
+        return usage_body(usage)
+
+
+class Completions:
+    """The endpoint."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+
+    async def post(self, request: Request) -> Response:
+        """Answer, in one piece or as a stream."""
+        call = call_of(request)
+        body = await read_json(request, CompletionRequest, is_strict=self._api.config.strict_fields)
+        prepared = await self.prepare(call, body)
+        if not body.stream:
+            return json_response(call, await self.create(call, prepared, request.receive))
+        run = await self._api.generator.start(call, prepared.jobs, is_stream=True)
+        return EventStream(call, run, _stream(prepared, run, self._api.config.keep_alive_s), stream_error)
+
+    async def prepare(self, call: Call, body: CompletionRequest) -> PreparedCompletion:
+        """Check everything and encode the prompts. Raises ApiError or a RequestError."""
+        api = self._api
+        started_s = time.monotonic()
+        model = api.check_model(body.model)
+        _check(body)
+        call.ignored_fields.extend(ignored_hints(body))
+        prompts = split_prompts(body.prompt)
+        num_sequences = len(prompts) * (body.best_of or body.n or 1)
+        if len(prompts) > api.config.max_prompts or num_sequences > api.config.max_sequences:
+            raise bad_request(
+                f"prompt: {len(prompts)} prompts make {num_sequences} sequences; one request may have "
+                f"{api.config.max_prompts} prompts and {api.config.max_sequences} sequences",
+                param="prompt",
+            )
+        jobs, texts = [], []
+        for prompt in prompts:
+            job, text = await self._job(body, prompt)
+            jobs.append(job)
+            texts.append(text)
+        names = TokenNames(
+            api.client.tokenizer,
+            as_ids=bool(body.return_tokens_as_token_ids),
+            shows_special=body.skip_special_tokens is False,
+        )
+        return PreparedCompletion(body, jobs, texts, model, api.fingerprint, names, time.monotonic() - started_s)
+
+    async def _job(self, body: CompletionRequest, prompt: str | list[int]) -> tuple[Job, str]:
+        texts = self._api.texts
+        if isinstance(prompt, str):
+            add_special = body.add_special_tokens is not False
+            token_ids = await texts.encode(prompt, add_special_tokens=add_special)
+        else:
+            texts.check_ids(prompt, "prompt")
+            token_ids = prompt
+        kept = texts.truncate(token_ids, body.truncate_prompt_tokens)
+        if not kept:
+            raise bad_request("prompt: it is empty; give at least one token", param="prompt")
+        is_scoring = body.max_tokens == 0
+        wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
+        if body.max_tokens is None:
+            wanted = min(wanted, max(1, texts.max_model_len - len(kept)))
+        max_tokens = texts.max_tokens(len(kept), wanted, default=None, param="max_tokens")
+        scored = body.prompt_logprobs
+        if body.echo and body.logprobs is not None:
+            scored = max(body.logprobs, scored or 0) if scored != -1 else -1
+        given: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": body.logprobs, "prompt_logprobs": scored}
+        if is_scoring:
+            given |= {"min_tokens": 0, "stop": None}
+        params = sampling_params(body, self._api.sampling_defaults, best_of=body.best_of, **given)
+        text = ""
+        if body.echo:
+            text = prompt if isinstance(prompt, str) and kept is token_ids else await texts.decode(kept)
+        return Job(kept, params, None, body.cache_salt, body.priority or 0), text
+
+    async def run_body(self, call: Call, body: bytes) -> dict[str, Any]:
+        """The answer to a body that did not come by HTTP (a batch's line); never a stream."""
+        request, _ = decode(body, CompletionRequest)
+        if request.stream:
+            raise bad_request("stream: a batch's line is answered in one piece", param="stream")
+        return await self.create(call, await self.prepare(call, request), None)
+
+    async def create(self, call: Call, prepared: PreparedCompletion, receive: Receive | None) -> dict[str, Any]:
+        """The whole answer."""
+        run = await self._api.generator.start(call, prepared.jobs, is_stream=False)
+        if receive is not None:
+            run.watch(receive)
+        try:
+            outputs = await run.collect()
+            usage = prepared.usage(run)
+        finally:
+            await run.close()
+        return _answer(prepared, outputs, usage)
+
+
+def split_prompts(prompt: PromptField) -> list[str | list[int]]:
+    """One entry per prompt. Raises ApiError 400 for what is neither text nor token ids."""
+    if isinstance(prompt, str):
+        return [_nonempty(prompt)]
+    if not prompt:
+        raise bad_request("prompt: the list is empty", param="prompt", code="empty_array")
+    if all(_is_id(each) for each in prompt):
+        return [prompt]
+    prompts: list[str | list[int]] = []
+    for number, each in enumerate(prompt):
+        is_ids = isinstance(each, list) and each and all(_is_id(token_id) for token_id in each)
+        if not isinstance(each, str) and not is_ids:
+            where = f"prompt[{number}]"
+            raise bad_request(f"{where}: a prompt is a text or a list of token ids, and not empty", param=where)
+        prompts.append(_nonempty(each) if isinstance(each, str) else each)
+    return prompts
+
+
+def _nonempty(prompt: str) -> str:
+    if not prompt:
+        raise bad_request("prompt: it is empty; give at least one character", param="prompt")
+    return prompt
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check(body: CompletionRequest) -> None:
+    check_fields(body)
+    if body.suffix:
+        raise unavailable_feature("suffix", "this model was not trained to fill in the middle")
+    if body.response_format is not None and body.response_format != {"type": "text"}:
+        raise unavailable_feature("response_format", "structured output is not available on this server yet")
+    if body.return_token_offsets:
+        raise unavailable_feature("return_token_offsets", "ask for logprobs: their text_offset says the same")
+    if body.max_tokens == 0 and not body.echo:
+        raise bad_request("max_tokens: 0 is possible only with echo=true; give at least 1", param="max_tokens")
+    if body.best_of is not None:
+        if body.best_of < (body.n or 1):
+            raise bad_request(f"best_of: {body.best_of} is less than n={body.n}", param="best_of")
+        if body.stream and body.best_of > (body.n or 1):
+            raise bad_request("best_of: the best are known at the end only; not with stream=true", param="best_of")
+
+
+# -- the answer in one piece ---------------------------------------------------------------------------------------------
+
+
+def _answer(prepared: PreparedCompletion, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
+    request = prepared.request
+    num_choices = request.n or 1
+    choices = []
+    for number, output in enumerate(outputs):
+        for completion in sorted(output.outputs, key=lambda each: each.index):
+            echo = _Echo(prepared, number, output)
+            choices.append(_choice(echo, completion, number * num_choices + completion.index))
+    answer = {**prepared.envelope(), "choices": choices, "usage": usage}
+    if request.timings:
+        answer["timings"] = [
+            timings(
+                output.metrics,
+                prepare_s=prepared.prepare_s,
+                num_output_tokens=sum(len(each.token_ids) for each in output.outputs),
+            )
+            for output in outputs
+        ]
+    return answer
+
+
+class _Echo:
+    """One prompt, as far as it is part of the answer: its text and its tokens' log-probabilities before the output's."""
+
+    def __init__(self, prepared: PreparedCompletion, number: int, output: RequestOutput) -> None:
+        self.prepared = prepared
+        self.output = output
+        self.text = prepared.texts[number]
+        request = prepared.request
+        self.tokens: list[ScoredToken] = []
+        first_offset = 0
+        if request.echo and request.logprobs is not None and output.prompt_logprobs is not None:
+            scorer = LogprobTracker(prepared.names, request.logprobs)
+            self.tokens = [
+                scorer.score(token_id, record)
+                for token_id, record in zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+            ]
+            first_offset = len(self.text)
+        elif request.echo:
+            first_offset = len(self.text)
+        self.first_offset = first_offset
+
+    def tracker(self) -> LogprobTracker | None:
+        """Of one choice's own tokens."""
+        count = self.prepared.request.logprobs
+        return None if count is None else LogprobTracker(self.prepared.names, count, self.first_offset)
+
+    def logprobs(self, tokens: Sequence[ScoredToken], *, has_prompt: bool) -> dict[str, Any] | None:
+        """OpenAI's four lists."""
+        count = self.prepared.request.logprobs
+        if count is None:
+            return None
+        shown = [*self.tokens, *tokens] if has_prompt else list(tokens)
+        return legacy_logprobs(shown, has_top=count > 0, is_first_unknown=has_prompt and bool(self.tokens))
+
+
+def _choice(echo: _Echo, completion: CompletionOutput, index: int) -> dict[str, Any]:
+    prepared = echo.prepared
+    request = prepared.request
+    tracker = echo.tracker()
+    tokens = tracker.take(completion) if tracker is not None and not prepared.is_scoring else []
+    choice: dict[str, Any] = {
+        "index": index,
+        "text": echo.text + ("" if prepared.is_scoring else completion.text),
+        "logprobs": echo.logprobs(tokens, has_prompt=True),
+        "finish_reason": "length" if prepared.is_scoring else completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+    if request.prompt_logprobs is not None:
+        choice["prompt_logprobs"] = prompt_logprobs(echo.output.prompt_logprobs)
+    if request.return_token_ids:
+        choice["prompt_token_ids"] = echo.output.prompt_token_ids
+        choice["token_ids"] = [] if prepared.is_scoring else completion.token_ids
+    return choice
+
+
+# -- the stream ----------------------------------------------------------------------------------------------------------
+
+
+async def _stream(prepared: PreparedCompletion, run: Run, keep_alive_s: float) -> AsyncGenerator[bytes, None]:
+    """Chunks of all prompts as they come, then `[DONE]`."""
+    options = prepared.request.stream_options
+    has_usage = bool(options and options.include_usage)
+    has_running_usage = has_usage and bool(options and options.continuous_usage_stats)
+    envelope = prepared.envelope()
+    streams: dict[int, _ChoiceStreams] = {}
+    while not run.is_over:
+        item = await run.get(keep_alive_s)
+        if item is None:
+            yield KEEP_ALIVE
+            continue
+        parts = []
+        while item is not None:
+            number, output = item
+            stream = streams.get(number) or streams.setdefault(number, _ChoiceStreams(prepared, number, output))
+            parts += stream.choices(output)
+            item = run.take()
+        for choice in parts:
+            chunk = {**envelope, "choices": [choice]}
+            if has_usage:
+                chunk["usage"] = prepared.usage(run) if has_running_usage else None
+            yield data_event(chunk)
+    if has_usage:
+        yield data_event({**envelope, "choices": [], "usage": prepared.usage(run)})
+    yield DONE
+
+
+class _ChoiceStreams:
+    """The choices of one prompt while they are streamed."""
+
+    def __init__(self, prepared: PreparedCompletion, number: int, first: RequestOutput) -> None:
+        self._prepared = prepared
+        self._echo = _Echo(prepared, number, first)
+        count = prepared.request.n or 1
+        self._first_index = number * count
+        self._trackers = [self._echo.tracker() for _ in range(count)]
+        self._begun: set[int] = set()
+        self._ended: set[int] = set()
+
+    def choices(self, output: RequestOutput) -> list[dict[str, Any]]:
+        """What is new, ready to be put into chunks."""
+        return [choice for each in output.outputs if each.index not in self._ended for choice in self._of(each, output)]
+
+    def _of(self, completion: CompletionOutput, output: RequestOutput) -> list[dict[str, Any]]:
+        prepared, index = self._prepared, completion.index
+        request, tracker = prepared.request, self._trackers[index]
+        is_first = index not in self._begun
+        self._begun.add(index)
+        has_prompt = is_first and bool(request.echo)
+        text = (self._echo.text if has_prompt else "") + ("" if prepared.is_scoring else completion.text)
+        tokens = tracker.take(completion) if tracker is not None and not prepared.is_scoring else []
+        ids = completion.token_ids if request.return_token_ids and not prepared.is_scoring else []
+        is_end = completion.finish_reason is not None
+        if not text and not tokens and not ids and not is_end:
+            return []
+        choice: dict[str, Any] = {
+            "index": self._first_index + index,
+            "text": text,
+            "logprobs": self._echo.logprobs(tokens, has_prompt=has_prompt),
+            "finish_reason": None,
+        }
+        if request.return_token_ids:
+            choice["token_ids"] = ids
+            if is_first:
+                choice["prompt_token_ids"] = output.prompt_token_ids
+        if is_end:
+            self._ended.add(index)
+            choice["finish_reason"] = "length" if prepared.is_scoring else completion.finish_reason
+            choice["stop_reason"] = completion.stop_reason
+        return [choice]

@@ -1,0 +1,157 @@
+"""/v1/files: uploads for batches, and the batches' results."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import IO, Any
+
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from quire.server.body import too_large
+from quire.server.call import call_of
+from quire.server.errors import ApiError, bad_request, unavailable_feature
+from quire.server.openai.file_store import FileStore
+from quire.server.responses import json_response
+from quire.server.state import Api
+
+_CHUNK_BYTES = 1 << 20
+_MIN_UPLOAD_RATE = 64 << 10
+"""Bytes a second that an upload must keep up with on average."""
+_MAX_FIELD_BYTES = 4096
+_MAX_LISTED = 10_000
+
+
+class Files:
+    """The endpoints. Without a data folder, all of them say so."""
+
+    def __init__(self, api: Api, store: FileStore | None) -> None:
+        self._api = api
+        self._store = store
+
+    @property
+    def store(self) -> FileStore:
+        """The folder. Raises ApiError 400 where the operator gave none."""
+        if self._store is None:
+            raise bad_request("files and batches are off on this server; its operator can set data_folder", code="files_off")
+        return self._store
+
+    async def post(self, request: Request) -> Response:
+        """Take an upload (multipart/form-data with `file` and `purpose`)."""
+        call, store = call_of(request), self.store
+        if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+            raise ApiError(415, "a file is uploaded as multipart/form-data", code="unsupported_media_type")
+        config = self._api.config
+        timeout_s = config.body_timeout_s + config.max_file_bytes / _MIN_UPLOAD_RATE
+        bounded = Request(request.scope, _counted(request.receive, config.max_file_bytes + (64 << 10)))
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                bounded.form(max_files=1, max_fields=8, max_part_size=_MAX_FIELD_BYTES) as form,
+            ):
+                upload, purpose = form.get("file"), form.get("purpose")
+                if not isinstance(upload, UploadFile):
+                    raise bad_request("file: it is missing", param="file")
+                if purpose != "batch":
+                    raise unavailable_feature("purpose", "only files for batches are kept here; give purpose='batch'")
+                name, source = upload.filename or "file", upload.file
+                record = await asyncio.to_thread(store.add_file, call.tenant.name, name, source)
+        except TimeoutError:
+            raise ApiError(408, "the upload took too long", code="body_timeout", headers={"connection": "close"}) from None
+        except HTTPException as error:
+            raise bad_request(f"the form is invalid: {error.detail}", code="invalid_form") from None
+        except ClientDisconnect:
+            raise ApiError(499, "the client went away") from None
+        return json_response(call, record)
+
+    async def list(self, request: Request) -> Response:
+        """All files, newest first."""
+        call, store = call_of(request), self.store
+        records = await asyncio.to_thread(store.records, call.tenant.name, "file")
+        purpose = request.query_params.get("purpose")
+        return json_response(call, page(request, [each for each in records if purpose in (None, each["purpose"])]))
+
+    async def get(self, request: Request) -> Response:
+        """A file's record."""
+        call, store, file_id = call_of(request), self.store, request.path_params["file_id"]
+        return json_response(call, await asyncio.to_thread(store.get, call.tenant.name, "file", file_id))
+
+    async def content(self, request: Request) -> Response:
+        """A file's bytes."""
+        call, store, file_id = call_of(request), self.store, request.path_params["file_id"]
+        record = await asyncio.to_thread(store.get, call.tenant.name, "file", file_id)
+        path = store.content_path(call.tenant.name, file_id)
+        return _FileResponse(path.open("rb"), int(record["bytes"]))
+
+    async def delete(self, request: Request) -> Response:
+        """Remove a file."""
+        call, store, file_id = call_of(request), self.store, request.path_params["file_id"]
+        await asyncio.to_thread(store.delete_file, call.tenant.name, file_id)
+        return json_response(call, {"id": file_id, "object": "file", "deleted": True})
+
+
+class _FileResponse(Response):
+    """A file's bytes in pieces."""
+
+    def __init__(self, source: IO[bytes], size: int) -> None:
+        super().__init__()
+        self._source = source
+        self._size = size
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"application/octet-stream"), (b"content-length", str(self._size).encode())]
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            async for chunk in self._chunks():
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._source.close()
+
+    async def _chunks(self) -> AsyncIterator[bytes]:
+        left = self._size
+        while left:
+            chunk = await asyncio.to_thread(self._source.read, min(_CHUNK_BYTES, left))
+            if not chunk:
+                return
+            left -= len(chunk)
+            yield chunk
+
+
+def page(request: Request, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """OpenAI's list object: `limit` records after the one named by `after`."""
+    limit_text, after = request.query_params.get("limit", str(_MAX_LISTED)), request.query_params.get("after")
+    if not limit_text.isdigit() or not 1 <= int(limit_text[:9]) <= _MAX_LISTED:
+        raise bad_request(f"limit: it must be from 1 to {_MAX_LISTED}", param="limit")
+    if request.query_params.get("order") == "asc":
+        records = list(reversed(records))
+    start = 0
+    if after is not None:
+        start = next((number + 1 for number, each in enumerate(records) if each["id"] == after), len(records))
+    shown = list(records[start : start + int(limit_text)])
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": start + len(shown) < len(records),
+    }
+
+
+def _counted(receive: Receive, max_bytes: int) -> Receive:
+    """The same body, up to a number of bytes."""
+    num_bytes = 0
+
+    async def receive_counted() -> Message:
+        nonlocal num_bytes
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > max_bytes:
+            raise too_large(max_bytes)
+        return message
+
+    return receive_counted

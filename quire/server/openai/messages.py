@@ -1,0 +1,106 @@
+"""A chat's messages: checked, and brought into the form that chat templates read.
+
+Text parts are joined with line breaks. What is not text is refused by name: this server takes text alone, and fetches nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from quire.server.errors import bad_request, unavailable_feature
+
+MAX_MESSAGES = 4096
+Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+class FunctionCall(msgspec.Struct, kw_only=True):
+    """A call that an assistant made earlier; its arguments are a JSON text."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """One of an assistant's calls."""
+
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
+class Message(msgspec.Struct, kw_only=True):
+    """One message as OpenAI's API has it."""
+
+    role: Role
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=128)] | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+
+
+def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages as templates read them. Raises ApiError 400 naming the part that is wrong."""
+    if not messages:
+        raise bad_request("messages: at least one is needed", param="messages", code="empty_array")
+    if len(messages) > MAX_MESSAGES:
+        raise bad_request(f"messages: {len(messages)} are given, and at most {MAX_MESSAGES} are allowed", param="messages")
+    return [_for_template(message, f"messages[{number}]") for number, message in enumerate(messages)]
+
+
+def _for_template(message: Message, where: str) -> dict[str, Any]:
+    content = text_of(message.content, f"{where}.content")
+    shown: dict[str, Any] = {"role": message.role, "content": content}
+    if message.role == "tool" and not message.tool_call_id:
+        raise bad_request(f"{where}: a tool's message needs tool_call_id", param=f"{where}.tool_call_id")
+    if content is None and not (message.role == "assistant" and (message.tool_calls or message.refusal)):
+        raise bad_request(f"{where}: content is missing", param=f"{where}.content")
+    if message.tool_calls:
+        shown["tool_calls"] = [_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(message.tool_calls)]
+    if content is None:
+        shown["content"] = message.refusal or ""
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        value = getattr(message, name)
+        if value is not None:
+            shown[name] = value
+    return shown
+
+
+def text_of(content: str | Sequence[dict[str, Any]] | None, where: str) -> str | None:
+    """The text of a content that is a string or a list of text parts."""
+    if content is None or isinstance(content, str):
+        return content
+    if not content:
+        raise bad_request(f"{where}: the list of parts is empty", param=where)
+    return "\n".join(_part_text(part, f"{where}[{number}]") for number, part in enumerate(content))
+
+
+def _part_text(part: dict[str, Any], where: str) -> str:
+    kind = part.get("type")
+    field = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if field is None:
+        if not isinstance(kind, str):
+            raise bad_request(f"{where}: a part needs a type", param=f"{where}.type")
+        raise unavailable_feature(where, f"parts of type {kind[:40]!r} are not possible: this model takes text alone")
+    text = part.get(field)
+    if not isinstance(text, str):
+        raise bad_request(f"{where}: its {field} must be a string", param=f"{where}.{field}")
+    return text
+
+
+def _call(call: ToolCall, where: str) -> dict[str, Any]:
+    """Templates want the arguments as an object, which they write in the model's own way."""
+    try:
+        arguments = msgspec.json.decode(call.function.arguments)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        param = f"{where}.function.arguments"
+        raise bad_request(f"{param}: must be a JSON object, written as a string", param=param)
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

@@ -1,0 +1,372 @@
+"""POST /v1/responses and what belongs to it: text in, text out, continued by `previous_response_id`."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive
+
+from quire.core.params import SamplingParams
+from quire.engine.outputs import CompletionOutput, RequestOutput
+from quire.server.body import convert, read_json
+from quire.server.call import Call, call_of
+from quire.server.errors import ApiError, bad_request, unavailable_feature
+from quire.server.generation import Job, Run, Usage
+from quire.server.openai.fields import Count, asks_for_something
+from quire.server.openai.logprobs import LogprobTracker, ScoredToken, TokenNames
+from quire.server.openai.messages import Message, for_template
+from quire.server.openai.response_store import ResponseStore, StoredResponse
+from quire.server.responses import KEEP_ALIVE, EventStream, json_response, named_event
+from quire.server.state import Api
+from quire.server.texts import ChatOptions
+
+_UNAVAILABLE = {
+    "tools": "tools are not available on this server yet",
+    "background": "answers in the background are not available; leave it out, or use /v1/batches",
+    "conversation": "conversations are not kept; use previous_response_id",
+    "prompt": "stored prompts are not available",
+    "context_management": "contexts are not managed by this server",
+}
+_HINTS = ("reasoning", "max_tool_calls", "prompt_cache_retention")
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class ResponseRequest(msgspec.Struct, kw_only=True):
+    """The body."""
+
+    input: str | list[dict[str, Any]]
+    model: Annotated[str, Meta(max_length=256)] | None = None
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    include: list[str] | None = None
+    text: dict[str, Any] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: dict[str, str] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Any = None
+    service_tier: str | None = None
+    stream_options: Any = None
+    reasoning: Any = None
+    max_tool_calls: Any = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+
+    tools: Any = None
+    background: Any = None
+    conversation: Any = None
+    prompt: Any = None
+    context_management: Any = None
+
+
+@dataclass(slots=True)
+class _Prepared:
+    request: ResponseRequest
+    job: Job
+    model: str
+    messages: list[dict[str, Any]]
+    input_items: list[dict[str, Any]]
+    names: TokenNames
+    id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(16)}")
+    message_id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(16)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def has_logprobs(self) -> bool:
+        return self.job.params.logprobs is not None
+
+    def tracker(self) -> LogprobTracker | None:
+        return LogprobTracker(self.names, self.request.top_logprobs or 0) if self.has_logprobs else None
+
+
+class Responses:
+    """The endpoints."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+        self._store = ResponseStore(api.config.max_stored_responses, api.config.max_stored_bytes)
+
+    async def post(self, request: Request) -> Response:
+        """Answer, in one piece or as a stream of events."""
+        call = call_of(request)
+        body = await read_json(request, ResponseRequest, is_strict=self._api.config.strict_fields)
+        prepared = await self._prepare(call, body)
+        if not body.stream:
+            return json_response(call, await self._create(call, prepared, request.receive))
+        run = await self._api.generator.start(call, [prepared.job], is_stream=True)
+        stream = _ResponseStream(prepared, run, lambda answer: self._keep(call, prepared, answer))
+        return EventStream(call, run, stream.events(self._api.config.keep_alive_s), stream.failure)
+
+    async def get(self, request: Request) -> Response:
+        """An answer that was kept."""
+        call = call_of(request)
+        return json_response(call, self._store.get(call.tenant.name, request.path_params["response_id"]).body)
+
+    async def input_items(self, request: Request) -> Response:
+        """What a kept answer was an answer to, newest first."""
+        call = call_of(request)
+        items = list(reversed(self._store.get(call.tenant.name, request.path_params["response_id"]).input_items))
+        ids = [item["id"] for item in items]
+        page = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None, "has_more": False}
+        return json_response(call, {"object": "list", "data": items, **page})
+
+    async def delete(self, request: Request) -> Response:
+        """Forget an answer."""
+        call, response_id = call_of(request), request.path_params["response_id"]
+        self._store.delete(call.tenant.name, response_id)
+        return json_response(call, {"id": response_id, "object": "response", "deleted": True})
+
+    async def cancel(self, request: Request) -> Response:
+        """Only answers in the background can be cancelled, and there are none."""
+        self._store.get(call_of(request).tenant.name, request.path_params["response_id"])
+        raise bad_request("only responses with background=true can be cancelled; close the connection instead")
+
+    async def _prepare(self, call: Call, body: ResponseRequest) -> _Prepared:
+        api = self._api
+        model = api.check_model(body.model)
+        _check(body)
+        call.ignored_fields.extend(name for name in _HINTS if asks_for_something(getattr(body, name)))
+        items = _input_items(body.input)
+        history: list[dict[str, Any]] = []
+        if body.previous_response_id is not None:
+            previous = self._store.get(call.tenant.name, body.previous_response_id, param="previous_response_id")
+            history = list(previous.messages)
+        messages = [*history, *for_template([convert(_as_message(item), Message) for item in items])]
+        shown = [{"role": "system", "content": body.instructions}, *messages] if body.instructions else messages
+        _, token_ids = await api.texts.encode_chat(shown, ChatOptions())
+        if body.truncation == "auto":
+            token_ids = api.texts.truncate(token_ids, api.texts.max_model_len - (body.max_output_tokens or 1))
+        default = api.sampling_defaults.get("max_tokens")
+        max_tokens = api.texts.max_tokens(len(token_ids), body.max_output_tokens, default=default, param="max_output_tokens")
+        values = {name: value for name, value in api.sampling_defaults.items() if name != "max_tokens"}
+        for name in ("temperature", "top_p", "seed"):
+            value = getattr(body, name)
+            if value is not None:
+                values[name] = value or 1e-9 if name == "top_p" else value
+        wants_logprobs = body.top_logprobs is not None or _LOGPROBS in (body.include or ())
+        params = SamplingParams(**values, max_tokens=max_tokens, logprobs=(body.top_logprobs or 0) if wants_logprobs else None)
+        job = Job(token_ids, params, None, body.cache_salt)
+        names = TokenNames(api.client.tokenizer, as_ids=False, shows_special=False)
+        return _Prepared(body, job, model, messages, items, names)
+
+    async def _create(self, call: Call, prepared: _Prepared, receive: Receive) -> dict[str, Any]:
+        run = await self._api.generator.start(call, [prepared.job], is_stream=False)
+        run.watch(receive)
+        try:
+            (output,) = await run.collect()
+            usage = run.usage
+        finally:
+            await run.close()
+        completion = output.outputs[0]
+        tracker = prepared.tracker()
+        tokens = tracker.take(completion) if tracker is not None else []
+        answer = _body(prepared, _status(completion), usage, [_message(prepared, completion, tokens)])
+        self._keep(call, prepared, answer)
+        return answer
+
+    def _keep(self, call: Call, prepared: _Prepared, answer: dict[str, Any]) -> None:
+        if prepared.request.store is False:
+            return
+        text = answer["output"][0]["content"][0]["text"]
+        messages = [*prepared.messages, {"role": "assistant", "content": text}]
+        self._store.put(call.tenant.name, StoredResponse(answer, prepared.input_items, messages))
+
+
+def _check(body: ResponseRequest) -> None:
+    for name, reason in _UNAVAILABLE.items():
+        if asks_for_something(getattr(body, name)):
+            raise unavailable_feature(name, reason)
+    if asks_for_something(body.tool_choice) and body.tool_choice not in ("none", "auto"):
+        raise unavailable_feature("tool_choice", "tools are not available on this server yet")
+    form = (body.text or {}).get("format")
+    if form is not None and (not isinstance(form, Mapping) or form.get("type") != "text"):
+        raise unavailable_feature("text.format", "structured output is not available on this server yet; use type 'text'")
+    unknown = [each for each in body.include or () if each != _LOGPROBS]
+    if unknown:
+        raise unavailable_feature("include", f"only {_LOGPROBS!r} can be included here")
+
+
+def _input_items(value: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The input as message items with ids, as they are listed later."""
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    if not value:
+        raise bad_request("input: it is empty", param="input")
+    items = []
+    for number, item in enumerate(value):
+        if item.get("type", "message") != "message":
+            raise unavailable_feature(f"input[{number}]", f"items of type {str(item.get('type'))[:40]!r} are not possible here")
+        content = item.get("content")
+        if isinstance(content, str):
+            content = [{"type": "output_text" if item.get("role") == "assistant" else "input_text", "text": content}]
+        items.append(
+            {"id": f"msg_{secrets.token_hex(16)}", "type": "message", **item, "content": content, "status": "completed"}
+        )
+    return items
+
+
+def _as_message(item: Mapping[str, Any]) -> dict[str, Any]:
+    return {"role": item.get("role"), "content": item["content"]}
+
+
+def _status(completion: CompletionOutput) -> str:
+    return "incomplete" if completion.finish_reason == "length" else "completed"
+
+
+def _text_part(text: str, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+    return {
+        "type": "output_text",
+        "text": text,
+        "annotations": [],
+        "logprobs": [{**token.content, "bytes": token.content["bytes"] or []} for token in tokens],
+    }
+
+
+def _message(prepared: _Prepared, completion: CompletionOutput, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+    return {
+        "id": prepared.message_id,
+        "type": "message",
+        "role": "assistant",
+        "status": _status(completion),
+        "content": [_text_part(completion.text, tokens)],
+    }
+
+
+def _body(prepared: _Prepared, status: str, usage: Usage | None, output: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """OpenAI's response object."""
+    request, params = prepared.request, prepared.job.params
+    return {
+        "id": prepared.id,
+        "object": "response",
+        "created_at": prepared.created,
+        "completed_at": int(time.time()) if status == "completed" else None,
+        "status": status,
+        "background": False,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "model": prepared.model,
+        "output": list(output),
+        "parallel_tool_calls": True if request.parallel_tool_calls is None else request.parallel_tool_calls,
+        "previous_response_id": request.previous_response_id,
+        "reasoning": {"effort": None, "summary": None},
+        "store": request.store is not False,
+        "temperature": params.temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": request.tool_choice or "auto",
+        "tools": [],
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": params.top_p,
+        "truncation": request.truncation or "disabled",
+        "usage": None if usage is None else _usage(usage),
+        "user": request.user,
+        "metadata": request.metadata or {},
+        "service_tier": "default",
+    }
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.num_output_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
+    }
+
+
+class _ResponseStream:
+    """The events of one answer."""
+
+    def __init__(self, prepared: _Prepared, run: Run, keep: Any) -> None:
+        self._prepared = prepared
+        self._run = run
+        self._keep = keep
+        self._number = 0
+        self._text: list[str] = []
+        self._tokens: list[ScoredToken] = []
+        self._tracker = prepared.tracker()
+        self._where = {"item_id": prepared.message_id, "output_index": 0, "content_index": 0}
+
+    async def events(self, keep_alive_s: float) -> AsyncGenerator[bytes, None]:
+        """From `response.created` to `response.completed` or `response.incomplete`."""
+        last: CompletionOutput | None = None
+        while not self._run.is_over:
+            item = await self._run.get(keep_alive_s)
+            if item is None:
+                yield KEEP_ALIVE
+                continue
+            parts = self._opening() if last is None else b""
+            last = item[1].outputs[0]
+            yield parts + self._delta(item[1])
+        assert last is not None, "a run ends with an output"
+        yield self._closing(last)
+
+    def failure(self, error: ApiError) -> bytes:
+        """The last event of a stream that failed."""
+        body = _body(self._prepared, "failed", None, [])
+        body["error"] = {"code": "server_error", "message": error.message}
+        return self._event("response.failed", response=body)
+
+    def _opening(self) -> bytes:
+        prepared = self._prepared
+        body = _body(prepared, "in_progress", None, [])
+        item = {"id": prepared.message_id, "type": "message", "role": "assistant", "status": "in_progress", "content": []}
+        return (
+            self._event("response.created", response=body)
+            + self._event("response.in_progress", response=body)
+            + self._event("response.output_item.added", output_index=0, item=item)
+            + self._event("response.content_part.added", **self._where, part=_text_part("", []))
+        )
+
+    def _delta(self, output: RequestOutput) -> bytes:
+        completion = output.outputs[0]
+        tokens = self._tracker.take(completion) if self._tracker is not None else []
+        if not completion.text and not tokens:
+            return b""
+        self._text.append(completion.text)
+        self._tokens += tokens
+        logprobs = [_delta_logprob(token) for token in tokens]
+        return self._event("response.output_text.delta", **self._where, delta=completion.text, logprobs=logprobs)
+
+    def _closing(self, last: CompletionOutput) -> bytes:
+        text = "".join(self._text)
+        whole = CompletionOutput(0, text, [], finish_reason=last.finish_reason)
+        message = _message(self._prepared, whole, self._tokens)
+        body = _body(self._prepared, _status(whole), self._run.usage, [message])
+        self._keep(body)
+        logprobs = [_delta_logprob(token) for token in self._tokens]
+        return (
+            self._event("response.output_text.done", **self._where, text=text, logprobs=logprobs)
+            + self._event("response.content_part.done", **self._where, part=message["content"][0])
+            + self._event("response.output_item.done", output_index=0, item=message)
+            + self._event(f"response.{body['status']}", response=body)
+        )
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        event = named_event(kind, {"type": kind, "sequence_number": self._number, **fields})
+        self._number += 1
+        return event
+
+
+def _delta_logprob(token: ScoredToken) -> dict[str, Any]:
+    top = [{"token": other.name, "logprob": other.logprob} for other in token.top]
+    return {"token": token.name, "logprob": token.logprob, "top_logprobs": top}

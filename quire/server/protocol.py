@@ -1,0 +1,135 @@
+"""HTTP/1.1 connections with bounds: uvicorn's h11 protocol, with the limits that it leaves open.
+
+What is added: a deadline for a request's headers (a connection that sends nothing, or a byte now and then, is closed), a bound
+on connections and on chunks of a chunked body, and errors in OpenAI's shape also where the request cannot be parsed at all.
+h11 itself refuses malformed framing and header blocks above `MAX_HEADER_BLOCK_BYTES`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from quire.config.api import ApiConfig
+from quire.server.errors import ApiError, overloaded
+
+MAX_HEADER_BLOCK_BYTES = 48 << 10
+"""Of the request line and headers together, and of any chunk's header."""
+MAX_CHUNKS = 65536
+"""Chunks of one body. A client's JSON comes in one or a few; tiny ones cost h11 microseconds each."""
+IDLE_S = 75
+"""How long a connection may be idle between two requests."""
+
+
+class _BoundedConnection(h11.Connection):
+    """Counts a body's chunks."""
+
+    _num_data = 0
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._num_data = 0
+        elif isinstance(event, h11.Data) and event.chunk_start:
+            self._num_data += 1
+            if self._num_data > MAX_CHUNKS:
+                raise h11.RemoteProtocolError("too many chunks")
+        return event
+
+
+class BoundedProtocol(H11Protocol):
+    """One connection. Subclassed per server, with its `api_config`."""
+
+    api_config = ApiConfig()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.conn = _BoundedConnection(h11.SERVER, MAX_HEADER_BLOCK_BYTES)
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._cycle_seen: object | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the clock for the first request; refuse a connection too many."""
+        super().connection_made(transport)
+        if len(self.connections) > self.api_config.max_connections:
+            error = overloaded("too many connections", code="too_many_connections", retry_after_s=1, status=503)
+            self._refuse(error)
+            return
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the timer."""
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Headers must be complete in time from their first byte on."""
+        if self.transport.is_closing():
+            return
+        is_between = self.cycle is None or self.cycle.response_complete
+        if is_between and self._header_timer is None:
+            self._start_timer()
+        super().data_received(data)
+        if self.cycle is not self._cycle_seen:
+            self._cycle_seen = self.cycle
+            self._stop_timer()
+
+    def send_400_response(self, msg: str) -> None:
+        """What cannot be parsed as HTTP. Inside a response nothing can be said any more; the connection is closed."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            self.transport.close()
+            return
+        self._refuse(ApiError(400, "this is not a valid HTTP/1.1 request", code="invalid_http"))
+
+    def _start_timer(self) -> None:
+        self._header_timer = self.loop.call_later(self.api_config.header_timeout_s, self._give_up)
+
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _give_up(self) -> None:
+        """The headers did not arrive in time."""
+        self._header_timer = None
+        if not self.transport.is_closing():
+            self._refuse(ApiError(408, "the request's headers did not arrive in time", code="header_timeout"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer by hand and close: h11's own state may be beyond answering."""
+        self._stop_timer()
+        body = error.encode()
+        lines = [f"HTTP/1.1 {error.status} Error", "content-type: application/json", f"content-length: {len(body)}"]
+        lines += [f"x-request-id: req_{secrets.token_hex(12)}", "connection: close"]
+        lines += [f"{name}: {value}" for name, value in error.headers.items()]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+        self.transport.close()
+
+
+def protocol_for(config: ApiConfig) -> type[BoundedProtocol]:
+    """The protocol class of one server."""
+    return type("ConfiguredProtocol", (BoundedProtocol,), {"api_config": config})
+
+
+def uvicorn_config(app: Any, config: ApiConfig, **options: Any) -> uvicorn.Config:
+    """uvicorn's settings for `app`; `options` say where to listen. Nothing is read from the environment or from proxies."""
+    return uvicorn.Config(
+        app,
+        http=protocol_for(config),
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        root_path="",
+        timeout_keep_alive=IDLE_S,
+        **options,
+    )

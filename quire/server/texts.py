@@ -1,0 +1,173 @@
+"""Text to tokens and back for the server: chats rendered, prompts encoded, the context's length enforced.
+
+Long texts are worked on in a thread, since the tokenizer releases the interpreter lock and the event loop must answer others.
+Owns no limits but the model's context length; never logs a text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from quire.engine.client import ModelInfo
+from quire.errors import ConfigError
+from quire.server.errors import ApiError, bad_request
+from quire.text.chat import ChatTemplate, encode_chat
+from quire.text.tokenizer import Tokenizer
+
+_INLINE_CHARS = 4096
+"""Shorter texts are encoded at once: below about a millisecond, handing over to a thread costs more than it frees."""
+_THREADS = 2
+_MAX_CHARS_PER_TOKEN = 256
+"""A text longer than the context times this is refused unread; the longest tokens of published vocabularies have 128."""
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """How to render a chat."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: Mapping[str, object] | None = None
+
+
+class Texts:
+    """The model's tokenizer and chat template."""
+
+    def __init__(self, tokenizer: Tokenizer | None, model: ModelInfo, template_source: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self.max_model_len = model.max_model_len
+        self._vocab_size = model.vocab_size
+        self._template: ChatTemplate | None = None
+        self._why_no_template = "this server has no tokenizer"
+        if tokenizer is not None:
+            self._load_template(tokenizer, template_source)
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="quire-text")
+
+    def _load_template(self, tokenizer: Tokenizer, source: str | None) -> None:
+        if source is not None:
+            self._template = ChatTemplate(source, tokenizer.config.named_tokens)
+            return
+        try:
+            self._template = ChatTemplate.from_tokenizer(tokenizer)
+        except ConfigError as error:
+            self._why_no_template = str(error)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises ApiError 400 where the server works on token ids alone."""
+        if self._tokenizer is None:
+            raise bad_request("this server has no tokenizer: it takes prompts of token ids alone", param="prompt")
+        return self._tokenizer
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+        """Token ids of a raw prompt; `parse_special` reads the names of special tokens as the tokens."""
+        tokenizer = self.tokenizer
+        self._check_chars(len(text))
+        return await self._run(
+            len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens, parse_special=parse_special)
+        )
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> tuple[str, list[int]]:
+        """The rendered prompt and its token ids; special tokens that users spelt out stay plain text."""
+        tokenizer, template = self.tokenizer, self._template
+        if template is None:
+            raise bad_request(f"this model cannot chat: {self._why_no_template}", param="messages")
+        chosen = template
+        num_chars = sum(len(message.get("content") or "") for message in messages)
+        self._check_chars(num_chars)
+
+        def render() -> tuple[str, list[int]]:
+            text = chosen.render(
+                _without_developer(messages, chosen),
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
+                template_kwargs=options.template_kwargs,
+            )
+            return "".join((text,)), encode_chat(tokenizer, text)
+
+        return await self._run(num_chars, render)
+
+    @property
+    def template_source(self) -> str:
+        """The chat template's source, or ""."""
+        return self._template.source if self._template is not None else ""
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens included."""
+        tokenizer = self.tokenizer
+        return await self._run(4 * len(token_ids), lambda: tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    def check_ids(self, token_ids: Sequence[int], param: str) -> None:
+        """Refuse ids that the model does not have."""
+        for token_id in token_ids:
+            if not 0 <= token_id < self._vocab_size:
+                raise bad_request(
+                    f"{param}: token id {_short(token_id)} is not in the model's vocabulary of {self._vocab_size}", param=param
+                )
+
+    def truncate(self, token_ids: list[int], keep: int | None) -> list[int]:
+        """The last `keep` tokens; -1 keeps what the context holds beside one token of output."""
+        if keep is None:
+            return token_ids
+        keep = self.max_model_len - 1 if keep < 0 else keep
+        return token_ids[-keep:]
+
+    def max_tokens(self, num_prompt_tokens: int, wanted: int | None, *, default: int | None, param: str) -> int:
+        """Output tokens of a request: what it wants if that fits, else `default` or the rest of the context.
+
+        Raises ApiError 400 `context_length_exceeded` where the prompt, or the prompt and an explicit wish, do not fit.
+        """
+        room = self.max_model_len - num_prompt_tokens
+        if room < 1:
+            raise _too_long(
+                f"the prompt has {num_prompt_tokens} tokens, and the context of this model holds {self.max_model_len}, of "
+                "which at least 1 is for the answer; shorten the prompt",
+                "messages" if param != "max_tokens" else "prompt",
+            )
+        if wanted is None:
+            return min(room, default) if default is not None else room
+        if wanted > room:
+            raise _too_long(
+                f"the prompt's {num_prompt_tokens} tokens and {param}={_short(wanted)} exceed the context of this model, "
+                f"{self.max_model_len} tokens; lower {param} to {room} or less, or leave it out",
+                param,
+            )
+        return wanted
+
+    def _check_chars(self, num_chars: int) -> None:
+        most = self.max_model_len * _MAX_CHARS_PER_TOKEN
+        if num_chars > most:
+            raise _too_long(
+                f"the prompt has {num_chars} characters, and the context of this model, {self.max_model_len} tokens, cannot "
+                "hold as many",
+                "prompt",
+            )
+
+    async def _run(self, num_chars: int, work: Callable[[], _T]) -> _T:
+        if num_chars <= _INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+
+def _too_long(message: str, param: str) -> ApiError:
+    return bad_request(message, param=param, code="context_length_exceeded")
+
+
+def _without_developer(messages: Sequence[Mapping[str, Any]], template: ChatTemplate) -> Sequence[Mapping[str, Any]]:
+    """OpenAI's newer name for "system", for templates that do not know it."""
+    if "developer" in template.source:
+        return messages
+    return [{**message, "role": "system"} if message.get("role") == "developer" else message for message in messages]
+
+
+def _short(value: int) -> str:
+    return str(value) if value.bit_length() <= 128 else "<a huge number>"

@@ -1,0 +1,75 @@
+"""POST /tokenize and /detokenize, in vLLM's form."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.body import read_json
+from quire.server.call import call_of
+from quire.server.errors import bad_request
+from quire.server.openai.logprobs import TokenNames
+from quire.server.openai.messages import Message, for_template
+from quire.server.responses import json_response
+from quire.server.state import Api
+from quire.server.texts import ChatOptions
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """A text, or a chat, to encode."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """Token ids to decode."""
+
+    tokens: Annotated[list[int], Meta(max_length=1 << 20)]
+    model: str | None = None
+
+
+class Tokens:
+    """Both endpoints."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+
+    async def tokenize(self, request: Request) -> Response:
+        """The ids that the engine would see for a prompt or a chat."""
+        body = await read_json(request, TokenizeRequest, is_strict=self._api.config.strict_fields)
+        self._api.check_model(body.model)
+        texts = self._api.texts
+        if (body.prompt is None) == (body.messages is None):
+            raise bad_request("give either prompt or messages", param="prompt")
+        if body.prompt is not None:
+            token_ids = await texts.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+        else:
+            options = ChatOptions(
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+                template_kwargs=body.chat_template_kwargs,
+            )
+            _, token_ids = await texts.encode_chat(for_template(body.messages or []), options)
+        answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": texts.max_model_len, "tokens": token_ids}
+        if body.return_token_strs:
+            names = TokenNames(self._api.client.tokenizer, as_ids=False, shows_special=True)
+            answer["token_strs"] = [names.name(token_id) for token_id in token_ids]
+        return json_response(call_of(request), answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids, special tokens included."""
+        body = await read_json(request, DetokenizeRequest, is_strict=self._api.config.strict_fields)
+        self._api.check_model(body.model)
+        self._api.texts.check_ids(body.tokens, "tokens")
+        return json_response(call_of(request), {"prompt": await self._api.texts.decode(body.tokens)})

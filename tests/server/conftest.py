@@ -1,0 +1,31 @@
+"""One server for all tests of the API that need no settings of their own; clients on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+from servers import RunningServer, serve_model
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[RunningServer]:
+    """The shipped model behind the API, open to everyone."""
+    with serve_model() as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    """OpenAI's client, without retries."""
+    with openai.OpenAI(base_url=server.v1, api_key="unused", max_retries=0, timeout=30) as client:
+        yield client
+
+
+@pytest.fixture
+def http(server: RunningServer) -> Iterator[httpx.Client]:
+    """A plain HTTP client."""
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        yield client

@@ -1,0 +1,100 @@
+"""A whole server in this process for tests: the shipped model, the application, and uvicorn on a free port, in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+
+from quire.config.api import ApiConfig
+from quire.config.engine import EngineConfig
+from quire.engine.async_llm import AsyncLLM
+from quire.engine.builder import prepare_model
+from quire.engine.client import EngineClient
+from quire.engine.local_client import LocalClient
+from quire.server.app import build_app
+from quire.server.protocol import uvicorn_config
+from quire.server.tenants import KeyRing, key_ring
+
+MODEL = "quire-storyteller"
+
+
+@dataclass(slots=True)
+class RunningServer:
+    """Where it listens, and the loop that it runs in."""
+
+    port: int
+    loop: asyncio.AbstractEventLoop
+    client: EngineClient
+    server: uvicorn.Server
+    errors: list[BaseException] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        """Without a path."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def v1(self) -> str:
+        """The base URL for OpenAI's clients."""
+        return f"{self.url}/v1"
+
+    def run(self, make: Callable[[], Any]) -> Any:
+        """Await `make()` in the server's loop."""
+
+        async def call() -> Any:
+            return await make()
+
+        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(30)
+
+
+@contextmanager
+def local_llm(**options: Any) -> Iterator[tuple[AsyncLLM, Any]]:
+    """The shipped model's engine and its prepared model, for a `LocalClient`."""
+    options = {"num_threads": 1, "kv_cache_memory": "48MiB", "max_num_seqs": 64, **options}
+    prepared = prepare_model(EngineConfig.from_options(MODEL, options))
+    llm = AsyncLLM(MODEL, **options)
+    try:
+        yield llm, prepared
+    finally:
+        llm.close()
+
+
+@contextmanager
+def serve(
+    client: EngineClient, config: ApiConfig | None = None, keys: KeyRing | None = None, **options: Any
+) -> Iterator[RunningServer]:
+    """The application over `client`, on a free port."""
+    config = config or ApiConfig()
+    listener = socket.create_server(("127.0.0.1", 0))
+    app = build_app(config, client, keys or key_ring([]))
+    server = uvicorn.Server(uvicorn_config(app, config, timeout_graceful_shutdown=1, **options))
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve(sockets=[listener])), name="test-server")
+    thread.start()
+    try:
+        while not server.started and thread.is_alive():
+            threading.Event().wait(0.005)
+        yield RunningServer(listener.getsockname()[1], loop, client, server)
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        with contextlib.suppress(RuntimeError):
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()
+        listener.close()
+
+
+@contextmanager
+def serve_model(config: ApiConfig | None = None, keys: KeyRing | None = None, **options: Any) -> Iterator[RunningServer]:
+    """The shipped model, served."""
+    with local_llm(**options) as (llm, prepared), serve(LocalClient(llm, prepared), config, keys) as server:
+        yield server
