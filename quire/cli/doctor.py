@@ -122,8 +122,8 @@ def _check_kernels() -> Iterator[Finding]:
 
     yield Finding("torch threads", "ok", f"{torch.get_num_threads()} by default; the engine sets its own number")
     for dtype in cpu.DTYPES:
-        reasons = cpu.reasons_against("cpu", dtype)
-        name = f"native kernels, {str(dtype).removeprefix('torch.')}"
+        reasons = cpu.reasons_against("cpu", getattr(torch, dtype))
+        name = f"native kernels, {dtype}"
         if reasons:
             yield Finding(name, "warning", f"not used, so slow reference kernels are: {'; '.join(reasons)}")
         else:

@@ -24,6 +24,11 @@ def align_down(value: int, unit: int) -> int:
     return value - value % unit
 
 
+def align_up(value: int, unit: int) -> int:
+    """The smallest multiple of `unit` not below `value`."""
+    return ceil_div(value, unit) * unit
+
+
 def parse_bytes(size: int | str, *, option: str = "size") -> int:
     """Read a size in bytes: an integer, or text such as "512MiB", "2GB" or "1.5g" (K, M, G and T alone are binary)."""
     if isinstance(size, int):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from quire.kernels.sampling import SamplingKernels
     from quire.kernels.selection import Selection
     from quire.nn.decoder import DecoderModel
+    from quire.weights.head_start import HeadStart
+    from quire.weights.source import WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +42,8 @@ class PlannedModel(NamedTuple):
     plan: EnginePlan
     folder: Path
     model_config: Mapping[str, object]
+    head_start: HeadStart | None = None
+    """Weights that are on their way already."""
 
 
 class PreparedModel(NamedTuple):
@@ -62,6 +67,7 @@ def plan_engine(config: EngineConfig, machine: Machine | None = None) -> Planned
 def prepare_model(config: EngineConfig) -> PreparedModel:
     """Everything that is needed to judge requests, before anything heavy is imported or allocated."""
     planned = plan_engine(config)
+    planned = planned._replace(head_start=_head_start(planned))
     tokenizer = _tokenizer(config, planned.folder)
     generation_config = read_generation_config(planned.folder)
     vocab_size = planned.plan.spec.vocab_size
@@ -127,8 +133,6 @@ def _load_model(planned: PlannedModel, kernels: Kernels) -> DecoderModel:
 
     from quire.nn.builder import build_decoder
     from quire.quant.linears import FloatLinears, LinearLoader, QuantizingLinears
-    from quire.weights.checkpoint import SafetensorsCheckpoint
-    from quire.weights.dummy import DummyWeights
 
     plan = planned.plan
 
@@ -138,10 +142,36 @@ def _load_model(planned: PlannedModel, kernels: Kernels) -> DecoderModel:
     build = partial(
         build_decoder, plan.spec, kernels=kernels, dtype=plan.dtype, max_model_len=plan.limits.max_model_len, quantize=quantize
     )
-    if plan.config.load_format == "dummy":
-        return build(DummyWeights(plan.config.seed))
-    with SafetensorsCheckpoint(planned.folder, plan.spec) as weights:
+    with _weights(planned) as weights:
         return build(weights)
+
+
+def _head_start(planned: PlannedModel) -> HeadStart | None:
+    """Begin to load the weights, if the native kernels can be expected to serve the plan."""
+    from quire.kernels import cpu
+
+    plan = planned.plan
+    if plan.config.load_format == "dummy" or plan.config.kernels == "reference":
+        return None
+    if cpu.IMPORT_ERROR is not None or plan.dtype not in cpu.DTYPES:
+        return None
+    from quire.weights.checkpoint import SafetensorsCheckpoint
+    from quire.weights.head_start import HeadStart
+
+    stacks = [parts for parts in plan.spec.projections if plan.formats.of(parts) is None]
+    return HeadStart(SafetensorsCheckpoint(planned.folder, plan.spec), stacks, plan.dtype, plan.num_threads)
+
+
+def _weights(planned: PlannedModel) -> AbstractContextManager[WeightSource]:
+    """Where the weights come from."""
+    from quire.weights.checkpoint import SafetensorsCheckpoint
+    from quire.weights.dummy import DummyWeights
+
+    if planned.plan.config.load_format == "dummy":
+        return nullcontext(DummyWeights(planned.plan.config.seed))
+    if planned.head_start is not None and not planned.head_start.is_closed:
+        return planned.head_start
+    return SafetensorsCheckpoint(planned.folder, planned.plan.spec)
 
 
 def _sampling_kernels(back_end: str) -> SamplingKernels:

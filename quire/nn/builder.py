@@ -116,12 +116,13 @@ class _Builder:
         )
 
     def _linear(self, *parts: LinearSpec) -> PackedLinear:
-        return self._counted(self._linears.load(parts))
+        return self._counted(self._weights.packed(parts) or self._linears.load(parts))
 
     def _head(self, spec: DecoderSpec, table: Tensor) -> PackedLinear:
-        if spec.is_tied:
-            return self._counted(self._linears.load_tied(spec.head, table))
-        return self._linear(spec.head)
+        packed = self._weights.packed([spec.head])
+        if packed is None and spec.is_tied:
+            packed = self._linears.load_tied(spec.head, table)
+        return self._linear(spec.head) if packed is None else self._counted(packed)
 
     def _counted(self, packed: PackedLinear) -> PackedLinear:
         self._num_bytes += packed.num_bytes

@@ -1,52 +1,59 @@
 """Safetensors checkpoints, one file or sharded, read one tensor at a time.
 
 A checkpoint is data: it is checked against the declaration (names, shapes, dtypes) before any weight is read, and
-nothing in it is ever executed. Pickled formats (.bin, .pt, .pth) are refused. Never holds weights: `fill` copies from
-the memory-mapped file straight into the caller's buffer.
+nothing in it is ever executed. Pickled formats (.bin, .pt, .pth) are refused. Never holds weights: `fill` reads from the
+file straight into the caller's buffer. Imports torch only once tensors are wanted.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
-
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.errors import CheckpointError
-from quire.models.declaration import DecoderSpec, TensorSpec
+from quire.models.declaration import DecoderSpec, LinearSpec, TensorSpec
+from quire.weights.tensor_file import StoredTensor, TensorFile
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from quire.kernels.interface import PackedLinear
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _MAX_INDEX_BYTES = 64 << 20
-_FLOAT_DTYPES = frozenset({"F32", "F16", "BF16", "F64"})
+_FLOAT_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 _PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 # Tables that can be computed, and causal masks, which old checkpoints carry along.
 _HARMLESS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
 _MAX_SHOWN = 8
-_MAX_MAPPED_BYTES = 64 << 20
+_CHUNK_BYTES = 8 << 20
+"""Read at a time where values must be converted or transposed on the way."""
 
 
-class _Stored(NamedTuple):
-    """What a file's header says of a tensor."""
+class StoredRows(NamedTuple):
+    """Where the rows of a tensor lie, one after another."""
 
-    file: str
-    shape: tuple[int, ...]
+    file: TensorFile
+    start: int
+    """Byte of the file that the first row begins with."""
     dtype: str
+    """As the format names it."""
 
 
 class SafetensorsCheckpoint:
-    """A `WeightSource` over a model folder. Use as a context manager; the file that is mapped closes with it."""
+    """A `WeightSource` over a model folder. Use as a context manager; the files close with it."""
 
     def __init__(self, folder: Path, spec: DecoderSpec) -> None:
         """Read the headers of the folder's safetensors files and check them against `spec`; raises CheckpointError."""
         self._folder = folder
-        self._mapped: Any = None
-        self._mapped_file = ""
-        self._num_read_bytes = 0
+        self._files: dict[str, TensorFile] = {}
         self._stored = self._find_tensors()
         self._prefix = self._missing_prefix(spec)
         self._check(spec)
@@ -58,30 +65,42 @@ class SafetensorsCheckpoint:
         self.close()
 
     def close(self) -> None:
-        """Unmap the file that was read last."""
-        self._mapped, self._mapped_file, self._num_read_bytes = None, "", 0
+        """Close the files. Idempotent."""
+        for file in self._files.values():
+            file.close()
+
+    def packed(self, parts: Sequence[LinearSpec]) -> PackedLinear | None:
+        """See `WeightSource.packed`: a checkpoint holds nothing that is packed."""
+        return None
 
     def fill(self, out: Tensor, tensor: TensorSpec) -> None:
         """See `WeightSource.fill`; reads only the rows that `tensor` names."""
         name = self._name(tensor)
-        start, stop = tensor.first_row, tensor.first_row + tensor.shape[0]
+        file, stored = self._stored[name]
         try:
-            stored = self._map(self._stored[name].file).get_slice(name)
-            if tuple(stored.get_shape()) != tensor.stored_shape:
-                raise CheckpointError(f"{self._folder}: tensor {name} has changed while it was being loaded")
-            out.copy_(stored[:, start:stop].T if tensor.is_transposed else stored[start:stop])
-        except (SafetensorError, OSError) as error:
+            if tensor.is_transposed:
+                _read_columns(file, stored, out, tensor.first_row)
+            else:
+                _read_rows(file, stored, out, tensor.first_row)
+            self.check_unchanged(file)
+        except OSError as error:
             raise CheckpointError(f"{self._folder}: tensor {name} cannot be read: {error}") from error
-        self._num_read_bytes += out.nbytes
 
-    def _map(self, file: str) -> Any:
-        """The mapped file. Pages once read stay resident while a file is mapped, so it is mapped anew now and then."""
-        if file != self._mapped_file or self._num_read_bytes > _MAX_MAPPED_BYTES:
-            self.close()
-            self._mapped, self._mapped_file = safe_open(self._folder / file, framework="pt"), file
-        return self._mapped
+    def locate(self, tensor: TensorSpec) -> StoredRows | None:
+        """Where `tensor`'s rows lie in a file, or None where they are not stored as rows."""
+        file, stored = self._stored[self._name(tensor)]
+        if tensor.is_transposed or len(stored.shape) != 2:
+            return None
+        row_bytes = stored.num_bytes // stored.shape[0]
+        return StoredRows(file, stored.start + tensor.first_row * row_bytes, stored.dtype)
 
-    def _find_tensors(self) -> dict[str, _Stored]:
+    def check_unchanged(self, *files: TensorFile) -> None:
+        """Raise CheckpointError if one of these files, or any if none is named, was written to since it was opened."""
+        for file in files or self._files.values():
+            if file.has_changed():
+                raise CheckpointError(f"{file.path} has changed while it was being loaded")
+
+    def _find_tensors(self) -> dict[str, tuple[TensorFile, StoredTensor]]:
         """Every tensor by name, from the files that the index names or from the only file."""
         if (self._folder / INDEX_NAME).is_file():
             return self._read_shards(_read_index(self._folder / INDEX_NAME))
@@ -100,23 +119,19 @@ class SafetensorsCheckpoint:
             )
         raise CheckpointError(f"{self._folder} has no {SINGLE_NAME} and no {INDEX_NAME}")
 
-    def _read_shards(self, index: dict[str, str]) -> dict[str, _Stored]:
+    def _read_shards(self, index: dict[str, str]) -> dict[str, tuple[TensorFile, StoredTensor]]:
         held = {file: self._read_header(file) for file in sorted(set(index.values()))}
         absent = [f"{name} (said to be in {file})" for name, file in index.items() if name not in held[file]]
         if absent:
             raise CheckpointError(f"{self._folder / INDEX_NAME} names tensors that the files lack: {_listed(absent)}")
         return {name: held[file][name] for name, file in index.items()}
 
-    def _read_header(self, file: str) -> dict[str, _Stored]:
+    def _read_header(self, file: str) -> dict[str, tuple[TensorFile, StoredTensor]]:
         path = self._folder / file
         if not path.is_file():
             raise CheckpointError(f"{path} is missing; {INDEX_NAME} names it")
-        try:
-            opened: Any = safe_open(path, framework="pt")
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (it is no dict)
-            return {name: _Stored(file, tuple(x.get_shape()), str(x.get_dtype())) for name, x in slices.items()}
-        except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
+        self._files[file] = opened = TensorFile(path)
+        return {name: (opened, stored) for name, stored in opened.tensors.items()}
 
     def _missing_prefix(self, spec: DecoderSpec) -> str:
         """The prefix that a checkpoint of the bare decoder leaves out, or nothing."""
@@ -146,10 +161,48 @@ class SafetensorsCheckpoint:
 
     def _mismatch(self, name: str, shape: tuple[int, ...]) -> str:
         """What is wrong with a stored tensor, or an empty string."""
-        stored = self._stored[name]
+        stored = self._stored[name][1]
         if stored.shape != shape:
             return f"{name} is {list(stored.shape)}, config.json implies {list(shape)}"
         return "" if stored.dtype in _FLOAT_DTYPES else f"{name} is stored as {stored.dtype}, not as floating point"
+
+
+def _read_rows(file: TensorFile, stored: StoredTensor, out: Tensor, first_row: int) -> None:
+    """Rows of a stored tensor, from `first_row` on, into `out` [rows, ...]."""
+    row_bytes = stored.num_bytes // stored.shape[0]
+    start = stored.start + first_row * row_bytes
+    if out.dtype == _dtype(stored) and out.is_contiguous():
+        memory = (ctypes.c_char * out.nbytes).from_address(out.data_ptr())
+        return file.read_into(memoryview(memory).cast("B"), start)
+    step = max(1, _CHUNK_BYTES // row_bytes)
+    for first in range(0, out.shape[0], step):
+        part = out[first : first + step]
+        part.copy_(_read_values(file, stored, part.shape, start + first * row_bytes))
+
+
+def _read_columns(file: TensorFile, stored: StoredTensor, out: Tensor, first_column: int) -> None:
+    """Columns of a stored matrix [K, N], from `first_column` on, into the rows of `out` [rows, K]."""
+    num_rows, num_columns = stored.shape
+    row_bytes = stored.num_bytes // num_rows
+    step = max(1, _CHUNK_BYTES // row_bytes)
+    for first in range(0, num_rows, step):
+        last = min(first + step, num_rows)
+        values = _read_values(file, stored, (last - first, num_columns), stored.start + first * row_bytes)
+        out[:, first:last].copy_(values[:, first_column : first_column + out.shape[0]].T)
+
+
+def _read_values(file: TensorFile, stored: StoredTensor, shape: Sequence[int], start: int) -> Tensor:
+    import torch
+
+    values = torch.empty(tuple(shape), dtype=_dtype(stored))
+    file.read_into(memoryview((ctypes.c_char * values.nbytes).from_address(values.data_ptr())).cast("B"), start)
+    return values
+
+
+def _dtype(stored: StoredTensor) -> torch.dtype:
+    import torch
+
+    return getattr(torch, _FLOAT_DTYPES[stored.dtype])  # type: ignore[no-any-return]
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -7,12 +7,14 @@ that logits stay finite and sane at any depth. The same name and seed give the s
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from quire.common.seeds import mix64
-from quire.models.declaration import TensorSpec
+from quire.kernels.interface import PackedLinear
+from quire.models.declaration import LinearSpec, TensorSpec
 
 _STD = 0.02
 # A random strip is repeated to fill a tensor: filling from memory is some ten times as fast as drawing every number.
@@ -27,6 +29,10 @@ class DummyWeights:
         self._seed = seed
         generator = torch.Generator().manual_seed(mix64(seed) >> 1)
         self._strip = torch.randn(_STRIP_LEN, generator=generator).clamp_(-3, 3).mul_(_STD)
+
+    def packed(self, parts: Sequence[LinearSpec]) -> PackedLinear | None:
+        """See `WeightSource.packed`: nothing is."""
+        return None
 
     def fill(self, out: Tensor, tensor: TensorSpec) -> None:
         """See `WeightSource.fill`."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
+from quire.models.declaration import LinearSpec, TensorSpec
 
-from quire.models.declaration import TensorSpec
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quire.kernels.interface import PackedLinear
 
 
 class WeightSource(Protocol):
@@ -16,5 +20,12 @@ class WeightSource(Protocol):
         """Write `tensor`'s values into `out`, which has its logical shape and the dtype that is wanted.
 
         Raises CheckpointError where the values cannot be read.
+        """
+        ...
+
+    def packed(self, parts: Sequence[LinearSpec]) -> PackedLinear | None:
+        """The projection that stacks `parts` by outputs, where it is packed already; else None, and `fill` gives its parts.
+
+        Raises CheckpointError where the values could not be read.
         """
         ...

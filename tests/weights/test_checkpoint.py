@@ -260,28 +260,19 @@ def test_a_file_that_changes_under_the_loader_is_refused(tmp_path: Path) -> None
     spec = declare(LLAMA)
     save_file(_tensors(spec), tmp_path / "model.safetensors")
     with SafetensorsCheckpoint(tmp_path, spec) as checkpoint:
-        save_file({"model.norm.weight": torch.ones(9)}, tmp_path / "model.safetensors")
-        with pytest.raises(CheckpointError, match=r"model\.norm\.weight has changed"):
-            _read(checkpoint, spec.final_norm.weight)
-        with pytest.raises(CheckpointError, match=r"lm_head\.weight cannot be read"):
-            _read(checkpoint, spec.head.weight)
+        (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-4])
+        with pytest.raises(CheckpointError, match=r"model\.safetensors has changed"):
+            _read(checkpoint, spec.embedding)
+        (tmp_path / "model.safetensors").write_bytes(b"")
+        with pytest.raises(CheckpointError, match="cannot be read: the file is shorter than its header says"):
+            _read(checkpoint, spec.embedding)
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the resident size from Linux's /proc")
-def test_pages_of_the_file_do_not_stay_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a second copy of the model would be in memory by the end of loading."""
-
-    def resident_file_kib() -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("RssFile"))
-
-    monkeypatch.setattr("quire.weights.checkpoint._MAX_MAPPED_BYTES", 1 << 20)
-    spec = declare({**LLAMA, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 16})
-    save_file(_tensors(spec), tmp_path / "model.safetensors")
+def test_a_file_that_is_replaced_under_the_loader_does_not_matter(tmp_path: Path) -> None:
+    spec = declare(LLAMA)
+    tensors = _tensors(spec)
+    save_file(tensors, tmp_path / "model.safetensors")
     with SafetensorsCheckpoint(tmp_path, spec) as checkpoint:
-        before = resident_file_kib()
-        for tensor in spec.tensors:
-            _read(checkpoint, tensor)
-        grown_kib = resident_file_kib() - before
-    size_kib = (tmp_path / "model.safetensors").stat().st_size // 1024
-    assert grown_kib < size_kib / 4
+        save_file({"model.norm.weight": torch.ones(9)}, tmp_path / "new")
+        (tmp_path / "new").replace(tmp_path / "model.safetensors")
+        assert torch.equal(_read(checkpoint, spec.embedding), tensors[spec.embedding.name])

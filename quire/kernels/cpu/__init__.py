@@ -3,16 +3,24 @@
 Owns the loading of the extension, the thread count and the choice of instruction set. The extension may be missing (it
 is not built where there is no C++ compiler); `reasons_against` then says so.
 
-torch is imported before the extension on purpose: both then share the one libgomp that torch ships (CMakeLists.txt).
+The libgomp that torch ships is loaded before the extension on purpose: both then share it (CMakeLists.txt). torch itself
+is not imported here, since the extension packs weights while that is going on.
 """
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
+from quire.common.openmp import load_runtime_of_torch
 from quire.errors import ConfigError
-from quire.kernels.interface import Kernels
 
+if TYPE_CHECKING:
+    import torch
+
+    from quire.kernels.interface import Kernels
+
+if not load_runtime_of_torch():
+    import torch
 try:
     import quire.kernels.cpu._native as native
 except ImportError as error:
@@ -20,16 +28,17 @@ except ImportError as error:
 else:
     IMPORT_ERROR = None
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = ("float32", "bfloat16")
 
 
 def reasons_against(device: str, dtype: torch.dtype) -> list[str]:
     """Why this back end cannot serve tensors of `dtype` on `device`; empty where it can."""
     reasons = []
-    if torch.device(device).type != "cpu":
+    if device.partition(":")[0] != "cpu":
         reasons.append(f"runs on the CPU only, not on {device}")
-    if dtype not in DTYPES:
-        reasons.append(f"computes in float32 and bfloat16, not in {str(dtype).removeprefix('torch.')}")
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        reasons.append(f"computes in float32 and bfloat16, not in {name}")
     if IMPORT_ERROR is not None:
         reasons.append(
             f"the extension was not built or cannot be loaded ({IMPORT_ERROR}); reinstall with a C++ compiler present"
@@ -41,6 +50,8 @@ def reasons_against(device: str, dtype: torch.dtype) -> list[str]:
 
 def load() -> Kernels:
     """The back end; ConfigError where the extension is missing."""
+    import torch
+
     reasons = reasons_against("cpu", torch.float32)
     if reasons:
         raise ConfigError("the native CPU kernels cannot run: " + "; ".join(reasons))

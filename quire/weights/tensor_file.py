@@ -1,0 +1,114 @@
+"""One safetensors file: its header, checked to the last byte, and its bytes by position.
+
+Owns an open file and the rules of the format. Everything that a header says is checked before it is believed: sizes,
+bounds, holes, overlaps, repeated names. Imports no torch and maps nothing into memory: reading through a descriptor gives
+an error where the file is cut short meanwhile, where touching a mapped page would kill the process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quire.errors import CheckpointError
+
+_MAX_HEADER_BYTES = 100_000_000
+"""As the format demands."""
+_DTYPE_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
+    "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+}  # fmt: skip
+
+
+class StoredTensor(NamedTuple):
+    """What a header says of a tensor."""
+
+    dtype: str
+    """As the format names it: "F32", "BF16", ..."""
+    shape: tuple[int, ...]
+    start: int
+    """Byte of the file that it begins with."""
+    num_bytes: int
+
+
+class TensorFile:
+    """An open file. Close it, or use it as a context manager."""
+
+    def __init__(self, path: Path) -> None:
+        """Open and check; raises CheckpointError for anything that is not a safetensors file to the letter."""
+        self.path = path
+        self.descriptor = -1
+        try:
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._identity = self._look()
+            self.tensors = _read_header(self.descriptor, self._identity[0])
+        except (OSError, ValueError, RecursionError) as error:
+            self.close()
+            raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def read_into(self, buffer: memoryview, start: int) -> None:
+        """Fill `buffer` (bytes) from byte `start` on. Raises OSError."""
+        while buffer.nbytes:
+            count = os.preadv(self.descriptor, [buffer], start)
+            if count == 0:
+                raise OSError("the file is shorter than its header says")
+            buffer, start = buffer[count:], start + count
+
+    def has_changed(self) -> bool:
+        """Whether somebody has written to the file since it was opened. A file that replaced it does not matter."""
+        return self._look() != self._identity
+
+    def _look(self) -> tuple[int, int]:
+        status = os.fstat(self.descriptor)
+        return status.st_size, status.st_mtime_ns
+
+
+def _read_header(descriptor: int, size: int) -> Mapping[str, StoredTensor]:
+    """The tensors by name; ValueError where the header breaks a rule of the format."""
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    if size < 8 or not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
+        raise ValueError(f"a header of {length} bytes in a file of {size}")
+    header = json.loads(os.pread(descriptor, length, 8).decode(), object_pairs_hook=_unique)
+    if not isinstance(header, dict):
+        raise ValueError("the header is no object")
+    header.pop("__metadata__", None)
+    tensors = {name: _tensor(name, entry, 8 + length) for name, entry in header.items()}
+    end = 8 + length
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
+        if tensor.start != end:
+            raise ValueError(f"tensor {name} begins at byte {tensor.start}, expected {end}")
+        end += tensor.num_bytes
+    if end != size:
+        raise ValueError(f"its tensors end at byte {end} of {size}")
+    return tensors
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        raise ValueError("a name is given twice")
+    return entries
+
+
+def _tensor(name: str, entry: object, first_byte: int) -> StoredTensor:
+    match entry:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if dtype in _DTYPE_BITS:
+            if all(type(extent) is int and extent >= 0 for extent in shape) and 0 <= begin <= end:
+                if math.prod(shape) * _DTYPE_BITS[dtype] != 8 * (end - begin):
+                    raise ValueError(f"tensor {name}: {dtype} {shape} does not take {end - begin} bytes")
+                return StoredTensor(dtype, tuple(shape), first_byte + begin, end - begin)
+    raise ValueError(f"tensor {name} is not described as the format demands")
