@@ -11,13 +11,15 @@ from tokenizers import Tokenizer
 
 from . import prompts
 from .corpus import FABLES, FAIRY_TALES, STORYBOOKS, Tale
-from .topics import describe, lower_nouns, retell, topics_of
+from .topics import describe, hero_phrase, heroes_of, lower_nouns, recast, retell, topics_of
 from .words import WORD, Lexicon
 
 MAX_LEN = 512
 CHARS_PER_TOKEN = 4.0  # measured on the held-out tales; only used to aim at a length
 SHORT_TALE_CHARS = 1750  # a tale of at most this many characters fits MAX_LEN with its request
-RETELL_SHARE = 0.75
+RETELL_SHARE = 0.8
+RECAST_SHARE = 0.7  # of the tales retold: the hero may become anybody, and is what the request asks for
+HERO_WEIGHT = 3  # short tales with a hero who can be recast are read this many times as often as others
 DESCRIBE_SHARE = 0.45
 PLAIN_SHARE = 0.06
 DIALOGUE_SHARE = 0.06
@@ -42,6 +44,8 @@ class Passage:
     tale: Tale
     has_start: bool
     has_end: bool
+    hero: str = ""
+    """Who plays the hero where the tale was recast."""
 
 
 def kind_of(tale: Tale) -> str:
@@ -65,6 +69,7 @@ class SampleSource:
         self._tales = tales
         self._weights = [tale.weight * tale.num_chars for tale in tales]
         self._short = [tale for tale in tales if tale.is_tale_start and tale.num_chars <= SHORT_TALE_CHARS]
+        self._short_weights = [HERO_WEIGHT if heroes_of(" ".join(tale.paragraphs)) else 1 for tale in self._short]
         self._openings = [tale for tale in tales if tale.is_tale_start]
         self._opening_weights = [tale.weight * min(tale.num_chars, 2 * SHORT_TALE_CHARS) for tale in self._openings]
 
@@ -76,7 +81,7 @@ class SampleSource:
         if choice < short_share:
             if rng.random() < DIALOGUE_SHARE:
                 return self._dialogue(rng)
-            passage = self._whole(rng.choice(self._short))
+            passage = self._whole(rng.choices(self._short, self._short_weights)[0])
         elif choice < short_share + opening_share:
             tale = rng.choices(self._openings, self._opening_weights)[0]
             passage = self._cut(tale, rng, from_start=True, max_chars=max_chars)
@@ -116,17 +121,23 @@ class SampleSource:
         return Passage(text, tale, start == 0, end == len(tale.paragraphs))
 
     def _rewrite(self, passage: Passage, rng: random.Random) -> Passage:
-        text = passage.text
+        text, hero = passage.text, ""
         if passage.tale.book in FABLES:
             text = lower_nouns(text, self._lexicon)
         if passage.tale.is_tale_start and rng.random() < RETELL_SHARE:
-            text = retell(text, rng)
+            if passage.has_start and rng.random() < RECAST_SHARE:
+                text, hero = recast(text, rng)
+            else:
+                text = retell(text, rng)
         if passage.has_start and passage.tale.is_tale_start and rng.random() < DESCRIBE_SHARE:
             text = describe(text, rng)
-        return Passage(text, passage.tale, passage.has_start, passage.has_end)
+        return Passage(text, passage.tale, passage.has_start, passage.has_end, hero)
 
     def _request(self, passage: Passage, rng: random.Random) -> str:
         topics = topics_of(passage.text, self._lexicon)
+        if passage.hero:
+            hero = hero_phrase(passage.hero, passage.text, self._lexicon)
+            topics = [hero] * 3 + [topic for topic in topics if topic != hero]
         if passage.has_start and passage.tale.is_tale_start:
             title = passage.tale.title if len(passage.tale.title) < 50 else ""
             return prompts.tale_request(topics, kind_of(passage.tale), rng, title)

@@ -8,7 +8,18 @@ import random
 import re
 from collections import Counter
 
-from .words import ADJECTIVES, CLASSES, DETERMINERS, WORD, Lexicon, plural, with_article
+from .words import (
+    ADJECTIVES,
+    CLASSES,
+    DETERMINERS,
+    FAVOURITES,
+    UNIQUE_HEROES,
+    WOMEN,
+    WORD,
+    Lexicon,
+    plural,
+    with_article,
+)
 
 OPENING_CHARS = 160
 _UNIQUE_THINGS = frozenset(("moon", "sun", "sea", "sky", "wind", "rain", "snow", "stars", "earth", "world"))
@@ -92,6 +103,62 @@ def retell(text: str, rng: random.Random) -> str:
         others = [hero for hero in _HERO_CLASS[old] if hero not in heroes and hero not in text.lower()]
         text = _rename(text, old, rng.choice(others))
     return text
+
+
+def _rename_to_unique(text: str, old: str, new: str) -> str:
+    """As `_rename`, for a hero of whom there is only one: `a fox` becomes `the moon`."""
+    text = re.sub(rf"\b(?:an?|another|one) (?={old}\b)", "the ", text)
+    text = re.sub(rf"\b(?:An?|Another|One) (?={old}\b)", "The ", text)
+    return _rename(text, old, new)
+
+
+_TO_FEMALE = {"he": "she", "him": "her", "his": "her", "himself": "herself"}
+_TO_MALE = {"she": "he", "herself": "himself", "hers": "his"}
+
+
+def _as_female(text: str, is_female: bool) -> str:
+    """Pronouns of one sex turned into the other's; `her` is `him` before a pause or a short word, else `his`."""
+    pairs = _TO_FEMALE if is_female else _TO_MALE
+    if not is_female:
+        follows = r"(?= (?:to|and|in|on|at|with|for|by|from|as|that|up|down|out|away|back|the|a|so|if|but|into)\b|[^ \w])"
+        text = re.sub(rf"\bher\b{follows}", "him", text)
+        text = re.sub(rf"\bHer\b{follows}", "Him", text)
+        pairs = {**pairs, "her": "his"}
+    words = "|".join(re.escape(word) for word in pairs)
+
+    def swap(match: re.Match[str]) -> str:
+        word = match.group()
+        other = pairs[word.lower()]
+        return other.capitalize() if word[0].isupper() else other
+
+    return re.sub(rf"\b(?:{words})\b", swap, text, flags=re.IGNORECASE)
+
+
+def recast(text: str, rng: random.Random) -> tuple[str, str]:
+    """The same tale with its first hero played by anybody, of whatever kind; returns the text and the new hero.
+
+    Without a hero that it knows, the text comes back as it is, with "". Pronouns follow where the sex changes.
+    """
+    heroes = [hero for hero in heroes_of(text) if hero not in ("fish", "bird")]
+    if not heroes:
+        return text, ""
+    old = heroes[0]
+    pool = FAVOURITES if rng.random() < 0.6 else tuple(_HERO_CLASS)
+    lowered = text.lower()
+    others = [hero for hero in pool if hero not in lowered]
+    if not others:
+        return text, ""
+    new = rng.choice(others)
+    text = _rename_to_unique(text, old, new) if new in UNIQUE_HEROES else _rename(text, old, new)
+    was_female, is_female = old in WOMEN, new in WOMEN
+    if was_female != is_female:
+        text = _as_female(text, is_female)
+    return text, new
+
+
+def hero_phrase(hero: str, text: str, lexicon: Lexicon) -> str:
+    """A hero as a request names it: with its article, and with its describing word if the text gives it one."""
+    return _phrase(hero, [word.lower() for word in WORD.findall(text)], lexicon)
 
 
 def describe(text: str, rng: random.Random) -> str:

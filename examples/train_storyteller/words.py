@@ -53,6 +53,11 @@ MEN = _list(
 )
 WOMEN = _list("queen princess girl witch fairy mermaid nurse maid goddess nymph dancer teacher giantess")
 CLASSES = (ANIMALS, MEN, WOMEN)
+UNIQUE_HEROES = _list("moon sun wind sea")
+FAVOURITES = _list(
+    """knight princess king queen dragon prince fox rabbit cat dog bear mouse wolf lion owl frog elephant bird fish boy girl
+    witch wizard giant pirate robot fairy mermaid unicorn farmer moon sun wind sea"""
+)
 ADJECTIVES = _list(
     """brave little clever kind lazy greedy lonely happy sad old young hungry silly proud poor shy tiny big gentle
     curious sleepy wise naughty foolish cunning friendly strong small"""
