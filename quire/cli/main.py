@@ -42,6 +42,7 @@ COMMANDS = {
     "doctor": Command("quire.cli.doctor", "check this machine and this installation"),
     "bench throughput": Command("quire.cli.bench.throughput", "many requests at once: tokens per second"),
     "bench latency": Command("quire.cli.bench.latency", "a few requests: time to first token and per token"),
+    "bench control-plane": Command("quire.cli.bench.control_plane", "scheduling alone: milliseconds a step, no model"),
     "simulate": Command("quire.cli.simulate", "run the scheduler without a model, on traces and under faults"),
 }
 """Subcommands by name; a name of two words is a subcommand of a group."""
