@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Self
 
+from quire.config.limits import POLICIES
 from quire.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -19,7 +20,6 @@ logger = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("auto", "cpu")
-POLICIES = ("fcfs", "priority")
 KERNELS = ("auto", "cpu", "reference")
 QUANTIZATIONS = ("int8", "int4")
 

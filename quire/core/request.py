@@ -71,7 +71,11 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end a sequence: the request's own and, unless it ignores them, the model's end-of-sequence tokens."""
     priority: int = 0
-    """The smaller goes first; only under the priority policy."""
+    """The smaller goes first; only under the policies `priority` and `fair`."""
+    tenant: str = ""
+    """On whose account it is served, under the policy `fair`."""
+    weight: float = 1.0
+    """The tenant's share relative to others'; above 0."""
     namespace: Namespace = ()
     reads_cache: bool = True
     arrival: int = 0

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from quire.common.numbers import align_down, ceil_div, format_bytes, parse_bytes
 from quire.config.engine import EngineConfig
-from quire.config.limits import Policy, SchedulerLimits
+from quire.config.limits import POLICIES, Policy, SchedulerLimits
 from quire.engine.machine import Machine
 from quire.errors import CapacityError, ConfigError
 from quire.models.declaration import DTYPE_BYTES, DecoderSpec
@@ -200,11 +200,10 @@ class _Resolver:
 
 
 def _policy(name: str) -> Policy:
-    if name == "fcfs":
-        return "fcfs"
-    if name == "priority":
-        return "priority"
-    raise ConfigError(f'scheduling_policy={name!r} is unknown; use "fcfs" or "priority"')
+    for policy in POLICIES:
+        if name == policy:
+            return policy
+    raise ConfigError(f"scheduling_policy={name!r} is unknown; use one of {', '.join(POLICIES)}")
 
 
 def _workspace_bytes(spec: DecoderSpec, num_batched_tokens: int, max_num_seqs: int) -> int:

@@ -11,7 +11,7 @@ from random import Random
 from typing import Literal
 
 from quire.common.numbers import ceil_div
-from quire.config.limits import SchedulerLimits
+from quire.config.limits import POLICIES, SchedulerLimits
 from quire.core.beam import BeamDecoder, BeamSettings
 from quire.core.decoding import SamplingDecoder
 from quire.core.plan import RowSampling
@@ -53,13 +53,15 @@ class RequestSpec:
     priority: int = 0
     namespace: tuple[str, ...] = ()
     reads_cache: bool = True
+    tenant: str = ""
+    weight: float = 1.0
 
     def build(self) -> Request:
         """A fresh request."""
         decoder: Decoder = BeamDecoder(self.beam) if self.beam is not None else SamplingDecoder(self.num_sequences)
         return Request(
             self.request_id, self.prompt_token_ids, self.sampling, decoder, self.max_tokens, self.stop_token_ids,
-            self.priority, self.namespace, self.reads_cache,
+            self.priority, self.tenant, self.weight, self.namespace, self.reads_cache,
         )  # fmt: skip
 
     def fits(self, limits: SchedulerLimits) -> bool:
@@ -115,7 +117,7 @@ def _limits(random: Random) -> SchedulerLimits:
     least = num_rows if is_chunked else max(num_rows, max_model_len)
     budget = least + random.randint(0, 12)
     return SchedulerLimits(
-        num_blocks, block_size, num_rows, budget, max_model_len, random.choice(("fcfs", "priority")),
+        num_blocks, block_size, num_rows, budget, max_model_len, random.choice(POLICIES),
         random.random() < 0.8, is_chunked, random.choice((0.0, 0.0, 0.1)),
     )  # fmt: skip
 
@@ -149,7 +151,7 @@ class _Draw:
         return RequestSpec(
             f"r{number}", random.choice((0, 0, random.randint(0, 40))), prompt, max_tokens, self._sampling(number),
             random.choice((1, 1, 1, 2, 4)), beam, stops, random.choice((0, 0, 1, 2)),
-            random.choice(((), (), ("tenant",))), random.random() < 0.9,
+            random.choice(((), (), ("tenant",))), random.random() < 0.9, *random.choice((("", 1.0), ("a", 1.0), ("b", 3.0))),
         )  # fmt: skip
 
     def _lengths(self) -> tuple[tuple[int, ...], int]:

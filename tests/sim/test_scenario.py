@@ -11,7 +11,7 @@ def test_a_seed_always_means_the_same() -> None:
 def test_seeds_cover_the_options() -> None:
     scenarios = [make_scenario(seed) for seed in range(200)]
     limits = [scenario.limits for scenario in scenarios]
-    assert {limit.policy for limit in limits} == {"fcfs", "priority"}
+    assert {limit.policy for limit in limits} == {"fcfs", "priority", "fair"}
     assert {limit.enable_chunked_prefill for limit in limits} == {True, False}
     assert {limit.enable_prefix_caching for limit in limits} == {True, False}
     assert {scenario.hash for scenario in scenarios} == {"keyed", "colliding"}

@@ -57,8 +57,9 @@ def _audit_places(scheduler: Scheduler, sequences: list[Sequence], running: list
     assert not waiting & turns, f"both in the queue and parked: {_names(waiting & turns)}"
     num_parked = len(turns) + len(beams)
     assert scheduler.num_parked == num_parked, f"num_parked={scheduler.num_parked}, but {num_parked} are parked"
-    heap = {sequence for _, _, sequence in scheduler.waiting._heap}
-    assert len(heap) <= 2 * len(waiting) + 64, f"{len(heap)} sequences in the queue's heap for {len(waiting)} that wait"
+    num_queues = len({sequence.request.tenant for sequence in waiting}) + 1
+    num_gaps = scheduler.waiting.num_gaps
+    assert num_gaps <= len(waiting) + 64 * num_queues, f"{num_gaps} gaps in the queue for {len(waiting)} that wait"
     for request_id, request in scheduler.requests.items():
         assert request_id == request.request_id and not request.is_finished, f"{request_id} is finished and still known"
 

@@ -1,16 +1,78 @@
-"""The waiting queue: sequences in order of rank, with removal at any place by leaving a gap."""
+"""The order of service: who waits, who is served next, and what that may cost those who run.
+
+The scheduler asks a `ServiceQueue`; which policy it follows is none of the scheduler's business. `WaitingQueue` serves by
+rank (first come first served, and classes of priority); `quire.core.scheduler.fairness` shares tokens among tenants.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
+from typing import Protocol
 
-from quire.core.request import Rank, Sequence
+from quire.core.plan import RowWork
+from quire.core.request import Rank, Request, Sequence
 
 _MAX_GAPS = 64
 
 
+class ServiceQueue(Protocol):
+    """Everyone who waits, in a policy's order."""
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, sequence: Sequence) -> bool: ...
+
+    def sequences(self) -> list[Sequence]:
+        """Everyone who waits, in order. O(n log n): for pictures and checks."""
+        ...
+
+    @property
+    def num_gaps(self) -> int:
+        """Entries kept for sequences that have left; bounded by those who wait."""
+        ...
+
+    def push(self, sequence: Sequence) -> None:
+        """Let a sequence wait."""
+        ...
+
+    def head(self) -> Sequence | None:
+        """The sequence that is served next."""
+        ...
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it stands."""
+        ...
+
+    def arrived(self, request: Request) -> None:
+        """A request was accepted; its sequences will come and go."""
+        ...
+
+    def departed(self, request: Request) -> None:
+        """A request has ended."""
+        ...
+
+    def charge(self, served: Iterable[tuple[Sequence, RowWork]]) -> None:
+        """A step was planned that serves these sequences so much."""
+        ...
+
+    def in_order(self, admitted: list[Sequence]) -> list[Sequence]:
+        """Admitted sequences that are behind, in the order in which a step's tokens go to them."""
+        ...
+
+    def precedes(self, waiting: Sequence, admitted: Sequence) -> bool:
+        """Whether one who waits is to be let in before an admitted one gets more of a step."""
+        ...
+
+    def displaceable(self, waiting: Sequence, running: list[Sequence]) -> list[Sequence]:
+        """Those who run and may be preempted so that one who waits can run; in order of rank."""
+        ...
+
+
 class WaitingQueue:
-    """A heap by rank. A removed sequence leaves a gap, which is skipped when it surfaces.
+    """By rank, strictly; who was admitted stays ahead of who waits, but for lower classes of priority.
+
+    A heap. A removed sequence leaves a gap, which is skipped when it surfaces.
 
     The heap is rebuilt once most of it is gaps, so that requests aborted behind a long queue do not pile up: O(1) amortised.
     """
@@ -25,6 +87,10 @@ class WaitingQueue:
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._entries
+
+    @property
+    def num_gaps(self) -> int:
+        return len(self._heap) - len(self._entries)
 
     def sequences(self) -> list[Sequence]:
         """Everyone who waits, in order. O(n log n): for pictures and checks."""
@@ -50,3 +116,24 @@ class WaitingQueue:
         if len(self._heap) > 2 * len(self._entries) + _MAX_GAPS:
             self._heap = [item for item in self._heap if self._entries.get(item[2]) == item[1]]
             heapify(self._heap)
+
+    def arrived(self, request: Request) -> None:
+        """Nothing to note: a rank says it all."""
+
+    def departed(self, request: Request) -> None:
+        """Nothing to note."""
+
+    def charge(self, served: Iterable[tuple[Sequence, RowWork]]) -> None:
+        """Service changes no rank."""
+
+    def in_order(self, admitted: list[Sequence]) -> list[Sequence]:
+        return admitted
+
+    def precedes(self, waiting: Sequence, admitted: Sequence) -> bool:
+        return False
+
+    def displaceable(self, waiting: Sequence, running: list[Sequence]) -> list[Sequence]:
+        priority = waiting.rank[0]
+        if not running or running[-1].rank[0] <= priority:
+            return []
+        return [sequence for sequence in running if sequence.rank[0] > priority]

@@ -26,8 +26,9 @@ from quire.core.plan import RowWork, StepPlan, StepResult, TokenLogprobs, WorkRe
 from quire.core.request import FinishReason, Rank, Request, Sequence, SequenceStatus
 from quire.core.scheduler.admission import fit
 from quire.core.scheduler.draft import PlanDraft
+from quire.core.scheduler.fairness import FairQueue
 from quire.core.scheduler.preemption import Preemption, assess, choose_victim
-from quire.core.scheduler.queue import WaitingQueue
+from quire.core.scheduler.queue import ServiceQueue, WaitingQueue
 from quire.core.scheduler.resources import KVBlocks, PrefixTurns, Resource, RowSlots
 from quire.core.scheduler.stats import SchedulerStats
 from quire.errors import InvalidParameterError
@@ -82,7 +83,7 @@ class Scheduler:
         self.turns = PrefixTurns(self.blocks)
         self.resources: list[Resource] = [self.rows, self.blocks]
         self.requests: dict[str, Request] = {}
-        self.waiting = WaitingQueue()
+        self.waiting: ServiceQueue = FairQueue() if limits.policy == "fair" else WaitingQueue()
         self.running: list[Sequence] = []
         """Everyone with a row, in order of rank."""
         self.num_parked = 0
@@ -110,6 +111,7 @@ class Scheduler:
             request.prompt_logprobs.append(None)
         sequence = self._new_sequence(request, 0, list(request.prompt_token_ids))
         self.requests[request.request_id] = request
+        self.waiting.arrived(request)
         self.waiting.push(sequence)
 
     def abort(self, request_id: str) -> Request | None:
@@ -171,6 +173,7 @@ class Scheduler:
             self._break_stall()
         self._draft.copies.extend(self.blocks.take_copies())
         plan = self._draft.close(self._step_id)
+        self.waiting.charge(zip(self._in_flight, plan.work, strict=True))
         self.stats.count_plan(self.limits.max_num_batched_tokens - self._draft.num_tokens_left, self)
         return plan
 
@@ -273,6 +276,7 @@ class Scheduler:
         if request.is_finished:
             request.metrics.finished_s = self._now
             self.requests.pop(request.request_id, None)
+            self.waiting.departed(request)
             self.stats.count_finished(request)
 
     # -- scheduling --------------------------------------------------------------------------------------------------
@@ -336,8 +340,9 @@ class Scheduler:
                 return
             self._preempt(preemption)
 
-    def _schedule_chunks(self, sequences: Iterable[Sequence]) -> None:
-        for sequence in sequences:
+    def _schedule_chunks(self, sequences: list[Sequence]) -> None:
+        for sequence in self.waiting.in_order(sequences):
+            self._admit(before=sequence)
             if self._draft.num_tokens_left == 0:
                 break
             is_behind = len(sequence.token_ids) - sequence.num_computed > 1 or sequence.num_reserved
@@ -361,12 +366,15 @@ class Scheduler:
         self._draft.add(sequence, count, change)
         self._in_flight.append(sequence)
 
-    def _admit(self) -> None:
+    def _admit(self, before: Sequence | None = None) -> None:
+        """Let in whoever waits and can run; only those who precede an admitted sequence, if one is given."""
         if self._draft.num_preempted:
             return  # memory is short: whoever was preempted in this step would only be let in at somebody else's cost
         while self._draft.num_tokens_left:
-            sequence = self.waiting.head()
-            if sequence is None or not self._try_admit(sequence):
+            head = self.waiting.head()
+            if head is None or (before is not None and not self.waiting.precedes(head, before)):
+                return
+            if not self._try_admit(head):
                 return
 
     def _try_admit(self, sequence: Sequence) -> bool:
@@ -403,14 +411,11 @@ class Scheduler:
         self._plan_chunk(sequence)
 
     def _make_room_for_urgent(self) -> None:
-        """Under the priority policy, a waiting sequence may displace running ones of a lower class."""
-        if self.limits.policy != "priority":
-            return
-        head = self.waiting.head()
-        while head is not None and self.running and self.running[-1].rank[0] > head.rank[0]:
-            if all(resource.refusal(head) is None for resource in self.resources):
+        """A waiting sequence may displace running ones that the policy puts behind it."""
+        while (head := self.waiting.head()) is not None:
+            lower = self.waiting.displaceable(head, self.running)
+            if not lower or all(resource.refusal(head) is None for resource in self.resources):
                 return
-            lower = [s for s in self.running if s.rank[0] > head.rank[0]]
             preemption = choose_victim(lower, head, self.manager.pool, self.limits.block_size)
             if preemption is None:
                 return
@@ -458,7 +463,7 @@ class Scheduler:
         if index:
             sampling = sampling._replace(seed=derive_seed(sampling.seed, index))
         sequence = Sequence(request, index, token_ids, self.manager.new_table(request.namespace), keys, sampling)
-        priority = request.priority if self.limits.policy == "priority" else 0
+        priority = request.priority if self.limits.policy != "fcfs" else 0
         sequence.rank = (priority, request.arrival, index)
         request.sequences.append(sequence)
         return sequence
