@@ -54,7 +54,7 @@ def test_the_scenarios_do_what_they_are_for() -> None:
     assert num_merges > 5 and num_refused > 5
 
 
-@pytest.mark.parametrize("seed", [5, 11])
+@pytest.mark.parametrize("seed", [11, 12, 13])
 def test_a_seed_gives_the_same_states_in_every_run(seed: int) -> None:
     first, second = (Simulation(make_scenario(seed)).run() for _ in range(2))
     assert first.state_hashes == second.state_hashes and len(first.state_hashes) > 5
