@@ -106,9 +106,9 @@ def roofline_panel(axis: Any, record: Record) -> None:
             flops = sum(step.linear_flops + step.attention_flops for step in steps)
             intensity = flops / sum(step.num_bytes for step in steps)
             filled = COLOURS[variant.engine] if variant.bytes_per_weight >= 2 else "none"
-            style = {"marker": MARKERS[workload], "markerfacecolor": filled, "color": COLOURS[variant.engine]}
+            look = {"marker": MARKERS[workload], "markerfacecolor": filled, "color": COLOURS[variant.engine]}
             label = None if name in labelled else label_of(name)
-            axis.plot(intensity, flops / row["wall_s"] / 1e9, linestyle="none", markersize=5, label=label, **style)
+            axis.plot(intensity, flops / row["wall_s"] / 1e9, linestyle="none", markersize=5, label=label, **look)
             labelled.add(name)
     marks = ", ".join(f"{mark} {name}" for name, mark in (("W1", "●"), ("W2", "■"), ("W3", "▲"), ("W4", "◆"), ("W5", "✚")))
     axis.set(xscale="log", yscale="log", xlabel=f"operations per byte   ({marks})", ylabel="GFLOP/s", title=record["model"])
