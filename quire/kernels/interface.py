@@ -180,6 +180,12 @@ class Kernels(Protocol):
         """
         ...
 
+    def linear_peaks(self, x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor]:
+        """`SamplingKernels.peaks` of `linear(x, weight, out_dtype="float32")`: each row's largest output, the lowest of
+        equals: ids int64 [T], values float32 [T]. A back end need not store the products for it.
+        """
+        ...
+
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """Gather rows: ids int64 [T], table [V, H] -> [T, H]."""
         ...

@@ -27,15 +27,15 @@ class StepInputs:
 
 def build_inputs(rows: RowTable, work: Sequence[RowWork]) -> StepInputs:
     """Gather the step's tokens, positions and slots, in the order of the work. No work, no call: `work` is not empty."""
-    row_ids = np.fromiter((item.row for item in work), np.int64, len(work))
-    starts = np.fromiter((item.start for item in work), np.int64, len(work))
-    counts = np.fromiter((item.num_tokens for item in work), np.int64, len(work))
-    query_start = np.zeros(len(work) + 1, np.int64)
-    np.cumsum(counts, out=query_start[1:])
+    row_ids, starts, counts = (np.array(column, np.int64) for column in list(zip(*work, strict=True))[:3])
     context_len = starts + counts
-    if int(query_start[-1]) == len(work):
+    max_query_len = int(counts.max())
+    if max_query_len == 1:  # decodes only, the usual step: as many tokens as rows
+        query_start = np.arange(len(work) + 1)
         token_rows, positions = row_ids, starts
     else:
+        query_start = np.zeros(len(work) + 1, np.int64)
+        np.cumsum(counts, out=query_start[1:])
         token_rows = np.repeat(row_ids, counts)
         positions = np.arange(query_start[-1]) + np.repeat(starts - query_start[:-1], counts)
     block_places, offsets = np.divmod(positions, rows.block_size)
@@ -48,7 +48,7 @@ def build_inputs(rows: RowTable, work: Sequence[RowWork]) -> StepInputs:
         block_tables=torch.from_numpy(np.ascontiguousarray(rows.block_tables[row_ids, :num_columns])),
         slots=torch.from_numpy(slots),
         positions=torch.from_numpy(positions),
-        max_query_len=int(counts.max()),
+        max_query_len=max_query_len,
         max_context_len=max_context_len,
     )
     token_ids = torch.from_numpy(rows.token_ids[token_rows, positions].astype(np.int64))

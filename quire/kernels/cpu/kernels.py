@@ -13,6 +13,7 @@ class CpuKernels:
     pack_linear = staticmethod(linear.pack_linear)
     pack_quantized = staticmethod(linear.pack_quantized)
     gated_linear = staticmethod(linear.gated_linear)
+    linear_peaks = staticmethod(linear.linear_peaks)
     linear = staticmethod(linear.linear)
     embedding = staticmethod(elementwise.embedding)
     rms_norm = staticmethod(elementwise.rms_norm)

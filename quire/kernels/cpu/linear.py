@@ -146,6 +146,15 @@ def gated_linear(x: Tensor, weight: PackedLinear, activation: Activation) -> Ten
     return out
 
 
+def linear_peaks(x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor]:
+    """Each row's largest output, which is all that is stored of them."""
+    packed = _checked(x, weight)
+    num_rows = x.shape[0]
+    ids, values = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.float32)
+    _native.linear_peaks(packed.native, address(x, "x"), float_code(x, "x"), num_rows, ids.data_ptr(), values.data_ptr())
+    return ids, values
+
+
 def _checked(x: Tensor, weight: PackedLinear) -> CpuLinear:
     """The weight, where it is ours and x fits it."""
     if not isinstance(weight, CpuLinear):
