@@ -204,6 +204,10 @@ class Kernels(Protocol):
         """Ordinary layer norm over the last dimension."""
         ...
 
+    def is_finite(self, x: Tensor) -> bool:
+        """Whether no element of x, of any shape, is NaN or infinite."""
+        ...
+
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
         """Elementwise activation."""
         ...

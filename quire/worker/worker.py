@@ -8,7 +8,6 @@ that row's error; the others' results are what they would have been without it.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Sequence
 
@@ -79,7 +78,7 @@ class Worker:
         inputs = build_inputs(self.rows, work)
         context = StepContext(inputs.batch, self.memory.caches)
         hidden = self.model.forward(inputs.token_ids, inputs.batch.positions, context)
-        broken = _rows_not_finite(hidden, inputs)
+        broken = frozenset() if self.model.kernels.is_finite(hidden) else _rows_not_finite(hidden, inputs)
         results = [WorkResult(error=NOT_FINITE if place in broken else None) for place in range(len(work))]
         sampled = [
             place for place, item in enumerate(work) if (item.num_samples or item.num_candidates) and place not in broken
@@ -143,8 +142,6 @@ class Worker:
 
 def _rows_not_finite(hidden: Tensor, inputs: StepInputs) -> frozenset[int]:
     """Places in the work of which some hidden state is NaN or infinite."""
-    if math.isfinite(hidden.sum(dtype=torch.float32).item()):
-        return frozenset()
     bad_tokens = (~torch.isfinite(hidden)).any(dim=-1).nonzero().flatten()
     starts = torch.tensor(inputs.query_start[1:])
     return frozenset(torch.searchsorted(starts, bad_tokens, right=True).tolist())

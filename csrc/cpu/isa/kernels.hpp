@@ -30,6 +30,7 @@ void rms_norm(const NormRows &norm, int64_t first, int64_t last);
 void layer_norm(const NormRows &norm, int64_t first, int64_t last);
 void add(const void *x, const void *y, void *out, DType dtype, int64_t first, int64_t last);
 void scale(const void *x, float factor, void *out, DType dtype, int64_t first, int64_t last);
+bool is_finite(const void *x, DType dtype, int64_t first, int64_t last);
 void activate(const void *x, void *out, DType dtype, Activation activation, int64_t first, int64_t last);
 void gated(const void *gate_up, void *out, DType dtype, Activation activation, int64_t width, int64_t first,
            int64_t last);

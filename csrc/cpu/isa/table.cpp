@@ -23,6 +23,7 @@ const KernelTable table = {
     layer_norm,
     add,
     scale,
+    is_finite,
     activate,
     gated,
     rope,

@@ -19,6 +19,7 @@ class CpuKernels:
     rms_norm = staticmethod(elementwise.rms_norm)
     add_rms_norm = staticmethod(elementwise.add_rms_norm)
     layer_norm = staticmethod(elementwise.layer_norm)
+    is_finite = staticmethod(elementwise.is_finite)
     activate = staticmethod(elementwise.activate)
     gated = staticmethod(elementwise.gated)
     rope = staticmethod(elementwise.rope)
