@@ -1,4 +1,4 @@
-"""A server and an engine in one thread, with all their messages encoded and decoded: what `ProcessClient` does, by hand."""
+"""A server and an engine in one thread, their messages encoded and decoded: what `ProcessClient` does, by hand."""
 
 from __future__ import annotations
 
