@@ -36,6 +36,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "serve": Command("quire.cli.serve", "serve a model over HTTP, as OpenAI's API"),
     "generate": Command("quire.cli.generate", "complete prompts, streaming to the terminal"),
     "chat": Command("quire.cli.chat", "talk to a model in the terminal"),
     "plan": Command("quire.cli.plan", "what memory and limits the engine would choose, and why"),
@@ -51,6 +52,7 @@ EXAMPLES = """\
 examples:
   quire generate quire-storyteller --chat -p "Tell me a story about a brave knight."
   quire chat quire-storyteller
+  quire serve quire-storyteller --port 8000
   quire plan ./my-model --max-model-len 8192
   quire doctor
 
