@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from quire.engine.process.channel import Channel
+from quire.engine.process.channel import Channel, ChannelClosed
 from quire.engine.process.messages import Start, Up
 from quire.errors import EngineError
 
@@ -39,7 +39,8 @@ class EngineProcess:
             ours.close()
             raise EngineError(f"the engine's process cannot be started: {type(error).__name__}") from error
         self.channel: Channel[Up] = Channel(ours, Up)
-        self.channel.send(start)
+        with contextlib.suppress(ChannelClosed):  # it has ended already, as whoever receives from it will find out
+            self.channel.send(start)
 
     @property
     def pid(self) -> int:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from quire.engine.process.messages import Pulse
 from quire.errors import ConfigError
 
+LOADING_SILENCE_S = 60.0
+"""A process that starts says nothing while libraries are imported: torch alone has taken 6 s on a busy machine."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchConfig:
@@ -68,7 +71,8 @@ class Watch:
     def complaint(self, now: float) -> str | None:
         """Why the engine must be replaced, if it must."""
         config = self.config
-        if now - self.last_sign_s > config.silence_timeout_s:
+        patience_s = config.silence_timeout_s if self.is_loaded else max(config.silence_timeout_s, LOADING_SILENCE_S)
+        if now - self.last_sign_s > patience_s:
             return f"no sign of life for {now - self.last_sign_s:.1f} s"
         age_s = self.pulse.step_age_s
         if age_s is not None and age_s + now - self.last_sign_s > config.step_timeout_s:
