@@ -15,7 +15,7 @@ import random
 import signal
 import statistics
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from quire.config.engine import EngineConfig
 from quire.core.params import RequestOutputKind, SamplingParams
@@ -46,10 +46,13 @@ async def stream(client: ProcessClient, name: str, place: int) -> Seen:
     """Run one request to its end."""
     assert client.tokenizer is not None
     prompt = client.tokenizer.encode(f"Once upon a time there was a number called {place}.")
-    kinds = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9, "presence_penalty": 0.5}]
-    params = SamplingParams(
-        max_tokens=MAX_TOKENS, seed=place, ignore_eos=True, output_kind=RequestOutputKind.DELTA, **kinds[place % 3]
-    )  # type: ignore[arg-type]
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_p": 0.9, "presence_penalty": 0.5},
+    ]
+    common: dict[str, Any] = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "output_kind": RequestOutputKind.DELTA}
+    params = SamplingParams(seed=place, **common, **kinds[place % 3])
     seen = Seen([], "", [])
     text = ""
     asked = GenerationRequest(request_id=f"{name}-{place}", prompt_token_ids=prompt, params=params)

@@ -46,7 +46,7 @@ class Admission:
         token_ids = check_token_ids(asked.prompt_token_ids, self._vocab_size)
         prompt = ParsedPrompt(asked.prompt, token_ids, asked.cache_salt)
         request = self._builder.sampling(asked.request_id, prompt, asked.params)
-        request.priority = asked.priority
+        request.priority, request.tenant, request.weight = asked.priority, asked.tenant, asked.weight
         fit(request, self._limits)
         return Admitted(asked, request)
 

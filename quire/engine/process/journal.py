@@ -74,6 +74,8 @@ class Entry:
             stop_token_ids=tuple(sorted(request.stop_token_ids)),
             namespace=request.namespace,
             priority=request.priority,
+            tenant=request.tenant,
+            weight=request.weight,
             reads_cache=request.reads_cache,
             arrival_s=request.metrics.arrival_s,
             resumed=resumed,

@@ -50,6 +50,8 @@ class Add(_Message, frozen=True):
     stop_token_ids: tuple[int, ...]
     namespace: tuple[str, ...]
     priority: int
+    tenant: str
+    weight: float
     reads_cache: bool
     arrival_s: float
     resumed: tuple[Resumed, ...] = ()

@@ -120,6 +120,8 @@ def _request(message: Add) -> Request:
         max_tokens=message.max_tokens,
         stop_token_ids=frozenset(message.stop_token_ids),
         priority=message.priority,
+        tenant=message.tenant,
+        weight=message.weight,
         namespace=message.namespace,
         reads_cache=message.reads_cache,
         resumed=tuple(ResumedSequence(each.index, each.output_token_ids) for each in message.resumed),

@@ -36,7 +36,8 @@ def test_messages_arrive_in_order_however_the_bytes_are_cut(pair: Pair) -> None:
     for message in sent:
         body = msgspec.msgpack.encode(message)
         content += struct.pack(">4sI", b"QRE\x01", len(body)) + body
-    rng, received = random.Random(1), []
+    rng = random.Random(1)
+    received: list[Down] = []
     while content:
         num_bytes = rng.randint(1, 40)
         ours.sendall(content[:num_bytes])

@@ -98,17 +98,16 @@ def test_streams_survive_kills_at_random_moments_with_the_same_tokens(make_clien
     num_kills = int(os.environ.get("QUIRE_TEST_KILLS", "3"))
     rng = random.Random(11)
     kinds: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"n": 3}, {"logprobs": 2}]
-    requests = [
-        lambda round_, place=place: _request(f"r{place}/{round_}", max_tokens=200, seed=place, **kinds[place % 4])
-        for place in range(32)
-    ]
+
+    def requests(round_: str) -> list[GenerationRequest]:
+        return [_request(f"r{i}/{round_}", max_tokens=200, **{"seed": i, **kinds[i % 4]}) for i in range(32)]
 
     async def scenario() -> None:
         async with make_client() as client:
-            undisturbed = await asyncio.gather(*(_answer(client, make("calm")) for make in requests))
+            undisturbed = await asyncio.gather(*(_answer(client, each) for each in requests("calm")))
             num_done = 0
             while num_done < num_kills:
-                streams = [asyncio.create_task(_answer(client, make(str(num_done)))) for make in requests]
+                streams = [asyncio.create_task(_answer(client, each)) for each in requests(str(num_done))]
                 while num_done < num_kills and not all(stream.done() for stream in streams):
                     await asyncio.sleep(rng.uniform(0.0, 0.4))
                     if client.status().is_ready and client.status().num_requests:
