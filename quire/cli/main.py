@@ -44,6 +44,7 @@ COMMANDS = {
     "bench throughput": Command("quire.cli.bench.throughput", "many requests at once: tokens per second"),
     "bench latency": Command("quire.cli.bench.latency", "a few requests: time to first token and per token"),
     "bench control-plane": Command("quire.cli.bench.control_plane", "scheduling alone: milliseconds a step, no model"),
+    "bench kernels": Command("quire.cli.bench.kernels", "the projections of the CPU against its limits"),
     "simulate": Command("quire.cli.simulate", "run the scheduler without a model, on traces and under faults"),
 }
 """Subcommands by name; a name of two words is a subcommand of a group."""

@@ -37,4 +37,8 @@ void gated(const void *gate_up, void *out, DType dtype, Activation activation, i
 void rope(const RopeRows &rope, int64_t first, int64_t last);
 void convert(const void *from, DType from_dtype, void *to, DType to_dtype, int64_t count);
 
+int64_t probe_floats(int64_t rounds);
+int64_t probe_integers(int64_t rounds);
+void probe_read(const void *data, int64_t num_bytes);
+
 }  // namespace quire::QUIRE_ISA

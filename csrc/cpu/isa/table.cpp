@@ -28,6 +28,9 @@ const KernelTable table = {
     gated,
     rope,
     convert,
+    probe_floats,
+    probe_integers,
+    probe_read,
 };
 
 }  // namespace quire::QUIRE_ISA

@@ -53,6 +53,15 @@ class Loading:
     def finish(self, num_threads: int, /) -> None: ...
     def cancel(self) -> None: ...
 
+def probe_floats(rounds: int, /) -> float:
+    """Multiply-adds in float32: operations per second of the whole team."""
+
+def probe_integers(rounds: int, /) -> float:
+    """Products of bytes, summed: operations per second of the whole team."""
+
+def probe_read(data: int, num_bytes: int, /) -> float:
+    """Bytes per second of the whole team."""
+
 def rms_norm(
     x: int,
     residual: int,
