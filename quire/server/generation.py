@@ -240,7 +240,8 @@ class Run:
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
-            self._items.clear()
+            if not isinstance(error, ApiError) or error.status == 499:
+                self._items.clear()  # nobody will read them; before an error, what was made is still delivered
             if isinstance(error, ApiError):
                 self._generator.metrics.request_failed(error.code or "error")
         self._news.set()
