@@ -5,10 +5,11 @@ A wrong name, an unsupported model or too little memory is reported before torch
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -88,6 +89,18 @@ def assemble(prepared: PreparedModel, executor: Executor) -> Engine:
     )
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without passes of the garbage collector: importing torch makes a million objects, none of which is garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def build_engine(config: EngineConfig) -> Engine:
     """An engine that is ready to run."""
     prepared = prepare_model(config)
@@ -105,6 +118,7 @@ def select(plan: EnginePlan) -> Selection:
     return select_kernels("cpu", getattr(torch, plan.dtype))
 
 
+@_no_collection()
 def build_executor(planned: PlannedModel) -> InlineExecutor:
     """Load the weights, allocate the KV memory, and put a worker around them."""
     import torch
@@ -156,10 +170,10 @@ def _head_start(planned: PlannedModel) -> HeadStart | None:
     if cpu.IMPORT_ERROR is not None or plan.dtype not in cpu.DTYPES:
         return None
     from quire.weights.checkpoint import SafetensorsCheckpoint
-    from quire.weights.head_start import HeadStart
+    from quire.weights.head_start import HeadStart, Wanted
 
-    stacks = [parts for parts in plan.spec.projections if plan.formats.of(parts) is None]
-    return HeadStart(SafetensorsCheckpoint(planned.folder, plan.spec), stacks, plan.dtype, plan.num_threads)
+    wanted = Wanted([p for p in plan.spec.projections if plan.formats.of(p) is None], [plan.spec.embedding])
+    return HeadStart(SafetensorsCheckpoint(planned.folder, plan.spec), wanted, plan.dtype, plan.num_threads)
 
 
 def _weights(planned: PlannedModel) -> AbstractContextManager[WeightSource]:

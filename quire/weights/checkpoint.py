@@ -73,6 +73,10 @@ class SafetensorsCheckpoint:
         """See `WeightSource.packed`: a checkpoint holds nothing that is packed."""
         return None
 
+    def table(self, tensor: TensorSpec) -> Tensor | None:
+        """See `WeightSource.table`: a checkpoint holds nothing in memory."""
+        return None
+
     def fill(self, out: Tensor, tensor: TensorSpec) -> None:
         """See `WeightSource.fill`; reads only the rows that `tensor` names."""
         name = self._name(tensor)
