@@ -43,10 +43,13 @@ def run(args: argparse.Namespace) -> int:
     try:
         from quire.engine.builder import prepare_model
         from quire.server.lifecycle import Settings, run_server
+        from quire.server.logs import use_json_logs
     except ModuleNotFoundError as error:
         if str(error.name).startswith("quire"):
             raise
         raise ConfigError(f"quire serve needs the package {error.name}, which is not installed: pip install quire") from error
+    if api_config.json_logs:
+        use_json_logs()
     prepared = prepare_model(config)
     settings = Settings(serve_config, api_config, os.environ.get(API_KEYS_VARIABLE))
     return run_server(prepared, settings, lambda text: print(f"quire: {text}", file=sys.stderr, flush=True))

@@ -129,6 +129,8 @@ class Run:
                 params=job.params,
                 prompt=job.prompt,
                 priority=job.priority,
+                tenant=self._call.tenant.name,
+                weight=self._call.tenant.weight,
                 cache_salt=self._call.tenant.cache_salt(job.cache_salt),
             )
         )
