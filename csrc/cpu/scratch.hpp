@@ -15,8 +15,7 @@ enum ScratchSlot : int {
     GEMM_BLOCK = 2,
     ATTENTION = 3,
     PARTIAL_STATES = 4,
-    LOGITS = 5,
-    NUM_SLOTS = 6
+    NUM_SLOTS = 5
 };
 
 }  // namespace quire

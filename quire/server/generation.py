@@ -129,8 +129,6 @@ class Run:
                 params=job.params,
                 prompt=job.prompt,
                 priority=job.priority,
-                tenant=self._call.tenant.name,
-                weight=self._call.tenant.weight,
                 cache_salt=self._call.tenant.cache_salt(job.cache_salt),
             )
         )
@@ -242,8 +240,7 @@ class Run:
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
-            if not isinstance(error, ApiError) or error.status == 499:
-                self._items.clear()  # nobody will read them; before an error, what was made is still delivered
+            self._items.clear()
             if isinstance(error, ApiError):
                 self._generator.metrics.request_failed(error.code or "error")
         self._news.set()
