@@ -7,7 +7,7 @@ NATIVE := $(wildcard csrc/cpu/*.cpp csrc/cpu/*.hpp csrc/cpu/isa/*.cpp csrc/cpu/i
 # Tests run one process per core, so each uses one thread, and idle threads sleep instead of spinning.
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test check format clean sim
+.PHONY: demo test check asan format clean sim
 
 demo: $(VENV)/.runtime  ## Generate stories with the model that ships in the package
 	$(BIN)/quire generate quire-storyteller --chat --max-tokens 160 \
@@ -22,6 +22,9 @@ check: $(VENV)/.dev  ## Lint, formatting, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy quire benchmarks examples tools tests
+
+asan: $(VENV)/.dev  ## The native kernels' tests under the address and undefined-behaviour sanitizers
+	OMP_NUM_THREADS=2 sh tools/sanitize.sh $(BIN)/python
 
 format: $(VENV)/.dev  ## Rewrite what `make check` would complain about
 	$(BIN)/ruff check --fix .

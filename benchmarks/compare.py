@@ -2,7 +2,7 @@
 
 Each engine has a process of its own, which loads the model, warms up and then waits; the engines take turns, workload by
 workload, for several rounds, so that a disturbance of the machine meets all of them, and medians are compared. The limits
-of the machine are measured in every round. Writes the record (docs/benchmarks/README.md) after each round; prints tables.
+of the machine are measured in every round. Writes the record (docs/benchmarks/README.md) as it grows; prints tables.
 
     python -m benchmarks.compare                                     SmolLM2-135M's configuration, random weights, workload W1
     python -m benchmarks.compare --model ./folder --workloads W1,W3 --variants quire:bfloat16,transformers:float32:batch=32
@@ -115,9 +115,9 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for number in range(args.rounds):
             for name in args.workloads:
                 _round(args, record, processes, (name, number))
-            record["summary"] = summarize(record)
-            if args.json is not None:
-                args.json.write_text(json.dumps(record, indent=1) + "\n")
+                record["summary"] = summarize(record)
+                if args.json is not None:
+                    args.json.write_text(json.dumps(record, indent=1) + "\n")
     finally:
         for process in processes:
             process.close()
@@ -153,7 +153,7 @@ def _peaks(num_threads: int) -> dict[str, Any]:
     return peaks
 
 
-_HOLD_S = 60.0
+_HOLD_S = 120.0
 """After so long, a lock is given to others before the next run."""
 
 

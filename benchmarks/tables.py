@@ -1,8 +1,14 @@
-"""What a comparison's record says: medians, ratios, shares of the machine's limits, and tables of them in Markdown."""
+"""What a comparison's record says: medians, ratios, shares of the machine's limits, and tables of them in Markdown.
+
+`python -m benchmarks.tables RECORD...` prints the tables of records again.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -88,9 +94,28 @@ def render(record: Mapping[str, Any]) -> str:
         f"({versions['commit']}), torch {versions['torch']}; {record['started_at']}. Limits measured: {products} GFLOP/s, "
         f"{peaks['bandwidth'] / 1e9:.1f} GB/s.",
     ]
+    lines += ["", *overview(record)]
     for name in record["summary"]:
         lines += ["", *render_workload(record, name)]
     return "\n".join(lines)
+
+
+def overview(record: Mapping[str, Any]) -> list[str]:
+    """One row an engine, one column a workload: what a reader asks first, with the share of the machine's limit."""
+    summary = record["summary"]
+    lines = [f"| variant | {' | '.join(summary)} |", "|---" * (len(summary) + 1) + "|"]
+    for variant in record["variants"]:
+        cells = [_overview_cell(rows[variant]) if variant in rows else "-" for rows in summary.values()]
+        lines.append(f"| {variant} | {' | '.join(cells)} |")
+    return lines
+
+
+def _overview_cell(row: Mapping[str, Any]) -> str:
+    if "token_s" in row:
+        return f"{1e3 * row['token_s']:.1f} ms/token, {row['token_bandwidth_share']:.0%} of bandwidth"
+    if "ttft_s" in row:
+        return f"{row['ttft_s']:.2f} s, {row['compute_share']:.0%} of compute"
+    return f"{row['output_tokens_per_s']:,.1f} tok/s, {row['compute_share']:.0%} of compute"
 
 
 def render_workload(record: Mapping[str, Any], name: str) -> list[str]:
@@ -132,3 +157,7 @@ def _measures(row: Mapping[str, Any], *, is_latency: bool) -> list[str]:
     if is_latency:
         return [f"{1e3 * row['token_s']:.1f}", f"{row['ttft_s']:.2f}", f"{row['token_bandwidth_share']:.0%}"]
     return [f"{row['wall_s']:.2f}", f"{row['compute_share']:.0%}", f"{row['roofline_share']:.0%}"]
+
+
+if __name__ == "__main__":
+    print("\n\n".join(render(json.loads(Path(path).read_text())) for path in sys.argv[1:]))

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from tqdm import tqdm
-
 from quire.config.engine import EngineConfig
 from quire.core.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.engine.builder import build_engine
@@ -158,6 +156,8 @@ class LLM:
                 self.engine.add_request(request_id, prompt, each, priority=priority[place] if priority else 0)
                 self._num_requests += 1
                 ids.append(request_id)
+            from tqdm import tqdm  # here, for it takes a twentieth of a second that a start need not wait for
+
             with tqdm(total=len(ids), desc="Generating", unit="request", disable=not use_tqdm) as bar:
                 for request_id, output in self._finish_all(len(ids)):
                     finished[request_id] = output

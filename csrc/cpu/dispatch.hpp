@@ -18,7 +18,7 @@ enum class Activation : int { silu = 0, gelu = 1, gelu_tanh = 2 };
 
 constexpr int GROUP_PANELS = 4;                    // panels that one call computes, at most
 constexpr int GROUP_WIDTH = GROUP_PANELS * PANEL;  // and outputs
-constexpr int CHUNK = 256;  // inputs that many rows go through before moving on: 64 KiB of float32 weights, in L2
+constexpr int CHUNK = 512;  // inputs that many rows go through before moving on: 128 KiB of float32 weights, in L2
 
 // Rows of x as the GEMM wants them: float32, or integers in whatever form the instruction set multiplies (quantize_rows),
 // each group padded with zeros as in the weight.
@@ -121,11 +121,16 @@ struct KernelTable {
     void (*layer_norm)(const struct NormRows &norm, int64_t first, int64_t last);
     void (*add)(const void *x, const void *y, void *out, DType dtype, int64_t first, int64_t last);  // elements
     void (*scale)(const void *x, float factor, void *out, DType dtype, int64_t first, int64_t last);
+    bool (*is_finite)(const void *x, DType dtype, int64_t first, int64_t last);
     void (*activate)(const void *x, void *out, DType dtype, Activation activation, int64_t first, int64_t last);
     void (*gated)(const void *gate_up, void *out, DType dtype, Activation activation, int64_t width, int64_t first,
                   int64_t last);
     void (*rope)(const struct RopeRows &rope, int64_t first, int64_t last);
     void (*convert)(const void *from, DType from_dtype, void *to, DType to_dtype, int64_t count);
+    // rooflines: operations done in so many rounds, and a reading of memory (probe.cpp)
+    int64_t (*probe_floats)(int64_t rounds);
+    int64_t (*probe_integers)(int64_t rounds);
+    void (*probe_read)(const void *data, int64_t num_bytes);
 };
 
 struct NormRows {

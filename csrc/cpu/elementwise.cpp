@@ -2,6 +2,7 @@
 // The arithmetic is in isa/elementwise.cpp.
 #include "elementwise.hpp"
 
+#include <atomic>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -42,6 +43,16 @@ static void layer_norm(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t 
     const KernelTable &table = kernels();
     const Stopwatch stopwatch(KernelClass::elementwise);
     over_rows(num_rows, width, [&](int64_t first, int64_t last) { table.layer_norm(norm, first, last); });
+}
+
+static bool is_finite(uintptr_t x, int dtype, int64_t count) {
+    const KernelTable &table = kernels();
+    const Stopwatch stopwatch(KernelClass::elementwise);
+    std::atomic<bool> all{true};
+    over_rows(count, 1, [&](int64_t first, int64_t last) {
+        if (!table.is_finite(reinterpret_cast<const void *>(x), static_cast<DType>(dtype), first, last)) all = false;
+    });
+    return all;
 }
 
 static void activate(uintptr_t x, uintptr_t out, int dtype, int activation, int64_t count) {
@@ -114,6 +125,7 @@ static void bind_elementwise(nb::module_ &m) {
     using release = nb::call_guard<nb::gil_scoped_release>;
     m.def("rms_norm", &rms_norm, release());
     m.def("layer_norm", &layer_norm, release());
+    m.def("is_finite", &is_finite, release());
     m.def("activate", &activate, release());
     m.def("gated", &gated, release());
     m.def("rope", &rope, release());

@@ -2,7 +2,7 @@
 //
 // Few rows (one tile) are bound by the bandwidth of the weights: each thread streams its share of the panels once, all
 // inputs in a row. Many rows are bound by arithmetic: blocks of BLOCK_ROWS rows x GROUP_PANELS panels x CHUNK inputs stay
-// in the second-level cache (x: 120 KiB, weights: 64 KiB, sums: 30 KiB).
+// in the second-level cache (x: 240 KiB, weights: 128 KiB, sums: 30 KiB).
 #include "linear.hpp"
 
 #include "bindings.hpp"

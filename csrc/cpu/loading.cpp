@@ -41,10 +41,11 @@ struct Part {
     Stored type;
 };
 
-// A packed weight [num_outputs, num_inputs] in the making.
+// A packed weight [num_outputs, num_inputs] in the making, or a table of rows that stay as they are.
 struct Target {
     char *data;
     DType dtype;
+    bool is_table;
     int64_t num_outputs, num_inputs;
     std::vector<Part> parts;
 
@@ -137,13 +138,15 @@ class Loading {
     ~Loading() { cancel(); }
 
     static int64_t num_bytes(int dtype, int64_t num_outputs, int64_t num_inputs) {
-        const Target target{nullptr, static_cast<DType>(dtype), num_outputs, num_inputs, {}};
+        const Target target{nullptr, static_cast<DType>(dtype), false, num_outputs, num_inputs, {}};
         return ceil_div(num_outputs, PANEL) * PANEL * target.row_words() * 4;
     }
 
-    void add(uintptr_t data, int dtype, int64_t num_outputs, int64_t num_inputs) {
+    void add(uintptr_t data, int dtype, bool is_table, int64_t num_outputs, int64_t num_inputs) {
         if (has_begun_ || num_outputs < 1 || num_inputs < 1) throw std::invalid_argument("nothing can be added");
-        const Target target{reinterpret_cast<char *>(data), static_cast<DType>(dtype), num_outputs, num_inputs, {}};
+        const Target target{reinterpret_cast<char *>(data), static_cast<DType>(dtype), is_table, num_outputs, num_inputs,
+                            {}};
+        if (is_table && target.padded_inputs() != num_inputs) throw std::invalid_argument("rows of whole words only");
         const int64_t panel_bytes = target.row_words() * 4 * PANEL;
         const int64_t step = max64(1, PIECE_BYTES / panel_bytes), num_panels = ceil_div(num_outputs, PANEL);
         for (int64_t panel = 0; panel < num_panels; panel += step) {
@@ -209,24 +212,31 @@ class Loading {
     void load(const Piece &piece, Buffers &buffers) {
         const Target &target = targets_[piece.target];
         const int64_t words = target.row_words();
+        uint32_t *data = reinterpret_cast<uint32_t *>(target.data);
         buffers.rows.resize(PANEL * words);
         for (int64_t panel = piece.first_panel; panel < piece.first_panel + piece.num_panels; ++panel) {
             const int64_t first = panel * PANEL, last = min64(first + PANEL, target.num_outputs);
+            uint32_t *rows = target.is_table ? data + first * words : buffers.rows.data();
             for (const Part &part : target.parts) {
                 const int64_t from = max64(first, part.first_row), to = min64(last, part.first_row + part.num_rows);
-                if (from < to) read_rows(target, part, from - part.first_row, to - from, &buffers.rows[(from - first) * words], buffers);
+                if (from < to) {
+                    read_rows(target, part, from - part.first_row, to - from, rows + (from - first) * words, buffers);
+                }
             }
+            if (target.is_table) continue;
             std::fill(buffers.rows.begin() + (last - first) * words, buffers.rows.end(), 0);
-            interleave(buffers.rows.data(), words, reinterpret_cast<uint32_t *>(target.data) + panel * words * PANEL);
+            interleave(rows, words, data + panel * words * PANEL);
         }
     }
 
-    static void read_rows(const Target &target, const Part &part, int64_t first, int64_t count, uint32_t *out, Buffers &buffers) {
-        const int64_t row_bytes = target.num_inputs * size_of(part.type);
-        const bool is_final = part.type == static_cast<Stored>(target.dtype) && target.num_inputs == target.padded_inputs();
-        if (is_final) return read_exactly(part.file, reinterpret_cast<char *>(out), count * row_bytes, part.start + first * row_bytes);
+    static void read_rows(const Target &target, const Part &part, int64_t first, int64_t count, uint32_t *out,
+                          Buffers &buffers) {
+        const int64_t row_bytes = target.num_inputs * size_of(part.type), start = part.start + first * row_bytes;
+        if (part.type == static_cast<Stored>(target.dtype) && target.num_inputs == target.padded_inputs()) {
+            return read_exactly(part.file, reinterpret_cast<char *>(out), count * row_bytes, start);
+        }
         buffers.read.resize(PANEL * row_bytes);
-        read_exactly(part.file, buffers.read.data(), count * row_bytes, part.start + first * row_bytes);
+        read_exactly(part.file, buffers.read.data(), count * row_bytes, start);
         for (int64_t row = 0; row < count; ++row) {
             convert_row(&buffers.read[row * row_bytes], part.type, target, out + row * target.row_words());
         }

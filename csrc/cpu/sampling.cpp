@@ -13,6 +13,7 @@
 #include "bindings.hpp"
 #include "dispatch.hpp"
 #include "threads.hpp"
+#include "timing.hpp"
 
 namespace quire {
 
@@ -31,7 +32,7 @@ QUIRE_DECLARE(avx512)
 #endif
 
 // The table of the instruction set that dispatch.cpp has chosen.
-static const SamplingTable &sampling_kernels() {
+const SamplingTable &sampling_kernels() {
     [[maybe_unused]] const std::string chosen = kernels().name;
 #ifdef QUIRE_WITH_avx2
     if (chosen == avx2::sampling_table.name) return avx2::sampling_table;
@@ -74,21 +75,23 @@ static Batch make_batch(uintptr_t logits, int64_t num_rows, int64_t num_tokens, 
 
 // ---- peaks ----
 
-static void peak_of(const SamplingTable &table, const float *logits, int64_t num_tokens, int64_t &id, float &value) {
-    id = 0;
-    value = -std::numeric_limits<float>::infinity();
-    for (int64_t i = 0; (i = table.next_above(logits, i, num_tokens, value)) < num_tokens; ++i) {
-        id = i;
-        value = logits[i];
-        if (std::isnan(value)) return;
+Peak raised(const SamplingTable &table, Peak peak, const float *logits, int64_t first_id, int64_t num_tokens) {
+    if (std::isnan(peak.value)) return peak;
+    for (int64_t i = 0; (i = table.next_above(logits, i, num_tokens, peak.value)) < num_tokens; ++i) {
+        peak = Peak{first_id + i, logits[i]};
+        if (std::isnan(peak.value)) break;
     }
+    return peak;
 }
 
 static void peaks(uintptr_t logits, int64_t num_rows, int64_t num_tokens, uintptr_t ids, uintptr_t values) {
+    const Stopwatch stopwatch(KernelClass::sampling);
     const SamplingTable &table = sampling_kernels();
 #pragma omp parallel for schedule(static) num_threads(team_size(num_rows < 2 ? 0 : num_rows *num_tokens))
     for (int64_t i = 0; i < num_rows; ++i) {
-        peak_of(table, at<const float>(logits) + i * num_tokens, num_tokens, at<int64_t>(ids)[i], at<float>(values)[i]);
+        const Peak peak = raised(table, NO_PEAK, at<const float>(logits) + i * num_tokens, 0, num_tokens);
+        at<int64_t>(ids)[i] = peak.token_id;
+        at<float>(values)[i] = peak.value;
     }
 }
 
@@ -125,6 +128,7 @@ struct PenalisedRow {
 static void penalise(uintptr_t logits, int64_t num_rows, int64_t num_tokens, uintptr_t row, int64_t count,
                      uintptr_t token_ids, int64_t num_ids, uintptr_t start, uintptr_t output_start, uintptr_t repetition,
                      uintptr_t frequency, uintptr_t presence) {
+    const Stopwatch stopwatch(KernelClass::sampling);
     const int64_t *rows = at<const int64_t>(row), *starts = at<const int64_t>(start);
     const int64_t *outputs = at<const int64_t>(output_start);
     for (int64_t i = 0; i < count; ++i) {
@@ -257,6 +261,7 @@ private:
 
 static void cuts(uintptr_t logits, int64_t num_rows, int64_t num_tokens, uintptr_t row, uintptr_t peak, uintptr_t scale,
                  int64_t count, uintptr_t top_k, uintptr_t top_p, uintptr_t floor, uintptr_t values, uintptr_t ids) {
+    const Stopwatch stopwatch(KernelClass::sampling);
     const Batch batch = make_batch(logits, num_rows, num_tokens, row, peak, scale, count);
     const SamplingTable &table = sampling_kernels();
     for (int64_t i = 0; i < count; ++i) {
@@ -282,6 +287,7 @@ static void cuts(uintptr_t logits, int64_t num_rows, int64_t num_tokens, uintptr
 static void draw(uintptr_t logits, int64_t num_rows, int64_t num_tokens, uintptr_t row, uintptr_t peak, uintptr_t scale,
                  int64_t count, uintptr_t cut_values, uintptr_t cut_ids, uintptr_t seeds, uintptr_t positions,
                  uintptr_t out) {
+    const Stopwatch stopwatch(KernelClass::sampling);
     const Batch batch = make_batch(logits, num_rows, num_tokens, row, peak, scale, count);
     const SamplingTable &table = sampling_kernels();
 #pragma omp parallel for schedule(dynamic) num_threads(batch.team())
@@ -322,6 +328,7 @@ static void many_best(const ScaledRow &row, int64_t count, int64_t *ids) {
 static void score(uintptr_t logits, int64_t num_rows, int64_t num_tokens, uintptr_t row, uintptr_t peak, uintptr_t scale,
                   int64_t count, uintptr_t cut_values, uintptr_t cut_ids, uintptr_t token_ids, int64_t num_top,
                   uintptr_t totals, uintptr_t ranks, uintptr_t top_ids) {
+    const Stopwatch stopwatch(KernelClass::sampling);
     const Batch batch = make_batch(logits, num_rows, num_tokens, row, peak, scale, count);
     const SamplingTable &table = sampling_kernels();
     for (int64_t i = 0; i < count; ++i) {

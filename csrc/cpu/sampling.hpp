@@ -48,4 +48,16 @@ struct SamplingTable {
     void (*noise)(int64_t num_tokens, const DrawKey &key, float *out);  // for tests
 };
 
+const SamplingTable &sampling_kernels();  // of the instruction set in use
+
+// The best token of those seen so far: the lowest id of the largest logit, or a NaN, which nothing surpasses.
+struct Peak {
+    int64_t token_id;
+    float value;
+};
+constexpr Peak NO_PEAK{0, -__builtin_inff()};
+
+// The peak once tokens first_id, first_id + 1, ... with these logits have been seen, too.
+Peak raised(const SamplingTable &table, Peak peak, const float *logits, int64_t first_id, int64_t num_tokens);
+
 }  // namespace quire

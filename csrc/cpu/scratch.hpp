@@ -15,7 +15,8 @@ enum ScratchSlot : int {
     GEMM_BLOCK = 2,
     ATTENTION = 3,
     PARTIAL_STATES = 4,
-    NUM_SLOTS = 5
+    LOGITS = 5,
+    NUM_SLOTS = 6
 };
 
 }  // namespace quire

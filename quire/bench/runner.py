@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.bench import record as records
 from quire.bench.measure import measure, medians, results
-from quire.bench.profiling import StepProfile
+from quire.bench.profiling import OUTER_PHASES, StepProfile
 from quire.bench.roofline import Peaks, attained, measure_peaks
 from quire.bench.workload import Workload, random_workload, totals
 from quire.engine.builder import PreparedModel, assemble, build_executor, select
@@ -119,7 +119,8 @@ def render(record: dict[str, Any]) -> list[str]:
     if record["profile_s"] is not None:
         whole = sum(record["profile_s"].values())
         shares = ", ".join(f"{phase} {seconds / whole:.1%}" for phase, seconds in record["profile_s"].items())
-        lines.append(f"step time    {shares}")
+        host = sum(record["profile_s"][phase] for phase in OUTER_PHASES) / whole
+        lines.append(f"step time    {shares}; outside of kernels {host:.1%}")
     return lines
 
 

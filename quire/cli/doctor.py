@@ -14,11 +14,14 @@ import tempfile
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from quire import __version__
 from quire.common.numbers import format_bytes
 from quire.errors import QuireError
+
+if TYPE_CHECKING:
+    from quire.engine.machine import Machine
 
 Status = Literal["ok", "warning", "failure"]
 
@@ -106,13 +109,19 @@ def _check_machine() -> Iterator[Finding]:
     is_plain = platform.machine() == "x86_64" and "avx2" not in flags
     hint = "; without AVX2 the kernels are slow" if is_plain else ""
     yield Finding("instructions", "warning" if is_plain else "ok", (", ".join(flags) or "none of note") + hint)
-    num_cpus = os.cpu_count() or 1
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else num_cpus
-    yield Finding("cores", "ok", f"{machine.num_cores} physical to use ({allowed} of {num_cpus} CPUs allowed)")
+    yield Finding("cores", "ok", f"{machine.num_cores} to use ({machine.cores_reason}, of {os.cpu_count() or 1})")
+    yield _nodes(machine)
     memory = f"{format_bytes(machine.available_memory)} free of {format_bytes(machine.total_memory)}"
     is_short = machine.available_memory < 1 << 30
     hint = "; less than 1 GiB holds small models only" if is_short else ""
     yield Finding("memory", "warning" if is_short else "ok", memory + hint)
+
+
+def _nodes(machine: Machine) -> Finding:
+    if machine.num_nodes == 1:
+        return Finding("memory nodes", "ok", "one, or all cores to use on the same one")
+    advice = "bind the process to one node, or interleave its memory (docs/howto/threads.md)"
+    return Finding("memory nodes", "warning", f"the cores to use belong to {machine.num_nodes} NUMA nodes; {advice}")
 
 
 def _check_kernels() -> Iterator[Finding]:

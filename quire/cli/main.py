@@ -36,14 +36,15 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "serve": Command("quire.cli.serve", "serve a model over HTTP, as OpenAI's API"),
     "generate": Command("quire.cli.generate", "complete prompts, streaming to the terminal"),
     "chat": Command("quire.cli.chat", "talk to a model in the terminal"),
     "plan": Command("quire.cli.plan", "what memory and limits the engine would choose, and why"),
-    "quantize": Command("quire.cli.quantize", "write a model's weights as 8 or 4 bit integers"),
     "doctor": Command("quire.cli.doctor", "check this machine and this installation"),
     "bench throughput": Command("quire.cli.bench.throughput", "many requests at once: tokens per second"),
     "bench latency": Command("quire.cli.bench.latency", "a few requests: time to first token and per token"),
     "bench control-plane": Command("quire.cli.bench.control_plane", "scheduling alone: milliseconds a step, no model"),
+    "bench kernels": Command("quire.cli.bench.kernels", "the projections of the CPU against its limits"),
     "simulate": Command("quire.cli.simulate", "run the scheduler without a model, on traces and under faults"),
 }
 """Subcommands by name; a name of two words is a subcommand of a group."""
@@ -52,6 +53,7 @@ EXAMPLES = """\
 examples:
   quire generate quire-storyteller --chat -p "Tell me a story about a brave knight."
   quire chat quire-storyteller
+  quire serve quire-storyteller --port 8000
   quire plan ./my-model --max-model-len 8192
   quire doctor
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from quire.config.engine import EngineConfig
@@ -49,7 +49,13 @@ def add_engine_options(parser: argparse.ArgumentParser, *, exclude: tuple[str, .
     parser.add_argument("model", metavar="MODEL", help=_field("model").metadata["help"])
     group = parser.add_argument_group("engine options")
     chosen = [item for item in dataclasses.fields(EngineConfig) if item.name != "model" and item.name not in exclude]
-    for item in chosen:
+    add_field_options(group, chosen)
+    parser.set_defaults(engine_options=tuple(item.name for item in chosen))
+
+
+def add_field_options(group: argparse._ArgumentGroup, items: Iterable[dataclasses.Field[Any]]) -> None:
+    """One option per field of a configuration record; what is not given is absent from the namespace."""
+    for item in items:
         flag, text = f"--{item.name.replace('_', '-')}", _help_of(item)
         if str(item.type) == "bool":
             group.add_argument(flag, action=_Switch, help=text)
@@ -60,7 +66,6 @@ def add_engine_options(parser: argparse.ArgumentParser, *, exclude: tuple[str, .
         group.add_argument(
             flag, type=_TYPES.get(kind, str), choices=choices, default=argparse.SUPPRESS, metavar=metavar, help=text
         )
-    parser.set_defaults(engine_options=tuple(item.name for item in chosen))
 
 
 def engine_config(args: argparse.Namespace, **overrides: Any) -> EngineConfig:

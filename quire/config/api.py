@@ -25,6 +25,7 @@ class ApiConfig:
     chat_template: str | None = _option(None, "file with the chat template to use in place of the model's own")
     metrics_prefix: str = _option("quire", "first part of all metric names", choices=METRICS_PREFIXES)
     strict_fields: bool = _option(False, "refuse request fields that are unknown or have no effect, instead of naming them")
+    json_logs: bool = _option(False, "write logs as one JSON object a line, with a line for each request")
     data_folder: str | None = _option(None, "folder of uploaded files and batches; without it both are off")
     max_body_bytes: int = _option(8 << 20, "largest request body")
     max_file_bytes: int = _option(200 << 20, "largest uploaded file")

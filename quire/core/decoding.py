@@ -11,9 +11,9 @@ _ONE_SAMPLE = Demand(1, 0)
 class SamplingDecoder:
     """Independent samples: the first closed gap of the prompt forks into `num_sequences` sequences on shared blocks."""
 
-    def __init__(self, num_sequences: int = 1) -> None:
+    def __init__(self, num_sequences: int = 1, *, is_forked: bool = False) -> None:
         self.num_sequences = num_sequences
-        self.is_plain = num_sequences == 1
+        self.is_plain = is_forked or num_sequences == 1
 
     def demand(self, sequence: Sequence) -> Demand:
         return _ONE_SAMPLE if self.is_plain else Demand(self.num_sequences, 0)

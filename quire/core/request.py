@@ -58,6 +58,15 @@ class RequestMetrics:
     num_prefill_chunks: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class ResumedSequence:
+    """A sequence that another engine has begun and that this one is to go on with."""
+
+    index: int
+    output_token_ids: tuple[int, ...]
+    """What it has generated so far, at least one token."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One user request: a prompt, how to decode it, and its place in the order of service."""
@@ -78,6 +87,8 @@ class Request:
     """The tenant's share relative to others'; above 0."""
     namespace: Namespace = ()
     reads_cache: bool = True
+    resumed: tuple[ResumedSequence, ...] = ()
+    """Its unfinished sequences, where the request was begun elsewhere; their tokens go on as they would have there."""
     arrival: int = 0
     """Set by the scheduler: its place in the order of arrival."""
     sequences: list[Sequence] = field(default_factory=list)

@@ -46,7 +46,7 @@ class Admission:
         token_ids = check_token_ids(asked.prompt_token_ids, self._vocab_size)
         prompt = ParsedPrompt(asked.prompt, token_ids, asked.cache_salt)
         request = self._builder.sampling(asked.request_id, prompt, asked.params)
-        request.priority = asked.priority
+        request.priority, request.tenant, request.weight = asked.priority, asked.tenant, asked.weight
         fit(request, self._limits)
         return Admitted(asked, request)
 
@@ -73,15 +73,12 @@ def _fingerprint(prepared: PreparedModel) -> str:
     Limits, threads and block size are left out, since no answer depends on them.
     """
     plan, folder = prepared.planned.plan, prepared.planned.folder
-    gguf = prepared.planned.files.gguf
-    paths = folder.glob("*.safetensors") if gguf is None else [gguf.file.path]
-    weights = sorted((path.name, path.stat().st_size) for path in paths)
+    weights = sorted((path.name, path.stat().st_size) for path in folder.glob("*.safetensors"))
     decisive = [
         __version__,
         dict(prepared.planned.model_config),
         plan.dtype,
         plan.config.kernels,
-        plan.config.quantization,
         plan.config.load_format,
         plan.config.seed if plan.config.load_format == "dummy" else None,
         weights,

@@ -5,25 +5,23 @@ A wrong name, an unsupported model or too little memory is reported before torch
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.config.engine import EngineConfig
 from quire.engine.machine import Machine
-from quire.engine.model_files import ModelFiles, find_model
 from quire.engine.planning import EnginePlan, resolve
+from quire.errors import ConfigError
 from quire.models.registry import declare
-from quire.quant.formats import WeightFormats, formats_at_load
-from quire.quant.gguf_formats import GgufStorage
-from quire.quant.storage import CheckpointStorage
-from quire.text.gguf import convert_tokenizer
+from quire.quant.formats import formats_at_load
 from quire.text.tokenizer import Tokenizer
-from quire.weights.folder import read_generation_config, resolve_model
+from quire.weights.folder import read_generation_config, read_model_config, resolve_model
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
@@ -43,21 +41,10 @@ class PlannedModel(NamedTuple):
     """A model that was found and understood, and the plan for it; nothing is allocated yet."""
 
     plan: EnginePlan
-    files: ModelFiles
-    storage: CheckpointStorage | GgufStorage | None
-    """How weights are stored that are not plain floating point; None where they all are."""
+    folder: Path
+    model_config: Mapping[str, object]
     head_start: HeadStart | None = None
     """Weights that are on their way already."""
-
-    @property
-    def folder(self) -> Path:
-        """Where the model's files lie."""
-        return self.files.folder
-
-    @property
-    def model_config(self) -> Mapping[str, object]:
-        """What its `config.json` says, or would say."""
-        return self.files.config
 
 
 class PreparedModel(NamedTuple):
@@ -71,23 +58,19 @@ class PreparedModel(NamedTuple):
 
 def plan_engine(config: EngineConfig, machine: Machine | None = None) -> PlannedModel:
     """Find the model, read its config, and decide. Imports no torch."""
-    files = find_model(config)
-    spec = declare({key: value for key, value in files.config.items() if key != "quantization_config"})
-    storage = files.storage(spec, config)
-    if storage is not None:
-        formats = storage.formats
-    else:
-        formats = WeightFormats() if config.quantization is None else formats_at_load(spec, config.quantization)
+    folder, model_config = _find(config)
+    spec = declare(model_config)
+    formats = None if config.quantization is None else formats_at_load(spec, config.quantization)
     plan = resolve(config, spec, machine or Machine.inspect(), formats)
-    return PlannedModel(plan, files, storage)
+    return PlannedModel(plan, folder, model_config)
 
 
 def prepare_model(config: EngineConfig) -> PreparedModel:
     """Everything that is needed to judge requests, before anything heavy is imported or allocated."""
     planned = plan_engine(config)
     planned = planned._replace(head_start=_head_start(planned))
-    tokenizer = _tokenizer(config, planned.files)
-    generation_config = {} if planned.files.gguf is not None else read_generation_config(planned.folder)
+    tokenizer = _tokenizer(config, planned.folder)
+    generation_config = read_generation_config(planned.folder)
     vocab_size = planned.plan.spec.vocab_size
     eos_token_ids = _eos_token_ids(generation_config, planned.model_config, tokenizer, vocab_size=vocab_size)
     return PreparedModel(planned, tokenizer, generation_config, eos_token_ids)
@@ -104,6 +87,18 @@ def assemble(prepared: PreparedModel, executor: Executor) -> Engine:
         generation_config=prepared.generation_config,
         eos_token_ids=prepared.eos_token_ids,
     )
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without passes of the garbage collector: importing torch makes a million objects, none of which is garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def build_engine(config: EngineConfig) -> Engine:
@@ -123,6 +118,7 @@ def select(plan: EnginePlan) -> Selection:
     return select_kernels("cpu", getattr(torch, plan.dtype))
 
 
+@_no_collection()
 def build_executor(planned: PlannedModel) -> InlineExecutor:
     """Load the weights, allocate the KV memory, and put a worker around them."""
     import torch
@@ -150,27 +146,18 @@ def _load_model(planned: PlannedModel, kernels: Kernels) -> DecoderModel:
     import torch
 
     from quire.nn.builder import build_decoder
-    from quire.quant.decoding import decoder
-    from quire.quant.gguf import GgufWeights
-    from quire.quant.linears import CheckpointLinears, FloatLinears, QuantizingLinears
-    from quire.weights.checkpoint import SafetensorsCheckpoint
+    from quire.quant.linears import FloatLinears, LinearLoader, QuantizingLinears
 
     plan = planned.plan
 
-    def quantizing(floats: FloatLinears) -> QuantizingLinears:
+    def quantize(floats: FloatLinears) -> LinearLoader:
         return QuantizingLinears(floats, plan.formats, getattr(torch, plan.spec.dtype))
 
-    build = partial(build_decoder, plan.spec, kernels=kernels, dtype=plan.dtype, max_model_len=plan.limits.max_model_len)
-    storage = planned.storage
-    if storage is None:
-        with _weights(planned) as plain:
-            return build(plain, quantize=quantizing)
-    if isinstance(storage, GgufStorage):
-        with GgufWeights(storage) as weights:
-            return build(weights, quantize=lambda floats: CheckpointLinears(quantizing(floats), weights))
-    with SafetensorsCheckpoint(planned.folder, plan.spec, storage.layout) as checkpoint:
-        decode = decoder(storage, checkpoint)
-        return build(checkpoint, quantize=lambda floats: CheckpointLinears(quantizing(floats), decode))
+    build = partial(
+        build_decoder, plan.spec, kernels=kernels, dtype=plan.dtype, max_model_len=plan.limits.max_model_len, quantize=quantize
+    )
+    with _weights(planned) as weights:
+        return build(weights)
 
 
 def _head_start(planned: PlannedModel) -> HeadStart | None:
@@ -178,15 +165,15 @@ def _head_start(planned: PlannedModel) -> HeadStart | None:
     from quire.kernels import cpu
 
     plan = planned.plan
-    if plan.config.load_format == "dummy" or plan.config.kernels == "reference" or planned.storage is not None:
+    if plan.config.load_format == "dummy" or plan.config.kernels == "reference":
         return None
     if cpu.IMPORT_ERROR is not None or plan.dtype not in cpu.DTYPES:
         return None
     from quire.weights.checkpoint import SafetensorsCheckpoint
-    from quire.weights.head_start import HeadStart
+    from quire.weights.head_start import HeadStart, Wanted
 
-    stacks = [parts for parts in plan.spec.projections if plan.formats.of(parts) is None]
-    return HeadStart(SafetensorsCheckpoint(planned.folder, plan.spec), stacks, plan.dtype, plan.num_threads)
+    wanted = Wanted([p for p in plan.spec.projections if plan.formats.of(p) is None], [plan.spec.embedding])
+    return HeadStart(SafetensorsCheckpoint(planned.folder, plan.spec), wanted, plan.dtype, plan.num_threads)
 
 
 def _weights(planned: PlannedModel) -> AbstractContextManager[WeightSource]:
@@ -214,12 +201,20 @@ def _sampling_kernels(back_end: str) -> SamplingKernels:
     return kernels
 
 
-def _tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer | None:
+def _find(config: EngineConfig) -> tuple[Path, Mapping[str, object]]:
+    path = Path(config.model)
+    if path.suffix == ".json" and path.is_file():
+        if config.load_format != "dummy":
+            raise ConfigError(f"model={config.model!r} is a config alone; it can only run with load_format='dummy'")
+        return path.parent, read_model_config(path)
+    folder = resolve_model(config.model)
+    return folder, read_model_config(folder)
+
+
+def _tokenizer(config: EngineConfig, folder: Path) -> Tokenizer | None:
     if config.skip_tokenizer_init:
         return None
-    source = resolve_model(config.tokenizer) if config.tokenizer is not None else files.folder
-    if files.gguf is not None and config.tokenizer is None and not (source / "tokenizer.json").is_file():
-        return Tokenizer(*convert_tokenizer(files.gguf.file.metadata))
+    source = resolve_model(config.tokenizer) if config.tokenizer is not None else folder
     if config.load_format == "dummy" and config.tokenizer is None and not (source / "tokenizer.json").is_file():
         logger.warning("no tokenizer.json beside the config: prompts must be token ids")
         return None

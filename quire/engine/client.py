@@ -36,7 +36,11 @@ class GenerationRequest:
     prompt: str | None = None
     """Only handed back, in `RequestOutput.prompt`."""
     priority: int = 0
-    """The smaller goes first; only under the priority policy."""
+    """The smaller goes first; only under the policies `priority` and `fair`."""
+    tenant: str = ""
+    """On whose account it is served, under the policy `fair`."""
+    weight: float = 1.0
+    """The tenant's share relative to others'; above 0."""
     cache_salt: str | None = None
     """Requests share cached prefixes only with those of the same salt; derive it from the authenticated principal."""
 

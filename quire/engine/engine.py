@@ -1,31 +1,27 @@
-"""The engine: requests in, outputs out, one step at a time. The only code that holds both planes.
+"""The engine: requests in, outputs out, one step at a time.
 
-    plan = scheduler.schedule(now)          # control plane: which tokens of which sequences, in which blocks
-    result = executor.execute(plan)         # data plane: one forward pass and the sampling
-    outputs = process(scheduler.update(plan, result, now))
-
-Owns the clock and the life of per-request logits processors. Synchronous and single-threaded: `LLM` drives it
-directly, `AsyncLLM` from a thread of its own.
+Adds to the loop (`quire.engine.step_loop`) what a program wants to see: prompts and parameters on the way in, texts and
+log-probabilities by token on the way out. Owns the life of per-request logits processors. Synchronous and single-threaded:
+`LLM` drives it directly, `AsyncLLM` from a thread of its own.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.common.failures import log_failure
 from quire.core.params import BeamSearchParams, SamplingParams
-from quire.core.plan import StepPlan, StepResult, WorkResult
-from quire.core.scheduler.scheduler import Progress, Scheduler
+from quire.core.scheduler.scheduler import Progress
 from quire.engine.beam_output import BeamState, beam_output
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.outputs import BeamSearchOutput, RequestOutput
 from quire.engine.planning import EnginePlan
 from quire.engine.prompts import ParsedPrompt, Prompt, parse_prompt
 from quire.engine.requests import RequestBuilder
+from quire.engine.step_loop import StepLoop
 from quire.errors import EngineError, InvalidParameterError
 from quire.executor.interface import Executor
 from quire.text.tokenizer import Tokenizer
@@ -33,7 +29,7 @@ from quire.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 
-class Engine:
+class Engine(StepLoop):
     """One model, served. Build it with `quire.engine.builder.build_engine`."""
 
     def __init__(
@@ -46,15 +42,13 @@ class Engine:
         eos_token_ids: frozenset[int] = frozenset(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(plan.limits, executor, clock)
         self.plan = plan
-        self.executor = executor
         self.tokenizer = tokenizer
         self.generation_config = dict(generation_config or {})
-        self.scheduler = self._new_scheduler()
         self._outputs = OutputProcessor(tokenizer, self.scheduler)
         self._beams: dict[str, BeamState] = {}
         self._processors: dict[str, list[str]] = {}
-        self._clock = clock
         self.request_builder = RequestBuilder(plan, tokenizer, eos_token_ids, clock)
         self._is_closed = False
 
@@ -91,11 +85,6 @@ class Engine:
         self._forget_processors(request_id)
         return self._outputs.forget(request_id)
 
-    @property
-    def has_work(self) -> bool:
-        """Whether any request is unfinished."""
-        return self.scheduler.has_work
-
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput | BeamSearchOutput]:
@@ -104,7 +93,7 @@ class Engine:
         Never raises for a bug or a broken executor: whoever was affected gets an output with an error.
         """
         try:
-            return self._deliver(self._advance())
+            return self._deliver(self.advance())
         except Exception as error:
             log_failure(logger, "the engine failed outside of the executor and starts over", error)
             return self._start_over(f"the engine failed on this step: {type(error).__name__}")
@@ -112,39 +101,15 @@ class Engine:
             self._start_over("interrupted")
             raise
 
-    def _advance(self) -> list[Progress]:
-        plan = self.scheduler.schedule(self._clock())
-        try:
-            result = self.executor.execute(plan)
-        except Exception as error:
-            log_failure(logger, f"the executor failed on step {plan.step_id}", error)
-            return self._abandon(plan, f"the engine failed on this step: {type(error).__name__}")
-        return self.scheduler.update(plan, result, self._clock())
-
-    def _abandon(self, plan: StepPlan, message: str) -> list[Progress]:
-        """End the requests of a step that was lost; nobody knows what the worker still holds, so all others start anew."""
-        lost = StepResult(plan.step_id, tuple(WorkResult(error=message) for _ in plan.work))
-        progress = self.scheduler.update(plan, lost, self._clock())
-        self.scheduler.preempt_all()
-        return progress
-
     def _start_over(self, message: str) -> list[RequestOutput | BeamSearchOutput]:
-        """End every request and begin with an empty control plane: this one may be half-way through a change.
-
-        The worker need not be told: a row begins anew with its next owner, and nothing in the new pool counts as cached.
-        """
-        self.scheduler.give_up(message)
-        stats, self.scheduler = self.scheduler.stats, self._new_scheduler()
-        self.scheduler.stats = stats
+        """`start_over`, and the last output of everyone."""
+        self.start_over(message)
         outputs: list[RequestOutput | BeamSearchOutput] = list(self._outputs.start_over(self.scheduler))
         outputs += [beam_output(state, self.tokenizer) for state in self._beams.values()]
         self._beams.clear()
         for request_id in list(self._processors):
             self._forget_processors(request_id)
         return outputs
-
-    def _new_scheduler(self) -> Scheduler:
-        return Scheduler(self.plan.limits, digest_key=os.urandom(16))
 
     def _deliver(self, progress: list[Progress]) -> list[RequestOutput | BeamSearchOutput]:
         outputs: list[RequestOutput | BeamSearchOutput] = list(self._outputs.process(progress))

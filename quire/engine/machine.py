@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _UNLIMITED = 1 << 60
+_MAX_CPUS = 1 << 16
 _GUESSED_MEMORY = 4 << 30
 """Where no file and no system call tells."""
 
@@ -28,6 +29,10 @@ class Machine:
     num_cores: int
     """Physical cores in this process's affinity mask and control group."""
     cpu_name: str
+    cores_reason: str = "physical cores that this process may use"
+    """How `num_cores` came about."""
+    num_nodes: int = 1
+    """NUMA nodes that those cores belong to."""
 
     @classmethod
     def inspect(cls, root: Path = Path("/")) -> Machine:
@@ -36,7 +41,9 @@ class Machine:
         for limit, used in _group_memory(root):
             total = min(total, limit)
             available = min(available, max(0, limit - used))
-        return cls(total, available, _num_cores(root), _cpu_name(root))
+        cpus = _allowed_cpus(root)
+        num_cores, reason = _cores(root, cpus)
+        return cls(total, available, num_cores, _cpu_name(root), reason, _num_nodes(root, cpus))
 
 
 def _memory(root: Path) -> tuple[int, int]:
@@ -89,13 +96,44 @@ def _group_folders(root: Path, controller: str) -> list[Path]:
     return found
 
 
-def _num_cores(root: Path) -> int:
-    """Distinct physical cores among the CPUs that this process may run on, bounded by the control group's quota."""
-    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+def _allowed_cpus(root: Path) -> set[int]:
+    """Logical CPUs that this process may run on; the kernel has taken its control groups' cpusets into account."""
+    for line in _lines(root / "proc/self/status"):
+        name, _, cpus = line.partition(":")
+        if name == "Cpus_allowed_list" and (allowed := _cpu_list(cpus)):
+            return allowed
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def _cores(root: Path, cpus: set[int]) -> tuple[int, str]:
+    """Distinct physical cores among `cpus`, bounded by the control group's quota; and how that came about."""
     cores = {_core_of(root, cpu) for cpu in cpus}
     quotas = [_quota(folder) for folder in _group_folders(root, "")]
     quotas += [_quota_v1(folder) for folder in _group_folders(root, "cpu")]
-    return max(1, min(len(cores), int(min(quotas, default=float(_UNLIMITED)))))
+    quota = min(quotas, default=float(_UNLIMITED))
+    reason = f"physical cores among the {len(cpus)} CPUs that this process may use"
+    if int(quota) < len(cores):
+        return max(1, int(quota)), f"the control group's quota is {quota:g} CPUs' time, of {len(cores)} {reason}"
+    return max(1, len(cores)), reason
+
+
+def _num_nodes(root: Path, cpus: set[int]) -> int:
+    """NUMA nodes that hold any of `cpus`."""
+    nodes = root / "sys/devices/system/node"
+    held = [_cpu_list("".join(_lines(path))) & cpus for path in nodes.glob("node[0-9]*/cpulist")]
+    return max(1, sum(bool(each) for each in held))
+
+
+def _cpu_list(text: str) -> set[int]:
+    """A kernel's list such as "0-3,8"; empty where it is none."""
+    cpus: set[int] = set()
+    for part in text.strip().split(","):
+        first, dash, last = part.partition("-")
+        last = last if dash else first
+        if not first.isdigit() or not last.isdigit() or int(last) >= _MAX_CPUS:
+            return set()
+        cpus.update(range(int(first), int(last) + 1))
+    return cpus
 
 
 def _core_of(root: Path, cpu: int) -> str:

@@ -8,18 +8,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from quire.common.failures import log_failure
 from quire.core.params import RequestOutputKind, SamplingParams
 from quire.core.plan import TokenLogprobs
 from quire.core.request import FinishReason, Request, SequenceStatus
 from quire.core.request import Sequence as TokenSequence
-from quire.core.scheduler.scheduler import Progress, Scheduler
+from quire.core.scheduler.scheduler import Progress
 from quire.engine.outputs import CompletionOutput, Logprob, LogprobsByToken, RequestOutput
 from quire.engine.text_stream import TextStream
 from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+class Ends(Protocol):
+    """Where sequences are ended: the scheduler, or whoever stands for one in another process."""
+
+    def finish(self, sequence: TokenSequence, reason: FinishReason, stop_reason: int | str | None = None) -> None: ...
+
+    def fail(self, request_id: str, message: str) -> object: ...
 
 
 class _SequenceState:
@@ -49,7 +58,7 @@ class RequestState:
 class OutputProcessor:
     """Text and outputs of all unfinished sampling requests of one engine."""
 
-    def __init__(self, tokenizer: Tokenizer | None, scheduler: Scheduler) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, scheduler: Ends) -> None:
         self._tokenizer = tokenizer
         self._scheduler = scheduler
         self._states: dict[str, RequestState] = {}
@@ -88,7 +97,7 @@ class OutputProcessor:
         state = self._states.pop(request_id, None)
         return None if state is None else self._last_output(state)
 
-    def start_over(self, scheduler: Scheduler) -> list[RequestOutput]:
+    def start_over(self, scheduler: Ends) -> list[RequestOutput]:
         """Follow another scheduler, which knows no request; returns the last outputs of those followed so far."""
         self._scheduler = scheduler
         outputs = [self._last_output(state) for state in self._states.values()]

@@ -77,9 +77,7 @@ class _Resolver:
         default_num_seqs = min(DEFAULT_MAX_NUM_SEQS, config.max_num_batched_tokens or DEFAULT_MAX_NUM_SEQS)
         max_num_seqs = self._given("max_num_seqs", config.max_num_seqs, default_num_seqs, "default")
         num_batched = self._num_batched_tokens(max_num_seqs)
-        num_threads = self._given(
-            "num_threads", config.num_threads, self.machine.num_cores, "physical cores that this process may use"
-        )
+        num_threads = self._given("num_threads", config.num_threads, self.machine.num_cores, self.machine.cores_reason)
         if self.formats.has_integers:
             self._note("quantization", config.quantization or "as the checkpoint", self.formats.summary)
         weight_bytes = self.formats.weight_bytes(spec, dtype)

@@ -45,7 +45,7 @@ class QuantizedWeight:
     """
 
     values: Tensor
-    """int8 [N, K]: -128 ... 127, or -8 ... 7 where bits is 4."""
+    """int8 [N, K]: -127 ... 127, or -8 ... 7 where bits is 4."""
     scales: Tensor
     """float32 [N, K / group_size]"""
     offsets: Tensor | None
@@ -180,6 +180,12 @@ class Kernels(Protocol):
         """
         ...
 
+    def linear_peaks(self, x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor]:
+        """`SamplingKernels.peaks` of `linear(x, weight, out_dtype="float32")`: each row's largest output, the lowest of
+        equals: ids int64 [T], values float32 [T]. A back end need not store the products for it.
+        """
+        ...
+
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """Gather rows: ids int64 [T], table [V, H] -> [T, H]."""
         ...
@@ -196,6 +202,10 @@ class Kernels(Protocol):
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """Ordinary layer norm over the last dimension."""
+        ...
+
+    def is_finite(self, x: Tensor) -> bool:
+        """Whether no element of x, of any shape, is NaN or infinite."""
         ...
 
     def activate(self, x: Tensor, activation: Activation) -> Tensor:

@@ -68,7 +68,7 @@ class _Builder:
         self._num_bytes = 0
 
     def decoder(self, spec: DecoderSpec) -> DecoderModel:
-        embedding = self._tensor(spec.embedding)
+        embedding = self._table(spec.embedding)
         positions = spec.position_embedding
         blocks = tuple(self._block(block, layer) for layer, block in enumerate(spec.blocks))
         model = DecoderModel(
@@ -133,6 +133,13 @@ class _Builder:
 
     def _norm(self, spec: NormSpec) -> Norm:
         return Norm(spec, self._tensor(spec.weight), None if spec.bias is None else self._tensor(spec.bias))
+
+    def _table(self, spec: TensorSpec) -> Tensor:
+        table = self._weights.table(spec)
+        if table is None:
+            return self._tensor(spec)
+        self._num_bytes += table.nbytes
+        return table
 
     def _tensor(self, spec: TensorSpec) -> Tensor:
         out = torch.empty(spec.shape, dtype=self._dtype)

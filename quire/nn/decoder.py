@@ -71,6 +71,15 @@ class DecoderModel:
         cap = self.spec.final_soft_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
+    def best_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Each row's best token and its logit, ids int64 [R] and float32 [R]: `SamplingKernels.peaks` of `logits(hidden)`.
+
+        None where it takes the logits themselves: a soft cap may round two of them to one number, which then tie.
+        """
+        if self.spec.final_soft_cap is not None:
+            return None
+        return self.kernels.linear_peaks(self.final_norm(self.kernels, hidden.contiguous()), self.head)
+
     def weights(self) -> DecoderWeights:
         """As a back end that compiles takes it."""
         return DecoderWeights(

@@ -27,7 +27,7 @@ from quire.sampling.logprobs import Query, describe, num_alternatives, prompt_lo
 from quire.sampling.processors import ProcessorTable
 from quire.sampling.rows import SampledRow
 
-_NOT_FINITE = "the model's logits for this row are not finite (NaN or +inf, or all -inf); the sequence cannot go on"
+NOT_FINITE = "the model's logits for this row are not finite (NaN or +inf, or all -inf); the sequence cannot go on"
 _NO_TOKEN = "no token is left to sample: allowed_token_ids, bad_words, min_tokens and processors forbid all of them together"
 _BAD_EDIT = "the logits became NaN or +inf under this request's logit_bias, processors or penalties"
 
@@ -78,7 +78,7 @@ class Sampler:
         plain = self._surface(logits)
         for i, peak in enumerate(plain.peaks):
             if not math.isfinite(peak):
-                outcomes[i].error = _NOT_FINITE
+                outcomes[i].error = NOT_FINITE
         edited = self._edited_surface(plain, rows, outcomes)
         for surface in filter(None, (plain, edited)):
             self._choose(surface, rows, outcomes)

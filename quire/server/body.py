@@ -16,9 +16,6 @@ from starlette.types import Receive
 from quire.server.call import call_of
 from quire.server.errors import ApiError, bad_request
 
-MAX_DEPTH = 64
-"""Nesting of a JSON body. OpenAI's deepest legal schema has 10 levels."""
-
 _PATH = re.compile(r" - at `(?:key in )?\$([^`]*)`\Z")
 _T = TypeVar("_T", bound=msgspec.Struct)
 
@@ -72,8 +69,10 @@ async def read_json(request: Request, kind: type[_T], *, is_strict: bool) -> _T:
 
 
 def decode(body: bytes, kind: type[_T]) -> tuple[_T, list[str]]:
-    """Decode a JSON object. Returns the value and the names of unknown fields. Raises ApiError 400 naming the field."""
-    check_depth(body)
+    """Decode a JSON object. Returns the value and the names of unknown fields. Raises ApiError 400 naming the field.
+
+    The decoder counts its own depth, so no nesting is too deep for it to refuse.
+    """
     try:
         value = msgspec.json.decode(body, type=kind)
         names = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
@@ -93,29 +92,12 @@ def convert(data: Any, kind: type[_T]) -> _T:
         raise _invalid_field(str(error)) from None
 
 
-def check_depth(body: bytes) -> None:
-    """Refuse deep nesting before a recursive decoder meets it: brackets outside strings are counted."""
-    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
-        return
-    depth = 0
-    for match in _BRACKETS.finditer(body):
-        char = match[0]
-        if char in b"[{":
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise bad_request(f"the request body is nested more than {MAX_DEPTH} deep", code="invalid_json")
-        elif char in b"]}":
-            depth -= 1
-
-
-_BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{}]', re.DOTALL)
-"""A string, or a bracket. Possessive, so linear in the body; an open string ends the matches, and JSON too."""
-
-
 def _invalid_field(text: str) -> ApiError:
     found = _PATH.search(text)
     if found is None:
         return bad_request(f"the request body is invalid: {text}", code="invalid_type")
     param = found[1].removeprefix(".").replace("[...]", "") or None
     message = text[: found.start()].replace("`", "'")
+    if message.startswith("Invalid enum value"):  # which is quoted there, and may be anything
+        message = "it is none of the values that are allowed"
     return bad_request(f"{param or 'the request body'}: {message}", param=param, code="invalid_type")

@@ -15,6 +15,7 @@ import time
 from typing import Protocol
 
 import msgspec
+from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -79,7 +80,7 @@ class Gate:
         attach(scope, call)
         scope["app"] = self._app
         receive = exchange.receive
-        if not scope["path"].startswith(_STREAMED_PATHS):
+        if not get_route_path(scope).startswith(_STREAMED_PATHS):
             receive = await self._bounded(exchange, headers)
         await self._app(scope, receive, exchange.send)
 
@@ -110,8 +111,9 @@ class Gate:
 
     def _authenticate(self, scope: Scope, headers: Headers) -> Tenant:
         raw_path: bytes = scope.get("raw_path") or scope["path"].encode()
-        if self._root_path and raw_path.startswith(self._root_path + b"/"):
+        if self._root_path and raw_path.startswith(self._root_path + b"/"):  # a proxy that does not strip it
             raw_path = raw_path[len(self._root_path) :]
+            scope["root_path"] = self._config.root_path
         if raw_path in PUBLIC_PATHS and scope["method"] in ("GET", "HEAD"):
             return NOBODY
         if self._keys.is_open:
@@ -162,6 +164,7 @@ class _Exchange:
         self.is_body_read = False
         """Whether the body was taken from the connection to its end."""
         self._is_head_sent = False
+        self._is_anthropic = "/v1/messages" in scope["path"]
 
     async def run(self) -> None:
         try:
@@ -194,7 +197,9 @@ class _Exchange:
 
     def _own_headers(self) -> Headers:
         elapsed_ms = int(1000 * (time.monotonic() - self.started_s))
+        for_anthropic = [(b"request-id", self.request_id.encode())] if self._is_anthropic else []
         return [
+            *for_anthropic,
             (b"x-request-id", self.request_id.encode()),
             (b"openai-processing-ms", str(elapsed_ms).encode()),
             (b"x-content-type-options", b"nosniff"),
@@ -204,8 +209,7 @@ class _Exchange:
         if self._is_head_sent or error.status == 499:
             self.status = self.status or 499
             return
-        is_anthropic = self.scope["path"].startswith("/v1/messages")
-        body = error.anthropic_body(self.request_id) if is_anthropic else error.body()
+        body = error.anthropic_body(self.request_id) if self._is_anthropic else error.body()
         await self._drain(error)
         await send_json(self.send, error.status, body, error.headers)
 
@@ -259,11 +263,10 @@ def _check_size(scope: Scope, headers: Headers) -> None:
 
 
 def _declared_length(headers: Headers) -> int:
+    """What `content-length` says; more than any limit where that is no number of bytes."""
     for name, value in headers:
         if name == b"content-length":
-            if not value.isdigit() or len(value) > 18:
-                raise ApiError(400, "content-length is not a number", code="invalid_header", headers={"connection": "close"})
-            return int(value)
+            return int(value) if value.isdigit() and len(value) <= 18 else 1 << 62
     return 0
 
 

@@ -129,6 +129,8 @@ class Run:
                 params=job.params,
                 prompt=job.prompt,
                 priority=job.priority,
+                tenant=self._call.tenant.name,
+                weight=self._call.tenant.weight,
                 cache_salt=self._call.tenant.cache_salt(job.cache_salt),
             )
         )
@@ -240,7 +242,8 @@ class Run:
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
-            self._items.clear()
+            if not isinstance(error, ApiError) or error.status == 499:
+                self._items.clear()  # nobody will read them; before an error, what was made is still delivered
             if isinstance(error, ApiError):
                 self._generator.metrics.request_failed(error.code or "error")
         self._news.set()

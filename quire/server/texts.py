@@ -131,7 +131,7 @@ class Texts:
             raise _too_long(
                 f"the prompt has {num_prompt_tokens} tokens, and the context of this model holds {self.max_model_len}, of "
                 "which at least 1 is for the answer; shorten the prompt",
-                "messages" if param != "max_tokens" else "prompt",
+                None,
             )
         if wanted is None:
             return min(room, default) if default is not None else room
@@ -149,7 +149,7 @@ class Texts:
             raise _too_long(
                 f"the prompt has {num_chars} characters, and the context of this model, {self.max_model_len} tokens, cannot "
                 "hold as many",
-                "prompt",
+                None,
             )
 
     async def _run(self, num_chars: int, work: Callable[[], _T]) -> _T:
@@ -158,7 +158,7 @@ class Texts:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
 
-def _too_long(message: str, param: str) -> ApiError:
+def _too_long(message: str, param: str | None) -> ApiError:
     return bad_request(message, param=param, code="context_length_exceeded")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,8 +29,6 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _MAX_INDEX_BYTES = 64 << 20
 _FLOAT_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
-FLOAT_DTYPES = frozenset(_FLOAT_DTYPES)
-_DTYPES = _FLOAT_DTYPES | {"I8": "int8", "I32": "int32", "I64": "int64", "F8_E4M3": "float8_e4m3fn"}
 _PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 # Tables that can be computed, and causal masks, which old checkpoints carry along.
 _HARMLESS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
@@ -49,31 +47,12 @@ class StoredRows(NamedTuple):
     """As the format names it."""
 
 
-class ExpectedTensor(NamedTuple):
-    """A tensor that a checkpoint keeps in place of a weight: one of several that make up a quantized projection."""
-
-    name: str
-    shapes: tuple[tuple[int, ...], ...]
-    """The shapes that are understood."""
-    dtypes: frozenset[str] = FLOAT_DTYPES
-    """As the files call them."""
-    is_optional: bool = False
-
-
-Layout = Mapping[str, tuple[ExpectedTensor, ...]]
-"""Weight names to what is stored in their place."""
-
-
 class SafetensorsCheckpoint:
     """A `WeightSource` over a model folder. Use as a context manager; the files close with it."""
 
-    def __init__(self, folder: Path, spec: DecoderSpec, layout: Layout | None = None) -> None:
-        """Read the headers of the folder's safetensors files and check them against `spec`; raises CheckpointError.
-
-        `layout` says which weights are stored as something else, for `read`; `fill` gives the others.
-        """
+    def __init__(self, folder: Path, spec: DecoderSpec) -> None:
+        """Read the headers of the folder's safetensors files and check them against `spec`; raises CheckpointError."""
         self._folder = folder
-        self._layout = layout or {}
         self._files: dict[str, TensorFile] = {}
         self._stored = self._find_tensors()
         self._prefix = self._missing_prefix(spec)
@@ -92,6 +71,10 @@ class SafetensorsCheckpoint:
 
     def packed(self, parts: Sequence[LinearSpec]) -> PackedLinear | None:
         """See `WeightSource.packed`: a checkpoint holds nothing that is packed."""
+        return None
+
+    def table(self, tensor: TensorSpec) -> Tensor | None:
+        """See `WeightSource.table`: a checkpoint holds nothing in memory."""
         return None
 
     def fill(self, out: Tensor, tensor: TensorSpec) -> None:
@@ -114,19 +97,6 @@ class SafetensorsCheckpoint:
             return None
         row_bytes = stored.num_bytes // stored.shape[0]
         return StoredRows(file, stored.start + tensor.first_row * row_bytes, stored.dtype)
-
-    def read(self, name: str) -> Tensor | None:
-        """A whole tensor of the layout as it is stored, or None where it is absent, which only an optional one may be."""
-        name = name.removeprefix(self._prefix)
-        if name not in self._stored:
-            return None
-        file, stored = self._stored[name]
-        try:
-            values = _read_values(file, stored, stored.shape, stored.start)
-            self.check_unchanged(file)
-        except OSError as error:
-            raise CheckpointError(f"{self._folder}: tensor {name} cannot be read: {error}") from error
-        return values
 
     def check_unchanged(self, *files: TensorFile) -> None:
         """Raise CheckpointError if one of these files, or any if none is named, was written to since it was opened."""
@@ -179,13 +149,11 @@ class SafetensorsCheckpoint:
 
     def _check(self, spec: DecoderSpec) -> None:
         """Every tensor of the declaration is there with its shape and a float dtype, and no other is."""
-        expected = {tensor.name.removeprefix(self._prefix): tensor for tensor in self._expected(spec)}
-        required = [tensor for name, tensor in expected.items() if name not in self._stored and not tensor.is_optional]
-        missing = [f"{tensor.name.removeprefix(self._prefix)} {list(tensor.shapes[0])}" for tensor in required]
+        expected = {self._name(tensor): tensor.stored_shape for tensor in spec.tensors}
+        missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in self._stored]
         if missing:
             raise CheckpointError(f"{self._folder} lacks {len(missing)} tensors: {_listed(missing)}")
-        present = {name: tensor for name, tensor in expected.items() if name in self._stored}
-        wrong = [line for name, tensor in present.items() if (line := self._mismatch(name, tensor))]
+        wrong = [line for name, shape in expected.items() if (line := self._mismatch(name, shape))]
         if wrong:
             raise CheckpointError(f"{self._folder} has {len(wrong)} tensors that do not fit: {_listed(wrong)}")
         tied = {"lm_head.weight"} if spec.is_tied else set()
@@ -195,19 +163,12 @@ class SafetensorsCheckpoint:
                 f"{self._folder} has {len(extra)} tensors that {spec.architecture} does not use: {_listed(extra)}"
             )
 
-    def _expected(self, spec: DecoderSpec) -> Iterator[ExpectedTensor]:
-        for tensor in spec.tensors:
-            yield from self._layout.get(tensor.name, (ExpectedTensor(tensor.name, (tensor.stored_shape,)),))
-
-    def _mismatch(self, name: str, expected: ExpectedTensor) -> str:
+    def _mismatch(self, name: str, shape: tuple[int, ...]) -> str:
         """What is wrong with a stored tensor, or an empty string."""
         stored = self._stored[name][1]
-        if stored.shape not in expected.shapes:
-            return f"{name} is {list(stored.shape)}, config.json implies {' or '.join(str(list(x)) for x in expected.shapes)}"
-        if stored.dtype in expected.dtypes:
-            return ""
-        kind = "as floating point" if expected.dtypes == FLOAT_DTYPES else f"as {' or '.join(sorted(expected.dtypes))}"
-        return f"{name} is stored as {stored.dtype}, not {kind}"
+        if stored.shape != shape:
+            return f"{name} is {list(stored.shape)}, config.json implies {list(shape)}"
+        return "" if stored.dtype in _FLOAT_DTYPES else f"{name} is stored as {stored.dtype}, not as floating point"
 
 
 def _read_rows(file: TensorFile, stored: StoredTensor, out: Tensor, first_row: int) -> None:
@@ -245,7 +206,7 @@ def _read_values(file: TensorFile, stored: StoredTensor, shape: Sequence[int], s
 def _dtype(stored: StoredTensor) -> torch.dtype:
     import torch
 
-    return getattr(torch, _DTYPES[stored.dtype])  # type: ignore[no-any-return]
+    return getattr(torch, _FLOAT_DTYPES[stored.dtype])  # type: ignore[no-any-return]
 
 
 def _read_index(path: Path) -> dict[str, str]:

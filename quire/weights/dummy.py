@@ -34,6 +34,10 @@ class DummyWeights:
         """See `WeightSource.packed`: nothing is."""
         return None
 
+    def table(self, tensor: TensorSpec) -> Tensor | None:
+        """See `WeightSource.table`: nothing is."""
+        return None
+
     def fill(self, out: Tensor, tensor: TensorSpec) -> None:
         """See `WeightSource.fill`."""
         key = zlib.crc32(f"{tensor.name}:{tensor.first_row}".encode())

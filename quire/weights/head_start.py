@@ -1,7 +1,7 @@
 """Weights that are read and packed in the background while the interpreter is still importing torch.
 
 Importing torch takes a second and a half of one core, mostly Python; reading and packing a small model takes less of
-another. Owns the memory that the packed projections end up in: one region, each projection aligned to cache lines. Only
+another. Owns the memory that they end up in: one region, each projection and table aligned to cache lines. Only
 what the native kernels take as it is comes this way; everything else is read by the checkpoint itself, later.
 """
 
@@ -32,8 +32,16 @@ _DTYPE_CODES = {"float32": 0, "bfloat16": 1}
 Parts = tuple[LinearSpec, ...]
 
 
+class Wanted(NamedTuple):
+    """What a model needs of a checkpoint, as far as it can be brought into memory early."""
+
+    projections: Sequence[Parts]
+    tables: Sequence[TensorSpec] = ()
+    """Matrices that stay as they are, such as embeddings."""
+
+
 class _Place(NamedTuple):
-    """Where a packed projection lies in the region."""
+    """Where something lies in the region."""
 
     offset: int
     num_bytes: int
@@ -42,8 +50,8 @@ class _Place(NamedTuple):
 class HeadStart:
     """A `WeightSource` over a checkpoint of which most is on its way already. Use as a context manager."""
 
-    def __init__(self, checkpoint: SafetensorsCheckpoint, projections: Sequence[Parts], dtype: str, num_threads: int) -> None:
-        """Begin to read and pack what can be of `projections`; `num_threads` is how many help once somebody waits.
+    def __init__(self, checkpoint: SafetensorsCheckpoint, wanted: Wanted, dtype: str, num_threads: int) -> None:
+        """Begin to read and pack what can be of `wanted`; `num_threads` is how many help once somebody waits.
 
         The checkpoint closes with this.
         """
@@ -52,15 +60,14 @@ class HeadStart:
         self._num_threads = num_threads
         self._is_finished = False
         self.is_closed = False
-        self._places: dict[Parts, _Place] = {}
-        located = {parts: rows for parts in projections if (rows := self._locate(parts)) is not None}
-        for parts in located:
-            self._reserve(parts)
-        size = sum(align_up(place.num_bytes, _ALIGNMENT) for place in self._places.values())
-        self._region = mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._places: dict[Parts | TensorSpec, _Place] = {}
+        self._num_reserved = 0
+        found = self._reserve(wanted)
+        size = max(self._num_reserved, mmap.PAGESIZE)
+        self._region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):  # a page fault for every 4 KiB would cost as much as the packing
             self._region.madvise(mmap.MADV_HUGEPAGE)
-        self._loading = self._begin(located)
+        self._loading = self._begin(found)
 
     def __enter__(self) -> HeadStart:
         return self
@@ -80,18 +87,30 @@ class HeadStart:
 
     def packed(self, parts: Sequence[LinearSpec]) -> PackedLinear | None:
         """See `WeightSource.packed`; the first call waits, and helps, until everything is in place."""
-        place = self._places.get(tuple(parts))
+        data = self._bytes(tuple(parts))
+        if data is None:
+            return None
+        from quire.kernels.cpu.linear import CpuLinear, PackedLayout
+
+        num_inputs = parts[0].num_inputs
+        layout = PackedLayout("f32" if self._dtype == "float32" else "bf16", _num_outputs(parts), num_inputs, num_inputs)
+        return CpuLinear(layout, data, self._bias(parts))
+
+    def table(self, tensor: TensorSpec) -> Tensor | None:
+        """See `WeightSource.table`; the first call waits as that of `packed` does."""
+        import torch
+
+        data = self._bytes(tensor)
+        return None if data is None else data.view(getattr(torch, self._dtype)).view(tensor.shape)
+
+    def _bytes(self, what: Parts | TensorSpec) -> Tensor | None:
+        place = self._places.get(what)
         if place is None:
             return None
         self._finish()
         import torch
 
-        from quire.kernels.cpu.linear import CpuLinear, PackedLayout
-
-        data = torch.frombuffer(self._region, dtype=torch.uint8, count=place.num_bytes, offset=place.offset)
-        num_inputs = parts[0].num_inputs
-        layout = PackedLayout("f32" if self._dtype == "float32" else "bf16", _num_outputs(parts), num_inputs, num_inputs)
-        return CpuLinear(layout, data, self._bias(parts))
+        return torch.frombuffer(self._region, dtype=torch.uint8, count=place.num_bytes, offset=place.offset)
 
     def _finish(self) -> None:
         if not self._is_finished:
@@ -114,24 +133,42 @@ class HeadStart:
                 self._checkpoint.fill(rows, part.bias)
         return bias.float()
 
-    def _locate(self, parts: Parts) -> list[StoredRows] | None:
-        """Where each part's rows lie; None if one is not stored in a way that can be read as it is."""
-        found = [self._checkpoint.locate(part.weight) for part in parts]
-        return None if any(rows is None or rows.dtype not in _STORED_CODES for rows in found) else [r for r in found if r]
+    def _reserve(self, wanted: Wanted) -> dict[Parts | TensorSpec, list[StoredRows]]:
+        """Give a place to whatever can be read as it is stored; where its rows lie."""
+        found: dict[Parts | TensorSpec, list[StoredRows]] = {}
+        code = _DTYPE_CODES[self._dtype]
+        for table in wanted.tables:
+            rows = self._locate([table])
+            if rows is not None and table.shape[1] % 2 == 0:
+                found[table] = rows
+                self._take(table, table.num_elements * (4 if self._dtype == "float32" else 2))
+        for parts in wanted.projections:
+            rows = self._locate([part.weight for part in parts])
+            if rows is not None:
+                found[parts] = rows
+                self._take(parts, _native.Loading.num_bytes(code, _num_outputs(parts), parts[0].num_inputs))
+        return found
 
-    def _reserve(self, parts: Parts) -> None:
-        num_bytes = _native.Loading.num_bytes(_DTYPE_CODES[self._dtype], _num_outputs(parts), parts[0].num_inputs)
-        end = max((place.offset + place.num_bytes for place in self._places.values()), default=0)
-        self._places[parts] = _Place(align_up(end, _ALIGNMENT), num_bytes)
+    def _locate(self, tensors: Sequence[TensorSpec]) -> list[StoredRows] | None:
+        """Where the rows of each lie; None if one is not stored in a way that can be read as it is."""
+        located = [rows for tensor in tensors if (rows := self._checkpoint.locate(tensor)) and rows.dtype in _STORED_CODES]
+        return located if len(located) == len(tensors) else None
 
-    def _begin(self, located: dict[Parts, list[StoredRows]]) -> _native.Loading:
+    def _take(self, what: Parts | TensorSpec, num_bytes: int) -> None:
+        self._places[what] = _Place(self._num_reserved, num_bytes)
+        self._num_reserved = align_up(self._num_reserved + num_bytes, _ALIGNMENT)
+
+    def _begin(self, found: dict[Parts | TensorSpec, list[StoredRows]]) -> _native.Loading:
         loading = _native.Loading((self._region, self._checkpoint))
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._region))
-        for parts, found in located.items():
-            code = _DTYPE_CODES[self._dtype]
-            loading.add(address + self._places[parts].offset, code, _num_outputs(parts), parts[0].num_inputs)
-            for part, rows in zip(parts, found, strict=True):
-                loading.add_part(rows.file.descriptor, rows.start, part.num_outputs, _STORED_CODES[rows.dtype])
+        code = _DTYPE_CODES[self._dtype]
+        for what, located in found.items():
+            is_table = isinstance(what, TensorSpec)
+            tensors = [what] if isinstance(what, TensorSpec) else [part.weight for part in what]
+            num_rows = sum(tensor.shape[0] for tensor in tensors)
+            loading.add(address + self._places[what].offset, code, is_table, num_rows, tensors[0].shape[1])
+            for tensor, rows in zip(tensors, located, strict=True):
+                loading.add_part(rows.file.descriptor, rows.start, tensor.shape[0], _STORED_CODES[rows.dtype])
         loading.start(str(torch_library("libtorch_cpu.so") or ""))
         return loading
 

@@ -29,3 +29,10 @@ class WeightSource(Protocol):
         Raises CheckpointError where the values could not be read.
         """
         ...
+
+    def table(self, tensor: TensorSpec) -> Tensor | None:
+        """A tensor [rows, width] in the dtype that is computed in, where it is in memory already; else None.
+
+        Raises CheckpointError where the values could not be read.
+        """
+        ...

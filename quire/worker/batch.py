@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,29 +29,29 @@ class StepInputs:
 
 def build_inputs(rows: RowTable, work: Sequence[RowWork]) -> StepInputs:
     """Gather the step's tokens, positions and slots, in the order of the work. No work, no call: `work` is not empty."""
-    row_ids = np.fromiter((item.row for item in work), np.int64, len(work))
-    starts = np.fromiter((item.start for item in work), np.int64, len(work))
-    counts = np.fromiter((item.num_tokens for item in work), np.int64, len(work))
-    query_start = np.zeros(len(work) + 1, np.int64)
-    np.cumsum(counts, out=query_start[1:])
-    context_len = starts + counts
-    if int(query_start[-1]) == len(work):
-        token_rows, positions = row_ids, starts
+    row_ids, starts, counts = list(zip(*work, strict=True))[:3]
+    sequence_rows = np.array(row_ids, np.int64)
+    query_start = [0, *itertools.accumulate(counts)]
+    max_query_len = max(counts)
+    if max_query_len == 1:  # decodes only, the usual step
+        token_rows, positions = sequence_rows, np.array(starts, np.int64)
     else:
-        token_rows = np.repeat(row_ids, counts)
-        positions = np.arange(query_start[-1]) + np.repeat(starts - query_start[:-1], counts)
+        token_rows = np.repeat(sequence_rows, counts)
+        first = np.subtract(starts, query_start[:-1])  # of each sequence: the position at place 0 of the batch, if it had one
+        positions = np.arange(query_start[-1]) + np.repeat(first, counts)
+    context_len = list(map(operator.add, starts, counts))
+    max_context_len = max(context_len)
     block_places, offsets = np.divmod(positions, rows.block_size)
-    slots = rows.block_tables[token_rows, block_places].astype(np.int64) * rows.block_size + offsets
-    max_context_len = int(context_len.max())
+    slots = np.multiply(rows.block_tables[token_rows, block_places], rows.block_size, dtype=np.int64) + offsets
     num_columns = -(-max_context_len // rows.block_size)
     batch = AttentionBatch(
-        query_start=torch.from_numpy(query_start.astype(np.int32)),
-        context_len=torch.from_numpy(context_len.astype(np.int32)),
-        block_tables=torch.from_numpy(np.ascontiguousarray(rows.block_tables[row_ids, :num_columns])),
+        query_start=torch.tensor(query_start, dtype=torch.int32),
+        context_len=torch.tensor(context_len, dtype=torch.int32),
+        block_tables=torch.from_numpy(rows.block_tables[sequence_rows, :num_columns]),
         slots=torch.from_numpy(slots),
         positions=torch.from_numpy(positions),
-        max_query_len=int(counts.max()),
+        max_query_len=max_query_len,
         max_context_len=max_context_len,
     )
     token_ids = torch.from_numpy(rows.token_ids[token_rows, positions].astype(np.int64))
-    return StepInputs(token_ids, batch, query_start.tolist())
+    return StepInputs(token_ids, batch, query_start)

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from quire.common.failures import log_failure
-from quire.core.plan import RowWork, StepPlan, StepResult, TokenLogprobs, WorkResult
+from quire.core.plan import RowSampling, RowWork, StepPlan, StepResult, TokenLogprobs, WorkResult
 from quire.errors import RequestError
 from quire.nn.context import StepContext
 from quire.nn.decoder import DecoderModel
 from quire.sampling import SampledRow, Sampler
+from quire.sampling.greedy import greedy_results, is_plain_greedy
 from quire.worker.batch import StepInputs, build_inputs
 from quire.worker.memory import KVMemory
 from quire.worker.rows import RowTable
@@ -40,6 +41,7 @@ class Worker:
         self.memory = memory
         self.rows = rows
         self.sampler = sampler
+        self._plain: list[tuple[RowSampling | None, bool]] = [(None, False)] * len(rows.sampling)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -76,16 +78,16 @@ class Worker:
         inputs = build_inputs(self.rows, work)
         context = StepContext(inputs.batch, self.memory.caches)
         hidden = self.model.forward(inputs.token_ids, inputs.batch.positions, context)
-        broken = _rows_not_finite(hidden, inputs)
+        broken = frozenset() if self.model.kernels.is_finite(hidden) else _rows_not_finite(hidden, inputs)
         results = [WorkResult(error=NOT_FINITE if place in broken else None) for place in range(len(work))]
         sampled = [
             place for place, item in enumerate(work) if (item.num_samples or item.num_candidates) and place not in broken
         ]
         if sampled:
-            last = torch.tensor([inputs.query_start[place + 1] - 1 for place in sampled])
-            logits = self.model.logits(hidden[last])
-            outcomes = self.sampler.sample(logits, [self._sampled_row(work[place]) for place in sampled])
-            for place, outcome in zip(sampled, outcomes, strict=True):
+            last = hidden
+            if len(sampled) < len(hidden):
+                last = hidden[torch.tensor([inputs.query_start[place + 1] - 1 for place in sampled])]
+            for place, outcome in zip(sampled, self._sample(last, [work[place] for place in sampled]), strict=True):
                 results[place] = outcome
         for place, item in enumerate(work):
             if item.prompt_logprobs_from >= 0 and results[place].error is None:
@@ -96,6 +98,23 @@ class Worker:
                 else:
                     results[place] = results[place]._replace(prompt_logprobs=scored)
         return results
+
+    def _sample(self, hidden: Tensor, work: Sequence[RowWork]) -> list[WorkResult]:
+        """Sample from the hidden states of the last positions, one row for each work; logits only if somebody needs them."""
+        if all(self._is_plain_greedy(item) for item in work):
+            best = self.model.best_tokens(hidden)
+            if best is not None:
+                return greedy_results(best, [item.num_samples for item in work])
+        return self.sampler.sample(self.model.logits(hidden), [self._sampled_row(item) for item in work])
+
+    def _is_plain_greedy(self, work: RowWork) -> bool:
+        """Remembered for as long as the row keeps its sampling parameters, which is one object for the row's life."""
+        sampling = self.rows.sampling[work.row]
+        known, is_plain = self._plain[work.row]
+        if known is not sampling:
+            is_plain = is_plain_greedy(sampling)
+            self._plain[work.row] = (sampling, is_plain)
+        return is_plain and not work.num_candidates
 
     def _sampled_row(self, work: RowWork) -> SampledRow:
         tokens, num_prompt = self.rows.tokens(work.row), int(self.rows.num_prompt_tokens[work.row])
@@ -123,8 +142,6 @@ class Worker:
 
 def _rows_not_finite(hidden: Tensor, inputs: StepInputs) -> frozenset[int]:
     """Places in the work of which some hidden state is NaN or infinite."""
-    if torch.isfinite(hidden.sum(dtype=torch.float32)):
-        return frozenset()
     bad_tokens = (~torch.isfinite(hidden)).any(dim=-1).nonzero().flatten()
     starts = torch.tensor(inputs.query_start[1:])
     return frozenset(torch.searchsorted(starts, bad_tokens, right=True).tolist())

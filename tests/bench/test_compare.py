@@ -118,7 +118,9 @@ def test_summary_takes_medians_and_shares() -> None:
     # 8-bit products are held against the rate of 8-bit products, attention always against that of floats.
     assert rows["quire:int8"]["compute_share"] * 4.0 == pytest.approx(linear / 4e9 + attention)
     assert tables.factor(rows, "vllm:float32") == "2.00x" and tables.factor(rows, "quire:int8") == ""
-    assert "| vllm:float32 | 274.1 (274.1-274.1) | 2.00x | 16.00 |" in tables.render(record)
+    text = tables.render(record)
+    assert "| vllm:float32 | 274.1 (274.1-274.1) | 2.00x | 16.00 |" in text
+    assert f"| vllm:float32 | 274.1 tok/s, {rows['vllm:float32']['compute_share']:.0%} of compute |" in text
 
 
 def test_a_single_sequence_is_held_against_the_bandwidth() -> None:

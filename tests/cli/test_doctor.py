@@ -9,6 +9,7 @@ import pytest
 
 from quire.cli import doctor
 from quire.cli.main import main
+from quire.engine.machine import Machine
 
 
 def test_exit_code_says_whether_a_check_failed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -17,7 +18,18 @@ def test_exit_code_says_whether_a_check_failed(capsys: pytest.CaptureFixture[str
     failed = [each["name"] for each in report["findings"] if each["status"] == "failure"]
     assert (code, report["healthy"]) == ((1, False) if failed else (0, True))
     names = {each["name"] for each in report["findings"]}
-    assert {"quire", "python", "torch", "cpu", "cores", "memory", "OpenMP", "quire-storyteller", "model cache"} <= names
+    assert {
+        "quire",
+        "python",
+        "torch",
+        "cpu",
+        "cores",
+        "memory",
+        "memory nodes",
+        "OpenMP",
+        "quire-storyteller",
+        "model cache",
+    } <= names
 
 
 def test_missing_package_is_a_failure_with_advice(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,6 +54,11 @@ def test_cache_that_cannot_be_written_is_a_warning(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HF_HOME", "/proc/nowhere")
     (finding,) = doctor._check_cache()
     assert finding.status == "warning" and "cannot be written" in finding.detail
+
+
+def test_cores_on_several_nodes_are_a_warning() -> None:
+    finding = doctor._nodes(Machine(1 << 30, 1 << 30, 8, "Some CPU", num_nodes=2))
+    assert finding.status == "warning" and "2 NUMA nodes" in finding.detail
 
 
 def test_openmp_pools_are_found() -> None:

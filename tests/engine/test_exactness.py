@@ -218,6 +218,19 @@ def test_forks_equal_separate_requests_with_derived_seeds(
     assert len({tuple(each[0]) for each in together}) > 1, "all samples are equal: the seeds are not used"
 
 
+@pytest.mark.parametrize("company", [{}, {"hot": REQUESTS["hot"]}], ids=["alone", "beside a drawn row"])
+def test_greedy_tokens_are_the_same_where_no_logits_are_kept(
+    company: Requests, dtype: str, alone: Answers, make_engine: MakeEngine
+) -> None:
+    """Nobody asks for log-probabilities, so the head computes best tokens only; `alone` has them from logits."""
+    engine = make_engine(dtype=dtype)
+    greedy = {name: request for name, request in REQUESTS.items() if request[1] == {"temperature": 0.0}}
+    _submit(engine, {**greedy, **company}, logprobs=None, prompt_logprobs=None)
+    outputs = run_all(engine)
+    for name in greedy:
+        assert outputs[name].outputs[0].token_ids == alone[name][0][0], name
+
+
 STORY: dict[str, Any] = {
     "seed": 5, "n": 3, "temperature": 0.9, "max_tokens": 20, "min_tokens": 6, "logprobs": 2, "prompt_logprobs": 1,
     "stop": ["the ", "king", "."], "include_stop_str_in_output": True,

@@ -83,3 +83,50 @@ def test_a_quota_of_cpu_time_bounds_the_cores(quota: str, tmp_path: Path) -> Non
 def test_no_quota_leaves_the_cores_alone(quota: str, tmp_path: Path) -> None:
     unbounded = Machine.inspect(tmp_path).num_cores
     assert _machine(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": quota}).num_cores == unbounded
+
+
+def _cpus(allowed: str, siblings: dict[int, str], nodes: dict[int, str]) -> dict[str, str]:
+    """The files of a machine with these CPUs."""
+    files = {"proc/self/status": f"Name:\tquire\nCpus_allowed:\tff\nCpus_allowed_list:\t{allowed}\n"}
+    for cpu, text in siblings.items():
+        files[f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"] = f"{text}\n"
+    for node, text in nodes.items():
+        files[f"sys/devices/system/node/node{node}/cpulist"] = f"{text}\n"
+    return files
+
+
+TWO_THREADS = {cpu: f"{cpu % 4},{cpu % 4 + 4}" for cpu in range(8)}
+HYBRID = {0: "0-1", 1: "0-1", 2: "2-3", 3: "2-3", 4: "4", 5: "5", 6: "6", 7: "7"}
+
+
+@pytest.mark.parametrize(
+    ("allowed", "siblings", "nodes", "expected"),
+    [
+        ("0-7", TWO_THREADS, {0: "0-7"}, (4, 1)),
+        ("0-3", TWO_THREADS, {0: "0-7"}, (4, 1)),
+        ("0,4", TWO_THREADS, {0: "0-7"}, (1, 1)),
+        ("0-7", HYBRID, {0: "0-7"}, (6, 1)),
+        ("0-7", TWO_THREADS, {0: "0-1,4-5", 1: "2-3,6-7"}, (4, 2)),
+        ("0-1,4-5", TWO_THREADS, {0: "0-1,4-5", 1: "2-3,6-7"}, (2, 1)),
+        ("0-7", TWO_THREADS, {0: "0-7", 1: ""}, (4, 1)),
+        ("0-7", {}, {}, (8, 1)),
+    ],
+)
+def test_cores_are_physical_and_allowed(
+    allowed: str, siblings: dict[int, str], nodes: dict[int, str], expected: tuple[int, int], tmp_path: Path
+) -> None:
+    machine = _machine(tmp_path, _cpus(allowed, siblings, nodes))
+    assert (machine.num_cores, machine.num_nodes) == expected
+    assert machine.cores_reason.startswith("physical cores among the")
+
+
+def test_a_quota_below_the_cores_is_the_reason(tmp_path: Path) -> None:
+    files = _cpus("0-7", TWO_THREADS, {}) | {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/cpu.max": "250000 100000"}
+    machine = _machine(tmp_path, files)
+    assert machine.num_cores == 2
+    assert machine.cores_reason.startswith("the control group's quota is 2.5 CPUs' time, of 4 physical cores among the 8 CPUs")
+
+
+@pytest.mark.parametrize("allowed", ["", "x", "3-", "-3", "0-99999999", "1,,2"])
+def test_a_list_of_cpus_that_makes_no_sense_limits_nothing(allowed: str, tmp_path: Path) -> None:
+    assert _machine(tmp_path, _cpus(allowed, {}, {})).num_cores == Machine.inspect(tmp_path / "nothing").num_cores

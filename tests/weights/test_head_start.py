@@ -21,7 +21,7 @@ if cpu.IMPORT_ERROR is not None:
     pytest.skip(f"no native kernels: {cpu.IMPORT_ERROR}", allow_module_level=True)
 
 from quire.kernels.cpu.linear import CpuLinear, pack_linear
-from quire.weights.head_start import HeadStart
+from quire.weights.head_start import HeadStart, Wanted
 
 QWEN2: dict[str, object] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -44,6 +44,10 @@ GPT2: dict[str, object] = {
 }
 
 
+def _wanted(spec: DecoderSpec) -> Wanted:
+    return Wanted(spec.projections, [spec.embedding])
+
+
 def _save(folder: Path, spec: DecoderSpec, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     tensors = {}
@@ -63,7 +67,7 @@ def test_bytes_are_those_of_packing_tensors(tmp_path: Path, stored: torch.dtype,
     spec = declare(QWEN2)
     _save(tmp_path, spec, stored)
     checkpoint = SafetensorsCheckpoint(tmp_path, spec)
-    with HeadStart(SafetensorsCheckpoint(tmp_path, spec), spec.projections, dtype, 2) as weights:
+    with HeadStart(SafetensorsCheckpoint(tmp_path, spec), _wanted(spec), dtype, 2) as weights:
         for parts in spec.projections:
             packed = weights.packed(parts)
             stacked = torch.zeros(sum(part.num_outputs for part in parts), parts[0].num_inputs, dtype=getattr(torch, dtype))
@@ -81,6 +85,10 @@ def test_bytes_are_those_of_packing_tensors(tmp_path: Path, stored: torch.dtype,
             assert (packed.bias is None) == (expected.bias is None)
             if packed.bias is not None and expected.bias is not None:
                 assert torch.equal(packed.bias.view(torch.int32), expected.bias.view(torch.int32))
+        expected_table = torch.empty(spec.embedding.shape, dtype=getattr(torch, dtype))
+        checkpoint.fill(expected_table, spec.embedding)
+        table = weights.table(spec.embedding)
+        assert table is not None and table.dtype == expected_table.dtype and torch.equal(table, expected_table)
     checkpoint.close()
 
 
@@ -88,7 +96,7 @@ def test_what_outlives_the_loading(tmp_path: Path) -> None:
     """A packed weight keeps its memory; the files are closed."""
     spec = declare(QWEN2)
     _save(tmp_path, spec, torch.float32)
-    with HeadStart(SafetensorsCheckpoint(tmp_path, spec), spec.projections, "float32", 1) as weights:
+    with HeadStart(SafetensorsCheckpoint(tmp_path, spec), _wanted(spec), "float32", 1) as weights:
         packed = weights.packed([spec.head])
     del weights
     assert isinstance(packed, CpuLinear)
@@ -100,7 +108,7 @@ def test_what_outlives_the_loading(tmp_path: Path) -> None:
 def test_transposed_weights_are_left_to_the_checkpoint(tmp_path: Path) -> None:
     spec = declare(GPT2)
     _save(tmp_path, spec, torch.float32)
-    with HeadStart(SafetensorsCheckpoint(tmp_path, spec), spec.projections, "float32", 1) as weights:
+    with HeadStart(SafetensorsCheckpoint(tmp_path, spec), _wanted(spec), "float32", 1) as weights:
         assert weights.packed(spec.blocks[0].attention.inputs) is None
         assert weights.packed([spec.head]) is not None
 
@@ -110,7 +118,7 @@ def test_a_file_that_is_cut_short_meanwhile_is_refused(tmp_path: Path) -> None:
     _save(tmp_path, spec, torch.float32)
     checkpoint = SafetensorsCheckpoint(tmp_path, spec)
     os.truncate(tmp_path / "model.safetensors", 4000)
-    weights = HeadStart(checkpoint, spec.projections, "float32", 1)
+    weights = HeadStart(checkpoint, _wanted(spec), "float32", 1)
     with weights, pytest.raises(CheckpointError, match="shorter than its header says"):
         weights.packed([spec.head])
 
@@ -118,7 +126,7 @@ def test_a_file_that_is_cut_short_meanwhile_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_is_written_to_meanwhile_is_refused(tmp_path: Path) -> None:
     spec = declare(QWEN2)
     _save(tmp_path, spec, torch.float32)
-    with HeadStart(SafetensorsCheckpoint(tmp_path, spec), spec.projections, "float32", 1) as weights:
+    with HeadStart(SafetensorsCheckpoint(tmp_path, spec), _wanted(spec), "float32", 1) as weights:
         os.utime(tmp_path / "model.safetensors", ns=(1, 1))
         with pytest.raises(CheckpointError, match=r"model\.safetensors has changed"):
             weights.packed([spec.head])
@@ -128,8 +136,8 @@ def test_giving_up_is_quick_and_safe(tmp_path: Path) -> None:
     spec = declare({**QWEN2, "vocab_size": 200_000})
     _save(tmp_path, spec, torch.float32)
     for _ in range(5):
-        HeadStart(SafetensorsCheckpoint(tmp_path, spec), spec.projections, "float32", 1)
-        with HeadStart(SafetensorsCheckpoint(tmp_path, spec), spec.projections, "float32", 1):
+        HeadStart(SafetensorsCheckpoint(tmp_path, spec), _wanted(spec), "float32", 1)
+        with HeadStart(SafetensorsCheckpoint(tmp_path, spec), _wanted(spec), "float32", 1):
             pass
 
 

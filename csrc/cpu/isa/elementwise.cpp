@@ -139,6 +139,23 @@ void add(const void *x, const void *y, void *out, DType dtype, int64_t first, in
     }
 }
 
+// x - x is zero where x is finite, and not a number elsewhere.
+template <typename T>
+static bool is_finite_span(const T *x, int64_t count) {
+    Vec sum = broadcast(0.0f);
+    for (int64_t i = 0; i < count; i += LANES) {
+        const Vec value = load_up_to(x + i, count - i);
+        sum = add(sum, sub(value, value));
+    }
+    return reduce_add(sum) == 0.0f;
+}
+
+bool is_finite(const void *x, DType dtype, int64_t first, int64_t last) {
+    x = offset(x, first, dtype);
+    if (dtype == DType::f32) return is_finite_span(static_cast<const float *>(x), last - first);
+    return is_finite_span(static_cast<const bf16 *>(x), last - first);
+}
+
 void scale(const void *x, float factor, void *out, DType dtype, int64_t first, int64_t last) {
     const int64_t count = last - first;
     x = offset(x, first, dtype), out = offset(out, first, dtype);

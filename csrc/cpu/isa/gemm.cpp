@@ -7,6 +7,7 @@
 // The register tile is `rows` x `panels`: a vector of weights is loaded once for all rows, an element of x once for all
 // panels (the scheme of Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008). What is not
 // float32 in memory is made so a chunk at a time, in scratch that stays in the cache, for all rows of the block.
+#include "gemm.hpp"
 #include "kernels.hpp"
 
 namespace quire::QUIRE_ISA {
@@ -29,55 +30,64 @@ QINLINE void accumulate(Vec (&sums)[ROWS][VECS], const float *x, int64_t x_strid
     }
 }
 
-template <int ROWS, int PANELS>
-QINLINE void multiply(Vec (&sums)[ROWS][PANELS * PANEL_VECS], const float *x, int64_t x_stride, const float *w,
-                      int64_t w_stride, int64_t n) {
-    for (int64_t k = 0; k < n; ++k, ++x, w += PANEL) {
-        Vec weights[PANELS * PANEL_VECS];
-        QUNROLL
-        for (int p = 0; p < PANELS; ++p) {
-            QUNROLL
-            for (int v = 0; v < PANEL_VECS; ++v) weights[p * PANEL_VECS + v] = load(w + p * w_stride + v * LANES);
-        }
-        accumulate<ROWS>(sums, x, x_stride, weights);
-    }
-}
-
 // A 32-bit word holds the weights of inputs k (low half) and k + 1 (high half): a shift and a mask make them float32.
 QINLINE Vec low_half(Bits pairs) { return as_float(shift_left<16>(pairs)); }
 QINLINE Vec high_half(Bits pairs) { return as_float(and_bits(pairs, broadcast_bits(0xffff0000u))); }
 
-template <int ROWS, int PANELS>
-QINLINE void multiply(Vec (&sums)[ROWS][PANELS * PANEL_VECS], const float *x, int64_t x_stride, const bf16 *w,
-                      int64_t w_stride, int64_t n) {
-    constexpr int VECS = PANELS * PANEL_VECS;
-    for (int64_t k = 0; k < n; k += 2, x += 2, w += 2 * PANEL) {
-        Bits pairs[VECS];
-        Vec weights[VECS];
-        QUNROLL
-        for (int p = 0; p < PANELS; ++p) {
-            QUNROLL
-            for (int v = 0; v < PANEL_VECS; ++v) {
-                pairs[p * PANEL_VECS + v] = load_bits(w + p * w_stride + v * 2 * LANES);
-            }
-        }
-        QUNROLL
-        for (int v = 0; v < VECS; ++v) weights[v] = low_half(pairs[v]);
-        accumulate<ROWS>(sums, x, x_stride, weights);
-        QUNROLL
-        for (int v = 0; v < VECS; ++v) weights[v] = high_half(pairs[v]);
-        accumulate<ROWS>(sums, x + 1, x_stride, weights);
-    }
-}
-
-// The weights of one step: panels `stride` elements apart, `num_inputs` inputs of them.
+// The weights of one step: panels `stride` elements apart, `num_inputs` inputs of them; and what is wanted after that.
 template <typename W>
 struct Panels {
     const W *data;
     int64_t stride;
     int num_panels;
     int64_t num_inputs;
+    Ahead ahead;
 };
+
+// One input.
+template <int ROWS, int PANELS>
+QINLINE void step(Vec (&sums)[ROWS][PANELS * PANEL_VECS], const float *x, int64_t x_stride, const float *w,
+                  int64_t w_stride) {
+    Vec weights[PANELS * PANEL_VECS];
+    QUNROLL
+    for (int p = 0; p < PANELS; ++p) {
+        QUNROLL
+        for (int v = 0; v < PANEL_VECS; ++v) weights[p * PANEL_VECS + v] = load(w + p * w_stride + v * LANES);
+    }
+    accumulate<ROWS>(sums, x, x_stride, weights);
+}
+
+// Two inputs.
+template <int ROWS, int PANELS>
+QINLINE void step(Vec (&sums)[ROWS][PANELS * PANEL_VECS], const float *x, int64_t x_stride, const bf16 *w,
+                  int64_t w_stride) {
+    constexpr int VECS = PANELS * PANEL_VECS;
+    Bits pairs[VECS];
+    Vec weights[VECS];
+    QUNROLL
+    for (int p = 0; p < PANELS; ++p) {
+        QUNROLL
+        for (int v = 0; v < PANEL_VECS; ++v) pairs[p * PANEL_VECS + v] = load_bits(w + p * w_stride + v * 2 * LANES);
+    }
+    QUNROLL
+    for (int v = 0; v < VECS; ++v) weights[v] = low_half(pairs[v]);
+    accumulate<ROWS>(sums, x, x_stride, weights);
+    QUNROLL
+    for (int v = 0; v < VECS; ++v) weights[v] = high_half(pairs[v]);
+    accumulate<ROWS>(sums, x + 1, x_stride, weights);
+}
+
+template <typename W, int ROWS, int PANELS>
+QINLINE void multiply(Vec (&sums)[ROWS][PANELS * PANEL_VECS], const float *x, int64_t x_stride, const Panels<W> &panels,
+                      int first) {
+    constexpr int64_t STEP = sizeof(W) == 2 ? 2 : 1;
+    const W *w = panels.data + first * panels.stride;
+    const char *ahead = panels.ahead.data;
+    for (int64_t k = 0; k < panels.num_inputs; k += STEP, x += STEP, w += STEP * PANEL, ahead += panels.ahead.step) {
+        __builtin_prefetch(ahead);
+        step<ROWS, PANELS>(sums, x, x_stride, w, panels.stride);
+    }
+}
 
 // sums [ROWS][row stride GROUP_WIDTH] (+)= x [ROWS][n] times `PANELS` panels.
 template <typename W, int ROWS, int PANELS>
@@ -92,7 +102,7 @@ static void tile(const float *x, int64_t x_stride, const Panels<W> &w, int first
             acc[r][v] = is_first ? broadcast(0.0f) : load(sums + r * GROUP_WIDTH + v * LANES);
         }
     }
-    multiply<ROWS, PANELS>(acc, x, x_stride, w.data + first * w.stride, w.stride, w.num_inputs);
+    multiply<W, ROWS, PANELS>(acc, x, x_stride, w, first);
     QUNROLL
     for (int r = 0; r < ROWS; ++r) {
         QUNROLL
@@ -136,12 +146,15 @@ static void row_tile(int rows, const float *x, int64_t x_stride, const Panels<W>
     }
 }
 
-// All rows of the block, inputs from k on.
+// All rows of the block, inputs from k on; meanwhile the tiles fetch `next`, in even shares.
 template <typename W>
-static void multiply_rows(const InputRows &rows, const GemmBlock &block, int64_t k, const Panels<W> &w) {
+static void multiply_rows(const InputRows &rows, const GemmBlock &block, int64_t k, Panels<W> w, const Ahead &next) {
     const float *x = static_cast<const float *>(rows.data) + block.first_row * rows.stride + k;
-    for (int64_t r = 0; r < block.num_rows; r += TILE_ROWS) {
-        const int height = static_cast<int>(min64(TILE_ROWS, block.num_rows - r));
+    const int64_t num_tiles = ceil_div(block.num_rows, TILE_ROWS);
+    for (int64_t t = 0; t < num_tiles; ++t) {
+        const int64_t r = tile_start(block.num_rows, num_tiles, t);
+        const int height = static_cast<int>(tile_start(block.num_rows, num_tiles, t + 1) - r);
+        w.ahead = next.share(num_tiles, t, w.num_inputs);
         row_tile<W>(height, x + r * rows.stride, rows.stride, w, block.sums + r * GROUP_WIDTH, k == 0);
     }
 }
@@ -160,44 +173,55 @@ static void expand_bf16(const bf16 *w, int64_t n, float *out) {
 }
 
 struct Scaling {
-    Vec zero, scale, offset;
-    bool has_offset;
+    Vec scale, zero, offset;
 };
 
-// The field of `Width` bits that begins at `Shift`, as scale * (field - zero) (+ offset).
-template <int Shift, int Width>
+// scale * (field - zero point), rounded once. With a fused multiply-add that is scale * field - zero, where `zero` is
+// scale * zero point and exact, as zero points are powers of two.
+#if defined(__AVX2__) || defined(__AVX512F__)
+QINLINE Vec zero_of(Vec scale, float zero_point) { return mul(scale, broadcast(-zero_point)); }
+QINLINE Vec scale_field(Vec field, Vec scale, Vec zero) { return fma(field, scale, zero); }
+#else
+QINLINE Vec zero_of(Vec, float zero_point) { return broadcast(zero_point); }
+QINLINE Vec scale_field(Vec field, Vec scale, Vec zero) { return mul(sub(field, zero), scale); }
+#endif
+
+// The field of `Width` bits that begins at `Shift`, as scale * (field - zero point) (+ offset).
+template <int Shift, int Width, bool HAS_OFFSET>
 QINLINE Vec scaled(Bits words, const Scaling &by) {
-    const Bits field = and_bits(shift_right<Shift>(words), broadcast_bits((1u << Width) - 1));
-    const Vec product = mul(sub(to_float(field), by.zero), by.scale);
-    return by.has_offset ? add(product, by.offset) : product;
+    const Vec field = to_float(and_bits(shift_right<Shift>(words), broadcast_bits((1u << Width) - 1)));
+    const Vec product = scale_field(field, by.scale, by.zero);
+    return HAS_OFFSET ? add(product, by.offset) : product;
 }
 
-template <int Width>
+template <int Width, bool HAS_OFFSET>
 QINLINE void expand_words(const char *w, const Scaling &by, float *out) {
     const Bits words = load_bits(w);
-    store(out, scaled<0, Width>(words, by));
-    store(out + PANEL, scaled<8, Width>(words, by));
-    store(out + 2 * PANEL, scaled<16, Width>(words, by));
-    store(out + 3 * PANEL, scaled<24, Width>(words, by));
+    store(out, scaled<0, Width, HAS_OFFSET>(words, by));
+    store(out + PANEL, scaled<8, Width, HAS_OFFSET>(words, by));
+    store(out + 2 * PANEL, scaled<16, Width, HAS_OFFSET>(words, by));
+    store(out + 3 * PANEL, scaled<24, Width, HAS_OFFSET>(words, by));
     if constexpr (Width == 4) {
-        store(out + 4 * PANEL, scaled<4, Width>(words, by));
-        store(out + 5 * PANEL, scaled<12, Width>(words, by));
-        store(out + 6 * PANEL, scaled<20, Width>(words, by));
-        store(out + 7 * PANEL, scaled<28, Width>(words, by));
+        store(out + 4 * PANEL, scaled<4, Width, HAS_OFFSET>(words, by));
+        store(out + 5 * PANEL, scaled<12, Width, HAS_OFFSET>(words, by));
+        store(out + 6 * PANEL, scaled<20, Width, HAS_OFFSET>(words, by));
+        store(out + 7 * PANEL, scaled<28, Width, HAS_OFFSET>(words, by));
     }
 }
 
 // Inputs [k, k + n) of one panel, all within one group that begins at `group`.
-template <int Width>
+template <int Width, bool HAS_OFFSET>
 static void expand_group(const LinearWeight &weight, const char *group, int64_t k, int64_t n, float *out) {
     constexpr int64_t UNIT = Width == 8 ? 4 : 8;
     const float *scales = reinterpret_cast<const float *>(group), *offsets = scales + PANEL;
     const char *w = group + weight.header_bytes() + k / UNIT * 4 * PANEL;
+    const float zero_point = static_cast<float>(weight.zero_point());
     for (int v = 0; v < PANEL_VECS; ++v) {
-        const Scaling by{broadcast(static_cast<float>(weight.zero_point())), load(scales + v * LANES),
-                         weight.has_offsets ? load(offsets + v * LANES) : broadcast(0.0f), weight.has_offsets};
+        Scaling by{load(scales + v * LANES), {}, {}};
+        by.zero = zero_of(by.scale, zero_point);
+        if (HAS_OFFSET) by.offset = load(offsets + v * LANES);
         for (int64_t i = 0; i < n; i += UNIT) {
-            expand_words<Width>(w + i / UNIT * 4 * PANEL + v * 4 * LANES, by, out + i * PANEL + v * LANES);
+            expand_words<Width, HAS_OFFSET>(w + i / UNIT * 4 * PANEL + v * 4 * LANES, by, out + i * PANEL + v * LANES);
         }
     }
 }
@@ -208,11 +232,10 @@ static void expand_integers(const LinearWeight &weight, const char *panel, int64
         const int64_t group = k / group_len, from = k - group * group_len;
         const char *data = panel + group * weight.group_bytes();
         now = min64(group_len - from, end - k);
-        if (weight.format == WeightFormat::int8) {
-            expand_group<8>(weight, data, from, now, out);
-        } else {
-            expand_group<4>(weight, data, from, now, out);
-        }
+        const auto expand = weight.format == WeightFormat::int8
+                                ? (weight.has_offsets ? expand_group<8, true> : expand_group<8, false>)
+                                : (weight.has_offsets ? expand_group<4, true> : expand_group<4, false>);
+        expand(weight, data, from, now, out);
     }
 }
 
@@ -227,16 +250,18 @@ static void expand(const LinearWeight &weight, const char *panel, int64_t k, int
 
 // ---- blocks ----
 
+// `chunk` inputs at a time, straight from the packed weight.
 template <typename W>
 static void use_in_place(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block, int64_t chunk) {
     const int64_t inputs = weight.padded_inputs(), stride = inputs * PANEL;
     const W *panels = reinterpret_cast<const W *>(weight.panel(block.first_panel));
     for (int64_t k = 0; k < inputs; k += chunk) {
-        const int64_t n = min64(chunk, inputs - k);
-        multiply_rows(rows, block, k, Panels<W>{panels + k * PANEL, stride, block.num_panels, n});
+        const Panels<W> now{panels + k * PANEL, stride, block.num_panels, min64(chunk, inputs - k), {}};
+        multiply_rows(rows, block, k, now, ahead_of(weight, block, k, chunk));
     }
 }
 
+// The same by way of float32 scratch.
 static void use_expanded(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block, int64_t chunk) {
     const int64_t inputs = weight.padded_inputs();
     float *panels = static_cast<float *>(block.panels);
@@ -245,19 +270,21 @@ static void use_expanded(const LinearWeight &weight, const InputRows &rows, cons
         for (int p = 0; p < block.num_panels; ++p) {
             expand(weight, weight.panel(block.first_panel + p), k, n, panels + p * chunk * PANEL);
         }
-        multiply_rows(rows, block, k, Panels<float>{panels, chunk * PANEL, block.num_panels, n});
+        const Panels<float> now{panels, chunk * PANEL, block.num_panels, n, {}};
+        multiply_rows(rows, block, k, now, ahead_of(weight, block, k, chunk));
     }
 }
 
 void gemm(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block) {
     constexpr int64_t SMALL_CHUNK = 64;  // 16 KiB of float32: what one tile of rows uses once should not leave L1
     const bool is_one_tile = block.num_rows <= TILE_ROWS;
+    const int64_t chunk = is_one_tile ? weight.padded_inputs() : CHUNK;
     if (weight.has_int8_inputs) {
         gemm_integers(weight, rows, block);
     } else if (weight.format == WeightFormat::f32) {
-        use_in_place<float>(weight, rows, block, is_one_tile ? weight.padded_inputs() : CHUNK);
-    } else if (weight.format == WeightFormat::bf16 && is_one_tile) {
-        use_in_place<bf16>(weight, rows, block, weight.padded_inputs());
+        use_in_place<float>(weight, rows, block, chunk);
+    } else if (weight.format == WeightFormat::bf16 && block.num_rows <= IN_PLACE_ROWS) {
+        use_in_place<bf16>(weight, rows, block, chunk);
     } else {
         use_expanded(weight, rows, block, is_one_tile ? SMALL_CHUNK : CHUNK);
     }

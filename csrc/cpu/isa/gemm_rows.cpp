@@ -31,32 +31,32 @@ static float largest(const T *x, int64_t n) {
     return reduce_max(most) + reduce_add(check);
 }
 
-// x / scale to the nearest integer, ties to even, of LANES elements.
-QINLINE void quantize(Vec x, Vec scale, int8_t (&out)[LANES]) {
+// x / scale to the nearest integer, ties to even.
+QINLINE Bits quantize(Vec x, Vec scale) {
     const Vec magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits
-    float shifted[LANES];
-    store(shifted, add(div(x, scale), magic));
-    for (int i = 0; i < LANES; ++i) {
-        uint32_t bits;
-        memcpy(&bits, shifted + i, sizeof bits);
-        out[i] = static_cast<int8_t>(bits & 0xff);
-    }
+    return add_bits(as_bits(add(div(x, scale), magic)), broadcast_bits(0u - 0x4b400000u));
 }
 
+// One group, padded with zeros; returns the sum of its integers.
 template <typename T>
 static int32_t quantize_group(const T *x, int64_t n, int64_t padded, Vec scale, Input *out) {
-    int32_t sum = 0;
-    int8_t lanes[LANES];
-    for (int64_t k = 0; k < padded; k += LANES) {
-        quantize(load_up_to(x + k, max64(0, n - k)), scale, lanes);
-        const int64_t end = min64(LANES, padded - k);
-        for (int64_t i = 0; i < end; i += 4) {
-            int8_t four[4];
-            memcpy(four, lanes + i, sizeof four);
-            sum += four[0] + four[1] + four[2] + four[3];
-            store_inputs(out + k + i, four);
-        }
+    Bits total = broadcast_bits(0);
+    int64_t k = 0;
+    for (; k + LANES <= padded; k += LANES) {
+        const Bits integers = quantize(load_up_to(x + k, max64(0, n - k)), scale);
+        total = add_bits(total, integers);
+        store_inputs(out + k, integers);
     }
+    if (k < padded) {
+        Input lanes[LANES];
+        const Bits integers = quantize(load_up_to(x + k, max64(0, n - k)), scale);
+        total = add_bits(total, integers);
+        store_inputs(lanes, integers);
+        memcpy(out + k, lanes, (padded - k) * sizeof(Input));
+    }
+    int32_t lanes[LANES], sum = 0;
+    store(reinterpret_cast<float *>(lanes), as_float(total));
+    for (int i = 0; i < LANES; ++i) sum += lanes[i];
     return sum;
 }
 

@@ -2,7 +2,8 @@
 // saturates (which is why AVX2's multiply of bytes, whose 16-bit sums do, is not used on 8-bit weights).
 //
 // `Quad` is LANES outputs' weights of four inputs, unsigned bytes, ready to be multiplied; `InputQuad` is one row's four
-// inputs, for all lanes. Rows are stored in the form that `load_inputs` wants (`Input`, written by `store_inputs`).
+// inputs, for all lanes. Rows are stored in the form that `load_inputs` wants (`Input`, LANES of them written by
+// `store_inputs` from 32-bit integers).
 #pragma once
 
 #include "simd.hpp"
@@ -26,7 +27,9 @@ QINLINE InputQuad load_inputs(const Input *x) {
     return _mm512_set1_epi32(four);
 }
 QINLINE Bits multiply_add(Bits sums, Quad w, InputQuad x) { return _mm512_dpbusd_epi32(sums, w, x); }
-QINLINE void store_inputs(Input *out, const int8_t (&x)[4]) { memcpy(out, x, sizeof x); }
+QINLINE void store_inputs(Input *out, Bits x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(out), _mm512_cvtepi32_epi8(x));
+}
 
 #else
 
@@ -65,8 +68,12 @@ QINLINE InputQuad load_inputs(const Input *x) {
 QINLINE Bits multiply_add(Bits sums, Quad w, InputQuad x) {
     return add_bits(sums, add_bits(multiply_pairs(w.even, x.even), multiply_pairs(w.odd, x.odd)));
 }
-QINLINE void store_inputs(Input *out, const int8_t (&x)[4]) {
-    out[0] = x[0], out[1] = x[2], out[2] = x[1], out[3] = x[3];
+QINLINE void store_inputs(Input *out, Bits x) {
+    int32_t lanes[LANES];
+    memcpy(lanes, &x, sizeof lanes);
+    for (int i = 0; i < LANES; i += 4) {
+        for (int j = 0; j < 4; ++j) out[i + j] = static_cast<Input>(lanes[i + (j & 1) * 2 + j / 2]);
+    }
 }
 
 #endif

@@ -30,10 +30,15 @@ void rms_norm(const NormRows &norm, int64_t first, int64_t last);
 void layer_norm(const NormRows &norm, int64_t first, int64_t last);
 void add(const void *x, const void *y, void *out, DType dtype, int64_t first, int64_t last);
 void scale(const void *x, float factor, void *out, DType dtype, int64_t first, int64_t last);
+bool is_finite(const void *x, DType dtype, int64_t first, int64_t last);
 void activate(const void *x, void *out, DType dtype, Activation activation, int64_t first, int64_t last);
 void gated(const void *gate_up, void *out, DType dtype, Activation activation, int64_t width, int64_t first,
            int64_t last);
 void rope(const RopeRows &rope, int64_t first, int64_t last);
 void convert(const void *from, DType from_dtype, void *to, DType to_dtype, int64_t count);
+
+int64_t probe_floats(int64_t rounds);
+int64_t probe_integers(int64_t rounds);
+void probe_read(const void *data, int64_t num_bytes);
 
 }  // namespace quire::QUIRE_ISA

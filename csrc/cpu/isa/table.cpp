@@ -23,10 +23,14 @@ const KernelTable table = {
     layer_norm,
     add,
     scale,
+    is_finite,
     activate,
     gated,
     rope,
     convert,
+    probe_floats,
+    probe_integers,
+    probe_read,
 };
 
 }  // namespace quire::QUIRE_ISA

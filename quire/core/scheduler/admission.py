@@ -31,3 +31,9 @@ def fit(request: Request, limits: SchedulerLimits) -> None:
             "max_tokens, or give the KV cache more memory"
         )
     request.max_tokens = min(request.max_tokens, limits.max_model_len - num_prompt)
+    for begun in request.resumed:
+        num_output, most = len(begun.output_token_ids), request.max_tokens - 1
+        if not 0 < num_output <= most:
+            raise InvalidParameterError(
+                f"resumed sequence {begun.index} has {num_output} output tokens; give 1 to {most}", param="resumed"
+            )

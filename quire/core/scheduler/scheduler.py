@@ -23,7 +23,7 @@ from quire.common.seeds import derive_seed
 from quire.config.limits import SchedulerLimits
 from quire.core.kvcache.manager import KVCacheManager
 from quire.core.plan import RowWork, StepPlan, StepResult, TokenLogprobs, WorkResult
-from quire.core.request import FinishReason, Rank, Request, Sequence, SequenceStatus
+from quire.core.request import FinishReason, Rank, Request, ResumedSequence, Sequence, SequenceStatus
 from quire.core.scheduler.admission import fit
 from quire.core.scheduler.draft import PlanDraft
 from quire.core.scheduler.fairness import FairQueue
@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 # Looking a member up in an enum's class costs ten times as much as a global name (0.3 us), and a step does it per sequence.
 _WAITING, _RUNNING = SequenceStatus.WAITING, SequenceStatus.RUNNING
 _PARKED, _FINISHED = SequenceStatus.PARKED, SequenceStatus.FINISHED
+
+_FROM_THE_START = (ResumedSequence(0, ()),)
 
 
 class Progress(NamedTuple):
@@ -109,10 +111,11 @@ class Scheduler:
         request.arrival = self._num_arrivals
         if request.scoring is not None:
             request.prompt_logprobs.append(None)
-        sequence = self._new_sequence(request, 0, list(request.prompt_token_ids))
         self.requests[request.request_id] = request
         self.waiting.arrived(request)
-        self.waiting.push(sequence)
+        for begun in request.resumed or _FROM_THE_START:
+            token_ids = [*request.prompt_token_ids, *begun.output_token_ids]
+            self.waiting.push(self._new_sequence(request, begun.index, token_ids))
 
     def abort(self, request_id: str) -> Request | None:
         """End a request at once, wherever it is; None if it is not known (any more)."""
@@ -144,14 +147,19 @@ class Scheduler:
         for sequence in self.running.copy():
             self._preempt(assess(sequence, None, self.manager.pool, self.limits.block_size))
 
-    def give_up(self, message: str) -> None:
-        """Mark every request as failed and touch nothing else: for a scheduler that is not to be used again."""
-        for request in self.requests.values():
+    def give_up(self, message: str) -> list[Request]:
+        """Mark every request as failed and touch nothing else: for a scheduler that is not to be used again.
+
+        Returns those requests.
+        """
+        lost = list(self.requests.values())
+        for request in lost:
             request.error = message
             for sequence in request.sequences:
                 if sequence.status is not _FINISHED:
                     sequence.status, sequence.finish_reason = _FINISHED, FinishReason.ERROR
         self.requests.clear()
+        return lost
 
     # -- one step ----------------------------------------------------------------------------------------------------
 

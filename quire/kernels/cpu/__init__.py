@@ -43,7 +43,7 @@ def reasons_against(device: str, dtype: torch.dtype) -> list[str]:
         reasons.append(
             f"the extension was not built or cannot be loaded ({IMPORT_ERROR}); reinstall with a C++ compiler present"
         )
-    elif not hasattr(native, "set_isa"):
+    elif not hasattr(native, "is_finite"):
         reasons.append("the extension is from an older build; reinstall")
     return reasons
 

@@ -93,6 +93,11 @@ def _norm_width(x: Tensor, weight: Tensor) -> int:
     return weight.shape[0]
 
 
+def is_finite(x: Tensor) -> bool:
+    """Whether a tensor of any shape holds no NaN and no infinity."""
+    return _native.is_finite(address(x, "x"), float_code(x, "x"), x.numel())
+
+
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """Elementwise activation of a tensor of any shape."""
     out = torch.empty_like(x)

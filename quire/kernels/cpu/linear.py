@@ -119,7 +119,7 @@ def _check_range(weight: QuantizedWeight) -> None:
     if weight.values.numel() == 0:
         return
     least, most = (int(each) for each in weight.values.aminmax())
-    low, high = (-8, 7) if weight.bits == 4 else (-128, 127)
+    low, high = (-8, 7) if weight.bits == 4 else (-127, 127)
     if least < low or most > high:
         raise ValueError(f"pack_quantized: values from {least} to {most}; {weight.bits} bits hold {low} to {high}")
 
@@ -144,6 +144,15 @@ def gated_linear(x: Tensor, weight: PackedLinear, activation: Activation) -> Ten
     code = activation_code(activation)
     _native.linear_gated(packed.native, code, address(x, "x"), dtype, num_rows, out.data_ptr(), dtype)
     return out
+
+
+def linear_peaks(x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor]:
+    """Each row's largest output, which is all that is stored of them."""
+    packed = _checked(x, weight)
+    num_rows = x.shape[0]
+    ids, values = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.float32)
+    _native.linear_peaks(packed.native, address(x, "x"), float_code(x, "x"), num_rows, ids.data_ptr(), values.data_ptr())
+    return ids, values
 
 
 def _checked(x: Tensor, weight: PackedLinear) -> CpuLinear:

@@ -39,6 +39,11 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     return (normed if bias is None else normed + bias.float()).to(x.dtype)
 
 
+def is_finite(x: Tensor) -> bool:
+    """Whether no element is NaN or infinite."""
+    return bool(torch.isfinite(x).all())
+
+
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """Elementwise, in float32, rounded once."""
     return _activation(x.float(), activation).to(x.dtype)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quire.kernels.interface import Activation, PackedLinear, QuantizedWeight
 from quire.kernels.reference import elementwise
+from quire.kernels.reference.sampling import ReferenceSampling
 
 
 @dataclass(slots=True)
@@ -132,6 +133,11 @@ def gated_linear(x: Tensor, weight: PackedLinear, activation: Activation) -> Ten
     if weight.num_outputs % 2:
         raise ValueError(f"gated_linear: the weight has {weight.num_outputs} outputs; expected as many for gate as for up")
     return elementwise.gated(linear(x, weight, out_dtype="float32"), activation).to(x.dtype)
+
+
+def linear_peaks(x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor]:
+    """`linear` in float32, then its largest."""
+    return ReferenceSampling().peaks(linear(x, weight, out_dtype="float32"))
 
 
 def shape(tensor: Tensor | None) -> list[int] | None:

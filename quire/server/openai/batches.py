@@ -8,6 +8,7 @@ only while few requests wait.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -153,8 +154,10 @@ class Batches:
                 await job.finish("cancelled")
         except Exception as error:
             log_failure(logger, f"batch {batch_id} failed", error)
-            await job.fail("internal_error", "the server had an error while it ran this batch", None)
+            with contextlib.suppress(OSError):  # a disk that is full cannot hold that news either
+                await job.fail("internal_error", "the server had an error while it ran this batch", None)
         finally:
+            await job.settle()
             self._tasks.pop(batch_id, None)
 
 
@@ -166,6 +169,8 @@ class _BatchJob:
         self._store = store
         self._tenant = tenant
         self._record = record
+        self._writing = asyncio.Lock()
+        """Held while a file is written: in order, and to the end even where the one who wanted it was cancelled."""
         self._paths = {kind: self._result_path(kind) for kind in ("output", "error")}
 
     async def run(self, runners: Mapping[str, Runner]) -> None:
@@ -218,10 +223,13 @@ class _BatchJob:
             await asyncio.sleep(1.0)
         answer = {"status_code": status, "request_id": call.request_id, "body": body}
         entry = {"id": call.request_id, "custom_id": line.custom_id, "response": answer, "error": None}
-        kind = "output" if status == 200 else "error"
-        await asyncio.to_thread(_append, self._paths[kind], entry)
-        self._record["request_counts"]["completed" if status == 200 else "failed"] += 1
-        await self._update(self._record["status"])
+        await asyncio.shield(asyncio.create_task(self._keep_answer(entry, is_good=status == 200)))
+
+    async def _keep_answer(self, entry: dict[str, Any], *, is_good: bool) -> None:
+        async with self._writing:
+            await asyncio.to_thread(_append, self._paths["output" if is_good else "error"], entry)
+            self._record["request_counts"]["completed" if is_good else "failed"] += 1
+            await asyncio.to_thread(self._store.put, self._tenant.name, "batch", dict(self._record))
 
     async def finish(self, status: str) -> None:
         """Register the results as files and close the record."""
@@ -241,8 +249,16 @@ class _BatchJob:
 
     async def _update(self, status: str, **fields: Any) -> None:
         self._record |= {"status": status, **fields}
-        record = dict(self._record)
-        await asyncio.to_thread(self._store.put, self._tenant.name, "batch", record)
+        await asyncio.shield(asyncio.create_task(self._write_record()))
+
+    async def _write_record(self) -> None:
+        async with self._writing:
+            await asyncio.to_thread(self._store.put, self._tenant.name, "batch", dict(self._record))
+
+    async def settle(self) -> None:
+        """Wait until nothing is being written."""
+        async with self._writing:
+            pass
 
     def _result_path(self, kind: str) -> Path:
         """Where results of a kind are gathered: the content of a file that is registered at the end."""

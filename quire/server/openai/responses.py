@@ -22,7 +22,7 @@ from quire.server.errors import ApiError, bad_request, unavailable_feature
 from quire.server.generation import Job, Run, Usage
 from quire.server.openai.fields import Count, asks_for_something
 from quire.server.openai.logprobs import LogprobTracker, ScoredToken, TokenNames
-from quire.server.openai.messages import Message, for_template
+from quire.server.openai.messages import Message, for_template, text_of
 from quire.server.openai.response_store import ResponseStore, StoredResponse
 from quire.server.responses import KEEP_ALIVE, EventStream, json_response, named_event
 from quire.server.state import Api
@@ -213,12 +213,12 @@ def _input_items(value: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for number, item in enumerate(value):
         if item.get("type", "message") != "message":
             raise unavailable_feature(f"input[{number}]", f"items of type {str(item.get('type'))[:40]!r} are not possible here")
-        content = item.get("content")
-        if isinstance(content, str):
-            content = [{"type": "output_text" if item.get("role") == "assistant" else "input_text", "text": content}]
-        items.append(
-            {"id": f"msg_{secrets.token_hex(16)}", "type": "message", **item, "content": content, "status": "completed"}
-        )
+        message = convert({"role": item.get("role"), "content": item.get("content")}, Message)
+        kind = "output_text" if message.role == "assistant" else "input_text"
+        text = text_of(message.content, f"input[{number}].content")
+        parts = [] if text is None else [{"type": kind, "text": text}]
+        item_id = f"msg_{secrets.token_hex(16)}"
+        items.append({"id": item_id, "type": "message", "role": message.role, "content": parts, "status": "completed"})
     return items
 
 
@@ -253,6 +253,8 @@ def _body(prepared: _Prepared, status: str, usage: Usage | None, output: Sequenc
     """OpenAI's response object."""
     request, params = prepared.request, prepared.job.params
     return {
+        **({} if request.user is None else {"user": request.user}),
+        **({} if usage is None else {"usage": _usage(usage)}),
         "id": prepared.id,
         "object": "response",
         "created_at": prepared.created,
@@ -276,8 +278,6 @@ def _body(prepared: _Prepared, status: str, usage: Usage | None, output: Sequenc
         "top_logprobs": request.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": request.truncation or "disabled",
-        "usage": None if usage is None else _usage(usage),
-        "user": request.user,
         "metadata": request.metadata or {},
         "service_tier": "default",
     }

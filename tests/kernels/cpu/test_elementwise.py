@@ -152,3 +152,15 @@ def test_empty_tensors(native: Kernels) -> None:
 def test_wrong_arguments_are_refused(native: Kernels, error: type[Exception], match: str, call: Any) -> None:
     with pytest.raises(error, match=match):
         call(native)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (7, 100), (40, 4099)])
+def test_is_finite_finds_a_single_culprit(native_isa: Kernels, reference: Kernels, shape: tuple[int, int], dtype: Any) -> None:
+    largest = torch.finfo(dtype).max
+    for place in (0, shape[0] * shape[1] // 2, -1):
+        x = torch.full(shape, largest, dtype=dtype)
+        assert native_isa.is_finite(x) and reference.is_finite(x), "a sum would overflow"
+        for value in (torch.nan, torch.inf, -torch.inf):
+            x.view(-1)[place] = value
+            assert not native_isa.is_finite(x) and not reference.is_finite(x)

@@ -13,6 +13,7 @@ from quire.errors import ConfigError
 from quire.kernels import cpu
 from quire.kernels.interface import Activation, Kernels, QuantizedWeight
 from quire.kernels.reference.linear import dequantized
+from quire.kernels.reference.sampling import ReferenceSampling
 
 ACTIVATIONS = get_args(Activation)
 
@@ -108,7 +109,7 @@ QUANTIZED = [(8, 96, 96), (8, 512, 32), (8, 2560, 2560), (8, 45, 15), (4, 128, 3
 def quantized(
     bits: Literal[4, 8], shape: tuple[int, int], size: int, activations: Literal["int8", "float"], *, offsets: bool = False
 ) -> QuantizedWeight:
-    low, high = (-8, 8) if bits == 4 else (-128, 128)
+    low, high = (-8, 8) if bits == 4 else (-127, 128)
     generator = torch.Generator().manual_seed(shape[0] + size)
     values = torch.randint(low, high, shape, generator=generator).to(torch.int8)
     values[0, : shape[1] // 2] = low  # the extremes, all of one sign: nothing may saturate
@@ -266,3 +267,27 @@ def test_wrong_arguments_are_refused(native: Kernels, reference: Kernels) -> Non
         native.pack_linear(draw(5, 8), draw(4))
     with pytest.raises(ValueError, match="not on the CPU"):
         native.linear(torch.empty(2, 8, device="meta"), packed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [1, 3, 600])
+def test_peaks_are_those_of_the_products(native_isa: Kernels, num_rows: int, dtype: torch.dtype) -> None:
+    """Over several slices of outputs, with outputs that tie and rows that are not finite."""
+    x, weight = draw(num_rows, 24, dtype=dtype), draw(1300, 24, dtype=dtype)
+    weight[1100:] = weight[:200]  # the lower id wins
+    if num_rows > 1:
+        x[1] = torch.nan
+        x[2, 0] = torch.inf
+    packed = native_isa.pack_linear(weight, draw(1300)[:1300])
+    want = ReferenceSampling().peaks(native_isa.linear(x, packed, out_dtype="float32"))
+    ids, values = native_isa.linear_peaks(x, packed)
+    assert torch.equal(values.nan_to_num(nan=1e9), want[1].nan_to_num(nan=1e9))
+    finite = want[1].isfinite()
+    assert torch.equal(ids[finite], want[0][finite])
+
+
+def test_the_lowest_of_equal_peaks_wins_across_slices(native: Kernels) -> None:
+    weight = torch.zeros(3000, 4)
+    weight[[700, 1500, 2900]] = 1.0
+    ids, values = native.linear_peaks(torch.ones(900, 4), native.pack_linear(weight))
+    assert set(ids.tolist()) == {700} and set(values.tolist()) == {4.0}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import cpu
-from quire.kernels.interface import AttentionBatch, DecoderWeights
+from quire.kernels.interface import AttentionBatch, DecoderWeights, NormWeights
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.selection import load
 from quire.models.registry import declare
@@ -123,4 +123,5 @@ def test_weights_that_do_not_fit_are_refused(model: DecoderModel) -> None:
     with pytest.raises(ValueError, match="expected RoPE"):
         compiled(max_model_len=63)
     with pytest.raises(ValueError, match="expected a norm over"):
-        compiled(embedding=torch.zeros(101, 32, dtype=torch.bfloat16))
+        norm = NormWeights("rms", torch.ones(63), None, 1e-6, 0.0)
+        compiled(blocks=(dataclasses.replace(block, attention_norm=norm),))

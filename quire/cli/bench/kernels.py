@@ -1,0 +1,76 @@
+"""`quire bench kernels`: the CPU's projections in every weight format, against the limits of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+
+from quire.cli.output_file import open_output
+from quire.cli.parser import UsageError
+from quire.errors import ConfigError
+
+EXAMPLES = """\
+examples:
+  quire bench kernels
+  quire bench kernels --shape 2048x8192 --rows 1,64 --weights bf16,int4-g128 --num-threads 4
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command."""
+    parser.epilog = EXAMPLES
+    group = parser.add_argument_group("kernels")
+    group.add_argument("--shape", type=shape, default=(4096, 2048), metavar="NxK", help="outputs x inputs (default: 4096x2048)")
+    group.add_argument("--rows", type=counts, default=[1, 4, 16, 64, 512], metavar="LIST", help="default: 1,4,16,64,512")
+    group.add_argument("--weights", metavar="LIST", help="formats such as f32,bf16,int4-g128 (default: all)")
+    group.add_argument("--num-threads", type=int, metavar="N", help="default: one for each core")
+    group.add_argument("--isa", metavar="NAME", help="instruction set (default: the best that this machine has)")
+    group.add_argument("--json", metavar="FILE", help="write the figures to FILE, - for standard output")
+
+
+def shape(text: str) -> tuple[int, int]:
+    """`4096x2048`"""
+    outputs, _, inputs = text.partition("x")
+    if not (outputs.isdigit() and inputs.isdigit() and int(outputs) and int(inputs)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape such as 4096x2048")
+    return int(outputs), int(inputs)
+
+
+def counts(text: str) -> list[int]:
+    """`1,8,64`"""
+    found = [int(each) if each.isdigit() else 0 for each in text.split(",")]
+    if min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of counts such as 1,8,64")
+    return found
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    if args.num_threads is not None and args.num_threads < 1:
+        raise UsageError("--num-threads must be at least 1")
+    from quire.bench.kernels import KINDS, measure_limits, measure_linear, render
+    from quire.kernels import cpu
+
+    kinds = list(KINDS) if args.weights is None else args.weights.split(",")
+    unknown = [each for each in kinds if each not in KINDS]
+    if unknown:
+        raise UsageError(f"--weights: {unknown[0]!r} is not one of {', '.join(KINDS)}")
+    cpu.load()  # says what is missing where there are no native kernels
+    if args.isa is not None:
+        cpu.set_isa(args.isa)
+    if args.num_threads is not None:
+        cpu.set_num_threads(args.num_threads)
+    for kind in kinds:
+        size = KINDS[kind].group_size
+        if size and args.shape[1] % size:
+            raise ConfigError(f"--shape: groups of {size} ({kind}) do not divide {args.shape[1]} inputs")
+    with open_output(None if args.json == "-" else args.json) as file:
+        limits = measure_limits()
+        times = [each for kind in kinds for each in measure_linear(kind, args.shape, args.rows, limits)]
+        if args.json is not None:
+            figures = {"shape": args.shape, "limits": asdict(limits), "linear": [asdict(each) for each in times]}
+            file.write(json.dumps(figures, indent=1) + "\n")
+    print("\n".join(render(limits, times)), file=sys.stderr if args.json == "-" else sys.stdout)
+    return 0

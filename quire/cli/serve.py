@@ -1,0 +1,62 @@
+"""`quire serve`: a model over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from typing import Any, TypeVar
+
+from quire.cli.options import add_engine_options, add_field_options, engine_config
+from quire.config.api import ApiConfig
+from quire.config.serve import ServeConfig
+from quire.errors import ConfigError
+
+API_KEYS_VARIABLE = "QUIRE_API_KEYS"
+
+EXAMPLES = """\
+examples:
+  quire serve quire-storyteller
+  quire serve ./my-model --host 0.0.0.0 --port 8000 --api-keys-file keys.toml --max-num-seqs 64
+  curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \\
+    -d '{"messages": [{"role": "user", "content": "Tell me a story about a brave knight."}]}'
+
+/livez answers at once, /readyz when the model is loaded. SIGTERM finishes what is in flight and exits.
+"""
+
+Record = TypeVar("Record", ServeConfig, ApiConfig)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command."""
+    parser.epilog = EXAMPLES
+    add_field_options(parser.add_argument_group("server options"), dataclasses.fields(ServeConfig))
+    add_field_options(parser.add_argument_group("API options"), dataclasses.fields(ApiConfig))
+    add_engine_options(parser, exclude=("skip_tokenizer_init",))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns when the server has been told to end."""
+    serve_config, api_config = _record(ServeConfig, args), _record(ApiConfig, args)
+    config = engine_config(args)
+    try:
+        from quire.engine.builder import prepare_model
+        from quire.server.lifecycle import Settings, run_server
+        from quire.server.logs import use_json_logs
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("quire"):
+            raise
+        raise ConfigError(f"quire serve needs the package {error.name}, which is not installed: pip install quire") from error
+    if api_config.json_logs:
+        use_json_logs()
+    prepared = prepare_model(config)
+    settings = Settings(serve_config, api_config, os.environ.get(API_KEYS_VARIABLE))
+    return run_server(prepared, settings, lambda text: print(f"quire: {text}", file=sys.stderr, flush=True))
+
+
+def _record(kind: type[Record], args: argparse.Namespace) -> Record:
+    given: dict[str, Any] = {
+        item.name: getattr(args, item.name) for item in dataclasses.fields(kind) if hasattr(args, item.name)
+    }
+    return kind(**given)

@@ -1,0 +1,161 @@
+"""The engine's process: builds the model, runs the loop, and speaks with the server through one channel.
+
+Ends when the server does: on the end of the connection, on anything that is not of the protocol, and by the kernel's word
+should the server die without closing it. It listens to nobody else, and to no terminal: when to end is the server's decision.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from quire.common.failures import log_failure
+from quire.config.engine import EngineConfig
+from quire.engine.builder import build_executor, plan_engine
+from quire.engine.process.channel import Channel, ChannelClosed, FrameTooLarge, ProtocolError
+from quire.engine.process.messages import PROTOCOL_VERSION, Down, Gains, Pulse, Ready, Start, StartFailed
+from quire.engine.process.service import Service
+from quire.engine.step_loop import StepLoop
+from quire.errors import CapacityError, EngineError, QuireError
+
+logger = logging.getLogger(__name__)
+
+PULSE_INTERVAL_S = 0.25
+_MAX_UNSENT_BYTES = 8 << 20
+"""A server that takes nothing for so long is frozen or gone; computing on would only pile up."""
+_START_TIMEOUT_S = 30.0
+_PR_SET_PDEATHSIG = 1
+
+BuildLoop = Callable[[EngineConfig], StepLoop]
+
+
+class Host:
+    """One engine and its connection."""
+
+    def __init__(self, channel: Channel[Down], build: BuildLoop) -> None:
+        self._channel = channel
+        self._build = build
+        self._service: Service | None = None
+        self._step_began_s: float | None = None
+        self._is_over = threading.Event()
+
+    def run(self) -> None:
+        """Serve until the connection ends."""
+        pulse = threading.Thread(target=self._beat, name="quire-pulse", daemon=True)
+        try:
+            config = self._receive_start()
+            pulse.start()
+            service = self._service = self._load(config)
+            while True:
+                self._serve(service)
+        except ChannelClosed:
+            logger.debug("the server is gone")
+        except ProtocolError as error:
+            logger.error("the connection is closed: %s", error)
+        finally:
+            self._is_over.set()
+            self._channel.close()
+
+    def _receive_start(self) -> EngineConfig:
+        self._wait(_START_TIMEOUT_S)
+        messages = self._channel.receive()
+        if len(messages) != 1 or not isinstance(messages[0], Start):
+            raise ProtocolError("the first message must say what to build")
+        start = messages[0]
+        if start.version != PROTOCOL_VERSION:
+            raise ProtocolError(f"version {start.version} instead of {PROTOCOL_VERSION}: restart the server")
+        return EngineConfig.from_options(start.model, start.options)
+
+    def _load(self, config: EngineConfig) -> Service:
+        began_s = time.monotonic()
+        try:
+            loop = self._build(config)
+        except Exception as error:
+            is_expected = isinstance(error, QuireError)
+            if not is_expected:
+                log_failure(logger, "the engine could not be built", error)
+            message = str(error) if is_expected else f"the engine could not be built: {type(error).__name__}"
+            # Memory may come free, for instance once the system has taken back what the engine before this one held.
+            self._channel.send(StartFailed(message, is_expected and not isinstance(error, CapacityError)))
+            raise ChannelClosed("nothing to serve") from error
+        self._channel.send(Ready(time.monotonic() - began_s))
+        return Service(loop)
+
+    def _serve(self, service: Service) -> None:
+        """One round: what the server says, then a step, then what it brought."""
+        if not service.has_work:
+            self._wait(None)
+        for message in self._channel.receive():
+            if isinstance(message, Start):
+                raise ProtocolError("an engine is started once")
+            refused = service.obey(message)
+            if refused is not None:
+                self._channel.send(refused)
+        while self._channel.num_unsent_bytes > _MAX_UNSENT_BYTES:
+            select.select([], [self._channel], [], PULSE_INTERVAL_S)
+            self._channel.flush()
+        if service.has_work:
+            self._step_began_s = time.monotonic()
+            gains = service.step()
+            self._step_began_s = None
+            if gains is not None:
+                self._report(gains, service)
+
+    def _report(self, gains: Gains, service: Service) -> None:
+        """Send what a step brought; a request whose share does not fit a message fails, and no other."""
+        try:
+            self._channel.send(gains)
+        except FrameTooLarge:
+            for gain in gains.gains:
+                try:
+                    self._channel.send(Gains((gain,)))
+                except FrameTooLarge as error:
+                    self._channel.send(service.fail(gain, f"the output is too large: {error}; ask for fewer log-probabilities"))
+
+    def _beat(self) -> None:
+        """Send signs of life, whatever the main thread is doing; it cannot while the process is frozen."""
+        with contextlib.suppress(EngineError):
+            while not self._is_over.wait(PULSE_INTERVAL_S):
+                began_s, service = self._step_began_s, self._service
+                age_s = None if began_s is None else time.monotonic() - began_s
+                if not self._channel.num_unsent_bytes:
+                    self._channel.send(Pulse() if service is None else service.pulse(age_s))
+
+    def _wait(self, timeout_s: float | None) -> None:
+        """Until something has come. Without a limit only for an idle engine, which has nothing else to do."""
+        readable, _, _ = select.select([self._channel], [], [], timeout_s)
+        if not readable:
+            raise ChannelClosed("the server says nothing")
+
+
+def build_loop(config: EngineConfig) -> StepLoop:
+    """A loop around the model that the options name."""
+    planned = plan_engine(config)
+    return StepLoop(planned.plan.limits, build_executor(planned), time.monotonic)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to end this process with its parent (Linux); elsewhere the end of the connection does."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def main(fileno: int, parent_pid: int, build: BuildLoop = build_loop) -> int:
+    """Run an engine's process on an inherited socket."""
+    die_with_parent()
+    if os.getppid() != parent_pid:  # it died before the kernel was asked
+        return 0
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(format="quire: engine: %(levelname)s: %(message)s")
+    with socket.socket(fileno=fileno) as sock:
+        Host(Channel(sock, Down), build).run()
+    return 0

@@ -1,0 +1,220 @@
+"""The requests in flight, as the server knows them: enough to go on with each of them on another engine.
+
+A request's tokens depend on its prompt, its parameters, its seed and the tokens it has, and on nothing else that an engine
+holds: numbers do not depend on company or history, and chance is drawn by (seed, sequence, position). So an entry can be put
+to a new engine at any time, and the answer goes on as if nothing had happened. Text, stop strings and log-probabilities that
+were delivered live here already and are not made again.
+
+Owned by the supervisor's thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from quire.core.decoding import SamplingDecoder
+from quire.core.kvcache.manager import BlockTable
+from quire.core.request import FinishReason, Sequence, SequenceStatus
+from quire.core.scheduler.scheduler import Progress
+from quire.engine.admission import Admitted
+from quire.engine.output_processor import OutputProcessor
+from quire.engine.outputs import RequestOutput
+from quire.engine.process.messages import Abort, Add, Down, Finish, Gain, Gains, Resumed, Served
+from quire.text.tokenizer import Tokenizer
+
+
+class Entry:
+    """One request in flight: what it is, how far it got, and how it fared with the engines so far."""
+
+    def __init__(self, number: int, admitted: Admitted) -> None:
+        self.number = number
+        self.asked = admitted.asked
+        self.request = admitted.request
+        self.is_sent = False
+        """Whether the engine that runs now has it."""
+        self.num_gained = 0
+        """Tokens that the engine that runs now has added."""
+        self.num_fruitless = 0
+        """Engines in a row that died with it before it had gained anything to speak of."""
+        self._num_earlier_preemptions = 0
+        self.sequence(0)
+
+    @property
+    def decoder(self) -> SamplingDecoder:
+        decoder = self.request.decoder
+        assert isinstance(decoder, SamplingDecoder)
+        return decoder
+
+    def sequence(self, index: int) -> Sequence:
+        """The mirror of one of its sequences; it begins with the prompt."""
+        request = self.request
+        for known in request.sequences:
+            if known.index == index:
+                return known
+        sequence = Sequence(request, index, list(request.prompt_token_ids), BlockTable(None), None, request.sampling)
+        request.sequences.append(sequence)
+        return sequence
+
+    def to_message(self) -> Add:
+        """The request as an engine is to take it up: from its start, or from where it is."""
+        request = self.request
+        unfinished = [each for each in request.sequences if each.status is not SequenceStatus.FINISHED]
+        has_begun = any(each.num_output_tokens for each in request.sequences)
+        resumed = tuple(Resumed(each.index, tuple(each.output_token_ids)) for each in unfinished) if has_begun else ()
+        # Prompt log-probabilities come with the first token, so whoever has that needs them no more.
+        sampling = request.sampling._replace(num_prompt_logprobs=None) if has_begun else request.sampling
+        return Add(
+            number=self.number,
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=sampling,
+            num_sequences=self.decoder.num_sequences,
+            max_tokens=request.max_tokens,
+            stop_token_ids=tuple(sorted(request.stop_token_ids)),
+            namespace=request.namespace,
+            priority=request.priority,
+            tenant=request.tenant,
+            weight=request.weight,
+            reads_cache=request.reads_cache,
+            arrival_s=request.metrics.arrival_s,
+            resumed=resumed,
+        )
+
+    def take(self, gain: Gain, now: float) -> Iterator[Progress]:
+        """Take in what a step brought one sequence; what comes after its end here (a stop string) is void."""
+        request = self.request
+        sequence = self.sequence(gain.index)
+        if gain.served is not None:
+            self._note_served(gain.served)
+        if sequence.status is SequenceStatus.FINISHED:
+            return
+        if gain.prompt_logprobs and not request.prompt_logprobs:
+            request.prompt_logprobs.extend(gain.prompt_logprobs)
+        sequence.token_ids += gain.token_ids
+        self.num_gained += len(gain.token_ids)
+        if gain.token_ids:
+            metrics = request.metrics
+            metrics.first_token_s = now if metrics.first_token_s is None else metrics.first_token_s
+            metrics.last_token_s = now
+        if gain.error is not None:
+            request.error = gain.error
+        if gain.finish_reason is not None:
+            self._end(sequence, FinishReason(gain.finish_reason), now)
+            sequence.stop_reason = gain.stop_token_id
+        for place, token_id in enumerate(gain.token_ids):
+            record = gain.logprobs[place] if gain.logprobs else None
+            sequence.cumulative_logprob += record.logprob if record is not None else 0.0
+            yield Progress(sequence, token_id, record)
+        if gain.finish_reason is not None:
+            yield Progress(sequence, None, None)
+
+    def end(self, reason: FinishReason, error: str | None = None) -> list[Progress]:
+        """End whatever of it is unfinished."""
+        self.request.error = error if error is not None else self.request.error
+        unfinished = [each for each in self.request.sequences if each.status is not SequenceStatus.FINISHED]
+        for sequence in unfinished:
+            self._end(sequence, reason, time.monotonic())
+        return [Progress(sequence, None, None) for sequence in unfinished]
+
+    def leave_engine(self) -> None:
+        """The engine that had it is gone."""
+        self.is_sent = False
+        self.num_gained = 0
+        self._num_earlier_preemptions = self.request.metrics.num_preemptions
+
+    def _end(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, reason
+        if self.request.is_finished:
+            self.request.metrics.finished_s = now
+
+    def _note_served(self, served: Served) -> None:
+        metrics = self.request.metrics
+        if metrics.first_scheduled_s is None:
+            metrics.first_scheduled_s = served.first_scheduled_s
+            metrics.num_prefix_hit_tokens = served.num_prefix_hit_tokens
+        metrics.num_prefill_chunks = served.num_prefill_chunks
+        metrics.num_preemptions = self._num_earlier_preemptions + served.num_preemptions
+
+
+class Journal:
+    """All entries, and their texts. Ends sequences on behalf of the output processor, as a scheduler does."""
+
+    def __init__(self, tokenizer: Tokenizer | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.entries: dict[int, Entry] = {}
+        """By number, hence in order of arrival."""
+        self._by_id: dict[str, Entry] = {}
+        self._outputs = OutputProcessor(tokenizer, self)
+        self._clock = clock
+        self._num_entries = 0
+        self._messages: list[Down] = []
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def add(self, admitted: Admitted) -> Entry:
+        """Begin to follow a request."""
+        self._num_entries += 1
+        entry = Entry(self._num_entries, admitted)
+        self.entries[entry.number] = entry
+        self._by_id[entry.request.request_id] = entry
+        self._outputs.add(entry.request, admitted.asked.params, admitted.asked.prompt)
+        return entry
+
+    def take(self, gains: Gains) -> list[RequestOutput]:
+        """Take in a step; returns what the requests' senders are to see."""
+        now = self._clock()
+        progress: list[Progress] = []
+        for gain in gains.gains:
+            entry = self.entries.get(gain.number)
+            if entry is not None:
+                progress.extend(entry.take(gain, now))
+        return self._deliver(progress)
+
+    def end(self, entry: Entry, reason: FinishReason, error: str | None = None) -> list[RequestOutput]:
+        """End a request from outside; returns its last output."""
+        if entry.is_sent:
+            self._messages.append(Abort(entry.number))
+        return self._deliver(entry.end(reason, error))
+
+    def find(self, request_id: str) -> Entry | None:
+        """The request of that id, if it is in flight."""
+        return self._by_id.get(request_id)
+
+    def take_messages(self) -> list[Down]:
+        """What the engine must hear of what was decided here."""
+        messages, self._messages = self._messages, []
+        return messages
+
+    def leave_engine(self) -> None:
+        """The engine is gone, and with it whatever it was to hear."""
+        self._messages.clear()
+        for entry in self.entries.values():
+            entry.leave_engine()
+
+    # What the output processor asks of a scheduler.
+
+    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """A stop string has ended a sequence; its engine would go on."""
+        is_known_to_engine = sequence.status is not SequenceStatus.FINISHED
+        entry = self._by_id[sequence.request.request_id]
+        sequence.status, sequence.finish_reason, sequence.stop_reason = SequenceStatus.FINISHED, reason, stop_reason
+        if sequence.request.is_finished:
+            sequence.request.metrics.finished_s = self._clock()
+        if is_known_to_engine:
+            self._messages.append(Finish(entry.number, sequence.index))
+
+    def fail(self, request_id: str, message: str) -> None:
+        """A request's output cannot be made."""
+        entry = self._by_id.get(request_id)
+        if entry is not None:
+            entry.end(FinishReason.ERROR, message)
+            self._messages.append(Abort(entry.number))
+
+    def _deliver(self, progress: list[Progress]) -> list[RequestOutput]:
+        outputs = self._outputs.process(progress)
+        for output in outputs:
+            if output.finished:
+                entry = self._by_id.pop(output.request_id)
+                del self.entries[entry.number]
+        return outputs

@@ -1,0 +1,71 @@
+"""Starts an engine's process and ends it. The only code that knows how one is run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from quire.engine.process.channel import Channel, ChannelClosed
+from quire.engine.process.messages import Start, Up
+from quire.errors import EngineError
+
+_KILL_TIMEOUT_S = 10.0
+_COMMAND = (sys.executable, "-P", "-m", "quire.engine.process")
+"""-P: the current folder is no place to import modules from."""
+
+
+class EngineProcess:
+    """A running engine's process, and the channel to it: one end of a socket pair, whose other end the process inherits.
+
+    A pair has no name, so there is nothing that anybody else could connect to.
+    """
+
+    def __init__(self, start: Start, command: Sequence[str] = _COMMAND) -> None:
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [*command, str(theirs.fileno()), str(os.getpid())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # a terminal's Ctrl-C is for the server, which decides what becomes of the engine
+                )
+        except OSError as error:
+            ours.close()
+            raise EngineError(f"the engine's process cannot be started: {type(error).__name__}") from error
+        self.channel: Channel[Up] = Channel(ours, Up)
+        with contextlib.suppress(ChannelClosed):  # it has ended already, as whoever receives from it will find out
+            self.channel.send(start)
+
+    @property
+    def pid(self) -> int:
+        """The operating system's number."""
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is gone."""
+        return self._process.poll() is not None
+
+    def describe_end(self) -> str:
+        """How it ended, for a log."""
+        code = self._process.poll()
+        if code is None:
+            return "it is still running"
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                return f"killed by {signal.Signals(-code).name}"
+        return f"exit code {code}"
+
+    def kill(self) -> None:
+        """End it at once, frozen or not, and wait until the system has taken back what it held. Idempotent."""
+        self.channel.close()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_KILL_TIMEOUT_S)

@@ -1,0 +1,142 @@
+"""What the server's process and the engine's say to each other: typed records, encoded as MessagePack. Nothing else crosses.
+
+`Down` goes to the engine, `Up` comes from it. A request is known by its `number`, which the server gives out and never uses
+again, so that a late word about a request that has ended can be told from one about its successor. An unknown type, an unknown
+field or a value out of its type closes the connection (`quire.engine.process.channel`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from quire.core.plan import RowSampling, TokenLogprobs
+
+PROTOCOL_VERSION = 1
+"""Both ends come from one installation; a difference means that it was replaced under a running server."""
+
+
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    pass
+
+
+class Start(_Message, frozen=True):
+    """The first message down: what to build."""
+
+    model: str
+    options: dict[str, Any]
+    """Of `EngineConfig.from_options`."""
+    version: int = PROTOCOL_VERSION
+
+
+class Resumed(_Message, frozen=True, array_like=True):
+    """An unfinished sequence of a request that another engine has begun."""
+
+    index: int
+    output_token_ids: tuple[int, ...]
+
+
+class Add(_Message, frozen=True):
+    """A request, new or begun by an engine that is no more: all that its tokens depend on."""
+
+    number: int
+    request_id: str
+    """For logs."""
+    prompt_token_ids: tuple[int, ...]
+    sampling: RowSampling
+    num_sequences: int
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    namespace: tuple[str, ...]
+    priority: int
+    tenant: str
+    weight: float
+    reads_cache: bool
+    arrival_s: float
+    resumed: tuple[Resumed, ...] = ()
+
+
+class Abort(_Message, frozen=True):
+    """Forget a request."""
+
+    number: int
+
+
+class Finish(_Message, frozen=True):
+    """One sequence has reached a stop string, which only the server knows of."""
+
+    number: int
+    index: int
+
+
+Down = Start | Add | Abort | Finish
+
+
+class Ready(_Message, frozen=True):
+    """The model is loaded."""
+
+    load_s: float
+
+
+class StartFailed(_Message, frozen=True):
+    """The engine cannot be built. `is_final`: not with these options and files, however often one tries."""
+
+    message: str
+    is_final: bool
+
+
+class Pulse(_Message, frozen=True):
+    """A sign of life, sent a few times a second whether there is work or not, also while a step runs."""
+
+    num_steps: int = 0
+    step_age_s: float | None = None
+    """How long the step in progress has been running."""
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    num_prefix_hit_tokens: int = 0
+
+
+class Served(_Message, frozen=True, array_like=True):
+    """How a request fared so far; times on the machine's monotonic clock."""
+
+    first_scheduled_s: float | None
+    num_prefix_hit_tokens: int
+    num_preemptions: int
+    num_prefill_chunks: int
+
+
+class Gain(_Message, frozen=True, array_like=True):
+    """What happened to one sequence in one step."""
+
+    number: int
+    index: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per token, where the request asked for them."""
+    finish_reason: str | None = None
+    stop_token_id: int | None = None
+    error: str | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    """With the first token, where the request asked for them."""
+    served: Served | None = None
+    """With the first token and at the end."""
+
+
+class Gains(_Message, frozen=True):
+    """All that a step brought, in one message: a request whose sequences fork is never seen half forked."""
+
+    gains: tuple[Gain, ...]
+
+
+class Refused(_Message, frozen=True):
+    """A request that this engine will not serve."""
+
+    number: int
+    message: str
+
+
+Up = Ready | StartFailed | Pulse | Gains | Refused

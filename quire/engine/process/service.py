@@ -1,0 +1,155 @@
+"""An engine as its process serves it: messages in, messages out. Knows no sockets, threads or signals."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from quire.common.failures import log_failure
+from quire.core.decoding import SamplingDecoder
+from quire.core.request import FinishReason, Request, ResumedSequence, Sequence
+from quire.core.scheduler.scheduler import Progress
+from quire.engine.process.messages import Abort, Add, Finish, Gain, Gains, Pulse, Refused, Served
+from quire.engine.step_loop import StepLoop
+from quire.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+
+class Service:
+    """The requests of one engine, by the server's numbers."""
+
+    def __init__(self, loop: StepLoop) -> None:
+        self.loop = loop
+        self._requests: dict[int, Request] = {}
+        self._numbers: dict[str, int] = {}
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return self.loop.has_work
+
+    def obey(self, message: Add | Abort | Finish) -> Refused | None:
+        """Carry out what the server says; returns what it must hear at once."""
+        if isinstance(message, Add):
+            return self._add(message)
+        if isinstance(message, Abort):
+            self._end(message.number)
+        else:
+            self._finish(message)
+        return None
+
+    def step(self) -> Gains | None:
+        """One step; returns what it brought, all of it in one message. Never raises for a bug or a broken executor."""
+        try:
+            progress = self.loop.advance()
+        except Exception as error:
+            log_failure(logger, "the engine failed outside of the executor and starts over", error)
+            lost = self.loop.start_over(f"the engine failed on this step: {type(error).__name__}")
+            progress = [Progress(sequence, None, None) for request in lost for sequence in request.sequences]
+        gains = tuple(self._gains(progress))
+        return Gains(gains) if gains else None
+
+    def fail(self, gain: Gain, message: str) -> Gains:
+        """End a request whose outcome cannot be told; returns what can be said of it."""
+        self._end(gain.number)
+        return Gains((Gain(gain.number, gain.index, finish_reason=FinishReason.ERROR.value, error=message),))
+
+    def pulse(self, step_age_s: float | None) -> Pulse:
+        """A picture, taken from another thread while steps go on: its numbers may be of two neighbouring steps."""
+        scheduler = self.loop.scheduler
+        stats, pool = scheduler.stats, scheduler.manager.pool
+        return Pulse(
+            num_steps=stats.num_steps,
+            step_age_s=step_age_s,
+            num_running=len(scheduler.running),
+            num_waiting=scheduler.num_waiting,
+            kv_usage=pool.num_used / scheduler.limits.num_blocks,
+            num_generated_tokens=stats.num_generated_tokens,
+            num_preemptions=stats.num_preemptions,
+            num_prefix_hit_tokens=stats.num_prefix_hit_tokens,
+        )
+
+    def _add(self, message: Add) -> Refused | None:
+        try:
+            request = _request(message)
+            self.loop.scheduler.add(request)
+        except RequestError as error:
+            return Refused(message.number, str(error))
+        self._requests[message.number] = request
+        self._numbers[request.request_id] = message.number
+        return None
+
+    def _finish(self, message: Finish) -> None:
+        request = self._requests.get(message.number)
+        if request is not None:
+            for sequence in request.sequences:
+                if sequence.index == message.index:
+                    self.loop.scheduler.finish(sequence, FinishReason.STOP)
+            if request.is_finished:
+                self._forget(request)
+
+    def _end(self, number: int) -> None:
+        request = self._requests.get(number)
+        if request is not None:
+            self._forget(request)
+            self.loop.scheduler.abort(request.request_id)
+
+    def _forget(self, request: Request) -> None:
+        del self._requests[self._numbers.pop(request.request_id)]
+
+    def _gains(self, progress: list[Progress]) -> Iterator[Gain]:
+        by_sequence: dict[Sequence, list[Progress]] = {}
+        for each in progress:
+            by_sequence.setdefault(each.sequence, []).append(each)
+        for sequence, mine in by_sequence.items():
+            number = self._numbers.get(sequence.request.request_id)
+            if number is not None:
+                yield _gain(number, sequence, mine)
+        for request in {sequence.request: None for sequence in by_sequence}:
+            if request.is_finished and request.request_id in self._numbers:
+                self._forget(request)
+
+
+def _request(message: Add) -> Request:
+    request = Request(
+        request_id=message.request_id,
+        prompt_token_ids=message.prompt_token_ids,
+        sampling=message.sampling,
+        decoder=SamplingDecoder(message.num_sequences, is_forked=bool(message.resumed)),
+        max_tokens=message.max_tokens,
+        stop_token_ids=frozenset(message.stop_token_ids),
+        priority=message.priority,
+        tenant=message.tenant,
+        weight=message.weight,
+        namespace=message.namespace,
+        reads_cache=message.reads_cache,
+        resumed=tuple(ResumedSequence(each.index, each.output_token_ids) for each in message.resumed),
+    )
+    request.metrics.arrival_s = message.arrival_s
+    return request
+
+
+def _gain(number: int, sequence: Sequence, progress: list[Progress]) -> Gain:
+    """What happened to one sequence in one step."""
+    request = sequence.request
+    token_ids = tuple(each.token_id for each in progress if each.token_id is not None)
+    has_ended = any(each.token_id is None for each in progress)
+    is_first = bool(token_ids) and sequence.num_output_tokens == len(token_ids)
+    reason, stop = sequence.finish_reason, sequence.stop_reason
+    metrics = request.metrics
+    return Gain(
+        number=number,
+        index=sequence.index,
+        token_ids=token_ids,
+        logprobs=tuple(each.logprobs for each in progress if each.logprobs is not None),
+        finish_reason=reason.value if has_ended and reason is not None else None,
+        stop_token_id=stop if isinstance(stop, int) else None,
+        error=request.error,
+        prompt_logprobs=tuple(request.prompt_logprobs) if is_first and sequence.index == 0 else (),
+        served=Served(
+            metrics.first_scheduled_s, metrics.num_prefix_hit_tokens, metrics.num_preemptions, metrics.num_prefill_chunks
+        )
+        if is_first or has_ended
+        else None,
+    )

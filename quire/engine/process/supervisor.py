@@ -1,0 +1,272 @@
+"""Keeps an engine running and every request in flight on it, whatever becomes of the engine.
+
+One thread owns the journal, the engine's process and the channel to it. It gives requests to the engine, takes in what comes
+back, watches for signs of progress, and replaces an engine that is dead, frozen or speaks nonsense; what was in flight goes on
+with the next one. It never waits without a limit, and nobody waits for it: others post commands and read `state`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quire.common.failures import log_failure
+from quire.core.request import FinishReason
+from quire.engine.admission import Admitted
+from quire.engine.client import EngineState
+from quire.engine.outputs import RequestOutput
+from quire.engine.process.channel import ChannelClosed, FrameTooLarge, ProtocolError
+from quire.engine.process.journal import Entry, Journal
+from quire.engine.process.launcher import EngineProcess
+from quire.engine.process.messages import Gains, Pulse, Ready, Refused, StartFailed, Up
+from quire.engine.process.quarantine import choose, judge
+from quire.engine.process.watch import Watch, WatchConfig
+from quire.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+_ROUND_S = 0.1
+"""Longest time between two looks at the clock."""
+_MAX_UNSENT_BYTES = 1 << 20
+"""While the engine has not taken that much, it is given nothing more: requests wait in the journal, not in a buffer."""
+CONVICTED = "the engine died three times while it ran this request, lastly with no other beside it; it is not tried again"
+
+Deliver = Callable[[list[RequestOutput]], None]
+
+
+class Supervisor:
+    """The thread and what others may see of it."""
+
+    def __init__(self, launch: Callable[[], EngineProcess], journal: Journal, deliver: Deliver, config: WatchConfig) -> None:
+        self.watch = Watch(config)
+        self.reason = "the model is being loaded"
+        """Why the engine is not ready."""
+        self._launch = launch
+        self._journal = journal
+        self._deliver = deliver
+        self._process: EngineProcess | None = None
+        self._start_at_s: float | None = time.monotonic()
+        """When the next engine is started, while none runs; None: never again."""
+        self._has_failed = False
+        self._is_closing = False
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_receiver.setblocking(False)
+        self._wake_sender.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="quire-supervisor", daemon=True)
+
+    # -- for other threads -------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to load the model."""
+        self._thread.start()
+
+    @property
+    def state(self) -> EngineState:
+        """How the engine is doing now, also if the supervisor has not come round to acting upon it."""
+        if self._is_closing:
+            return "closed"
+        if self._has_failed:
+            return "failed"
+        if self._process is None or not self.watch.is_loaded:
+            return "restarting" if self.watch.num_restarts else "loading"
+        return "ready" if self.watch.complaint(time.monotonic()) is None else "stalled"
+
+    @property
+    def engine_pid(self) -> int | None:
+        """The engine's process, while one runs."""
+        process = self._process
+        return None if process is None else process.pid
+
+    def add(self, admitted: Admitted) -> None:
+        """Serve a request; its outputs are delivered."""
+        self._post(lambda: self._add(admitted))
+
+    def abort(self, request_id: str) -> None:
+        """End a request, if it is in flight."""
+        self._post(lambda: self._end(request_id, FinishReason.ABORT, None))
+
+    def end_all(self, message: str) -> None:
+        """End every request with an error."""
+        self._post(lambda: self._end_all(message))
+
+    def close(self, timeout_s: float = 15.0) -> None:
+        """End everything, the engine's process included. Idempotent."""
+        self._is_closing = True
+        self._post(lambda: None)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self._commands.put(command)
+        with contextlib.suppress(OSError):  # full: it is awake; closed: it is over, and says so to whoever still comes
+            self._wake_sender.send(b"\0")
+
+    # -- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._round()
+        except BaseException as error:
+            log_failure(logger, "the supervisor died", error)
+            self._has_failed, self.reason = True, f"the supervisor died: {type(error).__name__}"
+        finally:
+            self._is_closing = self._is_closing or not self._has_failed
+            if self._process is not None:
+                self._process.kill()
+                self._process = None
+            self._journal.leave_engine()
+            self._take_commands()
+            self._end_all("the server is shutting down" if not self._has_failed else self.reason)
+            self._wake_receiver.close()
+            self._wake_sender.close()
+
+    def _round(self) -> None:
+        self._take_commands()
+        if self._process is None:
+            self._start_if_due()
+        try:
+            self._talk()
+        except (ChannelClosed, ProtocolError) as error:
+            self._replace(str(error))
+            return
+        complaint = self.watch.complaint(time.monotonic()) if self._process is not None else None
+        if complaint is not None:
+            self._replace(complaint)
+
+    def _take_commands(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._commands.get_nowait()()
+
+    def _start_if_due(self) -> None:
+        now = time.monotonic()
+        if self._start_at_s is None or now < self._start_at_s:
+            return
+        try:
+            self._process = self._launch()
+        except EngineError as error:
+            self._pause(str(error))
+        else:
+            self.watch.start(now)
+
+    def _talk(self) -> None:
+        """Tell the engine what it must hear, wait for something to happen, and take in what it says."""
+        process = self._process
+        channel = None if process is None else process.channel
+        if channel is not None and self.watch.is_loaded:
+            self._tell()
+        readers: list[Any] = [self._wake_receiver, channel] if channel is not None else [self._wake_receiver]
+        writers = [channel] if channel is not None and channel.num_unsent_bytes else []
+        readable, writable, _ = select.select(readers, writers, [], _ROUND_S)
+        if self._wake_receiver in readable:
+            with contextlib.suppress(BlockingIOError):
+                self._wake_receiver.recv(4096)
+        if channel is None:
+            return
+        if writable:
+            channel.flush()
+        if channel in readable:
+            for message in channel.receive():
+                self._take(message)
+
+    def _tell(self) -> None:
+        assert self._process is not None
+        channel = self._process.channel
+        for message in self._journal.take_messages():
+            channel.send(message)
+        for entry in choose(self._journal.entries.values()):
+            if channel.num_unsent_bytes > _MAX_UNSENT_BYTES:
+                break
+            try:
+                channel.send(entry.to_message())
+            except FrameTooLarge as error:
+                self._deliver(self._journal.end(entry, FinishReason.ERROR, f"the request is too large: {error}"))
+            else:
+                entry.is_sent = True
+
+    def _take(self, message: Up) -> None:
+        now = time.monotonic()
+        self.watch.last_sign_s = now
+        if isinstance(message, Gains):
+            if any(gain.token_ids for gain in message.gains):
+                self.watch.gain()
+            self._deliver(self._journal.take(message))
+        elif isinstance(message, Pulse):
+            self.watch.hear(message, now)
+        elif isinstance(message, Ready):
+            self.watch.is_loaded, self.reason = True, ""
+            logger.info("the engine is ready after %.2f s", message.load_s)
+        elif isinstance(message, Refused):
+            entry = self._journal.entries.get(message.number)
+            if entry is not None:
+                self._deliver(self._journal.end(entry, FinishReason.ERROR, message.message))
+        else:
+            self._take_start_failure(message)
+
+    def _take_start_failure(self, failure: StartFailed) -> None:
+        if failure.is_final:
+            self._give_up(failure.message)
+        else:
+            raise ChannelClosed(failure.message)
+
+    # -- when an engine is lost --------------------------------------------------------------------------------------
+
+    def _replace(self, complaint: str) -> None:
+        """The engine is lost: make sure that it is gone, and go on with another."""
+        process, self._process = self._process, None
+        assert process is not None
+        process.kill()
+        logger.error(
+            "the engine (process %d) is lost: %s; %s; %d requests go on with the next one",
+            process.pid, complaint, process.describe_end(), len(self._journal),
+        )  # fmt: skip
+        convicted = judge(self._journal.entries.values()) if self.watch.is_loaded else None
+        self._journal.leave_engine()
+        if convicted is not None:
+            logger.error("request %s: %s", convicted.request.request_id, CONVICTED)
+            self._deliver(self._journal.end(convicted, FinishReason.ERROR, CONVICTED))
+            self.watch.gain()  # its cause is gone
+        self._pause(complaint)
+
+    def _pause(self, complaint: str) -> None:
+        pause_s = self.watch.pause_s()
+        if pause_s is None:
+            self._give_up(f"{self.watch.num_deaths_in_a_row} engines in a row were lost, the last one to: {complaint}")
+        else:
+            self.reason = f"the engine is being restarted: {complaint}"
+            self._start_at_s = time.monotonic() + pause_s
+
+    def _give_up(self, reason: str) -> None:
+        logger.error("no engine is started any more: %s", reason)
+        self._has_failed, self.reason, self._start_at_s = True, reason, None
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
+        self._journal.leave_engine()
+        self._end_all(reason)
+
+    # -- commands ----------------------------------------------------------------------------------------------------
+
+    def _add(self, admitted: Admitted) -> None:
+        entry = self._journal.add(admitted)
+        if self._has_failed or self._is_closing:
+            self._deliver(self._journal.end(entry, FinishReason.ERROR, self.reason or "the server is shutting down"))
+
+    def _end(self, request_id: str, reason: FinishReason, error: str | None) -> None:
+        entry = self._journal.find(request_id)
+        if entry is not None:
+            self._deliver(self._journal.end(entry, reason, error))
+
+    def _end_all(self, message: str) -> None:
+        entries: Sequence[Entry] = list(self._journal.entries.values())
+        for entry in entries:
+            self._deliver(self._journal.end(entry, FinishReason.ERROR, message))

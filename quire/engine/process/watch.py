@@ -1,0 +1,92 @@
+"""When an engine counts as lost, how soon another is started, and when to give up. Arithmetic on times alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.engine.process.messages import Pulse
+from quire.errors import ConfigError
+
+LOADING_SILENCE_S = 60.0
+"""A process that starts says nothing while libraries are imported: torch alone has taken 6 s on a busy machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchConfig:
+    """How patient the supervisor is; times in seconds."""
+
+    silence_timeout_s: float = 10.0
+    """An engine that gives no sign of life for so long (a frozen process) is replaced. It gives four a second, idle or not."""
+    step_timeout_s: float = 300.0
+    """An engine whose one step takes so long is replaced, though it lives: a large prompt on a slow machine must fit."""
+    load_timeout_s: float = 3600.0
+    """A model that is not loaded by then never will be."""
+    max_restarts: int = 5
+    """Engines in a row that may die before any request has gained a token from them; then the server gives up."""
+    first_pause_s: float = 0.25
+    """Before the second start in a row; doubled for each further one. The first restart comes at once."""
+    max_pause_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in ("silence_timeout_s", "step_timeout_s", "load_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be above 0")
+        if self.max_restarts < 0:
+            raise ConfigError(f"max_restarts={self.max_restarts!r} must be at least 0")
+
+
+class Watch:
+    """One engine's signs of life, and the record of those before it."""
+
+    def __init__(self, config: WatchConfig) -> None:
+        self.config = config
+        self.pulse = Pulse()
+        self.num_restarts = 0
+        self.num_deaths_in_a_row = 0
+        """Engines that died without having brought anybody a token."""
+        self.is_loaded = False
+        self.last_sign_s = 0.0
+        self.last_step_s: float | None = None
+        """When the last step was seen to have ended, or the last idle time."""
+        self._started_s = 0.0
+
+    def start(self, now: float) -> None:
+        """An engine has been started."""
+        self._started_s = self.last_sign_s = now
+        self.is_loaded = False
+        self.last_step_s = None
+        self.pulse = Pulse()
+
+    def hear(self, pulse: Pulse, now: float) -> None:
+        """A sign of life that says how things are."""
+        self.last_sign_s = now
+        if pulse.num_steps != self.pulse.num_steps or pulse.step_age_s is None:
+            self.last_step_s = now - (pulse.step_age_s or 0.0)
+        self.pulse = pulse
+
+    def gain(self) -> None:
+        """Somebody has gained a token."""
+        self.num_deaths_in_a_row = 0
+
+    def complaint(self, now: float) -> str | None:
+        """Why the engine must be replaced, if it must."""
+        config = self.config
+        patience_s = config.silence_timeout_s if self.is_loaded else max(config.silence_timeout_s, LOADING_SILENCE_S)
+        if now - self.last_sign_s > patience_s:
+            return f"no sign of life for {now - self.last_sign_s:.1f} s"
+        age_s = self.pulse.step_age_s
+        if age_s is not None and age_s + now - self.last_sign_s > config.step_timeout_s:
+            return f"one step has been running for {age_s:.0f} s"
+        if not self.is_loaded and now - self._started_s > config.load_timeout_s:
+            return f"the model is not loaded after {config.load_timeout_s:.0f} s"
+        return None
+
+    def pause_s(self) -> float | None:
+        """An engine has died: how long to wait before the next is started; None to give up."""
+        self.num_deaths_in_a_row += 1
+        if self.num_deaths_in_a_row > self.config.max_restarts:
+            return None
+        self.num_restarts += 1
+        if self.num_deaths_in_a_row == 1:
+            return 0.0
+        return min(self.config.max_pause_s, self.config.first_pause_s * 2.0 ** (self.num_deaths_in_a_row - 2))

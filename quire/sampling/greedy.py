@@ -1,0 +1,32 @@
+"""Greedy rows that nothing is to be done to: the best token of the model's own logits is the answer, and all of it.
+
+Owns the question which rows these are, and the answer's form. The logits need not exist for them; where they do, `Sampler`
+gives the same tokens and the same errors. Holds no state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from quire.core.plan import RowSampling, WorkResult
+from quire.sampling.edits import is_edited
+from quire.sampling.rows import SampledRow
+from quire.sampling.sampler import NOT_FINITE
+
+
+def is_plain_greedy(sampling: RowSampling) -> bool:
+    """Whether the request takes the best token, edits no logits at any position, and asks for no log-probabilities."""
+    is_greedy = sampling.temperature == 0.0 and sampling.num_logprobs is None
+    return is_greedy and not is_edited(SampledRow(sampling, position=0))
+
+
+def greedy_results(best: tuple[Tensor, Tensor], nums_samples: Sequence[int]) -> list[WorkResult]:
+    """What `Sampler.sample` gives for rows of which `is_plain_greedy` holds: best tokens int64 [R], their logits [R]."""
+    token_ids, peaks = best
+    return [
+        WorkResult((token_id,) * num_samples) if math.isfinite(peak) else WorkResult(error=NOT_FINITE)
+        for token_id, peak, num_samples in zip(token_ids.tolist(), peaks.tolist(), nums_samples, strict=True)
+    ]

@@ -1,0 +1,169 @@
+"""A server's life: listen at once, load beside it, serve, drain when told to end, end.
+
+The listening socket is the only one there is. /livez answers before the model is loaded. The first SIGTERM or SIGINT refuses
+new requests and lets those in flight finish, up to the drain timeout, after which each ends with an error; the second ends
+everything at once. Imports no torch: the model is in the engine's process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import uvicorn
+
+from quire.common.failures import log_failure
+from quire.config.api import ApiConfig
+from quire.config.serve import ServeConfig
+from quire.engine.builder import PreparedModel
+from quire.engine.process.client import ProcessClient
+from quire.engine.process.watch import WatchConfig
+from quire.errors import ConfigError, EngineError
+
+logger = logging.getLogger(__name__)
+
+EXIT_DRAINED = 0
+EXIT_ABORTED = 1
+_BACKLOG = 2048
+_LAST_WRITES_S = 5.0
+"""After the drain, time for clients to take what is left of their answers."""
+_POLL_S = 0.05
+
+Say = Callable[[str], None]
+
+
+class Settings(NamedTuple):
+    """What a server is to be like, besides its model."""
+
+    serve: ServeConfig
+    api: ApiConfig
+    api_keys: str | None
+    """Keys from the environment, separated by commas."""
+
+
+def run_server(prepared: PreparedModel, settings: Settings, say: Say) -> int:
+    """Serve until told to end; the exit code. Raises ConfigError, or EngineError if the model cannot be loaded."""
+    with listen(settings.serve) as listener:
+        return asyncio.run(Lifecycle(settings, say).run(prepared, listener))
+
+
+@contextmanager
+def listen(config: ServeConfig) -> Iterator[socket.socket]:
+    """The one listening socket. Raises ConfigError where there can be none."""
+    try:
+        family, *_, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {reason}; choose another host or port") from error
+    with listener:
+        yield listener
+
+
+class Lifecycle:
+    """One server from its first to its last moment."""
+
+    def __init__(self, settings: Settings, say: Say) -> None:
+        self._settings = settings
+        self._say = say
+        self._num_signals = 0
+        self._has_been_told = asyncio.Event()
+        self._is_aborted = asyncio.Event()
+
+    async def run(self, prepared: PreparedModel, listener: socket.socket) -> int:
+        """Serve on `listener`."""
+        config = self._settings.serve
+        watch = WatchConfig(
+            silence_timeout_s=config.silence_timeout, step_timeout_s=config.step_timeout, max_restarts=config.max_restarts
+        )
+        client = ProcessClient(prepared, watch)
+        client.start()  # first of all: the model loads while the rest is imported
+        self._handle_signals()
+        try:
+            server = _server(self._settings, client)
+            return await self._serve(client, server, listener)
+        finally:
+            await client.close()
+
+    async def _serve(self, client: ProcessClient, server: uvicorn.Server, listener: socket.socket) -> int:
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            host, port = listener.getsockname()[:2]
+            self._say(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}, loading {client.model.name}")
+            return await self._live(client, server, serving)
+        finally:
+            server.should_exit = True
+            server.force_exit = self._is_aborted.is_set()
+            await client.close()  # first, so that every stream has its last word
+            await asyncio.wait([serving], timeout=_LAST_WRITES_S)
+            if serving.done() and not serving.cancelled() and serving.exception() is not None:
+                log_failure(logger, "the HTTP server failed", serving.exception() or EngineError())
+
+    async def _live(self, client: ProcessClient, server: uvicorn.Server, serving: asyncio.Task[None]) -> int:
+        told = asyncio.create_task(self._has_been_told.wait())
+        loading = asyncio.create_task(self._await_model(client))
+        await asyncio.wait([told, serving, loading], return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            loading.result()
+            await asyncio.wait([told, serving], return_when=asyncio.FIRST_COMPLETED)
+        loading.cancel()
+        told.cancel()
+        return await self._drain(client, server, serving)
+
+    async def _await_model(self, client: ProcessClient) -> None:
+        """Say when the model is there. Raises EngineError if it cannot be loaded."""
+        while (status := client.status()).state != "ready":
+            if status.state == "failed":
+                raise EngineError(status.reason)
+            await asyncio.sleep(_POLL_S)
+        self._say("ready")
+
+    async def _drain(self, client: ProcessClient, server: uvicorn.Server, serving: asyncio.Task[None]) -> int:
+        timeout_s, num_requests = self._settings.serve.drain_timeout, client.status().num_requests
+        if num_requests:
+            self._say(f"draining: {num_requests} requests have {timeout_s:g} s to finish; once more ends them at once")
+        draining = asyncio.create_task(client.drain(timeout_s))
+        aborted = asyncio.create_task(self._is_aborted.wait())
+        await asyncio.wait([draining, aborted], return_when=asyncio.FIRST_COMPLETED)
+        if not draining.done():
+            draining.cancel()
+            return EXIT_ABORTED
+        server.should_exit = True  # takes no more connections, and lets those that are open take the rest
+        await asyncio.wait([serving, aborted], return_when=asyncio.FIRST_COMPLETED, timeout=_LAST_WRITES_S + 1)
+        aborted.cancel()
+        return EXIT_ABORTED if self._is_aborted.is_set() else EXIT_DRAINED
+
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._tell)
+
+    def _tell(self) -> None:
+        self._num_signals += 1
+        self._has_been_told.set()
+        if self._num_signals > 1:
+            self._is_aborted.set()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server without its own ideas about signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _server(settings: Settings, client: ProcessClient) -> uvicorn.Server:
+    from quire.server.app import build_app
+    from quire.server.protocol import uvicorn_config
+    from quire.server.state import read_keys
+
+    keys = read_keys(settings.api, settings.api_keys)
+    app = build_app(settings.api, client, keys)
+    return _Server(uvicorn_config(app, settings.api, timeout_graceful_shutdown=int(_LAST_WRITES_S)))

@@ -1,1 +1,0 @@
-"""GGUF files: the container, and its metadata as the config of a model."""

@@ -1,0 +1,169 @@
+"""A request that goes on with another engine answers what it would have answered, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from relay import Relay
+
+from quire.config.engine import EngineConfig
+from quire.core.params import RequestOutputKind, SamplingParams
+from quire.core.request import FinishReason
+from quire.engine.admission import Admission
+from quire.engine.builder import prepare_model
+from quire.engine.client import GenerationRequest
+from quire.engine.engine import Engine
+from quire.engine.outputs import RequestOutput
+from quire.engine.process.journal import Journal
+
+MakeEngine = Callable[..., Engine]
+MakeRelay = Callable[..., Relay]
+
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "hot": {"seed": 3, "temperature": 2.0, "top_k": 40, "min_p": 0.01},
+    "penalties": {"seed": 4, "presence_penalty": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
+    "biased": {"seed": 5, "logit_bias": {5: 6.0}, "min_tokens": 9, "stop_token_ids": [5]},
+    "scored": {"seed": 6, "logprobs": 3, "prompt_logprobs": 2},
+    "forked": {"seed": 7, "n": 3, "logprobs": 1},
+    "best": {"seed": 8, "n": 2, "best_of": 4, "stop_token_ids": [17, 33, 60]},
+    "unseeded": {},
+}
+
+
+@pytest.fixture
+def make_relay(make_engine: MakeEngine, tiny_config: Path) -> MakeRelay:
+    def make(**options: Any) -> Relay:
+        loops: list[Engine] = []
+
+        def next_engine() -> Engine:
+            for each in loops:
+                each.close()
+            loops[:] = [make_engine(**options)]
+            return loops[0]
+
+        options.setdefault("num_threads", 1)
+        config = EngineConfig(model=str(tiny_config), load_format="dummy", kv_cache_memory="512KiB")
+        return Relay(Admission(prepare_model(config)), Journal(None), next_engine)
+
+    return make
+
+
+def _request(name: str, kind: str, prompt_len: int, **params: Any) -> GenerationRequest:
+    rng = random.Random(f"{name} {prompt_len}")
+    prompt = [rng.randrange(3, 250) for _ in range(prompt_len)]
+    options = {"max_tokens": 10, "ignore_eos": True, "output_kind": RequestOutputKind.DELTA, **KINDS[kind], **params}
+    return GenerationRequest(request_id=name, prompt_token_ids=prompt, params=SamplingParams(**options))
+
+
+def _joined(outputs: list[RequestOutput]) -> list[tuple[Any, ...]]:
+    """Each sequence of a stream of deltas, whole."""
+    assert [each.finished for each in outputs] == [False] * (len(outputs) - 1) + [True]
+    last = outputs[-1]
+    assert last.error is None
+    return [
+        (
+            [token for each in outputs for one in each.outputs[place : place + 1] for token in one.token_ids],
+            [record for each in outputs for one in each.outputs[place : place + 1] for record in one.logprobs or ()],
+            "".join(one.text for each in outputs for one in each.outputs[place : place + 1]),
+            (final.index, final.cumulative_logprob, final.finish_reason, final.stop_reason, last.prompt_logprobs),
+        )
+        for place, final in enumerate(last.outputs)
+    ]
+
+
+def _answers(relay: Relay, **run: int) -> dict[str, list[tuple[Any, ...]]]:
+    for place, kind in enumerate(KINDS):
+        relay.add(_request(kind, kind, 5 + 9 * place))
+    return {name: _joined(outputs) for name, outputs in relay.run(**run).items()}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"enable_prefix_caching": False, "max_num_batched_tokens": 16}], ids=["plain", "chunked"]
+)
+@pytest.mark.parametrize("replace_every", [1, 2, 5])
+def test_another_engine_goes_on_where_the_last_one_was(
+    make_relay: MakeRelay, options: dict[str, Any], replace_every: int
+) -> None:
+    undisturbed = _answers(make_relay())
+    if "max_num_batched_tokens" in options:
+        replace_every += 20  # a prompt in pieces must have its time, or nobody ever gets anywhere
+    assert _answers(make_relay(**options), replace_every=replace_every) == undisturbed
+
+
+def test_the_server_needs_of_an_engine_only_what_the_engine_alone_gives(make_relay: MakeRelay, make_engine: MakeEngine) -> None:
+    """Through messages or not, the outputs are the same objects in content."""
+    relayed = _answers(make_relay())
+    engine = make_engine()
+    outputs: dict[str, list[RequestOutput]] = {}
+    for place, kind in enumerate(KINDS):
+        asked = _request(kind, kind, 5 + 9 * place)
+        engine.add_request(kind, {"prompt_token_ids": list(asked.prompt_token_ids)}, asked.params)
+    while engine.has_work:
+        for output in engine.step():
+            assert isinstance(output, RequestOutput)
+            outputs.setdefault(output.request_id, []).append(output)
+    assert relayed == {name: _joined(each) for name, each in outputs.items()}
+
+
+def test_an_aborted_request_ends_with_what_it_has_and_frees_its_engine(make_relay: MakeRelay) -> None:
+    relay = make_relay()
+    relay.add(_request("a", "greedy", 20, max_tokens=100))
+    for _ in range(5):
+        relay.step()
+    [last] = relay.journal.end(relay.journal.entries[1], FinishReason.ABORT)
+    assert last.finished and last.outputs[0].finish_reason == "abort"
+    assert not relay.journal.entries
+    relay.step()
+    assert not relay.service.has_work
+
+
+def test_what_a_lost_request_had_is_not_delivered_twice(make_relay: MakeRelay) -> None:
+    relay = make_relay()
+    relay.add(_request("a", "greedy", 20))
+    for _ in range(3):
+        relay.step()
+    relay.replace_engine()
+    relay.run()
+    deltas = [output.outputs[0].token_ids for output in relay.outputs["a"]]
+    assert [len(each) for each in deltas] == [1] * 10
+
+
+def test_late_words_about_ended_requests_are_ignored(make_relay: MakeRelay) -> None:
+    relay = make_relay()
+    relay.add(_request("a", "greedy", 20, max_tokens=50))
+    relay.step()
+    [entry] = relay.journal.entries.values()
+    relay.journal.end(entry, FinishReason.ABORT)
+    gains = relay.service.step()
+    assert gains is not None and gains.gains[0].number == entry.number
+    assert relay.journal.take(gains) == []
+
+
+def test_an_engine_that_starts_over_ends_its_requests_with_the_reason(make_relay: MakeRelay) -> None:
+    relay = make_relay()
+    relay.add(_request("a", "forked", 20))
+    relay.step()
+
+    def fail(now: float) -> None:
+        raise RuntimeError("a bug")
+
+    relay.service.loop.scheduler.schedule = fail  # type: ignore[method-assign,assignment]
+    relay.run()
+    last = relay.outputs["a"][-1]
+    assert last.error is not None and "RuntimeError" in last.error and last.outputs[0].finish_reason == "error"
+
+
+def test_messages_are_smaller_than_json(make_relay: MakeRelay) -> None:
+    import msgspec
+
+    relay = make_relay()
+    relay.add(_request("a", "greedy", 200))
+    [entry] = relay.journal.entries.values()
+    message = entry.to_message()
+    assert len(msgspec.msgpack.encode(message)) < len(json.dumps(msgspec.to_builtins(message)))

@@ -1,0 +1,190 @@
+"""Queue bounds, quotas and deadlines: the decisions with a clock of the test's own, and what clients see of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from fake_client import FakeClient, Script
+from hypothesis import given
+from hypothesis import strategies as st
+from servers import serve
+
+from quire.config.api import ApiConfig
+from quire.server.admission import Admission, Ticket
+from quire.server.errors import ApiError
+from quire.server.tenants import EVERYBODY, Tenant, key_ring
+
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+
+
+class Clock:
+    """A clock that stands still until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make(config: ApiConfig, tenant: Tenant = EVERYBODY, num_running: int = 0) -> tuple[Admission, Clock]:
+    clock = Clock()
+    return Admission(config, [tenant], lambda: num_running, clock), clock
+
+
+def admit(admission: Admission, num_tokens: int = 1, tenant: Tenant = EVERYBODY) -> Ticket:
+    return admission.admit(tenant, num_sequences=1, num_prompt_tokens=num_tokens)
+
+
+def retry_after(error: ApiError) -> int:
+    return int(error.headers["retry-after"])
+
+
+def test_the_queue_is_bounded_in_requests_beyond_those_that_run() -> None:
+    admission, _ = make(ApiConfig(max_queued_requests=3), num_running=2)
+    tickets = [admit(admission) for _ in range(5)]
+    assert admission.queue() == (3, 3)
+    assert [admission.is_queued(ticket) for ticket in tickets] == [False, False, True, True, True]
+    with pytest.raises(ApiError) as caught:
+        admit(admission)
+    assert (caught.value.status, caught.value.code) == (429, "queue_full")
+    admission.release(tickets[0])
+    admission.release(tickets[0])
+    admit(admission)
+    assert admission.num_rejections["queue_full"] == 1
+
+
+def test_the_queue_is_bounded_in_prompt_tokens_but_never_refuses_into_an_empty_one() -> None:
+    admission, _ = make(ApiConfig(max_queued_tokens=100))
+    admit(admission, 500)
+    with pytest.raises(ApiError):
+        admit(admission, 1)
+
+
+def test_the_wait_is_computed_from_what_finished_lately() -> None:
+    admission, clock = make(ApiConfig(max_queued_requests=10))
+    for _ in range(20):
+        clock.now += 0.5
+        admission.release(admit(admission))
+    for _ in range(10):
+        admit(admission)
+    with pytest.raises(ApiError) as caught:
+        admit(admission)
+    assert retry_after(caught.value) == 3  # half of ten, at two a second, rounded up
+    clock.now += 3600
+    with pytest.raises(ApiError) as caught:
+        admit(admission)
+    assert 1 <= retry_after(caught.value) <= 120
+
+
+def test_a_tenants_concurrency() -> None:
+    tenant = Tenant("a", max_concurrency=2)
+    admission, clock = make(ApiConfig(), tenant)
+    first, _ = admit(admission, tenant=tenant), admit(admission, tenant=tenant)
+    with pytest.raises(ApiError) as caught:
+        admit(admission, tenant=tenant)
+    assert caught.value.code == "tenant_concurrency"
+    clock.now += 40
+    admission.release(first)
+    admit(admission, tenant=tenant)
+    with pytest.raises(ApiError) as caught:
+        admit(admission, tenant=tenant)
+    assert retry_after(caught.value) == 20
+
+
+def test_a_tenants_token_rate_counts_prompts_and_answers_but_not_what_was_cached() -> None:
+    tenant = Tenant("a", tokens_per_minute=600)
+    admission, clock = make(ApiConfig(), tenant)
+    admit(admission, 500, tenant)
+    admission.charge(tenant, num_output_tokens=150, num_cached_tokens=50)
+    with pytest.raises(ApiError) as caught:
+        admit(admission, 100, tenant)
+    assert (caught.value.code, retry_after(caught.value)) == ("tenant_rate", 10)
+    clock.now += 10
+    admit(admission, 100, tenant)
+    with pytest.raises(ApiError) as caught:
+        admit(admission, 601, tenant)
+    assert caught.value.headers["x-should-retry"] == "false"
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 50)), max_size=60), st.integers(0, 5))
+def test_the_bounds_hold_whatever_comes_and_goes(steps: list[tuple[bool, int]], num_running: int) -> None:
+    admission, _ = make(ApiConfig(max_queued_requests=4, max_queued_tokens=90), num_running=num_running)
+    tickets: list[Ticket] = []
+    for is_arrival, size in steps:
+        if is_arrival:
+            try:
+                tickets.append(admit(admission, size))
+            except ApiError as error:
+                assert 1 <= retry_after(error) <= 120
+        elif tickets:
+            admission.release(tickets.pop(size % len(tickets)))
+        num_requests, num_tokens = admission.queue()
+        assert num_requests <= 5 and num_tokens <= 90 + 50 * num_running + 50
+        assert admission.num_in_flight == len(tickets)
+
+
+def test_overload_is_refused_at_once_and_recovers() -> None:
+    client = FakeClient(Script(pieces=("x",), pause_s=1.5))
+    config = ApiConfig(max_queued_requests=5)
+    with serve(client, config) as server, httpx.Client(base_url=server.v1) as http, ThreadPoolExecutor(20) as pool:
+        answers = list(pool.map(lambda _: http.post("/chat/completions", json=CHAT), range(20)))
+        statuses = [answer.status_code for answer in answers]
+        assert statuses.count(200) == 5 and statuses.count(429) == 15
+        refused = [answer for answer in answers if answer.status_code == 429]
+        assert all(1 <= int(answer.headers["retry-after"]) <= 120 for answer in refused)
+        assert max(answer.elapsed.total_seconds() for answer in refused) < 1.0
+        assert http.post("/chat/completions", json=CHAT).status_code == 200
+        assert "queue_full" in http.get(f"{server.url}/metrics").text
+
+
+@pytest.mark.parametrize(
+    ("header", "config", "status", "code"),
+    [
+        ({"x-queue-timeout-s": "0.2"}, {}, 429, "queue_timeout"),
+        ({"x-request-timeout-s": "0.2"}, {}, 504, "deadline_exceeded"),
+        ({"x-request-timeout-s": "900"}, {"request_timeout_s": 0.2}, 504, "deadline_exceeded"),
+        ({"x-request-timeout-s": "soon"}, {}, 400, "invalid_header"),
+        ({"x-queue-timeout-s": "0"}, {}, 400, "invalid_header"),
+    ],
+)
+def test_deadlines_which_a_client_may_only_bring_forward(
+    header: dict[str, str], config: dict[str, float], status: int, code: str
+) -> None:
+    client = FakeClient(Script(begins=False))
+    with serve(client, ApiConfig(**config)) as server:  # type: ignore[arg-type]
+        answer = httpx.post(f"{server.v1}/chat/completions", json=CHAT, headers=header, timeout=5)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+        assert client.streams == []
+
+
+def test_tenants_have_quotas_salts_and_books_of_their_own() -> None:
+    small = Tenant("small", max_concurrency=1, weight=2.0)
+    keys = key_ring([(small, ["key-of-small"]), (Tenant("other"), ["key-of-other"])])
+    client = FakeClient(Script(pieces=("x",), pause_s=0.3))
+    with serve(client, keys=keys) as server:
+
+        def post(key: str, **fields: str) -> httpx.Response:
+            return httpx.post(f"{server.v1}/chat/completions", json={**CHAT, **fields}, headers={"x-api-key": key})
+
+        thread = threading.Thread(target=lambda: post("key-of-small"))
+        thread.start()
+        deadline = time.monotonic() + 3
+        while not client.requests and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert post("key-of-small").json()["error"]["code"] == "tenant_concurrency"
+        assert post("key-of-other").status_code == 200
+        thread.join()
+        assert post("key-of-other", cache_salt="mine").status_code == 200
+        salts = [request.cache_salt for request in client.requests]
+        assert None not in salts and len(set(salts)) == 3
+        assert {(request.tenant, request.weight) for request in client.requests} == {("small", 2.0), ("other", 1.0)}
+        usage = httpx.get(f"{server.v1}/usage", headers={"x-api-key": "key-of-small"}).json()
+        assert (usage["tenant"], usage["requests"], usage["refused_requests"], usage["completion_tokens"]) == ("small", 1, 1, 1)
+        assert usage["limits"] == {"weight": 2.0, "tokens_per_minute": None, "max_concurrency": 1}
+        metrics = httpx.get(f"{server.url}/metrics", headers={"x-api-key": "key-of-small"}).text
+        assert 'quire:tenant_requests_total{tenant="other"} 2.0' in metrics

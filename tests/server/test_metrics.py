@@ -1,0 +1,74 @@
+"""Metrics under both prefixes, and what they count."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from fake_client import FakeClient
+from servers import serve
+
+from quire.config.api import ApiConfig
+from quire.errors import ConfigError
+
+NAMES = (
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "prompt_tokens_cached_total",
+    "request_success_total",
+    "num_preemptions_total",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+    "time_to_first_token_seconds_bucket",
+    "inter_token_latency_seconds_bucket",
+    "request_time_per_output_token_seconds_bucket",
+    "e2e_request_latency_seconds_bucket",
+    "request_queue_time_seconds_bucket",
+    "request_inference_time_seconds_bucket",
+    "request_prefill_time_seconds_bucket",
+    "request_decode_time_seconds_bucket",
+    "request_prompt_tokens_bucket",
+    "request_generation_tokens_bucket",
+    "request_max_num_generation_tokens_bucket",
+    "request_params_n_bucket",
+    "request_params_max_tokens_bucket",
+    "request_num_preemptions_bucket",
+    "request_prefill_kv_computed_tokens_bucket",
+    "admission_rejections_total",
+)
+
+
+@pytest.mark.parametrize("prefix", ["quire", "vllm"])
+def test_names_and_counts(prefix: str) -> None:
+    with serve(FakeClient(), ApiConfig(metrics_prefix=prefix)) as server:
+        body = {"messages": [{"role": "user", "content": "x"}]}
+        for stream in (False, True):
+            assert httpx.post(f"{server.v1}/chat/completions", json={**body, "stream": stream}).status_code == 200
+        text = httpx.get(f"{server.url}/metrics").text
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    assert all(any(line.startswith(f"{prefix}:{name}{{") for line in lines) for name in NAMES)
+    assert all(line.startswith(f"{prefix}:") for line in lines)
+    values = dict(line.rsplit(" ", 1) for line in lines)
+    label = '{model_name="fake"}'
+    assert float(values[f"{prefix}:generation_tokens_total{label}"]) == 6
+    assert float(values[f"{prefix}:time_to_first_token_seconds_count{label}"]) == 2
+    assert float(values[f"{prefix}:inter_token_latency_seconds_count{label}"]) == 3
+    assert float(values[f"{prefix}:request_queue_time_seconds_sum{label}"]) == 1.0
+    assert float(values[f'{prefix}:request_success_total{{finished_reason="stop",model_name="fake"}}']) == 2
+    assert float(values[f'{prefix}:http_requests_total{{handler="/v1/chat/completions",method="POST",status="200"}}']) == 2
+
+
+def test_t39_bad_options_say_what_is_wrong() -> None:
+    for options in (
+        {"metrics_prefix": "x"},
+        {"max_body_bytes": 0},
+        {"keep_alive_s": -1.0},
+        {"max_queued_requests": 1.5},
+        {"root_path": "llm"},
+        {"served_model_name": " , "},
+    ):
+        (name,) = options
+        with pytest.raises(ConfigError, match=name):
+            ApiConfig(**options)  # type: ignore[arg-type]

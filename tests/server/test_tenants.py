@@ -1,0 +1,66 @@
+"""Keys and tenants."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from quire.errors import ConfigError
+from quire.server.tenants import EVERYBODY, Tenant, key_ring, keys_from_text, read_keys_file
+
+
+def test_a_keys_file(tmp_path: Path) -> None:
+    digest = hashlib.sha256(b"sk-hashed-key").hexdigest()
+    path = tmp_path / "keys.toml"
+    path.write_text(
+        f'[[tenant]]\nname = "a"\nkeys = ["sha256:{digest}", "sk-clear-key"]\nweight = 2\ntokens_per_minute = 100\n'
+        '[[tenant]]\nname = "b"\nkeys = ["sk-other-key"]\nmax_concurrency = 3\n'
+    )
+    ring = key_ring(read_keys_file(path))
+    first, second = ring.tenants
+    assert first == Tenant("a", 2.0, 100, None) and second == Tenant("b", 1.0, None, 3)
+    assert ring.find(b"sk-hashed-key") == ring.find(b"sk-clear-key") == first
+    assert ring.find(b"sk-other-key") == second
+    assert ring.find(digest.encode()) is None and ring.find(b"") is None
+    assert b"sk-clear-key" not in repr(vars(ring)).encode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "x = 1",
+        "[[tenant]]\nname = 'a'",
+        "[[tenant]]\nname = 'a'\nkeys = []",
+        "[[tenant]]\nname = '../a'\nkeys = ['sk-clear-key']",
+        "[[tenant]]\nname = 'a'\nkeys = ['short']",
+        "[[tenant]]\nname = 'a'\nkeys = ['sk-clear-key']\nweight = 0",
+        "[[tenant]]\nname = 'a'\nkeys = ['sk-clear-key']\nmax_concurrency = 0",
+        "[[tenant]]\nname = 'a'\nkeys = ['sk-clear-key']\nwieght = 1",
+        "[[tenant]]\nname = 'a'\nkeys = ['sk-clear-key', 'sk-clear-key']",
+        "[[tenant]]\nname = 'a'\nkeys = ['sk-clear-key']\n[[tenant]]\nname = 'a'\nkeys = ['sk-other-key']",
+        "sk-clear-key",
+    ],
+)
+def test_a_bad_keys_file_is_refused_without_quoting_a_key(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        key_ring(read_keys_file(path))
+    assert "sk-" not in str(caught.value)
+
+
+def test_keys_of_the_environment() -> None:
+    ring = key_ring(keys_from_text("sk-first-key, team=sk-second-key"))
+    assert [tenant.name for tenant in ring.tenants] == ["key-1", "team"]
+    assert key_ring([]).is_open and key_ring([]).tenants == (EVERYBODY,)
+
+
+def test_a_salt_is_the_tenants_and_can_only_be_narrowed() -> None:
+    tenants = [Tenant("a"), Tenant("ab"), Tenant("b"), EVERYBODY]
+    wishes = [None, "a", "b", "ab", "1:a", ""]
+    salts = [tenant.cache_salt(wish) for tenant in tenants for wish in wishes]
+    assert len(set(salts)) == len(salts)
+    assert EVERYBODY.cache_salt(None) is None

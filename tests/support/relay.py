@@ -1,0 +1,67 @@
+"""A server and an engine in one thread, their messages encoded and decoded: what `ProcessClient` does, by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from quire.engine.admission import Admission
+from quire.engine.client import GenerationRequest
+from quire.engine.outputs import RequestOutput
+from quire.engine.process.journal import Journal
+from quire.engine.process.messages import Down, Gains, Up
+from quire.engine.process.service import Service
+from quire.engine.step_loop import StepLoop
+
+MAX_STEPS = 20_000
+
+
+class Relay:
+    """Requests on an engine that can be replaced at any step."""
+
+    def __init__(self, admission: Admission, journal: Journal, make_loop: Callable[[], StepLoop]) -> None:
+        self.admission = admission
+        self.journal = journal
+        self.outputs: dict[str, list[RequestOutput]] = {}
+        self._make_loop = make_loop
+        self.service = Service(make_loop())
+        self.num_steps = 0
+
+    def add(self, request: GenerationRequest) -> None:
+        self.journal.add(self.admission.admit(request))
+
+    def replace_engine(self) -> None:
+        """The engine is gone, with everything it knew."""
+        self.journal.leave_engine()
+        self.service = Service(self._make_loop())
+
+    def step(self) -> None:
+        for message in self.journal.take_messages():
+            self._tell(message)
+        for entry in self.journal.entries.values():
+            if not entry.is_sent:
+                entry.is_sent = True
+                self._tell(entry.to_message())
+        gains = self.service.step()
+        self.num_steps += 1
+        if gains is not None:
+            travelled: Any = msgspec.msgpack.decode(msgspec.msgpack.encode(gains), type=Up)
+            assert isinstance(travelled, Gains)
+            for output in self.journal.take(travelled):
+                self.outputs.setdefault(output.request_id, []).append(output)
+
+    def run(self, *, replace_every: int = 0) -> dict[str, list[RequestOutput]]:
+        """Step until nothing is left; a new engine after every `replace_every` steps, and mid-way through others."""
+        for _ in range(MAX_STEPS):
+            if not self.journal.entries:
+                return self.outputs
+            self.step()
+            if replace_every and self.num_steps % replace_every == 0:
+                self.replace_engine()
+        raise AssertionError(f"still busy after {MAX_STEPS} steps")
+
+    def _tell(self, message: Down) -> None:
+        travelled: Any = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Down)
+        assert self.service.obey(travelled) is None
