@@ -16,8 +16,8 @@ enum class WeightFormat : int { f32 = 0, bf16 = 1, int8 = 2, int4 = 3 };
 
 constexpr int PANEL = 16;  // outputs that lie next to each other
 
-// Inputs of a group whose products of int8 inputs fit a 32-bit sum: (2^31 - 1) / 127^2, rounded down.
-constexpr int64_t MAX_INT8_GROUP = 133000;
+// Inputs of a group whose products of int8 inputs fit a 32-bit sum: (2^31 - 1) / (127 * 128), rounded down.
+constexpr int64_t MAX_INT8_GROUP = 132000;
 
 // Panels of 16 outputs follow one another, the last one padded with zeros. A panel is a sequence of groups of
 // `group_size` inputs (float formats: one group, all inputs), each padded to whole units:

@@ -40,6 +40,7 @@ COMMANDS = {
     "generate": Command("quire.cli.generate", "complete prompts, streaming to the terminal"),
     "chat": Command("quire.cli.chat", "talk to a model in the terminal"),
     "plan": Command("quire.cli.plan", "what memory and limits the engine would choose, and why"),
+    "quantize": Command("quire.cli.quantize", "write a model's weights as 8 or 4 bit integers"),
     "doctor": Command("quire.cli.doctor", "check this machine and this installation"),
     "bench throughput": Command("quire.cli.bench.throughput", "many requests at once: tokens per second"),
     "bench latency": Command("quire.cli.bench.latency", "a few requests: time to first token and per token"),

@@ -18,7 +18,7 @@ from quire.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 DTYPES = ("auto", "float32", "bfloat16")
-LOAD_FORMATS = ("auto", "dummy")
+LOAD_FORMATS = ("auto", "dummy", "gguf")
 DEVICES = ("auto", "cpu")
 KERNELS = ("auto", "cpu", "reference")
 QUANTIZATIONS = ("int8", "int4")
@@ -39,13 +39,15 @@ def _option(default: Any, text: str, **metadata: Any) -> Any:
 class EngineConfig:
     """Options of `LLM`, `AsyncLLM` and the command line: one declaration gives the field, the flag and its help."""
 
-    model: str = _option(..., "model folder, Hugging Face name, or the shipped model's name")
+    model: str = _option(..., "model folder, GGUF file, Hugging Face name, or the shipped model's name")
     tokenizer: str | None = _option(None, "folder of another tokenizer than the model's own")
     skip_tokenizer_init: bool = _option(False, "work on token ids alone, without a tokenizer")
     dtype: str = _option("auto", "what to compute in; auto follows the checkpoint", choices=DTYPES)
     device: str = _option("auto", "where to compute", choices=DEVICES)
     kernels: str = _option("auto", "kernel back end; auto takes the best that works here", choices=KERNELS)
-    load_format: str = _option("auto", "auto reads the weights, dummy makes them up", choices=LOAD_FORMATS)
+    load_format: str = _option(
+        "auto", "auto reads the weights, gguf those of a GGUF file, dummy makes them up", choices=LOAD_FORMATS
+    )
     max_model_len: int | None = _option(
         None, "longest sequence, prompt and output; by default what the model and the memory hold"
     )

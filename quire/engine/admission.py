@@ -73,12 +73,15 @@ def _fingerprint(prepared: PreparedModel) -> str:
     Limits, threads and block size are left out, since no answer depends on them.
     """
     plan, folder = prepared.planned.plan, prepared.planned.folder
-    weights = sorted((path.name, path.stat().st_size) for path in folder.glob("*.safetensors"))
+    gguf = prepared.planned.files.gguf
+    paths = folder.glob("*.safetensors") if gguf is None else [gguf.file.path]
+    weights = sorted((path.name, path.stat().st_size) for path in paths)
     decisive = [
         __version__,
         dict(prepared.planned.model_config),
         plan.dtype,
         plan.config.kernels,
+        plan.config.quantization,
         plan.config.load_format,
         plan.config.seed if plan.config.load_format == "dummy" else None,
         weights,

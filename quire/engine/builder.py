@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.config.engine import EngineConfig
 from quire.engine.machine import Machine
+from quire.engine.model_files import ModelFiles, find_model
 from quire.engine.planning import EnginePlan, resolve
-from quire.errors import ConfigError
 from quire.models.registry import declare
-from quire.quant.formats import formats_at_load
+from quire.quant.formats import WeightFormats, formats_at_load
+from quire.quant.gguf_formats import GgufStorage
+from quire.quant.storage import CheckpointStorage
+from quire.text.gguf import convert_tokenizer
 from quire.text.tokenizer import Tokenizer
-from quire.weights.folder import read_generation_config, read_model_config, resolve_model
+from quire.weights.folder import read_generation_config, resolve_model
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
@@ -41,10 +44,21 @@ class PlannedModel(NamedTuple):
     """A model that was found and understood, and the plan for it; nothing is allocated yet."""
 
     plan: EnginePlan
-    folder: Path
-    model_config: Mapping[str, object]
+    files: ModelFiles
+    storage: CheckpointStorage | GgufStorage | None
+    """How weights are stored that are not plain floating point; None where they all are."""
     head_start: HeadStart | None = None
     """Weights that are on their way already."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the model's files lie."""
+        return self.files.folder
+
+    @property
+    def model_config(self) -> Mapping[str, object]:
+        """What its `config.json` says, or would say."""
+        return self.files.config
 
 
 class PreparedModel(NamedTuple):
@@ -58,19 +72,23 @@ class PreparedModel(NamedTuple):
 
 def plan_engine(config: EngineConfig, machine: Machine | None = None) -> PlannedModel:
     """Find the model, read its config, and decide. Imports no torch."""
-    folder, model_config = _find(config)
-    spec = declare(model_config)
-    formats = None if config.quantization is None else formats_at_load(spec, config.quantization)
+    files = find_model(config)
+    spec = declare({key: value for key, value in files.config.items() if key != "quantization_config"})
+    storage = files.storage(spec, config)
+    if storage is not None:
+        formats = storage.formats
+    else:
+        formats = WeightFormats() if config.quantization is None else formats_at_load(spec, config.quantization)
     plan = resolve(config, spec, machine or Machine.inspect(), formats)
-    return PlannedModel(plan, folder, model_config)
+    return PlannedModel(plan, files, storage)
 
 
 def prepare_model(config: EngineConfig) -> PreparedModel:
     """Everything that is needed to judge requests, before anything heavy is imported or allocated."""
     planned = plan_engine(config)
     planned = planned._replace(head_start=_head_start(planned))
-    tokenizer = _tokenizer(config, planned.folder)
-    generation_config = read_generation_config(planned.folder)
+    tokenizer = _tokenizer(config, planned.files)
+    generation_config = {} if planned.files.gguf is not None else read_generation_config(planned.folder)
     vocab_size = planned.plan.spec.vocab_size
     eos_token_ids = _eos_token_ids(generation_config, planned.model_config, tokenizer, vocab_size=vocab_size)
     return PreparedModel(planned, tokenizer, generation_config, eos_token_ids)
@@ -146,18 +164,27 @@ def _load_model(planned: PlannedModel, kernels: Kernels) -> DecoderModel:
     import torch
 
     from quire.nn.builder import build_decoder
-    from quire.quant.linears import FloatLinears, LinearLoader, QuantizingLinears
+    from quire.quant.decoding import decoder
+    from quire.quant.gguf import GgufWeights
+    from quire.quant.linears import CheckpointLinears, FloatLinears, QuantizingLinears
+    from quire.weights.checkpoint import SafetensorsCheckpoint
 
     plan = planned.plan
 
-    def quantize(floats: FloatLinears) -> LinearLoader:
+    def quantizing(floats: FloatLinears) -> QuantizingLinears:
         return QuantizingLinears(floats, plan.formats, getattr(torch, plan.spec.dtype))
 
-    build = partial(
-        build_decoder, plan.spec, kernels=kernels, dtype=plan.dtype, max_model_len=plan.limits.max_model_len, quantize=quantize
-    )
-    with _weights(planned) as weights:
-        return build(weights)
+    build = partial(build_decoder, plan.spec, kernels=kernels, dtype=plan.dtype, max_model_len=plan.limits.max_model_len)
+    storage = planned.storage
+    if storage is None:
+        with _weights(planned) as plain:
+            return build(plain, quantize=quantizing)
+    if isinstance(storage, GgufStorage):
+        with GgufWeights(storage) as weights:
+            return build(weights, quantize=lambda floats: CheckpointLinears(quantizing(floats), weights))
+    with SafetensorsCheckpoint(planned.folder, plan.spec, storage.layout) as checkpoint:
+        decode = decoder(storage, checkpoint)
+        return build(checkpoint, quantize=lambda floats: CheckpointLinears(quantizing(floats), decode))
 
 
 def _head_start(planned: PlannedModel) -> HeadStart | None:
@@ -165,7 +192,7 @@ def _head_start(planned: PlannedModel) -> HeadStart | None:
     from quire.kernels import cpu
 
     plan = planned.plan
-    if plan.config.load_format == "dummy" or plan.config.kernels == "reference":
+    if plan.config.load_format == "dummy" or plan.config.kernels == "reference" or planned.storage is not None:
         return None
     if cpu.IMPORT_ERROR is not None or plan.dtype not in cpu.DTYPES:
         return None
@@ -201,20 +228,12 @@ def _sampling_kernels(back_end: str) -> SamplingKernels:
     return kernels
 
 
-def _find(config: EngineConfig) -> tuple[Path, Mapping[str, object]]:
-    path = Path(config.model)
-    if path.suffix == ".json" and path.is_file():
-        if config.load_format != "dummy":
-            raise ConfigError(f"model={config.model!r} is a config alone; it can only run with load_format='dummy'")
-        return path.parent, read_model_config(path)
-    folder = resolve_model(config.model)
-    return folder, read_model_config(folder)
-
-
-def _tokenizer(config: EngineConfig, folder: Path) -> Tokenizer | None:
+def _tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer | None:
     if config.skip_tokenizer_init:
         return None
-    source = resolve_model(config.tokenizer) if config.tokenizer is not None else folder
+    source = resolve_model(config.tokenizer) if config.tokenizer is not None else files.folder
+    if files.gguf is not None and config.tokenizer is None and not (source / "tokenizer.json").is_file():
+        return Tokenizer(*convert_tokenizer(files.gguf.file.metadata))
     if config.load_format == "dummy" and config.tokenizer is None and not (source / "tokenizer.json").is_file():
         logger.warning("no tokenizer.json beside the config: prompts must be token ids")
         return None

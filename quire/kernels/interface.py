@@ -45,7 +45,7 @@ class QuantizedWeight:
     """
 
     values: Tensor
-    """int8 [N, K]: -127 ... 127, or -8 ... 7 where bits is 4."""
+    """int8 [N, K]: -128 ... 127, or -8 ... 7 where bits is 4."""
     scales: Tensor
     """float32 [N, K / group_size]"""
     offsets: Tensor | None

@@ -133,6 +133,24 @@ class ConfigReader:
             raise self.refuse(key, f"a list of {count} of {', '.join(sorted(allowed))}")
         return tuple(map(str, value))
 
+    def texts(self, key: str) -> tuple[str, ...]:
+        """An optional list of strings; nothing where it is absent."""
+        value = self._get(key, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.refuse(key, "a list of strings")
+        return tuple(value)
+
+    def raw(self, key: str) -> object:
+        """A value of a kind that no other method reads, for the caller to check."""
+        return self._get(key, None)
+
+    def sections(self, key: str) -> tuple[ConfigReader, ...]:
+        """The objects inside an object, whatever their names; nothing where it is absent."""
+        group = self.section(key)
+        if group is None:
+            return ()
+        return tuple(found for name in group._values if (found := group.section(name)) is not None)
+
     def section(self, key: str) -> ConfigReader | None:
         """A nested object (None where absent); its own unread keys are refused by `finish` of the whole."""
         self._read.add(key)

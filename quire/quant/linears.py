@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from quire.errors import CheckpointError
-from quire.kernels.interface import Kernels, PackedLinear
+from quire.kernels.interface import Kernels, PackedLinear, QuantizedWeight
 from quire.models.declaration import LinearSpec
 from quire.quant.formats import WeightFormats
+from quire.quant.integers import dequantize, stack
 from quire.quant.rounding import quantize
 from quire.weights.source import WeightSource
 
@@ -92,3 +93,44 @@ class QuantizingLinears:
         except CheckpointError as error:
             raise CheckpointError(f"{', '.join(part.weight.name for part in parts)}: {error}") from error
         return self.floats.kernels.pack_quantized(quantized, self.floats.bias(parts))
+
+
+class Decoder(Protocol):
+    """Gives the weights of projections that a checkpoint keeps as integers (or in any form of its own)."""
+
+    def __call__(self, linear: LinearSpec) -> QuantizedWeight | Tensor | None:
+        """Integers, or floats [N, K], or None for a projection that is stored as plain floating point."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointLinears:
+    """Projections of a quantized checkpoint. Implements `LinearLoader`.
+
+    Integers stay as they are, the parts of a stacked projection brought to a form that holds them all. Where a part is
+    no integer, the stack becomes floating point, or what the plan says (see `QuantizingLinears.pack`).
+    """
+
+    rounded: QuantizingLinears
+    decode: Decoder
+
+    def load(self, parts: Sequence[LinearSpec]) -> PackedLinear:
+        decoded = [self.decode(part) for part in parts]
+        if all(each is None for each in decoded):
+            return self.rounded.load(parts)
+        integers = [each for each in decoded if isinstance(each, QuantizedWeight)]
+        floats = self.rounded.floats
+        if len(integers) == len(decoded):
+            return floats.kernels.pack_quantized(stack(integers), floats.bias(parts))
+        return self.rounded.pack(parts, torch.cat([self._floats(*each) for each in zip(parts, decoded, strict=True)]))
+
+    def load_tied(self, head: LinearSpec, table: Tensor) -> PackedLinear:
+        return self.rounded.load_tied(head, table) if self.rounded.formats.of([head]) is None else self.load([head])
+
+    def _floats(self, part: LinearSpec, decoded: QuantizedWeight | Tensor | None) -> Tensor:
+        """float32 [N, K]"""
+        if decoded is None:
+            return self.rounded.floats.stacked([part], torch.float32)
+        if isinstance(decoded, QuantizedWeight):
+            return dequantize(decoded)
+        return decoded

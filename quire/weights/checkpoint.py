@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,6 +29,8 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _MAX_INDEX_BYTES = 64 << 20
 _FLOAT_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
+FLOAT_DTYPES = frozenset(_FLOAT_DTYPES)
+_DTYPES = _FLOAT_DTYPES | {"I8": "int8", "I32": "int32", "I64": "int64", "F8_E4M3": "float8_e4m3fn"}
 _PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 # Tables that can be computed, and causal masks, which old checkpoints carry along.
 _HARMLESS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
@@ -47,12 +49,31 @@ class StoredRows(NamedTuple):
     """As the format names it."""
 
 
+class ExpectedTensor(NamedTuple):
+    """A tensor that a checkpoint keeps in place of a weight: one of several that make up a quantized projection."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    """The shapes that are understood."""
+    dtypes: frozenset[str] = FLOAT_DTYPES
+    """As the files call them."""
+    is_optional: bool = False
+
+
+Layout = Mapping[str, tuple[ExpectedTensor, ...]]
+"""Weight names to what is stored in their place."""
+
+
 class SafetensorsCheckpoint:
     """A `WeightSource` over a model folder. Use as a context manager; the files close with it."""
 
-    def __init__(self, folder: Path, spec: DecoderSpec) -> None:
-        """Read the headers of the folder's safetensors files and check them against `spec`; raises CheckpointError."""
+    def __init__(self, folder: Path, spec: DecoderSpec, layout: Layout | None = None) -> None:
+        """Read the headers of the folder's safetensors files and check them against `spec`; raises CheckpointError.
+
+        `layout` says which weights are stored as something else, for `read`; `fill` gives the others.
+        """
         self._folder = folder
+        self._layout = layout or {}
         self._files: dict[str, TensorFile] = {}
         self._stored = self._find_tensors()
         self._prefix = self._missing_prefix(spec)
@@ -97,6 +118,19 @@ class SafetensorsCheckpoint:
             return None
         row_bytes = stored.num_bytes // stored.shape[0]
         return StoredRows(file, stored.start + tensor.first_row * row_bytes, stored.dtype)
+
+    def read(self, name: str) -> Tensor | None:
+        """A whole tensor of the layout as it is stored, or None where it is absent, which only an optional one may be."""
+        name = name.removeprefix(self._prefix)
+        if name not in self._stored:
+            return None
+        file, stored = self._stored[name]
+        try:
+            values = _read_values(file, stored, stored.shape, stored.start)
+            self.check_unchanged(file)
+        except OSError as error:
+            raise CheckpointError(f"{self._folder}: tensor {name} cannot be read: {error}") from error
+        return values
 
     def check_unchanged(self, *files: TensorFile) -> None:
         """Raise CheckpointError if one of these files, or any if none is named, was written to since it was opened."""
@@ -149,11 +183,13 @@ class SafetensorsCheckpoint:
 
     def _check(self, spec: DecoderSpec) -> None:
         """Every tensor of the declaration is there with its shape and a float dtype, and no other is."""
-        expected = {self._name(tensor): tensor.stored_shape for tensor in spec.tensors}
-        missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in self._stored]
+        expected = {tensor.name.removeprefix(self._prefix): tensor for tensor in self._expected(spec)}
+        required = [tensor for name, tensor in expected.items() if name not in self._stored and not tensor.is_optional]
+        missing = [f"{tensor.name.removeprefix(self._prefix)} {list(tensor.shapes[0])}" for tensor in required]
         if missing:
             raise CheckpointError(f"{self._folder} lacks {len(missing)} tensors: {_listed(missing)}")
-        wrong = [line for name, shape in expected.items() if (line := self._mismatch(name, shape))]
+        present = {name: tensor for name, tensor in expected.items() if name in self._stored}
+        wrong = [line for name, tensor in present.items() if (line := self._mismatch(name, tensor))]
         if wrong:
             raise CheckpointError(f"{self._folder} has {len(wrong)} tensors that do not fit: {_listed(wrong)}")
         tied = {"lm_head.weight"} if spec.is_tied else set()
@@ -163,12 +199,19 @@ class SafetensorsCheckpoint:
                 f"{self._folder} has {len(extra)} tensors that {spec.architecture} does not use: {_listed(extra)}"
             )
 
-    def _mismatch(self, name: str, shape: tuple[int, ...]) -> str:
+    def _expected(self, spec: DecoderSpec) -> Iterator[ExpectedTensor]:
+        for tensor in spec.tensors:
+            yield from self._layout.get(tensor.name, (ExpectedTensor(tensor.name, (tensor.stored_shape,)),))
+
+    def _mismatch(self, name: str, expected: ExpectedTensor) -> str:
         """What is wrong with a stored tensor, or an empty string."""
         stored = self._stored[name][1]
-        if stored.shape != shape:
-            return f"{name} is {list(stored.shape)}, config.json implies {list(shape)}"
-        return "" if stored.dtype in _FLOAT_DTYPES else f"{name} is stored as {stored.dtype}, not as floating point"
+        if stored.shape not in expected.shapes:
+            return f"{name} is {list(stored.shape)}, config.json implies {' or '.join(str(list(x)) for x in expected.shapes)}"
+        if stored.dtype in expected.dtypes:
+            return ""
+        kind = "as floating point" if expected.dtypes == FLOAT_DTYPES else f"as {' or '.join(sorted(expected.dtypes))}"
+        return f"{name} is stored as {stored.dtype}, not {kind}"
 
 
 def _read_rows(file: TensorFile, stored: StoredTensor, out: Tensor, first_row: int) -> None:
@@ -206,7 +249,7 @@ def _read_values(file: TensorFile, stored: StoredTensor, shape: Sequence[int], s
 def _dtype(stored: StoredTensor) -> torch.dtype:
     import torch
 
-    return getattr(torch, _FLOAT_DTYPES[stored.dtype])  # type: ignore[no-any-return]
+    return getattr(torch, _DTYPES[stored.dtype])  # type: ignore[no-any-return]
 
 
 def _read_index(path: Path) -> dict[str, str]:

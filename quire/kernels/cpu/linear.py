@@ -119,7 +119,7 @@ def _check_range(weight: QuantizedWeight) -> None:
     if weight.values.numel() == 0:
         return
     least, most = (int(each) for each in weight.values.aminmax())
-    low, high = (-8, 7) if weight.bits == 4 else (-127, 127)
+    low, high = (-8, 7) if weight.bits == 4 else (-128, 127)
     if least < low or most > high:
         raise ValueError(f"pack_quantized: values from {least} to {most}; {weight.bits} bits hold {low} to {high}")
 

@@ -109,7 +109,7 @@ QUANTIZED = [(8, 96, 96), (8, 512, 32), (8, 2560, 2560), (8, 45, 15), (4, 128, 3
 def quantized(
     bits: Literal[4, 8], shape: tuple[int, int], size: int, activations: Literal["int8", "float"], *, offsets: bool = False
 ) -> QuantizedWeight:
-    low, high = (-8, 8) if bits == 4 else (-127, 128)
+    low, high = (-8, 8) if bits == 4 else (-128, 128)
     generator = torch.Generator().manual_seed(shape[0] + size)
     values = torch.randint(low, high, shape, generator=generator).to(torch.int8)
     values[0, : shape[1] // 2] = low  # the extremes, all of one sign: nothing may saturate

@@ -1,0 +1,74 @@
+"""Finding a model: which files there are, and what they say before a weight is read.
+
+Owns the forms that MODEL may have: a folder, a hub name, a shipped model's name, a config alone (dummy weights), a GGUF
+file. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from quire.config.engine import EngineConfig
+from quire.errors import ConfigError, ModelNotFoundError
+from quire.models.declaration import DecoderSpec
+from quire.quant.gguf_formats import GgufStorage, read_gguf_storage
+from quire.quant.storage import CheckpointStorage, read_storage
+from quire.weights.folder import read_model_config, resolve_model
+from quire.weights.gguf.file import read_gguf
+from quire.weights.gguf.model import GgufModel
+
+
+class ModelFiles(NamedTuple):
+    """A model that was found."""
+
+    folder: Path
+    """Where its files lie."""
+    config: Mapping[str, object]
+    """What its `config.json` says, or would say."""
+    gguf: GgufModel | None = None
+    """Everything but the weights of a GGUF file, where the model is one."""
+
+    def storage(self, spec: DecoderSpec, config: EngineConfig) -> CheckpointStorage | GgufStorage | None:
+        """How weights are stored that are not plain floating point; None where they all are."""
+        if self.gguf is not None:
+            return read_gguf_storage(self.gguf, spec, config.quantization)
+        return None if config.load_format == "dummy" else read_storage(self.config, spec, config.quantization)
+
+
+def find_model(config: EngineConfig) -> ModelFiles:
+    """Raises ModelNotFoundError, CheckpointError or UnsupportedModelError."""
+    path = Path(config.model).expanduser()
+    if path.suffix == ".json" and path.is_file():
+        if config.load_format != "dummy":
+            raise ConfigError(f"model={config.model!r} is a config alone; it can only run with load_format='dummy'")
+        return ModelFiles(path.parent, read_model_config(path))
+    file = _gguf_file(path, config)
+    if file is not None:
+        model = GgufModel.of(read_gguf(file))
+        return ModelFiles(file.parent, model.config, model)
+    folder = resolve_model(config.model)
+    return ModelFiles(folder, read_model_config(folder))
+
+
+def _gguf_file(path: Path, config: EngineConfig) -> Path | None:
+    """The GGUF file that MODEL names: itself, or the only one of a folder that is asked for or has no config.json."""
+    if path.suffix == ".gguf" and path.is_file():
+        if config.load_format == "dummy":
+            raise ConfigError("load_format='dummy' makes up the weights of a config.json; a GGUF file has its own")
+        return path
+    is_asked_for = config.load_format == "gguf"
+    if not path.is_dir() or (not is_asked_for and (path / "config.json").is_file()):
+        if is_asked_for:
+            raise ModelNotFoundError(f"model={config.model!r}: no such GGUF file, or folder that holds one")
+        return None
+    files = sorted(path.glob("*.gguf"))
+    if len(files) == 1:
+        return files[0]
+    if files:
+        names = ", ".join(file.name for file in files[:8])
+        raise ModelNotFoundError(f"model={config.model!r} holds {len(files)} GGUF files; name one of them: {names}")
+    if is_asked_for:
+        raise ModelNotFoundError(f"model={config.model!r} holds no .gguf file")
+    return None

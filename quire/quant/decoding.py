@@ -1,0 +1,192 @@
+"""From stored tensors to weights: the arithmetic of the public formats.
+
+Every decoder gives a `QuantizedWeight` that stands for exactly the weights that are stored, or float32 [N, K] where the
+format has no such form. All of them read a projection's tensors whole (a part of a stacked one is cut out afterwards)
+and keep nothing. Sources: the packing code of AutoGPTQ and AutoAWQ, and the compressed-tensors format as its library
+writes it; words of 32 bits, the lowest bits first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from quire.errors import CheckpointError
+from quire.kernels.interface import QuantizedWeight
+from quire.models.declaration import LinearSpec
+from quire.quant.integers import rows_of
+from quire.quant.linears import Decoder
+from quire.quant.storage import AwqStorage, CheckpointStorage, CompressedStorage, Fp8Storage, GptqStorage, LinearStorage
+
+logger = logging.getLogger(__name__)
+
+# Place of a nibble in AWQ's word to the column that it belongs to.
+_AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+_MIN_REGULAR_GROUP = 16
+"""Groups finer than this cost more memory in scales than they save against 8 bits."""
+
+
+class TensorReader(Protocol):
+    """Gives stored tensors by name."""
+
+    def read(self, name: str) -> Tensor | None: ...
+
+
+def decode(storage: LinearStorage, reader: TensorReader, linear: LinearSpec) -> QuantizedWeight | Tensor:
+    """The weights of one projection. Raises CheckpointError for tensors that contradict each other."""
+    whole = _DECODERS[type(storage)](storage, _Module(reader, linear))
+    first = linear.weight.first_row
+    if linear.weight.stored_rows is None:
+        return whole
+    chosen = torch.arange(first, first + linear.num_outputs)
+    return whole[chosen] if isinstance(whole, Tensor) else rows_of(whole, chosen)
+
+
+def decoder(storage: CheckpointStorage, reader: TensorReader) -> Decoder:
+    """The decoder of a whole checkpoint; it says in the log, once, what does not stay as it is stored."""
+    said: set[str] = set()
+
+    def say(message: str) -> None:
+        if message not in said:
+            said.add(message)
+            logger.warning("%s: %s", storage.name, message)
+
+    def decode_linear(linear: LinearSpec) -> QuantizedWeight | Tensor | None:
+        kind = storage.by_name.get(linear.weight.name)
+        if kind is None:
+            return None
+        weight = decode(kind, reader, linear)
+        if isinstance(weight, Tensor):
+            held = kind.held(linear)
+            target = "the compute dtype" if held is None else f"{held.bits}-bit integers"
+            say(f"weights without an integer form here (FP8, or groups scattered by act-order) are turned into {target}")
+        return weight
+
+    return decode_linear
+
+
+class _Module:
+    """The stored tensors of one projection by their short names."""
+
+    def __init__(self, reader: TensorReader, linear: LinearSpec) -> None:
+        self._reader = reader
+        self.name = linear.weight.name.removesuffix(".weight")
+        self.num_outputs = linear.weight.stored_rows or linear.num_outputs
+        self.num_inputs = linear.num_inputs
+        self.has_bias = linear.bias is not None
+
+    def optional(self, name: str) -> Tensor | None:
+        return self._reader.read(f"{self.name}.{name}")
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self.optional(name)
+        if tensor is None:
+            raise CheckpointError(f"{self.name}.{name} is missing")
+        return tensor
+
+    def scales(self, name: str) -> Tensor:
+        """float32, checked to be finite."""
+        scales: Tensor = self[name].float()
+        if not scales.isfinite().all():
+            raise CheckpointError(f"{self.name}.{name} holds numbers that are not finite")
+        return scales
+
+
+def unpack(words: Tensor, bits: Literal[4, 8]) -> Tensor:
+    """int32 [A, B] to int16 [A, B * 32 / bits] of unsigned values: each word's, the lowest bits first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    values: Tensor = (words[:, :, None] >> shifts) & (2**bits - 1)
+    return values.to(torch.int16).view(words.shape[0], -1)
+
+
+def _gptq(storage: GptqStorage, module: _Module) -> QuantizedWeight | Tensor:
+    bits, middle = storage.bits, 1 << (storage.bits - 1)
+    _require_zero_bias(module)
+    values = unpack(module["qweight"].T.contiguous(), bits) - middle  # [N, K]
+    zeros = unpack(module["qzeros"], bits).T.contiguous() + storage.zero_shift - middle  # [N, groups]
+    scales = module.scales("scales").T.contiguous()
+    size = module.num_inputs // scales.shape[1]
+    groups = module.optional("g_idx")
+    if groups is None:
+        return _affine(values, scales, zeros, storage)
+    if not 0 <= int(groups.min()) <= int(groups.max()) < scales.shape[1]:
+        raise CheckpointError(f"{module.name}.g_idx names groups that do not exist")
+    while size >= _MIN_REGULAR_GROUP and module.num_inputs % size == 0:
+        blocks = groups.view(-1, size)
+        if (blocks == blocks[:, :1]).all():
+            order = blocks[:, 0].long()
+            return _affine(values, scales[:, order], zeros[:, order], storage)
+        size //= 2
+    order = groups.long()
+    return (values - zeros[:, order]) * scales[:, order]
+
+
+def _require_zero_bias(module: _Module) -> None:
+    """Old writers add a bias of zeros to every projection."""
+    bias = None if module.has_bias else module.optional("bias")
+    if bias is not None and bias.any():
+        raise CheckpointError(f"{module.name}.bias is not zero, and the model has no such bias")
+
+
+def _awq(storage: AwqStorage, module: _Module) -> QuantizedWeight:
+    columns = torch.tensor(_AWQ_COLUMNS)
+
+    def in_order(name: str) -> Tensor:
+        """[A, N] as stored to [N, A], around zero."""
+        found = unpack(module[name], 4).view(-1, module.num_outputs // 8, 8)
+        ordered = torch.empty_like(found)
+        ordered[:, :, columns] = found
+        return ordered.view(-1, module.num_outputs).T.contiguous() - 8
+
+    return _affine(in_order("qweight"), module.scales("scales").T.contiguous(), in_order("qzeros"), storage)
+
+
+def _compressed(storage: CompressedStorage, module: _Module) -> QuantizedWeight:
+    scales = module.scales("weight_scale").view(
+        -1, 1 if storage.group_size is None else module.num_inputs // storage.group_size
+    )
+    scales = scales.expand(module.num_outputs, -1).contiguous()
+    if storage.is_packed:
+        shape = module.optional("weight_shape")
+        if shape is not None and shape.tolist() != [module.num_outputs, module.num_inputs]:
+            raise CheckpointError(f"{module.name}.weight_shape is {shape.tolist()}, not what config.json implies")
+        middle = 1 << (storage.bits - 1)
+        values = unpack(module["weight_packed"], storage.bits) - middle
+        zeros = None if storage.is_symmetric else unpack(module["weight_zero_point"].T.contiguous(), storage.bits) - middle
+        return _affine(values, scales, None if zeros is None else zeros.T[: module.num_outputs].contiguous(), storage)
+    values = module["weight"].to(torch.int16)
+    if storage.bits == 4 and not (int(values.min()) >= -8 and int(values.max()) <= 7):
+        raise CheckpointError(f"{module.name}.weight has values that 4 bits do not hold")
+    zeros = None if storage.is_symmetric else module["weight_zero_point"].to(torch.int16).view(-1, 1)
+    return _affine(values, scales, None if zeros is None else zeros.expand_as(scales), storage)
+
+
+def _fp8(storage: Fp8Storage, module: _Module) -> Tensor:
+    weight = module["weight"].float()
+    scales = module.scales(storage.scale_name)
+    if storage.block is not None:
+        tall, wide = storage.block
+        scales = scales.repeat_interleave(tall, 0)[: weight.shape[0]].repeat_interleave(wide, 1)[:, : weight.shape[1]]
+    return weight * scales if scales.dim() == 2 else weight * scales.view(-1, 1)
+
+
+_IntegerStorage = GptqStorage | AwqStorage | CompressedStorage
+
+
+def _affine(values: Tensor, scales: Tensor, zeros: Tensor | None, storage: _IntegerStorage) -> QuantizedWeight:
+    """`(values - zeros) * scales`, values int16 [N, K] that int8 holds, scales and zeros [N, groups]."""
+    offsets = None if zeros is None or not zeros.any() else -(zeros * scales)
+    size = values.shape[1] // scales.shape[1]
+    return QuantizedWeight(values.to(torch.int8), scales, offsets, storage.bits, size, storage.activations)
+
+
+_DECODERS: dict[type[Any], Callable[[Any, _Module], QuantizedWeight | Tensor]] = {
+    GptqStorage: _gptq,
+    AwqStorage: _awq,
+    CompressedStorage: _compressed,
+    Fp8Storage: _fp8,
+}

@@ -1,0 +1,1 @@
+"""GGUF files: the container, and its metadata as the config of a model."""
