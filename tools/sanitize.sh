@@ -19,8 +19,13 @@ own=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purel
 if [ $# -eq 0 ]; then
   set -- tests/kernels tests/weights/test_head_start.py
 fi
+# pytest would find the package in this folder first, which has no extension beside it: the tests run from a copy.
+rm -rf "$folder/work"
+mkdir "$folder/work"
+cp -r tests pyproject.toml "$folder/work"
+interpreter=$PWD/$folder/bin/python
+cd "$folder/work"
 compiler=${CXX:-c++}
-# -P: the package in this folder has no extension beside it, and must not be found first.
 exec env LD_PRELOAD="$("$compiler" -print-file-name=libasan.so) $("$compiler" -print-file-name=libstdc++.so.6)" \
   ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 \
-  "$folder/bin/python" -P -m pytest -q -p no:cacheprovider "$@"
+  "$interpreter" -P -m pytest -q -p no:cacheprovider "$@"
