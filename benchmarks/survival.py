@@ -87,7 +87,7 @@ async def kill_some(client: ProcessClient, rng: random.Random, num_kills: int, k
 async def measure(args: argparse.Namespace) -> None:
     """Run, compare, print."""
     options = {"num_threads": args.threads, "kv_cache_memory": "256MiB"}
-    client = ProcessClient(prepare_model(EngineConfig.from_options(args.model, options)))
+    client = ProcessClient(prepare_model(EngineConfig.from_options(args.model, options), is_for_here=False))
     client.start()
     undisturbed = await all_streams(client, "calm")
     kills: list[Kill] = []

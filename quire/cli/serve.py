@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"quire serve needs the package {error.name}, which is not installed: pip install quire") from error
     if api_config.json_logs:
         use_json_logs()
-    prepared = prepare_model(config)
+    prepared = prepare_model(config, is_for_here=False)
     settings = Settings(serve_config, api_config, os.environ.get(API_KEYS_VARIABLE))
     return run_server(prepared, settings, lambda text: print(f"quire: {text}", file=sys.stderr, flush=True))
 

@@ -83,15 +83,23 @@ def plan_engine(config: EngineConfig, machine: Machine | None = None) -> Planned
     return PlannedModel(plan, files, storage)
 
 
-def prepare_model(config: EngineConfig) -> PreparedModel:
-    """Everything that is needed to judge requests, before anything heavy is imported or allocated."""
+def prepare_model(config: EngineConfig, *, is_for_here: bool = True) -> PreparedModel:
+    """Everything that is needed to judge requests, before anything heavy is imported or allocated.
+
+    Not `is_for_here`: the model itself will run in another process, so none of its weights is read in this one.
+    """
     planned = plan_engine(config)
-    planned = planned._replace(head_start=_head_start(planned))
+    planned = begin_loading(planned) if is_for_here else planned
     tokenizer = _tokenizer(config, planned.files)
     generation_config = {} if planned.files.gguf is not None else read_generation_config(planned.folder)
     vocab_size = planned.plan.spec.vocab_size
     eos_token_ids = _eos_token_ids(generation_config, planned.model_config, tokenizer, vocab_size=vocab_size)
     return PreparedModel(planned, tokenizer, generation_config, eos_token_ids)
+
+
+def begin_loading(planned: PlannedModel) -> PlannedModel:
+    """Start to read the weights in the background, for `build_executor` to go on with."""
+    return planned._replace(head_start=_head_start(planned))
 
 
 def assemble(prepared: PreparedModel, executor: Executor) -> Engine:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from quire.common.failures import log_failure
 from quire.config.engine import EngineConfig
-from quire.engine.builder import build_executor, plan_engine
+from quire.engine.builder import begin_loading, build_executor, plan_engine
 from quire.engine.process.channel import Channel, ChannelClosed, FrameTooLarge, ProtocolError
 from quire.engine.process.messages import PROTOCOL_VERSION, Down, Gains, Pulse, Ready, Start, StartFailed
 from quire.engine.process.service import Service
@@ -138,7 +138,7 @@ class Host:
 
 def build_loop(config: EngineConfig) -> StepLoop:
     """A loop around the model that the options name."""
-    planned = plan_engine(config)
+    planned = begin_loading(plan_engine(config))
     return StepLoop(planned.plan.limits, build_executor(planned), time.monotonic)
 
 
