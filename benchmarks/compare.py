@@ -148,7 +148,7 @@ def _peaks(num_threads: int) -> dict[str, Any]:
     """The machine's limits, measured in a process of its own, so that this one stays small and quiet."""
     env = dict(os.environ, OMP_NUM_THREADS=str(num_threads))
     command = [sys.executable, "-c", _PEAKS, str(num_threads)]
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
     peaks: dict[str, Any] = json.loads(done.stdout)
     return peaks
 

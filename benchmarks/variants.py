@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,9 @@ from quire.bench.workload import BenchRequest
 
 ENGINES = ("quire", "transformers", "vllm", "openvino", "llamacpp")
 BITS = {"float32": 32, "bfloat16": 16, "bf16": 16, "int8": 8, "w8a8": 8, "q8_0": 8.5, "int4": 4.5, "q4_0": 4.5}
-"""Bits a weight, with those of scales where they count. Forms not listed count as int4."""
+"""The forms, and bits a weight, with those of scales where they count."""
+_ANSWER_S = 1800.0
+"""An engine that is silent for so long has failed; compiling a model can take minutes."""
 _ROOT = Path(__file__).parent.parent
 
 
@@ -35,8 +38,9 @@ class Variant(NamedTuple):
     def parse(cls, text: str) -> Variant:
         """From its name; ValueError says what is wrong."""
         engine, *rest = text.split(":")
-        if engine not in ENGINES or not rest or not rest[0].isidentifier() or not all("=" in each for each in rest[1:]):
-            raise ValueError(f"{text!r} is not ENGINE:FORM[:KEY=VALUE...] with an engine of {', '.join(ENGINES)}")
+        if engine not in ENGINES or not rest or rest[0] not in BITS or not all("=" in each for each in rest[1:]):
+            known = f"engines are {', '.join(ENGINES)}; forms are {', '.join(BITS)}"
+            raise ValueError(f"{text!r} is not ENGINE:FORM[:KEY=VALUE...]; {known}")
         return cls(engine, rest[0], tuple(rest[1:]))
 
     @property
@@ -47,7 +51,7 @@ class Variant(NamedTuple):
     @property
     def bytes_per_weight(self) -> float:
         """Of the matrices."""
-        return BITS.get(self.form, BITS["int4"]) / 8
+        return BITS[self.form] / 8
 
     def files(self, folder: Path) -> Path:
         """Where its weights lie, see above."""
@@ -112,8 +116,11 @@ class PeerProcess:
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        is_ready, _, _ = select.select([self._process.stdout], [], [], _ANSWER_S)
+        line = self._process.stdout.readline() if is_ready else ""
         if not line:
+            if not is_ready:
+                self._process.kill()
             self._process.communicate()
             self._errors.seek(0)
             errors = self._errors.read()[-3000:].decode(errors="replace")
