@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -59,6 +60,7 @@ class PeerEngine(Protocol):
 def serve(open_engine: Callable[[Options], PeerEngine]) -> None:
     """Open the engine, say so, and carry out one command a line until the input ends."""
     options, vocab_size = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `close` ends what the engine has started
     # Libraries print. What they print goes to the errors; the answers go where standard output was.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
