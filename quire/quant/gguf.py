@@ -58,6 +58,10 @@ class GgufWeights:
         """See `WeightSource.packed`: a file holds nothing that is packed."""
         return None
 
+    def table(self, tensor: TensorSpec) -> Tensor | None:
+        """See `WeightSource.table`: nothing is in memory before it is asked for."""
+        return None
+
     def __call__(self, linear: LinearSpec) -> QuantizedWeight | Tensor | None:
         """The integers of a projection, None where the file has floats."""
         if linear.weight.name not in self._storage.by_name:

@@ -59,7 +59,7 @@ def test_t05_every_route_and_spelling_needs_a_key() -> None:
 @pytest.mark.parametrize("key", ["sk-right-ke", "sk-right-keyy", "sk-wrong-key", "\xe9" * 20, "a" * 5000])
 def test_t05_wrong_keys_are_all_answered_alike(key: str) -> None:
     with serve(FakeClient(), keys=KEYS) as server:
-        answer = httpx.get(f"{server.v1}/models", headers={"authorization": f"Bearer {key}".encode("latin-1")})
+        answer = httpx.get(f"{server.v1}/models", headers={b"authorization": f"Bearer {key}".encode("latin-1")})
         assert (answer.status_code, answer.json()["error"]["message"]) == (401, "a valid API key is needed")
 
 
@@ -107,7 +107,22 @@ def test_t09_mutated_bodies_never_make_a_5xx() -> None:
         ("/tokenize", {"messages": [{"role": "user", "content": "x"}]}),
         ("/detokenize", {"tokens": [1, 2]}),
     ]
-    junk = (None, True, -1, 1e99, "", "x" * 50, [], {}, [[]], [{}], {"type": []}, "\x00", [None], {"": None})
+    junk: tuple[object, ...] = (
+        None,
+        True,
+        -1,
+        1e99,
+        "",
+        "x" * 50,
+        [],
+        {},
+        [[]],
+        [{}],
+        {"type": []},
+        "\x00",
+        [None],
+        {"": None},
+    )
     with serve(FakeClient(Script(pieces=("x",)))) as server, httpx.Client(base_url=server.url) as http:
         for _ in range(150):
             path, body = rng.choice(seeds)

@@ -71,4 +71,4 @@ def test_t39_bad_options_say_what_is_wrong() -> None:
     ):
         (name,) = options
         with pytest.raises(ConfigError, match=name):
-            ApiConfig(**options)  # type: ignore[arg-type]
+            ApiConfig(**options)

@@ -180,7 +180,7 @@ class TinyModel:
 
     @property
     def config(self) -> dict[str, Any]:
-        extra = {"query_pre_attn_scalar": HEAD_DIM, "sliding_window": 8} if self.is_gemma else {}
+        extra: dict[str, Any] = {"query_pre_attn_scalar": HEAD_DIM, "sliding_window": 8} if self.is_gemma else {}
         if self.family == "gemma2":
             extra |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
         if self.family == "gemma3":

@@ -109,7 +109,10 @@ def test_32_36_37_stop_strings_are_not_in_the_output(client: openai.OpenAI, as_l
 
 
 def test_38_the_ends_of_the_ranges_are_allowed(client: openai.OpenAI) -> None:
-    for fields in ({"temperature": 0}, {"temperature": 2}, {"top_p": 0}, {"presence_penalty": 2, "frequency_penalty": -2}):
+    ends: tuple[dict[str, Any], ...] = (
+        {"temperature": 0}, {"temperature": 2}, {"top_p": 0}, {"presence_penalty": 2, "frequency_penalty": -2}
+    )  # fmt: skip
+    for fields in ends:
         assert ask(client, max_tokens=2, **fields).choices[0].finish_reason == "length"
 
 

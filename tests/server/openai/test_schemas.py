@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
-from referencing import Registry, Resource
+from referencing import Registry
 from referencing.jsonschema import DRAFT202012
 
 CAT = [{"role": "user", "content": "Tell me of a cat."}]
@@ -21,7 +21,8 @@ CAT = [{"role": "user", "content": "Tell me of a cat."}]
 def registry(path: Path) -> Registry[Any]:
     """The document, under a name that references can be made to."""
     document = _with_nulls(json.loads(gzip.decompress(path.read_bytes())))
-    return Registry().with_resource("urn:openai", Resource(document, DRAFT202012))
+    registered: Registry[Any] = Registry().with_resource("urn:openai", DRAFT202012.create_resource(document))
+    return registered
 
 
 def _with_nulls(node: Any) -> Any:

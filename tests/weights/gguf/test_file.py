@@ -33,8 +33,8 @@ def path(tmp_path: Path) -> Path:
 
 def test_the_header_is_read_as_it_was_written(path: Path) -> None:
     file = read_gguf(path)
-    assert {key: list(value) if hasattr(value, "__len__") and not isinstance(value, str) else value
-            for key, value in file.metadata.items()} == METADATA  # fmt: skip
+    read = {key: value if isinstance(value, str | int | float) else list(value) for key, value in file.metadata.items()}
+    assert read == METADATA
     embedding, norm = file.tensors.values()
     assert (embedding.shape, embedding.encoding.name, embedding.num_bytes) == ((4, 32), "Q8_0", 136)
     assert norm.offset == embedding.offset + 160 and embedding.offset % 32 == 0
