@@ -18,6 +18,7 @@ from quire.config.engine import EngineConfig
 from quire.engine.machine import Machine
 from quire.engine.model_files import ModelFiles, find_model
 from quire.engine.planning import EnginePlan, resolve
+from quire.errors import CheckpointError
 from quire.models.registry import declare
 from quire.quant.formats import WeightFormats, formats_at_load
 from quire.quant.gguf_formats import GgufStorage
@@ -196,7 +197,10 @@ def _load_model(planned: PlannedModel, kernels: Kernels) -> DecoderModel:
 
 
 def _head_start(planned: PlannedModel) -> HeadStart | None:
-    """Begin to load the weights, if the native kernels can be expected to serve the plan."""
+    """Begin to load the weights, if the native kernels can be expected to serve the plan.
+
+    What is wrong with the files is said when they are loaded in earnest: what is wrong with a request comes first.
+    """
     from quire.kernels import cpu
 
     plan = planned.plan
@@ -208,7 +212,11 @@ def _head_start(planned: PlannedModel) -> HeadStart | None:
     from quire.weights.head_start import HeadStart, Wanted
 
     wanted = Wanted([p for p in plan.spec.projections if plan.formats.of(p) is None], [plan.spec.embedding])
-    return HeadStart(SafetensorsCheckpoint(planned.folder, plan.spec), wanted, plan.dtype, plan.num_threads)
+    try:
+        checkpoint = SafetensorsCheckpoint(planned.folder, plan.spec)
+    except CheckpointError:
+        return None
+    return HeadStart(checkpoint, wanted, plan.dtype, plan.num_threads)
 
 
 def _weights(planned: PlannedModel) -> AbstractContextManager[WeightSource]:
