@@ -75,8 +75,17 @@ def _answers(engine: Engine, requests: Requests = REQUESTS) -> Answers:
     return {name: _answer(output) for name, output in run_all(engine).items()}
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def dtype(request: pytest.FixtureRequest) -> str:
+NUMBERS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int4": {"dtype": "float32", "quantization": "int4"},
+}
+"""What is computed with: options of the engine."""
+
+
+@pytest.fixture(scope="module", params=NUMBERS)
+def numbers(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
@@ -84,14 +93,14 @@ _ALONE: dict[str, Answers] = {}
 
 
 @pytest.fixture
-def alone(dtype: str, make_engine: MakeEngine) -> Answers:
+def alone(numbers: str, make_engine: MakeEngine) -> Answers:
     """The reference: each request alone, in a fresh engine, cold and in one piece."""
-    if dtype not in _ALONE:
-        _ALONE[dtype] = {}
+    if numbers not in _ALONE:
+        _ALONE[numbers] = {}
         for name, request in REQUESTS.items():
-            engine = make_engine(dtype=dtype, enable_prefix_caching=False)
-            _ALONE[dtype] |= _answers(engine, {name: request})
-    return _ALONE[dtype]
+            engine = make_engine(**NUMBERS[numbers], enable_prefix_caching=False)
+            _ALONE[numbers] |= _answers(engine, {name: request})
+    return _ALONE[numbers]
 
 
 def _batched(make: MakeEngine) -> Answers:
@@ -194,8 +203,8 @@ CASES: dict[str, Callable[[MakeEngine], Answers]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bits_do_not_depend_on_circumstances(case: str, dtype: str, alone: Answers, make_engine: MakeEngine) -> None:
-    answers = CASES[case](lambda **options: make_engine(dtype=dtype, **options))
+def test_bits_do_not_depend_on_circumstances(case: str, numbers: str, alone: Answers, make_engine: MakeEngine) -> None:
+    answers = CASES[case](lambda **options: make_engine(**NUMBERS[numbers], **options))
     assert answers.keys() == alone.keys()
     for name, answer in answers.items():
         assert answer == alone[name], name
@@ -203,13 +212,13 @@ def test_bits_do_not_depend_on_circumstances(case: str, dtype: str, alone: Answe
 
 @pytest.mark.parametrize("circumstances", [{}, {"num_blocks": 12}, {"max_num_batched_tokens": 5, "max_num_seqs": 2}])
 def test_forks_equal_separate_requests_with_derived_seeds(
-    circumstances: dict[str, Any], dtype: str, make_engine: MakeEngine
+    circumstances: dict[str, Any], numbers: str, make_engine: MakeEngine
 ) -> None:
     prompt, options = REQUESTS["shared-40"]
-    forked = make_engine(dtype=dtype, **circumstances)
+    forked = make_engine(**NUMBERS[numbers], **circumstances)
     forked.add_request("forked", {"prompt_token_ids": prompt}, _params(options, n=5))
     together = _answer(run_all(forked)["forked"])[:-1]
-    single = make_engine(dtype=dtype, enable_prefix_caching=False)
+    single = make_engine(**NUMBERS[numbers], enable_prefix_caching=False)
     for index in range(5):
         seed = derive_seed(options["seed"], index)
         single.add_request(str(index), {"prompt_token_ids": prompt}, _params(options, seed=seed))
@@ -220,10 +229,10 @@ def test_forks_equal_separate_requests_with_derived_seeds(
 
 @pytest.mark.parametrize("company", [{}, {"hot": REQUESTS["hot"]}], ids=["alone", "beside a drawn row"])
 def test_greedy_tokens_are_the_same_where_no_logits_are_kept(
-    company: Requests, dtype: str, alone: Answers, make_engine: MakeEngine
+    company: Requests, numbers: str, alone: Answers, make_engine: MakeEngine
 ) -> None:
     """Nobody asks for log-probabilities, so the head computes best tokens only; `alone` has them from logits."""
-    engine = make_engine(dtype=dtype)
+    engine = make_engine(**NUMBERS[numbers])
     greedy = {name: request for name, request in REQUESTS.items() if request[1] == {"temperature": 0.0}}
     _submit(engine, {**greedy, **company}, logprobs=None, prompt_logprobs=None)
     outputs = run_all(engine)
@@ -271,12 +280,13 @@ def test_preemption_at_any_token_leaves_text_and_bits_alone(caching: bool) -> No
 
 @pytest.mark.parametrize("seed", range(3))
 def test_concurrent_streams_that_come_and_go_get_the_same_bits(
-    seed: int, tiny_config: Path, dtype: str, alone: Answers
+    seed: int, tiny_config: Path, numbers: str, alone: Answers
 ) -> None:
     """Through `AsyncLLM`, with arrivals, aborts and neighbours in an order that nobody controls."""
     rng = random.Random(seed)
+    num_bytes = 512 if NUMBERS[numbers]["dtype"] == "float32" else 256
     llm = AsyncLLM(
-        str(tiny_config), load_format="dummy", kv_cache_memory=14 * 16 * (512 if dtype == "float32" else 256), dtype=dtype,
+        str(tiny_config), load_format="dummy", kv_cache_memory=14 * 16 * num_bytes, **NUMBERS[numbers],
         num_threads=1, max_num_seqs=6, max_model_len=200,
     )  # fmt: skip
 
