@@ -1,13 +1,18 @@
-"""Shared by all tests: where the shared data lies, and one thread for torch so that timings and loads stay modest."""
+"""Shared by all tests: where the shared data lies, and interrupts that reach the programs under test."""
 
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 SHARED = Path(os.environ.get("QUIRE_SHARED", Path(__file__).parent.parent.parent / "shared"))
+
+# A suite started in the background of a shell inherits an interrupt that is ignored, and so would the programs it starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

