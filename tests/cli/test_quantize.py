@@ -17,7 +17,8 @@ def _answer(model: str, **options: Any) -> list[tuple[int, float]]:
         [output] = llm.generate("Once upon a time", params, use_tqdm=False)
     completion = output.outputs[0]
     assert completion.logprobs is not None
-    return [(token_id, held[token_id].logprob) for token_id, held in zip(completion.token_ids, completion.logprobs, strict=True)]
+    steps = zip(completion.token_ids, completion.logprobs, strict=True)
+    return [(token_id, held[token_id].logprob) for token_id, held in steps]
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
