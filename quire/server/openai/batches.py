@@ -333,10 +333,6 @@ async def _attempt(runner: Runner, call: Call, body: bytes) -> tuple[int, dict[s
         return answer.status, answer.body()
 
 
-def _bad_line(number: int, what: str, code: str) -> ApiError:
-    return bad_request(f"line {number}: {what}", param=str(number), code=code)
-
-
 def _is_filled(path: Path) -> bool:
     return path.exists() and path.stat().st_size > 0
 
