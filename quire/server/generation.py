@@ -72,6 +72,16 @@ class Generator:
         self.admission = admission
         self.metrics = metrics
 
+    async def answer(self, call: Call, jobs: Sequence[Job], receive: Receive | None) -> tuple[list[RequestOutput], Usage]:
+        """Run jobs to their end: every job's output, in order. Ends early if the client leaves, where there is one."""
+        run = await self.start(call, jobs, is_stream=False)
+        if receive is not None:
+            run.watch(receive)
+        try:
+            return await run.collect(), run.usage
+        finally:
+            await run.close()
+
     async def start(self, call: Call, jobs: Sequence[Job], *, is_stream: bool) -> Run:
         """Admit and submit. Raises ApiError or a QuireError, with nothing left running."""
         ticket = self.admission.admit(

@@ -151,13 +151,7 @@ class Messages:
         return SamplingParams(**values, max_tokens=max_tokens, stop=body.stop_sequences)
 
     async def _create(self, call: Call, prepared: _Prepared, receive: Receive) -> dict[str, Any]:
-        run = await self._api.generator.start(call, [prepared.job], is_stream=False)
-        run.watch(receive)
-        try:
-            (output,) = await run.collect()
-            usage = run.usage
-        finally:
-            await run.close()
+        (output,), usage = await self._api.generator.answer(call, [prepared.job], receive)
         completion = output.outputs[0]
         content = [{"type": "text", "text": completion.text}] if completion.text else []
         return {**prepared.body(content, _usage(usage)), **_stop(completion)}

@@ -130,14 +130,7 @@ class ChatCompletions:
 
     async def create(self, call: Call, prepared: PreparedChat, receive: Receive | None) -> dict[str, Any]:
         """The whole answer."""
-        run = await self._api.generator.start(call, [prepared.job], is_stream=False)
-        if receive is not None:
-            run.watch(receive)
-        try:
-            (output,) = await run.collect()
-            usage = run.usage
-        finally:
-            await run.close()
+        (output,), usage = await self._api.generator.answer(call, [prepared.job], receive)
         return _answer(prepared, output, usage)
 
 

@@ -17,7 +17,7 @@ from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.server.body import decode, read_json
 from quire.server.call import Call, call_of
 from quire.server.errors import bad_request, unavailable_feature
-from quire.server.generation import Job, Run
+from quire.server.generation import Job, Run, Usage
 from quire.server.openai.chat import stream_error, usage_body
 from quire.server.openai.fields import SamplingFields, check_fields, ignored_hints, sampling_params
 from quire.server.openai.logprobs import LogprobTracker, ScoredToken, TokenNames, legacy_logprobs, prompt_logprobs
@@ -75,9 +75,8 @@ class PreparedCompletion:
             "system_fingerprint": self.fingerprint,
         }
 
-    def usage(self, run: Run) -> dict[str, Any]:
+    def usage(self, usage: Usage) -> dict[str, Any]:
         """OpenAI's `usage` so far."""
-        usage = run.usage
         if self.is_scoring:
             usage.num_output_tokens = 0
         return usage_body(usage)
@@ -163,15 +162,8 @@ class Completions:
 
     async def create(self, call: Call, prepared: PreparedCompletion, receive: Receive | None) -> dict[str, Any]:
         """The whole answer."""
-        run = await self._api.generator.start(call, prepared.jobs, is_stream=False)
-        if receive is not None:
-            run.watch(receive)
-        try:
-            outputs = await run.collect()
-            usage = prepared.usage(run)
-        finally:
-            await run.close()
-        return _answer(prepared, outputs, usage)
+        outputs, usage = await self._api.generator.answer(call, prepared.jobs, receive)
+        return _answer(prepared, outputs, prepared.usage(usage))
 
 
 def split_prompts(prompt: PromptField) -> list[str | list[int]]:
@@ -322,10 +314,10 @@ async def _stream(prepared: PreparedCompletion, run: Run, keep_alive_s: float) -
         for choice in parts:
             chunk = {**envelope, "choices": [choice]}
             if has_usage:
-                chunk["usage"] = prepared.usage(run) if has_running_usage else None
+                chunk["usage"] = prepared.usage(run.usage) if has_running_usage else None
             yield data_event(chunk)
     if has_usage:
-        yield data_event({**envelope, "choices": [], "usage": prepared.usage(run)})
+        yield data_event({**envelope, "choices": [], "usage": prepared.usage(run.usage)})
     yield DONE
 
 

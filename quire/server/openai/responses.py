@@ -167,13 +167,7 @@ class Responses:
         return _Prepared(body, job, model, messages, items, names)
 
     async def _create(self, call: Call, prepared: _Prepared, receive: Receive) -> dict[str, Any]:
-        run = await self._api.generator.start(call, [prepared.job], is_stream=False)
-        run.watch(receive)
-        try:
-            (output,) = await run.collect()
-            usage = run.usage
-        finally:
-            await run.close()
+        (output,), usage = await self._api.generator.answer(call, [prepared.job], receive)
         completion = output.outputs[0]
         tracker = prepared.tracker()
         tokens = tracker.take(completion) if tracker is not None else []
