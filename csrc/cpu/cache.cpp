@@ -31,10 +31,9 @@ KVCache make_cache(uintptr_t keys, uintptr_t values, int format, int64_t num_blo
 static void write_token(const KernelTable &table, const void *row, DType dtype, const KVCache &cache, void *rows,
                         int64_t slot) {
     const int64_t block = slot / cache.block_size, within = slot % cache.block_size, row_bytes = cache.row_bytes();
-    const DType cache_dtype = cache.format == KVFormat::f32 ? DType::f32 : DType::bf16;
     char *to = static_cast<char *>(rows) + (block * cache.num_kv_heads * cache.block_size + within) * row_bytes;
     for (int64_t head = 0; head < cache.num_kv_heads; ++head, to += cache.block_size * row_bytes) {
-        table.convert(offset(row, head * cache.head_size, dtype), dtype, to, cache_dtype, cache.head_size);
+        table.store_kv_row(offset(row, head * cache.head_size, dtype), dtype, to, cache.format, cache.head_size);
     }
 }
 

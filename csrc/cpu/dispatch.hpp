@@ -49,16 +49,21 @@ struct OutputBlock {
 
 // ---- attention (attention.cpp) ----
 
-constexpr int TILE = 32;      // key positions per step of the online softmax, aligned to absolute positions
+constexpr int TILE = 64;      // key positions per step of the online softmax, aligned to absolute positions
 constexpr int SPLIT = 1024;   // positions whose tiles share one softmax state before states are merged, in order
-constexpr int MAX_ROWS = 64;  // query rows (positions x heads of one KV head) of a task
+constexpr int MAX_ROWS = 96;  // query rows (positions x heads of one KV head) of a task
 constexpr int MAX_HEAD_SIZE = 512;
 
-// How the cache stores a row: the keys, or the values, of one token and one KV head.
-enum class KVFormat : int { f32 = 0, bf16 = 1 };
+// How the cache stores a row: the keys, or the values, of one token and one KV head. int8 and fp8 (e4m3) rows are their
+// elements and then a float32, the scale; quire/kernels/interface.py (write_kv) has the arithmetic.
+enum class KVFormat : int { f32 = 0, bf16 = 1, int8 = 2, fp8 = 3 };
 
+constexpr int64_t kv_element_bytes(KVFormat format) {
+    return format == KVFormat::f32 ? 4 : format == KVFormat::bf16 ? 2 : 1;
+}
+constexpr bool is_scaled(KVFormat format) { return format == KVFormat::int8 || format == KVFormat::fp8; }
 constexpr int64_t kv_row_bytes(KVFormat format, int64_t head_size) {
-    return head_size * (format == KVFormat::f32 ? 4 : 2);
+    return head_size * kv_element_bytes(format) + (is_scaled(format) ? 4 : 0);
 }
 
 // The cache of one layer: keys and values are [B, KV heads, block size] rows each.
@@ -116,6 +121,7 @@ struct KernelTable {
     void (*attend)(const AttentionProblem &problem, const AttentionTask &task, float *scratch);
     void (*finish_rows)(const AttentionProblem &problem, const AttentionTask &task, int num_partials,
                         int64_t partial_stride, float *scratch);
+    void (*store_kv_row)(const void *row, DType dtype, void *to, KVFormat format, int64_t head_size);
     // rows [first, last) of elementwise operations
     void (*rms_norm)(const struct NormRows &norm, int64_t first, int64_t last);
     void (*layer_norm)(const struct NormRows &norm, int64_t first, int64_t last);

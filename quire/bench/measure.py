@@ -75,7 +75,7 @@ def measure(engine: Engine, requests: Sequence[BenchRequest]) -> Run:
     for request, seen in zip(requests, times, strict=True):
         if seen.num_output != request.num_output * request.num_sequences:
             raise EngineError(f"a request ended after {seen.num_output} of {request.num_output} tokens; that is no measurement")
-    costs = CostModel(engine.plan.spec, engine.plan.dtype)
+    costs = CostModel(engine.plan.spec, engine.plan.dtype, engine.plan.kv_format)
     return Run(wall_s, watch.execute_s, times, stats, [costs.step(work) for work in watch.work])
 
 

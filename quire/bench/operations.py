@@ -25,11 +25,11 @@ class StepCost(NamedTuple):
 class CostModel:
     """Counts for one model in one dtype."""
 
-    def __init__(self, spec: DecoderSpec, dtype: str) -> None:
+    def __init__(self, spec: DecoderSpec, dtype: str, kv_format: str | None = None) -> None:
         self._flops = spec.flops_per_token()
         self._layer_bytes = self._flops.layers // 2 * DTYPE_BYTES[dtype]
         self._head_bytes = self._flops.head // 2 * DTYPE_BYTES[dtype]
-        self._kv_layers = [(layer.bytes_per_token(dtype), layer.window) for layer in spec.kv_layers]
+        self._kv_layers = [(layer.bytes_per_token(kv_format or dtype), layer.window) for layer in spec.kv_layers]
         self._attention_flops = lru_cache(maxsize=None)(spec.attention_flops)
 
     def step(self, work: Sequence[RowWork]) -> StepCost:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Self
 
+from quire.common.kv_formats import KV_FORMATS, OTHER_NAMES
 from quire.config.limits import POLICIES
 from quire.errors import ConfigError
 
@@ -70,7 +71,11 @@ class EngineConfig:
         "activations. Quantized checkpoints are recognised without it",
         choices=QUANTIZATIONS,
     )
-    kv_cache_dtype: str = _option("auto", "auto is the compute dtype; nothing else is available yet", choices=("auto",))
+    kv_cache_dtype: str = _option(
+        "auto",
+        "what the KV cache stores: auto is the compute dtype; int8 and fp8 take about half of bfloat16",
+        choices=("auto", *KV_FORMATS, *OTHER_NAMES),
+    )
     tensor_parallel_size: int = _option(1, "not available yet beyond 1")
     pipeline_parallel_size: int = _option(1, "not available yet beyond 1")
     speculative: str | None = _option(None, "not available yet")

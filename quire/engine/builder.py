@@ -148,8 +148,6 @@ def select(plan: EnginePlan) -> Selection:
 @_no_collection()
 def build_executor(planned: PlannedModel) -> InlineExecutor:
     """Load the weights, allocate the KV memory, and put a worker around them."""
-    import torch
-
     from quire.executor.inline import InlineExecutor
     from quire.sampling import Sampler
     from quire.worker.memory import KVMemory
@@ -163,7 +161,7 @@ def build_executor(planned: PlannedModel) -> InlineExecutor:
         logger.warning("slow reference kernels are used: %s", reason)
     model = _load_model(planned, selection.kernels)
     limits = plan.limits
-    memory = KVMemory(plan.spec.kv_layers, limits.num_blocks, limits.block_size, getattr(torch, plan.dtype))
+    memory = KVMemory(plan.spec.kv_layers, limits.num_blocks, limits.block_size, plan.kv_format)
     rows = RowTable(limits.max_num_seqs, limits.block_size)
     return InlineExecutor(Worker(model, memory, rows, Sampler(_sampling_kernels(selection.kernels.name))))
 

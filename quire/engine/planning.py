@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from quire.common.kv_formats import OTHER_NAMES
 from quire.common.numbers import align_down, ceil_div, format_bytes, parse_bytes
 from quire.config.engine import EngineConfig
 from quire.config.limits import POLICIES, Policy, SchedulerLimits
@@ -40,6 +41,8 @@ class EnginePlan:
     spec: DecoderSpec
     formats: WeightFormats
     dtype: str
+    kv_format: str
+    """One of `quire.common.kv_formats.KV_FORMATS`."""
     limits: SchedulerLimits
     num_threads: int
     weight_bytes: int
@@ -82,7 +85,8 @@ class _Resolver:
             self._note("quantization", config.quantization or "as the checkpoint", self.formats.summary)
         weight_bytes = self.formats.weight_bytes(spec, dtype)
         workspace_bytes = _workspace_bytes(spec, num_batched, max_num_seqs)
-        bytes_per_token = sum(layer.bytes_per_token(dtype) for layer in spec.kv_layers)
+        kv_format = self._kv_format(dtype)
+        bytes_per_token = sum(layer.bytes_per_token(kv_format) for layer in spec.kv_layers)
         kv_bytes = self._kv_bytes(weight_bytes + workspace_bytes, bytes_per_token * self._longest() * max_num_seqs)
         num_blocks = kv_bytes // (bytes_per_token * block_size)
         self._note("num_blocks", num_blocks, f"{format_bytes(kv_bytes)} / {format_bytes(bytes_per_token * block_size)} a block")
@@ -102,6 +106,7 @@ class _Resolver:
             spec=spec,
             formats=self.formats,
             dtype=dtype,
+            kv_format=kv_format,
             limits=limits,
             num_threads=num_threads,
             weight_bytes=weight_bytes,
@@ -129,6 +134,12 @@ class _Resolver:
             return "bfloat16"
         self._note("dtype", spec.dtype, "as the checkpoint")
         return spec.dtype
+
+    def _kv_format(self, dtype: str) -> str:
+        given = self.config.kv_cache_dtype
+        chosen = dtype if given == "auto" else OTHER_NAMES.get(given, given)
+        self._note("kv_cache_dtype", chosen, "as the compute dtype" if given == "auto" else "given")
+        return chosen
 
     def _num_batched_tokens(self, max_num_seqs: int) -> int:
         given = self.config.max_num_batched_tokens

@@ -226,9 +226,14 @@ class Kernels(Protocol):
         ...
 
     def write_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-        """Store `key`, `value` [T, KV heads, D] into the caches [B, KV heads, block size, D] at `slots` (int64 [T]).
+        """Store `key`, `value` [T, KV heads, D] into the caches [B, KV heads, block size, row] at `slots` (int64 [T]).
 
-        key and value may be strided views whose last two dimensions are contiguous.
+        The caches' dtype is their format (`quire.kernels.kv_cache`). float32 and bfloat16 keep the values, rounded to
+        nearest even where they are narrower. int8 and fp8 keep a row x [D] as `q` and a float32 `s`, all in float32:
+        `s = max(max |x| / M, 2**-126)` with M = 127 or 448, and `q = x / s` rounded to the nearest integer or e4m3
+        number, ties to even; the row then counts as the float32 products `q * s`. Where x holds a number that is not
+        finite, all of the row counts as such. key and value may be strided views whose last two dimensions are
+        contiguous.
         """
         ...
 

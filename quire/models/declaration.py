@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from quire.common.kv_formats import KV_FORMATS
 from quire.models.rope import RopeSpec
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
@@ -154,9 +155,9 @@ class KVLayerSpec(NamedTuple):
     window: int | None
     """Tokens further back than this are never read again; None for full attention."""
 
-    def bytes_per_token(self, dtype: str) -> int:
-        """Bytes of K and V of one token."""
-        return 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+    def bytes_per_token(self, kv_format: str) -> int:
+        """Bytes of K and V of one token, with their scales where the format has them."""
+        return 2 * self.num_kv_heads * KV_FORMATS[kv_format].row_bytes(self.head_dim)
 
 
 class FlopsPerToken(NamedTuple):

@@ -9,20 +9,21 @@ from torch import Tensor
 
 from quire.core.plan import BlockCopy
 from quire.kernels.interface import Kernels
+from quire.kernels.kv_cache import empty_cache
 from quire.models.declaration import KVLayerSpec
 
 
 class KVMemory:
-    """Keys and values of every layer, each [blocks, KV heads, block size, head size].
+    """Keys and values of every layer, each [blocks, KV heads, block size, row]; see `quire.kernels.kv_cache`.
 
     Pages are touched, and so become resident, only when a block is first written.
     """
 
-    def __init__(self, layers: Sequence[KVLayerSpec], num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, layers: Sequence[KVLayerSpec], num_blocks: int, block_size: int, kv_format: str) -> None:
         self.caches: list[tuple[Tensor, Tensor]] = []
         for layer in layers:
             shape = (num_blocks, layer.num_kv_heads, block_size, layer.head_dim)
-            self.caches.append((torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)))
+            self.caches.append((empty_cache(*shape, kv_format), empty_cache(*shape, kv_format)))
 
     @property
     def num_bytes(self) -> int:

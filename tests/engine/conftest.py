@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from quire.common.kv_formats import KV_FORMATS
 from quire.config.engine import EngineConfig
 from quire.engine.builder import build_engine
 from quire.engine.engine import Engine
@@ -52,9 +53,10 @@ def make_engine(tiny_config: Path) -> Iterator[MakeEngine]:
 
     def make(**options: Any) -> Engine:
         block_size = options.setdefault("block_size", 16)
-        num_bytes = 4 if options.setdefault("dtype", "float32") == "float32" else 2
+        dtype, stored = options.setdefault("dtype", "float32"), options.get("kv_cache_dtype", "auto")
+        row_bytes = KV_FORMATS[dtype if stored == "auto" else stored].row_bytes(16)
         num_blocks = options.pop("num_blocks", 256 // block_size * 4)
-        options.setdefault("kv_cache_memory", num_blocks * block_size * 2 * 2 * 2 * 16 * num_bytes)
+        options.setdefault("kv_cache_memory", num_blocks * block_size * 2 * 2 * 2 * row_bytes)
         options.setdefault("num_threads", 1)
         options.setdefault("max_num_seqs", 16)
         engine = build_engine(EngineConfig(model=str(tiny_config), load_format="dummy", **options))

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from engines import run_all
 
+from quire.common.kv_formats import KV_FORMATS
 from quire.common.seeds import derive_seed
 from quire.config.engine import EngineConfig
 from quire.core.params import SamplingParams
@@ -80,6 +81,8 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int4": {"dtype": "float32", "quantization": "int4"},
+    "int8 cache": {"dtype": "float32", "kv_cache_dtype": "int8"},
+    "fp8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
 }
 """What is computed with: options of the engine."""
 
@@ -284,9 +287,9 @@ def test_concurrent_streams_that_come_and_go_get_the_same_bits(
 ) -> None:
     """Through `AsyncLLM`, with arrivals, aborts and neighbours in an order that nobody controls."""
     rng = random.Random(seed)
-    num_bytes = 512 if NUMBERS[numbers]["dtype"] == "float32" else 256
+    row_bytes = KV_FORMATS[NUMBERS[numbers].get("kv_cache_dtype", NUMBERS[numbers]["dtype"])].row_bytes(16)
     llm = AsyncLLM(
-        str(tiny_config), load_format="dummy", kv_cache_memory=14 * 16 * num_bytes, **NUMBERS[numbers],
+        str(tiny_config), load_format="dummy", kv_cache_memory=14 * 16 * 2 * 2 * 2 * row_bytes, **NUMBERS[numbers],
         num_threads=1, max_num_seqs=6, max_model_len=200,
     )  # fmt: skip
 
@@ -312,6 +315,13 @@ def test_concurrent_streams_that_come_and_go_get_the_same_bits(
     assert any(answer is None for _, answer in answers)
     for name, answer in answers:
         assert answer is None or answer == alone[name], name
+
+
+def test_a_quantized_cache_gives_other_bits(make_engine: MakeEngine) -> None:
+    """Negative control: the cache of int8 and fp8 is really one of int8 and fp8."""
+    request = {"greedy-17": REQUESTS["greedy-17"]}
+    answers = [_answers(make_engine(kv_cache_dtype=each), request) for each in ("float32", "bfloat16", "int8", "fp8")]
+    assert all(first != second for i, first in enumerate(answers) for second in answers[:i])
 
 
 def test_the_comparison_can_fail(make_engine: MakeEngine) -> None:

@@ -41,6 +41,18 @@ def test_given_values_are_obeyed(tiny_config: Path) -> None:
     assert (plan.limits.max_num_seqs, plan.limits.max_model_len, plan.dtype) == (3, 100, "bfloat16")
 
 
+@pytest.mark.parametrize(
+    ("name", "chosen", "row_bytes"),
+    [("auto", "bfloat16", 32), ("float32", "float32", 64), ("int8", "int8", 20), ("fp8", "fp8", 20), ("fp8_e4m3", "fp8", 20)],
+)
+def test_the_kv_cache_has_a_dtype_of_its_own(name: str, chosen: str, row_bytes: int, tiny_config: Path) -> None:
+    plan = _plan(tiny_config, kv_cache_memory="1MiB", dtype="bfloat16", kv_cache_dtype=name)
+    assert plan.kv_format == chosen
+    assert plan.kv_bytes_per_token == 2 * 2 * 2 * row_bytes
+    assert plan.limits.num_blocks == (1 << 20) // (8 * row_bytes * 16)
+    assert ("kv_cache_dtype", chosen) in {(decision.name, decision.value) for decision in plan.decisions}
+
+
 def test_the_length_shrinks_to_what_the_cache_holds(tiny_config: Path) -> None:
     plan = _plan(tiny_config, kv_cache_memory=512 * 100)
     assert plan.limits.max_model_len == plan.limits.num_slots == 96

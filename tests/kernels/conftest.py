@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.kernels import cpu, load
 from quire.kernels.interface import AttentionBatch, Kernels
+from quire.kernels.kv_cache import empty_cache
 
 HAS_NATIVE = cpu.IMPORT_ERROR is None
 ISAS = cpu.supported_isas() if HAS_NATIVE else ("missing",)
@@ -68,20 +69,25 @@ class Paged:
 
         return cls(tuple(lens), tuple(draw(c) for _, c in lens), tuple(draw(c) for _, c in lens))
 
-    def pages(self, block_size: int) -> tuple[Tensor, Tensor, AttentionBatch]:
-        """Key cache, value cache and batch. Blocks are scattered; whatever no sequence owns is not a number."""
+    def pages(self, block_size: int, kv_format: str | None = None) -> tuple[Tensor, Tensor, AttentionBatch]:
+        """Key cache, value cache and batch. Blocks are scattered; whatever no sequence owns is not a number.
+
+        `kv_format` is that of the keys unless given; the reference writes the rows, which its own tests hold to.
+        """
         counts = [-(-context // block_size) for _, context in self.lens]
         num_kv_heads, head_size = self.keys[0].shape[1:]
         total = sum(counts) + 3
         order = torch.randperm(total, generator=torch.Generator().manual_seed(7))
-        shape = (total, num_kv_heads, block_size, head_size)
-        caches = [torch.full(shape, float("nan"), dtype=self.keys[0].dtype) for _ in range(2)]
+        form = str(self.keys[0].dtype).removeprefix("torch.") if kv_format is None else kv_format
+        caches = [empty_cache(total, num_kv_heads, block_size, head_size, form) for _ in range(2)]
+        for cache in caches:
+            cache.view(torch.uint8).fill_(0xFF)  # not a number in every floating format
         tables = torch.full((len(counts), max(counts)), -1, dtype=torch.int32)
         for index, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True)):
             tables[index, :count] = order[end - count : end]
-            for cache, rows in zip(caches, (self.keys[index], self.values[index]), strict=True):
-                positions = torch.arange(rows.shape[0])
-                cache[tables[index, positions // block_size].long(), :, positions % block_size] = rows
+            positions = torch.arange(self.keys[index].shape[0])
+            slots = tables[index, positions // block_size].long() * block_size + positions % block_size
+            load("reference").write_kv(self.keys[index], self.values[index], caches[0], caches[1], slots)
         return caches[0], caches[1], self.batch(tables)
 
     def batch(self, tables: Tensor) -> AttentionBatch:

@@ -1,24 +1,37 @@
 // Paged attention of one task: some query rows of one sequence that share a KV head.
 //
-// Keys are visited in tiles of TILE absolute positions, whatever the block size: a tile's keys are gathered through the
-// block table, transposed and widened to float32 once for all rows of the task, its values likewise. A row's scores are
-// chains over the head's elements, its outputs chains over the tile's positions, both ascending; its online softmax
-// (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018) rescales once per tile that the row can
-// see, and its state is merged into a running state at the end of each split (as in Dao et al., "Flash-Decoding",
-// 2023). None of that depends on the other rows, on how the prompt was divided into steps, or on threads.
+// Keys are visited in tiles of TILE absolute positions, whatever the block size. A row's scores are chains over the head's
+// elements, its outputs chains over the tile's positions that it sees, both ascending; its online softmax (Milakov and
+// Gimelshein, "Online normalizer calculation for softmax", 2018) rescales once per tile that the row can see, and its
+// state is merged into a running state at the end of each split (as in Dao et al., "Flash-Decoding", 2023). None of that
+// depends on the other rows, on how the prompt was divided into steps, or on threads.
+//
+// There are two ways through a tile, with the same operations for a row. Many rows: keys and values are widened to float32
+// once for all of them (keys transposed), in pieces that stay in the first-level cache while all rows pass over them. Few
+// rows (decoding): registers are filled from the cache's rows directly, so that nothing is written on the way.
 #include "kernels.hpp"
+#include "kv_rows.hpp"
 
 namespace quire::QUIRE_ISA {
 
 constexpr int TILE_VECS = TILE / LANES;
 constexpr float NONE = -__builtin_inff();
 
-// Rows of a register tile: of scores (x TILE_VECS vectors), and of outputs (x OUT_VECS vectors).
-constexpr int SCORE_ROWS = LANES == 16 ? 8 : LANES == 8 ? 3 : 1;
-constexpr int OUT_ROWS = LANES == 16 ? 6 : 3;
-constexpr int OUT_VECS = 4;
+// Register tiles: scores of SCORE_ROWS rows and KEYS keys, outputs of OUT_ROWS rows and OUT_VECS vectors. With AVX-512 24
+// accumulators of 32 registers, else 12 of 16 (SSE2, whose multiply-and-add takes a register more, 6).
+constexpr int KEY_VECS = 2, KEYS = KEY_VECS * LANES;
+constexpr int SCORE_ROWS = LANES == 16 ? 12 : LANES == 8 ? 6 : 3;
+constexpr int OUT_ROWS = LANES == 16 ? 6 : LANES == 8 ? 6 : 3;
+constexpr int OUT_VECS = LANES == 16 ? 4 : 2;
+// Tasks of up to so many rows take the direct way: accumulators and a transposed block share the registers.
+constexpr int DIRECT_ROWS = LANES == 16 ? 8 : SCORE_ROWS;
+
+constexpr int64_t MAX_WORD_ELEMENTS = 4;
+static_assert(MAX_ROWS % SCORE_ROWS == 0 && MAX_ROWS % OUT_ROWS == 0 && TILE % KEYS == 0 && SPLIT % TILE == 0);
 
 static int64_t padded_head(int64_t head_size) { return round_up(head_size, 16); }
+// As far as blocks of keys reach.
+static int64_t padded_keys(int64_t head_size) { return round_up(head_size, MAX_WORD_ELEMENTS * LANES); }
 
 // Softmax states of the rows of a task. `total` is kept as LANES partial sums and added up at the very end.
 struct States {
@@ -28,9 +41,10 @@ struct States {
 };
 
 struct Workspace {
-    float *query;    // [MAX_ROWS][padded head], float32
-    float *keys;     // [padded head + 16][TILE]: bfloat16 keys come 32 elements at a time
-    float *values;   // [TILE][padded head]
+    int64_t padded;  // head size
+    float *query;    // [MAX_ROWS / SCORE_ROWS][padded keys][SCORE_ROWS]
+    float *keys;     // [TILE / KEYS][padded keys][KEYS]
+    float *values;   // pieces of up to OUT_VECS vectors: [TILE][width] each
     float *scores;   // [MAX_ROWS][TILE]: scores, then weights
     float *rescale;  // [MAX_ROWS]
     States split, running;
@@ -48,10 +62,12 @@ static States take_states(float *&memory, int64_t padded) {
     return States{max, total, take(memory, MAX_ROWS * padded)};
 }
 
-static Workspace lay_out(float *memory, int64_t padded) {
+static Workspace lay_out(float *memory, int64_t head_size) {
     Workspace w;
-    w.query = take(memory, MAX_ROWS * padded);
-    w.keys = take(memory, (padded + 16) * TILE);
+    const int64_t padded = padded_head(head_size);
+    w.padded = padded;
+    w.query = take(memory, MAX_ROWS * padded_keys(head_size));
+    w.keys = take(memory, TILE * padded_keys(head_size));
     w.values = take(memory, TILE * padded);
     w.scores = take(memory, MAX_ROWS * TILE);
     w.rescale = take(memory, MAX_ROWS);
@@ -61,8 +77,8 @@ static Workspace lay_out(float *memory, int64_t padded) {
 }
 
 int64_t attention_scratch(int64_t head_size) {
-    const int64_t padded = padded_head(head_size);
-    return (3 * MAX_ROWS + 2 * TILE) * padded + 16 * TILE + MAX_ROWS * (TILE + 2 * LANES + 3);
+    return (MAX_ROWS + TILE) * padded_keys(head_size) + (2 * MAX_ROWS + TILE) * padded_head(head_size) +
+           MAX_ROWS * (TILE + 2 * LANES + 3) + 16;
 }
 
 int64_t state_size(int64_t head_size) { return padded_head(head_size) + LANES + 1; }
@@ -73,43 +89,31 @@ static void clear(const States &states, int64_t rows, int64_t padded) {
     memset(states.out, 0, rows * padded * sizeof(float));
 }
 
-// ---- gathering ----
+// ---- where a tile is, and who sees what of it ----
 
-// Where the keys, and then the values, of TILE positions live; null from the end of the context on.
+// Stands for the rows from the end of the context on.
+alignas(64) static const char zero_row[kv_row_bytes(KVFormat::f32, MAX_HEAD_SIZE)] = {};
+
+// The keys, and then the values, of TILE positions.
 struct TileRows {
     const char *rows[2 * TILE];
 };
 
 static void locate(const AttentionProblem &problem, const AttentionTask &task, int64_t base, TileRows &tile) {
-    const int32_t *table = problem.block_tables + task.sequence * problem.table_stride + base / problem.cache.block_size;
     const KVCache &cache = problem.cache;
+    const int32_t *table = problem.block_tables + task.sequence * problem.table_stride + base / cache.block_size;
     const int64_t row_bytes = cache.row_bytes(), head_bytes = cache.block_size * row_bytes;
+    const int64_t num_rows = min64(TILE, task.context_len - base);
     int64_t within = base % cache.block_size;
-    for (int64_t i = 0; i < TILE; ++table, within = 0) {
-        const int64_t left = min64(TILE - i, task.context_len - base - i);
-        if (left <= 0) {
-            tile.rows[i] = tile.rows[TILE + i] = nullptr;
-            ++i;
-            continue;
-        }
-        const int64_t end = i + min64(left, cache.block_size - within);
+    for (int64_t i = 0; i < num_rows; ++table, within = 0) {
+        const int64_t end = i + min64(num_rows - i, cache.block_size - within);
         int64_t at = (*table * cache.num_kv_heads + task.kv_head) * head_bytes + within * row_bytes;
         for (; i < end; ++i, at += row_bytes) {
             tile.rows[i] = static_cast<const char *>(cache.keys) + at;
             tile.rows[TILE + i] = static_cast<const char *>(cache.values) + at;
         }
     }
-}
-
-template <typename T>
-QINLINE const T *as(const char *row) {
-    return reinterpret_cast<const T *>(row);
-}
-
-template <typename T>
-QINLINE Vec load_or_zero(const T *row, int64_t from, int64_t size) {
-    if (row == nullptr || from >= size) return broadcast(0.0f);
-    return load_up_to(row + from, size - from);
+    for (int64_t i = num_rows; i < TILE; ++i) tile.rows[i] = tile.rows[TILE + i] = zero_row;
 }
 
 // The next tile's keys and values, asked for a few rows at a time while this tile is computed: blocks are scattered, so
@@ -119,130 +123,209 @@ struct Prefetcher {
     int64_t row_bytes;
     int row;  // the next to ask for; 2 * TILE when done
 
-    void ask(int count) {
+    QINLINE_MEMBER void ask(int count) {
         for (; count > 0 && row < 2 * TILE; --count, ++row) {
-            for (int64_t at = 0; at < row_bytes; at += 64)
-                __builtin_prefetch(tile.rows[row] + at, 0, 2);  // null: harmless
+            for (int64_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(tile.rows[row] + at, 0, 2);
         }
     }
 };
 
-// keys[d][position]: float32 blocks are transposed as they are, bfloat16 in pairs that are split after.
-static void gather_keys(const TileRows &tile, const float *, int64_t head_size, float *keys, Prefetcher &next) {
-    for (int first = 0; first < TILE; first += LANES) {
-        for (int64_t d = 0; d < head_size; d += LANES) {
-            Vec block[LANES];
-            QUNROLL
-            for (int i = 0; i < LANES; ++i) block[i] = load_or_zero(as<float>(tile.rows[first + i]), d, head_size);
-            transpose(block);
-            QUNROLL
-            for (int i = 0; i < LANES; ++i) store(keys + (d + i) * TILE + first, block[i]);
-            next.ask(4);
-        }
+// What a row sees of a tile: [from, to); both zero where that is nothing.
+struct Range {
+    int from, to;
+    bool is_empty() const { return from == to; }
+};
+
+static Range visible(const AttentionProblem &problem, int64_t position, int64_t base) {
+    const int64_t first = problem.window > 0 ? max64(0, position - problem.window + 1 - base) : 0;
+    const int64_t end = min64(position + 1 - base, TILE);
+    return first < end ? Range{static_cast<int>(first), static_cast<int>(end)} : Range{0, 0};
+}
+
+// What some rows see between them.
+static Range hull(const Range *ranges, int64_t count) {
+    Range all{0, 0};
+    for (int64_t r = 0; r < count; ++r) {
+        if (ranges[r].is_empty()) continue;
+        if (all.is_empty() || ranges[r].from < all.from) all.from = ranges[r].from;
+        if (ranges[r].to > all.to) all.to = ranges[r].to;
     }
+    return all;
 }
 
-QINLINE Vec load_pairs(const bf16 *row, int64_t from, int64_t size) {
-    if (row == nullptr) return broadcast(0.0f);
-    if (from + 2 * LANES <= size) return as_float(load_bits(row + from));
-    bf16 pairs[2 * LANES] = {};
-    for (int64_t i = 0; from + i < size; ++i) pairs[i] = row[from + i];
-    return as_float(load_bits(pairs));
-}
+// A tile on its way through a task.
+struct Turn {
+    const AttentionProblem &problem;
+    const Workspace &w;
+    const TileRows &tile;
+    Prefetcher &next;
+    const Range *ranges;  // of each row
+};
 
-static void gather_keys(const TileRows &tile, const bf16 *, int64_t head_size, float *keys, Prefetcher &next) {
-    for (int first = 0; first < TILE; first += LANES) {
-        for (int64_t d = 0; d < head_size; d += 2 * LANES) {
-            Vec block[LANES];
-            QUNROLL
-            for (int i = 0; i < LANES; ++i) block[i] = load_pairs(as<bf16>(tile.rows[first + i]), d, head_size);
-            transpose(block);
-            QUNROLL
-            for (int i = 0; i < LANES; ++i) {
-                float *to = keys + (d + 2 * i) * TILE + first;
-                store(to, as_float(shift_left<16>(as_bits(block[i]))));
-                store(to + TILE, as_float(and_bits(as_bits(block[i]), broadcast_bits(0xffff0000u))));
-            }
-            next.ask(4);
-        }
-    }
-}
-
-template <typename T>
-static void gather_values(const TileRows &tile, int64_t head_size, int64_t padded, float *values, Prefetcher &next) {
-    for (int i = 0; i < TILE; ++i) {
-        const T *row = as<T>(tile.rows[TILE + i]);
-        for (int64_t d = 0; d < padded; d += LANES) store(values + i * padded + d, load_or_zero(row, d, head_size));
-        if (i % 2 == 0) next.ask(1);
-    }
-}
-
-template <typename T>
-static void gather_tile(const TileRows &tile, int64_t head_size, int64_t padded, const Workspace &w, Prefetcher &next) {
-    gather_keys(tile, static_cast<const T *>(nullptr), head_size, w.keys, next);
-    gather_values<T>(tile, head_size, padded, w.values, next);
-}
+// ---- gathering ----
 
 // Row r of a task is query position r / num_heads, head r % num_heads.
 template <typename T>
-static void gather_query(const AttentionProblem &problem, const AttentionTask &task, int64_t padded, float *query) {
+static void gather_query(const AttentionProblem &problem, const AttentionTask &task, float *query) {
+    const int64_t head_size = problem.cache.head_size, padded = padded_keys(head_size);
+    memset(query, 0, round_up(task.num_rows(), SCORE_ROWS) * padded * sizeof(float));
     for (int64_t r = 0; r < task.num_rows(); ++r) {
         const int64_t row = task.first_row + r / task.num_heads, head = task.first_head + r % task.num_heads;
-        const T *from = static_cast<const T *>(problem.query) + row * problem.query_stride + head * problem.cache.head_size;
-        for (int64_t d = 0; d < padded; d += LANES) {
-            store(query + r * padded + d, load_or_zero(from, d, problem.cache.head_size));
+        const T *from = static_cast<const T *>(problem.query) + row * problem.query_stride + head * head_size;
+        float *to = query + r / SCORE_ROWS * SCORE_ROWS * padded + r % SCORE_ROWS;
+        for (int64_t d = 0; d < head_size; d += LANES) {
+            float lanes[LANES];
+            store(lanes, load_up_to(from + d, head_size - d));
+            for (int64_t i = 0; i < min64(LANES, head_size - d); ++i) to[(d + i) * SCORE_ROWS] = lanes[i];
         }
+    }
+}
+
+template <KVFormat F>
+QINLINE Vec load_scales(const char *const *rows, int64_t head_size) {
+    float scales[LANES];
+    for (int i = 0; i < LANES; ++i) scales[i] = scale_of<F>(rows[i], head_size);
+    return load(scales);
+}
+
+template <KVFormat F, int J>
+QINLINE Vec key_element(Vec word, Vec scales) {
+    const Vec x = element_of<F, J>(as_bits(word));
+    return is_scaled(F) ? mul(x, scales) : x;
+}
+
+template <KVFormat F>
+static void gather_keys(const Turn &turn) {
+    constexpr int PER = PER_WORD<F>;
+    const int64_t head_size = turn.problem.cache.head_size, num_bytes = head_size * kv_element_bytes(F);
+    for (int first = 0; first < TILE; first += LANES) {
+        const char *const *rows = turn.tile.rows + first;
+        const Vec scales = load_scales<F>(rows, head_size);
+        float *to = turn.w.keys + first / KEYS * KEYS * padded_keys(head_size) + first % KEYS;
+        for (int64_t at = 0; at < num_bytes; at += 4 * LANES, to += PER * LANES * KEYS) {
+            Vec block[LANES];
+            load_words(rows, at, num_bytes, block);
+            QUNROLL
+            for (int i = 0; i < LANES; ++i) {
+                store(to + PER * i * KEYS, key_element<F, 0>(block[i], scales));
+                if constexpr (PER > 1) store(to + (PER * i + 1) * KEYS, key_element<F, 1>(block[i], scales));
+                if constexpr (PER > 2) store(to + (PER * i + 2) * KEYS, key_element<F, 2>(block[i], scales));
+                if constexpr (PER > 2) store(to + (PER * i + 3) * KEYS, key_element<F, 3>(block[i], scales));
+            }
+            turn.next.ask(4);
+        }
+    }
+}
+
+template <KVFormat F>
+static void gather_values(const Turn &turn) {
+    const int64_t head_size = turn.problem.cache.head_size, padded = turn.w.padded;
+    for (int i = 0; i < TILE; ++i) {
+        const char *row = turn.tile.rows[TILE + i];
+        const float scale = scale_of<F>(row, head_size);
+        for (int64_t first = 0; first < padded; first += OUT_VECS * LANES) {
+            const int64_t width = min64(OUT_VECS * LANES, padded - first);
+            float *to = turn.w.values + first * TILE + i * width;
+            for (int64_t d = 0; d < width; d += LANES) {
+                store(to + d, load_elements<F>(row, first + d, head_size, scale));
+            }
+        }
+        if (i % 2 == 0) turn.next.ask(1);
     }
 }
 
 // ---- scores ----
 
 template <int ROWS>
-static void score_rows(const float *query, const float *keys, int64_t head_size, int64_t padded, float scale,
-                       float *scores) {
-    Vec sums[ROWS][TILE_VECS];
+static void score_tile(const float *query, const float *keys, int64_t head_size, float scale, float *scores) {
+    Vec sums[ROWS][KEY_VECS];
     QUNROLL
     for (int r = 0; r < ROWS; ++r) {
         QUNROLL
-        for (int v = 0; v < TILE_VECS; ++v) sums[r][v] = broadcast(0.0f);
+        for (int v = 0; v < KEY_VECS; ++v) sums[r][v] = broadcast(0.0f);
     }
     for (int64_t d = 0; d < head_size; ++d) {
-        Vec key[TILE_VECS];
+        Vec key[KEY_VECS];
         QUNROLL
-        for (int v = 0; v < TILE_VECS; ++v) key[v] = load(keys + d * TILE + v * LANES);
+        for (int v = 0; v < KEY_VECS; ++v) key[v] = load(keys + d * KEYS + v * LANES);
         QUNROLL
         for (int r = 0; r < ROWS; ++r) {
-            const Vec value = broadcast(query[r * padded + d]);
+            const Vec value = broadcast(query[d * SCORE_ROWS + r]);
             QUNROLL
-            for (int v = 0; v < TILE_VECS; ++v) sums[r][v] = fma(value, key[v], sums[r][v]);
+            for (int v = 0; v < KEY_VECS; ++v) sums[r][v] = fma(value, key[v], sums[r][v]);
         }
     }
     QUNROLL
     for (int r = 0; r < ROWS; ++r) {
         QUNROLL
-        for (int v = 0; v < TILE_VECS; ++v) store(scores + r * TILE + v * LANES, mul(sums[r][v], broadcast(scale)));
+        for (int v = 0; v < KEY_VECS; ++v) store(scores + r * TILE + v * LANES, mul(sums[r][v], broadcast(scale)));
     }
 }
 
 // `rows` <= ROWS rows, by the register tile of just that height.
 template <int ROWS>
-static void score_few(int64_t rows, const float *query, const float *keys, int64_t head_size, int64_t padded,
-                      float scale, float *scores) {
-    if (rows == ROWS) return score_rows<ROWS>(query, keys, head_size, padded, scale, scores);
-    if constexpr (ROWS > 1) score_few<ROWS - 1>(rows, query, keys, head_size, padded, scale, scores);
+static void score_few(int64_t rows, const float *query, const float *keys, int64_t head_size, float scale,
+                      float *scores) {
+    if (rows == ROWS) return score_tile<ROWS>(query, keys, head_size, scale, scores);
+    if constexpr (ROWS > 1) score_few<ROWS - 1>(rows, query, keys, head_size, scale, scores);
 }
 
-static void score(const AttentionProblem &problem, const Workspace &w, int64_t first, int64_t last, int64_t padded,
-                  Prefetcher &next) {
-    for (int64_t r = first; r < last; r += SCORE_ROWS) {
-        score_few<SCORE_ROWS>(min64(SCORE_ROWS, last - r), w.query + r * padded, w.keys, problem.cache.head_size, padded,
-                              problem.scale, w.scores + r * TILE);
-        next.ask(4);
+// Keys in pieces on the outside, so that a piece stays in the first-level cache.
+static void score_all(const Turn &turn, int64_t num_rows) {
+    const int64_t head_size = turn.problem.cache.head_size, padded = padded_keys(head_size);
+    for (int first = 0; first < TILE; first += KEYS) {
+        for (int64_t r = 0; r < num_rows; r += SCORE_ROWS) {
+            const int64_t count = min64(SCORE_ROWS, num_rows - r);
+            const Range seen = hull(turn.ranges + r, count);
+            if (seen.to <= first || seen.from >= first + KEYS) continue;
+            score_few<SCORE_ROWS>(count, turn.w.query + r * padded, turn.w.keys + first * padded, head_size,
+                                  turn.problem.scale, turn.w.scores + r * TILE + first);
+        }
     }
 }
 
+template <int ROWS>
+QINLINE void add_key(const float *query, Vec key, Vec (&sums)[ROWS]) {
+    QUNROLL
+    for (int r = 0; r < ROWS; ++r) sums[r] = fma(broadcast(query[r]), key, sums[r]);
+}
+
+// Keys straight from the cache. Elements past the head's end are zeros, and add nothing.
+template <KVFormat F, int ROWS>
+static void score_directly(const Turn &turn) {
+    constexpr int PER = PER_WORD<F>;
+    const int64_t head_size = turn.problem.cache.head_size, num_bytes = head_size * kv_element_bytes(F);
+    const Range seen = hull(turn.ranges, ROWS);
+    for (int first = seen.from / LANES * LANES; first < seen.to; first += LANES) {
+        const char *const *rows = turn.tile.rows + first;
+        const Vec scales = load_scales<F>(rows, head_size);
+        Vec sums[ROWS];
+        QUNROLL
+        for (int r = 0; r < ROWS; ++r) sums[r] = broadcast(0.0f);
+        const float *query = turn.w.query;
+        for (int64_t at = 0; at < num_bytes; at += 4 * LANES) {
+            Vec block[LANES];
+            load_words(rows, at, num_bytes, block);
+            QUNROLL
+            for (int i = 0; i < LANES; ++i, query += PER * SCORE_ROWS) {
+                add_key(query, key_element<F, 0>(block[i], scales), sums);
+                if constexpr (PER > 1) add_key(query + SCORE_ROWS, key_element<F, 1>(block[i], scales), sums);
+                if constexpr (PER > 2) add_key(query + 2 * SCORE_ROWS, key_element<F, 2>(block[i], scales), sums);
+                if constexpr (PER > 2) add_key(query + 3 * SCORE_ROWS, key_element<F, 3>(block[i], scales), sums);
+            }
+            turn.next.ask(4);
+        }
+        QUNROLL
+        for (int r = 0; r < ROWS; ++r) {
+            store(turn.w.scores + r * TILE + first, mul(sums[r], broadcast(turn.problem.scale)));
+        }
+    }
+}
+
+// ---- softmax ----
+
 // Scores of one row to weights, its state's max and total brought up to date; returns what its outputs are rescaled by.
-static float soften(float *scores, int from, int to, float soft_cap, float *max_seen, float *total) {
+static float soften(float *scores, Range range, float soft_cap, float *max_seen, float *total) {
     Vec x[TILE_VECS];
     if (soft_cap > 0.0f) {
         const Vec cap = broadcast(soft_cap);
@@ -250,8 +333,8 @@ static float soften(float *scores, int from, int to, float soft_cap, float *max_
         for (int v = 0; v < TILE_VECS; ++v)
             store(scores + v * LANES, mul(tanh(div(load(scores + v * LANES), cap)), cap));
     }
-    for (int i = 0; i < from; ++i) scores[i] = NONE;
-    for (int i = to; i < TILE; ++i) scores[i] = NONE;
+    for (int i = 0; i < range.from; ++i) scores[i] = NONE;
+    for (int i = range.to; i < TILE; ++i) scores[i] = NONE;
     Vec highest = broadcast(*max_seen);
     QUNROLL
     for (int v = 0; v < TILE_VECS; ++v) {
@@ -274,97 +357,181 @@ static float soften(float *scores, int from, int to, float soft_cap, float *max_
     return lanes[0];
 }
 
+static void soften_all(const Turn &turn, int64_t num_rows) {
+    const Workspace &w = turn.w;
+    for (int64_t r = 0; r < num_rows; ++r) {
+        w.rescale[r] = 1.0f;
+        if (turn.ranges[r].is_empty()) continue;
+        w.rescale[r] = soften(w.scores + r * TILE, turn.ranges[r], turn.problem.soft_cap, w.split.max + r,
+                              w.split.total + r * LANES);
+    }
+}
+
 // ---- outputs ----
 
-// out [ROWS][VECS vectors] = out * rescale + weights [ROWS][from, to) @ values [from, to).
-template <int ROWS, int VECS>
-static void weigh_tile(const float *weights, const float *values, const float *rescale, int from, int to,
-                       int64_t padded, float *out) {
-    Vec sums[ROWS][VECS];
-    QUNROLL
-    for (int r = 0; r < ROWS; ++r) {
-        QUNROLL
-        for (int v = 0; v < VECS; ++v) sums[r][v] = mul(load(out + r * padded + v * LANES), broadcast(rescale[r]));
+// Values of a piece that were gathered before, or straight from the cache: vector v of position i.
+struct GatheredValues {
+    const float *values;
+    int64_t width;
+    QINLINE_MEMBER const float *at(int i) const { return values + i * width; }
+    QINLINE_MEMBER Vec load_vec(const float *row, int v, float) const { return load(row + v * LANES); }
+    QINLINE_MEMBER float scale(const float *) const { return 1.0f; }
+};
+
+template <KVFormat F>
+struct CachedValues {
+    const char *const *rows;
+    int64_t first, head_size;
+    QINLINE_MEMBER const char *at(int i) const { return rows[i]; }
+    QINLINE_MEMBER Vec load_vec(const char *row, int v, float scale) const {
+        return load_elements<F>(row, first + v * LANES, head_size, scale);
     }
+    QINLINE_MEMBER float scale(const char *row) const { return scale_of<F>(row, head_size); }
+};
+
+// Some rows' outputs, and what they are made of: the tile's weights and what each row sees.
+struct OutRows {
+    const float *weights;  // [rows][TILE]
+    const Range *ranges;
+    const float *rescale;
+    float *out;  // rows `padded` elements apart
+    int64_t padded;
+};
+
+// Positions that all rows see.
+template <int ROWS, int VECS, typename Values>
+QINLINE void add_positions(const Values &values, const OutRows &rows, int from, int to, Vec (&sums)[ROWS][VECS]) {
     for (int i = from; i < to; ++i) {
+        const auto *row = values.at(i);
+        const float scale = values.scale(row);
         Vec value[VECS];
         QUNROLL
-        for (int v = 0; v < VECS; ++v) value[v] = load(values + i * padded + v * LANES);
+        for (int v = 0; v < VECS; ++v) value[v] = values.load_vec(row, v, scale);
         QUNROLL
         for (int r = 0; r < ROWS; ++r) {
-            const Vec weight = broadcast(weights[r * TILE + i]);
+            const Vec weight = broadcast(rows.weights[r * TILE + i]);
             QUNROLL
             for (int v = 0; v < VECS; ++v) sums[r][v] = fma(weight, value[v], sums[r][v]);
         }
     }
+}
+
+// Positions that only some of the rows see.
+template <int ROWS, int VECS, typename Values>
+QINLINE void add_few(const Values &values, const OutRows &rows, int from, int to, Vec (&sums)[ROWS][VECS]) {
+    for (int i = from; i < to; ++i) {
+        const auto *row = values.at(i);
+        const float scale = values.scale(row);
+        QUNROLL
+        for (int r = 0; r < ROWS; ++r) {
+            if (i < rows.ranges[r].from || i >= rows.ranges[r].to) continue;
+            const Vec weight = broadcast(rows.weights[r * TILE + i]);
+            QUNROLL
+            for (int v = 0; v < VECS; ++v) sums[r][v] = fma(weight, values.load_vec(row, v, scale), sums[r][v]);
+        }
+    }
+}
+
+// out = out * rescale + weights @ values for ROWS rows and a piece of VECS vectors, each row over what it sees.
+template <int ROWS, int VECS, typename Values>
+static void weigh_tile(const Values &values, const OutRows &rows, Range seen) {
+    Vec sums[ROWS][VECS];
+    Range common = seen;
     QUNROLL
     for (int r = 0; r < ROWS; ++r) {
         QUNROLL
-        for (int v = 0; v < VECS; ++v) store(out + r * padded + v * LANES, sums[r][v]);
+        for (int v = 0; v < VECS; ++v) {
+            sums[r][v] = mul(load(rows.out + r * rows.padded + v * LANES), broadcast(rows.rescale[r]));
+        }
+        common.from = rows.ranges[r].from > common.from ? rows.ranges[r].from : common.from;
+        common.to = rows.ranges[r].to < common.to ? rows.ranges[r].to : common.to;
+    }
+    if (common.from >= common.to) common.from = common.to = seen.to;
+    add_few<ROWS, VECS>(values, rows, seen.from, common.from, sums);
+    add_positions<ROWS, VECS>(values, rows, common.from, common.to, sums);
+    add_few<ROWS, VECS>(values, rows, common.to, seen.to, sums);
+    QUNROLL
+    for (int r = 0; r < ROWS; ++r) {
+        QUNROLL
+        for (int v = 0; v < VECS; ++v) store(rows.out + r * rows.padded + v * LANES, sums[r][v]);
     }
 }
 
-template <int ROWS>
-static void weigh_rows(const Workspace &w, int64_t row, int from, int to, int64_t padded) {
-    const float *weights = w.scores + row * TILE, *rescale = w.rescale + row;
-    float *out = w.split.out + row * padded;
-    int64_t d = 0;
-    for (; d + OUT_VECS * LANES <= padded; d += OUT_VECS * LANES) {
-        weigh_tile<ROWS, OUT_VECS>(weights, w.values + d, rescale, from, to, padded, out + d);
-    }
-    for (; d < padded; d += LANES) weigh_tile<ROWS, 1>(weights, w.values + d, rescale, from, to, padded, out + d);
+template <int ROWS, int VECS, typename Values>
+static void weigh_narrow(int64_t num_vecs, const Values &values, const OutRows &rows, Range seen) {
+    if (num_vecs == VECS) return weigh_tile<ROWS, VECS>(values, rows, seen);
+    if constexpr (VECS > 1) weigh_narrow<ROWS, VECS - 1>(num_vecs, values, rows, seen);
 }
 
-template <int ROWS>
-static void weigh_few(int64_t rows, const Workspace &w, int64_t row, int from, int to, int64_t padded) {
-    if (rows == ROWS) return weigh_rows<ROWS>(w, row, from, to, padded);
-    if constexpr (ROWS > 1) weigh_few<ROWS - 1>(rows, w, row, from, to, padded);
+// `num_rows` <= ROWS rows.
+template <int ROWS, typename Values>
+static void weigh_few(int64_t num_rows, int64_t num_vecs, const Values &values, const OutRows &rows, Range seen) {
+    if (num_rows == ROWS) return weigh_narrow<ROWS, OUT_VECS>(num_vecs, values, rows, seen);
+    if constexpr (ROWS > 1) weigh_few<ROWS - 1>(num_rows, num_vecs, values, rows, seen);
+}
+
+// One piece of the head for all rows.
+template <typename Values>
+static void weigh_all(const Turn &turn, const Values &values, int64_t first, int64_t width, int64_t num_rows) {
+    const Workspace &w = turn.w;
+    for (int64_t r = 0; r < num_rows; r += OUT_ROWS) {
+        const int64_t count = min64(OUT_ROWS, num_rows - r);
+        const Range seen = hull(turn.ranges + r, count);
+        if (seen.is_empty()) continue;
+        const OutRows rows{w.scores + r * TILE, turn.ranges + r, w.rescale + r, w.split.out + r * w.padded + first,
+                           w.padded};
+        weigh_few<OUT_ROWS>(count, width / LANES, values, rows, seen);
+    }
 }
 
 // ---- one task ----
 
-// What a query position sees of a tile: [from, to), empty where to <= from.
-struct Range {
-    int from, to;
-};
-
-static Range visible(const AttentionProblem &problem, int64_t position, int64_t base) {
-    const int64_t first = problem.window > 0 ? max64(0, position - problem.window + 1 - base) : 0;
-    return Range{static_cast<int>(min64(first, TILE)), static_cast<int>(min64(position + 1 - base, TILE))};
-}
-
-// Rows [first, last) all see `range`.
-static void attend_rows(const AttentionProblem &problem, const Workspace &w, int64_t first, int64_t last, Range range,
-                        int64_t padded, Prefetcher &next) {
-    score(problem, w, first, last, padded, next);
-    for (int64_t r = first; r < last; ++r) {
-        w.rescale[r] = soften(w.scores + r * TILE, range.from, range.to, problem.soft_cap, w.split.max + r,
-                              w.split.total + r * LANES);
-        next.ask(4);
-    }
-    for (int64_t r = first; r < last; r += OUT_ROWS) {
-        weigh_few<OUT_ROWS>(min64(OUT_ROWS, last - r), w, r, range.from, range.to, padded);
-        next.ask(4);
+template <KVFormat F>
+static void attend_gathered(const Turn &turn, int64_t num_rows) {
+    gather_keys<F>(turn);
+    score_all(turn, num_rows);
+    soften_all(turn, num_rows);
+    gather_values<F>(turn);
+    for (int64_t first = 0; first < turn.w.padded; first += OUT_VECS * LANES) {
+        const int64_t width = min64(OUT_VECS * LANES, turn.w.padded - first);
+        weigh_all(turn, GatheredValues{turn.w.values + first * TILE, width}, first, width, num_rows);
     }
 }
 
-static void attend_tile(const AttentionProblem &problem, const AttentionTask &task, int64_t base, int64_t padded,
-                        const Workspace &w, const TileRows &tile, Prefetcher &next) {
-    if (problem.cache.format == KVFormat::f32) {
-        gather_tile<float>(tile, problem.cache.head_size, padded, w, next);
-    } else {
-        gather_tile<bf16>(tile, problem.cache.head_size, padded, w, next);
+template <KVFormat F, int ROWS>
+static void score_rows_directly(const Turn &turn, int64_t num_rows) {
+    if (num_rows == ROWS) return score_directly<F, ROWS>(turn);
+    if constexpr (ROWS > 1) score_rows_directly<F, ROWS - 1>(turn, num_rows);
+}
+
+template <KVFormat F>
+static void attend_directly(const Turn &turn, int64_t num_rows) {
+    score_rows_directly<F, DIRECT_ROWS>(turn, num_rows);
+    soften_all(turn, num_rows);
+    const int64_t head_size = turn.problem.cache.head_size;
+    for (int64_t first = 0; first < turn.w.padded; first += OUT_VECS * LANES) {
+        const int64_t width = min64(OUT_VECS * LANES, turn.w.padded - first);
+        weigh_all(turn, CachedValues<F>{turn.tile.rows + TILE, first, head_size}, first, width, num_rows);
+        turn.next.ask(TILE);
     }
-    const int64_t heads = task.num_heads;
-    for (int64_t p = 0; p < task.num_positions;) {  // runs of positions that see the same part of the tile
-        const Range range = visible(problem, task.first_position + p, base);
-        int64_t end = p + 1;
-        for (; end < task.num_positions; ++end) {
-            const Range next = visible(problem, task.first_position + end, base);
-            if (next.from != range.from || next.to != range.to) break;
-        }
-        if (range.from < range.to) attend_rows(problem, w, p * heads, end * heads, range, padded, next);
-        p = end;
+    turn.next.ask(2 * TILE);
+}
+
+template <KVFormat F>
+static void attend_format(const Turn &turn, int64_t num_rows) {
+    num_rows <= DIRECT_ROWS ? attend_directly<F>(turn, num_rows) : attend_gathered<F>(turn, num_rows);
+}
+
+static void attend_tile(const AttentionTask &task, int64_t base, const Turn &turn, Range *ranges) {
+    const int64_t num_rows = task.num_rows();
+    for (int64_t r = 0; r < num_rows; ++r) {
+        ranges[r] = visible(turn.problem, task.first_position + r / task.num_heads, base);
+    }
+    switch (turn.problem.cache.format) {
+        case KVFormat::f32: return attend_format<KVFormat::f32>(turn, num_rows);
+        case KVFormat::bf16: return attend_format<KVFormat::bf16>(turn, num_rows);
+        case KVFormat::int8: return attend_format<KVFormat::int8>(turn, num_rows);
+        case KVFormat::fp8: return attend_format<KVFormat::fp8>(turn, num_rows);
     }
 }
 
@@ -388,7 +555,7 @@ static void merge(float *max_to, float *total_to, float *out_to, const float *ma
 }
 
 static void attend_tiles(const AttentionProblem &problem, const AttentionTask &task, int64_t begin, int64_t end,
-                         int64_t padded, const Workspace &w) {
+                         const Workspace &w) {
     TileRows tiles[2];
     if (begin < end) locate(problem, task, begin, tiles[0]);
     for (int64_t base = begin, turn = 0; base < end; base += TILE, turn ^= 1) {
@@ -398,7 +565,8 @@ static void attend_tiles(const AttentionProblem &problem, const AttentionTask &t
             locate(problem, task, base + TILE, following);
             next.row = 0;
         }
-        attend_tile(problem, task, base, padded, w, tiles[turn], next);
+        Range ranges[MAX_ROWS];
+        attend_tile(task, base, Turn{problem, w, tiles[turn], next, ranges}, ranges);
     }
 }
 
@@ -409,7 +577,7 @@ static void attend_split(const AttentionProblem &problem, const AttentionTask &t
     const int64_t begin = max64(split * SPLIT, first_seen / TILE * TILE);
     const int64_t end = min64((split + 1) * SPLIT, last_position + 1);
     clear(w.split, task.num_rows(), padded);
-    attend_tiles(problem, task, begin, end, padded, w);
+    attend_tiles(problem, task, begin, end, w);
     for (int64_t r = 0; r < task.num_rows(); ++r) {
         merge(w.running.max + r, w.running.total + r * LANES, w.running.out + r * padded, w.split.max + r,
               w.split.total + r * LANES, w.split.out + r * padded, padded);
@@ -444,12 +612,12 @@ static States partial_states(float *memory, int64_t rows) {
 
 void attend(const AttentionProblem &problem, const AttentionTask &task, float *scratch) {
     const int64_t padded = padded_head(problem.cache.head_size), rows = task.num_rows();
-    Workspace w = lay_out(scratch, padded);
+    Workspace w = lay_out(scratch, problem.cache.head_size);
     if (task.partial != nullptr) w.running = partial_states(task.partial, rows);
     if (problem.dtype == DType::f32) {
-        gather_query<float>(problem, task, padded, w.query);
+        gather_query<float>(problem, task, w.query);
     } else {
-        gather_query<bf16>(problem, task, padded, w.query);
+        gather_query<bf16>(problem, task, w.query);
     }
     clear(w.running, rows, padded);
     for (int64_t split = task.first_split; split < task.last_split; ++split) {
@@ -462,7 +630,7 @@ void attend(const AttentionProblem &problem, const AttentionTask &task, float *s
 void finish_rows(const AttentionProblem &problem, const AttentionTask &task, int num_partials, int64_t partial_stride,
                  float *scratch) {
     const int64_t padded = padded_head(problem.cache.head_size), rows = task.num_rows();
-    const Workspace w = lay_out(scratch, padded);
+    const Workspace w = lay_out(scratch, problem.cache.head_size);
     clear(w.running, rows, padded);
     for (int i = 0; i < num_partials; ++i) {
         const States from = partial_states(task.partial + i * partial_stride, rows);

@@ -25,6 +25,7 @@ int64_t state_size(int64_t head_size);
 void attend(const AttentionProblem &problem, const AttentionTask &task, float *scratch);
 void finish_rows(const AttentionProblem &problem, const AttentionTask &task, int num_partials, int64_t partial_stride,
                  float *scratch);
+void store_kv_row(const void *row, DType dtype, void *to, KVFormat format, int64_t head_size);
 
 void rms_norm(const NormRows &norm, int64_t first, int64_t last);
 void layer_norm(const NormRows &norm, int64_t first, int64_t last);

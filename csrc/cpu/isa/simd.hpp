@@ -15,6 +15,7 @@
 #endif
 
 #define QINLINE static inline __attribute__((always_inline))
+#define QINLINE_MEMBER inline __attribute__((always_inline))
 #define QUNROLL _Pragma("GCC unroll 64")
 
 namespace quire::QUIRE_ISA {
@@ -73,6 +74,20 @@ QINLINE void store(bf16 *p, Vec x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtepi32_epi16(round_to_bf16_bits(x)));
 }
 QINLINE float reduce_max(Vec x) { return _mm512_reduce_max_ps(x); }
+template <int N>
+QINLINE Bits shift_right_signed(Bits x) {
+    return _mm512_srai_epi32(x, N);
+}
+QINLINE Vec to_float(Bits x) { return _mm512_cvtepi32_ps(x); }  // of signed integers
+QINLINE Bits load_signed_bytes(const void *p) {
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i *>(p)));
+}
+QINLINE Vec value_where_below(Bits x, uint32_t limit, Vec value) {  // else 0; x and limit below 2^31
+    return _mm512_maskz_mov_ps(_mm512_cmplt_epi32_mask(x, broadcast_bits(limit)), value);
+}
+QINLINE Bits load_bytes(const void *p, int count) {
+    return _mm512_maskz_loadu_epi8(count >= 64 ? ~__mmask64{0} : (__mmask64{1} << count) - 1, p);
+}
 
 // Transposes a LANES x LANES block of 32-bit values in place.
 QINLINE void transpose(Vec (&r)[LANES]) {
@@ -153,6 +168,17 @@ QINLINE void store(bf16 *p, Vec x) {  // nearest, ties to even
     const Bits checked = as_bits(_mm256_blendv_ps(as_float(rounded), as_float(broadcast_bits(0x7fc0)), unordered));
     const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(checked, checked), 0x08);
     _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm256_castsi256_si128(packed));
+}
+template <int N>
+QINLINE Bits shift_right_signed(Bits x) {
+    return _mm256_srai_epi32(x, N);
+}
+QINLINE Vec to_float(Bits x) { return _mm256_cvtepi32_ps(x); }
+QINLINE Bits load_signed_bytes(const void *p) {
+    return _mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i *>(p)));
+}
+QINLINE Vec value_where_below(Bits x, uint32_t limit, Vec value) {
+    return _mm256_and_ps(as_float(_mm256_cmpgt_epi32(broadcast_bits(limit), x)), value);
 }
 QINLINE float reduce_max(Vec x) {
     __m128 half = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -239,6 +265,18 @@ QINLINE void store(bf16 *p, Vec x) {  // nearest, ties to even
     const Bits checked = as_bits(select(x != x, as_float(broadcast_bits(0x7fc0)), as_float(rounded)));
     for (int i = 0; i < LANES; ++i) p[i].bits = static_cast<uint16_t>(checked[i]);
 }
+template <int N>
+QINLINE Bits shift_right_signed(Bits x) {
+    return (Bits)((Mask)x >> N);
+}
+QINLINE Vec to_float(Bits x) { return __builtin_convertvector((Mask)x, Vec); }
+QINLINE Bits load_signed_bytes(const void *p) {
+    const int8_t *bytes = static_cast<const int8_t *>(p);
+    return (Bits)Mask{bytes[0], bytes[1], bytes[2], bytes[3]};
+}
+QINLINE Vec value_where_below(Bits x, uint32_t limit, Vec value) {
+    return (Vec)((Mask)value & ((Mask)x < (Mask)broadcast_bits(limit)));
+}
 QINLINE float reduce_max(Vec x) {
     const float a = x[0] > x[2] ? x[0] : x[2], b = x[1] > x[3] ? x[1] : x[3];
     return a > b ? a : b;
@@ -249,6 +287,14 @@ QINLINE void transpose(Vec (&r)[LANES]) {
     for (int i = 0; i < LANES; ++i) r[i] = Vec{a[i], b[i], c[i], d[i]};
 }
 
+#endif
+
+#if !defined(__AVX512F__)
+QINLINE Bits load_bytes(const void *p, int count) {
+    char bytes[4 * LANES] = {};
+    memcpy(bytes, p, count < 4 * LANES ? count : 4 * LANES);
+    return load_bits(bytes);
+}
 #endif
 
 QINLINE Vec load_partial(const bf16 *p, int n) {

@@ -19,6 +19,7 @@ const KernelTable table = {
     state_size,
     attend,
     finish_rows,
+    store_kv_row,
     rms_norm,
     layer_norm,
     add,

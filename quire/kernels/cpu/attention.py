@@ -1,6 +1,6 @@
 """Paged attention and cache movement on the CPU: checks, and calls into the extension.
 
-The cache may hold bfloat16 beside float32 activations, and the other way round: values are converted on the way.
+The cache may hold any of its formats beside float32 or bfloat16 activations: values are converted on the way.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from torch import Tensor
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.checks import address, float_code, heads_address, indices_address, int32_address, require
 from quire.kernels.interface import AttentionBatch
+from quire.kernels.kv_cache import head_size_of
 
 MAX_HEAD_SIZE = 512
+KV_FORMAT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
@@ -32,7 +34,7 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
         address(value_cache, "value_cache"),
         indices_address(slots, "slots", num_tokens),
         float_code(key, "key"),
-        float_code(key_cache, "key_cache"),
+        KV_FORMAT_CODES[key_cache.dtype],
         num_tokens,
         key.stride(0),
         value.stride(0),
@@ -84,7 +86,7 @@ def paged_attention(
         float_code(query, "query"),
         address(key_cache, "key_cache"),
         address(value_cache, "value_cache"),
-        float_code(key_cache, "key_cache"),
+        KV_FORMAT_CODES[key_cache.dtype],
         num_tokens,
         query.stride(0),
         num_heads,
@@ -109,10 +111,11 @@ def _cache_shape(key_cache: Tensor, value_cache: Tensor) -> tuple[int, int, int,
     if key_cache.dim() != 4 or value_cache.shape != key_cache.shape or value_cache.dtype != key_cache.dtype:
         raise ValueError(
             f"caches are {key_cache.dtype} {list(key_cache.shape)} and {value_cache.dtype} "
-            f"{list(value_cache.shape)}; expected [B, KV heads, block size, D] twice"
+            f"{list(value_cache.shape)}; expected [B, KV heads, block size, row] twice"
         )
-    num_blocks, num_kv_heads, block_size, head_size = key_cache.shape
-    if not (block_size and head_size):
+    num_blocks, num_kv_heads, block_size, _ = key_cache.shape
+    head_size = head_size_of(key_cache)
+    if block_size < 1 or head_size < 1:
         raise ValueError(f"caches {list(key_cache.shape)} hold no positions")
     return num_blocks, num_kv_heads, block_size, head_size
 
@@ -123,7 +126,7 @@ def native_cache(key_cache: Tensor, value_cache: Tensor) -> _native.KVCache:
     return _native.KVCache(
         keys=address(key_cache, "key_cache"),
         values=address(value_cache, "value_cache"),
-        format=float_code(key_cache, "key_cache"),
+        format=KV_FORMAT_CODES[key_cache.dtype],
         num_blocks=num_blocks,
         num_kv_heads=num_kv_heads,
         block_size=block_size,

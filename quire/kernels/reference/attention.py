@@ -6,19 +6,50 @@ import torch
 from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch
+from quire.kernels.kv_cache import head_size_of
+
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+_LEAST_SCALE = 2.0**-126
+"""The least normal float32, so that a row of zeros divides by something."""
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-    """Scatter [T, KV heads, D] into caches [B, KV heads, block size, D]."""
+    """Scatter [T, KV heads, D] into caches [B, KV heads, block size, row]."""
     block_size = key_cache.shape[2]
     blocks, offsets = slots // block_size, slots % block_size
-    key_cache[blocks, :, offsets] = key.to(key_cache.dtype)
-    value_cache[blocks, :, offsets] = value.to(value_cache.dtype)
+    for rows, cache in ((key, key_cache), (value, value_cache)):
+        _raw(cache)[blocks, :, offsets] = _raw(_stored(rows, cache.dtype))
+
+
+def _stored(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows [..., D] as a cache of `dtype` keeps them."""
+    largest = LARGEST.get(dtype)
+    if largest is None:
+        return rows.to(dtype)
+    x = rows.float()
+    scale = (x.abs().amax(-1, keepdim=True) / largest).clamp(min=_LEAST_SCALE)
+    scaled = x / scale
+    elements = scaled.round().to(torch.int8) if dtype is torch.int8 else scaled.to(dtype).view(torch.int8)
+    return torch.cat([elements, scale.view(torch.int8)], dim=-1).view(dtype)
+
+
+def _loaded(stored: Tensor) -> Tensor:
+    """What stored rows count as, float32 [..., D]."""
+    if stored.dtype not in LARGEST:
+        return stored.float()
+    head_size = head_size_of(stored)
+    elements, scale = stored[..., :head_size].contiguous(), stored.view(torch.int8)[..., head_size:].contiguous()
+    return elements.float() * scale.view(torch.float32)
+
+
+def _raw(cache: Tensor) -> Tensor:
+    """fp8 as bytes: torch does not index it."""
+    return cache.view(torch.int8) if cache.dtype is torch.float8_e4m3fn else cache
 
 
 def copy_blocks(caches: list[Tensor], sources: Tensor, destinations: Tensor) -> None:
     """Advanced indexing copies the sources out first, so chains of copies read the old contents."""
-    for cache in caches:
+    for cache in map(_raw, caches):
         cache[destinations] = cache[sources]
 
 
@@ -51,7 +82,8 @@ def _gather(cache: Tensor, table: Tensor, context: int) -> Tensor:
     """A sequence's cache as float32 [KV heads, context, D]."""
     block_size = cache.shape[2]
     blocks = table[: -(-context // block_size)].long()
-    return cache[blocks].transpose(0, 1).flatten(1, 2)[:, :context].float()
+    rows = _raw(cache)[blocks].transpose(0, 1).flatten(1, 2)[:, :context].contiguous()
+    return _loaded(rows.view(cache.dtype))
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, soft_cap: float | None) -> Tensor:

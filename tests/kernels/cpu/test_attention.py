@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from quire.kernels import cpu
 from quire.kernels.interface import AttentionBatch, Kernels
+from quire.kernels.kv_cache import empty_cache
 
 if TYPE_CHECKING:
     from tests.kernels.conftest import Paged
@@ -24,8 +26,10 @@ def draw_query(paged: Paged, num_heads: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(paged.keys[0].dtype)
 
 
-def attend(kernels: Kernels, paged: Paged, query: Tensor, block_size: int = 16, **options: Any) -> Tensor:
-    key_cache, value_cache, batch = paged.pages(block_size)
+def attend(
+    kernels: Kernels, paged: Paged, query: Tensor, block_size: int = 16, kv_format: str | None = None, **options: Any
+) -> Tensor:
+    key_cache, value_cache, batch = paged.pages(block_size, kv_format)
     return kernels.paged_attention(query, key_cache, value_cache, batch, scale=query.shape[2] ** -0.5, **options)
 
 
@@ -49,6 +53,39 @@ def test_it_agrees_with_the_reference(
     case = paged.random(((1, 1), (5, 5), (40, 70), (1, 100)), heads[1], head_size, dtype)
     query = draw_query(case, heads[0])
     assert_near(attend(native_isa, case, query), attend(reference, case, query))
+
+
+@pytest.mark.parametrize("kv_format", ["float32", "bfloat16", "int8", "fp8"])
+@pytest.mark.parametrize("head_size", [20, 64, 80, 96])
+def test_every_cache_format_agrees_with_the_reference(
+    native_isa: Kernels, reference: Kernels, paged: type[Paged], head_size: int, kv_format: str
+) -> None:
+    """With one, few and many query rows, which take different ways through the kernel."""
+    case = paged.random(((1, 1), (30, 70), (1, 90), (3, 100)), 2, head_size)
+    query = draw_query(case, 6)
+    assert_near(attend(native_isa, case, query, kv_format=kv_format), attend(reference, case, query, kv_format=kv_format))
+
+
+@pytest.mark.parametrize("kv_format", ["float32", "bfloat16", "int8", "fp8"])
+@pytest.mark.parametrize("options", [{}, {"window": 70}, {"soft_cap": 3.0}])
+def test_chunks_blocks_and_company_change_no_bit_in_any_format(
+    native_isa: Kernels, paged: type[Paged], kv_format: str, options: dict[str, Any]
+) -> None:
+    """Prefill in one piece and in pieces of every width of register tile, decodes, alone and together."""
+    whole = paged.random(((200, 200),), 2, 40)
+    query = draw_query(whole, 4)
+    want = attend(native_isa, whole, query, kv_format=kv_format, **options)
+    cuts = [0, 1, 2, 5, 9, 16, 63, 64, 66, 129, 160, 199, 200]
+    lens = tuple((end - start, end) for start, end in pairwise(cuts))
+    parts = replace(
+        whole,
+        lens=lens,
+        keys=tuple(whole.keys[0][:end] for _, end in lens),
+        values=tuple(whole.values[0][:end] for _, end in lens),
+    )
+    for block_size in (16, 5):
+        got = attend(native_isa, parts, query, block_size, kv_format=kv_format, **options)
+        assert torch.equal(got.view(torch.int32), want.view(torch.int32)), block_size
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 40}, {"window": 1}, {"soft_cap": 5.0}, {"window": 33, "soft_cap": 2.0}])
@@ -188,19 +225,58 @@ def test_wrong_batches_are_refused(native: Kernels, paged: type[Paged]) -> None:
         run(window=0)
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.float32, torch.bfloat16)])
-def test_write_kv_agrees_with_the_reference(
-    native_isa: Kernels, reference: Kernels, dtypes: tuple[torch.dtype, torch.dtype]
+@pytest.mark.parametrize("kv_format", ["float32", "bfloat16", "int8", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_size", [20, 128])
+def test_write_kv_agrees_with_the_reference_to_the_byte(
+    native_isa: Kernels, reference: Kernels, dtype: torch.dtype, kv_format: str, head_size: int
 ) -> None:
-    both = torch.randn(6, 4, 20, generator=torch.Generator().manual_seed(2)).to(dtypes[0])
+    both = torch.randn(6, 4, head_size, generator=torch.Generator().manual_seed(2))
+    magnitudes = torch.tensor([1.0, 1e-3, 1e4, 0.0, 1e-38, 3e38])[:, None, None]
+    both = (both * magnitudes).clamp(-3e38, 3e38).to(dtype)
     key, value = both[:, :2], both[:, 2:]  # views of one projection
     slots = torch.tensor([11, 0, 7, 19, 3, 8])
-    caches = [torch.zeros(5, 2, 4, 20, dtype=dtypes[1]) for _ in range(4)]
+    caches = [empty_cache(5, 2, 4, head_size, kv_format) for _ in range(4)]
+    for cache in caches:
+        cache.view(torch.uint8).zero_()
     native_isa.write_kv(key, value, caches[0], caches[1], slots)
     reference.write_kv(key, value, caches[2], caches[3], slots)
-    assert torch.equal(caches[0], caches[2])
-    assert torch.equal(caches[1], caches[3])
-    assert caches[0].count_nonzero() > 0
+    assert torch.equal(caches[0].view(torch.uint8), caches[2].view(torch.uint8))
+    assert torch.equal(caches[1].view(torch.uint8), caches[3].view(torch.uint8))
+    assert caches[0].view(torch.uint8).count_nonzero() > 0
+
+
+@pytest.mark.parametrize("kv_format", ["int8", "fp8"])
+def test_every_rounding_of_a_quantized_row_agrees_with_the_reference(
+    native_isa: Kernels, reference: Kernels, kv_format: str
+) -> None:
+    """Rows whose scale is one hold every representable number, every tie between two, and their neighbours."""
+    largest = {"int8": 127.0, "fp8": 448.0}[kv_format]
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    numbers = codes if kv_format == "fp8" else torch.arange(128.0)
+    ties = (numbers[1:] + numbers[:-1]) / 2
+    x = torch.cat([numbers, ties, ties.nextafter(torch.tensor(0.0)), ties.nextafter(torch.tensor(1e9))])
+    x = torch.nn.functional.pad(torch.cat([x, -x]), (0, 1022 - 2 * len(x)), value=0.25).view(2, 511)
+    x = torch.cat([x, torch.full((2, 1), largest)], dim=1)[:, None]
+    caches = [empty_cache(1, 1, 2, 512, kv_format) for _ in range(4)]
+    native_isa.write_kv(x, x, caches[0], caches[1], torch.arange(2))
+    reference.write_kv(x, x, caches[2], caches[3], torch.arange(2))
+    assert torch.equal(caches[0].view(torch.uint8), caches[2].view(torch.uint8))
+
+
+@pytest.mark.parametrize("kv_format", ["int8", "fp8"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_stays_so_in_a_quantized_row(
+    native_isa: Kernels, paged: type[Paged], kv_format: str, bad: float
+) -> None:
+    case = paged.random(((40, 40),), 1, 32)
+    case.values[0][20, 0, 3] = bad
+    key_cache, value_cache, batch = case.pages(16, kv_format)
+    slots = torch.tensor([batch.block_tables[0, 1].item() * 16 + 4])
+    native_isa.write_kv(case.keys[0][20:21], case.values[0][20:21], key_cache, value_cache, slots)
+    got = native_isa.paged_attention(draw_query(case, 1), key_cache, value_cache, batch, scale=1.0)
+    assert got[:20].isfinite().all()
+    assert not got[20:].isfinite().any()
 
 
 def test_write_kv_refuses_what_does_not_fit(native: Kernels) -> None:
@@ -211,6 +287,11 @@ def test_write_kv_refuses_what_does_not_fit(native: Kernels) -> None:
         native.write_kv(key, key, cache, cache, torch.tensor([-1]))
     with pytest.raises(ValueError, match=r"expected \[1\]"):
         native.write_kv(key, key, cache, cache, torch.tensor([1, 2]))
+    with pytest.raises(TypeError, match=r"KV cache of torch.float64 is not one of"):
+        native.write_kv(key, key, cache.double(), cache.double(), torch.tensor([1]))
+    with pytest.raises(ValueError, match="do not fit"):
+        wide = torch.zeros(3, 2, 16, 9, dtype=torch.int8)  # rows of 5 elements and a scale
+        native.write_kv(key, key, wide, wide, torch.tensor([1]))
     with pytest.raises(ValueError, match="do not fit"):
         native.write_kv(torch.zeros(1, 3, 4), torch.zeros(1, 3, 4), cache, cache, torch.tensor([1]))
 

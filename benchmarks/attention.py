@@ -1,0 +1,127 @@
+"""Paged attention alone: prefill against the machine's rate of operations, decoding against its read bandwidth.
+
+    python -m benchmarks.attention [--kv bfloat16 float32 int8 fp8] [--threads 2]
+
+Shapes are those of well-known models' layers; keys and values are random, blocks scattered over the pool. Each figure is the
+best of several calls of `paged_attention`, so it holds everything that a layer spends on attention but the cache write.
+Operations count the causal half only (what must be computed), bytes the keys and values that must be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.bench.roofline import measure_peaks
+from quire.kernels import cpu, load
+from quire.kernels.interface import AttentionBatch, Kernels
+from quire.kernels.kv_cache import empty_cache
+
+BLOCK_SIZE = 16
+
+
+class Shape(NamedTuple):
+    """Heads of one layer."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+
+
+class Case(NamedTuple):
+    """A batch: query tokens and context of each sequence."""
+
+    name: str
+    lens: tuple[tuple[int, int], ...]
+
+
+SHAPES = (Shape("Qwen3-0.6B", 16, 8, 128), Shape("SmolLM2-135M", 9, 3, 64), Shape("Llama-3.2-1B", 32, 8, 64))
+PREFILLS = (
+    Case("prefill 4096", ((4096, 4096),)),
+    Case("prefill 2048..4096", ((2048, 4096),)),
+    Case("prefill 512", ((512, 512),)),
+)
+DECODES = (
+    Case("decode 1 x 32k", ((1, 32768),)),
+    Case("decode 8 x 1k", ((1, 1024),) * 8),
+    Case("decode 64 x 300", ((1, 300),) * 64),
+)
+
+
+def draw(shape: Shape, case: Case, kv: str, kernels: Kernels) -> tuple[Tensor, Tensor, Tensor, AttentionBatch]:
+    """A query and a filled cache."""
+    generator = torch.Generator().manual_seed(0)
+    counts = [-(-context // BLOCK_SIZE) for _, context in case.lens]
+    order = torch.randperm(sum(counts), generator=generator).int()
+    tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+    for row, blocks in enumerate(order.split(counts)):
+        tables[row, : len(blocks)] = blocks
+    caches = [empty_cache(sum(counts), shape.num_kv_heads, BLOCK_SIZE, shape.head_size, kv) for _ in range(2)]
+    slots = torch.arange(sum(counts) * BLOCK_SIZE)
+    rows = torch.randn(2, len(slots), shape.num_kv_heads, shape.head_size, generator=generator).bfloat16()
+    kernels.write_kv(rows[0], rows[1], caches[0], caches[1], slots)
+    query_lens = torch.tensor([q for q, _ in case.lens])
+    query = torch.randn(int(query_lens.sum()), shape.num_heads, shape.head_size, generator=generator).bfloat16()
+    none = torch.zeros(0, dtype=torch.int64)
+    batch = AttentionBatch(
+        query_start=torch.nn.functional.pad(query_lens.cumsum(0), (1, 0)).int(),
+        context_len=torch.tensor([c for _, c in case.lens], dtype=torch.int32),
+        block_tables=tables,
+        slots=none,
+        positions=none,
+        max_query_len=int(query_lens.max()),
+        max_context_len=max(c for _, c in case.lens),
+    )
+    return query, caches[0], caches[1], batch
+
+
+def best_s(work: Callable[[], object], budget_s: float = 1.0) -> float:
+    """The quickest of at least three calls."""
+    work()
+    best, calls, started = float("inf"), 0, time.perf_counter()
+    while calls < 3 or time.perf_counter() - started < budget_s:
+        before = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - before)
+        calls += 1
+    return best
+
+
+def measure(shape: Shape, case: Case, kv: str, kernels: Kernels) -> tuple[float, int, int]:
+    """Seconds, operations and bytes of one call."""
+    query, keys, values, batch = draw(shape, case, kv, kernels)
+    seconds = best_s(lambda: kernels.paged_attention(query, keys, values, batch, scale=shape.head_size**-0.5))
+    pairs = sum(q * c - q * (q - 1) // 2 for q, c in case.lens)
+    return seconds, 4 * pairs * shape.num_heads * shape.head_size, keys.nbytes + values.nbytes
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print one line a shape and case."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--kv", nargs="+", default=["bfloat16"], help="formats of the KV cache")
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    cpu.set_num_threads(options.threads)
+    peaks, kernels = measure_peaks(), load("cpu")
+    print(f"peaks: {peaks.best_gemm / 1e9:.0f} GFLOP/s (best GEMM), {peaks.read_bytes_per_s / 1e9:.1f} GB/s")
+    print(f"{'shape':14} {'KV':9} {'case':20} {'ms':>9} {'GFLOP/s':>9} {'of GEMM':>8} {'GB/s':>7} {'of read':>8}")
+    for kv in options.kv:
+        for shape in SHAPES:
+            for case in (*PREFILLS, *DECODES):
+                seconds, flops, num_bytes = measure(shape, case, kv, kernels)
+                rate, bandwidth = flops / seconds, num_bytes / seconds
+                print(
+                    f"{shape.name:14} {kv:9} {case.name:20} {seconds * 1e3:9.3f} {rate / 1e9:9.1f} "
+                    f"{rate / peaks.best_gemm:8.0%} {bandwidth / 1e9:7.1f} {bandwidth / peaks.read_bytes_per_s:8.0%}"
+                )
+
+
+if __name__ == "__main__":
+    main()
