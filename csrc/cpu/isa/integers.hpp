@@ -80,16 +80,4 @@ QINLINE void store_inputs(Input *out, Bits x) {
 
 constexpr int64_t INTEGER_BYTES = sizeof(Input);
 
-// Signed 32-bit integers to float32, to nearest.
-#if defined(__AVX512F__)
-QINLINE Vec to_float(Bits x) { return _mm512_cvtepi32_ps(x); }
-#elif defined(__AVX2__)
-QINLINE Vec to_float(Bits x) { return _mm256_cvtepi32_ps(x); }
-#else
-QINLINE Vec to_float(Bits x) {
-    typedef int32_t Signed __attribute__((vector_size(16)));
-    return __builtin_convertvector((Signed)x, Vec);
-}
-#endif
-
 }  // namespace quire::QUIRE_ISA
