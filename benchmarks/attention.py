@@ -60,7 +60,7 @@ def draw(shape: Shape, case: Case, kv: str, kernels: Kernels) -> tuple[Tensor, T
     counts = [-(-context // BLOCK_SIZE) for _, context in case.lens]
     order = torch.randperm(sum(counts), generator=generator).int()
     tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
-    for row, blocks in enumerate(order.split(counts)):
+    for row, blocks in enumerate(torch.split(order, counts)):
         tables[row, : len(blocks)] = blocks
     caches = [empty_cache(sum(counts), shape.num_kv_heads, BLOCK_SIZE, shape.head_size, kv) for _ in range(2)]
     slots = torch.arange(sum(counts) * BLOCK_SIZE)
