@@ -5,8 +5,8 @@ A *row* is the keys, or the values, of one token and one KV head. "float32" and 
 float32, the largest magnitude over the format's largest number; so each token and head uses the whole range of its byte.
 What the arithmetic is, is said by `quire.kernels.interface.Kernels.write_kv`.
 
-fp8 is scaled as int8 is although a floating format has a range of its own: unscaled e4m3 ends at 448, which the biased keys of
-some models reach, and counts in steps of 2**-9 near zero, where the values of others live. Four bytes a row avoid both.
+fp8 is scaled as int8 is although a floating format has a range of its own: unscaled e4m3 ends at 448, which keys with
+a large bias could exceed, and counts in steps of 2**-9 near zero, too coarse for small values. Four bytes a row avoid both.
 """
 
 from __future__ import annotations
