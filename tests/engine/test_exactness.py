@@ -83,8 +83,6 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "int4": {"dtype": "float32", "quantization": "int4"},
     "int8 cache": {"dtype": "float32", "kv_cache_dtype": "int8"},
     "fp8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
-    "int8 cache": {"dtype": "float32", "kv_cache_dtype": "int8"},
-    "fp8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
 }
 """What is computed with: options of the engine."""
 
