@@ -108,3 +108,11 @@ def test_pipelined_requests_are_answered_in_order(server: RunningServer) -> None
     answer = say(server, first + GET + b"\r\n")
     assert answer.count(b"HTTP/1.1 200") == 2
     assert answer.index(b'"version"') < answer.index(b'"object":"list"')
+
+
+def test_an_answer_is_not_held_back_for_the_clients_acknowledgement(server: RunningServer) -> None:
+    """Nagle's algorithm would hold each answer on a connection that is used again for 40 ms, and each token of a stream."""
+    with httpx.Client(base_url=server.url) as http:
+        http.get("/version")
+        elapsed_s = sorted(http.get("/version").elapsed.total_seconds() for _ in range(15))
+        assert elapsed_s[3] < 0.03, "with the delay, every one of them takes 40 ms, however quick the machine is"

@@ -59,7 +59,7 @@ class RunningServer:
 def local_llm(**options: Any) -> Iterator[tuple[AsyncLLM, Any]]:
     """The shipped model's engine and its prepared model, for a `LocalClient`."""
     options = {"num_threads": 1, "kv_cache_memory": "48MiB", "max_num_seqs": 64, **options}
-    prepared = prepare_model(EngineConfig.from_options(MODEL, options))
+    prepared = prepare_model(EngineConfig.from_options(MODEL, options), is_for_here=False)
     llm = AsyncLLM(MODEL, **options)
     try:
         yield llm, prepared
