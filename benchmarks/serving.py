@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from quire.bench.measure import spread
+from quire.bench.spread import spread
 from quire.bench.workload import WORKLOADS, BenchRequest, random_workload
 
 _DEADLINE_S = 600.0

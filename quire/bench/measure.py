@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from quire.bench.operations import CostModel, StepCost
+from quire.bench.spread import spread
 from quire.bench.workload import BenchRequest
 from quire.core.params import RequestOutputKind, SamplingParams
 from quire.core.plan import RowWork, StepPlan, StepResult
@@ -19,8 +20,6 @@ from quire.core.scheduler.stats import SchedulerStats
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.errors import EngineError
-
-PERCENTILES = (50, 90, 99)
 
 
 @dataclass(slots=True)
@@ -162,15 +161,6 @@ def results(run: Run, *, num_blocks: int) -> dict[str, Any]:
         "step_overhead_s": (run.wall_s - run.execute_s) / num_steps,
         "overhead_share": (run.wall_s - run.execute_s) / run.wall_s,
     }
-
-
-def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean and percentiles (nearest rank); None where there is nothing."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    ranks = {f"p{p}": ordered[max(0, -(-len(ordered) * p // 100) - 1)] for p in PERCENTILES}
-    return {"mean": sum(ordered) / len(ordered), **ranks}
 
 
 def medians(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ RESULT_SHAPE: dict[str, Any] = {
     },
 }
 
-SHAPE: dict[str, Any] = {
+_CIRCUMSTANCES: dict[str, Any] = {
     "schema": str,
     "kind": str,
     "started_at": str,
@@ -66,6 +66,10 @@ SHAPE: dict[str, Any] = {
         "system": str,
     },
     "versions": {"quire": str, "python": str, "torch": str, "commit": [str, _OPTIONAL]},
+}
+
+SHAPE: dict[str, Any] = {
+    **_CIRCUMSTANCES,
     "engine": {
         "model": str,
         "architecture": str,
@@ -83,10 +87,57 @@ SHAPE: dict[str, Any] = {
     "profile_s": [dict, _OPTIONAL],
 }
 
+_SERVE_SPREAD = [_SPREAD | {"p95": Number}, _OPTIONAL]
+_OPTIONAL_NUMBER = [Number, _OPTIONAL]
+
+SERVE_RESULT_SHAPE: dict[str, Any] = {
+    "wall_s": Number,
+    "num_requests": int,
+    "num_ok": int,
+    "statuses": dict,
+    "errors": dict,
+    "num_prompt_tokens": int,
+    "num_output_tokens": int,
+    "requests_per_s": Number,
+    "output_tokens_per_s": Number,
+    "total_tokens_per_s": Number,
+    "goodput_requests_per_s": _OPTIONAL_NUMBER,
+    "goodput_share": _OPTIONAL_NUMBER,
+    "ttft_s": _SERVE_SPREAD,
+    "tpot_s": _SERVE_SPREAD,
+    "itl_s": _SERVE_SPREAD,
+    "e2e_s": _SERVE_SPREAD,
+    "refusal_s": _SERVE_SPREAD,
+    "send_delay_s": _SERVE_SPREAD,
+    "peak_concurrency": int,
+    "client": {"cpu_s": Number, "cpu_s_per_output_token": Number, "cpu_share": Number, "lag_s": _SERVE_SPREAD},
+}
+
+SERVE_SHAPE: dict[str, Any] = {
+    **_CIRCUMSTANCES,
+    "server": {"url": str, "model": str, "endpoint": str, "max_model_len": [int, _OPTIONAL], "version": [str, _OPTIONAL]},
+    "workload": {"name": str, "parameters": dict, "totals": dict},
+    "configuration": {
+        "request_rate": _OPTIONAL_NUMBER,
+        "end_rate": _OPTIONAL_NUMBER,
+        "burstiness": _OPTIONAL_NUMBER,
+        "speed_up": _OPTIONAL_NUMBER,
+        "max_concurrency": [int, _OPTIONAL],
+        "duration_s": _OPTIONAL_NUMBER,
+        "num_warmups": int,
+        "objectives_ms": dict,
+        "body": dict,
+    },
+    "result": SERVE_RESULT_SHAPE,
+    "series": {"interval_s": Number, "output_tokens_per_s": list, "in_flight": list},
+    "requests": dict,
+}
+
 
 def problems(record: object, shape: Any = None, path: str = "") -> list[str]:
     """What is wrong with a record, by path: missing and unknown keys, wrong types. Empty for a good one."""
-    shape = SHAPE if shape is None else shape
+    if shape is None:
+        shape = SERVE_SHAPE if isinstance(record, Mapping) and record.get("kind") == "serve" else SHAPE
     if isinstance(shape, Mapping):
         if not isinstance(record, Mapping):
             return [f"{path or 'record'} is {type(record).__name__}, not an object"]
@@ -106,10 +157,10 @@ def problems(record: object, shape: Any = None, path: str = "") -> list[str]:
 
 
 def _problems_of_repetitions(record: Mapping[str, Any]) -> list[str]:
+    found = [] if record.get("schema") == SCHEMA else [f"schema is {record.get('schema')!r}, not {SCHEMA!r}"]
     repetitions = record.get("repetitions")
     if not isinstance(repetitions, list):
-        return []
-    found = [] if record.get("schema") == SCHEMA else [f"schema is {record.get('schema')!r}, not {SCHEMA!r}"]
+        return found
     for number, each in enumerate(repetitions):
         found += problems(each, RESULT_SHAPE, f"repetitions[{number}].")
     return found

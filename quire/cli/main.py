@@ -44,6 +44,7 @@ COMMANDS = {
     "doctor": Command("quire.cli.doctor", "check this machine and this installation"),
     "bench throughput": Command("quire.cli.bench.throughput", "many requests at once: tokens per second"),
     "bench latency": Command("quire.cli.bench.latency", "a few requests: time to first token and per token"),
+    "bench serve": Command("quire.cli.bench.serve", "a running server under load: latencies, goodput, a report"),
     "bench control-plane": Command("quire.cli.bench.control_plane", "scheduling alone: milliseconds a step, no model"),
     "bench kernels": Command("quire.cli.bench.kernels", "the projections of the CPU against its limits"),
     "simulate": Command("quire.cli.simulate", "run the scheduler without a model, on traces and under faults"),

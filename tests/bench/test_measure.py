@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.bench.measure import measure, medians, spread
+from quire.bench.measure import measure, medians
 from quire.bench.profiling import FORWARD_KERNELS, PHASES, StepProfile
 from quire.bench.workload import parallel_workload, prefix_workload, random_workload
 from quire.config.engine import EngineConfig
@@ -62,12 +62,6 @@ def test_profile_adds_up_to_the_steps(engine: Engine) -> None:
     assert sum(seconds[phase] for phase in (*FORWARD_KERNELS, "forward")) > seconds["schedule"]
     profile.reset()
     assert sum(profile.seconds().values()) == 0
-
-
-def test_percentiles_are_nearest_ranks() -> None:
-    assert spread([float(value) for value in range(1, 101)]) == {"mean": 50.5, "p50": 50.0, "p90": 90.0, "p99": 99.0}
-    assert spread([3.0]) == {"mean": 3.0, "p50": 3.0, "p90": 3.0, "p99": 3.0}
-    assert spread([]) is None
 
 
 def test_medians_reach_into_groups() -> None:

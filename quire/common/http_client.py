@@ -1,0 +1,398 @@
+"""A lean HTTP/1.1 client for asyncio: what measuring a server and talking to one need, and nothing else.
+
+Owns its connections (kept open between requests) and their deadlines. A body can be handed to a sink piece by piece, from
+within the read itself: no task is woken for a piece, which is what keeps a client of hundreds of streams cheap. Never follows
+redirects, never uses a proxy, never decompresses, never keeps cookies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import ssl
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from quire.errors import ConfigError, QuireError
+
+MAX_HEAD_BYTES = 64 << 10
+MAX_BODY_BYTES = 256 << 20
+"""Of a body that is collected, not handed on."""
+_MAX_CHUNK_LINE = 4096
+_NO_BODY = (204, 304)
+
+Sink = Callable[[bytes], None]
+
+
+class HttpError(QuireError):
+    """A server cannot be reached, breaks off, is silent for too long, or does not speak HTTP."""
+
+    def __init__(self, message: str, *, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        """"connect", "broken", "timeout" or "protocol"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server is, and the path below which its API lies."""
+
+    host: str
+    port: int
+    path: str
+    is_secure: bool
+
+    @classmethod
+    def parse(cls, url: str) -> Address:
+        """From `http://host:port/prefix`; a missing scheme is http. Raises ConfigError."""
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        try:
+            port = parts.port
+        except ValueError:
+            raise ConfigError(f"{url!r} has no valid port") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"{url!r} is not a URL such as http://127.0.0.1:8000")
+        if parts.query or parts.fragment or parts.username:
+            raise ConfigError(f"{url!r} must be scheme, host, port and path alone")
+        if not parts.path.isascii() or not parts.path.isprintable() or " " in parts.path:
+            raise ConfigError(f"the path of {url!r} holds characters that must be percent-encoded")
+        is_secure = parts.scheme == "https"
+        return cls(parts.hostname, port or (443 if is_secure else 80), parts.path.rstrip("/"), is_secure)
+
+    @property
+    def netloc(self) -> str:
+        """`host:port`, as in a Host header."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(slots=True)
+class Answer:
+    """A response: its body is empty where a sink took it. Header names are lower case."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpRequest:
+    """What to ask. `headers` come on top of the client's."""
+
+    method: str
+    path: str
+    body: bytes = b""
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class HttpClient:
+    """Requests to one server, from one event loop. Use as an async context manager, or `close` it."""
+
+    def __init__(self, url: str, *, headers: Mapping[str, str] | None = None, timeout_s: float = 600.0) -> None:
+        self.address = Address.parse(url)
+        self._headers = dict(headers or {})
+        _check_headers(self._headers)
+        self._timeout_s = timeout_s
+        """Longest silence: while connecting, before the answer, and between two pieces of it."""
+        self._idle: list[_Connection] = []
+        self._tls = ssl.create_default_context() if self.address.is_secure else None
+
+    async def __aenter__(self) -> HttpClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+        await asyncio.sleep(0)  # in which the closed connections are let go
+
+    def close(self) -> None:
+        """Close the connections that are kept open."""
+        while self._idle:
+            self._idle.pop().abort()
+
+    async def request(self, request: HttpRequest, sink: Sink | None = None) -> Answer:
+        """Send, and wait for the whole answer. The body of a 2xx answer goes to `sink` where there is one.
+
+        Raises HttpError. A cancelled request closes its connection, by which the server learns of it.
+        """
+        data = self._encode(request)
+        is_reused = bool(self._idle)
+        connection = self._idle.pop() if is_reused else await self._connect()
+        try:
+            answer = await connection.exchange(data, sink, self._timeout_s)
+        except HttpError:
+            # A server may close an idle connection at any time; nothing of this request has been answered then.
+            if not is_reused or connection.has_answered:
+                raise
+            connection = await self._connect()
+            answer = await connection.exchange(data, sink, self._timeout_s)
+        if connection.is_reusable:
+            self._idle.append(connection)
+        return answer
+
+    def _encode(self, request: HttpRequest) -> bytes:
+        fields = {"host": self.address.netloc, "content-length": str(len(request.body)), **self._headers, **request.headers}
+        lines = [f"{request.method} {self.address.path}{request.path} HTTP/1.1"]
+        lines += [f"{name}: {value}" for name, value in fields.items()]
+        return "\r\n".join([*lines, "", ""]).encode("latin-1") + request.body
+
+    async def _connect(self) -> _Connection:
+        address, loop = self.address, asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                _, connection = await loop.create_connection(_Connection, address.host, address.port, ssl=self._tls)
+        except TimeoutError:
+            raise HttpError(f"no connection to {address.netloc} within {self._timeout_s:g} s", kind="connect") from None
+        except OSError as error:  # of several attempts, asyncio joins the texts
+            reason = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror or str(error)
+            raise HttpError(f"cannot connect to {address.netloc}: {reason}", kind="connect") from None
+        return connection
+
+
+def _check_headers(headers: Mapping[str, str]) -> None:
+    for name, value in headers.items():
+        if not name.isascii() or not name.replace("-", "").isalnum():
+            raise ConfigError(f"{name!r} cannot be the name of a header")
+        if not value.isascii() or not value.isprintable():
+            raise ConfigError(f"the value for the header {name} holds characters that a header cannot have")
+
+
+class _Connection(asyncio.Protocol):
+    """One connection: one request at a time."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._buffer = b""
+        self._take: Callable[[bytes], bytes] = self._take_head
+        """What the bytes that come next are; returns those it cannot use yet."""
+        self._done: asyncio.Future[Answer] | None = None
+        self._answer = Answer(0, {})
+        self._sink: Sink | None = None
+        self._pieces: list[bytes] = []
+        self._num_left = 0
+        self._num_collected = 0
+        self._keeps = False
+        """Whether the connection may be used again once the body has ended."""
+        self._last_s = 0.0
+        self.has_answered = False
+        self.is_reusable = False
+
+    # -- for the client ----------------------------------------------------------------------------------------------
+
+    async def exchange(self, data: bytes, sink: Sink | None, timeout_s: float) -> Answer:
+        """Send one request and take in the answer. Raises HttpError."""
+        loop = asyncio.get_running_loop()
+        transport, self.has_answered, self.is_reusable = self._transport, False, False
+        if transport is None or transport.is_closing():
+            raise HttpError("the server closed the connection", kind="broken")
+        self._done, self._sink, self._pieces, self._num_collected = loop.create_future(), sink, [], 0
+        self._take, self._last_s = self._take_head, loop.time()
+        transport.write(data)
+        try:
+            return await self._finish(self._done, timeout_s)
+        except BaseException:
+            self._done = None  # nobody waits any more for what the end of the connection is
+            self.abort()
+            raise
+        finally:
+            self._sink = None
+
+    async def _finish(self, done: asyncio.Future[Answer], timeout_s: float) -> Answer:
+        """Wait with a limit on silence; the clock is looked at when the limit could have been reached, not at each piece."""
+        loop = asyncio.get_running_loop()
+        while True:
+            left_s = self._last_s + timeout_s - loop.time()
+            if left_s <= 0:
+                raise HttpError(f"the server was silent for {timeout_s:g} s", kind="timeout")
+            await asyncio.wait([done], timeout=left_s)
+            if done.done():
+                return done.result()
+
+    def abort(self) -> None:
+        """Close at once."""
+        self.is_reusable = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    # -- asyncio.Protocol --------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Parse as far as it goes."""
+        self._last_s = asyncio.get_running_loop().time()
+        self._buffer = self._buffer + data if self._buffer else data
+        try:
+            while self._buffer and not self._is_over:
+                before, take = self._buffer, self._take
+                self._buffer = take(before)
+                if self._buffer is before and self._take == take:
+                    break
+        except Exception as error:  # a sink's, too: it belongs to whoever waits for this answer
+            self._fail(error)
+
+    def eof_received(self) -> None:
+        """The end of a body without a length, or of the connection."""
+        if not self._is_over and self._take == self._take_rest:
+            self._end(can_reuse=False)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_reusable = False
+        self._fail(HttpError("the server broke off the connection", kind="broken"))
+
+    # -- parsing -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_over(self) -> bool:
+        return self._done is None or self._done.done()
+
+    def _take_head(self, data: bytes) -> bytes:
+        end = data.find(b"\r\n\r\n")
+        if end < 0:
+            if len(data) > MAX_HEAD_BYTES:
+                raise HttpError("the server's headers do not end", kind="protocol")
+            return data
+        self.has_answered = True
+        status_line, *lines = data[:end].decode("latin-1").split("\r\n")
+        version, _, rest = status_line.partition(" ")
+        if not version.startswith("HTTP/1.") or not rest[:3].isdigit():
+            raise HttpError(f"this is not an answer in HTTP/1.1: {status_line[:80]!r}", kind="protocol")
+        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        self._answer = Answer(int(rest[:3]), headers)
+        if self._answer.status >= 200:  # before it may come informational ones
+            self._begin_body(version)
+        return data[end + 4 :]
+
+    def _begin_body(self, version: str) -> None:
+        answer, headers = self._answer, self._answer.headers
+        if not 200 <= answer.status < 300:
+            self._sink = None
+        self._keeps = keeps = headers.get("connection", "").lower() != "close" and version == "HTTP/1.1"
+        length = headers.get("content-length", "")
+        if answer.status in _NO_BODY:
+            self._end(can_reuse=keeps)
+        elif "chunked" in headers.get("transfer-encoding", "").lower():
+            self._take = self._take_chunk_line
+        elif length.isdigit():
+            self._num_left, self._take = int(length), self._take_counted
+            if not self._num_left:
+                self._end(can_reuse=keeps)
+        elif length:
+            raise HttpError(f"the answer's length is {length[:40]!r}", kind="protocol")
+        else:
+            self._take = self._take_rest
+
+    def _take_counted(self, data: bytes) -> bytes:
+        piece, rest = data[: self._num_left], data[self._num_left :]
+        self._num_left -= len(piece)
+        self._give(piece)
+        if not self._num_left:
+            self._end(can_reuse=self._keeps)
+        return rest
+
+    def _take_rest(self, data: bytes) -> bytes:
+        self._give(data)
+        return b""
+
+    def _take_chunk_line(self, data: bytes) -> bytes:
+        end = data.find(b"\r\n")
+        if end < 0:
+            if len(data) > _MAX_CHUNK_LINE:
+                raise HttpError("a chunk's size does not end", kind="protocol")
+            return data
+        try:
+            size = int(data[:end].split(b";")[0], 16)
+        except ValueError:
+            raise HttpError(f"a chunk's size is {data[:40]!r}", kind="protocol") from None
+        if size == 0:
+            self._take = self._take_trailers
+        else:
+            self._num_left, self._take = size, self._take_chunk
+        return data[end + 2 :]
+
+    def _take_chunk(self, data: bytes) -> bytes:
+        if self._num_left:
+            piece = data[: self._num_left]
+            self._num_left -= len(piece)
+            self._give(piece)
+            data = data[len(piece) :]
+            if self._num_left:
+                return data
+        if len(data) < 2:  # the line end after a chunk
+            return data
+        self._take = self._take_chunk_line
+        return data[2:]
+
+    def _take_trailers(self, data: bytes) -> bytes:
+        end = data.find(b"\r\n")
+        if end == 0:
+            self._end(can_reuse=self._keeps)
+        if end < 0 and len(data) > MAX_HEAD_BYTES:
+            raise HttpError("the server's trailers do not end", kind="protocol")
+        return data if end < 0 else data[end + 2 :]
+
+    def _give(self, piece: bytes) -> None:
+        if self._sink is not None:
+            self._sink(piece)
+            return
+        self._num_collected += len(piece)
+        if self._num_collected > MAX_BODY_BYTES:
+            raise HttpError(f"the answer is larger than {MAX_BODY_BYTES} bytes", kind="protocol")
+        self._pieces.append(piece)
+
+    def _end(self, *, can_reuse: bool) -> None:
+        self._answer.body = b"".join(self._pieces)
+        self._pieces = []
+        self.is_reusable = can_reuse
+        if self._done is not None and not self._done.done():
+            self._done.set_result(self._answer)
+        if not can_reuse and self._transport is not None:
+            self._transport.close()
+
+    def _fail(self, error: Exception) -> None:
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(error)
+            with contextlib.suppress(Exception):
+                self.abort()
+
+
+class EventReader:
+    """Server-sent events out of the pieces of a body: gives each event's data to `take`.
+
+    Follows the WHATWG's definition as far as `data` goes; other fields and comments are skipped.
+    """
+
+    __slots__ = ("_left", "_lines", "_take")
+
+    def __init__(self, take: Callable[[bytes], None]) -> None:
+        self._take = take
+        self._left = b""
+        self._lines: list[bytes] = []
+
+    def __call__(self, piece: bytes) -> None:
+        """The next bytes, cut anywhere."""
+        data = self._left + piece if self._left else piece
+        if b"\r" in data:
+            is_cut = data.endswith(b"\r")  # perhaps half of a line end
+            data = (data[:-1] if is_cut else data).replace(b"\r\n", b"\n").replace(b"\r", b"\n") + (b"\r" if is_cut else b"")
+        *lines, self._left = data.split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._lines.append(line[6:] if line[5:6] == b" " else line[5:])
+            elif not line and self._lines:
+                self._take(self._lines[0] if len(self._lines) == 1 else b"\n".join(self._lines))
+                self._lines.clear()
+
+
+def server_root(url: str) -> str:
+    """The part of an OpenAI-compatible server's URL before `/v1`, with which clients give it or not."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def key_headers(api_key: str | None) -> dict[str, str]:
+    """What shows a key, where there is one. Raises ConfigError for one that cannot be sent."""
+    headers = {"authorization": f"Bearer {api_key.strip()}"} if api_key else {}
+    _check_headers(headers)
+    return headers

@@ -1,0 +1,203 @@
+"""The client against a server whose every byte is known: framing, reuse, errors, deadlines, cancellation, events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from quire.common.http_client import Address, EventReader, HttpClient, HttpError, HttpRequest, key_headers, server_root
+from quire.errors import ConfigError
+
+GET = HttpRequest("GET", "/x")
+Handle = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def served(handle: Handle, **options: Any) -> AsyncIterator[HttpClient]:
+    """A client of a server that does `handle` with each connection."""
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, HttpClient(f"http://127.0.0.1:{port}/base/", **options) as client:
+        yield client
+    await asyncio.sleep(0.01)  # in which the server notices and lets its end go
+
+
+def raw(*answers: bytes, heads: list[bytes] | None = None, piece: int | None = None) -> Handle:
+    """Answer the requests of a connection with these bytes, cut into pieces, then close."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer), contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            for answer in answers:
+                head = await reader.readuntil(b"\r\n\r\n")
+                if heads is not None:
+                    heads.append(head)
+                for start in range(0, len(answer), piece or 1 << 20):
+                    writer.write(answer[start : start + (piece or 1 << 20)])
+                    await writer.drain()
+                    await asyncio.sleep(0)
+
+    return handle
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nX-A: b\r\n\r\n5;x=y\r\nhello\r\n1\r\n!\r\n0\r\nT: v\r\n\r\n"
+COUNTED = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nhello!"
+UNTIL_CLOSED = b"HTTP/1.1 200 OK\r\n\r\nhello!"
+INFORMED = b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + COUNTED
+
+
+@pytest.mark.parametrize("answer", [CHUNKED, COUNTED, UNTIL_CLOSED, INFORMED])
+@pytest.mark.parametrize("piece", [None, 1, 7])
+def test_every_framing_cut_anywhere(answer: bytes, piece: int | None) -> None:
+    async def ask() -> None:
+        heads: list[bytes] = []
+        async with served(raw(answer, heads=heads, piece=piece), headers={"x-own": "1"}) as client:
+            got = await client.request(GET)
+            assert (got.status, got.body) == (200, b"hello!")
+            assert heads[0].startswith(b"GET /base/x HTTP/1.1\r\nhost: 127.0.0.1:") and b"x-own: 1\r\n" in heads[0]
+        async with served(raw(answer, piece=piece)) as client:
+            pieces: list[bytes] = []
+            got = await client.request(GET, pieces.append)
+            assert got.body == b"" and b"".join(pieces) == b"hello!"
+
+    asyncio.run(ask())
+
+
+def test_connections_are_used_again_and_replaced_when_they_went_stale() -> None:
+    async def ask() -> None:
+        heads: list[bytes] = []
+        async with served(raw(COUNTED, CHUNKED, heads=heads)) as client:
+            for _ in range(5):  # the third finds its connection closed, and takes another
+                assert (await client.request(GET)).body == b"hello!"
+                await asyncio.sleep(0.01)
+            assert len(heads) == 5
+
+    asyncio.run(ask())
+
+
+def test_an_error_body_is_collected_and_never_reaches_the_sink() -> None:
+    async def ask() -> None:
+        pieces: list[bytes] = []
+        async with served(raw(b"HTTP/1.1 429 Too Many\r\ncontent-length: 2\r\nRetry-After: 7\r\n\r\nno")) as client:
+            got = await client.request(GET, pieces.append)
+            assert (got.status, got.body, got.headers["retry-after"], pieces) == (429, b"no", "7", [])
+        async with served(raw(b"HTTP/1.1 204 Nothing\r\n\r\n", COUNTED)) as client:
+            assert (await client.request(GET)).status == 204
+            assert (await client.request(GET)).body == b"hello!"
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "message"),
+    [
+        (b"SSH-2.0-OpenSSH\r\n\r\n", "protocol", "not an answer in HTTP"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhello", "broken", "broke off"),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", "protocol", "chunk's size"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: -4\r\n\r\n", "protocol", "length"),
+        (b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70000, "protocol", "do not end"),
+        (b"", "broken", "broke off"),
+    ],
+)
+def test_what_servers_do_wrong_has_a_name(answer: bytes, kind: str, message: str) -> None:
+    async def ask() -> None:
+        async with served(raw(answer)) as client:
+            with pytest.raises(HttpError, match=message) as caught:
+                await client.request(GET)
+            assert caught.value.kind == kind
+
+    asyncio.run(ask())
+
+
+def test_silence_has_a_limit_but_a_slow_stream_is_not_silent() -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n")
+        for _ in range(3):
+            writer.write(b"x")
+            await asyncio.sleep(0.1)
+        await reader.read()
+        writer.close()
+
+    async def ask() -> None:
+        async with served(silent, timeout_s=0.25) as client:
+            started_s = asyncio.get_running_loop().time()
+            with pytest.raises(HttpError, match=r"silent for 0\.25 s") as caught:
+                await client.request(GET)
+            assert caught.value.kind == "timeout"
+            assert asyncio.get_running_loop().time() - started_s >= 0.4
+
+    asyncio.run(ask())
+
+
+def test_a_cancelled_request_closes_its_connection() -> None:
+    async def ask() -> None:
+        is_closed = asyncio.Event()
+
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+            is_closed.set()
+            writer.close()
+
+        async with served(handle) as client:
+            task = asyncio.create_task(client.request(GET))
+            await asyncio.sleep(0.05)
+            task.cancel()
+            await asyncio.wait_for(is_closed.wait(), 5)
+
+    asyncio.run(ask())
+
+
+def test_a_failing_sink_fails_its_request() -> None:
+    async def ask() -> None:
+        def sink(piece: bytes) -> None:
+            raise LookupError(piece.decode())
+
+        async with served(raw(COUNTED)) as client:
+            with pytest.raises(LookupError, match="hello!"):
+                await client.request(GET, sink)
+
+    asyncio.run(ask())
+
+
+def test_a_server_that_is_not_there() -> None:
+    async def ask() -> None:
+        async with HttpClient("http://127.0.0.1:1") as client:
+            with pytest.raises(HttpError, match=r"cannot connect to 127\.0\.0\.1:1: .*refused") as caught:
+                await client.request(GET)
+            assert caught.value.kind == "connect"
+
+    asyncio.run(ask())
+
+
+def test_urls() -> None:
+    assert Address.parse("localhost:8000") == Address("localhost", 8000, "", False)
+    assert Address.parse("https://x.org/a/b/") == Address("x.org", 443, "/a/b", True)
+    assert Address.parse("http://[::1]:9").netloc == "[::1]:9"
+    assert server_root("http://x/v1/") == "http://x" == server_root("http://x")
+    for bad in ("ftp://x", "http://", "http://x:99999", "http://x/?q=1", "http://me@x", "http://x/a b"):
+        with pytest.raises(ConfigError):
+            Address.parse(bad)
+
+
+def test_keys() -> None:
+    assert key_headers("k\n") == {"authorization": "Bearer k"} and key_headers(None) == {}
+    with pytest.raises(ConfigError) as caught:
+        key_headers("secret\r\nx: y")
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 1000])
+def test_events_in_any_pieces(size: int) -> None:
+    text = b": hi\n\ndata: one\n\ndata:two\r\ndata: lines\r\n\r\nevent: x\nid: 1\ndata: \xc3\xa9\r\rdata: cut"
+    events: list[bytes] = []
+    reader = EventReader(events.append)
+    for start in range(0, len(text), size):
+        reader(text[start : start + size])
+    assert events == [b"one", b"two\nlines", b"\xc3\xa9"]
