@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .samples import Sample, SampleSource
+from .samples import MixedSource, Sample
 
-POOL_SAMPLES = 128
-LEN_STEP = 32
+POOL_SAMPLES = 384
+LEN_STEP = 8
 IGNORED = -100
 
 
@@ -61,7 +61,7 @@ def split_by_len(samples: list[Sample], max_tokens: int) -> list[Batch]:
 class BatchPool:
     """The batches of one pool of samples in a random order; a left-over that is less than half full is dropped."""
 
-    def __init__(self, source: SampleSource, max_tokens: int, seed: int) -> None:
+    def __init__(self, source: MixedSource, max_tokens: int, seed: int) -> None:
         self._source = source
         self._max_tokens = max_tokens
         self._seed = seed

@@ -46,6 +46,14 @@ _KIND_REQUESTS = {
     "fairy tale": ("Tell me a fairy tale about {}.", "Write a fairy tale about {}."),
     "children": ("Tell me a story for children about {}.", "Tell me a simple story about {}."),
 }
+_OLD_BOOK_REQUESTS = (
+    "Tell me an old tale about {}.",
+    "Tell me a story from an old book about {}.",
+    "Tell me a long story about {}.",
+    "Read to me about {}.",
+    "Tell me a folk tale about {}.",
+    "Do you know an old story about {}?",
+)
 _TOPICLESS_REQUESTS = (
     "Tell me a story.",
     "Tell me a story!",
@@ -73,6 +81,7 @@ _SYSTEM_PROMPTS = (
 )
 TITLE_SHARE = 0.08
 TOPICLESS_SHARE = 0.04
+BOOKISH_SHARE = 0.7  # of the tales from books are asked for as such; a plain request mostly gets a tale of the grammar
 SECOND_TOPIC_SHARE = 0.25
 SYSTEM_SHARE = 0.06
 
@@ -97,6 +106,14 @@ def topic_phrase(topics: list[str], rng: random.Random) -> str:
     if others and rng.random() < SECOND_TOPIC_SHARE:
         return f"{first} and {rng.choice(others)}"
     return first
+
+
+def book_request(topics: list[str], kind: str, rng: random.Random, title: str = "") -> str:
+    """A request for a whole story from the corpora, mostly in words that say so (a fable, an old tale)."""
+    if not topics or rng.random() >= BOOKISH_SHARE:
+        return tale_request(topics, kind, rng, title)
+    requests = _OLD_BOOK_REQUESTS if kind not in _KIND_REQUESTS or rng.random() < 0.4 else _KIND_REQUESTS[kind]
+    return rng.choice(requests).format(topic_phrase(topics, rng))
 
 
 def tale_request(topics: list[str], kind: str, rng: random.Random, title: str = "") -> str:

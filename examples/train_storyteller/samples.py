@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from . import prompts
 from .corpus import FABLES, FAIRY_TALES, STORYBOOKS, Tale
+from .grammar import GrammarTale, StoryGrammar
 from .topics import describe, hero_phrase, heroes_of, lower_nouns, recast, retell, topics_of
 from .words import WORD, Lexicon
 
@@ -56,6 +57,61 @@ def kind_of(tale: Tale) -> str:
     return "fairy tale" if tale.book in FAIRY_TALES else "novel"
 
 
+class GrammarSource:
+    """Draws samples from the story grammar."""
+
+    def __init__(self, grammar: StoryGrammar, encoder: "Encoder") -> None:
+        self._grammar = grammar
+        self._encoder = encoder
+
+    def draw(self, rng: random.Random) -> Sample:
+        """One conversation: mostly a request and its tale, now and then two tales or plain text."""
+        tale = self._grammar.draw(rng)
+        if rng.random() < PLAIN_SHARE:
+            return self._encoder.plain(tale.text, has_end=True)
+        turns = [(prompts.system_turn(rng) + self.head(tale, rng), tale.text)]
+        if rng.random() < DIALOGUE_SHARE:
+            second = self._grammar.draw(rng)
+            request = prompts.follow_up([second.topic], rng)
+            turns.append(("\n" + prompts.turn("user", request) + prompts.reply_start(), second.text))
+        return self._encoder.join(turns, has_end=True)
+
+    @staticmethod
+    def head(tale: GrammarTale, rng: random.Random) -> str:
+        """The conversation before the tale."""
+        return prompts.turn("user", prompts.tale_request([tale.topic], "children", rng)) + prompts.reply_start()
+
+
+class Encoder:
+    """Turns conversations and plain text into samples."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def plain(self, text: str, has_end: bool) -> Sample:
+        ids = self._tokenizer.encode(text).ids
+        ids += [self._end_id(prompts.END_OF_TEXT)] if has_end else []
+        return _clip(ids, [True] * len(ids))
+
+    def join(self, turns: list[tuple[str, str]], has_end: bool) -> Sample:
+        """Turns are pairs of what comes before a reply and the reply, which is what the model learns."""
+        ids: list[int] = []
+        is_target: list[bool] = []
+        for position, (head, reply) in enumerate(turns):
+            head_ids = self._tokenizer.encode(head).ids
+            reply_ids = self._tokenizer.encode(reply).ids
+            if has_end or position + 1 < len(turns):
+                reply_ids.append(self._end_id(prompts.TURN_END))
+            ids += head_ids + reply_ids
+            is_target += [False] * len(head_ids) + [True] * len(reply_ids)
+        return _clip(ids, is_target)
+
+    def _end_id(self, token: str) -> int:
+        token_id = self._tokenizer.token_to_id(token)
+        assert token_id is not None, token
+        return int(token_id)
+
+
 class SampleSource:
     """Draws samples from tales. `tales` must hold no held-out tale when it is used for training."""
 
@@ -64,7 +120,7 @@ class SampleSource:
     ) -> None:
         """`shares` of short whole tales and of openings, for the whole run; by default they change with its progress."""
         self._shares_given = shares
-        self._tokenizer = tokenizer
+        self._encoder = Encoder(tokenizer)
         self._lexicon = lexicon
         self._tales = tales
         self._weights = [tale.weight * tale.num_chars for tale in tales]
@@ -140,16 +196,14 @@ class SampleSource:
             topics = [hero] * 3 + [topic for topic in topics if topic != hero]
         if passage.has_start and passage.tale.is_tale_start:
             title = passage.tale.title if len(passage.tale.title) < 50 else ""
-            return prompts.tale_request(topics, kind_of(passage.tale), rng, title)
+            return prompts.book_request(topics, kind_of(passage.tale), rng, title)
         return prompts.scene_request(topics, rng)
 
     def _conversation(self, passage: Passage, rng: random.Random) -> Sample:
         if rng.random() < PLAIN_SHARE:
-            ids = self._tokenizer.encode(passage.text).ids
-            ids += [self._end_id(prompts.END_OF_TEXT)] if passage.has_end else []
-            return _clip(ids, [True] * len(ids))
+            return self._encoder.plain(passage.text, passage.has_end)
         head = prompts.system_turn(rng) + prompts.turn("user", self._request(passage, rng)) + prompts.reply_start()
-        return self._join([(head, passage.text)], passage.has_end)
+        return self._encoder.join([(head, passage.text)], passage.has_end)
 
     def _dialogue(self, rng: random.Random) -> Sample:
         """Two short tales asked for one after the other."""
@@ -158,28 +212,25 @@ class SampleSource:
         topics = topics_of(second.text, self._lexicon)
         head = prompts.turn("user", self._request(first, rng)) + prompts.reply_start()
         middle = "\n" + prompts.turn("user", prompts.follow_up(topics, rng)) + prompts.reply_start()
-        return self._join([(head, first.text), (middle, second.text)], has_end=True)
-
-    def _join(self, turns: list[tuple[str, str]], has_end: bool) -> Sample:
-        ids: list[int] = []
-        is_target: list[bool] = []
-        for position, (head, reply) in enumerate(turns):
-            head_ids = self._tokenizer.encode(head).ids
-            reply_ids = self._tokenizer.encode(reply).ids
-            if has_end or position + 1 < len(turns):
-                reply_ids.append(self._end_id(prompts.TURN_END))
-            ids += head_ids + reply_ids
-            is_target += [False] * len(head_ids) + [True] * len(reply_ids)
-        return _clip(ids, is_target)
-
-    def _end_id(self, token: str) -> int:
-        token_id = self._tokenizer.token_to_id(token)
-        assert token_id is not None, token
-        return int(token_id)
+        return self._encoder.join([(head, first.text), (middle, second.text)], has_end=True)
 
 
 def _clip(ids: list[int], is_target: list[bool]) -> Sample:
     return Sample(ids[:MAX_LEN], is_target[:MAX_LEN])
+
+
+class MixedSource:
+    """Draws a fixed share of its samples from the grammar, the rest from the corpora."""
+
+    def __init__(self, grammar: GrammarSource, corpora: SampleSource, grammar_share: float) -> None:
+        self._grammar = grammar
+        self._corpora = corpora
+        self._grammar_share = grammar_share
+
+    def draw(self, rng: random.Random, progress: float) -> Sample:
+        if rng.random() < self._grammar_share:
+            return self._grammar.draw(rng)
+        return self._corpora.draw(rng, progress)
 
 
 def learn_lexicon(tales: list[Tale]) -> Lexicon:

@@ -17,11 +17,12 @@ from tokenizers import Tokenizer
 from .batches import Batch, BatchPool, split_by_len
 from .checkpoint import RunState, load_checkpoint, load_state, save_checkpoint
 from .corpus import read_tales
+from .grammar import StoryGrammar
 from .growth import first_shape, grow, wanted_depth
 from .model import ModelShape, Storyteller
 from .optimizer import StoryOptimizer, schedule
 from .sample import load_exported
-from .samples import SampleSource, learn_lexicon
+from .samples import Encoder, GrammarSource, MixedSource, SampleSource, learn_lexicon
 
 LOG_STEPS = 20
 CHECKPOINT_S = 180.0
@@ -45,8 +46,10 @@ def prepare_data(arguments: argparse.Namespace) -> TrainingData:
     held_out = [tale for tale in tales if tale.is_held_out]
     tokenizer = Tokenizer.from_file(str(arguments.tokenizer))
     source = SampleSource(kept, tokenizer, learn_lexicon(kept), shares=SHORT_TALES if arguments.short_tales else None)
+    grammar = GrammarSource(StoryGrammar(), Encoder(tokenizer))
+    mixed = MixedSource(grammar, source, arguments.grammar_share)
     batches = split_by_len(source.evaluation_samples(held_out), arguments.batch_tokens)
-    return TrainingData(BatchPool(source, arguments.batch_tokens, arguments.seed), batches)
+    return TrainingData(BatchPool(mixed, arguments.batch_tokens, arguments.seed), batches)
 
 
 @torch.no_grad()
@@ -169,6 +172,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="where to compute, such as cuda")
     parser.add_argument("--start", type=Path, help="begin a new run with this exported model's weights")
     parser.add_argument("--short-tales", action="store_true", help="read mostly short whole tales and openings")
+    parser.add_argument("--grammar-share", type=float, default=0.66, help="share of samples from the story grammar")
     parser.add_argument("--compile", action="store_true", help="use torch.compile (needs a C++ compiler)")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()

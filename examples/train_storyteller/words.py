@@ -68,12 +68,20 @@ _IRREGULAR_PLURALS = {
     "fox": "foxes", "ass": "asses", "witch": "witches", "princess": "princesses", "giantess": "giantesses",
     "butterfly": "butterflies", "puppy": "puppies", "pony": "ponies", "donkey": "donkeys", "monkey": "monkeys",
     "fisherman": "fishermen", "woodman": "woodmen", "snowman": "snowmen", "policeman": "policemen",
-    "goddess": "goddesses",
+    "goddess": "goddesses", "child": "children", "city": "cities", "daisy": "daisies", "leaf": "leaves", "body": "bodies",
+    "rhino": "rhinos", "human": "humans", "cherry": "cherries", "ladybird": "ladybirds", "firefly": "fireflies",
+    "dragonfly": "dragonflies",
 }  # fmt: skip
 
 
 def plural(noun: str) -> str:
-    return _IRREGULAR_PLURALS.get(noun, noun + "s")
+    """The plural of a noun; of several words ("old man", "oak tree") the last one changes."""
+    head, _, last = noun.rpartition(" ")
+    if last in _IRREGULAR_PLURALS:
+        return f"{head} {_IRREGULAR_PLURALS[last]}".strip()
+    if last.endswith(("man", "fish")):
+        return noun[:-3] + "men" if last.endswith("man") else noun
+    return noun + ("es" if last.endswith(("s", "x", "ch", "sh")) else "s")
 
 
 def with_article(phrase: str) -> str:
