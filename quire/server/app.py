@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route, Router
+from starlette.routing import Router
 from starlette.types import ASGIApp
 
 from quire.config.api import ApiConfig
 from quire.engine.client import EngineClient
-from quire.server.anthropic.messages import Messages
+from quire.server.anthropic.messages import CountRequest, MessageRequest, Messages
 from quire.server.gate import Gate
-from quire.server.openai.batches import Batches
-from quire.server.openai.chat import ChatCompletions
-from quire.server.openai.completions import Completions
+from quire.server.openai.batches import Batches, BatchRequest
+from quire.server.openai.chat import ChatCompletions, ChatRequest
+from quire.server.openai.completions import CompletionRequest, Completions
 from quire.server.openai.file_store import FileStore
 from quire.server.openai.files import Files
-from quire.server.openai.models import Models
-from quire.server.openai.responses import Responses
+from quire.server.openai.models import EmbeddingRequest, Models
+from quire.server.openai.responses import ResponseRequest, Responses
+from quire.server.openapi import UPLOAD, Endpoint, Operation, document
 from quire.server.operations import Operations
 from quire.server.state import Api
 from quire.server.tenants import KeyRing
-from quire.server.tokens import Tokens
-
-Endpoint = Callable[[Request], Awaitable[Response]]
+from quire.server.tokens import DetokenizeRequest, TokenizeRequest, Tokens
 
 
 def build_app(config: ApiConfig, client: EngineClient, keys: KeyRing) -> ASGIApp:
@@ -45,44 +46,45 @@ def build_app(config: ApiConfig, client: EngineClient, keys: KeyRing) -> ASGIApp
         api.texts.close()
 
     routes = [*_generation_routes(api, chat, completions), *_file_routes(files, batches), *_operation_routes(api)]
+    routes.append(_description_of(routes))
     return Gate(Router(routes, redirect_slashes=False, lifespan=lifespan), config, keys, api.metrics)
 
 
-def _generation_routes(api: Api, chat: ChatCompletions, completions: Completions) -> list[Route]:
+def _generation_routes(api: Api, chat: ChatCompletions, completions: Completions) -> list[Operation]:
     models, tokens, responses, messages = Models(api), Tokens(api), Responses(api), Messages(api)
     return [
-        _post("/v1/chat/completions", chat.post),
-        _post("/v1/completions", completions.post),
-        _post("/v1/embeddings", models.embed),
+        _post("/v1/chat/completions", chat.post, ChatRequest),
+        _post("/v1/completions", completions.post, CompletionRequest),
+        _post("/v1/embeddings", models.embed, EmbeddingRequest),
         _get("/v1/models", models.list),
         _get("/v1/models/{model:path}", models.get),
-        _post("/v1/responses", responses.post),
+        _post("/v1/responses", responses.post, ResponseRequest),
         _get("/v1/responses/{response_id}", responses.get),
         _delete("/v1/responses/{response_id}", responses.delete),
         _get("/v1/responses/{response_id}/input_items", responses.input_items),
         _post("/v1/responses/{response_id}/cancel", responses.cancel),
-        _post("/v1/messages", messages.post),
-        _post("/v1/messages/count_tokens", messages.count_tokens),
-        _post("/tokenize", tokens.tokenize),
-        _post("/detokenize", tokens.detokenize),
+        _post("/v1/messages", messages.post, MessageRequest),
+        _post("/v1/messages/count_tokens", messages.count_tokens, CountRequest),
+        _post("/tokenize", tokens.tokenize, TokenizeRequest),
+        _post("/detokenize", tokens.detokenize, DetokenizeRequest),
     ]
 
 
-def _file_routes(files: Files, batches: Batches) -> list[Route]:
+def _file_routes(files: Files, batches: Batches) -> list[Operation]:
     return [
-        _post("/v1/files", files.post),
-        _get("/v1/files", files.list),
+        _post("/v1/files", files.post, UPLOAD),
+        _get("/v1/files", files.list, is_listing=True),
         _get("/v1/files/{file_id}", files.get),
         _delete("/v1/files/{file_id}", files.delete),
         _get("/v1/files/{file_id}/content", files.content),
-        _post("/v1/batches", batches.post),
-        _get("/v1/batches", batches.list),
+        _post("/v1/batches", batches.post, BatchRequest),
+        _get("/v1/batches", batches.list, is_listing=True),
         _get("/v1/batches/{batch_id}", batches.get),
         _post("/v1/batches/{batch_id}/cancel", batches.cancel),
     ]
 
 
-def _operation_routes(api: Api) -> list[Route]:
+def _operation_routes(api: Api) -> list[Operation]:
     operations = Operations(api)
     return [
         _get("/livez", operations.live),
@@ -96,13 +98,26 @@ def _operation_routes(api: Api) -> list[Route]:
     ]
 
 
-def _get(path: str, endpoint: Endpoint) -> Route:
-    return Route(path, endpoint, methods=["GET"])
+def _description_of(routes: Sequence[Operation]) -> Operation:
+    """The document that describes the others, made when it is first asked for."""
+    made: list[bytes] = []
+
+    async def describe(request: Request) -> Response:
+        """This document."""
+        if not made:
+            made.append(await asyncio.to_thread(document, routes))
+        return Response(made[0], headers={"content-type": "application/json"})
+
+    return _get("/openapi.json", describe)
 
 
-def _post(path: str, endpoint: Endpoint) -> Route:
-    return Route(path, endpoint, methods=["POST"])
+def _get(path: str, endpoint: Endpoint, *, is_listing: bool = False) -> Operation:
+    return Operation(path, endpoint, methods=["GET"], is_listing=is_listing)
 
 
-def _delete(path: str, endpoint: Endpoint) -> Route:
-    return Route(path, endpoint, methods=["DELETE"])
+def _post(path: str, endpoint: Endpoint, body: Any = None) -> Operation:
+    return Operation(path, endpoint, methods=["POST"], body=body)
+
+
+def _delete(path: str, endpoint: Endpoint) -> Operation:
+    return Operation(path, endpoint, methods=["DELETE"])

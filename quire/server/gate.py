@@ -79,7 +79,7 @@ class Gate:
         _read_deadlines(call, headers, self._config)
         attach(scope, call)
         scope["app"] = self._app
-        receive = exchange.receive
+        receive: Receive = exchange.receive
         if not get_route_path(scope).startswith(_STREAMED_PATHS):
             receive = await self._bounded(exchange, headers)
         await self._app(scope, receive, exchange.send)
@@ -95,7 +95,6 @@ class Gate:
         body = b""
         if has_body:
             body = await read_body(exchange.receive, max_bytes=max_bytes, timeout_s=self._config.body_timeout_s)
-            exchange.is_body_read = True
         is_given = False
 
         async def receive() -> Message:
@@ -154,8 +153,8 @@ class _Exchange:
     def __init__(self, gate: Gate, scope: Scope, receive: Receive, send: Send) -> None:
         self._gate = gate
         self._send = send
+        self._receive = receive
         self.scope = scope
-        self.receive = receive
         self.headers: Headers = scope["headers"]
         self.request_id = _request_id(self.headers)
         self.tenant = NOBODY
@@ -182,6 +181,13 @@ class _Exchange:
             await self._fail(answer)
         finally:
             self._gate.finished(self)
+
+    async def receive(self) -> Message:
+        """What the client sends next, whoever reads it."""
+        message = await self._receive()
+        if message["type"] == "http.request" and not message.get("more_body", False):
+            self.is_body_read = True
+        return message
 
     async def send(self, message: Message) -> None:
         """Pass a message on with our headers; a client that does not take it within the limit is given up."""

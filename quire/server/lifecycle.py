@@ -25,6 +25,9 @@ from quire.engine.builder import PreparedModel
 from quire.engine.process.client import ProcessClient
 from quire.engine.process.watch import WatchConfig
 from quire.errors import ConfigError, EngineError
+from quire.server.openai.file_store import FileStore
+from quire.server.tenants import KeyRing, read_keys
+from quire.server.texts import read_template
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +52,17 @@ class Settings(NamedTuple):
 
 def run_server(prepared: PreparedModel, settings: Settings, say: Say) -> int:
     """Serve until told to end; the exit code. Raises ConfigError, or EngineError if the model cannot be loaded."""
+    keys = _check(settings.api, settings.api_keys)
     with listen(settings.serve) as listener:
-        return asyncio.run(Lifecycle(settings, say).run(prepared, listener))
+        return asyncio.run(Lifecycle(settings, keys, say).run(prepared, listener))
+
+
+def _check(config: ApiConfig, keys: str | None) -> KeyRing:
+    """What the operator may have mistaken, before anything is started: keys, files and folders. Raises ConfigError."""
+    read_template(config.chat_template)
+    if config.data_folder is not None:
+        FileStore(config.data_folder)
+    return read_keys(config, keys)
 
 
 @contextmanager
@@ -69,8 +81,9 @@ def listen(config: ServeConfig) -> Iterator[socket.socket]:
 class Lifecycle:
     """One server from its first to its last moment."""
 
-    def __init__(self, settings: Settings, say: Say) -> None:
+    def __init__(self, settings: Settings, keys: KeyRing, say: Say) -> None:
         self._settings = settings
+        self._keys = keys
         self._say = say
         self._num_signals = 0
         self._has_been_told = asyncio.Event()
@@ -86,7 +99,7 @@ class Lifecycle:
         client.start()  # first of all: the model loads while the rest is imported
         self._handle_signals()
         try:
-            server = _server(self._settings, client)
+            server = _server(self._settings, self._keys, client)
             return await self._serve(client, server, listener)
         finally:
             await client.close()
@@ -159,11 +172,9 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _server(settings: Settings, client: ProcessClient) -> uvicorn.Server:
+def _server(settings: Settings, keys: KeyRing, client: ProcessClient) -> uvicorn.Server:
     from quire.server.app import build_app
     from quire.server.protocol import uvicorn_config
-    from quire.server.state import read_keys
 
-    keys = read_keys(settings.api, settings.api_keys)
     app = build_app(settings.api, client, keys)
     return _Server(uvicorn_config(app, settings.api, timeout_graceful_shutdown=int(_LAST_WRITES_S)))

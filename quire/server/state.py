@@ -8,13 +8,12 @@ from pathlib import Path
 from quire.config.api import ApiConfig
 from quire.core.params import generation_defaults
 from quire.engine.client import EngineClient
-from quire.errors import ConfigError
 from quire.server.admission import Admission
 from quire.server.errors import ApiError
 from quire.server.generation import Generator
 from quire.server.metrics import Metrics
-from quire.server.tenants import KeyRing, key_ring, keys_from_text, read_keys_file
-from quire.server.texts import Texts
+from quire.server.tenants import KeyRing
+from quire.server.texts import Texts, read_template
 
 
 class Api:
@@ -27,7 +26,7 @@ class Api:
         self.created = int(time.time())
         info = client.model
         self.model_names = config.served_names or (_shown_name(info.name),)
-        self.texts = Texts(client.tokenizer, info, _template_source(config))
+        self.texts = Texts(client.tokenizer, info, read_template(config.chat_template))
         self.admission = Admission(config, keys.tenants, lambda: client.status().num_running)
         self.metrics = Metrics(config.metrics_prefix, self.model_names[0], client, self.admission)
         self.generator = Generator(client, self.admission, self.metrics)
@@ -50,28 +49,7 @@ class Api:
         return name
 
 
-def read_keys(config: ApiConfig, environment: str | None = None) -> KeyRing:
-    """All keys of the options and of the environment variable's text. Raises ConfigError."""
-    tenants = read_keys_file(config.api_keys_file) if config.api_keys_file is not None else []
-    for text in (config.api_keys, environment):
-        if text is not None:
-            given = keys_from_text(text)
-            if not given:
-                raise ConfigError("API keys were asked for, but none is given; without keys, leave the option out")
-            tenants += given
-    return key_ring(tenants)
-
-
 def _shown_name(name: str) -> str:
     """A folder is served under its last part: paths are not for clients."""
     is_path = "/" in name and (name.startswith(("/", ".", "~")) or Path(name).exists())
     return Path(name).name or "model" if is_path else name
-
-
-def _template_source(config: ApiConfig) -> str | None:
-    if config.chat_template is None:
-        return None
-    try:
-        return Path(config.chat_template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat_template={config.chat_template!r} cannot be read: {type(error).__name__}") from None

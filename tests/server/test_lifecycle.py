@@ -1,10 +1,13 @@
-"""`quire serve` as a process: where it listens, that it answers while it loads, how it ends, and that nothing outlives it."""
+"""`quire serve` as a process: where it listens (T02), how it ends (T38), that nothing outlives it, what it does about an engine
+that freezes (T19), and that a bad configuration is one line, soon (T39)."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -12,108 +15,123 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import httpx
 import pytest
+from served import DEADLINE_S, MODEL, OPTIONS, Served, frozen, is_alive, listening, serving, until
 
-OPTIONS = ["quire-storyteller", "--num-threads", "1", "--kv-cache-memory", "48MiB", "--port", "0"]
-DEADLINE_S = 60.0
+BODY = {"prompt": "Once upon a time", "stream": True, "ignore_eos": True, "seed": 5}
 
 
-class Served(NamedTuple):
-    process: subprocess.Popen[str]
-    url: str
+class Stream:
+    """A stream that is read in a thread of its own."""
+
+    def __init__(self, served: Served, **fields: Any) -> None:
+        self.lines: list[str] = []
+        self._url, self._headers, self._body = served.url, served.headers, {**BODY, **fields}
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+        until(lambda: self.lines or not self._thread.is_alive(), DEADLINE_S)
+
+    def _read(self) -> None:
+        client = httpx.Client(base_url=self._url, headers=self._headers, timeout=DEADLINE_S)
+        with client, client.stream("POST", "/v1/completions", json=self._body) as response:
+            self.lines.extend(line for line in response.iter_lines() if line)
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def events(self) -> list[dict[str, Any]]:
+        """All events but `[DONE]`, once the stream has ended."""
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive()
+        return [json.loads(line[6:]) for line in self.lines if line.startswith("data: {")]
+
+    def texts(self) -> dict[int, str]:
+        """The text of each choice; how the choices take turns is a matter of time."""
+        texts: dict[int, str] = {}
+        for choice in (choice for event in self.events() for choice in event["choices"]):
+            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+        return texts
+
+
+def test_t02_t38_it_answers_while_it_loads_listens_once_and_drains_when_told() -> None:
+    with serving() as served:
+        assert served.get("/livez").status_code == 200
+        served.await_ready()
+        engine = served.engine_pid
+        assert len(listening(served.process.pid)) == 1
+        assert listening(engine) == []
+        stream = Stream(served, max_tokens=400)
+        served.process.send_signal(signal.SIGTERM)
+        refusals = set()
+        while stream.is_running and 503 not in refusals:
+            refusals.add(served.get("/readyz").status_code)
+        refused = httpx.post(f"{served.url}/v1/completions", json={"prompt": "a"}, timeout=10)
+        events = stream.events()
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
+        assert stream.lines[-1] == "data: [DONE]" and not any("error" in event for event in events)
+        assert served.process.wait(DEADLINE_S) == 0
+        assert not is_alive(engine)
 
 
 @contextmanager
-def _serving(*options: str) -> Iterator[Served]:
-    command = [sys.executable, "-m", "quire", "serve", *OPTIONS, *options]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            line = process.stderr.readline()
-            assert "listening on http://" in line, line
-            yield Served(process, line.split()[3].rstrip(","))
-        finally:
-            process.kill()
+def _stuck_client(served: Served) -> Iterator[None]:
+    """A client that asks for much and takes ten bytes of it."""
+    with socket.create_connection(("127.0.0.1", served.port)) as stuck:
+        stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        body = json.dumps({**BODY, "max_tokens": 450, "n": 16, "logprobs": 5}).encode()
+        stuck.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+        assert stuck.recv(10)
+        yield
 
 
-def _get(served: Served, path: str) -> int:
-    return httpx.get(f"{served.url}{path}", timeout=10).status_code
+def test_t38_a_second_sigterm_ends_everything_at_once_also_with_a_client_that_is_stuck() -> None:
+    with serving("--drain-timeout", "300", "--write-timeout-s", "300") as served:
+        served.await_ready()
+        engine = served.engine_pid
+        with _stuck_client(served):
+            os.kill(engine, signal.SIGSTOP)  # nor does the engine do anything any more
+            served.process.send_signal(signal.SIGTERM)
+            until(lambda: served.get("/readyz").status_code == 503)
+            time.sleep(0.3)
+            assert served.process.poll() is None
+            served.process.send_signal(signal.SIGTERM)
+            began_s = time.monotonic()
+            assert served.process.wait(DEADLINE_S) == 1
+            assert time.monotonic() - began_s < 3.0
+        until(lambda: not is_alive(engine))
 
 
-def _await_ready(served: Served) -> None:
-    began_s = time.monotonic()
-    while _get(served, "/readyz") != 200:
-        assert time.monotonic() - began_s < DEADLINE_S
-        time.sleep(0.05)
+def test_t38_a_drain_that_is_too_short_ends_streams_with_an_error_and_waits_for_nobody_who_takes_nothing() -> None:
+    with serving("--drain-timeout", "0", "--write-timeout-s", "300") as served:
+        served.await_ready()
+        with _stuck_client(served):
+            stream = Stream(served, max_tokens=450)
+            served.process.send_signal(signal.SIGTERM)
+            began_s = time.monotonic()
+            assert any("error" in event for event in stream.events())
+            assert served.process.wait(DEADLINE_S) == 0
+            assert time.monotonic() - began_s < 15.0
 
 
-def _children(pid: int) -> list[int]:
-    lists = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for children in lists for child in children.read_text().split()]
-
-
-def _listening_inodes(pid: int) -> list[str]:
-    """Ports on which a process listens."""
-    fds = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
-    mine = {name[8:-1] for name in fds if name.startswith("socket:[")}
-    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]]
-    return [line[1] for line in lines if line[3] == "0A" and line[9] in mine]
-
-
-def _stream(served: Served, max_tokens: int) -> tuple[threading.Thread, list[str]]:
-    lines: list[str] = []
-    body = {"prompt": "Once upon a time", "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
-
-    def read() -> None:
-        with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as response:
-            lines.extend(line for line in response.iter_lines() if line)
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    while not lines and thread.is_alive():
-        time.sleep(0.005)
-    return thread, lines
-
-
-def test_it_answers_while_it_loads_listens_once_and_drains_when_told() -> None:
-    with _serving() as served:
-        assert _get(served, "/livez") == 200
-        _await_ready(served)
-        [engine] = [child for child in _children(served.process.pid)]
-        assert len(_listening_inodes(served.process.pid)) == 1
-        assert _listening_inodes(engine) == []
-        thread, lines = _stream(served, 400)
-        served.process.send_signal(signal.SIGTERM)
-        refusals = set()
-        while thread.is_alive() and 503 not in refusals:
-            refusals.add(_get(served, "/readyz"))
-        refused = httpx.post(f"{served.url}/v1/completions", json={"prompt": "a"}, timeout=10)
-        thread.join()
-        assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
-        assert lines[-1] == "data: [DONE]" and not any("error" in json.loads(line[6:]) for line in lines[:-1])
-        assert served.process.wait(DEADLINE_S) == 0
-        assert not Path(f"/proc/{engine}").exists()
-
-
-def test_a_drain_that_is_too_short_ends_streams_with_an_error_and_the_engine_dies_with_its_server() -> None:
-    with _serving("--drain-timeout", "0") as served:
-        _await_ready(served)
-        thread, lines = _stream(served, 400)
-        served.process.send_signal(signal.SIGTERM)
-        thread.join(DEADLINE_S)
-        assert served.process.wait(DEADLINE_S) == 0
-        assert any("error" in json.loads(line[6:]) for line in lines if line.startswith("data: {"))
-    with _serving() as served:
-        _await_ready(served)
-        [engine] = _children(served.process.pid)
-        served.process.kill()
-        began_s = time.monotonic()
-        while Path(f"/proc/{engine}").exists() and "Z" not in Path(f"/proc/{engine}/stat").read_text().rsplit(")")[-1]:
-            assert time.monotonic() - began_s < 10
-            time.sleep(0.02)
+def test_t19_an_engine_that_freezes_is_replaced_and_costs_no_answer() -> None:
+    with serving("--silence-timeout", "1.5") as served:
+        served.await_ready()
+        calm = Stream(served, max_tokens=300, n=2).texts()
+        stream = Stream(served, max_tokens=300, n=2)
+        lost = served.engine_pid
+        os.kill(lost, signal.SIGSTOP)
+        assert until(lambda: served.get("/readyz").status_code == 503) < 4
+        assert served.get("/livez").status_code == 200
+        assert stream.texts() == calm
+        served.await_ready()
+        assert not is_alive(lost) and served.progress()["num_restarts"] == 1
+        last = served.engine_pid
+        served.process.kill()  # and none outlives its server
+        until(lambda: not is_alive(last))
 
 
 @pytest.mark.parametrize(
@@ -123,9 +141,67 @@ def test_a_drain_that_is_too_short_ends_streams_with_an_error_and_the_engine_die
         (["--drain-timeout", "-1"], "drain_timeout=-1.0"),
         (["--max-model-len", "100000000"], "max_model_len"),
         (["--prot", "1"], "did you mean --port"),
+        (["--api-keys-file", "/nowhere/keys.toml"], "keys file"),
+        (["--data-folder", "/proc/nowhere"], "data_folder"),
+        (["--chat-template", "/nowhere"], "chat_template"),
+        (["--kv-cache-memory", "1KiB"], "kv_cache_memory"),
+        (["--kv-cache-memory", "lots"], "lots"),
     ],
 )
-def test_wrong_options_are_one_line_and_exit_2(options: list[str], message: str) -> None:
-    command = [sys.executable, "-m", "quire", "serve", *OPTIONS[:-2], *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1
+def test_t39_wrong_options_are_one_line_and_exit_2(options: list[str], message: str) -> None:
+    done = _failed_start(*OPTIONS[:-2], *options)
+    assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_t39_a_model_or_a_port_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Perceptron"]}')
+    for model in (str(tmp_path), str(tmp_path / "none")):
+        done = _failed_start(model)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = _failed_start(MODEL, "--port", str(taken.getsockname()[1]))
+        assert done.returncode == 2 and "cannot listen" in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def _failed_start(*options: str) -> subprocess.CompletedProcess[str]:
+    """A start that fails, in time: what a start costs on this machine just now is what the version costs, and 2 s more."""
+    began_s = time.monotonic()
+    command = [sys.executable, "-m", "quire"]
+    subprocess.run([*command, "--version"], capture_output=True, timeout=DEADLINE_S, check=True)
+    usual_s = time.monotonic() - began_s
+    done = subprocess.run([*command, "serve", *options], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert time.monotonic() - began_s - usual_s < 2.0 + usual_s
+    return done
+
+
+def test_t02_no_socket_has_a_name_that_others_could_open(served: Served) -> None:
+    """The engine's connection is an inherited pair: nothing that is bound to a path or to the abstract names."""
+    for pid in (served.process.pid, served.engine_pid):
+        inodes = {os.readlink(fd)[8:-1] for fd in Path(f"/proc/{pid}/fd").iterdir() if "socket:" in _target(fd)}
+        named = [line.split() for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]]
+        assert not [line for line in named if line[6] in inodes and len(line) > 7]
+
+
+def _target(fd: Path) -> str:
+    try:
+        return os.readlink(fd)
+    except FileNotFoundError:
+        return ""
+
+
+def test_t18_the_data_folder_is_nobody_elses(tmp_path: Path) -> None:
+    from quire.server.openai.file_store import FileStore
+
+    FileStore(tmp_path / "data").add_file("a", "x")
+    folders = [path for path in (tmp_path / "data").rglob("*") if path.is_dir()]
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o700 for path in (tmp_path / "data", *folders))
+
+
+def test_t19_readiness_follows_a_frozen_engine_and_comes_back(served: Served) -> None:
+    """A freeze that is shorter than the limit costs nothing but the time."""
+    engine = served.engine_pid
+    with frozen(engine):
+        time.sleep(0.5)
+        assert served.get("/livez").status_code == 200
+    served.await_ready()
+    assert served.engine_pid == engine

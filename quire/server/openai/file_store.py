@@ -119,8 +119,10 @@ class FileStore:
                     yield line
 
     def _folder(self, tenant: str, kind: Kind) -> Path:
-        folder = self._root / tenant / _FOLDERS[kind]
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = self._root
+        for part in (tenant, _FOLDERS[kind]):
+            folder = folder / part
+            folder.mkdir(mode=0o700, exist_ok=True)
         return folder
 
     def _path(self, tenant: str, kind: Kind, record_id: str, suffix: str) -> Path:

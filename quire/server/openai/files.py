@@ -127,7 +127,10 @@ def page(request: Request, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     limit_text, after = request.query_params.get("limit", str(_MAX_LISTED)), request.query_params.get("after")
     if not limit_text.isdigit() or not 1 <= int(limit_text[:9]) <= _MAX_LISTED:
         raise bad_request(f"limit: it must be from 1 to {_MAX_LISTED}", param="limit")
-    if request.query_params.get("order") == "asc":
+    order = request.query_params.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise bad_request("order: it must be asc or desc", param="order")
+    if order == "asc":
         records = list(reversed(records))
     start = 0
     if after is not None:

@@ -1,0 +1,146 @@
+"""T09: whatever is sent to any route, the answer comes in time, is no 5xx, and every error has the one shape.
+
+Bodies are made in two ways: by schemathesis from the document that the server itself publishes (values of the right types
+and of wrong ones), and by mutating bodies that work (truncated, nested, repeated, of other types, with bytes changed).
+QUIRE_FUZZ_SECONDS asks for more than the suite's few seconds of each, QUIRE_FUZZ_SEED for others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from schemathesis import APIOperation, Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import content_type_conformance, negative_data_rejection, response_schema_conformance
+from served import Served
+
+SECONDS = float(os.environ.get("QUIRE_FUZZ_SECONDS", "6"))
+SEED = int(os.environ.get("QUIRE_FUZZ_SEED", "1"))
+MAX_ANSWER_S = 2.0
+CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
+SEEDS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {**CHAT, "stop": ["a"], "logit_bias": {"1": 1}, "stream": False, "n": 2, "seed": 1}),
+    ("/v1/chat/completions", {**CHAT, "stream": True, "stream_options": {"include_usage": True}, "logprobs": True}),
+    ("/v1/completions", {"prompt": ["x", "y"], "echo": True, "logprobs": 1, "max_tokens": 3, "best_of": 2}),
+    ("/v1/completions", {"prompt": [[1, 2], [3]], "max_tokens": 2, "allowed_token_ids": [5, 6], "bad_words": ["a"]}),
+    ("/v1/responses", {"input": [{"role": "user", "content": "x"}], "text": {}, "max_output_tokens": 2}),
+    ("/v1/messages", {"model": "quire-storyteller", "max_tokens": 3, "messages": [{"role": "user", "content": "x"}]}),
+    ("/v1/messages/count_tokens", {"model": "quire-storyteller", "messages": [{"role": "user", "content": "x"}]}),
+    ("/v1/embeddings", {"input": ["x"]}),
+    ("/v1/batches", {"input_file_id": "file-x", "endpoint": "/v1/completions", "completion_window": "24h"}),
+    ("/tokenize", {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}]}]}),
+    ("/detokenize", {"tokens": [1, 2]}),
+]  # fmt: skip
+JUNK: tuple[Any, ...] = (
+    None, True, -1, 0, 1.5, 2**63, -(2**63), 10**40, 1e99, "", "x" * 5000, "\x00", "\u202e", "\U0010ffff", [], {}, [[]], [{}],
+    [None] * 50, {"type": []}, {"": None}, {"$ref": "#"}, "NaN", "0x10", [1, "a", None], "../../etc/passwd",
+)  # fmt: skip
+
+
+@pytest.fixture
+def watched(served: Served) -> Iterator[Served]:
+    """The server, whose engine must be the same afterwards, and idle."""
+    engine = served.engine_pid
+    yield served
+    served.await_idle()
+    assert served.engine_pid == engine
+    assert served.progress()["num_restarts"] == 0
+
+
+def _check(response: httpx.Response, sent: object) -> None:
+    elapsed_s = response.elapsed.total_seconds()
+    assert elapsed_s < MAX_ANSWER_S, (elapsed_s, sent)
+    assert response.status_code < 500, (sent, response.text)
+    if response.status_code >= 400:
+        assert {"message", "type", "param", "code"} == set(response.json()["error"]), (sent, response.text)
+        assert len(response.content) < 2000, "an error quotes only a little of what it complains of"
+
+
+def _cases(document: dict[str, Any]) -> st.SearchStrategy[Case[Any]]:
+    """Requests of all operations: half of them as the document wants them, half not."""
+    schema = schemathesis.openapi.from_dict(document)
+    schema.validate()
+    strategies = []
+    for result in schema.get_all_operations():
+        operation: APIOperation[Any, Any, Any, Any] = result.ok()  # type: ignore[union-attr]
+        for mode in GenerationMode:
+            if mode is GenerationMode.POSITIVE or operation.body or operation.query:
+                strategies.append(operation.as_strategy(mode))
+    return st.one_of(strategies)
+
+
+def test_t09_what_the_published_document_allows_and_what_it_forbids(watched: Served) -> None:
+    """Also that what the document forbids is refused, so that the document is true."""
+    cases = _cases(watched.get("/openapi.json").json())
+    checks = [not_a_server_error, response_schema_conformance, content_type_conformance, negative_data_rejection]
+    tried: dict[str, int] = {}
+    session = requests.Session()
+
+    def run(case: Case[Any]) -> None:
+        tried[case.operation.label] = tried.get(case.operation.label, 0) + 1
+        case.headers.pop("x-api-key", None)
+        response = case.call(base_url=watched.url, session=session, headers=watched.headers, timeout=MAX_ANSWER_S)
+        case.validate_response(response, checks=checks)
+
+    unbounded = list(HealthCheck)
+    some = settings(max_examples=40, deadline=None, phases=[Phase.generate], suppress_health_check=unbounded, database=None)
+    deadline_s = time.monotonic() + SECONDS
+    with session:
+        for number in itertools.count(SEED):
+            seed(number)(some(given(cases)(run)))()
+            if time.monotonic() > deadline_s:
+                break
+    assert len(tried) > 15, tried
+
+
+def test_t09_mutated_bodies(watched: Served) -> None:
+    rng = random.Random(SEED)
+    deadline_s = time.monotonic() + SECONDS
+    statuses: set[int] = set()
+    with watched.client(timeout_s=MAX_ANSWER_S + 1) as http:
+        while time.monotonic() < deadline_s:
+            path, body = rng.choice(SEEDS)
+            content = _spoilt(rng, json.dumps(_mutated(rng, body)).encode())
+            response = http.post(path, content=content)
+            _check(response, (path, content[:2000]))
+            statuses.add(response.status_code)
+    assert {200, 400, 404} <= statuses
+
+
+def _mutated(rng: random.Random, value: Any) -> Any:
+    if rng.random() < 0.08:
+        return rng.choice(JUNK)
+    if isinstance(value, dict):
+        items = [
+            (rng.choice([key, "x", "n"]) if rng.random() < 0.03 else key, _mutated(rng, each)) for key, each in value.items()
+        ]
+        return dict(items)
+    if isinstance(value, list):
+        return [_mutated(rng, each) for each in value] * (rng.randrange(40) if rng.random() < 0.03 else 1)
+    return value
+
+
+def _spoilt(rng: random.Random, content: bytes) -> bytes:
+    """Most are left as they are; some lose or gain bytes, or are wrapped many times."""
+    kind = rng.random()
+    if kind < 0.15:
+        cut = rng.randrange(len(content))
+        return content[:cut] + bytes([rng.randrange(256)]) + content[cut + rng.randrange(3) :]
+    if kind < 0.2:
+        return content[: rng.randrange(len(content))]
+    if kind < 0.22:
+        depth = rng.choice([10, 1000, 100_000])
+        return b'{"messages":' * depth + content + b"}" * depth
+    return content

@@ -1,0 +1,132 @@
+"""`quire serve` as a process of its own: what runs where, what it holds, and how it is told to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+MODEL = "quire-storyteller"
+OPTIONS = (MODEL, "--num-threads", "1", "--kv-cache-memory", "48MiB", "--port", "0")
+DEADLINE_S = 60.0
+
+
+@dataclass(slots=True)
+class Served:
+    """A running server."""
+
+    process: subprocess.Popen[str]
+    url: str
+    headers: dict[str, str] = field(default_factory=dict)
+    """With a key, where it wants one."""
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self.url.rsplit(":", 1)[1])
+
+    @property
+    def engine_pid(self) -> int:
+        """The engine's process."""
+        [engine] = children(self.process.pid)
+        return engine
+
+    def client(self, timeout_s: float = 30.0) -> httpx.Client:
+        """A client with a key."""
+        return httpx.Client(base_url=self.url, headers=self.headers, timeout=timeout_s)
+
+    def get(self, path: str) -> httpx.Response:
+        """One answer."""
+        return httpx.get(f"{self.url}{path}", headers=self.headers, timeout=10)
+
+    def progress(self) -> dict[str, float]:
+        """The engine's numbers."""
+        numbers: dict[str, float] = self.get("/healthz/progress").json()
+        return numbers
+
+    def await_ready(self) -> None:
+        """Wait until the model is there."""
+        until(lambda: self.get("/readyz").status_code == 200, DEADLINE_S)
+
+    def await_idle(self, timeout_s: float = 20.0) -> None:
+        """Wait until nothing is computed and no block is held."""
+
+        def is_idle() -> bool:
+            numbers = self.progress()
+            return not any(numbers[name] for name in ("num_requests", "num_running", "num_waiting", "kv_usage"))
+
+        until(is_idle, timeout_s)
+
+
+@contextmanager
+def serving(*options: str, env: dict[str, str] | None = None, keys: str | None = None) -> Iterator[Served]:
+    """A server of the shipped model with further options; its `stderr` can be read. Killed at the end, if it still runs."""
+    command = [sys.executable, "-m", "quire", "serve", *OPTIONS, *options]
+    environment = {**os.environ, **(env or {}), **({"QUIRE_API_KEYS": keys} if keys else {})}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            assert "listening on http://" in line, line
+            key = keys.split(",")[0].partition("=")[2] if keys else None
+            yield Served(process, line.split()[3].rstrip(","), {"x-api-key": key} if key else {})
+        finally:
+            process.kill()
+
+
+def until(is_so: object, timeout_s: float = 10.0) -> float:
+    """Wait until `is_so()`; how long that took, in seconds. Fails after `timeout_s`."""
+    assert callable(is_so)
+    began_s = time.monotonic()
+    while not is_so():
+        assert time.monotonic() - began_s < timeout_s, "did not happen in time"
+        time.sleep(0.01)
+    return time.monotonic() - began_s
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for children in lists for child in children.read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs, and is no mere entry in the table."""
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def resident_bytes(pid: int, what: str = "VmRSS") -> int:
+    """What a process holds in memory; `VmHWM` is the most that it ever held."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    [line] = [line for line in status.splitlines() if line.startswith(f"{what}:")]
+    return int(line.split()[1]) << 10
+
+
+def listening(pid: int) -> list[str]:
+    """TCP addresses on which a process listens."""
+    fds = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+    mine = {name[8:-1] for name in fds if name.startswith("socket:[")}
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]]
+    return [line[1] for line in lines if line[3] == "0A" and line[9] in mine]
+
+
+@contextmanager
+def frozen(pid: int) -> Iterator[None]:
+    """A process that does not run for a while."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        if is_alive(pid):
+            os.kill(pid, signal.SIGCONT)
