@@ -9,6 +9,7 @@
 
 #include "bindings.hpp"
 #include "timing.hpp"
+#include "weight.hpp"
 
 namespace quire {
 
@@ -99,6 +100,29 @@ static void rope(uintptr_t x, uintptr_t positions, uintptr_t cos_sin, int dtype,
     over_rows(num_rows, 2 * num_heads * half, [&](int64_t first, int64_t last) { table.rope(rows, first, last); });
 }
 
+// The inverse of pack_panel (weight.cpp). A row is spread over its whole panel, 32 bytes for each of its own: measured
+// against the layers that follow, nothing.
+template <typename T>
+static void unpack_row(const T *panel, int64_t i, int64_t width, T *out) {
+    constexpr int64_t PAIR = sizeof(T) == 2 ? 2 : 1;
+    for (int64_t k = 0; k < width; ++k) out[k] = panel[(k / PAIR * PANEL + i) * PAIR + k % PAIR];
+}
+
+static void copy_row(const Lookup &lookup, int64_t id, void *out) {
+    const char *from = static_cast<const char *>(lookup.table);
+    if (lookup.panel_bytes == 0) {
+        const int64_t row_bytes = lookup.width * size_of(lookup.dtype);
+        std::memcpy(out, from + id * row_bytes, row_bytes);
+        return;
+    }
+    const char *panel = from + id / PANEL * lookup.panel_bytes;
+    if (lookup.dtype == DType::f32) {
+        unpack_row(reinterpret_cast<const float *>(panel), id % PANEL, lookup.width, static_cast<float *>(out));
+    } else {
+        unpack_row(reinterpret_cast<const bf16 *>(panel), id % PANEL, lookup.width, static_cast<bf16 *>(out));
+    }
+}
+
 void embedding(const Lookup &lookup, const int64_t *ids, int64_t count, void *out) {
     for (int64_t t = 0; t < count; ++t) {
         if (ids[t] < 0 || ids[t] >= lookup.num_rows) {
@@ -107,16 +131,23 @@ void embedding(const Lookup &lookup, const int64_t *ids, int64_t count, void *ou
         }
     }
     const int64_t row_bytes = lookup.width * size_of(lookup.dtype);
-    const char *from = static_cast<const char *>(lookup.table);
     char *to = static_cast<char *>(out);
     over_rows(count, lookup.width, [&](int64_t first, int64_t last) {
-        for (int64_t t = first; t < last; ++t) std::memcpy(to + t * row_bytes, from + ids[t] * row_bytes, row_bytes);
+        for (int64_t t = first; t < last; ++t) copy_row(lookup, ids[t], to + t * row_bytes);
     });
 }
 
-static void gather(uintptr_t token_ids, uintptr_t table, uintptr_t out, int dtype, int64_t num_tokens, int64_t num_rows,
-                   int64_t width) {
-    const Lookup lookup{reinterpret_cast<const void *>(table), static_cast<DType>(dtype), num_rows, width};
+static void init_lookup(Lookup *self, uintptr_t table, int dtype, int64_t num_rows, int64_t width) {
+    new (self) Lookup{reinterpret_cast<const void *>(table), static_cast<DType>(dtype), num_rows, width, 0};
+}
+
+static void init_packed_lookup(Lookup *self, const LinearWeight &weight) {
+    if (weight.is_integer()) throw std::invalid_argument("embedding: rows cannot be had back from a weight of integers");
+    const DType dtype = weight.format == WeightFormat::f32 ? DType::f32 : DType::bf16;
+    new (self) Lookup{weight.data, dtype, weight.num_outputs, weight.num_inputs, weight.panel_bytes()};
+}
+
+static void gather(const Lookup &lookup, uintptr_t token_ids, int64_t num_tokens, uintptr_t out) {
     const Stopwatch stopwatch(KernelClass::elementwise);
     embedding(lookup, reinterpret_cast<const int64_t *>(token_ids), num_tokens, reinterpret_cast<void *>(out));
 }
@@ -129,6 +160,9 @@ static void bind_elementwise(nb::module_ &m) {
     m.def("activate", &activate, release());
     m.def("gated", &gated, release());
     m.def("rope", &rope, release());
+    nb::class_<Lookup>(m, "Lookup")
+        .def("__init__", &init_lookup)
+        .def("__init__", &init_packed_lookup);
     m.def("embedding", &gather, release());
 }
 static const Registration registration(bind_elementwise);

@@ -19,12 +19,15 @@ void over_rows(int64_t count, int64_t row_cost, Work work) {
 // std::invalid_argument for a position that a table of RoPE or of embeddings does not have.
 void check_positions(const int64_t *positions, int64_t count, int64_t num_positions);
 
-// Gather rows of a table [num_rows, width]; std::out_of_range for an id outside it.
+// A table [num_rows, width], row by row or as a packed float weight (weight.hpp).
 struct Lookup {
     const void *table;
     DType dtype;
     int64_t num_rows, width;
+    int64_t panel_bytes;  // 0: row by row
 };
+
+// Gather rows; std::out_of_range for an id outside the table.
 void embedding(const Lookup &lookup, const int64_t *ids, int64_t count, void *out);
 
 }  // namespace quire

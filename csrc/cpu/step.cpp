@@ -90,15 +90,14 @@ class Pass {
 
 void Pass::embed(const EmbeddingWeights &weights) {
     const Stopwatch stopwatch(KernelClass::elementwise);
-    embedding(Lookup{weights.tokens, dtype_, weights.num_tokens, width_}, step_.token_ids, num_tokens_, to_.total);
+    embedding(weights.tokens, step_.token_ids, num_tokens_, to_.total);
     if (weights.scale != 1.0f) {
         over_rows(num_tokens_, width_, [&](int64_t first, int64_t last) {
             table_.scale(to_.total, weights.scale, to_.total, dtype_, first * width_, last * width_);
         });
     }
-    if (weights.positions != nullptr) {
-        const Lookup lookup{weights.positions, dtype_, weights.num_positions, width_};
-        embedding(lookup, step_.positions, num_tokens_, to_.pending);
+    if (weights.positions.table != nullptr) {
+        embedding(weights.positions, step_.positions, num_tokens_, to_.pending);
         over_rows(num_tokens_, width_, [&](int64_t first, int64_t last) {
             table_.add(to_.total, to_.pending, to_.total, dtype_, first * width_, last * width_);
         });
@@ -256,9 +255,9 @@ void Decoder::forward(const StepInputs &step, void *out) {
     const std::lock_guard<std::mutex> guard(is_running_);
     if (caches_.size() != blocks_.size()) throw std::invalid_argument("step: there are no caches");
     check_positions(step.positions, step.sequences.num_tokens, embedding_.num_positions);
-    const Widths widths(embedding_.width, blocks_);
-    Pass pass(step, embedding_.dtype, embedding_.width,
-              lay_out(arena_, widths, step.sequences.num_tokens, embedding_.dtype));
+    const Widths widths(embedding_.tokens.width, blocks_);
+    Pass pass(step, embedding_.tokens.dtype, embedding_.tokens.width,
+              lay_out(arena_, widths, step.sequences.num_tokens, embedding_.tokens.dtype));
     pass.embed(embedding_);
     for (size_t i = 0; i < blocks_.size(); ++i) pass.run(blocks_[i], caches_[i]);
     pass.finish(out);

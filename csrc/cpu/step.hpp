@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "attention.hpp"
+#include "elementwise.hpp"
 #include "linear.hpp"
 
 namespace quire {
@@ -53,9 +54,8 @@ struct BlockWeights {
 
 // What comes before the blocks.
 struct EmbeddingWeights {
-    const void *tokens, *positions;  // [num_tokens, width], [num_positions, width]; positions may be null
-    DType dtype;
-    int64_t num_tokens, num_positions, width;  // num_positions: also what every table of RoPE holds
+    Lookup tokens, positions;  // of the same dtype and width; positions.table may be null
+    int64_t num_positions;     // those that may be asked for; every table of RoPE holds as many
     float scale;
 };
 

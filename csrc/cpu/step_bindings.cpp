@@ -45,15 +45,9 @@ static void init_mlp(MlpWeights *self, const LinearWeight &up, const LinearWeigh
     new (self) MlpWeights{up, down, is_gated, static_cast<Activation>(activation)};
 }
 
-static void init_embedding(EmbeddingWeights *self, uintptr_t tokens, uintptr_t positions, int dtype, int64_t num_tokens,
-                           int64_t num_positions, int64_t width, float scale) {
-    new (self) EmbeddingWeights{reinterpret_cast<const void *>(tokens),
-                                reinterpret_cast<const void *>(positions),
-                                static_cast<DType>(dtype),
-                                num_tokens,
-                                num_positions,
-                                width,
-                                scale};
+static void init_embedding(EmbeddingWeights *self, const Lookup &tokens, const Lookup *positions, int64_t num_positions,
+                           float scale) {
+    new (self) EmbeddingWeights{tokens, positions == nullptr ? Lookup{} : *positions, num_positions, scale};
 }
 
 static void add_block(Decoder &decoder, const AttentionWeights &attention, const MlpWeights &mlp,
@@ -90,8 +84,7 @@ static void bind_step(nb::module_ &m) {
     nb::class_<MlpWeights>(m, "MlpWeights")
         .def("__init__", &init_mlp, "up"_a, "down"_a, "is_gated"_a, "activation"_a);
     nb::class_<EmbeddingWeights>(m, "EmbeddingWeights")
-        .def("__init__", &init_embedding, "tokens"_a, "positions"_a, "dtype"_a, "num_tokens"_a, "num_positions"_a,
-             "width"_a, "scale"_a);
+        .def("__init__", &init_embedding, "tokens"_a, "positions"_a.none(), "num_positions"_a, "scale"_a);
     nb::class_<KVCache>(m, "KVCache")
         .def("__init__", &init_cache, "keys"_a, "values"_a, "format"_a, "num_blocks"_a, "num_kv_heads"_a,
              "block_size"_a, "head_size"_a);

@@ -22,8 +22,6 @@ examples:
   quire plan ./config.json --load-format dummy --json
 """
 
-_TIED = "the tied output head twice: as the embedding's table, and packed for the matrix product"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
@@ -94,7 +92,7 @@ def render(record: dict[str, Any]) -> str:
         _section(
             "Memory",
             [
-                ("weights", format_bytes(memory["weight_bytes"]), _TIED if record["is_tied"] else ""),
+                ("weights", format_bytes(memory["weight_bytes"]), ""),
                 ("KV cache", format_bytes(memory["kv_bytes"]), _capacity(memory, capacity)),
                 ("workspace", format_bytes(memory["workspace_bytes"]), "at most, in a full step"),
                 ("total", format_bytes(memory["total_bytes"]), _share(memory["total_bytes"], machine)),

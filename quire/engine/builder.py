@@ -209,7 +209,9 @@ def _head_start(planned: PlannedModel) -> HeadStart | None:
     from quire.weights.checkpoint import SafetensorsCheckpoint
     from quire.weights.head_start import HeadStart, Wanted
 
-    wanted = Wanted([p for p in plan.spec.projections if plan.formats.of(p) is None], [plan.spec.embedding])
+    floats = [parts for parts in plan.spec.projections if plan.formats.of(parts) is None]
+    is_shared = plan.spec.is_tied and (plan.spec.head,) in floats
+    wanted = Wanted(floats, [] if is_shared else [plan.spec.embedding])
     try:
         checkpoint = SafetensorsCheckpoint(planned.folder, plan.spec)
     except CheckpointError:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
@@ -29,6 +30,16 @@ class PackedLinear(Protocol):
 
     @property
     def num_bytes(self) -> int: ...
+
+
+class EmbeddingTable(Protocol):
+    """Rows that token ids choose from, [V, H]: a tensor, or what a back end made of one (see `Kernels.table_of`)."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +147,7 @@ class BlockWeights:
 class DecoderWeights:
     """A decoder from token ids to its last block, for a back end that computes it in one call."""
 
-    embedding: Tensor
+    embedding: EmbeddingTable
     """[V, H]; its dtype is that of all activations."""
     embedding_scale: float
     """Rounded to that dtype; applied to the gathered rows."""
@@ -186,7 +197,13 @@ class Kernels(Protocol):
         """
         ...
 
-    def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
+    def table_of(self, weight: PackedLinear) -> EmbeddingTable | None:
+        """The table [N, K] whose rows are those that `weight` was packed from, bit for bit, in memory that the two share;
+        None where they cannot be had back (integers). So a head that is tied to the embedding exists once.
+        """
+        ...
+
+    def embedding(self, token_ids: Tensor, table: EmbeddingTable) -> Tensor:
         """Gather rows: ids int64 [T], table [V, H] -> [T, H]."""
         ...
 

@@ -226,10 +226,8 @@ class DecoderSpec:
         return None if self.position_embedding is None else self.position_embedding.shape[0]
 
     def weight_bytes(self, dtype: str) -> int:
-        """Memory of the weights in the compute dtype. A tied head counts twice: once as the table that embeddings are
-        gathered from, once in the layout that the GEMM wants."""
-        num_held = self.num_parameters + (self.head.weight.num_elements if self.is_tied else 0)
-        return num_held * DTYPE_BYTES[dtype]
+        """Memory of the weights in the compute dtype. A tied head is the embedding's own memory."""
+        return self.num_parameters * DTYPE_BYTES[dtype]
 
     def flops_per_token(self) -> FlopsPerToken:
         """Matrix products with weights; attention itself (which grows with the context) is `attention_flops`."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.kernels.interface import Kernels, PackedLinear
+from quire.kernels.interface import EmbeddingTable, Kernels, PackedLinear
 from quire.models.declaration import (
     AttentionSpec,
     BlockSpec,
@@ -68,7 +68,7 @@ class _Builder:
         self._num_bytes = 0
 
     def decoder(self, spec: DecoderSpec) -> DecoderModel:
-        embedding = self._table(spec.embedding)
+        embedding, head = self._ends(spec)
         positions = spec.position_embedding
         blocks = tuple(self._block(block, layer) for layer, block in enumerate(spec.blocks))
         model = DecoderModel(
@@ -79,7 +79,7 @@ class _Builder:
             position_embedding=None if positions is None else self._tensor(positions),
             blocks=blocks,
             final_norm=self._norm(spec.final_norm),
-            head=self._head(spec, embedding),
+            head=head,
             max_model_len=self._max_model_len,
             num_bytes=self._num_bytes,
         )
@@ -118,11 +118,22 @@ class _Builder:
     def _linear(self, *parts: LinearSpec) -> PackedLinear:
         return self._counted(self._weights.packed(parts) or self._linears.load(parts))
 
-    def _head(self, spec: DecoderSpec, table: Tensor) -> PackedLinear:
-        packed = self._weights.packed([spec.head])
-        if packed is None and spec.is_tied:
-            packed = self._linears.load_tied(spec.head, table)
-        return self._linear(spec.head) if packed is None else self._counted(packed)
+    def _ends(self, spec: DecoderSpec) -> tuple[EmbeddingTable, PackedLinear]:
+        """The embedding table and the head, which share their memory where they are tied and the head holds floats."""
+        if not spec.is_tied:
+            return self._counted_tensor(self._table(spec.embedding)), self._linear(spec.head)
+        head, table = self._weights.packed([spec.head]), None
+        if head is None:
+            table = self._table(spec.embedding)
+            head = self._linears.load_tied(spec.head, table)
+        shared = self._kernels.table_of(head)
+        if shared is None:
+            shared = self._counted_tensor(self._table(spec.embedding) if table is None else table)
+        return shared, self._counted(head)
+
+    def _counted_tensor(self, table: Tensor) -> Tensor:
+        self._num_bytes += table.nbytes
+        return table
 
     def _counted(self, packed: PackedLinear) -> PackedLinear:
         self._num_bytes += packed.num_bytes
@@ -136,15 +147,14 @@ class _Builder:
 
     def _table(self, spec: TensorSpec) -> Tensor:
         table = self._weights.table(spec)
-        if table is None:
-            return self._tensor(spec)
-        self._num_bytes += table.nbytes
-        return table
+        return self._filled(spec) if table is None else table
 
     def _tensor(self, spec: TensorSpec) -> Tensor:
+        return self._counted_tensor(self._filled(spec))
+
+    def _filled(self, spec: TensorSpec) -> Tensor:
         out = torch.empty(spec.shape, dtype=self._dtype)
         self._weights.fill(out, spec)
-        self._num_bytes += out.nbytes
         return out
 
     def _rope(self, spec: RopeSpec) -> Tensor:

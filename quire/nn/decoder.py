@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kernels.interface import DecoderWeights, ForwardPass, Kernels, PackedLinear
+from quire.kernels.interface import DecoderWeights, EmbeddingTable, ForwardPass, Kernels, PackedLinear
 from quire.models.declaration import DecoderSpec
 from quire.nn.context import StepContext
 from quire.nn.layers import Block, Norm, Stream
@@ -25,8 +25,8 @@ class DecoderModel:
 
     spec: DecoderSpec
     kernels: Kernels
-    embedding: Tensor
-    """[V, H] in the compute dtype."""
+    embedding: EmbeddingTable
+    """[V, H] in the compute dtype; the head's own memory where the two are tied and the head holds floats."""
     embedding_scale: float
     """Rounded to the compute dtype, as the models were trained."""
     position_embedding: Tensor | None

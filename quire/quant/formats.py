@@ -53,12 +53,15 @@ class WeightFormats:
         return join(formats) if formats and len(formats) == len(found) else None
 
     def weight_bytes(self, spec: DecoderSpec, dtype: str) -> int:
-        """Memory of all weights: those that stay floating point count in `dtype`."""
+        """Memory of all weights: those that stay floating point count in `dtype`. Integers of a tied head come on top of the
+        embedding, which stays as it is."""
         total = spec.weight_bytes(dtype)
         for parts in spec.projections:
             if (held := self.of(parts)) is not None:
                 num_outputs, num_inputs = sum(part.num_outputs for part in parts), parts[0].num_inputs
-                total += held.num_bytes(num_outputs, num_inputs) - num_outputs * num_inputs * DTYPE_BYTES[dtype]
+                is_on_top = spec.is_tied and parts == (spec.head,)
+                replaced = 0 if is_on_top else num_outputs * num_inputs * DTYPE_BYTES[dtype]
+                total += held.num_bytes(num_outputs, num_inputs) - replaced
         return total
 
     @property

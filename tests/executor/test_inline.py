@@ -11,7 +11,7 @@ from quire import LLM
 def test_closing_frees_weights_and_memory() -> None:
     llm = LLM("quire-storyteller", kv_cache_memory="4MiB", num_threads=1)
     worker = llm.engine.executor.worker  # type: ignore[attr-defined]
-    held = [weakref.ref(worker.model.embedding), weakref.ref(worker.memory.caches[0][0])]
+    held = [weakref.ref(worker.model.head.data), weakref.ref(worker.memory.caches[0][0])]
     executor = llm.engine.executor
     llm.close()
     executor.close()

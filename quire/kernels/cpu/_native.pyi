@@ -5,6 +5,8 @@ passes them. dtypes are 0 for float32 and 1 for bfloat16. Indices that come from
 positions) are checked here: ValueError, or IndexError for a token id.
 """
 
+from typing import overload
+
 def kernel_times() -> dict[str, float]:
     """Seconds that kernels have run for in this process: linear, attention, elementwise, sampling."""
 
@@ -96,7 +98,14 @@ def rope(
     is_interleaved: bool,
     /,
 ) -> None: ...
-def embedding(token_ids: int, table: int, out: int, dtype: int, num_tokens: int, num_rows: int, width: int, /) -> None: ...
+
+class Lookup:
+    @overload
+    def __init__(self, table: int, dtype: int, num_rows: int, width: int, /) -> None: ...
+    @overload
+    def __init__(self, weight: LinearWeight, /) -> None: ...
+
+def embedding(lookup: Lookup, token_ids: int, num_tokens: int, out: int, /) -> None: ...
 def write_kv(
     key: int,
     value: int,
@@ -196,9 +205,7 @@ class MlpWeights:
     def __init__(self, *, up: LinearWeight, down: LinearWeight, is_gated: bool, activation: int) -> None: ...
 
 class EmbeddingWeights:
-    def __init__(
-        self, *, tokens: int, positions: int, dtype: int, num_tokens: int, num_positions: int, width: int, scale: float
-    ) -> None: ...
+    def __init__(self, *, tokens: Lookup, positions: Lookup | None, num_positions: int, scale: float) -> None: ...
 
 class KVCache:
     def __init__(

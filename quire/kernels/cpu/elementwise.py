@@ -7,18 +7,26 @@ from torch import Tensor
 
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.checks import activation_code, address, float_code, heads_address, indices_address, require
-from quire.kernels.interface import Activation
+from quire.kernels.cpu.linear import PackedTable
+from quire.kernels.interface import Activation, EmbeddingTable
 
 
-def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
-    """Gather rows of `table [V, H]`; an id outside it raises IndexError."""
-    require(table.dim() == 2, "embedding: expected table [V, H]", table)
-    num_tokens, (num_rows, width) = token_ids.numel(), table.shape
-    ids = indices_address(token_ids, "token_ids", num_tokens)
+def embedding(token_ids: Tensor, table: EmbeddingTable) -> Tensor:
+    """Gather rows of `table [V, H]`, a tensor or a `PackedTable`; an id outside it raises IndexError."""
+    num_tokens, width = token_ids.numel(), table.shape[-1]
     out = torch.empty((num_tokens, width), dtype=table.dtype)
-    code = float_code(table, "table")
-    _native.embedding(ids, address(table, "table"), out.data_ptr(), code, num_tokens, num_rows, width)
+    _native.embedding(native_lookup(table), indices_address(token_ids, "token_ids", num_tokens), num_tokens, out.data_ptr())
     return out
+
+
+def native_lookup(table: EmbeddingTable) -> _native.Lookup:
+    """The extension's view of a table; does not keep its memory alive."""
+    if isinstance(table, PackedTable):
+        return _native.Lookup(table.weight.native)
+    if not isinstance(table, Tensor):
+        raise TypeError(f"embedding: the table is of another back end ({type(table).__name__})")
+    require(table.dim() == 2, "embedding: expected table [V, H]", table)
+    return _native.Lookup(address(table, "table"), float_code(table, "table"), *table.shape)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0) -> Tensor:

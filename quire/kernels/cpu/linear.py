@@ -67,6 +67,29 @@ class CpuLinear:
         return self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
+@dataclass(frozen=True, slots=True)
+class PackedTable:
+    """A float weight as the table that it was packed from. Implements `EmbeddingTable`; `embedding` gathers from it."""
+
+    weight: CpuLinear
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.weight.num_outputs, self.weight.num_inputs))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _FLOAT_DTYPES[self.weight.layout.format]
+
+
+_FLOAT_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+def table_of(weight: PackedLinear) -> PackedTable | None:
+    """See `Kernels.table_of`: the float formats only move values, so their rows can be had back."""
+    return PackedTable(weight) if isinstance(weight, CpuLinear) and weight.layout.format in _FLOAT_DTYPES else None
+
+
 def _allocate(layout: PackedLayout, bias: Tensor | None) -> CpuLinear:
     """The weight with its bytes still to be written."""
     own_bias = None if bias is None else bias.detach().to("cpu", torch.float32, copy=True).contiguous()

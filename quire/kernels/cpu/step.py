@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.attention import check_batch, native_cache
 from quire.kernels.cpu.checks import activation_code, address, float_code, indices_address, int32_address, require
+from quire.kernels.cpu.elementwise import native_lookup
 from quire.kernels.cpu.linear import CpuLinear
 from quire.kernels.interface import (
     AttentionBatch,
@@ -76,16 +77,12 @@ class CompiledDecoder:
 
 def _embedding(decoder: DecoderWeights) -> _native.EmbeddingWeights:
     tokens, positions = decoder.embedding, decoder.position_embedding
-    require(tokens.dim() == 2, "step: expected embeddings [V, H]", tokens)
     if positions is not None and (positions.dtype != tokens.dtype or positions.shape[1:] != tokens.shape[1:]):
         raise ValueError(f"step: embeddings {tokens.dtype} {list(tokens.shape)} and {positions.dtype} {list(positions.shape)}")
     return _native.EmbeddingWeights(
-        tokens=address(tokens, "embedding"),
-        positions=0 if positions is None else address(positions, "position_embedding"),
-        dtype=float_code(tokens, "embedding"),
-        num_tokens=tokens.shape[0],
+        tokens=native_lookup(tokens),
+        positions=None if positions is None else native_lookup(positions),
         num_positions=decoder.max_model_len if positions is None else min(decoder.max_model_len, positions.shape[0]),
-        width=tokens.shape[1],
         scale=decoder.embedding_scale,
     )
 

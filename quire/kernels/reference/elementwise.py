@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.kernels.interface import Activation
+from quire.kernels.interface import Activation, EmbeddingTable
 
 
-def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
+def embedding(token_ids: Tensor, table: EmbeddingTable) -> Tensor:
     """`table[token_ids]`; an id outside the table raises IndexError."""
+    if not isinstance(table, Tensor):
+        raise TypeError(f"embedding: the table is of another back end ({type(table).__name__})")
     if token_ids.numel() and (int(token_ids.min()) < 0 or int(token_ids.max()) >= table.shape[0]):
         raise IndexError(f"embedding: a token id is outside the table of {table.shape[0]} rows")
     return table[token_ids]

@@ -114,6 +114,11 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> ReferenceLinear:
     return ReferenceLinear(weight.contiguous(), bias, weight.shape[0], weight.shape[1])
 
 
+def table_of(weight: PackedLinear) -> Tensor | None:
+    """The weight itself, which is kept as it came."""
+    return weight.weight if isinstance(weight, ReferenceLinear) else None
+
+
 def linear(x: Tensor, weight: PackedLinear, *, out_dtype: str | None = None) -> Tensor:
     """`x [T, K] -> [T, N]`: each row alone in float32, rounded once."""
     if not isinstance(weight, ReferenceLinear | ReferenceQuantizedLinear):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import cpu
-from quire.kernels.interface import Activation, Kernels
+from quire.kernels.interface import Activation, Kernels, QuantizedWeight
 
 DTYPES = [torch.float32, torch.bfloat16]
 WIDTHS = [1, 5, 64, 100, 257]
@@ -99,6 +99,28 @@ def test_embedding(native_isa: Kernels, reference: Kernels, dtype: torch.dtype) 
         for bad in (30, -1):
             with pytest.raises(IndexError, match="outside the table of 30 rows"):
                 kernels.embedding(torch.tensor([1, bad]), table)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES])
+@pytest.mark.parametrize("shape", [(1, 1), (15, 8), (16, 7), (33, 65)])
+def test_rows_are_had_back_from_a_packed_weight(
+    native_isa: Kernels, reference: Kernels, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    weight = draw(*shape, dtype=dtype)
+    ids = torch.arange(shape[0]).repeat(2).flip(0)
+    for kernels in (native_isa, reference):
+        table = kernels.table_of(kernels.pack_linear(weight))
+        assert table is not None and table.shape == shape and table.dtype == dtype
+        assert torch.equal(kernels.embedding(ids, table), weight[ids])
+        with pytest.raises(IndexError, match=f"outside the table of {shape[0]} rows"):
+            kernels.embedding(torch.tensor([shape[0]]), table)
+
+
+def test_rows_of_integers_cannot_be_had_back(native: Kernels, reference: Kernels) -> None:
+    values = torch.ones(4, 8, dtype=torch.int8)
+    weight = QuantizedWeight(values, torch.ones(4, 1), None, bits=8, group_size=8, activations="int8")
+    for kernels in (native, reference):
+        assert kernels.table_of(kernels.pack_quantized(weight)) is None
 
 
 def run_all(kernels: Kernels, x: Tensor, cos_sin: Tensor) -> list[Tensor]:
