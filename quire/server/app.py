@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Router
 from starlette.types import ASGIApp
 
+from quire.common.loop_lag import LoopLagProbe
 from quire.config.api import ApiConfig
 from quire.engine.client import EngineClient
 from quire.server.anthropic.messages import CountRequest, MessageRequest, Messages
@@ -39,11 +40,14 @@ def build_app(config: ApiConfig, client: EngineClient, keys: KeyRing) -> ASGIApp
 
     @asynccontextmanager
     async def lifespan(_: object) -> AsyncIterator[None]:
+        probe = LoopLagProbe(api.metrics.event_loop_lag)
+        probe.start()
         if config.data_folder is not None:
             await batches.resume()
         yield
         await batches.close()
         api.texts.close()
+        probe.stop()
 
     routes = [*_generation_routes(api, chat, completions), *_file_routes(files, batches), *_operation_routes(api)]
     routes.append(_description_of(routes))

@@ -29,6 +29,7 @@ _FIRST_TOKEN_S = (
 _PER_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _COUNT = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000, 1_000_000)
 _SMALL = (1, 2, 5, 10, 20, 50, 100, 128)
+_LAG_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 _HISTOGRAMS = {
     "time_to_first_token_seconds": ("From arrival to the first token.", _FIRST_TOKEN_S),
@@ -45,6 +46,7 @@ _HISTOGRAMS = {
     "request_params_n": ("The parameter n.", _SMALL),
     "request_params_max_tokens": ("The parameter max_tokens.", _COUNT),
     "request_num_preemptions": ("Preemptions of a request.", (0, *_SMALL)),
+    "event_loop_lag_seconds": ("How late the server's event loop runs what is due, looked at 20 times a second.", _LAG_S),
     "request_prefill_kv_computed_tokens": ("Prompt tokens whose KV was computed, not found in the cache.", _COUNT),
 }
 _COUNTERS = {
@@ -102,6 +104,10 @@ class Metrics:
     def inter_token(self, elapsed_s: float) -> None:
         """Time between two outputs of one stream."""
         self._histograms["inter_token_latency_seconds"].observe(elapsed_s)
+
+    def event_loop_lag(self, lag_s: float) -> None:
+        """How late the event loop was."""
+        self._histograms["event_loop_lag_seconds"].observe(lag_s)
 
     def request_failed(self, code: str) -> None:
         """One generation ended with an error of ours; `code` is one of our own words."""

@@ -37,6 +37,7 @@ NAMES = (
     "request_num_preemptions_bucket",
     "request_prefill_kv_computed_tokens_bucket",
     "admission_rejections_total",
+    "event_loop_lag_seconds_bucket",
 )
 
 
