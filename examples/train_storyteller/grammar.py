@@ -23,6 +23,7 @@ from .kinds import (
     KINDS,
     NAMES_HE,
     NAMES_SHE,
+    PRESENT,
     SLOW,
     SLOW_GOING,
     THING_ADJECTIVES,
@@ -42,6 +43,7 @@ FAVOURITE_SHARE = 0.4
 NAMED_SHARE = 0.3
 NAMED_GROUPS = frozenset(("animal", "bird", "person", "water", "thing"))
 ADJECTIVE_SHARE = 0.55
+PRESENT_SHARE = 0.35
 SECOND_ADJECTIVE_SHARE = 0.08
 OTHER_ADJECTIVE_SHARE = 0.25
 PREFERRED_SHARE = 0.7
@@ -111,9 +113,10 @@ def _named(topic: str, scene: "Scene") -> tuple[str, ...]:
     if topic == plural(scene.hero.kind.noun):
         return tuple(_words(scene.hero.kind.noun))
     other = scene.other.full if scene.other is not None else ""
-    phrases = (scene.hero.full, scene.hero.name, other, scene.values["bare_thing"], scene.values["home"])
+    thing = scene.values["bare_thing"] if scene.values["thing_noun"] in topic else ""
+    phrases = (scene.hero.full, scene.hero.name, other, thing, scene.values["home"])
     known = {word for phrase in phrases for word in _words(phrase)}
-    return tuple(word for word in _words(topic) if word in known)
+    return tuple(word for word in _words(topic) if word in known) or tuple(_words(topic))
 
 
 def _stem(word: str) -> str:
@@ -306,13 +309,20 @@ def _topic(scene: Scene) -> tuple[str, str]:
         theme = rng.choice(plot.themes)
         return theme, scene.expand(f"[This is a story about|Here is a story about|This is a tale about] {theme}.")
     if plot.asks and choice < 0.45:
-        return scene.expand(rng.choice(plot.asks)), ""
+        ask = scene.expand(rng.choice(plot.asks))
+        return _in_present(ask) if rng.random() < PRESENT_SHARE else ask, ""
     if scene.other is not None and choice < 0.9:
         first, second = (hero, scene.other) if rng.random() < 0.8 else (scene.other, hero)
         return f"{first.indefinite} and {second.indefinite}", ""
     if plot.names_thing and choice < 0.75:
         return scene.expand("{a_hero} and [{his} {bare_thing}|{a_thing}]"), ""
     return _hero_topic(scene), ""
+
+
+def _in_present(topic: str) -> str:
+    """ "A fox who lost his hat" as "a fox who loses his hat"."""
+    past, dot, clause = topic.partition(" who ")
+    return past + dot + re.sub(r"^(?:\w+ not|\w+)", lambda match: PRESENT.get(match.group(), match.group()), clause)
 
 
 def _hero_topic(scene: Scene) -> str:

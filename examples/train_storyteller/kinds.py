@@ -1,8 +1,6 @@
-"""Who and what the tales of the grammar are about: kinds of heroes, things, describing words and names.
-
-Owns the word lists of `grammar` and what fits to each kind: pronouns, homes, food, way of going. All of it was written
-for this project. It knows nothing of plots or of requests.
-"""
+"""Who and what the tales of the grammar are about: kinds of heroes, things, describing words and names. Owns the
+word lists of `grammar` and what fits to each kind: pronouns, homes, food, way of going. All of it was written
+for this project. It knows nothing of plots or of requests."""
 
 from dataclasses import dataclass
 
@@ -53,8 +51,8 @@ def _habitat(homes: str, foods: str) -> Habitat:
 
 HABITATS = {
     "forest": _habitat(
-        """at the edge of the forest, in a quiet forest, under an old oak tree, in a green wood, near a forest stream,
-            in a den under a hill, deep in the woods, between the tall pine trees""",
+        """at the edge of the forest, in a quiet forest, under an old oak tree, in a green wood, near a forest stream, in a
+        den under a hill, deep in the woods, between the tall pine trees""",
         "berries, nuts, apples, mushrooms, sweet roots, honey",
     ),
     "farm": _habitat(
@@ -92,7 +90,7 @@ HABITATS = {
     ),
     "village": _habitat(
         """in a small village, in a little house by the road, at the end of the village, in a house on a hill, near a mill,
-            in a cottage by the river""",
+        in a cottage by the river""",
         "bread and cheese, hot soup, apple pie, porridge, plums, pancakes",
     ),
     "town": _habitat(
@@ -121,8 +119,8 @@ _TABLE: tuple[tuple[str, str, tuple[Pronouns, ...], str], ...] = (
         "animal",
         "forest",
         _ANY,
-        """fox, wolf, bear, deer, hedgehog, squirrel, badger, rabbit, hare, mole, beaver, raccoon, skunk, tortoise, bat, lynx,
-        otter, weasel, moose, chipmunk, bear cub, fox cub, snake, lizard""",
+        """fox, wolf, bear, deer, hedgehog, squirrel, badger, rabbit, hare, mole, beaver, raccoon, skunk, tortoise, bat,
+        lynx, otter, weasel, moose, chipmunk, bear cub, fox cub, snake, lizard, porcupine, ferret, wolf cub, newt, stag""",
     ),
     ("animal", "farm", _ANY, "dog, cat, horse, pig, sheep, goat, donkey, lamb, calf, pony, puppy, kitten, piglet, sheepdog"),
     ("animal", "farm", (SHE,), "cow, mare"),
@@ -132,7 +130,8 @@ _TABLE: tuple[tuple[str, str, tuple[Pronouns, ...], str], ...] = (
         "jungle",
         _ANY,
         """tiger, elephant, monkey, giraffe, zebra, hippo, rhino, crocodile, leopard, gorilla, panther, cheetah, chameleon,
-        kangaroo, koala, panda, dinosaur, baby elephant, hyena, sloth, antelope, buffalo""",
+        kangaroo, koala, panda, dinosaur, baby elephant, hyena, sloth, antelope, buffalo, llama, meerkat, lemur,
+        armadillo, anteater, jaguar, gecko, iguana, chimpanzee, orangutan""",
     ),
     ("animal", "jungle", (HE,), "lion"),
     ("animal", "jungle", (SHE,), "lioness"),
@@ -145,14 +144,15 @@ _TABLE: tuple[tuple[str, str, tuple[Pronouns, ...], str], ...] = (
         """snail, ant, spider, caterpillar, worm, beetle, grasshopper, cricket, toad, frog, ladybird, tadpole, slug""",
     ),
     ("animal", "house", _ANY, "mouse, rat, hamster, guinea pig"),
-    ("animal", "magic", _ANY, "dragon, unicorn, griffin"),
-    ("bird", "garden", _ANY, "bee, butterfly, firefly, dragonfly, moth"),
+    ("animal", "magic", _ANY, "dragon, unicorn, griffin, werewolf, yeti, phoenix"),
+    ("bird", "garden", _ANY, "bee, butterfly, firefly, dragonfly, moth, wasp, fly, mosquito, bumblebee"),
     (
         "bird",
         "tree",
         _ANY,
         """owl, crow, eagle, sparrow, robin, swan, parrot, pigeon, raven, stork, seagull, swallow, nightingale, woodpecker,
-        hawk, dove, bluebird, bird, magpie, blackbird""",
+        hawk, dove, bluebird, bird, magpie, blackbird, flamingo, pelican, hummingbird, toucan, vulture, canary, wren,
+        falcon""",
     ),
     ("bird", "farm", _ANY, "duck, goose, duckling, chick, turkey, chicken"),
     ("bird", "farm", (SHE,), "hen"),
@@ -161,7 +161,8 @@ _TABLE: tuple[tuple[str, str, tuple[Pronouns, ...], str], ...] = (
         "water",
         "sea",
         _ANY,
-        "fish, whale, dolphin, shark, octopus, crab, starfish, turtle, seahorse, goldfish, jellyfish, lobster, baby whale",
+        """fish, whale, dolphin, shark, octopus, crab, starfish, turtle, seahorse, goldfish, jellyfish, lobster, baby whale,
+        squid, eel, salmon, shrimp, sea lion, manatee, snapper""",
     ),
     ("water", "sea", (SHE,), "mermaid"),
     ("person", "castle", (HE,), "king, prince, knight, jester, page boy, duke, emperor, guard"),
@@ -170,25 +171,37 @@ _TABLE: tuple[tuple[str, str, tuple[Pronouns, ...], str], ...] = (
         "person",
         "village",
         (HE,),
-        """boy, farmer, miller, baker, tailor, shoemaker, blacksmith, woodcutter, fisherman, shepherd, grandfather, carpenter,
-        gardener, beggar, merchant, soldier, potter, old man, hunter, scarecrow""",
+        """boy, farmer, miller, baker, tailor, shoemaker, blacksmith, woodcutter, fisherman, shepherd, grandfather,
+        carpenter, gardener, beggar, merchant, soldier, potter, old man, hunter, scarecrow, father, brother, uncle,
+        cowboy, butcher, barber, monk""",
     ),
-    ("person", "village", (SHE,), "girl, grandmother, shepherdess, old woman, weaver, milkmaid, goose girl"),
-    ("person", "village", _ANY, "child, teacher, doctor, cook, painter, musician, thief, singer"),
+    (
+        "person",
+        "village",
+        (SHE,),
+        "girl, grandmother, shepherdess, old woman, mother, sister, aunt, seamstress, weaver, milkmaid, goose girl",
+    ),
+    (
+        "person",
+        "village",
+        _ANY,
+        "child, teacher, doctor, cook, painter, musician, thief, singer, poet, writer, neighbour, traveller, stranger",
+    ),
     (
         "person",
         "town",
         _ANY,
         """robot, dancer, clown, inventor, explorer, detective, librarian, mayor, astronaut, driver, pilot, juggler,
-        firefighter, superhero, ninja, student, scientist""",
+        firefighter, superhero, ninja, student, scientist, chef, engineer, programmer, dentist, waiter, actor, spy,
+        runner, footballer, alien, photographer, plumber, judge, reporter""",
     ),
     ("person", "town", (HE,), "policeman, postman"),
     ("person", "town", (SHE,), "nurse"),
-    ("person", "magic", (HE,), "wizard, giant, troll, ogre, magician, dwarf"),
+    ("person", "magic", (HE,), "wizard, giant, troll, ogre, magician, dwarf, leprechaun, sorcerer, genie"),
     ("person", "magic", (SHE,), "witch, fairy"),
-    ("person", "magic", _ANY, "elf, goblin, ghost, monster, gnome, vampire"),
+    ("person", "magic", _ANY, "elf, goblin, ghost, monster, gnome, vampire, zombie, mummy, skeleton, sprite"),
     ("person", "ice", (HE,), "snowman"),
-    ("person", "ship", _ANY, "pirate, sailor, captain"),
+    ("person", "ship", _ANY, "pirate, sailor, captain, viking"),
     ("sky", "sky", (SHE,), "moon"),
     ("sky", "sky", (HE,), "sun, wind, north wind, thunder"),
     ("sky", "sky", _ANY, "star, cloud, snowflake, raindrop"),
@@ -198,30 +211,35 @@ _TABLE: tuple[tuple[str, str, tuple[Pronouns, ...], str], ...] = (
         "room",
         (IT,),
         """teapot, lantern, candle, clock, kettle, broom, drum, toy, ball, book, pencil, umbrella, shoe, hat, pillow, bell,
-        spoon, cup, chair, mirror, key, coin, button, toaster, lamp, teddy bear, doll, sock, violin, piano, guitar, bucket,
-        basket, blanket, computer, telephone, scarf, mitten, cookie, cake, pancake, sandwich, box, table, bed, carpet, jar,
-        paintbrush, needle, plate, top, music box""",
+        spoon, cup, chair, mirror, key, coin, button, toaster, lamp, teddy bear, doll, sock, violin, piano, guitar,
+        bucket, basket, blanket, computer, telephone, scarf, mitten, cookie, cake, pancake, sandwich, box, table, bed,
+        carpet, jar, paintbrush, needle, plate, top, music box, pizza, doughnut, egg, cheese, loaf, radio, camera,
+        brick, rug, door, window, stove, fork, crayon, puppet, ring, crown, trumpet, flute, vase, ladder, hammer,
+        muffin, glove""",
     ),
     (
         "thing",
         "field",
         (IT,),
         """tree, oak tree, apple tree, flower, rose, sunflower, seed, leaf, stone, pebble, pumpkin, apple, potato, carrot,
-        mushroom, daisy, acorn, pear, cherry tree, turnip, cabbage, tulip, fir tree""",
+        mushroom, daisy, acorn, pear, cherry tree, turnip, cabbage, tulip, fir tree, tomato, banana, strawberry, onion,
+        lemon, cactus, cherry, orange, pea, bean, cucumber, nut, snowdrop, lily, dandelion, log""",
     ),
     (
         "thing",
         "road",
         (IT,),
-        """train, car, bus, truck, boat, kite, balloon, bicycle, airplane, rocket, tractor, ship, cart, lighthouse, street lamp,
-        sled, wagon, tram, paper boat, windmill""",
+        """train, car, bus, truck, boat, kite, balloon, bicycle, airplane, rocket, tractor, ship, cart, lighthouse, street
+        lamp, sled, wagon, tram, paper boat, windmill, helicopter, submarine, spaceship, fire engine, motorcycle, tent,
+        anchor, sailing boat, taxi, ferry, digger, steam engine, skateboard""",
     ),
     (
         "place",
         "land",
         (IT,),
-        """mountain, river, lake, forest, island, castle, house, garden, village, tower, bridge, well, hill, cave,
-        volcano, school, mill, farm, city, desert, town, valley, stream, pond, beach, meadow""",
+        """mountain, river, lake, forest, island, castle, house, garden, village, tower, bridge, well, hill, cave, volcano,
+        school, mill, farm, city, desert, town, valley, stream, pond, beach, meadow, waterfall, swamp, harbour, library,
+        market, shop, zoo, palace, kingdom, cottage, jungle""",
     ),
     ("place", "land", (SHE,), "sea"),
 )
@@ -229,31 +247,35 @@ _TABLE: tuple[tuple[str, str, tuple[Pronouns, ...], str], ...] = (
 UNIQUE = frozenset(word_list("moon, sun, wind, north wind, thunder, rain, snow, night, winter, spring, sea, rainbow, storm"))
 KINDS = tuple(Kind(noun, group, habitat, pronouns) for group, habitat, pronouns, nouns in _TABLE for noun in word_list(nouns))
 FAVOURITES = word_list(
-    """fox, knight, girl, boy, king, queen, dragon, princess, prince, rabbit, mouse, cat, dog, bear, owl, wolf, lion, frog,
-    moon, sun, star, wind, robot, witch, wizard, pirate, fairy, giant, unicorn, elephant, bird, fish, farmer, monkey, turtle,
-    duck, horse, penguin, mermaid, snowman, hedgehog, squirrel, ghost, monster, dinosaur"""
+    """fox, knight, girl, boy, king, queen, dragon, princess, prince, rabbit, mouse, cat, dog, bear, owl, wolf, lion,
+        frog, moon, sun, star, wind, robot, witch, wizard, pirate, fairy, giant, unicorn, elephant, bird, fish, farmer,
+        monkey, turtle, duck, horse, penguin, mermaid, snowman, hedgehog, squirrel, ghost, monster, dinosaur"""
 )
 HELPERS = word_list(
-    """owl, crow, mouse, squirrel, hedgehog, frog, tortoise, sparrow, goat, ant, rabbit, deer, mole, beaver, snail, duck, bee,
-    robin, cat, horse, donkey"""
+    """owl, crow, mouse, squirrel, hedgehog, frog, tortoise, sparrow, goat, ant, rabbit, deer, mole, beaver, snail,
+        duck, bee, robin, cat, horse, donkey"""
 )
 WATER_HELPERS = word_list("turtle, crab, whale, dolphin, octopus, starfish, seahorse")
 HELPER_ADJECTIVES = word_list("old, wise, kind, tiny, little, friendly, gentle, grey, small, young")
 
 THINGS = word_list(
-    """hat, scarf, key, ball, ring, coin, book, bell, drum, kite, lantern, basket, button, blanket, boot, crown, flute, mirror,
-    map, spoon, umbrella, feather, shell, box, cup, whistle, balloon, necklace, glove, doll, toy boat, teddy bear, ribbon,
-    stick, pocket watch, violin, shoe, mitten, marble, candle, pebble, bag, bracelet, sword, pen, jar, bicycle, paintbrush"""
+    """hat, scarf, key, ball, ring, coin, book, bell, drum, kite, lantern, basket, button, blanket, boot, crown, flute,
+        mirror, map, spoon, umbrella, feather, shell, box, cup, whistle, balloon, necklace, glove, doll, toy boat, teddy
+        bear, ribbon, stick, pocket watch, violin, shoe, mitten, marble, candle, pebble, bag, bracelet, sword, pen, jar,
+        bicycle, paintbrush, apron, comb, watch, telescope, letter, pencil, notebook, trumpet, belt, cap, coat, rope,
+        hammer, kettle, compass, puzzle, skate, sled, toothbrush, pillow, ladder, wallet, camera, phone, lamp, wand,
+        purse, pearl, diamond, stone, backpack, ticket, statue, carpet, vase, treasure chest, music box, guitar, piano,
+        trophy, potion"""
 )
 THING_ADJECTIVES = word_list("red, blue, golden, little, old, shiny, silver, green, yellow, new, beautiful, small, favourite")
 
 NAMES_HE = word_list(
-    """Tom, Ben, Max, Leo, Oscar, Finn, Jack, Peter, Hugo, Sam, Rufus, Otto, Theo, Felix, Bruno, Will, Toby, Henry, Noah, Pip,
-    Oliver, Charlie, George, Martin, Paul, Arthur, Simon, Jacob, Kofi, Ravi"""
+    """Tom, Ben, Max, Leo, Oscar, Finn, Jack, Peter, Hugo, Sam, Rufus, Otto, Theo, Felix, Bruno, Will, Toby, Henry,
+        Noah, Pip, Oliver, Charlie, George, Martin, Paul, Arthur, Simon, Jacob, Kofi, Ravi"""
 )
 NAMES_SHE = word_list(
-    """Lily, Anna, Rosa, Emma, Mia, Clara, Ella, Nina, Lucy, Ruby, Molly, Daisy, Ida, Alice, Sophie, Grace, Hazel, Nora, Polly,
-    Eva, Mary, Maya, Zoe, Tilly, Elsa, Martha, Amina, Priya, Bella, Julia"""
+    """Lily, Anna, Rosa, Emma, Mia, Clara, Ella, Nina, Lucy, Ruby, Molly, Daisy, Ida, Alice, Sophie, Grace, Hazel,
+        Nora, Polly, Eva, Mary, Maya, Zoe, Tilly, Elsa, Martha, Amina, Priya, Bella, Julia"""
 )
 
 ADJECTIVE_TRAITS: dict[str, tuple[str, ...]] = {
@@ -329,3 +351,12 @@ GOING = {  # (past, bare, -ing) by group
 }
 SLOW = frozenset(word_list("snail, worm, caterpillar, slug, snake, tortoise"))
 SLOW_GOING = (("crept", "creep", "creeping"), ("crawled", "crawl", "crawling"))
+
+_TENSES = """did not/does not, could not/cannot, could/can, was/is, had/has, lost/loses, wanted/wants, learned/learns,
+        loved/loves, found/finds, saved/saves, helped/helps, met/meets, looked/looks, went/goes, won/wins, ran/runs,
+        lived/lives, told/tells, cried/cries, played/plays, thought/thinks, slept/sleeps, dreamed/dreams, solved/solves,
+        planted/plants, baked/bakes, fought/fights, talked/talks, made/makes, got/gets, danced/dances, taught/teaches,
+        built/builds, became/become, flew/flies, tried/tries, heard/hears, never/never, saw/sees, caught/catches,
+        swam/swims, travelled/travels, waited/waits, tricked/tricks, quarrelled/quarrel, worked/work, sang/sings"""
+PRESENT = dict(pair.split("/") for pair in word_list(_TENSES))
+"""The present tense of the verbs that requests use in the past tense."""
