@@ -15,6 +15,7 @@ from quire.core.decoding import SamplingDecoder
 from quire.core.plan import RowSampling, StepPlan, StepResult, WorkResult
 from quire.core.request import Request
 from quire.core.scheduler.scheduler import Scheduler
+from quire.engine.recorder import StepRecorder
 
 BLOCK_SIZE = 16
 PROMPT_LEN = 128
@@ -31,6 +32,8 @@ class Load:
     num_steps: int = 500
     arriving_len: int = 0
     """Tokens of a prompt that arrives in every step and asks for one token; 0: nobody arrives."""
+    is_recorded: bool = False
+    """Whether steps are kept to be looked at, as an engine that is served does. Counted in both halves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ class StepCosts:
 def measure_step_costs(load: Load) -> StepCosts:
     """Run the load and time each step."""
     scheduler = Scheduler(_limits(load))
+    recorder = StepRecorder(scheduler) if load.is_recorded else None
     for number in range(load.num_running):
         scheduler.add(_request(f"steady-{number}", number, PROMPT_LEN + number % (3 * BLOCK_SIZE), load.num_steps * 2))
     costs = StepCosts([], [])
@@ -68,10 +72,14 @@ def measure_step_costs(load: Load) -> StepCosts:
             scheduler.add(_request(f"new-{step}", load.num_running + step, load.arriving_len, 1))
         started = perf_counter()
         plan = scheduler.schedule(0.0)
+        if recorder is not None:
+            recorder.begin(plan, 0.0)
         scheduled = perf_counter()
         result = _made_up(plan)
         resumed = perf_counter()
         scheduler.update(plan, result, 0.0)
+        if recorder is not None:
+            recorder.end(0.0)
         ended = perf_counter()
         if step >= NUM_SETTLING_STEPS + load.num_running // 8:
             costs.schedule_ms.append(1e3 * (scheduled - started))

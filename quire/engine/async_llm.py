@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from quire.common.failures import log_failure
 from quire.config.engine import EngineConfig
@@ -27,10 +27,12 @@ from quire.errors import EngineError, InvalidParameterError, QuireError
 
 logger = logging.getLogger(__name__)
 
+_ANSWER_TIMEOUT_S = 2.0
 _IDLE_WAIT_S = 0.5
 """How long the idle thread sleeps between looks at whether it should stop; a command wakes it at once."""
 
 _Item = RequestOutput | BaseException
+_T = TypeVar("_T")
 
 
 class _Stream:
@@ -58,6 +60,7 @@ class AsyncLLM:
     def __init__(self, model: str, **options: Any) -> None:
         self.config = EngineConfig.from_options(model, options)
         self._engine = build_engine(self.config)
+        self._engine.record_steps()
         self._commands: queue.SimpleQueue[Callable[[Engine], None]] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
         self._request_numbers = itertools.count()
@@ -101,6 +104,27 @@ class AsyncLLM:
     async def abort(self, request_id: str) -> None:
         """End a request; its stream ends with what there is."""
         self._submit(lambda engine: self._abort(engine, request_id, None))
+
+    async def ask(self, question: Callable[[Engine], _T]) -> _T | None:
+        """Ask the engine something between two steps; None where it does not answer in time."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[_T] = loop.create_future()
+
+        def take(value: _T) -> None:
+            if not answer.done():
+                answer.set_result(value)
+
+        def reply(engine: Engine) -> None:
+            value = question(engine)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is listening any more
+                loop.call_soon_threadsafe(take, value)
+
+        self._submit(reply)
+        try:
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                return await answer
+        except TimeoutError:
+            return None
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer, or None with `skip_tokenizer_init`."""

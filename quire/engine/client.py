@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from quire.core.params import SamplingParams
+from quire.engine.inspection import BlockContent, Inspection
 from quire.engine.outputs import RequestOutput
 from quire.text.tokenizer import Tokenizer
 
@@ -142,6 +143,17 @@ class EngineClient(Protocol):
 
     def status(self) -> EngineStatus:
         """How the engine is doing. Never blocks."""
+        ...
+
+    async def inspect(self, engine: str, since: int) -> Inspection | None:
+        """The engine's steps after step `since` of `engine` (as an earlier inspection named it), and its state now.
+
+        Everything that is kept, where that engine or step is not known. None where the engine cannot be asked now.
+        """
+        ...
+
+    async def look_into(self, block: int, step: int) -> BlockContent | None:
+        """What a KV block held in a step; None where it is not known (any more), or the engine cannot be asked now."""
         ...
 
     async def drain(self, timeout_s: float) -> bool:

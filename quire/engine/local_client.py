@@ -11,6 +11,7 @@ from quire.engine.admission import Admission, Admitted
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.builder import PreparedModel
 from quire.engine.client import EngineStatus, GenerationRequest, ModelInfo
+from quire.engine.inspection import BlockContent, Inspection
 from quire.engine.outputs import RequestOutput
 from quire.errors import EngineError, InvalidParameterError, UnavailableError
 from quire.text.tokenizer import Tokenizer
@@ -65,6 +66,14 @@ class LocalClient:
             num_preemptions=stats.num_preemptions,
             num_prefix_hit_tokens=stats.num_prefix_hit_tokens,
         )
+
+    async def inspect(self, engine: str, since: int) -> Inspection | None:
+        return await self._llm.ask(
+            lambda asked: None if asked.recorder is None else asked.recorder.inspect(engine, since, asked.now())
+        )
+
+    async def look_into(self, block: int, step: int) -> BlockContent | None:
+        return await self._llm.ask(lambda asked: None if asked.recorder is None else asked.recorder.content(block, step))
 
     async def drain(self, timeout_s: float) -> bool:
         self._is_draining = True

@@ -18,6 +18,7 @@ from quire.config.limits import SchedulerLimits
 from quire.core.plan import StepPlan, StepResult, WorkResult
 from quire.core.request import Request
 from quire.core.scheduler.scheduler import Progress, Scheduler
+from quire.engine.recorder import StepRecorder
 from quire.executor.interface import Executor
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,15 @@ class StepLoop:
         self._limits = limits
         self._clock = clock
         self.scheduler = self._new_scheduler()
+        self.recorder: StepRecorder | None = None
+
+    def record_steps(self) -> None:
+        """Keep the last steps to be looked at. Before the first step."""
+        self.recorder = StepRecorder(self.scheduler)
+
+    def now(self) -> float:
+        """Seconds on the engine's clock."""
+        return self._clock()
 
     @property
     def has_work(self) -> bool:
@@ -40,13 +50,20 @@ class StepLoop:
     def advance(self) -> list[Progress]:
         """One step. An executor that fails costs the requests of that step; anything else that raises calls for
         `start_over`."""
-        plan = self.scheduler.schedule(self._clock())
+        now, recorder = self._clock(), self.recorder
+        plan = self.scheduler.schedule(now)
+        if recorder is not None:
+            recorder.begin(plan, now)
         try:
             result = self.executor.execute(plan)
         except Exception as error:
             log_failure(logger, f"the executor failed on step {plan.step_id}", error)
-            return self._abandon(plan, f"the engine failed on this step: {type(error).__name__}")
-        return self.scheduler.update(plan, result, self._clock())
+            progress = self._abandon(plan, f"the engine failed on this step: {type(error).__name__}")
+        else:
+            progress = self.scheduler.update(plan, result, self._clock())
+        if recorder is not None:
+            recorder.end(self._clock())
+        return progress
 
     def start_over(self, message: str) -> list[Request]:
         """End every request and begin with an empty control plane: this one may be half-way through a change.
@@ -57,6 +74,8 @@ class StepLoop:
         lost = self.scheduler.give_up(message)
         stats, self.scheduler = self.scheduler.stats, self._new_scheduler()
         self.scheduler.stats = stats
+        if self.recorder is not None:
+            self.record_steps()
         return lost
 
     def _abandon(self, plan: StepPlan, message: str) -> list[Progress]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from quire.core.params import RequestOutputKind
 from quire.core.request import RequestMetrics
 from quire.engine.client import EngineState, EngineStatus, GenerationRequest, ModelInfo
+from quire.engine.inspection import BlockContent, Inspection
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.text.tokenizer import Tokenizer
 from quire.weights.folder import resolve_model
@@ -89,6 +90,8 @@ class FakeClient:
     requests: list[GenerationRequest] = field(default_factory=list)
     streams: list[FakeStream] = field(default_factory=list)
     num_aborted: int = 0
+    inspection: Inspection | None = None
+    content: BlockContent | None = None
     _tokenizer: Tokenizer | None = None
 
     @property
@@ -129,6 +132,12 @@ class FakeClient:
 
     def status(self) -> EngineStatus:
         return EngineStatus(state=self.state, num_running=self.num_running, num_requests=len(self.streams))
+
+    async def inspect(self, engine: str, since: int) -> Inspection | None:
+        return self.inspection
+
+    async def look_into(self, block: int, step: int) -> BlockContent | None:
+        return self.content
 
     async def drain(self, timeout_s: float) -> bool:
         return True

@@ -32,6 +32,8 @@ def run(args: argparse.Namespace) -> int:
 
     decodes = measure_step_costs(Load(args.num_running, args.num_steps))
     print(decodes.line(f"{args.num_running} decoding"))
+    recorded = measure_step_costs(Load(args.num_running, args.num_steps, is_recorded=True))
+    print(recorded.line("the same, each step recorded"))
     mixed = measure_step_costs(Load(args.num_running, args.num_steps, args.arriving_len))
     print(mixed.line(f"and a prompt of {args.arriving_len} every step"))
     return 0

@@ -112,6 +112,9 @@ class PrefixIndex:
         self._roots: dict[Namespace, PrefixNode] = {}
         self._by_digest: dict[bytes, PrefixNode] = {}
         self._by_block: dict[int, PrefixNode] = {}
+        self.changes: list[tuple[int, tuple[int, ...]]] | None = None
+        """For whoever wants to follow the index and empties this: (block, its tokens) of each block that is published, and
+        (~block, its tokens) of each that is forgotten. None: nobody does."""
 
     def __len__(self) -> int:
         return len(self._by_block)
@@ -181,6 +184,8 @@ class PrefixIndex:
         for child in list(node.children):
             self.remove(child.block)
         del self._by_block[block]
+        if self.changes is not None:
+            self.changes.append((~block, node.tokens))
         if self._by_digest.get(node.digest) is node:
             del self._by_digest[node.digest]
         parent = node.parent
@@ -201,6 +206,8 @@ class PrefixIndex:
         children = parent.children
         children.insert(bisect_left(children, tokens, key=_tokens_of) if children else 0, node)
         self._by_block[block] = node
+        if self.changes is not None:
+            self.changes.append((block, tokens))
         return node
 
     def _live(self, parent: PrefixNode) -> PrefixNode:

@@ -18,18 +18,23 @@ from quire.core.params import RequestOutputKind
 from quire.engine.admission import Admission
 from quire.engine.builder import PreparedModel
 from quire.engine.client import EngineStatus, GenerationRequest, ModelInfo
+from quire.engine.inspection import BlockContent, Inspection
 from quire.engine.outputs import RequestOutput
 from quire.engine.planning import EnginePlan
 from quire.engine.process.journal import Journal
 from quire.engine.process.launcher import EngineProcess
-from quire.engine.process.messages import Start
-from quire.engine.process.supervisor import Supervisor
+from quire.engine.process.messages import Inspect, Inspected, LookInto, Start
+from quire.engine.process.supervisor import Seen, Supervisor
 from quire.engine.process.watch import WatchConfig
 from quire.errors import InvalidParameterError, UnavailableError
 from quire.text.tokenizer import Tokenizer
 
 MAX_NUM_REQUESTS = 4096
 """Requests in flight beyond which none is taken, whatever the server above allows: what the journal may hold."""
+MAX_QUESTIONS = 32
+"""Questions about the engine's state that may be unanswered at once."""
+_ANSWER_TIMEOUT_S = 2.0
+"""Questions are answered between two steps; a step that takes longer than this is told of in the status."""
 _DRAIN_POLL_S = 0.02
 _LAST_WORDS_S = 2.0
 """How long a drain that was cut short waits for the streams' last outputs."""
@@ -46,7 +51,10 @@ class ProcessClient:
         self._supervisor = Supervisor(
             lambda: EngineProcess(start, **launch_options), Journal(prepared.tokenizer), self._deliver, watch or WatchConfig()
         )
+        self._supervisor.show = self._show
         self._streams: dict[str, _Stream] = {}
+        self._questions: dict[int, asyncio.Future[Seen]] = {}
+        self._num_questions = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_draining = False
         self._is_closed = False
@@ -101,6 +109,41 @@ class ProcessClient:
             num_restarts=watch.num_restarts,
             engine_pid=supervisor.engine_pid,
         )
+
+    async def inspect(self, engine: str, since: int) -> Inspection | None:
+        self._num_questions += 1
+        answer = await self._ask(Inspect(self._num_questions, engine, since))
+        return answer.inspection if isinstance(answer, Inspected) else None
+
+    async def look_into(self, block: int, step: int) -> BlockContent | None:
+        self._num_questions += 1
+        answer = await self._ask(LookInto(self._num_questions, block, step))
+        return None if answer is None or isinstance(answer, Inspected) else answer.content
+
+    async def _ask(self, question: Inspect | LookInto) -> Seen | None:
+        if self._supervisor.state not in ("ready", "stalled") or len(self._questions) >= MAX_QUESTIONS:
+            return None
+        future: asyncio.Future[Seen] = asyncio.get_running_loop().create_future()
+        self._questions[question.number] = future
+        self._supervisor.ask(question)
+        try:
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                return await future
+        except TimeoutError:
+            return None
+        finally:
+            del self._questions[question.number]
+
+    def _show(self, answer: Seen) -> None:
+        """Called by the supervisor's thread."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is listening any more
+                self._loop.call_soon_threadsafe(self._take_answer, answer)
+
+    def _take_answer(self, answer: Seen) -> None:
+        future = self._questions.get(answer.number)
+        if future is not None and not future.done():
+            future.set_result(answer)
 
     async def drain(self, timeout_s: float) -> bool:
         self._is_draining = True

@@ -96,9 +96,9 @@ class Host:
         for message in self._channel.receive():
             if isinstance(message, Start):
                 raise ProtocolError("an engine is started once")
-            refused = service.obey(message)
-            if refused is not None:
-                self._channel.send(refused)
+            answer = service.obey(message)
+            if answer is not None:
+                self._channel.send(answer)
         while self._channel.num_unsent_bytes > _MAX_UNSENT_BYTES:
             select.select([], [self._channel], [], PULSE_INTERVAL_S)
             self._channel.flush()

@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 
 from quire.core.plan import RowSampling, TokenLogprobs
+from quire.engine.inspection import BlockContent, Inspection
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Both ends come from one installation; a difference means that it was replaced under a running server."""
 
 
@@ -70,7 +71,26 @@ class Finish(_Message, frozen=True):
     index: int
 
 
-Down = Start | Add | Abort | Finish
+class Inspect(_Message, frozen=True):
+    """What are your last steps? Answered between two steps."""
+
+    number: int
+    """Of the question; the answer bears it, too."""
+    engine: str
+    """What the asker knows is of this engine."""
+    since: int
+    """The last step that the asker knows."""
+
+
+class LookInto(_Message, frozen=True):
+    """What did a block hold in a step?"""
+
+    number: int
+    block: int
+    step: int
+
+
+Down = Start | Add | Abort | Finish | Inspect | LookInto
 
 
 class Ready(_Message, frozen=True):
@@ -139,4 +159,18 @@ class Refused(_Message, frozen=True):
     message: str
 
 
-Up = Ready | StartFailed | Pulse | Gains | Refused
+class Inspected(_Message, frozen=True):
+    """The answer to `Inspect`."""
+
+    number: int
+    inspection: Inspection
+
+
+class LookedInto(_Message, frozen=True):
+    """The answer to `LookInto`; None where the block or the step is not known."""
+
+    number: int
+    content: BlockContent | None
+
+
+Up = Ready | StartFailed | Pulse | Gains | Refused | Inspected | LookedInto

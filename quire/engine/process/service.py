@@ -9,7 +9,20 @@ from quire.common.failures import log_failure
 from quire.core.decoding import SamplingDecoder
 from quire.core.request import FinishReason, Request, ResumedSequence, Sequence
 from quire.core.scheduler.scheduler import Progress
-from quire.engine.process.messages import Abort, Add, Finish, Gain, Gains, Pulse, Refused, Served
+from quire.engine.process.messages import (
+    Abort,
+    Add,
+    Finish,
+    Gain,
+    Gains,
+    Inspect,
+    Inspected,
+    LookedInto,
+    LookInto,
+    Pulse,
+    Refused,
+    Served,
+)
 from quire.engine.step_loop import StepLoop
 from quire.errors import RequestError
 
@@ -21,6 +34,7 @@ class Service:
 
     def __init__(self, loop: StepLoop) -> None:
         self.loop = loop
+        loop.record_steps()
         self._requests: dict[int, Request] = {}
         self._numbers: dict[str, int] = {}
 
@@ -29,10 +43,12 @@ class Service:
         """Whether any request is unfinished."""
         return self.loop.has_work
 
-    def obey(self, message: Add | Abort | Finish) -> Refused | None:
+    def obey(self, message: Add | Abort | Finish | Inspect | LookInto) -> Refused | Inspected | LookedInto | None:
         """Carry out what the server says; returns what it must hear at once."""
         if isinstance(message, Add):
             return self._add(message)
+        if isinstance(message, Inspect | LookInto):
+            return self._show(message)
         if isinstance(message, Abort):
             self._end(message.number)
         else:
@@ -79,6 +95,13 @@ class Service:
         self._requests[message.number] = request
         self._numbers[request.request_id] = message.number
         return None
+
+    def _show(self, message: Inspect | LookInto) -> Inspected | LookedInto:
+        recorder = self.loop.recorder
+        assert recorder is not None
+        if isinstance(message, Inspect):
+            return Inspected(message.number, recorder.inspect(message.engine, message.since, self.loop.now()))
+        return LookedInto(message.number, recorder.content(message.block, message.step))
 
     def _finish(self, message: Finish) -> None:
         request = self._requests.get(message.number)

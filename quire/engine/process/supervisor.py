@@ -25,7 +25,18 @@ from quire.engine.outputs import RequestOutput
 from quire.engine.process.channel import ChannelClosed, FrameTooLarge, ProtocolError
 from quire.engine.process.journal import Entry, Journal
 from quire.engine.process.launcher import EngineProcess
-from quire.engine.process.messages import Gains, Pulse, Ready, Refused, StartFailed, Up
+from quire.engine.process.messages import (
+    Gains,
+    Inspect,
+    Inspected,
+    LookedInto,
+    LookInto,
+    Pulse,
+    Ready,
+    Refused,
+    StartFailed,
+    Up,
+)
 from quire.engine.process.quarantine import choose, judge
 from quire.engine.process.watch import Watch, WatchConfig
 from quire.errors import EngineError
@@ -39,6 +50,8 @@ _MAX_UNSENT_BYTES = 1 << 20
 CONVICTED = "the engine died three times while it ran this request, lastly with no other beside it; it is not tried again"
 
 Deliver = Callable[[list[RequestOutput]], None]
+Seen = Inspected | LookedInto
+Show = Callable[[Seen], None]
 
 
 class Supervisor:
@@ -54,6 +67,10 @@ class Supervisor:
         self._process: EngineProcess | None = None
         self._start_at_s: float | None = time.monotonic()
         """When the next engine is started, while none runs; None: never again."""
+        self._questions: list[Inspect | LookInto] = []
+        """For the engine, as soon as it listens; those that it does not hear soon are forgotten by who asked."""
+        self.show: Show = lambda answer: None
+        """Called in the supervisor's thread with each answer to a question."""
         self._has_failed = False
         self._is_closing = False
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -92,6 +109,10 @@ class Supervisor:
     def abort(self, request_id: str) -> None:
         """End a request, if it is in flight."""
         self._post(lambda: self._end(request_id, FinishReason.ABORT, None))
+
+    def ask(self, question: Inspect | LookInto) -> None:
+        """Put a question to the engine that runs now, if one does; `show` is called with the answer."""
+        self._post(lambda: self._questions.append(question))
 
     def end_all(self, message: str) -> None:
         """End every request with an error."""
@@ -181,6 +202,9 @@ class Supervisor:
     def _tell(self) -> None:
         assert self._process is not None
         channel = self._process.channel
+        questions, self._questions = self._questions, []
+        for question in questions:
+            channel.send(question)
         for message in self._journal.take_messages():
             channel.send(message)
         for entry in choose(self._journal.entries.values()):
@@ -205,6 +229,8 @@ class Supervisor:
         elif isinstance(message, Ready):
             self.watch.is_loaded, self.reason = True, ""
             logger.info("the engine is ready after %.2f s", message.load_s)
+        elif isinstance(message, Inspected | LookedInto):
+            self.show(message)
         elif isinstance(message, Refused):
             entry = self._journal.entries.get(message.number)
             if entry is not None:
@@ -231,6 +257,7 @@ class Supervisor:
         )  # fmt: skip
         convicted = judge(self._journal.entries.values()) if self.watch.is_loaded else None
         self._journal.leave_engine()
+        self._questions.clear()
         if convicted is not None:
             logger.error("request %s: %s", convicted.request.request_id, CONVICTED)
             self._deliver(self._journal.end(convicted, FinishReason.ERROR, CONVICTED))

@@ -1,0 +1,135 @@
+"""What an engine shows of itself: its last steps, its blocks, and who runs and waits. Plain records, torch-free.
+
+An `Inspection` is a base and the steps after it. Whoever applies a step's record to the state before it (rows removed, rows
+entered, blocks replaced, blocks appended, tokens computed, blocks published and forgotten, in this order) has the state that
+the worker saw in that step. Records hold numbers and requests' ids, never a token or a text: those are asked for one block at
+a time (`BlockContent`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class EnteredRow(_Record, frozen=True):
+    """A sequence has got a row: first admission, resumption after preemption, or a fork."""
+
+    row: int
+    name: str
+    """The request's id, and the sequence's index where there are several."""
+    tenant: str
+    num_prompt_tokens: int
+    num_known_tokens: int
+    """Prompt and output so far."""
+    num_hit_tokens: int
+    """Of those, tokens whose KV was there already."""
+    num_preemptions: int
+    arrival_s: float
+    blocks: tuple[int, ...]
+
+
+class RowState(_Record, frozen=True):
+    """A row in the base."""
+
+    row: int
+    name: str
+    num_prompt_tokens: int
+    num_computed: int
+    blocks: tuple[int, ...]
+
+
+class StepRecord(_Record, frozen=True):
+    """One step: what changed, and what was computed. Times on the engine's clock."""
+
+    step: int
+    began_s: float
+    elapsed_s: float
+    num_tokens: int
+    removed: tuple[tuple[int, str], ...] = ()
+    """(row, why: a finish reason, or "preempted")."""
+    entered: tuple[EnteredRow, ...] = ()
+    replaced: tuple[tuple[int, int, int], ...] = ()
+    """(row, place in its table, block)."""
+    appended: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """(row, blocks)."""
+    copies: tuple[tuple[int, int], ...] = ()
+    decoded: tuple[int, ...] = ()
+    """Rows that computed one more token and sampled the next."""
+    chunks: tuple[tuple[int, int, int, int], ...] = ()
+    """(row, first position, tokens, samples) of every other piece of work."""
+    published: tuple[int, ...] = ()
+    """In order: a block that entered the prefix index, or ~block for one that left it."""
+    num_waiting: int = 0
+    waits_for: str | None = None
+    """Why the first of those who wait was not let in."""
+
+
+class Base(_Record, frozen=True):
+    """The state after a step, for the records that follow it."""
+
+    step: int
+    rows: tuple[RowState, ...]
+    cached: tuple[int, ...]
+    """Blocks in the prefix index, in use or not."""
+
+
+class RequestState(_Record, frozen=True):
+    """A sequence that runs or waits now."""
+
+    name: str
+    row: int
+    """-1 where it waits."""
+    tenant: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    max_tokens: int
+    num_hit_tokens: int
+    num_preemptions: int
+    age_s: float
+    """Since its request arrived."""
+    waits_for: str | None = None
+
+
+class Inspection(_Record, frozen=True):
+    """An engine's last steps and its state now."""
+
+    engine: str
+    """Changes with every engine: what was learnt of another says nothing of this one."""
+    now_s: float
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    last_step: int
+    base: Base | None
+    """None where the records follow what the asker has."""
+    steps: tuple[StepRecord, ...]
+    gone_rows: tuple[int, ...]
+    """Rows that ended with the last step: the next one's record will remove them."""
+    requests: tuple[RequestState, ...]
+    """The first of those who run, then of those who wait, in order of service."""
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+    num_copies: int
+    num_merges: int
+    num_evictions: int
+    waste: float
+    """Unused share of allocated KV slots, averaged over steps."""
+
+
+class BlockContent(_Record, frozen=True):
+    """What one block held in one step."""
+
+    block: int
+    step: int
+    token_ids: tuple[int, ...]
+    owners: tuple[str, ...]
+    """Names of the sequences whose tables name it."""
+    position: int
+    """Of its first token in the sequence; -1 where nobody names it."""
+    is_cached: bool
