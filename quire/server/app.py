@@ -9,14 +9,16 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Router
+from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from quire.common.loop_lag import LoopLagProbe
 from quire.config.api import ApiConfig
 from quire.engine.client import EngineClient
+from quire.server import static_page
 from quire.server.anthropic.messages import CountRequest, MessageRequest, Messages
 from quire.server.gate import Gate
+from quire.server.inspector import Inspector
 from quire.server.openai.batches import Batches, BatchRequest
 from quire.server.openai.chat import ChatCompletions, ChatRequest
 from quire.server.openai.completions import CompletionRequest, Completions
@@ -51,7 +53,8 @@ def build_app(config: ApiConfig, client: EngineClient, keys: KeyRing) -> ASGIApp
 
     routes = [*_generation_routes(api, chat, completions), *_file_routes(files, batches), *_operation_routes(api)]
     routes.append(_description_of(routes))
-    return Gate(Router(routes, redirect_slashes=False, lifespan=lifespan), config, keys, api.metrics)
+    page = [Route(path, static_page.get, methods=["GET"]) for path in static_page.PATHS]
+    return Gate(Router([*routes, *page], redirect_slashes=False, lifespan=lifespan), config, keys, api.metrics)
 
 
 def _generation_routes(api: Api, chat: ChatCompletions, completions: Completions) -> list[Operation]:
@@ -89,8 +92,10 @@ def _file_routes(files: Files, batches: Batches) -> list[Operation]:
 
 
 def _operation_routes(api: Api) -> list[Operation]:
-    operations = Operations(api)
+    operations, inspector = Operations(api), Inspector(api)
     return [
+        _get("/inspect/steps", inspector.steps),
+        _get("/inspect/blocks/{block}", inspector.block),
         _get("/livez", operations.live),
         _get("/readyz", operations.ready),
         _get("/health", operations.ready),

@@ -25,12 +25,14 @@ from quire.config.api import ApiConfig
 from quire.server.body import read_body, too_large
 from quire.server.call import Call, attach
 from quire.server.errors import ApiError, bad_request, from_exception
+from quire.server.static_page import PATHS as PAGE_PATHS
 from quire.server.tenants import EVERYBODY, MAX_KEY_LEN, NOBODY, KeyRing, Tenant
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("quire.access")
 
-PUBLIC_PATHS = frozenset({b"/livez", b"/readyz"})
+PUBLIC_PATHS = frozenset({b"/livez", b"/readyz", *(path.encode() for path in PAGE_PATHS)})
+"""The page's files are the same on every server; they ask for everything else with their user's key."""
 MAX_URL_LEN = 8192
 MAX_HEADERS = 128
 MAX_HEADER_BYTES = 32 << 10

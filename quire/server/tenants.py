@@ -12,6 +12,7 @@ A keys file is TOML::
     weight = 2.0
     tokens_per_minute = 200000
     max_concurrency = 16
+    admin = false
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from quire.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
 _DIGEST = re.compile(r"sha256:[0-9a-fA-F]{64}\Z")
-_FIELDS = {"name", "keys", "weight", "tokens_per_minute", "max_concurrency"}
+_FIELDS = {"name", "keys", "weight", "tokens_per_minute", "max_concurrency", "admin"}
 MAX_KEYS = 4096
 """Every stored digest is compared for every request."""
 MAX_KEY_LEN = 512
@@ -49,6 +50,8 @@ class Tenant:
     """Requests in flight at once."""
     is_isolated: bool = True
     """Whether its cached prefixes are its own."""
+    is_admin: bool = False
+    """Whether it may see what is not its own: names and texts of everybody's requests."""
 
     def cache_salt(self, requested: str | None) -> str | None:
         """The salt of a request's cache entries: the tenant's, narrowed by what the body asks for.
@@ -64,7 +67,7 @@ class Tenant:
         return digest.hexdigest()
 
 
-EVERYBODY = Tenant("default", is_isolated=False)
+EVERYBODY = Tenant("default", is_isolated=False, is_admin=True)
 """The one tenant of a server without keys."""
 NOBODY = Tenant("public")
 """Who asks for a public path."""
@@ -171,7 +174,10 @@ def _tenant(entry: Mapping[str, Any]) -> Tenant:
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ConfigError(f"tenant {name!r}: {field}={value!r} must be an integer of at least 1")
         limits[field] = value
-    return Tenant(name, float(weight), limits["tokens_per_minute"], limits["max_concurrency"])
+    is_admin = entry.get("admin", False)
+    if not isinstance(is_admin, bool):
+        raise ConfigError(f"tenant {name!r}: admin={is_admin!r} must be true or false")
+    return Tenant(name, float(weight), limits["tokens_per_minute"], limits["max_concurrency"], is_admin=is_admin)
 
 
 def _digest(name: str, key: str) -> bytes:

@@ -37,16 +37,18 @@ def raw(port: int, request: bytes) -> bytes:
 def test_t05_every_route_and_spelling_needs_a_key() -> None:
     config = ApiConfig()
     paths = {route.path for route in build_app(config, FakeClient(), KEYS)._app.routes}  # type: ignore[attr-defined]
-    assert {"/livez", "/readyz", CHAT, "/metrics", "/tokenize", "/openapi.json"} <= paths
+    assert {"/livez", "/readyz", CHAT, "/metrics", "/tokenize", "/inspect/steps", "/openapi.json"} <= paths
+    public = {"/livez", "/readyz", "/", "/dashboard", *(path for path in paths if path.startswith("/page/"))}
     odd = {
         "/livez/", "//livez", "/livez/../metrics", "/%6civez", "/livez%00", "/livez;x", "/./livez", "/LIVEZ",
         "/livez%2f..%2fmetrics",
+        "/page/", "/page/../metrics", "/page/%2e%2e/metrics", "//", "/dashboard/", "/inspect",
         "/readyz/x", "//v1/models", "/v1//models", "/%76%31/models", "*", "http://x/livez", "/livez#/metrics",
     }  # fmt: skip
     with serve(FakeClient(), config, KEYS) as server:
         for path in sorted(paths | odd):
             for method in METHODS:
-                is_public = path in ("/livez", "/readyz") and method in ("GET", "HEAD")
+                is_public = path in public and method in ("GET", "HEAD")
                 for host in ("x", "localhost", "livez", "a@b", ""):
                     line = f"{method} {path.replace('{', '').replace('}', '').replace(':path', '')} HTTP/1.1\r\n"
                     answer = raw(server.port, f"{line}host: {host}\r\nconnection: close\r\n\r\n".encode())

@@ -232,7 +232,7 @@ def test_a_slow_reader_costs_one_output_and_loses_nothing(make_client: MakeClien
 def test_a_drain_lets_requests_finish_and_takes_no_more(make_client: MakeClient) -> None:
     async def scenario() -> None:
         async with make_client() as client:
-            stream = asyncio.create_task(_answer(client, _request("a", max_tokens=100)))
+            stream = asyncio.create_task(_answer(client, _request("a", max_tokens=400)))  # longer than a pulse
             await _until(lambda: client.status().num_running == 1)
             drain = asyncio.create_task(client.drain(20.0))
             await asyncio.sleep(0)

@@ -1,0 +1,197 @@
+// The chat: one conversation, streamed, each reply in the colour of its blocks.
+
+import { requestColour } from "./colours.js";
+import { HttpError, streamChat } from "./api.js";
+
+const IDEAS = [
+  "Tell me a story about a brave knight.",
+  "Tell me a story about a clever fox.",
+  "Tell me a story about a little girl and the moon.",
+];
+const MANY = 16;
+
+export class Chat {
+  // `colourOf(requestId)`: the number of a request's colour once the engine has shown it, or null.
+  constructor(colourOf, onMark, onUnauthorized) {
+    this.#colourOf = colourOf;
+    this.#onMark = onMark;
+    this.#onUnauthorized = onUnauthorized;
+    this.#log = document.getElementById("messages");
+    this.#prompt = document.getElementById("prompt");
+    this.#send = document.getElementById("send");
+    this.#welcome = document.getElementById("welcome");
+    this.#listen();
+  }
+
+  #colourOf;
+  #onMark;
+  #onUnauthorized;
+  #log;
+  #prompt;
+  #send;
+  #welcome;
+  #turns = [];
+  #replies = [];
+  #running = null;
+
+  // Give replies the colours that their requests have on the map.
+  paint() {
+    for (const reply of this.#replies) {
+      const colour = reply.requestId ? this.#colourOf(reply.requestId) : null;
+      if (colour === null) continue;
+      reply.colour = colour;
+      reply.element.style.setProperty("--hue", requestColour(colour));
+    }
+  }
+
+  #listen() {
+    document.getElementById("composer").addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (this.#running) this.#running.abort();
+      else this.#ask();
+    });
+    this.#prompt.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault();
+      if (!this.#running) this.#ask();
+    });
+    document.getElementById("many").addEventListener("click", () => this.#askMany());
+    document.getElementById("chat-clear").addEventListener("click", () => this.#clear());
+    const ideas = document.getElementById("ideas");
+    for (const idea of IDEAS) {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.textContent = idea;
+      button.addEventListener("click", () => {
+        this.#prompt.value = idea;
+        this.#ask();
+      });
+      ideas.append(button);
+    }
+  }
+
+  #clear() {
+    this.#running?.abort();
+    this.#turns = [];
+    this.#replies = [];
+    this.#log.replaceChildren(this.#welcome);
+    this.#prompt.focus();
+  }
+
+  #options() {
+    return {
+      max_tokens: Number(document.getElementById("max-tokens").value) || 200,
+      temperature: Number(document.getElementById("temperature").value),
+    };
+  }
+
+  async #ask() {
+    const text = this.#prompt.value.trim();
+    if (!text) return;
+    this.#prompt.value = "";
+    this.#say("user", text);
+    const reply = this.#reply();
+    this.#running = new AbortController();
+    this.#send.textContent = "Stop";
+    try {
+      const answer = await this.#stream(reply, [...this.#turns, { role: "user", content: text }], this.#running.signal);
+      this.#turns.push({ role: "user", content: text }, { role: "assistant", content: answer });
+    } finally {
+      this.#running = null;
+      this.#send.textContent = "Send";
+    }
+  }
+
+  async #askMany() {
+    const text = this.#prompt.value.trim() || IDEAS[2];
+    this.#say("user", `${text}  ×${MANY}`);
+    const body = { ...this.#options(), messages: [{ role: "user", content: text }] };
+    const note = this.#reply();
+    let numDone = 0;
+    let numTokens = 0;
+    const began = performance.now();
+    const tell = () => { note.text.textContent = `${numDone} of ${MANY} answered, ${numTokens} tokens`; };
+    tell();
+    const one = async (seed) => {
+      await streamChat({ ...body, seed }, {
+        onStart() {},
+        onEvent(chunk) { numTokens += chunk.usage?.completion_tokens ?? 0; },
+      });
+      numDone += 1;
+      tell();
+    };
+    const ends = await Promise.allSettled(Array.from({ length: MANY }, (_, seed) => one(seed)));
+    note.element.classList.remove("streaming");
+    const failed = ends.find((end) => end.status === "rejected");
+    const elapsed = (performance.now() - began) / 1000;
+    note.meta.textContent = failed ? failed.reason.message : `${Math.round(numTokens / elapsed)} tokens/s together`;
+  }
+
+  async #stream(reply, messages, signal) {
+    let answer = "";
+    try {
+      await streamChat({ ...this.#options(), messages }, {
+        signal,
+        onStart: (requestId) => { reply.requestId = requestId; },
+        onEvent: (chunk) => {
+          const piece = chunk.choices?.[0]?.delta?.content ?? "";
+          answer += piece;
+          reply.text.append(piece);
+          if (chunk.timings) reply.timings = chunk.timings;
+          if (chunk.usage) reply.usage = chunk.usage;
+          this.#follow();
+        },
+      });
+      reply.meta.textContent = summary(reply);
+    } catch (error) {
+      const isStopped = error.name === "AbortError";
+      reply.meta.textContent = isStopped ? "stopped" : error.message;
+      reply.meta.classList.toggle("error", !isStopped);
+      if (error instanceof HttpError && error.status === 401) this.#onUnauthorized();
+    }
+    reply.element.classList.remove("streaming");
+    this.#follow();
+    return answer;
+  }
+
+  #say(role, text) {
+    this.#welcome.remove();
+    const element = document.createElement("div");
+    element.className = `message ${role}`;
+    element.textContent = text;
+    this.#log.append(element);
+    this.#follow(true);
+  }
+
+  #reply() {
+    const element = document.createElement("div");
+    element.className = "message reply streaming";
+    const text = document.createElement("span");
+    text.className = "text";
+    const meta = document.createElement("span");
+    meta.className = "meta";
+    element.append(text, meta);
+    const reply = { element, text, meta, requestId: "", colour: null, timings: null, usage: null };
+    element.addEventListener("pointerenter", () => this.#onMark(reply.colour));
+    element.addEventListener("pointerleave", () => this.#onMark(null));
+    this.#log.append(element);
+    this.#replies.push(reply);
+    this.#follow(true);
+    return reply;
+  }
+
+  // Stay at the end, unless the reader has gone up.
+  #follow(isForced = false) {
+    const log = this.#log;
+    if (isForced || log.scrollHeight - log.scrollTop - log.clientHeight < 80) log.scrollTop = log.scrollHeight;
+  }
+}
+
+function summary({ usage, timings }) {
+  const parts = [];
+  if (usage) parts.push(`${usage.completion_tokens} tokens`);
+  if (timings?.tokens_per_second) parts.push(`${Math.round(timings.tokens_per_second)} tokens/s`);
+  if (timings?.first_token_ms) parts.push(`first after ${Math.round(timings.first_token_ms)} ms`);
+  if (timings?.cached_tokens) parts.push(`${timings.cached_tokens} of ${usage?.prompt_tokens ?? "?"} prompt tokens cached`);
+  return parts.join(" · ");
+}
