@@ -1,10 +1,11 @@
-"""Perplexity of an exported model on the held-out tales, by kind.
+"""Perplexity of an exported model on held-out tales, by kind: of the books, and of the story grammar.
 
 Owns the numbers in the model card. Only the story is scored (not the request), each token given all before it.
 """
 
 import argparse
 import math
+import random
 from collections import defaultdict
 from pathlib import Path
 
@@ -13,9 +14,12 @@ from tokenizers import Tokenizer
 
 from .batches import Batch, collate
 from .corpus import Tale, read_tales
+from .grammar import StoryGrammar
 from .model import Storyteller
 from .sample import load_exported
-from .samples import SampleSource, kind_of, learn_lexicon
+from .samples import Encoder, GrammarSource, SampleSource, kind_of, learn_lexicon
+
+NUM_GRAMMAR_TALES = 100
 
 
 def held_out_batches(corpus: Path, tokenizer: Tokenizer) -> dict[str, list[Batch]]:
@@ -31,6 +35,13 @@ def held_out_batches(corpus: Path, tokenizer: Tokenizer) -> dict[str, list[Batch
 
 def _label(tale: Tale) -> str:
     return {"children": "storybooks", "fable": "fables", "fairy tale": "fairy tales", "novel": "novels"}[kind_of(tale)]
+
+
+def grammar_batches(tokenizer: Tokenizer) -> list[Batch]:
+    """Tales of combinations (hero and plot, hero and describing word, two heroes) that are never trained on."""
+    encoder, grammar, rng = Encoder(tokenizer), StoryGrammar(is_held_out=True), random.Random(0)
+    tales = [grammar.draw(rng) for _ in range(NUM_GRAMMAR_TALES)]
+    return [collate([encoder.join([(GrammarSource.head(tale, rng), tale.text)], has_end=True)]) for tale in tales]
 
 
 @torch.no_grad()
@@ -57,7 +68,9 @@ def main() -> None:
         loss, count = total_loss(model, batches)
         loss_sum, num_tokens = loss_sum + loss, num_tokens + count
         print(f"{label}: {len(batches)} tales, {count} tokens, perplexity {math.exp(loss / count):.2f}")
-    print(f"all: {num_tokens} tokens, perplexity {math.exp(loss_sum / num_tokens):.2f}")
+    print(f"all of the books: {num_tokens} tokens, perplexity {math.exp(loss_sum / num_tokens):.2f}")
+    loss, count = total_loss(model, grammar_batches(tokenizer))
+    print(f"story grammar: {NUM_GRAMMAR_TALES} tales, {count} tokens, perplexity {math.exp(loss / count):.2f}")
 
 
 if __name__ == "__main__":
