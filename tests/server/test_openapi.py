@@ -9,6 +9,7 @@ from servers import serve
 from quire.config.api import ApiConfig
 from quire.server.app import build_app
 from quire.server.openai.chat import ChatRequest
+from quire.server.static_page import PATHS as PAGE_PATHS
 from quire.server.tenants import key_ring
 
 
@@ -16,7 +17,7 @@ def test_it_describes_what_is_served() -> None:
     routes = build_app(ApiConfig(), FakeClient(), key_ring([]))._app.routes  # type: ignore[attr-defined]
     with serve(FakeClient()) as server:
         document = httpx.get(f"{server.url}/openapi.json").json()
-    assert set(document["paths"]) | {"/openapi.json"} == {route.path.replace(":path", "") for route in routes}
+    assert {*document["paths"], "/openapi.json", *PAGE_PATHS} == {route.path.replace(":path", "") for route in routes}
     assert set(document["components"]["schemas"]["ChatRequest"]["properties"]) == set(ChatRequest.__struct_encode_fields__)
     names = [operation["operationId"] for methods in document["paths"].values() for operation in methods.values()]
     assert len(set(names)) == len(names)
