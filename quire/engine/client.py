@@ -11,9 +11,9 @@ outputs as `request.params.output_kind` says and always ends with one that is `f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
@@ -113,6 +113,15 @@ class OutputStream(Protocol):
 
     async def aclose(self) -> None:
         """Abort the request if it is not finished. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class CallingStream(Protocol):
+    """An output stream that can also call back, which saves a task's turn for each token."""
+
+    def listen(self, take: Callable[[RequestOutput], None]) -> None:
+        """Give every output to `take`, in the event loop's thread, in place of iteration; it must not raise."""
         ...
 
 

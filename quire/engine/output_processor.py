@@ -51,6 +51,8 @@ class RequestState:
         self.request = request
         self.params = params
         self.prompt = prompt
+        self.prompt_token_ids = list(request.prompt_token_ids)
+        """One list for all outputs: a stream's cost per token must not grow with its prompt."""
         self.sequences: dict[int, _SequenceState] = {}
         self.prompt_logprobs: list[LogprobsByToken | None] | None = None
 
@@ -174,7 +176,7 @@ class OutputProcessor:
         return RequestOutput(
             request_id=request.request_id,
             prompt=state.prompt,
-            prompt_token_ids=list(request.prompt_token_ids),
+            prompt_token_ids=state.prompt_token_ids,
             outputs=self._completions(state, is_delta=is_delta),
             finished=request.is_finished,
             prompt_logprobs=self._prompt_logprobs(state),

@@ -1,13 +1,12 @@
 """The door: every request passes here before routing, and every response and error leaves through here.
 
-Owns request ids, the limits on request lines and headers, authentication, body limits, deadlines for slow readers, the
+Owns request ids, the limits on request lines and headers, authentication, body limits, the order in which requests begin, the
 translation of every exception into an error body, and the access log. Default-deny: without a valid key only the paths in
 `PUBLIC_PATHS`, compared as raw bytes, are reachable, so no spelling of a path slips past.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 import secrets
@@ -27,6 +26,7 @@ from quire.server.call import Call, attach
 from quire.server.errors import ApiError, bad_request, from_exception
 from quire.server.static_page import PATHS as PAGE_PATHS
 from quire.server.tenants import EVERYBODY, MAX_KEY_LEN, NOBODY, KeyRing, Tenant
+from quire.server.turnstile import Turnstile
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("quire.access")
@@ -63,6 +63,7 @@ class Gate:
         self._keys = keys
         self._observer = observer
         self._root_path = config.root_path.encode()
+        self._turnstile = Turnstile()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Lifespan events pass through; anything else is not HTTP and is dropped."""
@@ -84,6 +85,8 @@ class Gate:
         receive: Receive = exchange.receive
         if not get_route_path(scope).startswith(_STREAMED_PATHS):
             receive = await self._bounded(exchange, headers)
+        if scope["method"] not in _BODILESS:
+            await self._turnstile.enter()
         await self._app(scope, receive, exchange.send)
 
     async def _bounded(self, exchange: _Exchange, headers: Headers) -> Receive:
@@ -192,16 +195,12 @@ class _Exchange:
         return message
 
     async def send(self, message: Message) -> None:
-        """Pass a message on with our headers; a client that does not take it within the limit is given up."""
+        """Pass a message on with our headers. How long a client may take to take it is the protocol's business."""
         if message["type"] == "http.response.start":
             self._is_head_sent = True
             self.status = message["status"]
             message = {**message, "headers": [*message.get("headers", ()), *self._own_headers()]}
-        try:
-            async with asyncio.timeout(self._gate.config.write_timeout_s):
-                await self._send(message)
-        except TimeoutError:
-            raise ClientDisconnect from None
+        await self._send(message)
 
     def _own_headers(self) -> Headers:
         elapsed_ms = int(1000 * (time.monotonic() - self.started_s))

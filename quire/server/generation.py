@@ -18,7 +18,7 @@ from starlette.types import Receive
 
 from quire.core.params import RequestOutputKind, SamplingParams
 from quire.core.request import RequestMetrics
-from quire.engine.client import EngineClient, GenerationRequest, OutputStream
+from quire.engine.client import CallingStream, EngineClient, GenerationRequest, OutputStream
 from quire.engine.outputs import RequestOutput
 from quire.server.admission import Admission, Ticket
 from quire.server.call import Call
@@ -112,6 +112,8 @@ class Run:
         self._tasks: list[asyncio.Task[None]] = []
         self._items: deque[Item] = deque()
         self._news = asyncio.Event()
+        self._alarm: asyncio.TimerHandle | None = None
+        """Wakes `get` to look at the clock. One that comes too early is left alone, so that a token costs no timer."""
         self._failure: BaseException | None = None
         self._is_closed = False
 
@@ -144,8 +146,12 @@ class Run:
                 cache_salt=self._call.tenant.cache_salt(job.cache_salt),
             )
         )
-        self._progress.append(_Progress(stream))
-        self._tasks.append(asyncio.create_task(self._pump(number)))
+        progress = _Progress(stream)
+        self._progress.append(progress)
+        if isinstance(stream, CallingStream):
+            stream.listen(lambda output: self._take_safely(number, progress, output))
+        else:
+            self._tasks.append(asyncio.create_task(self._pump(number)))
 
     def watch(self, receive: Receive) -> None:
         """End the run as soon as the client leaves."""
@@ -163,9 +169,8 @@ class Run:
             if give_up_s is not None and now >= give_up_s:
                 return None
             self._news.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._patience(now, give_up_s)):
-                    await self._news.wait()
+            self._set_alarm(self._patience(now, give_up_s))
+            await self._news.wait()
         return self._items.popleft()
 
     def take(self) -> Item | None:
@@ -187,6 +192,8 @@ class Run:
             return
         self._is_closed = True
         self._generator.admission.release(self._ticket)
+        if self._alarm is not None:
+            self._alarm.cancel()
         for task in self._tasks:
             task.cancel()
         # A stream may be closed only when nobody waits in it.
@@ -207,6 +214,14 @@ class Run:
                 self._take(number, progress, output)
             if not progress.is_finished:
                 self._fail(ApiError(500, "the engine ended the request early", code="engine_error"))
+        except Exception as error:
+            self._fail(from_exception(error))
+
+    def _take_safely(self, number: int, progress: _Progress, output: RequestOutput) -> None:
+        """As `_take`, for a caller that is not to hear of failures."""
+        try:
+            if not self._is_closed:
+                self._take(number, progress, output)
         except Exception as error:
             self._fail(from_exception(error))
 
@@ -262,6 +277,20 @@ class Run:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._fail(ClientDisconnect())
+
+    def _set_alarm(self, wait_s: float) -> None:
+        """Be woken within `wait_s`."""
+        loop = asyncio.get_running_loop()
+        due_s = loop.time() + wait_s
+        if self._alarm is not None:
+            if self._alarm.when() <= due_s:
+                return
+            self._alarm.cancel()
+        self._alarm = loop.call_at(due_s, self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = None
+        self._news.set()
 
     def _patience(self, now: float, give_up_s: float | None) -> float:
         """Seconds until something must be looked at again."""

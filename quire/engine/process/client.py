@@ -1,7 +1,8 @@
 """`EngineClient` over an engine in a process of its own, whose requests survive its death.
 
 Owns the streams: each holds at most one output that its reader has not taken yet, into which further ones are merged, so a
-slow reader costs no more than its answer. Everything but the streams belongs to the supervisor's thread.
+slow reader costs no more than its answer; a listener is called at once, and bounds what it holds itself. Everything but the
+streams belongs to the supervisor's thread.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -206,9 +207,21 @@ class _Stream:
         self._waiting: RequestOutput | None = None
         self._has_news = asyncio.Event()
         self._is_finished = False
+        self._take: Callable[[RequestOutput], None] | None = None
+
+    def listen(self, take: Callable[[RequestOutput], None]) -> None:
+        """See `CallingStream`."""
+        self._take = take
+        if self._waiting is not None:
+            output, self._waiting = self._waiting, None
+            self.put(output)
 
     def put(self, output: RequestOutput) -> None:
         """Give the reader something; in the event loop's thread."""
+        if self._take is not None:
+            self._is_finished = output.finished
+            self._take(output)
+            return
         is_delta = self.request.params.output_kind is RequestOutputKind.DELTA
         self._waiting = output if self._waiting is None or not is_delta else merge(self._waiting, output)
         self._has_news.set()

@@ -1,0 +1,54 @@
+"""One newcomer a round, in order of arrival, with everybody else's turn in between."""
+
+from __future__ import annotations
+
+import asyncio
+
+from quire.server.turnstile import Turnstile
+
+
+def test_a_crowd_passes_in_order_one_a_round() -> None:
+    async def crowd() -> None:
+        turnstile = Turnstile()
+        passed: list[int] = []
+        most_in_a_round, before, is_over = 0, 0, False
+
+        async def newcomer(number: int) -> None:
+            await turnstile.enter()
+            passed.append(number)
+
+        def look() -> None:
+            nonlocal most_in_a_round, before
+            most_in_a_round, before = max(most_in_a_round, len(passed) - before), len(passed)
+            if not is_over:
+                asyncio.get_running_loop().call_soon(look)
+
+        look()
+        tasks = [asyncio.create_task(newcomer(number)) for number in range(50)]
+        tasks[7].cancel()
+        await asyncio.sleep(0)
+        tasks[20].cancel()  # while it waits
+        await asyncio.gather(*tasks, return_exceptions=True)
+        is_over = True
+        assert passed == [number for number in range(50) if number not in (7, 20)]
+        assert most_in_a_round == 1
+        await asyncio.sleep(0)
+        await asyncio.wait_for(turnstile.enter(), 1)
+
+    asyncio.run(crowd())
+
+
+def test_alone_nobody_waits() -> None:
+    async def alone() -> None:
+        turnstile = Turnstile()
+        for _ in range(3):
+            entering = turnstile.enter()
+            try:
+                entering.send(None)
+            except StopIteration:
+                pass
+            else:
+                raise AssertionError("it had to wait")
+            await asyncio.sleep(0)
+
+    asyncio.run(alone())
