@@ -1,6 +1,7 @@
-"""`quire chat`: a conversation in the terminal. Every turn sends the whole history; the prefix cache makes that cheap.
+"""`quire chat`: a conversation in the terminal, with a model that is loaded here, or with a server (`--url`).
 
-Ctrl-C stops an answer (what was said of it stays in the history), not the chat; Ctrl-D quits.
+Every turn sends the whole history; the prefix cache makes that cheap. Ctrl-C stops an answer (what was said of it stays in the
+history), not the chat; Ctrl-D quits.
 """
 
 from __future__ import annotations
@@ -8,13 +9,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import signal
-import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from quire.cli import remote_chat
+from quire.cli.conversation import Answer, AnswerError, Conversation
 from quire.cli.options import add_engine_options, add_sampling_options, engine_config, sampling_params
+from quire.cli.parser import UsageError
 from quire.cli.prompts import ChatEncoder, Message, add_chat_options
 from quire.errors import RequestError
 
@@ -27,13 +29,8 @@ EXAMPLES = """\
 examples:
   quire chat quire-storyteller
   quire chat ./my-model --system "You answer in one sentence." --temperature 0.7 --verbose
+  quire chat --url http://127.0.0.1:8000
 """
-
-HELP = """\
-/reset   forget the conversation (and keep the system message)
-/quit    leave (also Ctrl-D)
-/help    this list
-Ctrl-C   stop the answer"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,12 +39,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("chat")
     add_chat_options(group)
     group.add_argument("--verbose", action="store_true", help="after each answer: tokens, speed and what the cache held")
+    remote_chat.add_arguments(group)
     add_sampling_options(parser)
-    add_engine_options(parser, exclude=("seed", "skip_tokenizer_init"))
+    add_engine_options(parser, exclude=("seed", "skip_tokenizer_init"), is_model_needed=False)
+    parser.usage = f"{parser.prog} [OPTIONS] MODEL\n       {parser.prog} [OPTIONS] --url URL"
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
+    start: list[Message] = [] if args.system is None else [{"role": "system", "content": args.system}]
+    if args.url is not None:
+        _refuse_engine_options(args)
+        Conversation(remote_chat.RemoteModel(args), start, is_verbose=args.verbose).hold()
+        return 0
+    if args.model is None:
+        raise UsageError("give a MODEL to load, or --url of a server")
+    if args.model_name is not None or args.api_key is not None:
+        raise UsageError("--model-name and --api-key are for a server; give its --url")
     config = engine_config(args)
     from quire.cli.session import Job, check, load
     from quire.core.params import RequestOutputKind
@@ -56,104 +64,63 @@ def run(args: argparse.Namespace) -> int:
     prepared = prepare_model(config)
     params = sampling_params(args, prepared.generation_config, output_kind=RequestOutputKind.CUMULATIVE)
     encode = ChatEncoder(prepared.tokenizer, args.chat_template)
-    start: list[Message] = [] if args.system is None else [{"role": "system", "content": args.system}]
     check(prepared, [Job(encode([*start, {"role": "user", "content": "Hello"}]), params)])
     engine = load(prepared)
     try:
-        Conversation(engine, encode, params, start, is_verbose=args.verbose).hold()
+        Conversation(LocalModel(engine, encode, params), start, is_verbose=args.verbose).hold()
     finally:
         engine.close()
     return 0
 
 
-class Conversation:
-    """Messages so far, and the loop that adds to them."""
+def _refuse_engine_options(args: argparse.Namespace) -> None:
+    """What belongs to a model that is loaded here is not dropped in silence."""
+    given = [name for name in args.engine_options if hasattr(args, name)]
+    if args.model is not None:
+        raise UsageError(f"give either a MODEL to load ({args.model!r}) or --url; the model's name there is --model-name")
+    if given or args.chat_template is not None:
+        option = (given or ["chat_template"])[0].replace("_", "-")
+        raise UsageError(f"--{option} is for a model that is loaded here; with --url, the server decides")
 
-    def __init__(
-        self, engine: Engine, encode: ChatEncoder, params: SamplingParams, start: list[Message], *, is_verbose: bool
-    ) -> None:
+
+class LocalModel:
+    """An engine of this process."""
+
+    def __init__(self, engine: Engine, encode: ChatEncoder, params: SamplingParams) -> None:
+        self.name = engine.plan.config.model
         self._engine = engine
         self._encode = encode
         self._params = params
-        self._start = start
-        self._is_verbose = is_verbose
-        self._is_terminal = sys.stdin.isatty()
-        self.messages = list(start)
 
-    def hold(self) -> None:
-        """Read, answer, repeat, until the input ends or /quit."""
-        if self._is_terminal:
-            with contextlib.suppress(ImportError):
-                import readline  # noqa: F401  (line editing and history for input())
-            print(f"Chat with {self._engine.plan.config.model}. /help lists commands; Ctrl-D quits.", file=sys.stderr)
-        for text in self._read_lines():
-            if text in ("/quit", "/exit"):
-                return
-            if text == "/reset":
-                self.messages = list(self._start)
-                print("(forgotten)", file=sys.stderr)
-            elif text.startswith("/"):
-                print(HELP if text == "/help" else f"there is no command {text}; /help lists them", file=sys.stderr)
-            else:
-                self._turn(text)
-
-    def _read_lines(self) -> Iterator[str]:
-        while True:
-            try:
-                text = input("> " if self._is_terminal else "").strip()
-            except EOFError:
-                if self._is_terminal:
-                    print(file=sys.stderr)
-                return
-            except KeyboardInterrupt:
-                print("\n(Ctrl-D or /quit leaves)", file=sys.stderr)
-                continue
-            if text:
-                yield text
-
-    def _turn(self, text: str) -> None:
-        """Answer one message. One that cannot be answered is taken back, and the chat goes on."""
-        self.messages.append({"role": "user", "content": text})
-        started = time.monotonic()
+    def answer(self, messages: Sequence[Message], show: Callable[[str], None]) -> Answer:
+        """See `Model`."""
         try:
-            output = self._answer()
+            return self._answer(messages, show)
         except RequestError as error:
-            self.messages.pop()
-            print(f"(not answered: {error}; /reset starts anew)", file=sys.stderr)
-            return
-        if output is None or output.error is not None:
-            self.messages.pop()
-            print(f"(no answer{'' if output is None else f': {output.error}'})", file=sys.stderr)
-            return
-        self.messages.append({"role": "assistant", "content": output.outputs[0].text})
-        if self._is_verbose:
-            self._report(output, time.monotonic() - started)
+            raise AnswerError(str(error)) from None
 
-    def _answer(self) -> RequestOutput | None:
-        """Stream an answer; the last output there was, also where Ctrl-C cut it short. None if there was none at all."""
+    def _answer(self, messages: Sequence[Message], show: Callable[[str], None]) -> Answer:
         from quire.cli.session import Job, run
-        from quire.cli.terminal import printable
 
-        latest, num_shown = None, 0
+        latest: RequestOutput | None = None
+        num_shown = 0
         with _interruptible() as interrupted:
-            outputs = run(self._engine, [Job(self._encode(self.messages), self._params.clone())], interrupted.check)
+            outputs = run(self._engine, [Job(self._encode(messages), self._params.clone())], interrupted.check)
             with contextlib.suppress(_StopAnswerError):
                 for latest in outputs:
                     text = latest.outputs[0].text
-                    sys.stdout.write(printable(text[num_shown:]))
-                    sys.stdout.flush()
+                    show(text[num_shown:])
                     num_shown = len(text)
-        print(" [stopped]" if interrupted.is_set else "")
-        return latest
-
-    def _report(self, output: RequestOutput, wall_s: float) -> None:
-        num_prompt, num_output = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
-        metrics = output.metrics
-        first_s = 0.0 if metrics.first_token_s is None else metrics.first_token_s - metrics.arrival_s
-        print(
-            f"({num_prompt} prompt tokens, {metrics.num_prefix_hit_tokens} of them from the cache; {num_output} in the answer; "
-            f"first after {1000 * first_s:.0f} ms, {num_output / max(wall_s, 1e-9):.1f} tokens/s)",
-            file=sys.stderr,
+        if latest is None or latest.error is not None:
+            raise AnswerError("stopped before it began" if latest is None else str(latest.error))
+        metrics = latest.metrics
+        return Answer(
+            text=latest.outputs[0].text,
+            is_stopped=interrupted.is_set,
+            num_prompt=len(latest.prompt_token_ids),
+            num_cached=metrics.num_prefix_hit_tokens,
+            num_output=len(latest.outputs[0].token_ids),
+            first_s=None if metrics.first_token_s is None else metrics.first_token_s - metrics.arrival_s,
         )
 
 

@@ -43,10 +43,10 @@ SAMPLING_OPTIONS = (
 )
 
 
-def add_engine_options(parser: argparse.ArgumentParser, *, exclude: tuple[str, ...] = ()) -> None:
+def add_engine_options(parser: argparse.ArgumentParser, *, exclude: tuple[str, ...] = (), is_model_needed: bool = True) -> None:
     """MODEL and one option per field of `EngineConfig`, except those that a command uses in another sense."""
     parser.usage = f"{parser.prog} [OPTIONS] MODEL"
-    parser.add_argument("model", metavar="MODEL", help=_field("model").metadata["help"])
+    parser.add_argument("model", metavar="MODEL", nargs=None if is_model_needed else "?", help=_field("model").metadata["help"])
     group = parser.add_argument_group("engine options")
     chosen = [item for item in dataclasses.fields(EngineConfig) if item.name != "model" and item.name not in exclude]
     add_field_options(group, chosen)

@@ -144,7 +144,8 @@ class HttpClient:
         except TimeoutError:
             raise HttpError(f"no connection to {address.netloc} within {self._timeout_s:g} s", kind="connect") from None
         except OSError as error:  # of several attempts, asyncio joins the texts
-            reason = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror or str(error)
+            number = error.errno or 0  # of the resolver's errors it is negative
+            reason = os.strerror(number) if number > 0 else error.strerror or str(error)
             raise HttpError(f"cannot connect to {address.netloc}: {reason}", kind="connect") from None
         return connection
 
