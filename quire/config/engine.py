@@ -71,6 +71,9 @@ class EngineConfig:
         "activations. Quantized checkpoints are recognised without it",
         choices=QUANTIZATIONS,
     )
+    weights_cache: str | None = _option(
+        None, "folder that keeps the packed weights of a quantized model, so that its next start only reads them"
+    )
     kv_cache_dtype: str = _option(
         "auto",
         "what the KV cache stores: auto is the compute dtype; int8 and fp8 take about half of bfloat16",

@@ -6,15 +6,13 @@ at once, in its own thread, and also while the engine is still loading.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import NamedTuple
 
-from quire.common.version import __version__
 from quire.core.request import Request
 from quire.core.scheduler.admission import fit
 from quire.engine.builder import PreparedModel
 from quire.engine.client import GenerationRequest, ModelInfo
+from quire.engine.fingerprint import fingerprint
 from quire.engine.prompts import ParsedPrompt, check_token_ids
 from quire.engine.requests import RequestBuilder
 from quire.errors import InvalidParameterError
@@ -63,27 +61,5 @@ def model_info(prepared: PreparedModel) -> ModelInfo:
         eos_token_ids=tuple(sorted(prepared.eos_token_ids)),
         generation_config=dict(prepared.generation_config),
         num_kv_slots=plan.limits.num_slots,
-        fingerprint=_fingerprint(prepared),
+        fingerprint=fingerprint(plan, prepared.planned.files),
     )
-
-
-def _fingerprint(prepared: PreparedModel) -> str:
-    """A digest of what decides the numbers: Quire's version, the model's declaration and files, dtype and kernels.
-
-    Limits, threads and block size are left out, since no answer depends on them.
-    """
-    plan, folder = prepared.planned.plan, prepared.planned.folder
-    gguf = prepared.planned.files.gguf
-    paths = folder.glob("*.safetensors") if gguf is None else [gguf.file.path]
-    weights = sorted((path.name, path.stat().st_size) for path in paths)
-    decisive = [
-        __version__,
-        dict(prepared.planned.model_config),
-        plan.dtype,
-        plan.config.kernels,
-        plan.config.quantization,
-        plan.config.load_format,
-        plan.config.seed if plan.config.load_format == "dummy" else None,
-        weights,
-    ]
-    return hashlib.blake2b(json.dumps(decisive, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()

@@ -8,9 +8,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from quire.kernels.sampling import SamplingKernels
     from quire.kernels.selection import Selection
     from quire.nn.decoder import DecoderModel
+    from quire.quant.linears import FloatLinears, LinearLoader
     from quire.weights.head_start import HeadStart
+    from quire.weights.packed_cache import PackedCache
     from quire.weights.source import WeightSource
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,8 @@ class PlannedModel(NamedTuple):
     """How weights are stored that are not plain floating point; None where they all are."""
     head_start: HeadStart | None = None
     """Weights that are on their way already."""
+    packed_cache: PackedCache | None = None
+    """Weights that an earlier start packed, or the place for them."""
 
     @property
     def folder(self) -> Path:
@@ -100,7 +104,7 @@ def prepare_model(config: EngineConfig, *, is_for_here: bool = True) -> Prepared
 
 def begin_loading(planned: PlannedModel) -> PlannedModel:
     """Start to read the weights in the background, for `build_executor` to go on with."""
-    return planned._replace(head_start=_head_start(planned))
+    return planned._replace(head_start=_head_start(planned), packed_cache=_packed_cache(planned))
 
 
 def assemble(prepared: PreparedModel, executor: Executor) -> Engine:
@@ -168,30 +172,64 @@ def build_executor(planned: PlannedModel) -> InlineExecutor:
 
 def _load_model(planned: PlannedModel, kernels: Kernels) -> DecoderModel:
     """The weights in memory, as planned."""
-    import torch
-
     from quire.nn.builder import build_decoder
-    from quire.quant.decoding import decoder
-    from quire.quant.gguf import GgufWeights
-    from quire.quant.linears import CheckpointLinears, FloatLinears, QuantizingLinears
-    from quire.weights.checkpoint import SafetensorsCheckpoint
 
     plan = planned.plan
+    cache = planned.packed_cache if kernels.name == "cpu" else None
+    with _sources(planned) as (weights, quantize):
+        model = build_decoder(
+            plan.spec,
+            weights if cache is None else cache.over(weights),
+            kernels,
+            dtype=plan.dtype,
+            max_model_len=plan.limits.max_model_len,
+            quantize=quantize,
+        )
+    if cache is not None:
+        cache.keep(zip(plan.spec.projections, model.projections, strict=True))
+    return model
+
+
+@contextmanager
+def _sources(planned: PlannedModel) -> Iterator[tuple[WeightSource, Callable[[FloatLinears], LinearLoader]]]:
+    """Where the weights come from, and how projections are loaded from there."""
+    import torch
+
+    from quire.quant.decoding import decoder
+    from quire.quant.gguf import GgufWeights
+    from quire.quant.linears import CheckpointLinears, QuantizingLinears
+    from quire.weights.checkpoint import SafetensorsCheckpoint
+
+    plan, storage = planned.plan, planned.storage
 
     def quantizing(floats: FloatLinears) -> QuantizingLinears:
         return QuantizingLinears(floats, plan.formats, getattr(torch, plan.spec.dtype))
 
-    build = partial(build_decoder, plan.spec, kernels=kernels, dtype=plan.dtype, max_model_len=plan.limits.max_model_len)
-    storage = planned.storage
     if storage is None:
         with _weights(planned) as plain:
-            return build(plain, quantize=quantizing)
-    if isinstance(storage, GgufStorage):
+            yield plain, quantizing
+    elif isinstance(storage, GgufStorage):
         with GgufWeights(storage) as weights:
-            return build(weights, quantize=lambda floats: CheckpointLinears(quantizing(floats), weights))
-    with SafetensorsCheckpoint(planned.folder, plan.spec, storage.layout) as checkpoint:
-        decode = decoder(storage, checkpoint)
-        return build(checkpoint, quantize=lambda floats: CheckpointLinears(quantizing(floats), decode))
+            yield weights, lambda floats: CheckpointLinears(quantizing(floats), weights)
+    else:
+        with SafetensorsCheckpoint(planned.folder, plan.spec, storage.layout) as checkpoint:
+            decode = decoder(storage, checkpoint)
+            yield checkpoint, lambda floats: CheckpointLinears(quantizing(floats), decode)
+
+
+def _packed_cache(planned: PlannedModel) -> PackedCache | None:
+    """Begin to read what an earlier start packed. Plain floats are packed while torch is imported: no use for them."""
+    from quire.kernels import cpu
+
+    plan = planned.plan
+    is_plain = [planned.storage is None and plan.formats.of(parts) is None for parts in plan.spec.projections]
+    if plan.config.weights_cache is None or all(is_plain) or cpu.IMPORT_ERROR is not None or plan.config.kernels == "reference":
+        return None
+    from quire.engine.fingerprint import cache_name
+    from quire.weights.packed_cache import PackedCache
+
+    wanted = [parts for parts, plain in zip(plan.spec.projections, is_plain, strict=True) if not plain]
+    return PackedCache(Path(plan.config.weights_cache).expanduser(), cache_name(plan, planned.files), wanted)
 
 
 def _head_start(planned: PlannedModel) -> HeadStart | None:

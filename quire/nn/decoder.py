@@ -80,6 +80,12 @@ class DecoderModel:
             return None
         return self.kernels.linear_peaks(self.final_norm(self.kernels, hidden.contiguous()), self.head)
 
+    @property
+    def projections(self) -> tuple[PackedLinear, ...]:
+        """Every packed weight, in the order of `DecoderSpec.projections`."""
+        layers = ((b.attention.qkv, b.attention.output, b.mlp.up, b.mlp.down) for b in self.blocks)
+        return (*(linear for layer in layers for linear in layer), self.head)
+
     def weights(self) -> DecoderWeights:
         """As a back end that compiles takes it."""
         return DecoderWeights(

@@ -8,7 +8,6 @@ what the native kernels take as it is comes this way; everything else is read by
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,6 +18,7 @@ from quire.errors import CheckpointError
 from quire.kernels.cpu import _native
 from quire.models.declaration import LinearSpec, TensorSpec
 from quire.weights.checkpoint import SafetensorsCheckpoint, StoredRows
+from quire.weights.region import reserve
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,10 +63,7 @@ class HeadStart:
         self._places: dict[Parts | TensorSpec, _Place] = {}
         self._num_reserved = 0
         found = self._reserve(wanted)
-        size = max(self._num_reserved, mmap.PAGESIZE)
-        self._region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):  # a page fault for every 4 KiB would cost as much as the packing
-            self._region.madvise(mmap.MADV_HUGEPAGE)
+        self._region = reserve(self._num_reserved)
         self._loading = self._begin(found)
 
     def __enter__(self) -> HeadStart:

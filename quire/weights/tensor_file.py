@@ -46,7 +46,7 @@ class TensorFile:
         try:
             self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             self._identity = self._look()
-            self.tensors = _read_header(self.descriptor, self._identity[0])
+            self.tensors, self.metadata = _read_header(self.descriptor, self._identity[0])
         except (OSError, ValueError, RecursionError) as error:
             self.close()
             raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
@@ -77,15 +77,17 @@ class TensorFile:
         return status.st_size, status.st_mtime_ns
 
 
-def _read_header(descriptor: int, size: int) -> Mapping[str, StoredTensor]:
-    """The tensors by name; ValueError where the header breaks a rule of the format."""
+def _read_header(descriptor: int, size: int) -> tuple[Mapping[str, StoredTensor], Mapping[str, str]]:
+    """The tensors by name, and what else is said; ValueError where the header breaks a rule of the format."""
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if size < 8 or not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
         raise ValueError(f"a header of {length} bytes in a file of {size}")
     header = json.loads(os.pread(descriptor, length, 8).decode(), object_pairs_hook=_unique)
     if not isinstance(header, dict):
         raise ValueError("the header is no object")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its metadata are no texts by name")
     tensors = {name: _tensor(name, entry, 8 + length) for name, entry in header.items()}
     end = 8 + length
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
@@ -94,7 +96,7 @@ def _read_header(descriptor: int, size: int) -> Mapping[str, StoredTensor]:
         end += tensor.num_bytes
     if end != size:
         raise ValueError(f"its tensors end at byte {end} of {size}")
-    return tensors
+    return tensors, metadata
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,248 @@
+"""Projections as they were packed, kept in a file for the next start: what was quantized or repacked once is only read.
+
+The file is a safetensors file: bytes as `CpuLinear` has them, how to read each, and a checksum of all. Owns its name, which
+holds a digest of everything that decides the bytes, and the memory that it is read into, which begins while torch is still
+being imported. A file that is foreign, damaged or of another version is left unread and written anew; a cache that
+cannot be written costs a warning. Nothing in it can be executed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import tempfile
+import threading
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from quire.errors import CheckpointError
+from quire.models.declaration import LinearSpec, TensorSpec
+from quire.weights.region import reserve
+from quire.weights.source import WeightSource
+from quire.weights.tensor_file import TensorFile
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quire.kernels.cpu.linear import CpuLinear
+    from quire.kernels.interface import PackedLinear
+
+logger = logging.getLogger(__name__)
+
+SUFFIX = ".packed.safetensors"
+_READ_TIMEOUT_S = 600.0
+"""For a file on a slow network drive; whatever takes longer is treated as damaged."""
+_BIAS = ".bias"
+
+Parts = Sequence[LinearSpec]
+
+
+class CacheName(NamedTuple):
+    """Which model in which form."""
+
+    label: str
+    """For people; a new file of a label replaces the old ones."""
+    digest: str
+    """Of everything that decides the bytes."""
+
+    def path(self, folder: Path) -> Path:
+        """Where the file lies."""
+        return folder / f"{self.label}-{self.digest}{SUFFIX}"
+
+
+class PackedCache:
+    """The file of one model in a folder, and what was found in it."""
+
+    def __init__(self, folder: Path, name: CacheName, wanted: Iterable[Parts]) -> None:
+        """Begin to read the file, if there is one that fits; `wanted` are the projections that it is for."""
+        self._folder, self._name = folder, name
+        self._wanted = {_key(parts) for parts in wanted}
+        self._file = self._open()
+
+    def over(self, weights: WeightSource) -> WeightSource:
+        """`weights`, with the projections of this file packed already."""
+        return weights if self._file is None else _CachedWeights(weights, self._file)
+
+    def keep(self, projections: Iterable[tuple[Parts, PackedLinear]]) -> None:
+        """Write the file for the next start, unless it was read in this one."""
+        if self._file is not None and not self._file.is_damaged:
+            return
+        from quire.kernels.cpu.linear import CpuLinear
+
+        kept = {_key(parts): linear for parts, linear in projections if _key(parts) in self._wanted}
+        packed = {key: linear for key, linear in kept.items() if isinstance(linear, CpuLinear)}
+        path = self._name.path(self._folder)
+        try:
+            _write(path, packed, self._name.digest)
+        except OSError as error:
+            logger.warning("packed weights could not be kept in %s: %s", path, error)
+            return
+        logger.info("packed weights are kept in %s", path)
+        self._remove_former(path)
+
+    def _open(self) -> _PackedFile | None:
+        path = self._name.path(self._folder)
+        if not path.exists():
+            return None
+        try:
+            _check_owner(path)
+            return _PackedFile(path, self._name.digest, self._wanted)
+        except (CheckpointError, OSError) as error:
+            logger.warning("packed weights in %s are not used: %s", path, error)
+            return None
+
+    def _remove_former(self, newest: Path) -> None:
+        for path in self._folder.glob(f"{self._name.label}-*{SUFFIX}"):
+            if path != newest:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+
+class _CachedWeights:
+    """Implements `WeightSource`."""
+
+    def __init__(self, weights: WeightSource, file: _PackedFile) -> None:
+        self._weights, self._file = weights, file
+
+    def fill(self, out: Tensor, tensor: TensorSpec) -> None:
+        self._weights.fill(out, tensor)
+
+    def table(self, tensor: TensorSpec) -> Tensor | None:
+        return self._weights.table(tensor)
+
+    def packed(self, parts: Parts) -> PackedLinear | None:
+        return self._file.linear(_key(parts)) or self._weights.packed(parts)
+
+
+class _PackedFile:
+    """A file that a thread is reading."""
+
+    def __init__(self, path: Path, digest: str, wanted: set[str]) -> None:
+        """Raises CheckpointError where it is not what was written under this digest."""
+        self._path = path
+        self._file = TensorFile(path)
+        self.is_damaged = False
+        try:
+            self._layouts, self._checksum = _description(self._file.metadata, digest)
+            if self._layouts.keys() != wanted:
+                raise CheckpointError("it holds other projections")
+        except CheckpointError:
+            self._file.close()
+            raise
+        tensors = self._file.tensors.values()
+        self._first = min((tensor.start for tensor in tensors), default=0)
+        self._num_bytes = sum(tensor.num_bytes for tensor in tensors)
+        self._region = reserve(self._num_bytes)
+        self._thread = threading.Thread(target=self._read, name="packed-weights", daemon=True)
+        self._thread.start()
+
+    def linear(self, key: str) -> CpuLinear | None:
+        """A projection; None where it is not here, or the file turned out to be damaged."""
+        self._thread.join(_READ_TIMEOUT_S)
+        if self._thread.is_alive():
+            self.is_damaged = True
+        if self.is_damaged or key not in self._layouts:
+            return None
+        from quire.kernels.cpu.linear import CpuLinear, PackedLayout
+
+        bias = self._bytes(key + _BIAS)
+        data = self._bytes(key)
+        if data is None:
+            return None
+        import torch
+
+        layout = PackedLayout(*self._layouts[key])
+        return CpuLinear(layout, data, None if bias is None else bias.view(torch.float32))
+
+    def _bytes(self, name: str) -> Tensor | None:
+        tensor = self._file.tensors.get(name)
+        if tensor is None:
+            return None
+        import torch
+
+        return torch.frombuffer(self._region, dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.start - self._first)
+
+    def _read(self) -> None:
+        """In few long calls: each return from one waits for the interpreter's lock, which the import of torch holds."""
+        memory = memoryview(self._region)[: self._num_bytes]
+        try:
+            self._file.read_into(memory, self._first)
+            if zlib.crc32(memory, zlib.crc32(self._file.metadata["layouts"].encode())) != self._checksum:
+                raise CheckpointError("the checksum is not that which it was written with")
+        except (CheckpointError, OSError) as error:
+            logger.warning("packed weights in %s are not used: %s", self._path, error)
+            self.is_damaged = True
+        finally:
+            self._file.close()
+
+
+def _version() -> str:
+    from quire.kernels.cpu import _native
+
+    return f"quire packed weights 1, {_native.WEIGHT_LAYOUT}"
+
+
+def _key(parts: Parts) -> str:
+    """A name for a stacked projection that no other one of its model has."""
+    return "+".join(f"{part.weight.name}[{part.weight.first_row}:{part.num_outputs}]" for part in parts)
+
+
+def _check_owner(path: Path) -> None:
+    """CheckpointError where another user could have written the file."""
+    for each in (path, path.parent):
+        status = each.stat()
+        if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
+            raise CheckpointError(f"{each} can be written by other users")
+
+
+def _description(metadata: Mapping[str, str], digest: str) -> tuple[dict[str, list[Any]], int]:
+    """The layout of each projection, and the checksum; CheckpointError unless all is of this version and digest."""
+    if metadata.get("version") != _version() or metadata.get("digest") != digest:
+        raise CheckpointError("it was written for another model or by another version")
+    try:
+        layouts, checksum = json.loads(metadata["layouts"]), int(metadata["checksum"])
+    except (ValueError, KeyError, RecursionError) as error:
+        raise CheckpointError(f"its description cannot be read: {error}") from error
+    if not isinstance(layouts, dict) or not all(isinstance(each, list) and len(each) == 6 for each in layouts.values()):
+        raise CheckpointError("its description cannot be read")
+    return layouts, checksum
+
+
+def _write(path: Path, projections: Mapping[str, CpuLinear], digest: str) -> None:
+    """Write under another name, then rename: a reader sees a whole file or none."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    tensors: dict[str, memoryview] = {key: linear.data.numpy().data for key, linear in projections.items()}
+    for key, linear in projections.items():  # after the weights, whose sizes keep one another aligned
+        if linear.bias is not None:
+            tensors[key + _BIAS] = linear.bias.numpy().data.cast("B")
+    layouts = json.dumps({key: astuple(linear.layout) for key, linear in projections.items()})
+    checksum = zlib.crc32(layouts.encode())
+    for data in tensors.values():
+        checksum = zlib.crc32(data, checksum)
+    metadata = {"version": _version(), "digest": digest, "layouts": layouts, "checksum": str(checksum)}
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(_header(tensors, metadata))
+            for data in tensors.values():
+                file.write(data)
+        os.replace(name, path)
+    except OSError:
+        os.unlink(name)
+        raise
+
+
+def _header(tensors: Mapping[str, memoryview], metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, data in tensors.items():
+        header[name] = {"dtype": "U8", "shape": [data.nbytes], "data_offsets": [end, end + data.nbytes]}
+        end += data.nbytes
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return len(encoded).to_bytes(8, "little") + encoded
