@@ -10,6 +10,7 @@ const SHARED = 3;
 const MAX_CELL = 22;
 const MIN_CELL = 4;
 const ROOMY_CELL = 9; // from here on a cell shows how full its block is
+const MARGIN = 4; // around the map, for the outlines of cells at its edge
 
 export class BlockMap {
   constructor(canvas, marks, onPoint) {
@@ -105,10 +106,11 @@ export class BlockMap {
   }
 
   #layout() {
-    const width = this.canvas.parentElement.clientWidth;
+    const width = this.canvas.parentElement.clientWidth - 2 * MARGIN;
     const room = width * Math.min(480, Math.max(220, window.innerHeight * 0.4));
     const ideal = Math.floor(Math.sqrt(room / Math.max(1, this.numBlocks)));
     this.cell = Math.max(MIN_CELL, Math.min(MAX_CELL, ideal));
+    this.canvas.dataset.cell = this.cell;
     this.columns = Math.max(1, Math.floor(width / this.cell));
     const height = Math.ceil(this.numBlocks / this.columns) * this.cell;
     return [width, Math.max(height, this.cell)];
@@ -177,9 +179,10 @@ export class BlockMap {
   #drawMarks() {
     if (!this.numBlocks) return;
     const [width, height] = this.#layout();
-    this.marks.style.height = `${height}px`;
-    const context = fit(this.marks, width, height);
-    context.clearRect(0, 0, width, height);
+    this.marks.style.height = `${height + 2 * MARGIN}px`;
+    const context = fit(this.marks, width + 2 * MARGIN, height + 2 * MARGIN);
+    context.clearRect(0, 0, width + 2 * MARGIN, height + 2 * MARGIN);
+    context.translate(MARGIN, MARGIN);
     const gap = this.cell >= 14 ? 3 : this.cell >= 7 ? 2 : 1;
     const box = (block, grow, thickness, style) => {
       const x = (block % this.columns) * this.cell - grow;

@@ -33,6 +33,12 @@ export class State {
     for (const block of record.published) this.cached[block >= 0 ? block : ~block] = block >= 0 ? 1 : 0;
   }
 
+  numUsed() {
+    const used = new Uint8Array(this.cached.length);
+    for (const row of this.rows.values()) for (const block of row.blocks) used[block] = 1;
+    return used.reduce((sum, each) => sum + each, 0);
+  }
+
   without(rows) {
     const twin = this.copy();
     for (const row of rows) twin.rows.delete(row);

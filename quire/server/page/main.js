@@ -89,7 +89,7 @@ function render() {
   map.show(state);
   const counts = map.counts();
   const { inspection } = server;
-  if (selected === null) numbers.noteUse((counts.owned + counts.shared) / inspection.num_blocks);
+  numbers.noteUse(history.now().numUsed() / inspection.num_blocks);
   byId("map-caption").textContent =
     `${plural(inspection.num_blocks, "block")} of ${inspection.block_size} tokens · ` +
     `${counts.owned + counts.shared} in use, ${counts.shared} of them shared · ${counts.cached} cached · ${counts.free} free`;
@@ -264,7 +264,7 @@ function showDetail(block) {
   const number = document.createElement("b");
   number.textContent = `Block ${block.toLocaleString("en")}`;
   head.replaceChildren();
-  if (owners.length) head.append(chip(owners[0].colour));
+  if (owners.length) head.append(chip(owners.length > 1 ? null : owners[0].colour));
   head.append(number, ` · ${detailText(kind, owners, filled)}`);
   const text = byId("detail-text");
   const content = shownContent?.block === block && kind !== "free" ? shownContent : null;
@@ -286,7 +286,7 @@ function detailText(kind, owners, filled) {
 function chip(colour) {
   const element = document.createElement("span");
   element.className = "chip";
-  element.style.setProperty("--hue", requestColour(colour));
+  element.style.setProperty("--hue", colour === null ? "var(--shared)" : requestColour(colour));
   return element;
 }
 

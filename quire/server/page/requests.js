@@ -4,8 +4,9 @@ import { requestColour } from "./colours.js";
 
 const MAX_SHOWN = 60;
 
+// Without what only makes it unique; ids that the server made up are cut like a commit's.
 export function shortName(name) {
-  return name.replace(/\.[0-9a-f]+(#\d+)?$/, "$1");
+  return name.replace(/\.[0-9a-f]+(#\d+)?$/, "$1").replace(/^(req_[0-9a-f]{8})[0-9a-f]{16}/, "$1");
 }
 
 export function seconds(value) {
