@@ -8,11 +8,12 @@ follows could not be trusted. No byte received is ever executed, looked up as a 
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 import threading
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -27,6 +28,14 @@ _RECEIVE_BYTES = 1 << 18
 Incoming = TypeVar("Incoming")
 
 
+class Waitable(Protocol):
+    """What can be waited for."""
+
+    def fileno(self) -> int:
+        """The operating system's number of it."""
+        ...
+
+
 class ProtocolError(EngineError):
     """The other end does not speak this protocol."""
 
@@ -37,6 +46,18 @@ class ChannelClosed(EngineError):
 
 class FrameTooLarge(EngineError):
     """A message is too large to be sent; nothing was."""
+
+
+def wait(readers: Sequence[Waitable], writers: Sequence[Waitable], timeout_s: float | None) -> set[int]:
+    """Wait until something can be received from one of `readers` or sent to one of `writers`, or an end of one is seen;
+    their `fileno`s. A server with a thousand connections has descriptors that `select` cannot take, hence `poll`."""
+    poll = select.poll()
+    for each in writers:
+        poll.register(each.fileno(), select.POLLOUT)
+    for each in readers:
+        is_both = any(each is other for other in writers)
+        poll.register(each.fileno(), select.POLLIN | (select.POLLOUT if is_both else 0))
+    return {fileno for fileno, _ in poll.poll(None if timeout_s is None else 1000 * timeout_s)}
 
 
 class Channel(Generic[Incoming]):
@@ -54,7 +75,7 @@ class Channel(Generic[Incoming]):
         """Guards `_unsent` and the order of what is sent."""
 
     def fileno(self) -> int:
-        """For `select`."""
+        """For `wait`."""
         return self._socket.fileno()
 
     @property

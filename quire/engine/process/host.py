@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import logging
 import os
-import select
 import signal
 import socket
 import threading
@@ -20,7 +19,7 @@ from collections.abc import Callable
 from quire.common.failures import log_failure
 from quire.config.engine import EngineConfig
 from quire.engine.builder import begin_loading, build_executor, plan_engine
-from quire.engine.process.channel import Channel, ChannelClosed, FrameTooLarge, ProtocolError
+from quire.engine.process.channel import Channel, ChannelClosed, FrameTooLarge, ProtocolError, wait
 from quire.engine.process.messages import PROTOCOL_VERSION, Down, Gains, Pulse, Ready, Start, StartFailed
 from quire.engine.process.service import Service
 from quire.engine.step_loop import StepLoop
@@ -100,7 +99,7 @@ class Host:
             if answer is not None:
                 self._channel.send(answer)
         while self._channel.num_unsent_bytes > _MAX_UNSENT_BYTES:
-            select.select([], [self._channel], [], PULSE_INTERVAL_S)
+            wait((), (self._channel,), PULSE_INTERVAL_S)
             self._channel.flush()
         if service.has_work:
             self._step_began_s = time.monotonic()
@@ -131,8 +130,7 @@ class Host:
 
     def _wait(self, timeout_s: float | None) -> None:
         """Until something has come. Without a limit only for an idle engine, which has nothing else to do."""
-        readable, _, _ = select.select([self._channel], [], [], timeout_s)
-        if not readable:
+        if not wait((self._channel,), (), timeout_s):
             raise ChannelClosed("the server says nothing")
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-import select
 import socket
 import threading
 import time
@@ -22,7 +21,7 @@ from quire.core.request import FinishReason
 from quire.engine.admission import Admitted
 from quire.engine.client import EngineState
 from quire.engine.outputs import RequestOutput
-from quire.engine.process.channel import ChannelClosed, FrameTooLarge, ProtocolError
+from quire.engine.process.channel import ChannelClosed, FrameTooLarge, ProtocolError, wait
 from quire.engine.process.journal import Entry, Journal
 from quire.engine.process.launcher import EngineProcess
 from quire.engine.process.messages import (
@@ -187,17 +186,14 @@ class Supervisor:
             self._tell()
         readers: list[Any] = [self._wake_receiver, channel] if channel is not None else [self._wake_receiver]
         writers = [channel] if channel is not None and channel.num_unsent_bytes else []
-        readable, writable, _ = select.select(readers, writers, [], _ROUND_S)
-        if self._wake_receiver in readable:
+        if self._wake_receiver.fileno() in wait(readers, writers, _ROUND_S):
             with contextlib.suppress(BlockingIOError):
                 self._wake_receiver.recv(4096)
         if channel is None:
             return
-        if writable:
-            channel.flush()
-        if channel in readable:
-            for message in channel.receive():
-                self._take(message)
+        channel.flush()
+        for message in channel.receive():
+            self._take(message)
 
     def _tell(self) -> None:
         assert self._process is not None

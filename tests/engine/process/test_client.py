@@ -120,6 +120,23 @@ def test_streams_survive_kills_at_random_moments_with_the_same_tokens(make_clien
     _run(scenario)
 
 
+def test_an_engine_is_replaced_however_many_connections_are_open(make_client: MakeClient) -> None:
+    """The new engine's descriptor is beyond 1024 then, which `select` could not wait for."""
+
+    async def scenario() -> None:
+        async with make_client() as client:
+            undisturbed = await _answer(client, _request("calm"))
+            open_files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+            try:
+                os.kill(_pid(client), signal.SIGKILL)
+                assert await _answer(client, _request("calm/2", seed=4)) == undisturbed
+            finally:
+                for descriptor in open_files:
+                    os.close(descriptor)
+
+    _run(scenario)
+
+
 def test_a_frozen_engine_is_not_ready_and_is_replaced(make_client: MakeClient) -> None:
     async def scenario() -> None:
         async with make_client(silence_timeout_s=1.0) as client:
