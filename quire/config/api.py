@@ -29,6 +29,7 @@ class ApiConfig:
     data_folder: str | None = _option(None, "folder of uploaded files and batches; without it both are off")
     max_body_bytes: int = _option(8 << 20, "largest request body")
     max_file_bytes: int = _option(200 << 20, "largest uploaded file")
+    max_stored_file_bytes: int = _option(20 << 30, "all uploaded files and results of one tenant together")
     max_connections: int = _option(16384, "connections held at once")
     header_timeout_s: float = _option(10.0, "time for a request's headers to arrive")
     body_timeout_s: float = _option(60.0, "time for a request's body to arrive")
@@ -40,6 +41,7 @@ class ApiConfig:
     max_queued_tokens: int = _option(4_000_000, "prompt tokens of the requests that may wait at once")
     max_prompts: int = _option(512, "prompts in one completion request")
     max_sequences: int = _option(1024, "sequences that one HTTP request may generate (prompts times n)")
+    max_logprob_entries: int = _option(1 << 18, "log-probabilities in one answer (tokens times alternatives times sequences)")
     max_stored_responses: int = _option(1024, "answers of /v1/responses that are kept in memory to be continued")
     max_stored_bytes: int = _option(64 << 20, "memory for them")
 

@@ -64,6 +64,8 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._scheduler = scheduler
         self._states: dict[str, RequestState] = {}
+        self._texts: dict[int, str] = {}
+        """Of single tokens that log-probabilities name; bounded by the vocabulary."""
 
     def add(self, request: Request, params: SamplingParams, prompt: str | None) -> None:
         """Begin to follow a request."""
@@ -235,7 +237,12 @@ class OutputProcessor:
         return by_token
 
     def _text_of(self, token_id: int) -> str | None:
-        return None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
+        if self._tokenizer is None:
+            return None
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return text
 
 
 def _bare_output(state: RequestState) -> RequestOutput:

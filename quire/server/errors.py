@@ -35,7 +35,11 @@ _TYPES = {
     500: "server_error",
     503: "overloaded_error",
     504: "timeout_error",
+    507: "server_error",
 }
+_MAX_MESSAGE_CHARS = 800
+_MAX_PARAM_CHARS = 200
+"""Both may quote names that a client made up."""
 _OPENAI_TYPES = {401: "invalid_request_error", 404: "invalid_request_error", 413: "invalid_request_error"}
 """Where OpenAI's service says it differently from Anthropic's."""
 
@@ -54,8 +58,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
-        self.param = param
+        self.message = message if len(message) <= _MAX_MESSAGE_CHARS else f"{message[:_MAX_MESSAGE_CHARS]}..."
+        self.param = param[:_MAX_PARAM_CHARS] if param is not None else None
         self.code = code
         self.headers = dict(headers or {})
 

@@ -39,6 +39,8 @@ MAX_HEADER_BYTES = 32 << 10
 _DRAIN_S = 2.0
 """How long the rest of a refused body is read and dropped, so that the client gets to read the answer before the close."""
 _BODILESS = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
+_METHODS = _BODILESS | {"POST", "PUT", "PATCH"}
+"""Those that logs and metrics know; any other is whatever a client wrote."""
 _STREAMED_PATHS = ("/v1/files",)
 """Endpoints that read their own body, within limits of their own."""
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}\Z")
@@ -138,13 +140,14 @@ class Gate:
         """Log and count one exchange."""
         elapsed_s = time.monotonic() - exchange.started_s
         path = getattr(exchange.scope.get("route"), "path", "other")
-        self._observer.http_finished(exchange.scope["method"], path, exchange.status, elapsed_s)
+        method = exchange.scope["method"] if exchange.scope["method"] in _METHODS else "other"
+        self._observer.http_finished(method, path, exchange.status, elapsed_s)
         access_logger.info(
             "request",
             extra={
                 "request_id": exchange.request_id,
                 "tenant": exchange.tenant.name,
-                "method": exchange.scope["method"],
+                "method": method,
                 "route": path,
                 "status": exchange.status,
                 "elapsed_ms": round(1000 * elapsed_s, 3),

@@ -22,6 +22,7 @@ from quire.engine.client import CallingStream, EngineClient, GenerationRequest, 
 from quire.engine.outputs import RequestOutput
 from quire.server.admission import Admission, Ticket
 from quire.server.call import Call
+from quire.server.cost import check_logprobs
 from quire.server.errors import ApiError, from_exception, overloaded, useless_to_retry
 from quire.server.metrics import Metrics
 
@@ -67,10 +68,12 @@ class _Progress:
 class Generator:
     """Starts runs on one engine."""
 
-    def __init__(self, client: EngineClient, admission: Admission, metrics: Metrics) -> None:
+    def __init__(self, client: EngineClient, admission: Admission, metrics: Metrics, max_logprob_entries: int) -> None:
         self.client = client
         self.admission = admission
         self.metrics = metrics
+        self._max_logprob_entries = max_logprob_entries
+        self._vocab_size = client.model.vocab_size
 
     async def answer(self, call: Call, jobs: Sequence[Job], receive: Receive | None) -> tuple[list[RequestOutput], Usage]:
         """Run jobs to their end: every job's output, in order. Ends early if the client leaves, where there is one."""
@@ -84,6 +87,8 @@ class Generator:
 
     async def start(self, call: Call, jobs: Sequence[Job], *, is_stream: bool) -> Run:
         """Admit and submit. Raises ApiError or a QuireError, with nothing left running."""
+        costs = ((len(job.prompt_token_ids), job.params) for job in jobs)
+        check_logprobs(costs, self._max_logprob_entries, self._vocab_size)
         ticket = self.admission.admit(
             call.tenant,
             num_sequences=sum(job.params.num_sequences for job in jobs),

@@ -9,6 +9,7 @@ from quire.config.api import ApiConfig
 from quire.core.params import generation_defaults
 from quire.engine.client import EngineClient
 from quire.server.admission import Admission
+from quire.server.cost import room_for_logprobs
 from quire.server.errors import ApiError
 from quire.server.generation import Generator
 from quire.server.metrics import Metrics
@@ -29,8 +30,15 @@ class Api:
         self.texts = Texts(client.tokenizer, info, read_template(config.chat_template))
         self.admission = Admission(config, keys.tenants, lambda: client.status().num_running)
         self.metrics = Metrics(config.metrics_prefix, self.model_names[0], client, self.admission)
-        self.generator = Generator(client, self.admission, self.metrics)
+        self.generator = Generator(client, self.admission, self.metrics, config.max_logprob_entries)
         self.sampling_defaults = generation_defaults(info.generation_config)
+
+    def default_max_tokens(self, num_top_logprobs: int | None, num_sequences: int) -> int | None:
+        """The limit of an answer whose request gives none, besides the context: the model's own, or what its
+        log-probabilities leave room for."""
+        room = room_for_logprobs(num_top_logprobs, num_sequences, self.config.max_logprob_entries)
+        limits = [limit for limit in (self.sampling_defaults.get("max_tokens"), room) if limit is not None]
+        return min(limits, default=None)
 
     @property
     def fingerprint(self) -> str:

@@ -73,7 +73,7 @@ class Texts:
         """Token ids of a raw prompt; `parse_special` reads the names of special tokens as the tokens."""
         tokenizer = self.tokenizer
         self._check_chars(len(text))
-        return await self._run(
+        return await self.work(
             len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens, parse_special=parse_special)
         )
 
@@ -83,7 +83,7 @@ class Texts:
         if template is None:
             raise bad_request(f"this model cannot chat: {self._why_no_template}", param="messages")
         chosen = template
-        num_chars = sum(len(message.get("content") or "") for message in messages)
+        num_chars = _num_chars(messages)
         self._check_chars(num_chars)
 
         def render() -> tuple[str, list[int]]:
@@ -95,7 +95,7 @@ class Texts:
             )
             return "".join((text,)), encode_chat(tokenizer, text)
 
-        return await self._run(num_chars, render)
+        return await self.work(num_chars, render)
 
     @property
     def template_source(self) -> str:
@@ -105,7 +105,13 @@ class Texts:
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""
         tokenizer = self.tokenizer
-        return await self._run(4 * len(token_ids), lambda: tokenizer.decode(token_ids, skip_special_tokens=False))
+        self.check_ids(token_ids[:_INLINE_CHARS], "tokens")  # most mistakes are found here, without a thread
+
+        def decode() -> str:
+            self.check_ids(token_ids, "tokens")
+            return tokenizer.decode(token_ids, skip_special_tokens=False)
+
+        return await self.work(4 * len(token_ids), decode)
 
     def check_ids(self, token_ids: Sequence[int], param: str) -> None:
         """Refuse ids that the model does not have."""
@@ -145,18 +151,35 @@ class Texts:
         return wanted
 
     def _check_chars(self, num_chars: int) -> None:
-        most = self.max_model_len * _MAX_CHARS_PER_TOKEN
-        if num_chars > most:
+        if num_chars > self.max_model_len * _MAX_CHARS_PER_TOKEN:
             raise _too_long(
                 f"the prompt has {num_chars} characters, and the context of this model, {self.max_model_len} tokens, cannot "
                 "hold as many",
                 None,
             )
 
-    async def _run(self, num_chars: int, work: Callable[[], _T]) -> _T:
+    async def work(self, num_chars: int, work: Callable[[], _T]) -> _T:
+        """Do something whose cost grows with the number of characters it reads or writes: in a thread, if they are many."""
         if num_chars <= _INLINE_CHARS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+
+def _num_chars(messages: Sequence[Mapping[str, Any]]) -> int:
+    """All characters of all messages, wherever they are: calls and their arguments count as the contents do."""
+    num_chars, left = 0, list[Any](messages)
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            num_chars += len(value)
+        elif isinstance(value, Mapping):
+            left += value.keys()
+            left += value.values()
+        elif isinstance(value, list | tuple):
+            left += value
+        else:
+            num_chars += 1
+    return num_chars
 
 
 def read_template(path: str | None) -> str | None:

@@ -71,5 +71,4 @@ class Tokens:
         """The text of token ids, special tokens included."""
         body = await read_json(request, DetokenizeRequest, is_strict=self._api.config.strict_fields)
         self._api.check_model(body.model)
-        self._api.texts.check_ids(body.tokens, "tokens")
         return json_response(call_of(request), {"prompt": await self._api.texts.decode(body.tokens)})

@@ -83,7 +83,10 @@ class ChatCompletions:
         body = await read_json(request, ChatRequest, is_strict=self._api.config.strict_fields)
         prepared = await self.prepare(call, body)
         if not body.stream:
-            return json_response(call, await self.create(call, prepared, request.receive))
+            output, usage = await self._generate(call, prepared, request.receive)
+            return await self._api.texts.work(
+                answer_chars(output), lambda: json_response(call, _answer(prepared, output, usage))
+            )
         run = await self._api.generator.start(call, [prepared.job], is_stream=True)
         events = _ChatStream(prepared, run, self._api.config.keep_alive_s).events()
         return EventStream(call, run, events, stream_error)
@@ -108,11 +111,10 @@ class ChatCompletions:
         token_ids = api.texts.truncate(token_ids, body.truncate_prompt_tokens)
         if not token_ids:
             raise bad_request("messages: the prompt is empty", param="messages")
-        default = api.sampling_defaults.get("max_tokens")
+        num_top = (body.top_logprobs or 0) if body.logprobs else None
+        default = api.default_max_tokens(num_top, body.n or 1)
         max_tokens = api.texts.max_tokens(len(token_ids), wanted, default=default, param=param)
-        params = sampling_params(
-            body, api.sampling_defaults, max_tokens=max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None
-        )
+        params = sampling_params(body, api.sampling_defaults, max_tokens=max_tokens, logprobs=num_top)
         job = Job(token_ids, params, text if body.echo else None, body.cache_salt, body.priority or 0)
         names = TokenNames(
             api.client.tokenizer,
@@ -126,12 +128,13 @@ class ChatCompletions:
         request, _ = decode(body, ChatRequest)
         if request.stream:
             raise bad_request("stream: a batch's line is answered in one piece", param="stream")
-        return await self.create(call, await self.prepare(call, request), None)
+        prepared = await self.prepare(call, request)
+        output, usage = await self._generate(call, prepared, None)
+        return await self._api.texts.work(answer_chars(output), lambda: _answer(prepared, output, usage))
 
-    async def create(self, call: Call, prepared: PreparedChat, receive: Receive | None) -> dict[str, Any]:
-        """The whole answer."""
+    async def _generate(self, call: Call, prepared: PreparedChat, receive: Receive | None) -> tuple[RequestOutput, Usage]:
         (output,), usage = await self._api.generator.answer(call, [prepared.job], receive)
-        return _answer(prepared, output, usage)
+        return output, usage
 
 
 def _check(body: ChatRequest) -> None:
@@ -172,6 +175,13 @@ def _template_kwargs(body: ChatRequest, source: str, call: Call) -> dict[str, An
 # -- the answer in one piece ---------------------------------------------------------------------------------------------
 
 
+def answer_chars(output: RequestOutput) -> int:
+    """About how much there is to write down of an output, log-probabilities above all."""
+    num_entries = sum(len(record) for each in output.outputs for record in each.logprobs or ())
+    num_entries += sum(len(record) for record in output.prompt_logprobs or () if record is not None)
+    return 100 * num_entries + sum(len(each.text) for each in output.outputs)
+
+
 def usage_body(usage: Usage) -> dict[str, Any]:
     """OpenAI's `usage`."""
     return {
@@ -208,7 +218,7 @@ def _choice(prepared: PreparedChat, completion: CompletionOutput) -> dict[str, A
     tracker = prepared.tracker()
     logprobs = None
     if tracker is not None:
-        logprobs = {"content": [token.content for token in tracker.take(completion)], "refusal": None}
+        logprobs = {"content": [token.encoded for token in tracker.take(completion)], "refusal": None}
     content = echoed_text(prepared.request) + completion.text
     choice: dict[str, Any] = {
         "index": completion.index,
@@ -295,7 +305,7 @@ class _ChatStream:
         has_ids = bool(self._prepared.request.return_token_ids and completion.token_ids)
         if not completion.text and not tokens and not has_ids:
             return []
-        logprobs = {"content": [token.content for token in tokens], "refusal": None} if tracker is not None else None
+        logprobs = {"content": [token.encoded for token in tokens], "refusal": None} if tracker is not None else None
         chunk = self._delta(completion.index, {"content": completion.text}, logprobs=logprobs)
         if has_ids:
             chunk["choices"][0]["token_ids"] = completion.token_ids

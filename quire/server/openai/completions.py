@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta
 from starlette.requests import Request
@@ -18,7 +18,7 @@ from quire.server.body import decode, read_json
 from quire.server.call import Call, call_of
 from quire.server.errors import bad_request, unavailable_feature
 from quire.server.generation import Job, Run, Usage
-from quire.server.openai.chat import stream_error, usage_body
+from quire.server.openai.chat import answer_chars, stream_error, usage_body
 from quire.server.openai.fields import SamplingFields, check_fields, ignored_hints, sampling_params
 from quire.server.openai.logprobs import LogprobTracker, ScoredToken, TokenNames, legacy_logprobs, prompt_logprobs
 from quire.server.responses import DONE, KEEP_ALIVE, EventStream, data_event, json_response, timings
@@ -29,6 +29,7 @@ MAX_BEST_OF = 20
 MAX_LOGPROBS = 20
 """OpenAI's limit is 5; more is ours."""
 
+_T = TypeVar("_T")
 PromptField = str | list[Any]
 """A text, token ids, or a list of either; checked by hand, since msgspec cannot tell the lists apart."""
 
@@ -94,7 +95,7 @@ class Completions:
         body = await read_json(request, CompletionRequest, is_strict=self._api.config.strict_fields)
         prepared = await self.prepare(call, body)
         if not body.stream:
-            return json_response(call, await self.create(call, prepared, request.receive))
+            return await self._create(call, prepared, request.receive, lambda answer: json_response(call, answer))
         run = await self._api.generator.start(call, prepared.jobs, is_stream=True)
         return EventStream(call, run, _stream(prepared, run, self._api.config.keep_alive_s), stream_error)
 
@@ -105,7 +106,7 @@ class Completions:
         model = api.check_model(body.model)
         _check(body)
         call.ignored_fields.extend(ignored_hints(body))
-        prompts = split_prompts(body.prompt)
+        prompts = await api.texts.work(_num_elements(body.prompt), lambda: split_prompts(body.prompt))
         num_sequences = len(prompts) * (body.best_of or body.n or 1)
         if len(prompts) > api.config.max_prompts or num_sequences > api.config.max_sequences:
             raise bad_request(
@@ -131,7 +132,6 @@ class Completions:
             add_special = body.add_special_tokens is not False
             token_ids = await texts.encode(prompt, add_special_tokens=add_special)
         else:
-            texts.check_ids(prompt, "prompt")
             token_ids = prompt
         kept = texts.truncate(token_ids, body.truncate_prompt_tokens)
         if not kept:
@@ -141,6 +141,7 @@ class Completions:
         if body.max_tokens is None:
             wanted = min(wanted, max(1, texts.max_model_len - len(kept)))
         max_tokens = texts.max_tokens(len(kept), wanted, default=None, param="max_tokens")
+        texts.check_ids(kept, "prompt")  # which are no more than the context holds, by now
         scored = body.prompt_logprobs
         if body.echo and body.logprobs is not None:
             scored = max(body.logprobs, scored or 0) if scored != -1 else -1
@@ -158,12 +159,16 @@ class Completions:
         request, _ = decode(body, CompletionRequest)
         if request.stream:
             raise bad_request("stream: a batch's line is answered in one piece", param="stream")
-        return await self.create(call, await self.prepare(call, request), None)
+        return await self._create(call, await self.prepare(call, request), None, lambda answer: answer)
 
-    async def create(self, call: Call, prepared: PreparedCompletion, receive: Receive | None) -> dict[str, Any]:
-        """The whole answer."""
+    async def _create(
+        self, call: Call, prepared: PreparedCompletion, receive: Receive | None, shown: Callable[[dict[str, Any]], _T]
+    ) -> _T:
+        """The whole answer, as `shown` makes it."""
         outputs, usage = await self._api.generator.answer(call, prepared.jobs, receive)
-        return _answer(prepared, outputs, prepared.usage(usage))
+        body = prepared.usage(usage)
+        size = sum(map(answer_chars, outputs))
+        return await self._api.texts.work(size, lambda: shown(_answer(prepared, outputs, body)))
 
 
 def split_prompts(prompt: PromptField) -> list[str | list[int]]:
@@ -182,6 +187,10 @@ def split_prompts(prompt: PromptField) -> list[str | list[int]]:
             raise bad_request(f"{where}: a prompt is a text or a list of token ids, and not empty", param=where)
         prompts.append(_nonempty(each) if isinstance(each, str) else each)
     return prompts
+
+
+def _num_elements(prompt: PromptField) -> int:
+    return 0 if isinstance(prompt, str) else sum(len(each) if isinstance(each, list) else 1 for each in prompt)
 
 
 def _nonempty(prompt: str) -> str:

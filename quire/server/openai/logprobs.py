@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from quire.engine.outputs import CompletionOutput, Logprob, LogprobsByToken
 from quire.text.tokenizer import Tokenizer
 
@@ -54,6 +56,11 @@ class ScoredToken(NamedTuple):
             "bytes": None if self.data is None else list(self.data),
             "top_logprobs": [alternative.content for alternative in self.top],
         }
+
+    @property
+    def encoded(self) -> msgspec.Raw:
+        """The same as JSON: a fifth of the memory, where an answer has very many."""
+        return msgspec.Raw(msgspec.json.encode(self.content))
 
 
 class TokenNames:

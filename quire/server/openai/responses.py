@@ -153,15 +153,16 @@ class Responses:
         _, token_ids = await api.texts.encode_chat(shown, ChatOptions())
         if body.truncation == "auto":
             token_ids = api.texts.truncate(token_ids, api.texts.max_model_len - (body.max_output_tokens or 1))
-        default = api.sampling_defaults.get("max_tokens")
+        wants_logprobs = body.top_logprobs is not None or _LOGPROBS in (body.include or ())
+        num_top = (body.top_logprobs or 0) if wants_logprobs else None
+        default = api.default_max_tokens(num_top, 1)
         max_tokens = api.texts.max_tokens(len(token_ids), body.max_output_tokens, default=default, param="max_output_tokens")
         values = {name: value for name, value in api.sampling_defaults.items() if name != "max_tokens"}
         for name in ("temperature", "top_p", "seed"):
             value = getattr(body, name)
             if value is not None:
                 values[name] = value or 1e-9 if name == "top_p" else value
-        wants_logprobs = body.top_logprobs is not None or _LOGPROBS in (body.include or ())
-        params = SamplingParams(**values, max_tokens=max_tokens, logprobs=(body.top_logprobs or 0) if wants_logprobs else None)
+        params = SamplingParams(**values, max_tokens=max_tokens, logprobs=num_top)
         job = Job(token_ids, params, None, body.cache_salt)
         names = TokenNames(api.client.tokenizer, as_ids=False, shows_special=False)
         return _Prepared(body, job, model, messages, items, names)
