@@ -37,7 +37,7 @@ def build_app(config: ApiConfig, client: EngineClient, keys: KeyRing) -> ASGIApp
     """The ASGI application that serves `client`'s model. Raises ConfigError."""
     api = Api(config, client, keys)
     chat, completions = ChatCompletions(api), Completions(api)
-    files = Files(api, None if config.data_folder is None else FileStore(config.data_folder))
+    files = Files(api, None if config.data_folder is None else FileStore(config.data_folder, config.max_stored_file_bytes))
     batches = Batches(api, files, {"/v1/chat/completions": chat.run_body, "/v1/completions": completions.run_body})
 
     @asynccontextmanager

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -37,6 +39,8 @@ _BACKLOG = 2048
 _LAST_WRITES_S = 5.0
 """After the drain, time for clients to take what is left of their answers."""
 _POLL_S = 0.05
+_OTHER_FILES = 128
+"""Files that are no connections: libraries, logs, the engine's channel, uploads on their way."""
 
 Say = Callable[[str], None]
 
@@ -53,6 +57,7 @@ class Settings(NamedTuple):
 def run_server(prepared: PreparedModel, settings: Settings, say: Say) -> int:
     """Serve until told to end; the exit code. Raises ConfigError, or EngineError if the model cannot be loaded."""
     keys = _check(settings.api, settings.api_keys)
+    settings = settings._replace(api=_with_room_for_connections(settings.api, say))
     with listen(settings.serve) as listener:
         return asyncio.run(Lifecycle(settings, keys, say).run(prepared, listener))
 
@@ -63,6 +68,21 @@ def _check(config: ApiConfig, keys: str | None) -> KeyRing:
     if config.data_folder is not None:
         FileStore(config.data_folder)
     return read_keys(config, keys)
+
+
+def _with_room_for_connections(config: ApiConfig, say: Say) -> ApiConfig:
+    """As many connections as this process may open files: a server without a file to spare could not accept the
+    connection that it would refuse, nor replace its engine."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = config.max_connections + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return config
+    room = max(1, soft - _OTHER_FILES)
+    say(f"max_connections is {room}, since this process may open no more than {soft} files (ulimit -n)")
+    return dataclasses.replace(config, max_connections=room)
 
 
 @contextmanager

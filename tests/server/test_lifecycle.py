@@ -174,6 +174,40 @@ def _failed_start(*options: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
+def test_t13_more_connections_than_files_are_refused_and_the_rest_is_served() -> None:
+    """A server that may open few files: those who come when all are taken are told so, and nobody else notices."""
+    with serving("--header-timeout-s", "30", few_files=200) as served:
+        assert served.process.stderr is not None
+        served.await_ready()
+        crowd = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(150)]
+        try:
+            time.sleep(0.5)
+            refused = [connection for connection in crowd if _says(connection, b" 503 ")]
+            assert 60 <= len(refused) <= 100
+            stream = crowd[0]
+            stream.sendall(b"GET /readyz HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert b" 200 " in stream.recv(1000)
+            os.kill(served.engine_pid, signal.SIGKILL)  # there must be files left for the next one
+            stream.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 29\r\n\r\n")
+            stream.sendall(b'{"prompt":"a","max_tokens":2}')
+            stream.settimeout(DEADLINE_S)
+            assert b" 200 " in stream.recv(1000)
+        finally:
+            for connection in crowd:
+                connection.close()
+        until(lambda: served.get("/livez").status_code == 200)
+
+
+def _says(connection: socket.socket, wanted: bytes) -> bool:
+    connection.setblocking(False)
+    try:
+        return wanted in connection.recv(1000)
+    except BlockingIOError:
+        return False
+    finally:
+        connection.settimeout(5)
+
+
 def test_t02_no_socket_has_a_name_that_others_could_open(served: Served) -> None:
     """The engine's connection is an inherited pair: nothing that is bound to a path or to the abstract names."""
     for pid in (served.process.pid, served.engine_pid):

@@ -54,7 +54,12 @@ class Served:
 
     def await_ready(self) -> None:
         """Wait until the model is there."""
-        until(lambda: self.get("/readyz").status_code == 200, DEADLINE_S)
+
+        def is_ready() -> bool:
+            assert self.process.poll() is None, "the server has ended"
+            return self.get("/readyz").status_code == 200
+
+        until(is_ready, DEADLINE_S)
 
     def await_idle(self, timeout_s: float = 20.0) -> None:
         """Wait until nothing is computed and no block is held."""
@@ -67,14 +72,21 @@ class Served:
 
 
 @contextmanager
-def serving(*options: str, env: dict[str, str] | None = None, keys: str | None = None) -> Iterator[Served]:
-    """A server of the shipped model with further options; its `stderr` can be read. Killed at the end, if it still runs."""
+def serving(*options: str, keys: str | None = None, few_files: int | None = None) -> Iterator[Served]:
+    """A server of the shipped model with further options; its `stderr` can be read. Killed at the end, if it still runs.
+
+    `few_files`: how many it may open.
+    """
     command = [sys.executable, "-m", "quire", "serve", *OPTIONS, *options]
-    environment = {**os.environ, **(env or {}), **({"QUIRE_API_KEYS": keys} if keys else {})}
+    if few_files is not None:
+        command = ["sh", "-c", f'ulimit -n {few_files}; exec "$@"', "sh", *command]
+    environment = {**os.environ, **({"QUIRE_API_KEYS": keys} if keys else {})}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stderr is not None
             line = process.stderr.readline()
+            while line and "listening on" not in line:
+                line = process.stderr.readline()
             assert "listening on http://" in line, line
             key = keys.split(",")[0].partition("=")[2] if keys else None
             yield Served(process, line.split()[3].rstrip(","), {"x-api-key": key} if key else {})

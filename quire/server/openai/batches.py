@@ -154,7 +154,7 @@ class Batches:
                 await job.finish("cancelled")
         except Exception as error:
             log_failure(logger, f"batch {batch_id} failed", error)
-            with contextlib.suppress(OSError):  # a disk that is full cannot hold that news either
+            with contextlib.suppress(ApiError):  # a disk that is full cannot hold that news either
                 await job.fail("internal_error", "the server had an error while it ran this batch", None)
         finally:
             await job.settle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Sequence
 from typing import IO, Any
 
@@ -15,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from quire.server.body import too_large
 from quire.server.call import call_of
 from quire.server.errors import ApiError, bad_request, unavailable_feature
-from quire.server.openai.file_store import FileStore
+from quire.server.openai.file_store import FileStore, storage_failed
 from quire.server.responses import json_response
 from quire.server.state import Api
 
@@ -66,6 +67,8 @@ class Files:
             raise bad_request(f"the form is invalid: {error.detail}", code="invalid_form") from None
         except ClientDisconnect:
             raise ApiError(499, "the client went away") from None
+        except OSError as error:  # a large upload waits in a temporary file
+            raise storage_failed(error) from None
         return json_response(call, record)
 
     async def list(self, request: Request) -> Response:
@@ -83,9 +86,8 @@ class Files:
     async def content(self, request: Request) -> Response:
         """A file's bytes."""
         call, store, file_id = call_of(request), self.store, request.path_params["file_id"]
-        record = await asyncio.to_thread(store.get, call.tenant.name, "file", file_id)
-        path = store.content_path(call.tenant.name, file_id)
-        return _FileResponse(path.open("rb"), int(record["bytes"]))
+        source = await asyncio.to_thread(store.open_file, call.tenant.name, file_id)
+        return _FileResponse(source, os.fstat(source.fileno()).st_size)
 
     async def delete(self, request: Request) -> Response:
         """Remove a file."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,6 +82,41 @@ def test_files(server: RunningServer) -> None:
         with pytest.raises(openai.APIStatusError) as caught:
             client.files.create(file=b"x" * 300_000, purpose="batch")
         assert caught.value.status_code == 413
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT])
+def test_a_disk_that_takes_nothing_is_said_and_leaves_nothing_behind(
+    server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number), str(tmp_path))
+
+    with client_of(server) as client:
+        for broken in ("shutil.copyfileobj", "pathlib.Path.write_bytes"):
+            with monkeypatch.context() as patch, pytest.raises(openai.InternalServerError) as caught:
+                patch.setattr(broken, fail)
+                client.files.create(file=b"x", purpose="batch")
+            assert caught.value.status_code == 507 and caught.value.code == "storage_failed"
+            assert caught.value.response.headers["x-should-retry"] == "false"
+            assert str(tmp_path) not in caught.value.response.text + caplog.text
+            assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+        file = client.files.create(file=b"x", purpose="batch")
+        for lost in tmp_path.rglob("*.data"):
+            lost.unlink()
+        with pytest.raises(openai.NotFoundError):
+            client.files.content(file.id)
+
+
+def test_a_tenants_files_are_bounded_together(tmp_path: Path) -> None:
+    limits = ApiConfig(data_folder=str(tmp_path), max_stored_file_bytes=1000)
+    with serve(FakeClient(), limits, KEYS) as server, client_of(server) as client, client_of(server, "key-of-b") as other:
+        first = client.files.create(file=b"x" * 600, purpose="batch")
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.files.create(file=b"x" * 600, purpose="batch")
+        assert caught.value.code == "too_many_bytes"
+        other.files.create(file=b"x" * 600, purpose="batch")
+        client.files.delete(first.id)
+        client.files.create(file=b"x" * 600, purpose="batch")
 
 
 def test_a_batch_is_run(server: RunningServer) -> None:
