@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 Array = NDArray[Any]
 Tensors = dict[str, Tensor]
-Pack = Callable[[str, tuple[int, int], "np.random.Generator"], tuple[Tensors, Array]]
+Source = np.random.Generator | Array
+"""Integers and scales are drawn, or are those of given weights [outputs, inputs], rounded to nearest."""
+Pack = Callable[[str, tuple[int, int], Source], tuple[Tensors, Array]]
 """From a module's name and its [outputs, inputs] to the tensors stored for it and the weights that they stand for."""
 
 HIDDEN, FFN, VOCAB, HEAD_DIM = 64, 96, 128, 16
@@ -57,6 +59,24 @@ def write_pair(folder: Path, pack: Pack, quantization_config: Mapping[str, Any] 
     return _write(folder / "quantized", others | packed, extra), _write(folder / "plain", others | plain, {})
 
 
+def store_model(folder: Path, original: Path, pack: Pack, quantization_config: Mapping[str, Any]) -> Path:
+    """A real checkpoint with its projections, but for a tied head, stored by `pack`."""
+    folder.mkdir(parents=True)
+    for path in original.glob("*.json"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    config = json.loads((original / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization_config}))
+    tensors: Tensors = {}
+    for name, tensor in load_file(original / "model.safetensors").items():
+        if "_proj." in name:
+            stored, _ = pack(name.removesuffix(".weight"), (tensor.shape[0], tensor.shape[1]), tensor.float().numpy())
+            tensors |= {key: value.contiguous() for key, value in stored.items()}
+        else:
+            tensors[name] = tensor
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
 def _write(folder: Path, tensors: Tensors, extra: Mapping[str, Any]) -> Path:
     folder.mkdir(parents=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
@@ -77,25 +97,38 @@ def words_of(values: Array, bits: int) -> Array:
     return words.view(np.int32)
 
 
-def _numbers(rng: np.random.Generator, shape: tuple[int, int], bits: int, group: int) -> tuple[Array, Array, Array]:
+def _numbers(source: Source, shape: tuple[int, int], bits: int, group: int) -> tuple[Array, Array, Array]:
     """Unsigned values [N, K], and scales and zero points [N, K / group]; scales are float16 numbers."""
-    groups = (shape[0], shape[1] // group)
+    if isinstance(source, np.ndarray):
+        return _rounded(source, bits, group)
+    rng, groups = source, (shape[0], shape[1] // group)
     values = rng.integers(0, 2**bits, shape)
     values[0, :2] = (0, 2**bits - 1)
     scales = (rng.uniform(0.5, 1.5, groups) * 0.6 / 2**bits).astype(np.float16).astype(np.float32)
     return values, scales, rng.integers(1, 2**bits, groups)
 
 
+def _rounded(weights: Array, bits: int, group: int) -> tuple[Array, Array, Array]:
+    """As `_numbers`: each group's range, widened to hold zero, divided evenly."""
+    groups = weights.astype(np.float64).reshape(weights.shape[0], -1, group)
+    low, high = np.minimum(groups.min(2), 0), np.maximum(groups.max(2), 0)
+    scales = ((high - low) / (2**bits - 1)).astype(np.float16).astype(np.float32)
+    zeros = np.clip(np.round(-low / scales), 1, 2**bits - 1).astype(np.int64)
+    values = np.clip(np.round(groups / scales[..., None]) + zeros[..., None], 0, 2**bits - 1)
+    return values.astype(np.int64).reshape(weights.shape), scales, zeros
+
+
 def gptq(bits: int, group: int, *, version: int = 1, is_symmetric: bool = False, order: str = "none") -> Pack:
     """order: "none", "identity" (g_idx is there and says nothing), "blocks" (groups swapped), "scattered"."""
 
-    def pack(name: str, shape: tuple[int, int], rng: np.random.Generator) -> tuple[Tensors, Array]:
-        values, scales, zeros = _numbers(rng, shape, bits, group)
+    def pack(name: str, shape: tuple[int, int], source: Source) -> tuple[Tensors, Array]:
+        values, scales, zeros = _numbers(source, shape, bits, group)
         if is_symmetric:
             zeros[:] = 2 ** (bits - 1)
         index = np.arange(shape[1]) // group
         if order == "scattered":
-            index = rng.permutation(index)
+            assert isinstance(source, np.random.Generator)
+            index = source.permutation(index)
         elif order == "blocks":
             index = index[::-1].copy()
         tensors = {
@@ -117,8 +150,8 @@ def awq(group: int) -> Pack:
         columns = values.reshape(values.shape[0], -1, 8)
         return words_of(columns[:, :, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(values.shape), 4)
 
-    def pack(name: str, shape: tuple[int, int], rng: np.random.Generator) -> tuple[Tensors, Array]:
-        values, scales, zeros = _numbers(rng, shape, 4, group)
+    def pack(name: str, shape: tuple[int, int], source: Source) -> tuple[Tensors, Array]:
+        values, scales, zeros = _numbers(source, shape, 4, group)
         tensors = {
             f"{name}.qweight": torch.from_numpy(interleave(values.T)),
             f"{name}.qzeros": torch.from_numpy(interleave(zeros.T)),
@@ -132,8 +165,8 @@ def awq(group: int) -> Pack:
 def packed_integers(bits: int, group: int, *, is_symmetric: bool) -> Pack:
     """compressed-tensors, "pack-quantized"."""
 
-    def pack(name: str, shape: tuple[int, int], rng: np.random.Generator) -> tuple[Tensors, Array]:
-        values, scales, zeros = _numbers(rng, shape, bits, group)
+    def pack(name: str, shape: tuple[int, int], source: Source) -> tuple[Tensors, Array]:
+        values, scales, zeros = _numbers(source, shape, bits, group)
         if is_symmetric:
             zeros[:] = 2 ** (bits - 1)
         tensors = {
@@ -151,7 +184,9 @@ def packed_integers(bits: int, group: int, *, is_symmetric: bool) -> Pack:
 def byte_integers(*, is_symmetric: bool = True, is_per_tensor: bool = False) -> Pack:
     """compressed-tensors, "int-quantized": a signed byte each."""
 
-    def pack(name: str, shape: tuple[int, int], rng: np.random.Generator) -> tuple[Tensors, Array]:
+    def pack(name: str, shape: tuple[int, int], source: Source) -> tuple[Tensors, Array]:
+        assert isinstance(source, np.random.Generator)
+        rng = source
         values = rng.integers(-128, 128, shape)
         values[0, :2] = (-128, 127)
         scales = (rng.uniform(0.5, 1.5, (1, 1) if is_per_tensor else (shape[0], 1)) * 0.002).astype(np.float32)
@@ -170,12 +205,17 @@ def byte_integers(*, is_symmetric: bool = True, is_per_tensor: bool = False) -> 
 def fp8(scale_name: str, *, block: tuple[int, int] | None = None, is_per_output: bool = False) -> Pack:
     """e4m3 with scales per block, output or tensor."""
 
-    def pack(name: str, shape: tuple[int, int], rng: np.random.Generator) -> tuple[Tensors, Array]:
-        stored = _normal(rng, *shape).mul(20).to(torch.float8_e4m3fn)
+    def pack(name: str, shape: tuple[int, int], source: Source) -> tuple[Tensors, Array]:
         tall, wide = block or ((1, shape[1]) if is_per_output else shape)
         grid = (-(-shape[0] // tall), -(-shape[1] // wide))
-        scales = (rng.uniform(0.5, 1.5, grid) * 0.005).astype(np.float32)
+        if isinstance(source, np.ndarray):
+            assert is_per_output
+            scales = (np.abs(source).max(1, keepdims=True) / 448).astype(np.float32)
+        else:
+            scales = (source.uniform(0.5, 1.5, grid) * 0.005).astype(np.float32)
         full = np.repeat(np.repeat(scales, tall, 0)[: shape[0]], wide, 1)[:, : shape[1]]
+        numbers = source / full if isinstance(source, np.ndarray) else source.standard_normal(shape) * 20
+        stored = torch.from_numpy(numbers.astype(np.float32)).to(torch.float8_e4m3fn)
         is_single = block is None and not is_per_output
         tensors = {f"{name}.weight": stored, f"{name}.{scale_name}": torch.from_numpy(scales[0, 0:1] if is_single else scales)}
         return tensors, stored.float().numpy() * full

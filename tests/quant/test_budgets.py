@@ -1,0 +1,130 @@
+"""How far each form of the weights may be from bfloat16: budgets of KL divergence and perplexity, on the shipped model.
+
+A model of five million parameters has no room to spare, so these are larger than those of models of everyday size. A budget
+is some 1.5 times what was measured when it was set; some divergence must be there, so that a form that is not used fails.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from quantized_checkpoints import Pack, awq, fp8, gptq, packed_integers, store_model
+from torch import Tensor
+
+from quire import LLM, SamplingParams
+from quire.engine.quantization import quantize_model
+from quire.quant.writer import Recipe
+from quire.weights.folder import resolve_model
+
+MODEL = "quire-storyteller"
+STORIES = [
+    "Once upon a time there was a little fox who lived under the roots of an old oak. Every morning she went down to the "
+    "river to look at the fish, and every morning the fish laughed and swam away. One day the fox met a hare who was crying. "
+    '"Why do you cry?" asked the fox. "I have lost my way," said the hare, "and the night is coming." So the fox took the '
+    "hare home to her den, and they ate bread and berries together, and from that day they were friends.",
+    "There was once a king who had three sons, and when he grew old he called them to his bed. He who brings me the golden "
+    "bird from the top of the mountain, said the king, shall have my crown. The eldest rode away on a black horse, and the "
+    "second on a white one, but the youngest had no horse at all, and went on foot. In the forest he met an old woman with a "
+    "bundle of sticks, and he carried it for her all the way to her house.",
+]
+
+
+class Budget(NamedTuple):
+    """The largest mean KL divergence from bfloat16, in nats a token, and the largest relative change of perplexity."""
+
+    divergence: float
+    change: float
+
+
+class Reading(NamedTuple):
+    """Log-probabilities of the stories."""
+
+    rows: Tensor
+    """float64 [tokens, vocabulary]"""
+    perplexity: float
+
+
+def read_stories(model: str, **options: Any) -> Reading:
+    with LLM(model, kv_cache_memory="8MiB", max_logprobs=-1, num_threads=1, **options) as llm:
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=-1)
+        outputs = llm.generate(STORIES, params, use_tqdm=False)
+    rows, of_tokens = [], []
+    for output in outputs:
+        assert output.prompt_logprobs is not None and output.prompt_token_ids is not None
+        for token_id, place in zip(output.prompt_token_ids, output.prompt_logprobs, strict=True):
+            if place is not None:
+                rows.append([place[each].logprob for each in range(len(place))])
+                of_tokens.append(place[token_id].logprob)
+    return Reading(torch.tensor(rows, dtype=torch.float64), math.exp(-sum(of_tokens) / len(of_tokens)))
+
+
+@pytest.fixture(scope="module")
+def original() -> Reading:
+    return read_stories(MODEL)
+
+
+def _check(found: Reading, original: Reading, budget: Budget) -> None:
+    divergence = float((original.rows.exp() * (original.rows - found.rows)).sum(1).mean())
+    change = found.perplexity / original.perplexity - 1
+    assert budget.divergence / 20 < divergence < budget.divergence, (divergence, change)
+    assert abs(change) < budget.change, (divergence, change)
+
+
+AT_LOAD = {"int8": Budget(0.008, 0.02), "int4": Budget(0.2, 0.12)}
+
+
+@pytest.mark.parametrize("form", AT_LOAD)
+def test_quantized_at_load(form: str, original: Reading) -> None:
+    _check(read_stories(MODEL, quantization=form), original, AT_LOAD[form])
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False, "desc_act": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+
+
+def _compressed(layout: str, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+
+
+STORED: dict[str, tuple[Pack, dict[str, Any], Budget]] = {
+    "gptq": (gptq(4, 64), GPTQ, Budget(0.2, 0.12)),
+    "awq": (awq(64), AWQ, Budget(0.2, 0.12)),
+    "gptq 8 bits": (gptq(8, 64), GPTQ | {"bits": 8}, Budget(0.004, 0.02)),
+    "w4a16": (
+        packed_integers(4, 64, is_symmetric=False),
+        _compressed("pack-quantized", num_bits=4, type="int", symmetric=False, strategy="group", group_size=64, dynamic=False),
+        Budget(0.2, 0.12),
+    ),
+    "fp8": (
+        fp8("weight_scale", is_per_output=True),
+        _compressed("float-quantized", num_bits=8, type="float", symmetric=True, strategy="channel", dynamic=False),
+        Budget(0.02, 0.03),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", STORED)
+def test_stored_in_a_public_format(form: str, original: Reading, tmp_path: Path) -> None:
+    pack, config, budget = STORED[form]
+    folder = store_model(tmp_path / "stored", resolve_model(MODEL), pack, config)
+    _check(read_stories(str(folder)), original, budget)
+
+
+def test_written_by_quantize_with_floating_point_activations(original: Reading, tmp_path: Path) -> None:
+    quantize_model(MODEL, Recipe("int4", is_weight_only=True, keeps_head=True), tmp_path / "w4a16")
+    _check(read_stories(str(tmp_path / "w4a16")), original, Budget(0.2, 0.12))
+
+
+CACHES = {"int8": Budget(0.001, 0.01), "fp8": Budget(0.01, 0.02)}
+
+
+@pytest.mark.parametrize("form", CACHES)
+def test_a_small_kv_cache(form: str, original: Reading) -> None:
+    """In pieces of 16 tokens, so that most tokens read what was stored."""
+    pieces: dict[str, Any] = {"max_num_batched_tokens": 16, "max_num_seqs": 2}
+    _check(read_stories(MODEL, kv_cache_dtype=form, **pieces), original, CACHES[form])
