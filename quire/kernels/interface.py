@@ -172,6 +172,8 @@ class Kernels(Protocol):
     """One back end."""
 
     name: str
+    device: torch.device
+    """Where weights, caches and all arguments of its operations lie."""
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         """Take a weight [N, K] (and bias [N]) into this back end's layout. The caller drops the original."""

@@ -23,24 +23,35 @@ class Selection:
     reasons: tuple[str, ...] = ()
 
 
-def load(name: str) -> Kernels:
-    """The back end called `name` ("cpu" or "reference"); ConfigError where it cannot run or does not exist."""
+def load(name: str, device: str = "cpu") -> Kernels:
+    """The back end called `name` ("cpu", "triton" or "reference") for a device; ConfigError where it cannot run there."""
     if name == "reference":
         from quire.kernels.reference import ReferenceKernels
 
-        return ReferenceKernels()
+        return ReferenceKernels(torch.device(device))
+    if name == "triton":
+        from quire.kernels import triton
+
+        return triton.load(device)
     if name == "cpu":
         from quire.kernels import cpu
 
-        return cpu.load()
-    raise ConfigError(f"there are no kernels called {name!r}; choose cpu or reference")
+        return cpu.load(device)
+    raise ConfigError(f"there are no kernels called {name!r}; choose cpu, triton or reference")
 
 
 def select_kernels(device: str, dtype: torch.dtype) -> Selection:
     """The best back end for tensors of `dtype` on `device` ("cpu", "cuda:0").
 
-    Raises ConfigError where no back end can serve them.
+    Raises ConfigError where no back end can serve them. A GPU is served by the Triton kernels or not at all: nobody who asks
+    for one wants the reference there.
     """
+    if device.partition(":")[0] != "cpu":
+        from quire.kernels import triton
+
+        if reasons := triton.reasons_against(device, dtype):
+            raise ConfigError(f"no kernels can compute on {device}: " + "; ".join(reasons))
+        return Selection(triton.load(device))
     from quire.kernels import cpu
 
     reasons = cpu.reasons_against(device, dtype)

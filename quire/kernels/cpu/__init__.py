@@ -48,11 +48,11 @@ def reasons_against(device: str, dtype: torch.dtype) -> list[str]:
     return reasons
 
 
-def load() -> Kernels:
-    """The back end; ConfigError where the extension is missing."""
+def load(device: str = "cpu") -> Kernels:
+    """The back end; ConfigError where the extension is missing, or the device is another than the CPU."""
     import torch
 
-    reasons = reasons_against("cpu", torch.float32)
+    reasons = reasons_against(device, torch.float32)
     if reasons:
         raise ConfigError("the native CPU kernels cannot run: " + "; ".join(reasons))
     from quire.kernels.cpu.kernels import CpuKernels

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from quire.kernels.cpu import attention, elementwise, linear, step
 
 
@@ -9,6 +11,7 @@ class CpuKernels:
     """The whole `Kernels` protocol in native code, for float32 and bfloat16 on the CPU. Holds no state."""
 
     name = "cpu"
+    device = torch.device("cpu")
 
     pack_linear = staticmethod(linear.pack_linear)
     pack_quantized = staticmethod(linear.pack_quantized)

@@ -1,0 +1,30 @@
+"""Activations as Triton functions, in float32; used by the elementwise kernels and at the end of projections."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+NO_ACTIVATION = -1
+
+
+@triton.jit
+def activated(x, KIND: tl.constexpr):
+    """`Kernels.activate` of float32 x; KIND is one of ACTIVATION_CODES."""
+    if KIND == 0:
+        result = tl.div_rn(x, 1.0 + tl.exp(-x))
+    elif KIND == 1:
+        result = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:  # 0.5 x (1 + tanh(y)) is x - x / (exp(2 y) + 1)
+        y = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        result = x - tl.div_rn(x, tl.exp(2.0 * y) + 1.0)
+    return result
+
+
+def activation_code(activation: str) -> int:
+    """ValueError where there is no such activation."""
+    code = ACTIVATION_CODES.get(activation)
+    if code is None:
+        raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATION_CODES)}")
+    return code

@@ -1,0 +1,265 @@
+"""Paged attention of ragged batches in Triton: prefill chunks and decodes in one launch. It has not run on a GPU yet.
+
+A program computes a tile of `block_m` rows, a row being one query of one head; the query heads that share a KV head lie in
+the same tile. Keys come in tiles of `block_n` absolute positions, gathered through the block table, so that the block size
+decides nothing; an online softmax (Milakov and Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135) runs over the
+tiles of a *split* of `split_len` positions, and splits are merged in ascending order. What a row does not see changes nothing
+of it, not even a bit: masked positions weigh zero, and merging with an empty split multiplies by one and adds zero.
+
+So the same numbers come out whether the splits of a row are computed by one program, one after the other, or side by side by
+several (`IS_PARTIAL`) and merged by `merge_kernel`: which of the two runs depends on how many programs there would be.
+A query that is not finite, or such keys, can reach rows of the same sequence in the same tile, none of another sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.interface import AttentionBatch
+from quire.kernels.triton.checks import check_attention, launch_options
+from quire.kernels.triton.tuning import AttentionTuning, Tuning
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+MAX_HEAD_SIZE = 256
+
+
+@triton.jit
+def find_sequence(query_start, num_sequences, tile, BLOCK_Q: tl.constexpr):
+    """The last sequence whose tiles begin at `tile` or before: those of sequence s begin at query_start[s] // BLOCK_Q + s.
+
+    Each sequence has room for at least as many tiles as it needs, whatever the batch, so that the grid needs no list.
+    """
+    low = 0
+    high = num_sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        begins = tl.load(query_start + middle) // BLOCK_Q + middle
+        is_before = begins <= tile
+        low = tl.where(is_before, middle, low)
+        high = tl.where(is_before, high, middle)
+    return low
+
+
+@triton.jit
+def merge(peak, total, sums, other_peak, other_total, other_sums):
+    """Two partial softmaxes to one: peaks and totals [M], sums [M, D]. An empty one has peak -inf and changes nothing."""
+    top = tl.maximum(peak, other_peak)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    weight = tl.exp2(peak - base)
+    other_weight = tl.exp2(other_peak - base)
+    total = total * weight + other_total * other_weight
+    sums = sums * weight[:, None] + other_sums * other_weight[:, None]
+    return top, total, sums
+
+
+@triton.jit
+def attend_split(
+    queries, key_cache, value_cache, table, places, begin, end, scale, soft_cap, block_stride,
+    HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+):  # fmt: skip
+    """Online softmax of queries [M, D] at absolute `places` [M] over positions [begin, end): peak, total [M], sums [M, D].
+
+    `begin` is a multiple of BLOCK_N. Scores are in units of log2, so that exp2 serves.
+    """
+    dims = tl.arange(0, queries.shape[1])
+    peak = tl.full([queries.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([queries.shape[0]], tl.float32)
+    sums = tl.zeros([queries.shape[0], queries.shape[1]], tl.float32)
+    for first in range(begin, end, BLOCK_N):
+        positions = first + tl.arange(0, BLOCK_N)
+        is_there = positions < end
+        block = tl.load(table + positions // BLOCK_SIZE, mask=is_there, other=0).to(tl.int64)
+        rows = block * block_stride + (positions % BLOCK_SIZE) * HEAD_SIZE
+        is_dim = dims < HEAD_SIZE
+        keys = tl.load(key_cache + rows[None, :] + dims[:, None], mask=is_there[None, :] & is_dim[:, None], other=0.0)
+        scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * scale
+        if HAS_SOFT_CAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
+            scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / soft_cap)) + 1.0))
+        scores = scores * LOG2_E
+        is_seen = (positions[None, :] <= places[:, None]) & is_there[None, :]
+        if WINDOW > 0:
+            is_seen = is_seen & (positions[None, :] > places[:, None] - WINDOW)
+        scores = tl.where(is_seen, scores, float("-inf"))
+        top = tl.maximum(peak, tl.max(scores, axis=1))
+        base = tl.where(top == float("-inf"), 0.0, top)
+        weights = tl.exp2(scores - base[:, None])
+        fade = tl.exp2(peak - base)
+        total = total * fade + tl.sum(weights, axis=1)
+        values = tl.load(value_cache + rows[:, None] + dims[None, :], mask=is_there[:, None] & is_dim[None, :], other=0.0)
+        values = values.to(queries.dtype)
+        sums = tl.dot(weights.to(values.dtype), values, sums * fade[:, None], input_precision="ieee")
+        peak = top
+    return peak, total, sums
+
+
+@triton.jit
+def attention_kernel(
+    query, key_cache, value_cache, out, partial_sums, partial_stats, query_start, context_len, block_tables,
+    num_sequences, num_splits, query_stride, table_stride, block_stride, head_stride, scale, soft_cap,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    HEAD_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLIT_LEN: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, IS_PARTIAL: tl.constexpr,
+    HAS_ONE_SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Grid: tiles, KV heads times tiles of their group, splits (one unless IS_PARTIAL)."""
+    BLOCK_Q: tl.constexpr = BLOCK_M // TILE_HEADS
+    HEAD_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1) // HEAD_TILES
+    sequence = find_sequence(query_start, num_sequences, tile, BLOCK_Q)
+    start = tl.load(query_start + sequence)
+    query_len = tl.load(query_start + sequence + 1) - start
+    first_query = (tile - (start // BLOCK_Q + sequence)) * BLOCK_Q
+    if first_query >= query_len:
+        return
+    context = tl.load(context_len + sequence)
+    row = tl.arange(0, BLOCK_M)
+    query_index = first_query + row // TILE_HEADS
+    head_in_group = (tl.program_id(1) % HEAD_TILES) * TILE_HEADS + row % TILE_HEADS
+    is_row = (query_index < query_len) & (head_in_group < GROUP)
+    head = kv_head * GROUP + head_in_group
+    token = (start + query_index).to(tl.int64)
+    places = context - query_len + query_index
+    dims = tl.arange(0, HEAD_PADDED)
+    is_element = is_row[:, None] & (dims < HEAD_SIZE)[None, :]
+    queries = tl.load(query + (token * query_stride + head * HEAD_SIZE)[:, None] + dims[None, :], mask=is_element, other=0.0)
+
+    first_place = context - query_len + first_query
+    end = tl.minimum(context, first_place + BLOCK_Q)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(first_place - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    table = block_tables + sequence.to(tl.int64) * table_stride
+    keys = key_cache + kv_head * head_stride
+    values = value_cache + kv_head * head_stride
+    if IS_PARTIAL:
+        split = tl.program_id(2)
+        where = (token * NUM_HEADS + head) * num_splits + split
+        split_begin = tl.maximum(begin, split * SPLIT_LEN)
+        split_end = tl.minimum(end, (split + 1) * SPLIT_LEN)
+        peak, total, sums = attend_split(
+            queries, keys, values, table, places, split_begin, split_end, scale, soft_cap, block_stride,
+            HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFT_CAP,
+        )  # fmt: skip
+        tl.store(partial_stats + where * 2, peak, mask=is_row)
+        tl.store(partial_stats + where * 2 + 1, total, mask=is_row)
+        if split_begin < split_end:
+            tl.store(partial_sums + where[:, None] * HEAD_SIZE + dims[None, :], sums, mask=is_element)
+    else:
+        if HAS_ONE_SPLIT:
+            peak, total, sums = attend_split(
+                queries, keys, values, table, places, begin, end, scale, soft_cap, block_stride,
+                HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFT_CAP,
+            )  # fmt: skip
+        else:
+            peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            sums = tl.zeros([BLOCK_M, HEAD_PADDED], tl.float32)
+            for split in range(begin // SPLIT_LEN, (end + SPLIT_LEN - 1) // SPLIT_LEN):
+                split_peak, split_total, split_sums = attend_split(
+                    queries, keys, values, table, places, tl.maximum(begin, split * SPLIT_LEN),
+                    tl.minimum(end, (split + 1) * SPLIT_LEN), scale, soft_cap, block_stride,
+                    HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFT_CAP,
+                )  # fmt: skip
+                peak, total, sums = merge(peak, total, sums, split_peak, split_total, split_sums)
+        total = tl.where(is_row, total, 1.0)
+        result = tl.div_rn(sums, tl.broadcast_to(total[:, None], sums.shape))
+        tl.store(
+            out + (token * NUM_HEADS + head)[:, None] * HEAD_SIZE + dims[None, :], result.to(out.dtype.element_ty), mask=is_element
+        )
+
+
+@triton.jit
+def merge_kernel(
+    partial_sums, partial_stats, out, num_rows, num_splits, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Merges the splits of BLOCK_M rows, a row being a token's head, in ascending order."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_row = row < num_rows
+    dims = tl.arange(0, HEAD_PADDED)
+    is_element = is_row[:, None] & (dims < HEAD_SIZE)[None, :]
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_M, HEAD_PADDED], tl.float32)
+    for split in range(0, num_splits):
+        where = row * num_splits + split
+        split_peak = tl.load(partial_stats + where * 2, mask=is_row, other=float("-inf"))
+        split_total = tl.load(partial_stats + where * 2 + 1, mask=is_row, other=0.0)
+        is_filled = is_element & (split_peak != float("-inf"))[:, None]  # NaN counts as filled
+        split_sums = tl.load(partial_sums + where[:, None] * HEAD_SIZE + dims[None, :], mask=is_filled, other=0.0)
+        peak, total, sums = merge(peak, total, sums, split_peak, split_total, split_sums)
+    total = tl.where(is_row, total, 1.0)
+    result = tl.div_rn(sums, tl.broadcast_to(total[:, None], sums.shape))
+    tl.store(out + row[:, None] * HEAD_SIZE + dims[None, :], result.to(out.dtype.element_ty), mask=is_element)
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: AttentionBatch,
+    tuning: Tuning,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """See `Kernels.paged_attention`. Head sizes up to 256; any block size; the cache may be of another float dtype."""
+    check_attention(query, key_cache, value_cache, batch, window, soft_cap, MAX_HEAD_SIZE)
+    num_tokens, num_heads, head_size = query.shape
+    out = torch.empty((num_tokens, num_heads, head_size), dtype=query.dtype, device=query.device)
+    num_sequences = batch.context_len.numel()
+    if not num_tokens:
+        return out
+    figures = _figures(query, tuning)
+    num_kv_heads, group = key_cache.shape[1], num_heads // key_cache.shape[1]
+    tile_heads = min(triton.next_power_of_2(group), figures.block_m)
+    num_tiles = num_tokens // (figures.block_m // tile_heads) + num_sequences
+    grid = (num_tiles, num_kv_heads * triton.cdiv(group, tile_heads))
+    num_splits = triton.cdiv(batch.max_context_len, figures.split_len)
+    is_partial = num_splits > 1 and grid[0] * grid[1] < tuning.num_programs
+    partials = _partials(query, num_splits) if is_partial else (out, out)
+    attention_kernel[(*grid, num_splits if is_partial else 1)](
+        query, key_cache, value_cache, out, *partials, batch.query_start, batch.context_len, batch.block_tables,
+        num_sequences, num_splits, query.stride(0), batch.block_tables.stride(0), key_cache.stride(0), key_cache.stride(1),
+        scale, soft_cap or 0.0,
+        NUM_HEADS=num_heads, GROUP=group, TILE_HEADS=tile_heads, HEAD_SIZE=head_size,
+        HEAD_PADDED=max(16, triton.next_power_of_2(head_size)), BLOCK_SIZE=key_cache.shape[2],
+        BLOCK_M=figures.block_m, BLOCK_N=figures.block_n, SPLIT_LEN=figures.split_len, WINDOW=window or 0,
+        HAS_SOFT_CAP=soft_cap is not None, IS_PARTIAL=is_partial, HAS_ONE_SPLIT=num_splits == 1, **_options(figures),
+    )  # fmt: skip
+    if is_partial:
+        _merge(out, partials, num_splits)
+    return out
+
+
+def _partials(query: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
+    """Room for every row's splits: sums [T, heads, splits, D], peaks and totals [T, heads, splits, 2]."""
+    num_tokens, num_heads, head_size = query.shape
+    shape = (num_tokens, num_heads, num_splits, head_size)
+    sums = torch.empty(shape, dtype=torch.float32, device=query.device)
+    return sums, torch.empty((*shape[:3], 2), dtype=torch.float32, device=query.device)
+
+
+def _merge(out: Tensor, partials: tuple[Tensor, Tensor], num_splits: int) -> None:
+    num_rows, head_size = out.shape[0] * out.shape[1], out.shape[2]
+    block_m = 4
+    merge_kernel[(triton.cdiv(num_rows, block_m),)](
+        *partials, out, num_rows, num_splits, HEAD_SIZE=head_size, HEAD_PADDED=max(16, triton.next_power_of_2(head_size)),
+        BLOCK_M=block_m, **launch_options(num_warps=4),
+    )  # fmt: skip
+
+
+def _figures(query: Tensor, tuning: Tuning) -> AttentionTuning:
+    if query.dtype == torch.float32:
+        return tuning.float_attention
+    return tuning.wide_attention if query.shape[2] > 128 else tuning.attention
+
+
+def _options(figures: AttentionTuning) -> dict[str, object]:
+    return launch_options(num_warps=figures.num_warps, num_stages=figures.num_stages)

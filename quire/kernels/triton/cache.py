@@ -1,0 +1,151 @@
+"""RoPE and the movement of keys and values into and within the paged cache, in Triton. Not run on a GPU yet.
+
+`rope_kernel` and `write_kernel` are the operations one by one; `enter_kernel` does all that stands between the projection and
+attention in one pass (norms of single heads, RoPE, the cache write) with the very same rounding, so the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.checks import check_caches, check_heads, check_indices, launch_options, require
+from quire.kernels.triton.elementwise import normed
+
+
+@triton.jit
+def turned(first, second, cos_sin, position, pairs, is_pair, NUM_PAIRS: tl.constexpr):
+    """Both halves of rotated pairs, float32, by the table's cosines and sines at `position`."""
+    row = cos_sin + position * (2 * NUM_PAIRS)
+    cos = tl.load(row + pairs, mask=is_pair, other=0.0)
+    sin = tl.load(row + NUM_PAIRS + pairs, mask=is_pair, other=0.0)
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def rope_kernel(
+    x, positions, cos_sin, stride, num_heads, HEAD_SIZE: tl.constexpr, NUM_PAIRS: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_P: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Token program_id(0), BLOCK_H heads at program_id(1): rotates in place."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    pairs = tl.arange(0, BLOCK_P)[None, :]
+    is_pair = (heads < num_heads) & (pairs < NUM_PAIRS)
+    start = x + token * stride + heads * HEAD_SIZE
+    if IS_INTERLEAVED:
+        first_at, second_at = start + 2 * pairs, start + 2 * pairs + 1
+    else:
+        first_at, second_at = start + pairs, start + NUM_PAIRS + pairs
+    first = tl.load(first_at, mask=is_pair, other=0.0).to(tl.float32)
+    second = tl.load(second_at, mask=is_pair, other=0.0).to(tl.float32)
+    first, second = turned(first, second, cos_sin, tl.load(positions + token), pairs, pairs < NUM_PAIRS, NUM_PAIRS)
+    tl.store(first_at, first.to(x.dtype.element_ty), mask=is_pair)
+    tl.store(second_at, second.to(x.dtype.element_ty), mask=is_pair)
+
+
+@triton.jit
+def write_kernel(
+    key, value, key_cache, value_cache, slots, key_stride, value_stride, num_kv_heads, BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Token program_id(0), KV head program_id(1)."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    dims = tl.arange(0, HEAD_PADDED)
+    is_dim = dims < HEAD_SIZE
+    slot = tl.load(slots + token)
+    there = ((slot // BLOCK_SIZE * num_kv_heads + head) * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_SIZE + dims
+    k = tl.load(key + token * key_stride + head * HEAD_SIZE + dims, mask=is_dim)
+    v = tl.load(value + token * value_stride + head * HEAD_SIZE + dims, mask=is_dim)
+    tl.store(key_cache + there, k.to(key_cache.dtype.element_ty), mask=is_dim)
+    tl.store(value_cache + there, v.to(value_cache.dtype.element_ty), mask=is_dim)
+
+
+@triton.jit
+def enter_kernel(
+    qkv, query, key_cache, value_cache, query_norm, key_norm, cos_sin, positions, slots, query_eps, key_eps, norm_offset,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, NUM_PAIRS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """Token program_id(0), head program_id(1) of qkv [T, heads + 2 * KV heads, D]: queries are normed and rotated into
+    `query` [T, heads, D], keys normed and rotated into the cache, values copied there. Halves are paired; NUM_PAIRS of 0: no
+    RoPE."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    dims = tl.arange(0, HEAD_PADDED)
+    is_dim = dims < HEAD_SIZE
+    is_query = head < NUM_HEADS
+    is_value = head >= NUM_HEADS + NUM_KV_HEADS
+    source = qkv + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_SIZE
+    x = tl.load(source + dims, mask=is_dim, other=0.0).to(tl.float32)
+    if NUM_PAIRS > 0:  # each element's partner, so that no element has to move between threads
+        partner = tl.where(dims < NUM_PAIRS, dims + NUM_PAIRS, dims - NUM_PAIRS)
+        is_turned = dims < 2 * NUM_PAIRS
+        other = tl.load(source + partner, mask=is_turned, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        weight = query_norm if is_query else key_norm
+        eps = query_eps if is_query else key_eps
+        scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(x * x, axis=0), HEAD_SIZE * 1.0) + eps))
+        y = x * scale * (tl.load(weight + dims, mask=is_dim, other=0.0).to(tl.float32) + norm_offset)
+        x = tl.where(is_value, x, y.to(qkv.dtype.element_ty).to(tl.float32))
+        if NUM_PAIRS > 0:
+            z = other * scale * (tl.load(weight + partner, mask=is_turned, other=0.0).to(tl.float32) + norm_offset)
+            other = tl.where(is_value, other, z.to(qkv.dtype.element_ty).to(tl.float32))
+    if NUM_PAIRS > 0:
+        row = cos_sin + tl.load(positions + token) * (2 * NUM_PAIRS)
+        pair = dims % NUM_PAIRS
+        cos = tl.load(row + pair, mask=is_turned, other=0.0)
+        sin = tl.load(row + NUM_PAIRS + pair, mask=is_turned, other=0.0)
+        rotated = tl.where(dims < NUM_PAIRS, x * cos - other * sin, x * cos + other * sin)
+        x = tl.where(is_turned & (not is_value), rotated, x)
+    if is_query:
+        tl.store(query + (token * NUM_HEADS + head) * HEAD_SIZE + dims, x.to(query.dtype.element_ty), mask=is_dim)
+    else:
+        kv_head = tl.where(is_value, head - NUM_HEADS - NUM_KV_HEADS, head - NUM_HEADS)
+        slot = tl.load(slots + token)
+        there = ((slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_SIZE + dims
+        rounded = x.to(qkv.dtype.element_ty)
+        if is_value:
+            tl.store(value_cache + there, rounded.to(value_cache.dtype.element_ty), mask=is_dim)
+        else:
+            tl.store(key_cache + there, rounded.to(key_cache.dtype.element_ty), mask=is_dim)
+
+
+def rope(x: Tensor, positions: Tensor, cos_sin: Tensor, *, interleaved: bool = False) -> None:
+    """See `Kernels.rope`."""
+    check_heads(x, "x")
+    check_indices(positions, "positions", x.shape[0])
+    num_tokens, num_heads, head_size = x.shape
+    num_pairs = cos_sin.shape[-1]
+    fits = cos_sin.dim() == 3 and cos_sin.shape[1] == 2 and 2 * num_pairs <= head_size and cos_sin.dtype == torch.float32
+    require(fits and cos_sin.is_contiguous(), f"rope: expected float32 [P, 2, R / 2], R at most {head_size}", cos_sin)
+    if x.numel() and num_pairs:
+        block_h = min(8, triton.next_power_of_2(num_heads))
+        rope_kernel[(num_tokens, triton.cdiv(num_heads, block_h))](
+            x, positions, cos_sin, x.stride(0), num_heads, HEAD_SIZE=head_size, NUM_PAIRS=num_pairs, BLOCK_H=block_h,
+            BLOCK_P=triton.next_power_of_2(num_pairs), IS_INTERLEAVED=interleaved, **launch_options(2),
+        )  # fmt: skip
+
+
+def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+    """See `Kernels.write_kv`."""
+    check_heads(key, "key")
+    check_heads(value, "value")
+    check_caches(key_cache, value_cache)
+    num_tokens = key.shape[0]
+    check_indices(slots, "slots", num_tokens)
+    _, num_kv_heads, block_size, head_size = key_cache.shape
+    fits = key.shape == (num_tokens, num_kv_heads, head_size) and value.shape == key.shape and value.dtype == key.dtype
+    require(fits, "write_kv: key and value do not fit the cache", key, value, key_cache)
+    if key.numel():
+        write_kernel[(num_tokens, num_kv_heads)](
+            key, value, key_cache, value_cache, slots, key.stride(0), value.stride(0), num_kv_heads, BLOCK_SIZE=block_size,
+            HEAD_SIZE=head_size, HEAD_PADDED=triton.next_power_of_2(head_size), **launch_options(1),
+        )  # fmt: skip
+
+
+def copy_blocks(caches: list[Tensor], sources: Tensor, destinations: Tensor) -> None:
+    """See `Kernels.copy_blocks`. Torch's gather, then its scatter: whole blocks lie in one piece, and all are read first."""
+    for cache in caches:
+        cache[destinations] = cache[sources]

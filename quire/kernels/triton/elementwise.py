@@ -1,0 +1,174 @@
+"""Norms, activations, embedding and the look for numbers that are not finite, in Triton. They have not run on a GPU yet.
+
+A program computes one row (or a stretch of elements) in float32 and rounds once. A row's sum is taken over a tile whose size
+depends on the row's width alone, so company changes nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.interface import Activation
+from quire.kernels.triton.activation import activated, activation_code
+from quire.kernels.triton.checks import check_floats, check_indices, launch_options, num_warps_for, require
+
+_BLOCK = 1024
+
+
+@triton.jit
+def normed(x, is_there, weight, bias, offsets, width, eps, weight_offset, IS_LAYER: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """RMS norm or layer norm of one row, float32 [BLOCK], zero where not `is_there`."""
+    if IS_LAYER:
+        mean = tl.div_rn(tl.sum(x, axis=0), width.to(tl.float32))
+        x = tl.where(is_there, x - mean, 0.0)
+    scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(x * x, axis=0), width.to(tl.float32)) + eps))
+    y = x * scale * (tl.load(weight + offsets, mask=is_there, other=0.0).to(tl.float32) + weight_offset)
+    if HAS_BIAS:
+        y += tl.load(bias + offsets, mask=is_there, other=0.0).to(tl.float32)
+    return y
+
+
+@triton.jit
+def norm_kernel(
+    x, residual, weight, bias, out, total, width, eps, weight_offset,
+    BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_LAYER: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Row program_id(0): out = norm(x), or with HAS_RESIDUAL total = x + residual, rounded, and out = norm(total)."""
+    base = tl.program_id(0).to(tl.int64) * width
+    offsets = tl.arange(0, BLOCK)
+    is_there = offsets < width
+    row = tl.load(x + base + offsets, mask=is_there, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        added = (row + tl.load(residual + base + offsets, mask=is_there, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + base + offsets, added, mask=is_there)
+        row = added.to(tl.float32)
+    size = tl.zeros([], tl.int32) + width
+    y = normed(row, is_there, weight, bias, offsets, size, eps, weight_offset, IS_LAYER, HAS_BIAS)
+    tl.store(out + base + offsets, y.to(out.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def activate_kernel(x, out, count, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """Elementwise."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_there = offsets < count
+    y = activated(tl.load(x + offsets, mask=is_there, other=0.0).to(tl.float32), KIND)
+    tl.store(out + offsets, y.to(out.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def gated_kernel(gate_up, out, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """Row program_id(0), stretch program_id(1): out [T, F] of gate_up [T, 2 * F]."""
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_there = offsets < width
+    gate = tl.load(gate_up + row * 2 * width + offsets, mask=is_there, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + (row * 2 + 1) * width + offsets, mask=is_there, other=0.0).to(tl.float32)
+    tl.store(out + row * width + offsets, (activated(gate, KIND) * up).to(out.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def embedding_kernel(token_ids, table, out, num_rows, width, BLOCK: tl.constexpr):
+    """Row program_id(0). An id outside the table gives NaN, which the worker reports for that sequence."""
+    row = tl.program_id(0).to(tl.int64)
+    token_id = tl.load(token_ids + row)
+    is_known = (token_id >= 0) & (token_id < num_rows)
+    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_there = offsets < width
+    found = tl.load(table + token_id * width + offsets, mask=is_there & is_known, other=float("nan"))
+    tl.store(out + row * width + offsets, found, mask=is_there)
+
+
+@triton.jit
+def finite_kernel(x, flag, count, BLOCK: tl.constexpr):
+    """Sets flag [1] to 1 where an element is NaN or infinite."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + offsets, mask=offsets < count, other=0.0).to(tl.float32)
+    is_odd = tl.max((tl.abs(value) < float("inf")).to(tl.int32) ^ 1, axis=0)  # a comparison with NaN is false
+    if is_odd > 0:
+        tl.atomic_max(flag, 1)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0) -> Tensor:
+    """See `Kernels.rms_norm`; the weight may be of another float dtype."""
+    return _norm(x, None, weight, None, eps, weight_offset, is_layer=False)[0]
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """See `Kernels.add_rms_norm`: one pass over the rows."""
+    require(residual.shape == x.shape and residual.dtype == x.dtype, "add_rms_norm: x and residual differ", x, residual)
+    check_floats(residual, "residual")
+    return _norm(x, residual, weight, None, eps, weight_offset, is_layer=False)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """See `Kernels.layer_norm`."""
+    return _norm(x, None, weight, bias, eps, 0.0, is_layer=True)[0]
+
+
+def _norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, offset: float, *, is_layer: bool
+) -> tuple[Tensor, Tensor]:
+    """(normed, sum); the sum is x itself without a residual."""
+    check_floats(x, "x")
+    width = x.shape[-1]
+    require(weight.shape == (width,) and (bias is None or bias.shape == (width,)), f"expected a norm over {width}", weight, bias)
+    out = torch.empty_like(x)
+    total = x if residual is None else torch.empty_like(x)
+    if x.numel():
+        block = triton.next_power_of_2(width)
+        norm_kernel[(x.numel() // width,)](
+            x, x if residual is None else residual, weight, weight if bias is None else bias, out, total, width, eps, offset,
+            BLOCK=block, HAS_RESIDUAL=residual is not None, IS_LAYER=is_layer, HAS_BIAS=bias is not None,
+            **launch_options(num_warps_for(block)),
+        )  # fmt: skip
+    return out, total
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """See `Kernels.activate`."""
+    check_floats(x, "x")
+    out, kind = torch.empty_like(x), activation_code(activation)
+    if x.numel():
+        activate_kernel[(triton.cdiv(x.numel(), _BLOCK),)](x, out, x.numel(), KIND=kind, BLOCK=_BLOCK, **launch_options(4))
+    return out
+
+
+def gated(gate_up: Tensor, activation: Activation) -> Tensor:
+    """See `Kernels.gated`."""
+    check_floats(gate_up, "gate_up")
+    require(gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0, "gated: expected [T, 2 * F]", gate_up)
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out, kind = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device), activation_code(activation)
+    if out.numel():
+        grid = (num_rows, triton.cdiv(width, _BLOCK))
+        gated_kernel[grid](gate_up, out, width, KIND=kind, BLOCK=_BLOCK, **launch_options(4))
+    return out
+
+
+def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
+    """Gather rows of `table [V, H]`; an id outside it gives not-a-numbers, as nothing can be raised on the device."""
+    check_indices(token_ids, "token_ids", token_ids.numel())
+    check_floats(table, "table")
+    require(table.dim() == 2, "embedding: expected table [V, H]", table)
+    num_rows, width = table.shape
+    out = torch.empty((token_ids.numel(), width), dtype=table.dtype, device=table.device)
+    if out.numel():
+        block = min(_BLOCK, triton.next_power_of_2(width))
+        grid = (token_ids.numel(), triton.cdiv(width, block))
+        embedding_kernel[grid](token_ids, table, out, num_rows, width, BLOCK=block, **launch_options(4))
+    return out
+
+
+def is_finite(x: Tensor) -> bool:
+    """Whether no element is NaN or infinite. Waits for the device."""
+    check_floats(x, "x")
+    flag = torch.zeros(1, dtype=torch.int32, device=x.device)
+    if x.numel():
+        finite_kernel[(triton.cdiv(x.numel(), 4 * _BLOCK),)](x, flag, x.numel(), BLOCK=4 * _BLOCK, **launch_options(8))
+    return not int(flag.item())

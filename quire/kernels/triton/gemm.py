@@ -1,0 +1,159 @@
+"""Triton kernels of projections of floating-point weights, and what follows a product. They have not run on a GPU yet.
+
+The sum of an output is cut into NUM_SPLITS stretches of SPLIT_LEN inputs, which depend on the weight's shape alone. A stretch
+is summed by matrix instructions over ascending inputs, BLOCK_K at a time, in float32; stretches are added in ascending order.
+One program may do all of them (many rows), or one each, stored and added by `finish_kernel` (few rows, which would leave most
+of the device idle): the additions are the same, and so are the bits. Tiles have the same size for any number of rows, so
+that the same instructions compute a row in any company.
+
+A *pair* is a tile of outputs j and one of outputs N / 2 + j: gate and up.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.activation import activated
+
+
+@triton.jit
+def tile_of(num_rows, num_columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Which tile a program computes: eight tiles of rows beside each other share a weight's tile while it is in the L2."""
+    row_tiles = tl.cdiv(num_rows, BLOCK_M)
+    column_tiles = tl.cdiv(num_columns, BLOCK_N)
+    program = tl.program_id(0)
+    band = program // (8 * column_tiles)
+    first = band * 8
+    height = tl.minimum(row_tiles - first, 8)
+    within = program % (8 * column_tiles)
+    return first + within % height, within // height
+
+
+@triton.jit
+def sum_stretch(x, weight, rows, is_row, columns, is_column, begin, end, num_inputs, sums, BLOCK_K: tl.constexpr):
+    """sums [M, N] plus x[rows] @ weight[columns].T over inputs [begin, end); x [T, K] and weight [N, K] row by row."""
+    for first in range(begin, end, BLOCK_K):
+        inputs = first + tl.arange(0, BLOCK_K)
+        is_input = inputs < end
+        a = tl.load(x + rows[:, None] * num_inputs + inputs[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0)
+        b = tl.load(
+            weight + columns[None, :] * num_inputs + inputs[:, None], mask=is_column[None, :] & is_input[:, None], other=0.0
+        )
+        sums = tl.dot(a, b, sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def sum_all(
+    x, weight, rows, is_row, columns, is_column, num_inputs,
+    SPLIT_LEN: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """All stretches, added in ascending order: float32 [M, N]."""
+    zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    end = tl.minimum(SPLIT_LEN, num_inputs)
+    total = sum_stretch(x, weight, rows, is_row, columns, is_column, 0, end, num_inputs, zeros, BLOCK_K)
+    for split in range(1, NUM_SPLITS):
+        begin = split * SPLIT_LEN
+        end = tl.minimum(begin + SPLIT_LEN, num_inputs)
+        total += sum_stretch(x, weight, rows, is_row, columns, is_column, begin, end, num_inputs, zeros, BLOCK_K)
+    return total
+
+
+@triton.jit
+def with_bias(sums, bias, columns, is_column, HAS_BIAS: tl.constexpr):
+    """sums [M, N] plus bias[columns] where there is one."""
+    if HAS_BIAS:
+        sums += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    return sums
+
+
+@triton.jit
+def linear_kernel(
+    x, weight, bias, out, num_rows, num_outputs, num_inputs,
+    SPLIT_LEN: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ACTIVATION: tl.constexpr, IS_PARTIAL: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Grid: tiles, splits (one unless IS_PARTIAL). With an ACTIVATION of 0 or more, pairs: out is [T, N / 2].
+
+    IS_PARTIAL stores a stretch alone to out [splits, T, N] in float32, without bias.
+    """
+    IS_PAIR: tl.constexpr = ACTIVATION >= 0
+    num_columns = num_outputs // 2 if IS_PAIR else num_outputs
+    row_tile, column_tile = tile_of(num_rows, num_columns, BLOCK_M, BLOCK_N)
+    rows = (row_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    columns = (column_tile * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    is_row, is_column = rows < num_rows, columns < num_columns
+    is_element = is_row[:, None] & is_column[None, :]
+    if IS_PARTIAL:
+        begin = tl.program_id(1) * SPLIT_LEN
+        end = tl.minimum(begin + SPLIT_LEN, num_inputs)
+        zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        sums = sum_stretch(x, weight, rows, is_row, columns, is_column, begin, end, num_inputs, zeros, BLOCK_K)
+        base = out + tl.program_id(1).to(tl.int64) * num_rows * num_outputs
+        tl.store(base + rows[:, None] * num_outputs + columns[None, :], sums, mask=is_element)
+    else:
+        sums = sum_all(
+            x, weight, rows, is_row, columns, is_column, num_inputs, SPLIT_LEN, NUM_SPLITS, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+        sums = with_bias(sums, bias, columns, is_column, HAS_BIAS)
+        if IS_PAIR:
+            others = columns + num_columns
+            up = sum_all(x, weight, rows, is_row, others, is_column, num_inputs, SPLIT_LEN, NUM_SPLITS, BLOCK_M, BLOCK_N, BLOCK_K)
+            sums = activated(sums, ACTIVATION) * with_bias(up, bias, others, is_column, HAS_BIAS)
+        tl.store(out + rows[:, None] * num_columns + columns[None, :], sums.to(out.dtype.element_ty), mask=is_element)
+
+
+@triton.jit
+def finish_kernel(
+    partial, bias, out, num_rows, num_outputs, NUM_SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Adds partial [splits, T, N] in ascending order, then bias, then activation and product of a pair."""
+    IS_PAIR: tl.constexpr = ACTIVATION >= 0
+    num_columns = num_outputs // 2 if IS_PAIR else num_outputs
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = columns < num_columns
+    stride = tl.zeros([], tl.int64) + num_rows * num_outputs
+    sums = add_partials(partial + row * num_outputs + columns, is_column, stride, NUM_SPLITS, BLOCK)
+    if HAS_BIAS:
+        sums += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)
+    if IS_PAIR:
+        others = columns + num_columns
+        up = add_partials(partial + row * num_outputs + others, is_column, stride, NUM_SPLITS, BLOCK)
+        if HAS_BIAS:
+            up += tl.load(bias + others, mask=is_column, other=0.0).to(tl.float32)
+        sums = activated(sums, ACTIVATION) * up
+    tl.store(out + row * num_columns + columns, sums.to(out.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
+def add_partials(pointers, mask, stride, NUM_SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """The values at `pointers`, `pointers + stride`, ... added in ascending order."""
+    total = tl.load(pointers, mask=mask, other=0.0)
+    for split in range(1, NUM_SPLITS):
+        total += tl.load(pointers + split * stride, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit
+def peaks_kernel(
+    x, weight, bias, values, ids, num_rows, num_outputs, num_inputs, num_tiles,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Each tile's largest output and its id, the lowest of equals, to values and ids [T, num_tiles]; NaN if there is one."""
+    row_tile, column_tile = tile_of(num_rows, num_outputs, BLOCK_M, BLOCK_N)
+    rows = (row_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    columns = (column_tile * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    is_row, is_column = rows < num_rows, columns < num_outputs
+    sums = sum_all(
+        x, weight, rows, is_row, columns, is_column, num_inputs, 1 << 30, 1, BLOCK_M, BLOCK_N, BLOCK_K
+    )
+    sums = with_bias(sums, bias, columns, is_column, HAS_BIAS)
+    sums = tl.where(is_column[None, :], sums, float("-inf"))
+    peak, place = tl.max(sums, axis=1, return_indices=True, return_indices_tie_break_left=True)
+    has_nan = tl.max((sums != sums).to(tl.int32), axis=1) > 0
+    where = rows * num_tiles + column_tile
+    tl.store(values + where, tl.where(has_nan, float("nan"), peak), mask=is_row)
+    tl.store(ids + where, column_tile * BLOCK_N + place, mask=is_row)

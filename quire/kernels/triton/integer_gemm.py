@@ -1,0 +1,126 @@
+"""Triton kernels of projections of integers, of 8 or 4 bits with scales (`QuantizedWeight`). They have not run on a GPU yet.
+
+With int8 inputs a group's sum is an exact 32-bit integer and groups are added in ascending order in float32, a rounded
+multiplication and a rounded addition each: the reference's bits, whatever the tiles. With floating-point inputs the integers
+are exact in the inputs' dtype, and a group's sum is scaled as a whole, so no weight is ever rounded.
+
+4-bit weights lie as [N / 2, K]: a byte holds output j below and output N / 2 + j above. So a tile of bytes is a *pair* of
+tiles of outputs, which share their inputs; and where the outputs are gate and up, it is just what the activation needs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.activation import activated
+from quire.kernels.triton.gemm import tile_of, with_bias
+
+
+@triton.jit
+def quantize_kernel(x, values, scales, width, BLOCK: tl.constexpr):
+    """Row program_id(0) of x [T, K] to int8 values and a float32 scale, as `QuantizedWeight` says."""
+    base = tl.program_id(0).to(tl.int64) * width
+    lanes = tl.arange(0, BLOCK)
+    most = tl.zeros([BLOCK], tl.float32)
+    is_odd = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, width, BLOCK):
+        x_abs = tl.abs(tl.load(x + base + first + lanes, mask=first + lanes < width, other=0.0).to(tl.float32))
+        is_odd = is_odd | ((x_abs < float("inf")).to(tl.int32) ^ 1)
+        most = tl.maximum(most, x_abs)
+    scale = tl.div_rn(tl.max(most, axis=0), 127.0)
+    is_broken = tl.max(is_odd, axis=0) > 0
+    is_zero = is_broken | (scale < 1.1754943508222875e-38)
+    divisor = tl.where(is_zero, 1.0, scale)
+    tl.store(scales + tl.program_id(0), tl.where(is_broken, float("nan"), tl.where(is_zero, 0.0, scale)))
+    for first in range(0, width, BLOCK):
+        is_there = first + lanes < width
+        row = tl.load(x + base + first + lanes, mask=is_there, other=0.0).to(tl.float32)
+        row = tl.where(is_zero, 0.0, row)
+        quotient = tl.div_rn(row, tl.zeros([BLOCK], tl.float32) + divisor)
+        nearest = (quotient + 12582912.0) - 12582912.0  # 1.5 * 2**23: addition rounds to an integer, half to even
+        tl.store(values + base + first + lanes, nearest.to(tl.int8), mask=is_there)
+
+
+@triton.jit
+def group_tile(weight, columns, is_column, inputs, is_input, num_inputs):
+    """Integers [BLOCK_K, BLOCK_N] of a weight that lies row by row."""
+    mask = is_column[None, :] & is_input[:, None]
+    return tl.load(weight + columns[None, :] * num_inputs + inputs[:, None], mask=mask, other=0)
+
+
+@triton.jit
+def product(a, w, sums, IS_INT8: tl.constexpr):
+    """sums + a @ w: exact in int32, or in float32 of floating-point inputs."""
+    if IS_INT8:
+        sums = tl.dot(a, w, sums, out_dtype=tl.int32)
+    else:
+        sums = tl.dot(a, w.to(tl.float32).to(a.dtype), sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def add_group(total, sums, input_sums, scales, offsets, where, is_column, HAS_OFFSETS: tl.constexpr):
+    """total + scale * sums, then + offset * input_sums."""
+    total += tl.load(scales + where, mask=is_column, other=0.0)[None, :] * sums.to(tl.float32)
+    if HAS_OFFSETS:
+        total += tl.load(offsets + where, mask=is_column, other=0.0)[None, :] * input_sums.to(tl.float32)[:, None]
+    return total
+
+
+@triton.jit
+def integer_kernel(
+    x, x_scales, weight, scales, offsets, bias, out, num_rows, num_outputs, num_inputs,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BITS: tl.constexpr,
+    ACTIVATION: tl.constexpr, IS_INT8: tl.constexpr, HAS_OFFSETS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Grid: tiles. Pairs with 4 bits or an ACTIVATION of 0 or more; scales and offsets are [K / GROUP, N]."""
+    IS_PAIR: tl.constexpr = (ACTIVATION >= 0) or (BITS == 4)
+    num_columns = (num_outputs + 1) // 2 if IS_PAIR else num_outputs
+    row_tile, column_tile = tile_of(num_rows, num_columns, BLOCK_M, BLOCK_N)
+    rows = (row_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    columns = (column_tile * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    others = columns + num_columns
+    is_row, is_column = rows < num_rows, columns < num_columns
+    is_other = is_column & (others < num_outputs)
+    SUM_TYPE: tl.constexpr = tl.int32 if IS_INT8 else tl.float32
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    other_total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for group in range(0, num_inputs // GROUP):
+        sums = tl.zeros([BLOCK_M, BLOCK_N], SUM_TYPE)
+        other_sums = tl.zeros([BLOCK_M, BLOCK_N], SUM_TYPE)
+        input_sums = tl.zeros([BLOCK_M], SUM_TYPE)
+        for first in range(group * GROUP, (group + 1) * GROUP, BLOCK_K):
+            inputs = first + tl.arange(0, BLOCK_K)
+            is_input = inputs < (group + 1) * GROUP
+            a = tl.load(x + rows[:, None] * num_inputs + inputs[None, :], mask=is_row[:, None] & is_input[None, :], other=0)
+            w = group_tile(weight, columns, is_column, inputs, is_input, num_inputs)
+            if BITS == 4:
+                sums = product(a, (w << 4) >> 4, sums, IS_INT8)
+                other_sums = product(a, w >> 4, other_sums, IS_INT8)
+            else:
+                sums = product(a, w, sums, IS_INT8)
+                if IS_PAIR:
+                    w = group_tile(weight, others, is_other, inputs, is_input, num_inputs)
+                    other_sums = product(a, w, other_sums, IS_INT8)
+            if HAS_OFFSETS:
+                input_sums += tl.sum(a.to(SUM_TYPE), axis=1)
+        where = group * num_outputs
+        total = add_group(total, sums, input_sums, scales, offsets, where + columns, is_column, HAS_OFFSETS)
+        if IS_PAIR:
+            other_total = add_group(other_total, other_sums, input_sums, scales, offsets, where + others, is_other, HAS_OFFSETS)
+    if IS_INT8:
+        row_scales = tl.load(x_scales + rows, mask=is_row, other=0.0)[:, None]
+        total = total * row_scales
+        other_total = other_total * row_scales
+    total = with_bias(total, bias, columns, is_column, HAS_BIAS)
+    if IS_PAIR:
+        other_total = with_bias(other_total, bias, others, is_other, HAS_BIAS)
+    if ACTIVATION >= 0:
+        result = (activated(total, ACTIVATION) * other_total).to(out.dtype.element_ty)
+        tl.store(out + rows[:, None] * num_columns + columns[None, :], result, mask=is_row[:, None] & is_column[None, :])
+    else:
+        there = out + rows[:, None] * num_outputs
+        tl.store(there + columns[None, :], total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+        if IS_PAIR:
+            tl.store(there + others[None, :], other_total.to(out.dtype.element_ty), mask=is_row[:, None] & is_other[None, :])

@@ -1,0 +1,67 @@
+"""Triton's interpreter put right where it computes something else than a GPU would. Compiled kernels never see this module.
+
+Triton 3.6 keeps bfloat16 as 16-bit integers, multiplies those integers in `tl.dot`, and cuts float32 off where it should
+round to nearest even. It takes numbers out of arrays of one element in a way that numpy 2.4 refuses. And it prepares the
+whole language anew at each call of a function within a kernel, which takes longer than all the rest; once is enough.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+
+@cache
+def correct_interpreter() -> None:
+    """Put the interpreter right, once in a process."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    plain_dot, plain_cast = builder.create_dot, builder.cast_impl
+
+    def widened(each: Any) -> Any:
+        return handle(bits_to_float32(each.data), tl.float32) if each.dtype.scalar == tl.bfloat16 else each
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return plain_dot(self, widened(a), widened(b), *rest)
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        source, target = src.dtype.scalar, dst_type.scalar
+        if target == tl.bfloat16 and source == tl.float32:
+            return handle(float32_to_bits(src.data), target)
+        if source == tl.bfloat16 and target == tl.float32:
+            return handle(bits_to_float32(src.data), target)
+        return plain_cast(self, src, dst_type)
+
+    plain_patch = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        plain_patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    prepared: set[str] = set()
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.fn.__module__ not in prepared:
+            interpreter._patch_lang(self.fn)
+            prepared.add(self.fn.__module__)
+        return self.rewrite()(*args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = call
+    builder.create_dot, builder.cast_impl = create_dot, cast_impl
+    interpreter._patch_lang_tensor = patch_lang_tensor
+
+
+def bits_to_float32(bits: Any) -> Any:
+    """uint16 of any shape to the float32 that bfloat16 stands for."""
+    return (np.asarray(bits, dtype=np.uint32) << 16).view(np.float32)
+
+
+def float32_to_bits(values: Any) -> Any:
+    """float32 of any shape to bfloat16, to nearest even; NaN stays NaN."""
+    bits = np.asarray(values, dtype=np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)

@@ -1,0 +1,83 @@
+"""`TritonKernels`: this folder's functions as one object with the shape of the `Kernels` protocol. Not run on a GPU yet."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.kernels.interface import Activation, AttentionBatch, DecoderWeights, ForwardPass, PackedLinear, QuantizedWeight
+from quire.kernels.triton import attention, cache, elementwise, integer_linear, linear
+from quire.kernels.triton.activation import NO_ACTIVATION
+from quire.kernels.triton.integer_linear import IntegerLinear
+from quire.kernels.triton.linear import FloatLinear
+from quire.kernels.triton.tuning import Tuning, tuning_for
+
+
+class TritonKernels:
+    """The whole `Kernels` protocol for one device. Holds its tuning, and nothing else."""
+
+    name = "triton"
+
+    def __init__(self, device: torch.device, tuning: Tuning | None = None) -> None:
+        self.device = device
+        self.tuning = tuning_for(device) if tuning is None else tuning
+
+    embedding = staticmethod(elementwise.embedding)
+    rms_norm = staticmethod(elementwise.rms_norm)
+    add_rms_norm = staticmethod(elementwise.add_rms_norm)
+    layer_norm = staticmethod(elementwise.layer_norm)
+    is_finite = staticmethod(elementwise.is_finite)
+    activate = staticmethod(elementwise.activate)
+    gated = staticmethod(elementwise.gated)
+    rope = staticmethod(cache.rope)
+    write_kv = staticmethod(cache.write_kv)
+    copy_blocks = staticmethod(cache.copy_blocks)
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        """Moves the weight to the device; its layout stays."""
+        return linear.pack_linear(weight, bias, self.tuning, self.device)
+
+    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
+        """See `integer_linear`."""
+        return integer_linear.pack_quantized(weight, bias, self.tuning, self.device)
+
+    def linear(self, x: Tensor, weight: PackedLinear, *, out_dtype: str | None = None) -> Tensor:
+        """See `Kernels.linear`; x has the dtype that a floating-point weight has."""
+        return self._product(x, weight, NO_ACTIVATION, x.dtype if out_dtype is None else getattr(torch, out_dtype))
+
+    def gated_linear(self, x: Tensor, weight: PackedLinear, activation: Activation) -> Tensor:
+        """See `Kernels.gated_linear`."""
+        return self._product(x, weight, linear.gated_code(weight, activation), x.dtype)
+
+    def _product(self, x: Tensor, weight: PackedLinear, activation: int, dtype: torch.dtype) -> Tensor:
+        if isinstance(weight, FloatLinear):
+            return linear.float_linear(x, weight, activation, dtype)
+        if isinstance(weight, IntegerLinear):
+            return integer_linear.integer_linear(x, weight, activation, dtype)
+        raise TypeError(f"linear: the weight was packed by another back end ({type(weight).__name__})")
+
+    def linear_peaks(self, x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor]:
+        """See `Kernels.linear_peaks`; of floating-point weights no product is stored."""
+        if isinstance(weight, FloatLinear):
+            return linear.float_peaks(x, weight)
+        return linear.tile_peaks(self.linear(x, weight, out_dtype="float32"), None)
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        """See `Kernels.paged_attention`."""
+        return attention.paged_attention(
+            query, key_cache, value_cache, batch, self.tuning, scale=scale, window=window, soft_cap=soft_cap
+        )
+
+    def compile_decoder(self, decoder: DecoderWeights) -> ForwardPass | None:
+        """None yet: the operations are called one by one."""
+        return None

@@ -1,0 +1,137 @@
+"""Projections: packed weights, and calls into the kernels of `gemm` and `integer_gemm`. They have not run on a GPU yet.
+
+Owns how many stretches a sum is cut into (see `gemm`), which follows from the weight's shape and the tuning alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import triton
+from torch import Tensor
+
+from quire.kernels.interface import Activation, PackedLinear
+from quire.kernels.triton.activation import NO_ACTIVATION, activation_code
+from quire.kernels.triton.checks import FLOATS, check_floats, launch_options, require
+from quire.kernels.triton.gemm import finish_kernel, linear_kernel, peaks_kernel
+from quire.kernels.triton.row_peaks import tile_peaks
+from quire.kernels.triton.tuning import LinearTuning, Tuning
+
+_MIN_SPLIT_BLOCKS = 4
+"""A stretch of a sum has at least so many steps of block_k, or its start and end would cost more than it."""
+_FINISH_BLOCK = 1024
+
+
+@dataclass(slots=True)
+class FloatLinear:
+    """A weight [N, K] row by row, and its bias. Implements `PackedLinear`."""
+
+    weight: Tensor
+    bias: Tensor | None
+    tuning: LinearTuning
+    num_outputs: int = field(init=False)
+    num_inputs: int = field(init=False)
+    split_len: int = field(init=False)
+    num_splits: int = field(init=False)
+    num_programs: int = 128
+
+    def __post_init__(self) -> None:
+        self.num_outputs, self.num_inputs = self.weight.shape
+        self.split_len, self.num_splits = split_inputs(self.weight.shape[0], self.weight.shape[1], self.tuning, self.num_programs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of device memory."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+def split_inputs(num_outputs: int, num_inputs: int, tuning: LinearTuning, num_programs: int) -> tuple[int, int]:
+    """(length of a stretch, number of stretches) so that one tile of rows makes about `num_programs` programs."""
+    num_blocks = triton.cdiv(num_inputs, tuning.block_k)
+    wanted = num_programs // triton.cdiv(num_outputs, tuning.block_n)
+    num_splits = max(1, min(wanted, num_blocks // _MIN_SPLIT_BLOCKS))
+    split_len = triton.cdiv(num_blocks, num_splits) * tuning.block_k
+    return split_len, triton.cdiv(num_inputs, split_len)
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None, tuning: Tuning, device: torch.device) -> FloatLinear:
+    """To the device, as it is; ValueError unless weight is [N, K] and bias [N]."""
+    require(weight.dim() == 2 and (bias is None or bias.shape == weight.shape[:1]), "expected weight [N, K], bias [N]", weight, bias)
+    if weight.dtype not in FLOATS:
+        raise TypeError(f"pack_linear: the weight is {weight.dtype}; the Triton kernels take float32, bfloat16 and float16")
+    figures = tuning.wide_linear if weight.dtype == torch.float32 else tuning.linear
+    moved = None if bias is None else bias.to(device).contiguous()
+    return FloatLinear(weight.to(device).contiguous(), moved, figures, num_programs=tuning.num_programs)
+
+
+def float_linear(x: Tensor, packed: FloatLinear, activation: int, dtype: torch.dtype) -> Tensor:
+    """`x @ weight.T + bias`, or of a pair its gated product, rounded once to `dtype`."""
+    check_inputs(x, packed)
+    if x.dtype != packed.weight.dtype:
+        raise TypeError(f"linear: x is {x.dtype} but the weight {packed.weight.dtype}")
+    num_rows, tuning = x.shape[0], packed.tuning
+    num_columns = packed.num_outputs // 2 if activation >= 0 else packed.num_outputs
+    out = torch.empty((num_rows, num_columns), dtype=dtype, device=x.device)
+    if not num_rows:
+        return out
+    if packed.num_splits > 1 and num_rows <= tuning.max_partial_rows:
+        partial = torch.empty((packed.num_splits, num_rows, packed.num_outputs), dtype=torch.float32, device=x.device)
+        _launch(x, packed, partial, NO_ACTIVATION, is_partial=True)
+        finish_kernel[(num_rows, triton.cdiv(num_columns, _FINISH_BLOCK))](
+            partial, _bias(packed), out, num_rows, packed.num_outputs, NUM_SPLITS=packed.num_splits,
+            BLOCK=_FINISH_BLOCK, ACTIVATION=activation, HAS_BIAS=packed.bias is not None, **launch_options(num_warps=4),
+        )  # fmt: skip
+    else:
+        _launch(x, packed, out, activation, is_partial=False)
+    return out
+
+
+def _launch(x: Tensor, packed: FloatLinear, out: Tensor, activation: int, *, is_partial: bool) -> None:
+    tuning, num_rows = packed.tuning, x.shape[0]
+    num_columns = packed.num_outputs // 2 if activation >= 0 else packed.num_outputs
+    block_n = max(16, tuning.block_n // 2) if activation >= 0 else tuning.block_n
+    num_tiles = triton.cdiv(num_rows, tuning.block_m) * triton.cdiv(num_columns, block_n)
+    linear_kernel[(num_tiles, packed.num_splits if is_partial else 1)](
+        x, packed.weight, _bias(packed), out, num_rows, packed.num_outputs, packed.num_inputs,
+        SPLIT_LEN=packed.split_len, NUM_SPLITS=packed.num_splits, BLOCK_M=tuning.block_m, BLOCK_N=block_n,
+        BLOCK_K=tuning.block_k, ACTIVATION=activation, IS_PARTIAL=is_partial, HAS_BIAS=packed.bias is not None,
+        **launch_options(tuning.num_warps, tuning.num_stages),
+    )  # fmt: skip
+
+
+def float_peaks(x: Tensor, packed: FloatLinear) -> tuple[Tensor, Tensor]:
+    """Each row's largest output: ids int64 [T], values float32 [T]."""
+    check_inputs(x, packed)
+    tuning, num_rows = packed.tuning, x.shape[0]
+    if packed.num_splits > 1 or x.dtype != packed.weight.dtype:
+        products = float_linear(x, packed, NO_ACTIVATION, torch.float32)
+        return tile_peaks(products, None)
+    num_tiles = triton.cdiv(packed.num_outputs, tuning.block_n)
+    values = torch.empty((num_rows, num_tiles), dtype=torch.float32, device=x.device)
+    ids = torch.empty((num_rows, num_tiles), dtype=torch.int64, device=x.device)
+    if num_rows:
+        peaks_kernel[(triton.cdiv(num_rows, tuning.block_m) * num_tiles,)](
+            x, packed.weight, _bias(packed), values, ids, num_rows, packed.num_outputs, packed.num_inputs, num_tiles,
+            BLOCK_M=tuning.block_m, BLOCK_N=tuning.block_n, BLOCK_K=tuning.block_k, HAS_BIAS=packed.bias is not None,
+            **launch_options(tuning.num_warps, tuning.num_stages),
+        )  # fmt: skip
+    return tile_peaks(values, ids)
+
+
+def _bias(packed: FloatLinear) -> Tensor:
+    """A tensor in any case: a kernel without bias does not look at it."""
+    return packed.weight if packed.bias is None else packed.bias
+
+
+def check_inputs(x: Tensor, packed: PackedLinear) -> None:
+    """ValueError or TypeError unless x is contiguous [T, K] of floats."""
+    check_floats(x, "linear: x")
+    require(x.dim() == 2 and x.shape[1] == packed.num_inputs, f"linear: the weight has {packed.num_inputs} inputs", x)
+
+
+def gated_code(packed: PackedLinear, activation: Activation) -> int:
+    """The activation's number; ValueError unless the weight is a pair."""
+    if packed.num_outputs % 2:
+        raise ValueError(f"gated_linear: the weight has {packed.num_outputs} outputs; expected as many for gate as for up")
+    return activation_code(activation)

@@ -1,0 +1,84 @@
+"""Tile sizes and the like, for each kind of GPU: data files beside this one, chosen by the device's name, never searched for.
+
+What decides bits (the order of sums) is fixed by these figures and a weight's shape alone, never by the number of rows, so
+that a row's result is the same in any batch. Nothing is measured at start-up: a new GPU gets a new file in `tunings/`, written
+after `quire bench kernels --device cuda` has been run on it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.kernels.triton import is_interpreted
+
+FOLDER = Path(__file__).parent / "tunings"
+
+
+@dataclass(frozen=True, slots=True)
+class LinearTuning:
+    """A tile of outputs [block_m, block_n], summed over block_k inputs at a time."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    max_partial_rows: int
+    """Up to so many rows, splits of a sum are computed side by side and added afterwards; the bits are the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTuning:
+    """A tile of block_m (query, head) pairs against block_n keys; positions are summed in splits of split_len."""
+
+    block_m: int
+    block_n: int
+    split_len: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """All figures for one kind of device."""
+
+    name: str
+    source: str
+    """Where the figures come from."""
+    num_programs: int
+    """Programs that keep the device busy: sums are split until there are about as many tiles."""
+    linear: LinearTuning
+    wide_linear: LinearTuning
+    """For float32, whose tiles take twice the room."""
+    integer: LinearTuning
+    attention: AttentionTuning
+    wide_attention: AttentionTuning
+    """For heads above 128."""
+    float_attention: AttentionTuning
+    """For float32, which has no matrix instructions."""
+
+    @classmethod
+    def read(cls, path: Path) -> Tuning:
+        """A data file; a missing or unknown key raises TypeError or KeyError."""
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        linear = {key: LinearTuning(**data.pop(key)) for key in ("linear", "wide_linear", "integer")}
+        attention = {key: AttentionTuning(**data.pop(key)) for key in ("attention", "wide_attention", "float_attention")}
+        return cls(name=path.stem, **data, **linear, **attention)
+
+
+def tuning_for(device: torch.device) -> Tuning:
+    """The file that is named like the device ("nvidia_h200.json" for "NVIDIA H200"), else `default.json`."""
+    if is_interpreted():
+        return Tuning.read(FOLDER / "interpreter.json")
+    path = FOLDER / file_name(torch.cuda.get_device_name(device))
+    return Tuning.read(path if path.is_file() else FOLDER / "default.json")
+
+
+def file_name(device_name: str) -> str:
+    """`NVIDIA A100-SXM4-80GB` gives `nvidia_a100_sxm4_80gb.json`."""
+    return "_".join("".join(c if c.isalnum() else " " for c in device_name.lower()).split()) + ".json"

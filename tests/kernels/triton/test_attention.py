@@ -1,0 +1,144 @@
+"""Triton's paged attention against the reference, and the bits that nothing may change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.interface import AttentionBatch, Kernels
+
+if TYPE_CHECKING:
+    from tests.kernels.conftest import Paged
+
+Attend = Callable[..., Tensor]
+RAGGED = ((1, 1), (5, 5), (20, 70), (1, 150), (2, 33))
+"""Prefill chunks and decodes, contexts of one token, of many blocks and of several splits."""
+
+
+def draw_query(case: Paged, num_heads: int) -> Tensor:
+    num_tokens = sum(count for count, _ in case.lens)
+    shape = (num_tokens, num_heads, case.keys[0].shape[2])
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(case.keys[0].dtype)
+
+
+def assert_near(got: Tensor, want: Tensor) -> None:
+    near = {torch.float32: (3e-6, 1e-4), torch.bfloat16: (2e-2, 2e-2), torch.float16: (3e-3, 3e-3)}[want.dtype]
+    torch.testing.assert_close(got, want, atol=near[0], rtol=near[1])
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_size", "dtype"),
+    [
+        ((4, 2), 64, torch.float32),
+        ((3, 3), 80, torch.bfloat16),
+        ((9, 1), 128, torch.bfloat16),
+        ((2, 1), 256, torch.float16),
+        ((6, 2), 40, torch.float32),
+    ],
+)
+def test_it_agrees_with_the_reference(
+    kernels: Kernels, reference: Kernels, paged: type[Paged], attend: Attend, heads: Any, head_size: int, dtype: torch.dtype
+) -> None:
+    case = paged.random(RAGGED, heads[1], head_size, dtype)
+    query = draw_query(case, heads[0])
+    assert_near(attend(kernels, case, query), attend(reference, case, query))
+
+
+@pytest.mark.parametrize("options", [{"window": 40}, {"window": 1}, {"soft_cap": 5.0}, {"window": 33, "soft_cap": 2.0}])
+def test_options_agree_with_the_reference(
+    kernels: Kernels, reference: Kernels, paged: type[Paged], attend: Attend, options: dict[str, Any]
+) -> None:
+    case = paged.random(RAGGED, 2, 32)
+    query = draw_query(case, 6)
+    assert_near(attend(kernels, case, query, **options), attend(reference, case, query, **options))
+
+
+def test_more_query_heads_than_one_tile_holds(kernels: Kernels, reference: Kernels, paged: type[Paged], attend: Attend) -> None:
+    case = paged.random(((3, 40),), 1, 16)
+    query = draw_query(case, 71)
+    assert_near(attend(kernels, case, query), attend(reference, case, query))
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_the_block_size_changes_no_bit(kernels: Kernels, paged: type[Paged], attend: Attend, window: int | None) -> None:
+    case = paged.random(RAGGED, 1, 32)
+    query = draw_query(case, 2)
+    results = [attend(kernels, case, query, size, window=window) for size in (4, 16, 128, 5)]
+    for other in results[1:]:
+        assert torch.equal(results[0], other)
+
+
+@pytest.mark.parametrize(("chunk", "window"), [(1, None), (7, 45), (32, None)])
+def test_chunking_changes_no_bit(
+    kernels: Kernels, paged: type[Paged], attend: Attend, chunk: int, window: int | None
+) -> None:
+    """Chunks of one are decodes: their splits are computed side by side and merged."""
+    whole = paged.random(((100, 100),), 1, 32)
+    query = draw_query(whole, 2)
+    want = attend(kernels, whole, query, window=window)
+    for start in range(0, 100, chunk * max(1, 12 // chunk)):
+        end = min(100, start + chunk)
+        part = replace(whole, lens=((end - start, end),), keys=(whole.keys[0][:end],), values=(whole.values[0][:end],))
+        assert torch.equal(attend(kernels, part, query[start:end], window=window), want[start:end]), start
+
+
+def test_company_changes_no_bit(kernels: Kernels, paged: type[Paged], attend: Attend) -> None:
+    case = paged.random(RAGGED, 2, 32, torch.bfloat16)
+    query = draw_query(case, 6)
+    together, start = attend(kernels, case, query), 0
+    for index, (count, context) in enumerate(RAGGED):
+        alone = replace(case, lens=((count, context),), keys=(case.keys[index],), values=(case.values[index],))
+        assert torch.equal(attend(kernels, alone, query[start : start + count]), together[start : start + count]), index
+        start += count
+
+
+def test_non_finite_values_stay_with_their_sequence(kernels: Kernels, paged: type[Paged], attend: Attend) -> None:
+    case = paged.random(((20, 20), (20, 20)), 1, 16)
+    query = draw_query(case, 2)
+    clean = attend(kernels, case, query)
+    case.values[0][10], case.keys[0][10] = float("inf"), float("nan")
+    got = attend(kernels, case, query)
+    assert got[10:20].isnan().all()
+    assert torch.equal(got[20:], clean[20:])
+
+
+def test_large_scores_do_not_overflow(kernels: Kernels, reference: Kernels, paged: type[Paged], attend: Attend) -> None:
+    case = paged.random(((8, 80),), 1, 32)
+    query = draw_query(case, 2) * 300
+    torch.testing.assert_close(attend(kernels, case, query), attend(reference, case, query), atol=1e-3, rtol=1e-3)
+
+
+def test_the_query_may_be_a_view_and_the_cache_of_another_dtype(
+    kernels: Kernels, reference: Kernels, paged: type[Paged], attend: Attend, device: torch.device
+) -> None:
+    case = paged.random(((4, 30), (1, 9)), 2, 16, torch.bfloat16)
+    wide = torch.randn(5, 8, 16, generator=torch.Generator().manual_seed(1)).to(device)
+    got = attend(kernels, case, wide[:, 1:5])
+    assert got.dtype == torch.float32
+    keys, values, batch = case.pages(16)
+    want = reference.paged_attention(wide[:, 1:5].cpu().contiguous(), keys.float(), values.float(), batch, scale=0.25)
+    torch.testing.assert_close(got, want, atol=3e-6, rtol=1e-4)
+
+
+def test_an_empty_batch(kernels: Kernels, device: torch.device) -> None:
+    cache, none = torch.zeros(2, 1, 16, 8, device=device), torch.zeros(0, dtype=torch.int32, device=device)
+    zero, tables = torch.zeros(1, dtype=torch.int32), torch.zeros(0, 1, dtype=torch.int32)
+    batch = AttentionBatch(zero.to(device), none, tables.to(device), none.long(), none.long(), 0, 0)
+    assert kernels.paged_attention(torch.empty(0, 1, 8, device=device), cache, cache, batch, scale=1.0).shape == (0, 1, 8)
+
+
+def test_wrong_batches_are_refused(kernels: Kernels, paged: type[Paged]) -> None:
+    case = paged.random(((2, 20),), 1, 16)
+    query = draw_query(case, 2)
+    keys, values, batch = case.pages(16)
+    with pytest.raises(TypeError, match="expected int32"):
+        kernels.paged_attention(query, keys, values, replace(batch, context_len=torch.tensor([20])), scale=1.0)
+    with pytest.raises(ValueError, match="does not fit a cache"):
+        kernels.paged_attention(torch.zeros(2, 2, 8), keys, values, batch, scale=1.0)
+    with pytest.raises(ValueError, match="window=0"):
+        kernels.paged_attention(query, keys, values, batch, scale=1.0, window=0)

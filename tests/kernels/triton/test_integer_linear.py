@@ -1,0 +1,96 @@
+"""Triton's projections of integers: the reference's bits with int8 inputs, near it with floating-point inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.interface import Kernels, QuantizedWeight
+from quire.kernels.reference.linear import quantize_row
+from quire.kernels.triton.integer_linear import pack_nibbles, quantize_rows
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def make(shape: tuple[int, int], bits: int, group: int, activations: str, *, has_offsets: bool) -> QuantizedWeight:
+    generator = torch.Generator().manual_seed(bits * 1000 + group)
+    most = 8 if bits == 4 else 128
+    values = torch.randint(-most, most, shape, generator=generator).to(torch.int8)
+    grid = (shape[0], shape[1] // group)
+    scales, offsets = torch.rand(grid, generator=generator), torch.randn(grid, generator=generator)
+    return QuantizedWeight(values, scales, offsets if has_offsets else None, bits, group, activations)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "num_outputs", "has_offsets"),
+    [(8, 128, 70, False), (8, 32, 71, True), (4, 32, 70, False), (4, 64, 71, True), (4, 16, 34, False)],
+)
+def test_int8_inputs_give_the_references_bits(
+    kernels: Kernels, reference: Kernels, device: torch.device, bits: int, group: int, num_outputs: int, has_offsets: bool
+) -> None:
+    weight = make((num_outputs, 128), bits, group, "int8", has_offsets=has_offsets)
+    x, bias = draw(19, 128), draw(num_outputs)
+    x[3], x[5, 7] = 0.0, torch.nan
+    got = kernels.linear(x.to(device), kernels.pack_quantized(weight, bias))
+    want = reference.linear(x, reference.pack_quantized(weight, bias))
+    assert torch.equal(got.cpu().nan_to_num(123.0), want.nan_to_num(123.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("bits", "group"), [(8, 96), (4, 32)])
+def test_floating_point_inputs_agree_with_the_reference(
+    kernels: Kernels, reference: Kernels, device: torch.device, bits: int, group: int, dtype: torch.dtype
+) -> None:
+    weight = make((70, 192), bits, group, "float", has_offsets=True)
+    x = draw(19, 192).to(dtype)
+    ours, theirs = kernels.pack_quantized(weight), reference.pack_quantized(weight)
+    got, want = kernels.linear(x.to(device), ours, out_dtype="float32"), reference.linear(x, theirs, out_dtype="float32")
+    torch.testing.assert_close(got.cpu(), want, atol=2e-5 * float(want.abs().max()), rtol=1e-4)
+
+
+@pytest.mark.parametrize(("bits", "activations"), [(8, "int8"), (4, "int8"), (4, "float")])
+def test_gated_products(kernels: Kernels, reference: Kernels, device: torch.device, bits: int, activations: str) -> None:
+    weight, bias = make((72, 64), bits, 32, activations, has_offsets=False), draw(72)
+    x = draw(5, 64)
+    got = kernels.gated_linear(x.to(device), kernels.pack_quantized(weight, bias), "silu")
+    want = reference.gated_linear(x, reference.pack_quantized(weight, bias), "silu")
+    torch.testing.assert_close(got.cpu(), want, atol=1e-6 * float(want.abs().max()), rtol=1e-4)
+
+
+def test_company_changes_no_bit(kernels: Kernels, device: torch.device) -> None:
+    packed = kernels.pack_quantized(make((40, 128), 4, 32, "float", has_offsets=True))
+    x = draw(37, 128).to(torch.bfloat16).to(device)
+    whole = kernels.linear(x, packed)
+    for rows in (slice(0, 1), slice(15, 18), slice(36, 37)):
+        assert torch.equal(kernels.linear(x[rows].contiguous(), packed), whole[rows])
+
+
+def test_rows_are_quantized_as_the_reference_does(kernels: Kernels, device: torch.device) -> None:
+    x = draw(6, 300) * 3
+    x[1], x[2, 5], x[3, 6], x[4] = 0.0, torch.nan, -torch.inf, 1e-39
+    values, scales = quantize_rows(x.to(device))
+    want = [quantize_row(row) for row in x]
+    assert torch.equal(values.cpu().int(), torch.stack([each for each, _ in want]))
+    assert torch.equal(scales.cpu().nan_to_num(-1.0), torch.stack([scale for _, scale in want]).nan_to_num(-1.0))
+
+
+@pytest.mark.parametrize("num_outputs", [1, 6, 7])
+def test_nibbles_hold_both_halves(num_outputs: int) -> None:
+    values = torch.randint(-8, 8, (num_outputs, 5), generator=torch.Generator().manual_seed(1)).to(torch.int8)
+    packed = pack_nibbles(values)
+    assert packed.shape == ((num_outputs + 1) // 2, 5)
+    unpacked = torch.cat([(packed << 4) >> 4, packed >> 4])[:num_outputs]
+    assert torch.equal(unpacked, values)
+
+
+def test_wrong_weights_are_refused(kernels: Kernels) -> None:
+    good = make((8, 64), 4, 32, "int8", has_offsets=False)
+    with pytest.raises(ValueError, match="4 bits hold"):
+        kernels.pack_quantized(QuantizedWeight(good.values * 2, good.scales, None, 4, 32, "int8"))
+    with pytest.raises(ValueError, match="does not divide"):
+        kernels.pack_quantized(QuantizedWeight(good.values, good.scales, None, 4, 48, "int8"))
+    with pytest.raises(ValueError, match="expected float32"):
+        kernels.pack_quantized(QuantizedWeight(good.values, good.scales.half(), None, 4, 32, "int8"))

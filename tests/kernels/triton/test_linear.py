@@ -1,0 +1,100 @@
+"""Triton's projections of floating-point weights against the reference; company changes no bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.interface import Kernels
+from quire.kernels.triton.linear import split_inputs
+from quire.kernels.triton.tuning import FOLDER, Tuning
+
+NEAR = {torch.float32: (2e-5, 1e-4), torch.bfloat16: (5e-2, 2e-2), torch.float16: (2e-2, 4e-3)}
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def assert_near(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(got.cpu(), want, atol=NEAR[dtype][0], rtol=NEAR[dtype][1])
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_rows", "dtype"),
+    [
+        ((70, 200), 37, torch.float32),
+        ((70, 200), 3, torch.bfloat16),
+        ((34, 600), 5, torch.float32),  # several stretches, side by side
+        ((34, 600), 23, torch.bfloat16),  # several stretches in one program
+        ((130, 33), 1, torch.float16),
+    ],
+)
+def test_it_agrees_with_the_reference(
+    kernels: Kernels, reference: Kernels, device: torch.device, shape: tuple[int, int], num_rows: int, dtype: torch.dtype
+) -> None:
+    weight, bias, x = draw(*shape, dtype=dtype), draw(shape[0], dtype=dtype), draw(num_rows, shape[1], dtype=dtype)
+    ours, theirs = kernels.pack_linear(weight, bias), reference.pack_linear(weight, bias)
+    assert (ours.num_outputs, ours.num_inputs) == shape
+    there = x.to(device)
+    assert_near(kernels.linear(there, ours), reference.linear(x, theirs), dtype)
+    got, want = kernels.linear(there, ours, out_dtype="float32"), reference.linear(x, theirs, out_dtype="float32")
+    torch.testing.assert_close(got.cpu(), want, atol=1e-3, rtol=1e-3)
+    assert_near(kernels.gated_linear(there, ours, "silu"), reference.gated_linear(x, theirs, "silu"), dtype)
+
+
+@pytest.mark.parametrize("shape", [(40, 600), (96, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_company_changes_no_bit(kernels: Kernels, device: torch.device, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    packed = kernels.pack_linear(draw(*shape, dtype=dtype), draw(shape[0], dtype=dtype))
+    x = draw(45, shape[1], dtype=dtype).to(device)
+    whole, gated = kernels.linear(x, packed), kernels.gated_linear(x, packed, "gelu")
+    for rows in (slice(0, 1), slice(16, 20), slice(44, 45), slice(3, 40)):
+        part = x[rows].contiguous()
+        assert torch.equal(kernels.linear(part, packed), whole[rows]), rows
+        assert torch.equal(kernels.gated_linear(part, packed, "gelu"), gated[rows]), rows
+
+
+@pytest.mark.parametrize("shape", [(300, 64), (20, 600)])
+def test_peaks_are_the_largest_products(kernels: Kernels, device: torch.device, shape: tuple[int, int]) -> None:
+    weight = draw(*shape)
+    weight[17] = weight[3]  # a tie
+    packed, x = kernels.pack_linear(weight), draw(19, shape[1]).to(device)
+    x[4] = torch.nan
+    ids, values = kernels.linear_peaks(x, packed)
+    products = kernels.linear(x, packed, out_dtype="float32")
+    assert values[4].isnan()
+    rest = [row for row in range(19) if row != 4]
+    assert torch.equal(values[rest], products[rest].max(dim=1).values)
+    first = (products[rest] == values[rest, None]).int().argmax(dim=1)
+    assert torch.equal(ids[rest], first)
+
+
+def test_no_rows(kernels: Kernels, device: torch.device) -> None:
+    packed = kernels.pack_linear(draw(8, 16))
+    none = torch.empty(0, 16, device=device)
+    assert kernels.linear(none, packed).shape == (0, 8)
+    assert kernels.gated_linear(none, packed, "silu").shape == (0, 4)
+    assert kernels.linear_peaks(none, packed)[0].shape == (0,)
+
+
+def test_what_does_not_fit_is_refused(kernels: Kernels, reference: Kernels, device: torch.device) -> None:
+    packed = kernels.pack_linear(draw(8, 16))
+    with pytest.raises(ValueError, match="16 inputs"):
+        kernels.linear(draw(2, 8).to(device), packed)
+    with pytest.raises(TypeError, match="bfloat16"):
+        kernels.linear(draw(2, 16, dtype=torch.bfloat16).to(device), packed)
+    with pytest.raises(TypeError, match="another back end"):
+        kernels.linear(draw(2, 16).to(device), reference.pack_linear(draw(8, 16)))
+    with pytest.raises(ValueError, match="expected weight"):
+        kernels.pack_linear(draw(8, 16), draw(7))
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_stretches_cover_the_inputs(path: object) -> None:
+    tuning = Tuning.read(FOLDER / f"{getattr(path, 'stem')}.json")
+    for num_outputs, num_inputs in ((1, 1), (128, 4096), (4096, 14336), (150_000, 1024), (640, 100)):
+        length, count = split_inputs(num_outputs, num_inputs, tuning.linear, tuning.num_programs)
+        assert length % tuning.linear.block_k == 0
+        assert (count - 1) * length < num_inputs <= count * length
