@@ -33,10 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     config = engine_config(args)
-    from quire.engine.builder import plan_engine
-    from quire.engine.machine import Machine
+    from quire.engine.builder import machine_for, plan_engine
 
-    machine = Machine.inspect()
+    machine = machine_for(config)
     plan = plan_engine(config, machine).plan
     record = describe(plan, machine)
     record["kernels"] = _kernels(plan)
@@ -55,11 +54,13 @@ def describe(plan: EnginePlan, machine: Machine) -> dict[str, Any]:
         "hidden_size": spec.hidden_size,
         "vocab_size": spec.vocab_size,
         "is_tied": spec.is_tied,
+        "device": plan.device,
         "machine": {
             "cpu": machine.cpu_name,
             "num_cores": machine.num_cores,
-            "total_memory_bytes": machine.total_memory,
-            "available_memory_bytes": machine.available_memory,
+            "gpu": None if machine.gpu is None else machine.gpu.name,
+            "total_memory_bytes": machine.total_memory if machine.gpu is None else machine.gpu.total_memory,
+            "available_memory_bytes": machine.available_memory if machine.gpu is None else machine.gpu.free_memory,
         },
         "decisions": [each._asdict() for each in plan.decisions],
         "memory": {
@@ -124,7 +125,7 @@ def _kernels(plan: EnginePlan) -> dict[str, Any]:
     except ConfigError as error:
         return {"name": "none", "detail": str(error), "reasons": []}
     name = type(selection.kernels).__name__.removesuffix("Kernels").lower()
-    detail = f"on {plan.num_threads} threads"
+    detail = f"on {plan.num_threads} threads" if plan.device == "cpu" else "compiled at first use, kept in Triton's cache"
     if name == "cpu":
         from quire.kernels import cpu
 

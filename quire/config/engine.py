@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 DTYPES = ("auto", "float32", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy", "gguf")
-DEVICES = ("auto", "cpu")
-KERNELS = ("auto", "cpu", "reference")
+DEVICES = ("auto", "cpu", "cuda")
+KERNELS = ("auto", "cpu", "triton", "reference")
 QUANTIZATIONS = ("int8", "int4")
 
 
@@ -44,7 +44,7 @@ class EngineConfig:
     tokenizer: str | None = _option(None, "folder of another tokenizer than the model's own")
     skip_tokenizer_init: bool = _option(False, "work on token ids alone, without a tokenizer")
     dtype: str = _option("auto", "what to compute in; auto follows the checkpoint", choices=DTYPES)
-    device: str = _option("auto", "where to compute", choices=DEVICES)
+    device: str = _option("auto", "where to compute; auto is the CPU as yet", choices=DEVICES)
     kernels: str = _option("auto", "kernel back end; auto takes the best that works here", choices=KERNELS)
     load_format: str = _option(
         "auto", "auto reads the weights, gguf those of a GGUF file, dummy makes them up", choices=LOAD_FORMATS

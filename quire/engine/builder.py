@@ -10,11 +10,13 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.config.engine import EngineConfig
+from quire.engine.gpu import require_gpu
 from quire.engine.machine import Machine
 from quire.engine.model_files import ModelFiles, find_model
 from quire.engine.planning import EnginePlan, resolve
@@ -77,6 +79,7 @@ class PreparedModel(NamedTuple):
 
 def plan_engine(config: EngineConfig, machine: Machine | None = None) -> PlannedModel:
     """Find the model, read its config, and decide. Imports no torch."""
+    machine = machine or machine_for(config)
     files = find_model(config)
     spec = declare({key: value for key, value in files.config.items() if key != "quantization_config"})
     storage = files.storage(spec, config)
@@ -84,8 +87,14 @@ def plan_engine(config: EngineConfig, machine: Machine | None = None) -> Planned
         formats = storage.formats
     else:
         formats = WeightFormats() if config.quantization is None else formats_at_load(spec, config.quantization)
-    plan = resolve(config, spec, machine or Machine.inspect(), formats)
+    plan = resolve(config, spec, machine, formats)
     return PlannedModel(plan, files, storage)
+
+
+def machine_for(config: EngineConfig) -> Machine:
+    """This machine, with its GPU where the config wants to compute on one; ConfigError says why it cannot."""
+    machine = Machine.inspect()
+    return replace(machine, gpu=require_gpu()) if config.device == "cuda" else machine
 
 
 def prepare_model(config: EngineConfig, *, is_for_here: bool = True) -> PreparedModel:
@@ -145,8 +154,8 @@ def select(plan: EnginePlan) -> Selection:
     from quire.kernels.selection import Selection, load, select_kernels
 
     if plan.config.kernels != "auto":
-        return Selection(load(plan.config.kernels))
-    return select_kernels("cpu", getattr(torch, plan.dtype))
+        return Selection(load(plan.config.kernels, plan.device))
+    return select_kernels(plan.device, getattr(torch, plan.dtype))
 
 
 @_no_collection()
@@ -154,7 +163,7 @@ def build_executor(planned: PlannedModel) -> InlineExecutor:
     """Load the weights, allocate the KV memory, and put a worker around them."""
     from quire.executor.inline import InlineExecutor
     from quire.sampling import Sampler
-    from quire.worker.memory import KVMemory
+    from quire.worker.memory import KVMemory, PoolShape
     from quire.worker.rows import RowTable
     from quire.worker.worker import Worker
 
@@ -165,9 +174,10 @@ def build_executor(planned: PlannedModel) -> InlineExecutor:
         logger.warning("slow reference kernels are used: %s", reason)
     model = _load_model(planned, selection.kernels)
     limits = plan.limits
-    memory = KVMemory(plan.spec.kv_layers, limits.num_blocks, limits.block_size, plan.kv_format)
+    shape = PoolShape(limits.num_blocks, limits.block_size, plan.kv_format)
+    memory = KVMemory(plan.spec.kv_layers, shape, selection.kernels.device)
     rows = RowTable(limits.max_num_seqs, limits.block_size)
-    return InlineExecutor(Worker(model, memory, rows, Sampler(_sampling_kernels(selection.kernels.name))))
+    return InlineExecutor(Worker(model, memory, rows, Sampler(_sampling_kernels(selection.kernels))))
 
 
 def _load_model(planned: PlannedModel, kernels: Kernels) -> DecoderModel:
@@ -219,17 +229,22 @@ def _sources(planned: PlannedModel) -> Iterator[tuple[WeightSource, Callable[[Fl
 
 def _packed_cache(planned: PlannedModel) -> PackedCache | None:
     """Begin to read what an earlier start packed. Plain floats are packed while torch is imported: no use for them."""
-    from quire.kernels import cpu
-
     plan = planned.plan
     is_plain = [planned.storage is None and plan.formats.of(parts) is None for parts in plan.spec.projections]
-    if plan.config.weights_cache is None or all(is_plain) or cpu.IMPORT_ERROR is not None or plan.config.kernels == "reference":
+    if plan.config.weights_cache is None or all(is_plain) or not _may_be_native(plan):
         return None
     from quire.engine.fingerprint import cache_name
     from quire.weights.packed_cache import PackedCache
 
     wanted = [parts for parts, plain in zip(plan.spec.projections, is_plain, strict=True) if not plain]
     return PackedCache(Path(plan.config.weights_cache).expanduser(), cache_name(plan, planned.files), wanted)
+
+
+def _may_be_native(plan: EnginePlan) -> bool:
+    """Whether the native kernels can be expected to serve the plan."""
+    from quire.kernels import cpu
+
+    return plan.device == "cpu" and plan.config.kernels in ("auto", "cpu") and cpu.IMPORT_ERROR is None
 
 
 def _head_start(planned: PlannedModel) -> HeadStart | None:
@@ -240,9 +255,9 @@ def _head_start(planned: PlannedModel) -> HeadStart | None:
     from quire.kernels import cpu
 
     plan = planned.plan
-    if plan.config.load_format == "dummy" or plan.config.kernels == "reference" or planned.storage is not None:
+    if plan.config.load_format == "dummy" or planned.storage is not None or not _may_be_native(plan):
         return None
-    if cpu.IMPORT_ERROR is not None or plan.dtype not in cpu.DTYPES:
+    if plan.dtype not in cpu.DTYPES:
         return None
     from quire.weights.checkpoint import SafetensorsCheckpoint
     from quire.weights.head_start import HeadStart, Wanted
@@ -269,14 +284,14 @@ def _weights(planned: PlannedModel) -> AbstractContextManager[WeightSource]:
     return SafetensorsCheckpoint(planned.folder, planned.plan.spec)
 
 
-def _sampling_kernels(back_end: str) -> SamplingKernels:
+def _sampling_kernels(beside: Kernels) -> SamplingKernels:
     """Sampling beside the model's back end; all back ends give the same bits, so only speed is at stake."""
     from quire.kernels.reference.sampling import ReferenceSampling
     from quire.sampling import select_sampling
 
-    if back_end == "reference":
+    if beside.name == "reference":
         return ReferenceSampling()
-    kernels, reasons = select_sampling("cpu")
+    kernels, reasons = select_sampling(str(beside.device))
     for reason in reasons:
         logger.warning("slow reference sampling is used: %s", reason)
     return kernels

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire.engine.gpu import Gpu
+
 _UNLIMITED = 1 << 60
 _MAX_CPUS = 1 << 16
 _GUESSED_MEMORY = 4 << 30
@@ -33,6 +35,8 @@ class Machine:
     """How `num_cores` came about."""
     num_nodes: int = 1
     """NUMA nodes that those cores belong to."""
+    gpu: Gpu | None = None
+    """Looked for only where somebody wants to compute on one."""
 
     @classmethod
     def inspect(cls, root: Path = Path("/")) -> Machine:

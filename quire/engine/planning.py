@@ -23,6 +23,8 @@ DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 DEFAULT_MAX_KV_BYTES = 4 << 30
 """Where the user names no size, the KV cache is not made larger than this: a laptop has other uses for its memory."""
+GPU_CONTEXT_BYTES = 768 << 20
+"""What torch's context, its libraries and the compiled kernels take of a GPU before any tensor. Reckoned, not measured."""
 
 
 class Decision(NamedTuple):
@@ -40,6 +42,8 @@ class EnginePlan:
     config: EngineConfig
     spec: DecoderSpec
     formats: WeightFormats
+    device: str
+    """"cpu" or "cuda"."""
     dtype: str
     kv_format: str
     """One of `quire.common.kv_formats.KV_FORMATS`."""
@@ -71,10 +75,12 @@ class _Resolver:
         self.spec = spec
         self.machine = machine
         self.formats = formats
+        self.gpu = machine.gpu if config.device == "cuda" else None
         self.decisions: list[Decision] = []
 
     def plan(self) -> EnginePlan:
         config, spec = self.config, self.spec
+        self._note_device()
         dtype = self._dtype()
         block_size = self._given("block_size", config.block_size, DEFAULT_BLOCK_SIZE, "a good compromise of waste and speed")
         default_num_seqs = min(DEFAULT_MAX_NUM_SEQS, config.max_num_batched_tokens or DEFAULT_MAX_NUM_SEQS)
@@ -84,7 +90,7 @@ class _Resolver:
         if self.formats.has_integers:
             self._note("quantization", config.quantization or "as the checkpoint", self.formats.summary)
         weight_bytes = self.formats.weight_bytes(spec, dtype)
-        workspace_bytes = _workspace_bytes(spec, num_batched, max_num_seqs)
+        workspace_bytes = _workspace_bytes(spec, num_batched, max_num_seqs) + (0 if self.gpu is None else GPU_CONTEXT_BYTES)
         kv_format = self._kv_format(dtype)
         bytes_per_token = sum(layer.bytes_per_token(kv_format) for layer in spec.kv_layers)
         kv_bytes = self._kv_bytes(weight_bytes + workspace_bytes, bytes_per_token * self._longest() * max_num_seqs)
@@ -105,6 +111,7 @@ class _Resolver:
             config=config,
             spec=spec,
             formats=self.formats,
+            device="cpu" if self.gpu is None else "cuda",
             dtype=dtype,
             kv_format=kv_format,
             limits=limits,
@@ -122,6 +129,14 @@ class _Resolver:
     def _given(self, name: str, value: int | None, default: int, reason: str) -> int:
         self._note(name, default if value is None else value, reason if value is None else "given")
         return default if value is None else value
+
+    def _note_device(self) -> None:
+        if self.gpu is not None:
+            self._note("device", "cuda", f"given; {self.gpu.name}, {format_bytes(self.gpu.free_memory)} free")
+        elif self.config.device == "auto":
+            self._note("device", "cpu", "default: the GPU kernels have not been tried on a GPU yet; device=cuda asks for one")
+        else:
+            self._note("device", "cpu", "given")
 
     def _dtype(self) -> str:
         config, spec = self.config, self.spec
@@ -155,9 +170,11 @@ class _Resolver:
         return self.config.max_model_len or self.spec.max_position_embeddings
 
     def _kv_bytes(self, other_bytes: int, most_useful: int) -> int:
-        config, machine = self.config, self.machine
-        free = int(machine.available_memory * config.memory_utilization) - other_bytes
-        budget = f"{config.memory_utilization:.0%} of {format_bytes(machine.available_memory)} free memory"
+        config = self.config
+        available = self.machine.available_memory if self.gpu is None else self.gpu.free_memory
+        where = "free memory" if self.gpu is None else "free GPU memory"
+        free = int(available * config.memory_utilization) - other_bytes
+        budget = f"{config.memory_utilization:.0%} of {format_bytes(available)} {where}"
         if config.kv_cache_memory is not None:
             kv_bytes = parse_bytes(config.kv_cache_memory, option="kv_cache_memory")
             if kv_bytes > free:
@@ -170,14 +187,16 @@ class _Resolver:
         if free <= 0:
             raise CapacityError(
                 f"the model does not fit: weights and workspace need {format_bytes(other_bytes)}, and {budget} is "
-                f"{format_bytes(machine.available_memory * config.memory_utilization)}; use a smaller model or dtype, or "
+                f"{format_bytes(available * config.memory_utilization)}; use a smaller model or dtype, or "
                 "free memory"
             )
-        kv_bytes, reason = min(
+        limits = [
             (free, f"what weights and workspace leave of {budget}"),
             (most_useful, "max_num_seqs sequences of the longest length need no more"),
-            (DEFAULT_MAX_KV_BYTES, "default limit; set kv_cache_memory for more"),
-        )
+        ]
+        if self.gpu is None:
+            limits.append((DEFAULT_MAX_KV_BYTES, "default limit; set kv_cache_memory for more"))
+        kv_bytes, reason = min(limits)
         self._note("kv_cache_memory", format_bytes(kv_bytes), reason)
         return kv_bytes
 

@@ -11,15 +11,19 @@ from torch import Tensor
 
 from quire.common.kv_formats import KV_FORMATS
 
+CPU = torch.device("cpu")
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _FORMATS = {dtype: KV_FORMATS[name] for name, dtype in _DTYPES.items()}
 
 
-def empty_cache(num_blocks: int, num_kv_heads: int, block_size: int, head_size: int, kv_format: str) -> Tensor:
+def empty_cache(
+    num_blocks: int, num_kv_heads: int, block_size: int, head_size: int, kv_format: str, device: torch.device = CPU
+) -> Tensor:
     """An uninitialised cache for keys, or for values, in one of `KV_FORMATS`. Its pages are untouched."""
     chosen = KV_FORMATS[kv_format]
     width = head_size + chosen.scale_bytes // chosen.element_bytes
-    return torch.empty((num_blocks, num_kv_heads, block_size, width), dtype=_DTYPES[kv_format])
+    return torch.empty((num_blocks, num_kv_heads, block_size, width), dtype=_DTYPES[kv_format], device=device)
 
 
 def head_size_of(cache: Tensor) -> int:

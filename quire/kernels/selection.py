@@ -28,7 +28,9 @@ def load(name: str, device: str = "cpu") -> Kernels:
     if name == "reference":
         from quire.kernels.reference import ReferenceKernels
 
-        return ReferenceKernels(torch.device(device))
+        if device != "cpu":
+            raise ConfigError(f"the reference kernels compute on the CPU, not on {device}")
+        return ReferenceKernels()
     if name == "triton":
         from quire.kernels import triton
 

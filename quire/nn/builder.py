@@ -147,7 +147,7 @@ class _Builder:
 
     def _table(self, spec: TensorSpec) -> Tensor:
         table = self._weights.table(spec)
-        return self._filled(spec) if table is None else table
+        return self._filled(spec) if table is None else table.to(self._kernels.device)
 
     def _tensor(self, spec: TensorSpec) -> Tensor:
         return self._counted_tensor(self._filled(spec))
@@ -155,11 +155,11 @@ class _Builder:
     def _filled(self, spec: TensorSpec) -> Tensor:
         out = torch.empty(spec.shape, dtype=self._dtype)
         self._weights.fill(out, spec)
-        return out
+        return out.to(self._kernels.device)
 
     def _rope(self, spec: RopeSpec) -> Tensor:
         """Layers with the same RoPE share one table."""
         if spec not in self._ropes:
-            self._ropes[spec] = rope_table(spec, self._max_model_len)
+            self._ropes[spec] = rope_table(spec, self._max_model_len).to(self._kernels.device)
             self._num_bytes += self._ropes[spec].nbytes
         return self._ropes[spec]

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from quire.core.plan import RowWork
 from quire.kernels.interface import AttentionBatch
 from quire.worker.rows import RowTable
+from quire.worker.staging import Staging
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,11 @@ class StepInputs:
     """Where each work's tokens begin, and the end: length work + 1."""
 
 
-def build_inputs(rows: RowTable, work: Sequence[RowWork]) -> StepInputs:
-    """Gather the step's tokens, positions and slots, in the order of the work. No work, no call: `work` is not empty."""
+def build_inputs(rows: RowTable, work: Sequence[RowWork], stage: Staging) -> StepInputs:
+    """Gather the step's tokens, positions and slots, in the order of the work, on the device that `stage` moves them to.
+
+    No work, no call: `work` is not empty.
+    """
     row_ids, starts, counts = list(zip(*work, strict=True))[:3]
     sequence_rows = np.array(row_ids, np.int64)
     query_start = [0, *itertools.accumulate(counts)]
@@ -44,14 +47,15 @@ def build_inputs(rows: RowTable, work: Sequence[RowWork]) -> StepInputs:
     block_places, offsets = np.divmod(positions, rows.block_size)
     slots = np.multiply(rows.block_tables[token_rows, block_places], rows.block_size, dtype=np.int64) + offsets
     num_columns = -(-max_context_len // rows.block_size)
-    batch = AttentionBatch(
-        query_start=torch.tensor(query_start, dtype=torch.int32),
-        context_len=torch.tensor(context_len, dtype=torch.int32),
-        block_tables=torch.from_numpy(rows.block_tables[sequence_rows, :num_columns]),
-        slots=torch.from_numpy(slots),
-        positions=torch.from_numpy(positions),
-        max_query_len=max_query_len,
-        max_context_len=max_context_len,
+    tensors = stage(
+        (
+            np.array(query_start, np.int32),
+            np.array(context_len, np.int32),
+            rows.block_tables[sequence_rows, :num_columns],
+            slots,
+            positions,
+            rows.token_ids[token_rows, positions].astype(np.int64),
+        )
     )
-    token_ids = torch.from_numpy(rows.token_ids[token_rows, positions].astype(np.int64))
-    return StepInputs(token_ids, batch, query_start)
+    batch = AttentionBatch(*tensors[:5], max_query_len=max_query_len, max_context_len=max_context_len)
+    return StepInputs(tensors[5], batch, query_start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,17 +14,27 @@ from quire.kernels.kv_cache import empty_cache
 from quire.models.declaration import KVLayerSpec
 
 
+class PoolShape(NamedTuple):
+    """What every layer's cache has in common."""
+
+    num_blocks: int
+    block_size: int
+    kv_format: str
+    """One of `quire.common.kv_formats.KV_FORMATS`."""
+
+
 class KVMemory:
     """Keys and values of every layer, each [blocks, KV heads, block size, row]; see `quire.kernels.kv_cache`.
 
-    Pages are touched, and so become resident, only when a block is first written.
+    On a CPU, pages are touched, and so become resident, only when a block is first written.
     """
 
-    def __init__(self, layers: Sequence[KVLayerSpec], num_blocks: int, block_size: int, kv_format: str) -> None:
+    def __init__(self, layers: Sequence[KVLayerSpec], shape: PoolShape, device: torch.device) -> None:
         self.caches: list[tuple[Tensor, Tensor]] = []
         for layer in layers:
-            shape = (num_blocks, layer.num_kv_heads, block_size, layer.head_dim)
-            self.caches.append((empty_cache(*shape, kv_format), empty_cache(*shape, kv_format)))
+            sizes = (shape.num_blocks, layer.num_kv_heads, shape.block_size, layer.head_dim)
+            keys, values = (empty_cache(*sizes, shape.kv_format, device) for _ in range(2))
+            self.caches.append((keys, values))
 
     @property
     def num_bytes(self) -> int:
@@ -33,6 +44,6 @@ class KVMemory:
     def copy_blocks(self, copies: Sequence[BlockCopy], kernels: Kernels) -> None:
         """Carry out a plan's block copies in every layer; all reads happen before any write."""
         if copies:
-            sources = torch.tensor([copy.source for copy in copies], dtype=torch.int64)
-            destinations = torch.tensor([copy.destination for copy in copies], dtype=torch.int64)
+            sources = torch.tensor([copy.source for copy in copies], dtype=torch.int64, device=kernels.device)
+            destinations = torch.tensor([copy.destination for copy in copies], dtype=torch.int64, device=kernels.device)
             kernels.copy_blocks([tensor for pair in self.caches for tensor in pair], sources, destinations)

@@ -24,6 +24,7 @@ from quire.sampling.greedy import greedy_results, is_plain_greedy
 from quire.worker.batch import StepInputs, build_inputs
 from quire.worker.memory import KVMemory
 from quire.worker.rows import RowTable
+from quire.worker.staging import Staging
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class Worker:
         self.memory = memory
         self.rows = rows
         self.sampler = sampler
+        self._stage = Staging(model.kernels.device)
         self._plain: list[tuple[RowSampling | None, bool]] = [(None, False)] * len(rows.sampling)
 
     @torch.inference_mode()
@@ -75,7 +77,7 @@ class Worker:
         return results
 
     def _compute(self, work: Sequence[RowWork]) -> list[WorkResult]:
-        inputs = build_inputs(self.rows, work)
+        inputs = build_inputs(self.rows, work, self._stage)
         context = StepContext(inputs.batch, self.memory.caches)
         hidden = self.model.forward(inputs.token_ids, inputs.batch.positions, context)
         broken = frozenset() if self.model.kernels.is_finite(hidden) else _rows_not_finite(hidden, inputs)
@@ -86,7 +88,7 @@ class Worker:
         if sampled:
             last = hidden
             if len(sampled) < len(hidden):
-                last = hidden[torch.tensor([inputs.query_start[place + 1] - 1 for place in sampled])]
+                last = hidden[torch.tensor([inputs.query_start[place + 1] - 1 for place in sampled], device=hidden.device)]
             for place, outcome in zip(sampled, self._sample(last, [work[place] for place in sampled]), strict=True):
                 results[place] = outcome
         for place, item in enumerate(work):
@@ -143,5 +145,5 @@ class Worker:
 def _rows_not_finite(hidden: Tensor, inputs: StepInputs) -> frozenset[int]:
     """Places in the work of which some hidden state is NaN or infinite."""
     bad_tokens = (~torch.isfinite(hidden)).any(dim=-1).nonzero().flatten()
-    starts = torch.tensor(inputs.query_start[1:])
+    starts = torch.tensor(inputs.query_start[1:], device=hidden.device)
     return frozenset(torch.searchsorted(starts, bad_tokens, right=True).tolist())

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.config.engine import EngineConfig
+from quire.engine import gpu
 from quire.engine.builder import plan_engine
+from quire.engine.gpu import Gpu, inspect_gpu
 from quire.engine.machine import Machine
 from quire.engine.planning import EnginePlan
 from quire.errors import CapacityError, ConfigError, ModelNotFoundError, UnsupportedModelError
@@ -139,3 +142,23 @@ def test_without_chunks_a_step_holds_the_longest_prompt_and_the_workspace_counts
 def test_a_length_beyond_the_models_context_is_remarked_upon(tiny_config: Path) -> None:
     [decision] = [d for d in _plan(tiny_config, max_model_len=300).decisions if d.name == "max_model_len"]
     assert "made for 256" in decision.reason
+
+
+def test_a_gpu_that_is_not_there_is_refused_before_the_model_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_driver(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(gpu, "inspect_gpu", lambda load: inspect_gpu(no_driver))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="device='cuda' cannot be used: there is no NVIDIA driver"):
+        plan_engine(EngineConfig(model="no-such-model", device="cuda"))
+
+
+def test_on_a_gpu_its_memory_counts(tiny_config: Path) -> None:
+    machine = replace(_machine(1 << 20), gpu=Gpu("NVIDIA X", (9, 0), 80 * GIB, 40 * GIB, "13.0"))
+    plan = _plan(tiny_config, machine, device="cuda", max_num_seqs=4)
+    assert plan.device == "cuda"
+    assert ("device", "cuda", "given; NVIDIA X, 40.0 GiB free") in plan.decisions
+    assert plan.kv_bytes == plan.kv_bytes_per_token * 256 * 4  # what four sequences need
+    with pytest.raises(CapacityError, match="free GPU memory"):
+        _plan(tiny_config, machine, device="cuda", kv_cache_memory="50GiB")
+    assert _plan(tiny_config, replace(machine, available_memory=8 * GIB)).device == "cpu"

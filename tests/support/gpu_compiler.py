@@ -48,7 +48,7 @@ class FakeDriver:
 
 @contextmanager
 def compiling(capability: int) -> Iterator[dict[str, Any]]:
-    """Within it, launches compile for `capability` (80, 90) and nothing runs; gives what has been compiled, by a unique name."""
+    """Within it, launches compile for `capability` (80, 90) and nothing runs; gives what was compiled, by a unique name."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 

@@ -15,7 +15,7 @@ from quire.kernels import load
 from quire.models.declaration import KVLayerSpec
 from quire.nn.context import StepContext
 from quire.worker.batch import build_inputs
-from quire.worker.memory import KVMemory
+from quire.worker.memory import KVMemory, PoolShape
 
 LAYERS = (KVLayerSpec(2, 16, None), KVLayerSpec(3, 20, 8))
 
@@ -31,7 +31,7 @@ KL_BUDGET = {"bfloat16": 5e-5, "int8": 5e-4, "fp8": 8e-3}
 
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 def test_it_takes_the_bytes_that_were_planned(kv_format: str) -> None:
-    memory = KVMemory(LAYERS, 5, 16, kv_format)
+    memory = KVMemory(LAYERS, PoolShape(5, 16, kv_format), torch.device("cpu"))
     assert memory.num_bytes == 5 * 16 * sum(layer.bytes_per_token(kv_format) for layer in LAYERS)
 
 
@@ -44,7 +44,7 @@ def test_bytes_are_halved_and_quartered_but_for_the_scales() -> None:
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize("name", ["cpu", "reference"])
 def test_blocks_are_copied_whole(name: str, kv_format: str) -> None:
-    memory = KVMemory(LAYERS, 5, 4, kv_format)
+    memory = KVMemory(LAYERS, PoolShape(5, 4, kv_format), torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     raw = [cache.view(torch.uint8) for pair in memory.caches for cache in pair]
     for each in raw:

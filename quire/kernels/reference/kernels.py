@@ -7,16 +7,12 @@ import torch
 from quire.kernels.interface import DecoderWeights
 from quire.kernels.reference import attention, elementwise, linear
 
-CPU = torch.device("cpu")
-
 
 class ReferenceKernels:
-    """The whole `Kernels` protocol in plain torch. Holds nothing but the name of its device."""
+    """The whole `Kernels` protocol in plain torch. Holds no state."""
 
     name = "reference"
-
-    def __init__(self, device: torch.device = CPU) -> None:
-        self.device = device
+    device = torch.device("cpu")
 
     pack_linear = staticmethod(linear.pack_linear)
     pack_quantized = staticmethod(linear.pack_quantized)

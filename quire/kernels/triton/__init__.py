@@ -8,10 +8,10 @@ kernels has run on a GPU yet, and no speed has been measured.
 from __future__ import annotations
 
 import importlib.util
-import os
 from typing import TYPE_CHECKING
 
 from quire.errors import ConfigError
+from quire.kernels.triton.interpretation import correct_interpreter, is_interpreted
 
 if TYPE_CHECKING:
     import torch
@@ -21,11 +21,6 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 MIN_CAPABILITY = (8, 0)
 """Ampere: the first with bfloat16 matrix instructions."""
-
-
-def is_interpreted() -> bool:
-    """Whether Triton will interpret kernels on the CPU: its own variable, read when a kernel is defined."""
-    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
 def reasons_against(device: str, dtype: torch.dtype) -> list[str]:
@@ -72,8 +67,6 @@ def load(device: str = "cuda") -> Kernels:
     if reasons:
         raise ConfigError(f"the Triton kernels cannot run on {device}: " + "; ".join(reasons))
     if is_interpreted():
-        from quire.kernels.triton.interpretation import correct_interpreter
-
         correct_interpreter()
     from quire.kernels.triton.kernels import TritonKernels
 

@@ -169,7 +169,9 @@ def attention_kernel(
         total = tl.where(is_row, total, 1.0)
         result = tl.div_rn(sums, tl.broadcast_to(total[:, None], sums.shape))
         tl.store(
-            out + (token * NUM_HEADS + head)[:, None] * HEAD_SIZE + dims[None, :], result.to(out.dtype.element_ty), mask=is_element
+            out + (token * NUM_HEADS + head)[:, None] * HEAD_SIZE + dims[None, :],
+            result.to(out.dtype.element_ty),
+            mask=is_element,
         )
 
 

@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.checks import check_caches, check_heads, check_indices, launch_options, require
-from quire.kernels.triton.elementwise import normed
 
 
 @triton.jit

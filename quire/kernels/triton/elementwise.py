@@ -117,7 +117,9 @@ def _norm(
     """(normed, sum); the sum is x itself without a residual."""
     check_floats(x, "x")
     width = x.shape[-1]
-    require(weight.shape == (width,) and (bias is None or bias.shape == (width,)), f"expected a norm over {width}", weight, bias)
+    require(
+        weight.shape == (width,) and (bias is None or bias.shape == (width,)), f"expected a norm over {width}", weight, bias
+    )
     out = torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)
     if x.numel():

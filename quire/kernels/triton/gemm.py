@@ -99,7 +99,9 @@ def linear_kernel(
         sums = with_bias(sums, bias, columns, is_column, HAS_BIAS)
         if IS_PAIR:
             others = columns + num_columns
-            up = sum_all(x, weight, rows, is_row, others, is_column, num_inputs, SPLIT_LEN, NUM_SPLITS, BLOCK_M, BLOCK_N, BLOCK_K)
+            up = sum_all(
+                x, weight, rows, is_row, others, is_column, num_inputs, SPLIT_LEN, NUM_SPLITS, BLOCK_M, BLOCK_N, BLOCK_K
+            )
             sums = activated(sums, ACTIVATION) * with_bias(up, bias, others, is_column, HAS_BIAS)
         tl.store(out + rows[:, None] * num_columns + columns[None, :], sums.to(out.dtype.element_ty), mask=is_element)
 
@@ -147,9 +149,7 @@ def peaks_kernel(
     rows = (row_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     columns = (column_tile * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     is_row, is_column = rows < num_rows, columns < num_outputs
-    sums = sum_all(
-        x, weight, rows, is_row, columns, is_column, num_inputs, 1 << 30, 1, BLOCK_M, BLOCK_N, BLOCK_K
-    )
+    sums = sum_all(x, weight, rows, is_row, columns, is_column, num_inputs, 1 << 30, 1, BLOCK_M, BLOCK_N, BLOCK_K)
     sums = with_bias(sums, bias, columns, is_column, HAS_BIAS)
     sums = tl.where(is_column[None, :], sums, float("-inf"))
     peak, place = tl.max(sums, axis=1, return_indices=True, return_indices_tie_break_left=True)

@@ -19,7 +19,7 @@ _MIN_BLOCK_K = 32
 _QUANTIZE_BLOCK = 2048
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class IntegerLinear:
     """A quantized weight on the device. Implements `PackedLinear`."""
 
@@ -33,12 +33,8 @@ class IntegerLinear:
     group_size: int
     has_int8_inputs: bool
     num_outputs: int
+    num_inputs: int
     tuning: LinearTuning
-
-    @property
-    def num_inputs(self) -> int:
-        """K."""
-        return self.values.shape[1]
 
     @property
     def num_bytes(self) -> int:
@@ -60,6 +56,7 @@ def pack_quantized(weight: QuantizedWeight, bias: Tensor | None, tuning: Tuning,
         group_size=weight.group_size,
         has_int8_inputs=weight.activations == "int8",
         num_outputs=weight.values.shape[0],
+        num_inputs=weight.values.shape[1],
         tuning=tuning.integer,
     )
 

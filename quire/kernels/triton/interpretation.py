@@ -7,10 +7,16 @@ whole language anew at each call of a function within a kernel, which takes long
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from typing import Any
 
 import numpy as np
+
+
+def is_interpreted() -> bool:
+    """Whether Triton will interpret kernels on the CPU: its own variable, read when a kernel is defined."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
 @cache

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.kernels.interface import Activation, AttentionBatch, DecoderWeights, ForwardPass, PackedLinear, QuantizedWeight
+from quire.kernels.interface import Activation, AttentionBatch, DecoderWeights, EmbeddingTable, ForwardPass, PackedLinear, QuantizedWeight
 from quire.kernels.triton import attention, cache, elementwise, integer_linear, linear
 from quire.kernels.triton.activation import NO_ACTIVATION
 from quire.kernels.triton.integer_linear import IntegerLinear
 from quire.kernels.triton.linear import FloatLinear
+from quire.kernels.triton.row_peaks import tile_peaks
 from quire.kernels.triton.tuning import Tuning, tuning_for
 
 
@@ -22,7 +23,6 @@ class TritonKernels:
         self.device = device
         self.tuning = tuning_for(device) if tuning is None else tuning
 
-    embedding = staticmethod(elementwise.embedding)
     rms_norm = staticmethod(elementwise.rms_norm)
     add_rms_norm = staticmethod(elementwise.add_rms_norm)
     layer_norm = staticmethod(elementwise.layer_norm)
@@ -40,6 +40,10 @@ class TritonKernels:
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
         """See `integer_linear`."""
         return integer_linear.pack_quantized(weight, bias, self.tuning, self.device)
+
+    def table_of(self, weight: PackedLinear) -> Tensor | None:
+        """See `Kernels.table_of`: a floating-point weight is its own table."""
+        return weight.weight if isinstance(weight, FloatLinear) else None
 
     def linear(self, x: Tensor, weight: PackedLinear, *, out_dtype: str | None = None) -> Tensor:
         """See `Kernels.linear`; x has the dtype that a floating-point weight has."""
@@ -60,7 +64,13 @@ class TritonKernels:
         """See `Kernels.linear_peaks`; of floating-point weights no product is stored."""
         if isinstance(weight, FloatLinear):
             return linear.float_peaks(x, weight)
-        return linear.tile_peaks(self.linear(x, weight, out_dtype="float32"), None)
+        return tile_peaks(self.linear(x, weight, out_dtype="float32"), None)
+
+    def embedding(self, token_ids: Tensor, table: EmbeddingTable) -> Tensor:
+        """See `Kernels.embedding`; the tables of this back end are tensors."""
+        if not isinstance(table, Tensor):
+            raise TypeError(f"embedding: the table belongs to another back end ({type(table).__name__})")
+        return elementwise.embedding(token_ids, table)
 
     def paged_attention(
         self,

@@ -38,7 +38,9 @@ class FloatLinear:
 
     def __post_init__(self) -> None:
         self.num_outputs, self.num_inputs = self.weight.shape
-        self.split_len, self.num_splits = split_inputs(self.weight.shape[0], self.weight.shape[1], self.tuning, self.num_programs)
+        self.split_len, self.num_splits = split_inputs(
+            self.weight.shape[0], self.weight.shape[1], self.tuning, self.num_programs
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -57,7 +59,9 @@ def split_inputs(num_outputs: int, num_inputs: int, tuning: LinearTuning, num_pr
 
 def pack_linear(weight: Tensor, bias: Tensor | None, tuning: Tuning, device: torch.device) -> FloatLinear:
     """To the device, as it is; ValueError unless weight is [N, K] and bias [N]."""
-    require(weight.dim() == 2 and (bias is None or bias.shape == weight.shape[:1]), "expected weight [N, K], bias [N]", weight, bias)
+    require(
+        weight.dim() == 2 and (bias is None or bias.shape == weight.shape[:1]), "expected weight [N, K], bias [N]", weight, bias
+    )
     if weight.dtype not in FLOATS:
         raise TypeError(f"pack_linear: the weight is {weight.dtype}; the Triton kernels take float32, bfloat16 and float16")
     figures = tuning.wide_linear if weight.dtype == torch.float32 else tuning.linear

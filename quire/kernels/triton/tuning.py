@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from quire.kernels.triton import is_interpreted
+from quire.kernels.triton.interpretation import is_interpreted
 
 FOLDER = Path(__file__).parent / "tunings"
 
@@ -68,7 +68,7 @@ class Tuning:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         linear = {key: LinearTuning(**data.pop(key)) for key in ("linear", "wide_linear", "integer")}
         attention = {key: AttentionTuning(**data.pop(key)) for key in ("attention", "wide_attention", "float_attention")}
-        return cls(name=path.stem, **data, **linear, **attention)
+        return cls(path.stem, data["source"], data["num_programs"], **linear, **attention)  # type: ignore[arg-type]
 
 
 def tuning_for(device: torch.device) -> Tuning:

@@ -1,4 +1,4 @@
-"""The Triton kernels under test: under Triton's interpreter on the CPU, or with QUIRE_TEST_DEVICE=cuda on a GPU (`make gpu-test`).
+"""The Triton kernels under test: interpreted on the CPU, or with QUIRE_TEST_DEVICE=cuda on a GPU (`make gpu-test`).
 
 Triton decides when a kernel is defined whether to interpret it. So the variable is set here, while tests are collected,
 before anything imports the kernels.
@@ -68,7 +68,9 @@ def attend(device: torch.device) -> Callable[..., Tensor]:
         where = torch.device("cpu") if kernels.name == "reference" else device
         keys, values, batch = case.pages(block_size)
         scale = query.shape[2] ** -0.5
-        out = kernels.paged_attention(query.to(where), keys.to(where), values.to(where), moved(batch, where), scale=scale, **options)
+        out = kernels.paged_attention(
+            query.to(where), keys.to(where), values.to(where), moved(batch, where), scale=scale, **options
+        )
         return out.cpu()
 
     return run

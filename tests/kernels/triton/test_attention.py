@@ -74,9 +74,7 @@ def test_the_block_size_changes_no_bit(kernels: Kernels, paged: type[Paged], att
 
 
 @pytest.mark.parametrize(("chunk", "window"), [(1, None), (7, 45), (32, None)])
-def test_chunking_changes_no_bit(
-    kernels: Kernels, paged: type[Paged], attend: Attend, chunk: int, window: int | None
-) -> None:
+def test_chunking_changes_no_bit(kernels: Kernels, paged: type[Paged], attend: Attend, chunk: int, window: int | None) -> None:
     """Chunks of one are decodes: their splits are computed side by side and merged."""
     whole = paged.random(((100, 100),), 1, 32)
     query = draw_query(whole, 2)

@@ -84,7 +84,13 @@ def test_is_finite(kernels: Kernels, device: torch.device, bad: float) -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("head_size", "rotated"), [(32, 32), (20, 12), (64, 2)])
 def test_rope(
-    kernels: Kernels, reference: Kernels, device: torch.device, dtype: torch.dtype, interleaved: bool, head_size: int, rotated: int
+    kernels: Kernels,
+    reference: Kernels,
+    device: torch.device,
+    dtype: torch.dtype,
+    interleaved: bool,
+    head_size: int,
+    rotated: int,
 ) -> None:
     both = draw(4, 5, head_size, dtype=dtype)
     table, positions = draw(10, 2, rotated // 2), torch.tensor([9, 0, 3, 3])

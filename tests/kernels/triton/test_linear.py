@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -92,8 +94,8 @@ def test_what_does_not_fit_is_refused(kernels: Kernels, reference: Kernels, devi
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
-def test_stretches_cover_the_inputs(path: object) -> None:
-    tuning = Tuning.read(FOLDER / f"{getattr(path, 'stem')}.json")
+def test_stretches_cover_the_inputs(path: Path) -> None:
+    tuning = Tuning.read(path)
     for num_outputs, num_inputs in ((1, 1), (128, 4096), (4096, 14336), (150_000, 1024), (640, 100)):
         length, count = split_inputs(num_outputs, num_inputs, tuning.linear, tuning.num_programs)
         assert length % tuning.linear.block_k == 0

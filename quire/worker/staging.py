@@ -1,0 +1,75 @@
+"""A step's small arrays on their way to the device: one pinned buffer, one copy, whatever their number.
+
+Owns the buffer and the moment when it may be written again. On the CPU arrays become tensors where they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Array = NDArray[Any]
+
+_ALIGNMENT = 16
+"""Of each array within the buffer, in bytes: what a GPU loads at once, and what Triton specialises kernels for."""
+_MIN_BYTES = 1 << 16
+
+
+class Staging:
+    """Moves arrays to one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._host = torch.empty(0, dtype=torch.uint8)
+        self._copied: torch.cuda.Event | None = None
+
+    def __call__(self, arrays: Sequence[Array]) -> list[Tensor]:
+        """The arrays as tensors on the device. Those of a GPU are views of one block, valid as any tensor is."""
+        if self.device.type == "cpu":
+            return [torch.from_numpy(array) for array in arrays]
+        host = self._room(packed_len(arrays))
+        pack(arrays, host)
+        there = host.to(self.device, non_blocking=True)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record()
+        return unpack(arrays, there)
+
+    def _room(self, num_bytes: int) -> Tensor:
+        """Pinned memory that no copy is reading any more: a step that failed may have left one under way."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        if len(self._host) < num_bytes:
+            self._host = torch.empty(max(_MIN_BYTES, 2 * num_bytes), dtype=torch.uint8, pin_memory=True)
+        return self._host[:num_bytes]
+
+
+def packed_len(arrays: Sequence[Array]) -> int:
+    """Bytes that `pack` needs."""
+    return sum(_padded(array) for array in arrays)
+
+
+def pack(arrays: Sequence[Array], buffer: Tensor) -> None:
+    """Write the arrays one after another into `buffer` (uint8, on the host)."""
+    memory, start = buffer.numpy(), 0
+    for array in arrays:
+        memory[start : start + array.nbytes].view(array.dtype)[:] = array.ravel()
+        start += _padded(array)
+
+
+def unpack(arrays: Sequence[Array], buffer: Tensor) -> list[Tensor]:
+    """Views of a packed buffer, on any device, that have the arrays' shapes and dtypes."""
+    found, start = [], 0
+    for array in arrays:
+        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+        found.append(buffer[start : start + array.nbytes].view(dtype).view(array.shape))
+        start += _padded(array)
+    return found
+
+
+def _padded(array: Array) -> int:
+    return -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,72 @@
+"""The whole engine on the Triton kernels: the reference's greedy tokens, and one sequence's results in any company."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.kernels.interface import Kernels
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 120,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [20, 21], [7] * 19]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path: Path = tmp_path_factory.mktemp("tiny")
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    return str(path)
+
+
+def generate(model: str, prompts: list[list[int]], params: SamplingParams, **options: Any) -> list[tuple[int, ...]]:
+    llm = LLM(model, load_format="dummy", kv_cache_memory="1MiB", max_num_seqs=4, block_size=8, **options)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+
+def ours(device: torch.device) -> dict[str, Any]:
+    return {"kernels": "triton", "device": device.type}
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("quantization", [None, "int4"])
+def test_greedy_tokens_are_the_references(model: str, device: torch.device, quantization: str | None) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    prompts = PROMPTS if quantization is None else PROMPTS[1:2]
+    got = generate(model, prompts, params, quantization=quantization, **ours(device))
+    assert got == generate(model, prompts, params, quantization=quantization, kernels="reference")
+
+
+@pytest.mark.usefixtures("kernels")
+def test_company_and_chunks_change_no_token(model: str, device: torch.device) -> None:
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=2, ignore_eos=True)
+    together = generate(model, PROMPTS, params, dtype="bfloat16", **ours(device))
+    alone = generate(model, PROMPTS[2:], params, dtype="bfloat16", max_num_batched_tokens=12, **ours(device))
+    assert alone == together[2:]
+
+
+def test_the_back_end_knows_its_device(kernels: Kernels, device: torch.device) -> None:
+    assert kernels.device == device
