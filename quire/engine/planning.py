@@ -153,6 +153,8 @@ class _Resolver:
     def _kv_format(self, dtype: str) -> str:
         given = self.config.kv_cache_dtype
         chosen = dtype if given == "auto" else OTHER_NAMES.get(given, given)
+        if self.gpu is not None and chosen not in ("float32", "bfloat16"):
+            raise ConfigError(f"kv_cache_dtype={given!r} is not available on a GPU yet; leave it at 'auto'")
         self._note("kv_cache_dtype", chosen, "as the compute dtype" if given == "auto" else "given")
         return chosen
 

@@ -47,15 +47,14 @@ def build_inputs(rows: RowTable, work: Sequence[RowWork], stage: Staging) -> Ste
     block_places, offsets = np.divmod(positions, rows.block_size)
     slots = np.multiply(rows.block_tables[token_rows, block_places], rows.block_size, dtype=np.int64) + offsets
     num_columns = -(-max_context_len // rows.block_size)
-    tensors = stage(
-        (
-            np.array(query_start, np.int32),
-            np.array(context_len, np.int32),
-            rows.block_tables[sequence_rows, :num_columns],
-            slots,
-            positions,
-            rows.token_ids[token_rows, positions].astype(np.int64),
-        )
+    arrays = (
+        np.array(query_start, np.int32),
+        np.array(context_len, np.int32),
+        rows.block_tables[sequence_rows, :num_columns],
+        slots,
+        positions,
+        rows.token_ids[token_rows, positions].astype(np.int64),
     )
-    batch = AttentionBatch(*tensors[:5], max_query_len=max_query_len, max_context_len=max_context_len)
-    return StepInputs(tensors[5], batch, query_start)
+    starts, lengths, tables, slot_ids, places, token_ids = stage(arrays)
+    batch = AttentionBatch(starts, lengths, tables, slot_ids, places, max_query_len, max_context_len)
+    return StepInputs(token_ids, batch, query_start)

@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.kernels.interface import Activation, AttentionBatch, DecoderWeights, EmbeddingTable, ForwardPass, PackedLinear, QuantizedWeight
+from quire.kernels.interface import (
+    Activation,
+    AttentionBatch,
+    DecoderWeights,
+    EmbeddingTable,
+    ForwardPass,
+    PackedLinear,
+    QuantizedWeight,
+)
 from quire.kernels.triton import attention, cache, elementwise, integer_linear, linear
 from quire.kernels.triton.activation import NO_ACTIVATION
 from quire.kernels.triton.integer_linear import IntegerLinear
