@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns when the server has been told to end."""
     serve_config, api_config = _record(ServeConfig, args), _record(ApiConfig, args)
-    config = engine_config(args)
+    config = engine_config(args, **engine_defaults(api_config, os.environ.get(API_KEYS_VARIABLE)))
     try:
         from quire.engine.builder import prepare_model
         from quire.server.lifecycle import Settings, run_server
@@ -53,6 +53,13 @@ def run(args: argparse.Namespace) -> int:
     prepared = prepare_model(config, is_for_here=False)
     settings = Settings(serve_config, api_config, os.environ.get(API_KEYS_VARIABLE))
     return run_server(prepared, settings, lambda text: print(f"quire: {text}", file=sys.stderr, flush=True))
+
+
+def engine_defaults(api_config: ApiConfig, api_keys: str | None) -> dict[str, Any]:
+    """Options that a server chooses otherwise than the engine alone, unless they are given: where requests come on different
+    accounts, none may be starved by another's crowd."""
+    has_tenants = bool(api_config.api_keys_file or api_config.api_keys or api_keys)
+    return {"scheduling_policy": "fair"} if has_tenants else {}
 
 
 def _record(kind: type[Record], args: argparse.Namespace) -> Record:

@@ -84,13 +84,7 @@ class Admission:
     def admit(self, tenant: Tenant, *, num_sequences: int, num_prompt_tokens: int) -> Ticket:
         """Take a request in. Raises ApiError 429 with `Retry-After`, and changes nothing but a count, if it may not."""
         use = self.uses[tenant.name]
-        try:
-            self._check_tenant(tenant, use, num_prompt_tokens)
-            self._check_queue(num_prompt_tokens)
-        except ApiError as error:
-            use.num_refused += 1
-            self.num_rejections[error.code or "queue_full"] += 1
-            raise
+        self._check(tenant, num_prompt_tokens)
         ticket = Ticket(tenant, num_sequences, num_prompt_tokens, self._clock())
         self._tickets[ticket] = None
         self._num_sequences += num_sequences
@@ -99,6 +93,24 @@ class Admission:
         use.num_prompt_tokens += num_prompt_tokens
         use.balance -= num_prompt_tokens
         return ticket
+
+    def check_room(self, tenant: Tenant) -> None:
+        """Raise what `admit` would raise of any request, however small."""
+        if len(self._tickets) >= self._config.max_queued_requests or self._has_limits(tenant):
+            self._check(tenant, 0)
+
+    def _has_limits(self, tenant: Tenant) -> bool:
+        return tenant.max_concurrency is not None or tenant.tokens_per_minute is not None
+
+    def _check(self, tenant: Tenant, num_prompt_tokens: int) -> None:
+        use = self.uses[tenant.name]
+        try:
+            self._check_tenant(tenant, use, num_prompt_tokens)
+            self._check_queue(num_prompt_tokens)
+        except ApiError as error:
+            use.num_refused += 1
+            self.num_rejections[error.code or "queue_full"] += 1
+            raise
 
     def release(self, ticket: Ticket) -> None:
         """The request has ended, however it did. Idempotent."""

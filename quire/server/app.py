@@ -17,6 +17,7 @@ from quire.config.api import ApiConfig
 from quire.engine.client import EngineClient
 from quire.server import static_page
 from quire.server.anthropic.messages import CountRequest, MessageRequest, Messages
+from quire.server.door import Door
 from quire.server.gate import Gate
 from quire.server.inspector import Inspector
 from quire.server.openai.batches import Batches, BatchRequest
@@ -54,7 +55,8 @@ def build_app(config: ApiConfig, client: EngineClient, keys: KeyRing) -> ASGIApp
     routes = [*_generation_routes(api, chat, completions), *_file_routes(files, batches), *_operation_routes(api)]
     routes.append(_description_of(routes))
     page = [Route(path, static_page.get, methods=["GET"]) for path in static_page.PATHS]
-    return Gate(Router([*routes, *page], redirect_slashes=False, lifespan=lifespan), config, keys, api.metrics)
+    router = Router([*routes, *page], redirect_slashes=False, lifespan=lifespan)
+    return Gate(Door(router, api.admission), config, keys, api.metrics)
 
 
 def _generation_routes(api: Api, chat: ChatCompletions, completions: Completions) -> list[Operation]:

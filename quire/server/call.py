@@ -44,5 +44,10 @@ def attach(scope: Scope, call: Call) -> None:
 
 def call_of(request: Request) -> Call:
     """The call of a request that came through the gate."""
-    call: Call = request.scope[_SCOPE_KEY]
+    return call_in(request.scope)
+
+
+def call_in(scope: Scope) -> Call:
+    """The same, where there is no more than the scope."""
+    call: Call = scope[_SCOPE_KEY]
     return call

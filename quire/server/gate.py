@@ -1,6 +1,6 @@
 """The door: every request passes here before routing, and every response and error leaves through here.
 
-Owns request ids, the limits on request lines and headers, authentication, body limits, the order in which requests begin, the
+Owns request ids, the limits on request lines and headers, authentication, body limits, the
 translation of every exception into an error body, and the access log. Default-deny: without a valid key only the paths in
 `PUBLIC_PATHS`, compared as raw bytes, are reachable, so no spelling of a path slips past.
 """
@@ -26,7 +26,6 @@ from quire.server.call import Call, attach
 from quire.server.errors import ApiError, bad_request, from_exception
 from quire.server.static_page import PATHS as PAGE_PATHS
 from quire.server.tenants import EVERYBODY, MAX_KEY_LEN, NOBODY, KeyRing, Tenant
-from quire.server.turnstile import Turnstile
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("quire.access")
@@ -65,7 +64,6 @@ class Gate:
         self._keys = keys
         self._observer = observer
         self._root_path = config.root_path.encode()
-        self._turnstile = Turnstile()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Lifespan events pass through; anything else is not HTTP and is dropped."""
@@ -87,8 +85,6 @@ class Gate:
         receive: Receive = exchange.receive
         if not get_route_path(scope).startswith(_STREAMED_PATHS):
             receive = await self._bounded(exchange, headers)
-        if scope["method"] not in _BODILESS:
-            await self._turnstile.enter()
         await self._app(scope, receive, exchange.send)
 
     async def _bounded(self, exchange: _Exchange, headers: Headers) -> Receive:

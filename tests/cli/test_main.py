@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from quire.cli.main import COMMANDS, main
+from quire.cli.serve import engine_defaults
+from quire.config.api import ApiConfig
 
 Quire = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -166,3 +168,9 @@ def test_interrupt_is_clean(tiny: str) -> None:
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert err.splitlines()[-1] == "quire: interrupted" and "Traceback" not in err
+
+
+def test_a_server_with_tenants_shares_fairly_unless_told_otherwise() -> None:
+    assert engine_defaults(ApiConfig(), None) == {} == engine_defaults(ApiConfig(), "")
+    for config, keys in ((ApiConfig(), "a=long-enough"), (ApiConfig(api_keys="k"), None), (ApiConfig(api_keys_file="f"), None)):
+        assert engine_defaults(config, keys) == {"scheduling_policy": "fair"}

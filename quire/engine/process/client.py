@@ -54,6 +54,8 @@ class ProcessClient:
         )
         self._supervisor.show = self._show
         self._streams: dict[str, _Stream] = {}
+        self._num_prompt_tokens = 0
+        """Of all streams; kept, since the status is asked for with every request."""
         self._questions: dict[int, asyncio.Future[Seen]] = {}
         self._num_questions = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -79,6 +81,7 @@ class ProcessClient:
             raise InvalidParameterError(f"request id {request.request_id!r} is already in use", param="request_id")
         admitted = self._admission.admit(request)
         stream = self._streams[request.request_id] = _Stream(request, self)
+        self._num_prompt_tokens += len(request.prompt_token_ids)
         self._supervisor.add(admitted)
         return stream
 
@@ -99,7 +102,7 @@ class ProcessClient:
             num_requests=len(self._streams),
             num_running=pulse.num_running,
             num_waiting=max(pulse.num_waiting, len(self._streams) - pulse.num_running, 0),
-            num_prompt_tokens=sum(len(stream.request.prompt_token_ids) for stream in self._streams.values()),
+            num_prompt_tokens=self._num_prompt_tokens,
             kv_usage=pulse.kv_usage,
             num_steps=pulse.num_steps,
             num_generated_tokens=pulse.num_generated_tokens,
@@ -162,6 +165,7 @@ class ProcessClient:
         for stream in list(self._streams.values()):
             stream.put(RequestOutput(stream.request.request_id, None, [], [], finished=True, error=SHUTTING_DOWN))
         self._streams.clear()
+        self._num_prompt_tokens = 0
 
     async def _wait_for_streams(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s
@@ -189,12 +193,16 @@ class ProcessClient:
             if stream is not None:
                 stream.put(output)
                 if output.finished:
-                    del self._streams[output.request_id]
+                    self._forget(stream)
+
+    def _forget(self, stream: _Stream) -> None:
+        if self._streams.pop(stream.request.request_id, None) is not None:
+            self._num_prompt_tokens -= len(stream.request.prompt_token_ids)
 
     def leave(self, stream: _Stream) -> None:
         """A stream's reader has gone."""
         if self._streams.get(stream.request.request_id) is stream:
-            del self._streams[stream.request.request_id]
+            self._forget(stream)
             self._supervisor.abort(stream.request.request_id)
 
 
