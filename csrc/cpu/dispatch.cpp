@@ -30,6 +30,13 @@ QUIRE_DECLARE(avx512)
 QUIRE_DECLARE(avx512vnni)
 #endif
 
+#ifdef QUIRE_WITH_avx512bf16
+QUIRE_DECLARE(avx512bf16)
+#endif
+#ifdef QUIRE_WITH_avx512bf16emulated
+QUIRE_DECLARE(avx512bf16emulated)
+#endif
+
 // From the plainest to the best.
 static std::vector<const KernelTable *> find_supported() {
     std::vector<const KernelTable *> tables{&portable::table};
@@ -46,10 +53,22 @@ static std::vector<const KernelTable *> find_supported() {
     if (has_avx512) tables.push_back(&avx512::table);
 #endif
 #ifdef QUIRE_WITH_avx512vnni
-    if (has_avx512 && __builtin_cpu_supports("avx512vnni")) tables.push_back(&avx512vnni::table);
+    const bool has_vnni = has_avx512 && __builtin_cpu_supports("avx512vnni");
+    if (has_vnni) tables.push_back(&avx512vnni::table);
+#ifdef QUIRE_WITH_avx512bf16
+    if (has_vnni && __builtin_cpu_supports("avx512bf16")) tables.push_back(&avx512bf16::table);
+#endif
 #endif
 #endif
     return tables;
+}
+
+// Sets that this machine lacks and can act out: for tests only, never chosen.
+static std::vector<const KernelTable *> find_emulated() {
+#ifdef QUIRE_WITH_avx512bf16emulated
+    if (__builtin_cpu_supports("avx512vnni")) return {&avx512bf16emulated::table};
+#endif
+    return {};
 }
 
 static const std::vector<const KernelTable *> &supported() {
@@ -65,22 +84,25 @@ const KernelTable &kernels() {
 }
 
 static void set_isa(const std::string &name) {
-    for (const KernelTable *table : supported()) {
-        if (name == table->name) return chosen.store(table, std::memory_order_relaxed);
+    for (const auto &tables : {supported(), find_emulated()}) {
+        for (const KernelTable *table : tables) {
+            if (name == table->name) return chosen.store(table, std::memory_order_relaxed);
+        }
     }
     throw std::invalid_argument("instruction set " + name + " is not supported here");
 }
 
-static std::vector<std::string> supported_isas() {
+static std::vector<std::string> names_of(const std::vector<const KernelTable *> &tables) {
     std::vector<std::string> names;
-    for (const KernelTable *table : supported()) names.emplace_back(table->name);
+    for (const KernelTable *table : tables) names.emplace_back(table->name);
     return names;
 }
 
 static void bind_dispatch(nb::module_ &m) {
     m.def("isa", [] { return std::string(kernels().name); });
     m.def("set_isa", &set_isa, nb::arg("name"));
-    m.def("supported_isas", &supported_isas);
+    m.def("supported_isas", [] { return names_of(supported()); });
+    m.def("emulated_isas", [] { return names_of(find_emulated()); });
 }
 static const Registration registration(bind_dispatch);
 

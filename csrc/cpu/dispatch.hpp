@@ -20,11 +20,13 @@ constexpr int GROUP_PANELS = 4;                    // panels that one call compu
 constexpr int GROUP_WIDTH = GROUP_PANELS * PANEL;  // and outputs
 constexpr int CHUNK = 512;  // inputs that many rows go through before moving on: 128 KiB of float32 weights, in L2
 
-// Rows of x as the GEMM wants them: float32, or integers in whatever form the instruction set multiplies (quantize_rows),
-// each group padded with zeros as in the weight.
+// Rows of x as the GEMM wants them: float32, bfloat16 (where both sides are, and the instruction set multiplies pairs of
+// them), or integers in whatever form the instruction set multiplies (quantize_rows); each group padded with zeros as in
+// the weight.
 struct InputRows {
     const void *data;
     int64_t stride;       // elements from one row to the next
+    bool is_bf16;
     const float *scales;  // [T], with integers: x = scale * integer
     const int32_t *sums;  // [T][groups], with integers: the sum of each group
     int64_t num_rows;
@@ -107,6 +109,7 @@ struct KernelTable {
     // projections
     int tile_rows;            // up to so many rows, weights are used straight from memory
     int64_t integer_bytes;    // of one element of quantized rows
+    bool has_bf16_dots;       // multiplies pairs of bfloat16 with pairs of bfloat16
     // Rows [first, last) of x [T, K] to `out`, in float32 or integers.
     void (*convert_rows)(const LinearWeight &weight, const void *x, DType dtype, int64_t first, int64_t last,
                          const InputRows &out);

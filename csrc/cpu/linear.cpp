@@ -99,13 +99,13 @@ static void project_many(const Projection &task) {
 static InputRows convert(const KernelTable &table, const LinearWeight &weight, const void *x, DType dtype,
                          int64_t num_rows) {
     const int64_t padded = weight.padded_inputs();
-    if (!weight.has_int8_inputs && dtype == DType::f32 && num_rows <= table.tile_rows && weight.num_inputs == padded) {
-        return InputRows{x, padded, nullptr, nullptr, num_rows};
-    }
+    const bool is_bf16 = table.has_bf16_dots && weight.format == WeightFormat::bf16 && dtype == DType::bf16;
+    const bool is_ready = !weight.has_int8_inputs && (dtype == DType::f32 || is_bf16) && weight.num_inputs == padded;
+    if (is_ready && num_rows <= table.tile_rows) return InputRows{x, padded, is_bf16, nullptr, nullptr, num_rows};
     // An odd number of cache lines, so that rows do not meet in the same sets.
-    const int64_t element = weight.has_int8_inputs ? table.integer_bytes : int64_t{sizeof(float)};
+    const int64_t element = weight.has_int8_inputs ? table.integer_bytes : size_of(is_bf16 ? DType::bf16 : DType::f32);
     const int64_t row_bytes = (ceil_div(padded * element, CACHE_LINE) | 1) * CACHE_LINE;
-    InputRows rows{nullptr, row_bytes / element, nullptr, nullptr, num_rows};
+    InputRows rows{nullptr, row_bytes / element, is_bf16, nullptr, nullptr, num_rows};
     rows.data = scratch(INPUT_ROWS, num_rows * row_bytes / int64_t{sizeof(float)});
     if (weight.has_int8_inputs) {
         float *scales = scratch(INPUT_SCALES, num_rows * (1 + weight.num_groups()));

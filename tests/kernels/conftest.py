@@ -16,6 +16,8 @@ from quire.kernels.kv_cache import empty_cache
 
 HAS_NATIVE = cpu.IMPORT_ERROR is None
 ISAS = cpu.supported_isas() if HAS_NATIVE else ("missing",)
+EMULATED = cpu.emulated_isas() if HAS_NATIVE else ()
+"""Differ from the others in their projections alone."""
 
 
 @pytest.fixture
@@ -34,8 +36,18 @@ def native() -> Kernels:
 @pytest.fixture(params=ISAS)
 def native_isa(request: pytest.FixtureRequest, native: Kernels) -> Iterator[Kernels]:
     """The native back end under each instruction set that this machine has."""
+    yield from _under(request.param, native)
+
+
+@pytest.fixture(params=(*ISAS, *EMULATED))
+def native_projections(request: pytest.FixtureRequest, native: Kernels) -> Iterator[Kernels]:
+    """Also under those that it can only act out."""
+    yield from _under(request.param, native)
+
+
+def _under(isa: str, native: Kernels) -> Iterator[Kernels]:
     before = cpu.isa()
-    cpu.set_isa(request.param)
+    cpu.set_isa(isa)
     yield native
     cpu.set_isa(before)
 

@@ -7,6 +7,9 @@
 // The register tile is `rows` x `panels`: a vector of weights is loaded once for all rows, an element of x once for all
 // panels (the scheme of Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008). What is not
 // float32 in memory is made so a chunk at a time, in scratch that stays in the cache, for all rows of the block.
+//
+// Where an instruction multiplies pairs of bfloat16 (and rows are bfloat16 as well), two inputs are one step, and nothing
+// is widened. Its chain is another one, so its bits are, but it is as fixed as the first.
 #include "gemm.hpp"
 #include "kernels.hpp"
 
@@ -33,6 +36,14 @@ QINLINE void accumulate(Vec (&sums)[ROWS][VECS], const float *x, int64_t x_strid
 // A 32-bit word holds the weights of inputs k (low half) and k + 1 (high half): a shift and a mask make them float32.
 QINLINE Vec low_half(Bits pairs) { return as_float(shift_left<16>(pairs)); }
 QINLINE Vec high_half(Bits pairs) { return as_float(and_bits(pairs, broadcast_bits(0xffff0000u))); }
+
+// Two neighbouring inputs of a row of bfloat16.
+struct Pair {
+    uint32_t bits;
+};
+
+constexpr int64_t inputs_of(const float *) { return 1; }
+constexpr int64_t inputs_of(const Pair *) { return 2; }
 
 // The weights of one step: panels `stride` elements apart, `num_inputs` inputs of them; and what is wanted after that.
 template <typename W>
@@ -77,21 +88,38 @@ QINLINE void step(Vec (&sums)[ROWS][PANELS * PANEL_VECS], const float *x, int64_
     accumulate<ROWS>(sums, x + 1, x_stride, weights);
 }
 
-template <typename W, int ROWS, int PANELS>
-QINLINE void multiply(Vec (&sums)[ROWS][PANELS * PANEL_VECS], const float *x, int64_t x_stride, const Panels<W> &panels,
+#if defined(QUIRE_BF16_DOTS)
+// Two inputs in one instruction.
+template <int ROWS, int PANELS>
+QINLINE void step(Vec (&sums)[ROWS][PANELS * PANEL_VECS], const Pair *x, int64_t x_stride, const bf16 *w,
+                  int64_t w_stride) {
+    Bits weights[PANELS];
+    QUNROLL
+    for (int p = 0; p < PANELS; ++p) weights[p] = load_bits(w + p * w_stride);
+    QUNROLL
+    for (int r = 0; r < ROWS; ++r) {
+        const Bits value = broadcast_bits(x[r * x_stride].bits);
+        QUNROLL
+        for (int p = 0; p < PANELS; ++p) sums[r][p] = dot_bf16(sums[r][p], value, weights[p]);
+    }
+}
+#endif
+
+template <typename X, typename W, int ROWS, int PANELS>
+QINLINE void multiply(Vec (&sums)[ROWS][PANELS * PANEL_VECS], const X *x, int64_t x_stride, const Panels<W> &panels,
                       int first) {
-    constexpr int64_t STEP = sizeof(W) == 2 ? 2 : 1;
+    constexpr int64_t STEP = sizeof(W) == 2 ? 2 : 1, X_STEP = STEP / inputs_of(static_cast<const X *>(nullptr));
     const W *w = panels.data + first * panels.stride;
     const char *ahead = panels.ahead.data;
-    for (int64_t k = 0; k < panels.num_inputs; k += STEP, x += STEP, w += STEP * PANEL, ahead += panels.ahead.step) {
+    for (int64_t k = 0; k < panels.num_inputs; k += STEP, x += X_STEP, w += STEP * PANEL, ahead += panels.ahead.step) {
         __builtin_prefetch(ahead);
         step<ROWS, PANELS>(sums, x, x_stride, w, panels.stride);
     }
 }
 
 // sums [ROWS][row stride GROUP_WIDTH] (+)= x [ROWS][n] times `PANELS` panels.
-template <typename W, int ROWS, int PANELS>
-static void tile(const float *x, int64_t x_stride, const Panels<W> &w, int first, float *sums, bool is_first) {
+template <typename X, typename W, int ROWS, int PANELS>
+static void tile(const X *x, int64_t x_stride, const Panels<W> &w, int first, float *sums, bool is_first) {
     constexpr int VECS = PANELS * PANEL_VECS;
     sums += first * PANEL;
     Vec acc[ROWS][VECS];
@@ -102,7 +130,7 @@ static void tile(const float *x, int64_t x_stride, const Panels<W> &w, int first
             acc[r][v] = is_first ? broadcast(0.0f) : load(sums + r * GROUP_WIDTH + v * LANES);
         }
     }
-    multiply<W, ROWS, PANELS>(acc, x, x_stride, w, first);
+    multiply<X, W, ROWS, PANELS>(acc, x, x_stride, w, first);
     QUNROLL
     for (int r = 0; r < ROWS; ++r) {
         QUNROLL
@@ -110,52 +138,53 @@ static void tile(const float *x, int64_t x_stride, const Panels<W> &w, int first
     }
 }
 
-template <typename W, int ROWS>
-static void tiles(const float *x, int64_t x_stride, const Panels<W> &w, float *sums, bool is_first) {
+template <typename X, typename W, int ROWS>
+static void tiles(const X *x, int64_t x_stride, const Panels<W> &w, float *sums, bool is_first) {
     constexpr int MAX = max_panels(ROWS);
     for (int done = 0; done < w.num_panels;) {
         const int now = w.num_panels - done < MAX ? w.num_panels - done : MAX;
-        if (now == 1) tile<W, ROWS, 1>(x, x_stride, w, done, sums, is_first);
+        if (now == 1) tile<X, W, ROWS, 1>(x, x_stride, w, done, sums, is_first);
         if constexpr (MAX >= 2)
-            if (now == 2) tile<W, ROWS, 2>(x, x_stride, w, done, sums, is_first);
+            if (now == 2) tile<X, W, ROWS, 2>(x, x_stride, w, done, sums, is_first);
         if constexpr (MAX >= 3)
-            if (now == 3) tile<W, ROWS, 3>(x, x_stride, w, done, sums, is_first);
+            if (now == 3) tile<X, W, ROWS, 3>(x, x_stride, w, done, sums, is_first);
         if constexpr (MAX >= 4)
-            if (now == 4) tile<W, ROWS, 4>(x, x_stride, w, done, sums, is_first);
+            if (now == 4) tile<X, W, ROWS, 4>(x, x_stride, w, done, sums, is_first);
         done += now;
     }
 }
 
-template <typename W>
-static void row_tile(int rows, const float *x, int64_t x_stride, const Panels<W> &w, float *sums, bool is_first) {
+template <typename X, typename W>
+static void row_tile(int rows, const X *x, int64_t x_stride, const Panels<W> &w, float *sums, bool is_first) {
     switch (rows) {
         case 1:
-            return tiles<W, 1>(x, x_stride, w, sums, is_first);
+            return tiles<X, W, 1>(x, x_stride, w, sums, is_first);
         case 2:
-            return tiles<W, 2>(x, x_stride, w, sums, is_first);
+            return tiles<X, W, 2>(x, x_stride, w, sums, is_first);
         case 3:
-            return tiles<W, 3>(x, x_stride, w, sums, is_first);
+            return tiles<X, W, 3>(x, x_stride, w, sums, is_first);
 #if defined(__AVX2__)
         case 4:
-            return tiles<W, 4>(x, x_stride, w, sums, is_first);
+            return tiles<X, W, 4>(x, x_stride, w, sums, is_first);
         case 5:
-            return tiles<W, 5>(x, x_stride, w, sums, is_first);
+            return tiles<X, W, 5>(x, x_stride, w, sums, is_first);
         case 6:
-            return tiles<W, 6>(x, x_stride, w, sums, is_first);
+            return tiles<X, W, 6>(x, x_stride, w, sums, is_first);
 #endif
     }
 }
 
 // All rows of the block, inputs from k on; meanwhile the tiles fetch `next`, in even shares.
-template <typename W>
+template <typename X, typename W>
 static void multiply_rows(const InputRows &rows, const GemmBlock &block, int64_t k, Panels<W> w, const Ahead &next) {
-    const float *x = static_cast<const float *>(rows.data) + block.first_row * rows.stride + k;
+    const X *x = static_cast<const X *>(rows.data) + (block.first_row * rows.stride + k) / inputs_of(x);
+    const int64_t x_stride = rows.stride / inputs_of(x);
     const int64_t num_tiles = ceil_div(block.num_rows, TILE_ROWS);
     for (int64_t t = 0; t < num_tiles; ++t) {
         const int64_t r = tile_start(block.num_rows, num_tiles, t);
         const int height = static_cast<int>(tile_start(block.num_rows, num_tiles, t + 1) - r);
         w.ahead = next.share(num_tiles, t, w.num_inputs);
-        row_tile<W>(height, x + r * rows.stride, rows.stride, w, block.sums + r * GROUP_WIDTH, k == 0);
+        row_tile<X, W>(height, x + r * x_stride, x_stride, w, block.sums + r * GROUP_WIDTH, k == 0);
     }
 }
 
@@ -251,13 +280,13 @@ static void expand(const LinearWeight &weight, const char *panel, int64_t k, int
 // ---- blocks ----
 
 // `chunk` inputs at a time, straight from the packed weight.
-template <typename W>
+template <typename X, typename W>
 static void use_in_place(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block, int64_t chunk) {
     const int64_t inputs = weight.padded_inputs(), stride = inputs * PANEL;
     const W *panels = reinterpret_cast<const W *>(weight.panel(block.first_panel));
     for (int64_t k = 0; k < inputs; k += chunk) {
         const Panels<W> now{panels + k * PANEL, stride, block.num_panels, min64(chunk, inputs - k), {}};
-        multiply_rows(rows, block, k, now, ahead_of(weight, block, k, chunk));
+        multiply_rows<X>(rows, block, k, now, ahead_of(weight, block, k, chunk));
     }
 }
 
@@ -271,7 +300,7 @@ static void use_expanded(const LinearWeight &weight, const InputRows &rows, cons
             expand(weight, weight.panel(block.first_panel + p), k, n, panels + p * chunk * PANEL);
         }
         const Panels<float> now{panels, chunk * PANEL, block.num_panels, n, {}};
-        multiply_rows(rows, block, k, now, ahead_of(weight, block, k, chunk));
+        multiply_rows<float>(rows, block, k, now, ahead_of(weight, block, k, chunk));
     }
 }
 
@@ -281,10 +310,14 @@ void gemm(const LinearWeight &weight, const InputRows &rows, const GemmBlock &bl
     const int64_t chunk = is_one_tile ? weight.padded_inputs() : CHUNK;
     if (weight.has_int8_inputs) {
         gemm_integers(weight, rows, block);
+    } else if (rows.is_bf16) {
+#if defined(QUIRE_BF16_DOTS)
+        use_in_place<Pair, bf16>(weight, rows, block, chunk);
+#endif
     } else if (weight.format == WeightFormat::f32) {
-        use_in_place<float>(weight, rows, block, chunk);
+        use_in_place<float, float>(weight, rows, block, chunk);
     } else if (weight.format == WeightFormat::bf16 && block.num_rows <= IN_PLACE_ROWS) {
-        use_in_place<bf16>(weight, rows, block, chunk);
+        use_in_place<float, bf16>(weight, rows, block, chunk);
     } else {
         use_expanded(weight, rows, block, is_one_tile ? SMALL_CHUNK : CHUNK);
     }

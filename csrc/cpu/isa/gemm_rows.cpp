@@ -81,6 +81,10 @@ static void convert_as(const LinearWeight &weight, const T *x, int64_t first, in
             Input *to = static_cast<Input *>(const_cast<void *>(out.data)) + r * out.stride;
             int32_t *sums = const_cast<int32_t *>(out.sums) + r * weight.num_groups();
             const_cast<float *>(out.scales)[r] = quantize_row(row, weight, to, sums);
+        } else if (out.is_bf16) {
+            bf16 *to = static_cast<bf16 *>(const_cast<void *>(out.data)) + r * out.stride;
+            memcpy(to, row, weight.num_inputs * sizeof(bf16));
+            memset(to + weight.num_inputs, 0, (weight.padded_inputs() - weight.num_inputs) * sizeof(bf16));
         } else {
             convert_row(row, weight, static_cast<float *>(const_cast<void *>(out.data)) + r * out.stride);
         }

@@ -20,6 +20,14 @@
 
 namespace quire::QUIRE_ISA {
 
+// Whether this copy has `dot_bf16`: as an instruction, or (for tests on machines that lack it) as what it does.
+#if defined(__AVX512BF16__) || defined(QUIRE_EMULATE_BF16)
+#define QUIRE_BF16_DOTS
+constexpr bool HAS_BF16_DOTS = true;
+#else
+constexpr bool HAS_BF16_DOTS = false;
+#endif
+
 #if defined(__AVX512F__)
 
 constexpr int LANES = 16;
@@ -74,6 +82,25 @@ QINLINE void store(bf16 *p, Vec x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtepi32_epi16(round_to_bf16_bits(x)));
 }
 QINLINE float reduce_max(Vec x) { return _mm512_reduce_max_ps(x); }
+
+// sum + x.high * w.high, then + x.low * w.low, for the pairs of bfloat16 in each lane: two fused multiply-adds that round to
+// nearest, take subnormal numbers as zero and give none (Intel's manual, VDPBF16PS).
+#if defined(__AVX512BF16__)
+QINLINE Vec dot_bf16(Vec sum, Bits x, Bits w) { return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)w); }
+#elif defined(QUIRE_EMULATE_BF16)
+QINLINE Vec without_subnormals(Vec x) {
+    const Bits magnitude = and_bits(as_bits(x), broadcast_bits(0x7fffffffu)), sign = broadcast_bits(0x80000000u);
+    const __mmask16 is_tiny = _mm512_cmplt_epu32_mask(magnitude, broadcast_bits(0x00800000u));
+    return as_float(_mm512_mask_and_epi32(as_bits(x), is_tiny, as_bits(x), sign));
+}
+QINLINE Vec dot_bf16(Vec sum, Bits x, Bits w) {
+    const Bits high = broadcast_bits(0xffff0000u);
+    const Vec x_high = without_subnormals(as_float(and_bits(x, high))), x_low = without_subnormals(as_float(shift_left<16>(x)));
+    const Vec w_high = without_subnormals(as_float(and_bits(w, high))), w_low = without_subnormals(as_float(shift_left<16>(w)));
+    sum = without_subnormals(fma(x_high, w_high, without_subnormals(sum)));
+    return without_subnormals(fma(x_low, w_low, sum));
+}
+#endif
 template <int N>
 QINLINE Bits shift_right_signed(Bits x) {
     return _mm512_srai_epi32(x, N);

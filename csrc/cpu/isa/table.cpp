@@ -11,6 +11,7 @@ const KernelTable table = {
     QUIRE_NAME(QUIRE_ISA),
     TILE_ROWS,
     INTEGER_BYTES,
+    HAS_BF16_DOTS,
     convert_rows,
     gemm,
     store_sums,

@@ -84,6 +84,11 @@ def supported_isas() -> tuple[str, ...]:
     return tuple(native.supported_isas())
 
 
+def emulated_isas() -> tuple[str, ...]:
+    """Instruction sets that this machine lacks and can act out, slowly: for tests, through `set_isa`."""
+    return tuple(native.emulated_isas())
+
+
 def isa() -> str:
     """The instruction set in use: the best supported one until set."""
     return native.isa()
@@ -91,6 +96,6 @@ def isa() -> str:
 
 def set_isa(name: str) -> None:
     """Use another supported instruction set, for tests and measurements. Weights packed before stay valid."""
-    if name not in supported_isas():
+    if name not in supported_isas() + emulated_isas():
         raise ConfigError(f"instruction set {name!r} is not one of {', '.join(supported_isas())}")
     native.set_isa(name)

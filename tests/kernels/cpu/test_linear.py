@@ -20,6 +20,11 @@ ACTIVATIONS = get_args(Activation)
 SHAPES = [(1, 64, 64), (3, 7, 5), (6, 100, 130), (7, 33, 17), (13, 1, 1), (130, 300, 200), (481, 65, 80)]
 
 
+@pytest.fixture
+def native_isa(native_projections: Kernels) -> Kernels:
+    return native_projections
+
+
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
@@ -291,3 +296,38 @@ def test_the_lowest_of_equal_peaks_wins_across_slices(native: Kernels) -> None:
     weight[[700, 1500, 2900]] = 1.0
     ids, values = native.linear_peaks(torch.ones(900, 4), native.pack_linear(weight))
     assert set(ids.tolist()) == {700} and set(values.tolist()) == {4.0}
+
+
+@pytest.mark.skipif(not cpu.emulated_isas() and "avx512bf16" not in cpu.supported_isas(), reason="needs AVX512-VNNI at least")
+@pytest.mark.parametrize("num_rows", [1, 6, 7, 130])
+def test_pairs_of_bfloat16_are_multiplied_as_the_instruction_does(native: Kernels, num_rows: int) -> None:
+    """Two fused multiply-adds, the later input first. Every instruction set that has it gives these bits."""
+    x, weight = draw(num_rows, 33, dtype=torch.bfloat16), draw(20, 33, dtype=torch.bfloat16)
+    expected = torch.zeros(num_rows, 20, dtype=torch.float64)
+    for k in range(0, 34, 2):
+        for each in (k + 1, k):
+            if each < 33:  # the product of two bfloat16 is exact in float64, so that only the sum is rounded
+                expected = (expected + x[:, each, None].double() * weight[:, each].double()).float().double()
+    before, plain = cpu.isa(), native.linear(x, native.pack_linear(weight), out_dtype="float32")
+    try:
+        for isa in (*cpu.emulated_isas(), *(name for name in cpu.supported_isas() if name == "avx512bf16")):
+            cpu.set_isa(isa)
+            got = native.linear(x, native.pack_linear(weight), out_dtype="float32")
+            assert torch.equal(got.double(), expected)
+    finally:
+        cpu.set_isa(before)
+    assert before == "avx512bf16" or not torch.equal(plain, got), "the instruction was not used"
+
+
+@pytest.mark.skipif(not cpu.emulated_isas(), reason="needs AVX512-VNNI")
+def test_pairs_with_subnormal_numbers_count_as_zero(native: Kernels) -> None:
+    x = torch.tensor([[2.0**-130, 1.0, 2.0**-100, 0.0]], dtype=torch.bfloat16)
+    weight = torch.tensor([[2.0**20, 3.0, 2.0**-40, 1.0]], dtype=torch.bfloat16)
+    before = cpu.isa()
+    cpu.set_isa(cpu.emulated_isas()[0])
+    try:
+        assert native.linear(x, native.pack_linear(weight)).item() == 3.0
+        tiny = native.linear(x[:, 2:].contiguous(), native.pack_linear(weight[:, 2:].contiguous()), out_dtype="float32")
+        assert tiny.item() == 0.0
+    finally:
+        cpu.set_isa(before)
