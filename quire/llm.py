@@ -13,6 +13,7 @@ from quire.engine.engine import Engine
 from quire.engine.outputs import BeamSearchOutput, RequestOutput
 from quire.engine.prompts import Prompt, as_prompts
 from quire.errors import ConfigError, EngineError, InvalidParameterError
+from quire.grammar.judge import judge
 from quire.text.chat import ChatTemplate, encode_chat
 from quire.text.tokenizer import Tokenizer
 
@@ -48,6 +49,8 @@ class LLM:
         params = self._params_for(listed, sampling_params)
         for each in params:
             each.output_kind = RequestOutputKind.FINAL_ONLY
+            if each.structured_outputs is not None:
+                judge.check(each.structured_outputs.wire)
         outputs = self._run(listed, params, use_tqdm=use_tqdm, priority=priority)
         return [output for output in outputs if isinstance(output, RequestOutput)]
 

@@ -29,21 +29,24 @@ ALLOWED: dict[str, set[str]] = {
     "multimodal": {"nn", "kernels"},
     "lora": {"nn", "kernels", "core"},
     "parallel": {"nn", "kernels"},
-    "sampling": {"kernels", "core"},
+    "grammar": {"core"},
+    "sampling": {"kernels", "core", "grammar"},
     "spec": {"kernels", "core", "nn", "models", "sampling"},
     "transfer": {"core", "kernels"},
     "worker": {
         "core", "kernels", "quant", "nn", "models", "weights", "sampling", "spec", "lora", "parallel", "transfer",
-        "multimodal",
+        "multimodal", "grammar",
     },
-    "executor": {"core", "worker", "sampling", "kernels", "parallel", "models", "weights"},
+    "executor": {"core", "worker", "sampling", "kernels", "parallel", "models", "weights", "grammar"},
     "engine": {
         "core", "executor", "worker", "text", "models", "weights", "nn", "kernels", "quant", "sampling", "spec", "lora",
-        "multimodal", "parallel", "transfer",
+        "multimodal", "parallel", "transfer", "grammar",
     },
 }  # fmt: skip
 # R4. Of core, the data plane sees the plan (and, for its two-sided features, plain records), never a request.
-DATA_PLANE = {"kernels", "quant", "nn", "models", "weights", "sampling", "spec", "lora", "parallel", "worker", "executor"}
+DATA_PLANE = {
+    "kernels", "quant", "nn", "models", "weights", "grammar", "sampling", "spec", "lora", "parallel", "worker", "executor",
+}  # fmt: skip
 CORE_FOR_THE_DATA_PLANE = {"quire.core.plan", "quire.core.params"}
 # Programs and assemblies may import anything but another program's insides; nothing below imports them.
 PROGRAMS = {"cli", "bench", "sim", "server", "router", "observe"}

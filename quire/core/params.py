@@ -19,6 +19,7 @@ from numbers import Real
 from typing import Any, Literal, NoReturn, Self
 
 from quire.core.plan import RowSampling
+from quire.core.structure import StructuredOutputsParams
 from quire.errors import InvalidParameterError
 
 MAX_SEQUENCES = 128
@@ -123,6 +124,8 @@ class SamplingParams:
     bad_words: list[str] | None = None
     logits_processors: list[LogitsProcessor] | None = None
     """Called for each token with (output ids, logits) or (prompt ids, output ids, logits); see `LogitsProcessor`."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form that the output must have. A mapping of its fields is accepted, too."""
     skip_reading_prefix_cache: bool | None = None
     """None leaves it to the engine."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -192,6 +195,19 @@ class SamplingParams:
             self.bad_words = _strings("bad_words", self.bad_words, (MAX_BAD_WORDS, MAX_BAD_WORD_LEN))
         if self.logits_processors is not None:
             self.logits_processors = _processors(self.logits_processors)
+        if self.structured_outputs is not None:
+            self._check_structure()
+
+    def _check_structure(self) -> None:
+        if not isinstance(self.structured_outputs, StructuredOutputsParams):
+            self.structured_outputs = StructuredOutputsParams.from_mapping(self.structured_outputs)
+        for name in ("ignore_eos", "min_tokens"):
+            if getattr(self, name):
+                raise InvalidParameterError(
+                    f"{name}={_shown(getattr(self, name))} contradicts structured_outputs, which ends the output where its "
+                    "form is complete; leave one of them out",
+                    param=name,
+                )
 
     def _check_flags(self) -> None:
         for name in _FLAGS:
@@ -274,6 +290,7 @@ class SamplingParams:
             num_prompt_logprobs=self.prompt_logprobs,
             logprobs_mode=self.logprobs_mode,
             processors=tuple(processors),
+            grammar=None if self.structured_outputs is None else self.structured_outputs.wire,
         )
 
     def _unsampled_stops(self, eos_token_ids: Iterable[int]) -> tuple[int, ...]:

@@ -14,7 +14,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
+
+
+class Grammar(NamedTuple):
+    """The form that a row's output must have, before it is compiled."""
+
+    kind: str
+    """"json" and "json_compact" (a JSON schema, the latter without white space), "regex" or "lark"."""
+    text: str
+
+
+class GrammarVerdict(NamedTuple):
+    """What became of a grammar that was to be compiled: it is ready, or `error` says why it never will be."""
+
+    grammar: Grammar
+    error: str | None = None
 
 
 class RowSampling(NamedTuple):
@@ -47,6 +62,8 @@ class RowSampling(NamedTuple):
     """One of raw_logprobs, processed_logprobs, raw_logits, processed_logits."""
     processors: tuple[str, ...] = ()
     """Names of per-request logits processors registered with the executor."""
+    grammar: Grammar | None = None
+    """Only tokens that continue an output of this form can be sampled; the end of sequence only where it is complete."""
 
 
 class NewRow(NamedTuple):
@@ -113,6 +130,8 @@ class StepPlan:
     replaced_blocks: tuple[ReplacedBlock, ...] = ()
     appended_blocks: tuple[AppendedBlocks, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
+    grammars: tuple[Grammar, ...] = ()
+    """To be compiled beside the steps; a later result says of each what became of it."""
     version: int = PLAN_VERSION
 
     @property
@@ -155,4 +174,6 @@ class StepResult:
     step_id: int
     results: tuple[WorkResult, ...] = ()
     elapsed_s: float = 0.0
+    grammars: tuple[GrammarVerdict, ...] = ()
+    """Of grammars that this plan or earlier ones asked for."""
     version: int = PLAN_VERSION

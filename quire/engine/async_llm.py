@@ -24,6 +24,7 @@ from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.prompts import Prompt
 from quire.errors import EngineError, InvalidParameterError, QuireError
+from quire.grammar.judge import judge
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,9 @@ class AsyncLLM:
         params = sampling_params if sampling_params is not None else self._engine.default_params()
         if not isinstance(params, SamplingParams):
             raise InvalidParameterError(f"AsyncLLM takes SamplingParams, not {type(params).__name__}", param="sampling_params")
+        params = params.clone()
+        if params.structured_outputs is not None:
+            await judge.check_async(params.structured_outputs.wire)
         request_id = request_id if request_id is not None else f"async-{next(self._request_numbers)}"
         stream = _Stream()
         self._submit(lambda engine: self._add(engine, request_id, (prompt, params, priority), stream))

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +20,7 @@ from quire.engine.gpu import require_gpu
 from quire.engine.machine import Machine
 from quire.engine.model_files import ModelFiles, find_model
 from quire.engine.planning import EnginePlan, resolve
-from quire.errors import CheckpointError
+from quire.errors import CheckpointError, RequestError
 from quire.models.registry import declare
 from quire.quant.formats import WeightFormats, formats_at_load
 from quire.quant.gguf_formats import GgufStorage
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from quire.engine.engine import Engine
     from quire.executor.inline import InlineExecutor
     from quire.executor.interface import Executor
+    from quire.grammar.backend import Vocabulary
     from quire.kernels.interface import Kernels
     from quire.kernels.sampling import SamplingKernels
     from quire.kernels.selection import Selection
@@ -103,8 +104,12 @@ def prepare_model(config: EngineConfig, *, is_for_here: bool = True) -> Prepared
     Not `is_for_here`: the model itself will run in another process, so none of its weights is read in this one.
     """
     planned = plan_engine(config)
-    planned = begin_loading(planned) if is_for_here else planned
-    tokenizer = _tokenizer(config, planned.files)
+    return _describe(begin_loading(planned) if is_for_here else planned)
+
+
+def _describe(planned: PlannedModel) -> PreparedModel:
+    """Read the small files of a planned model."""
+    tokenizer = _tokenizer(planned.plan.config, planned.files)
     generation_config = {} if planned.files.gguf is not None else read_generation_config(planned.folder)
     vocab_size = planned.plan.spec.vocab_size
     eos_token_ids = _eos_token_ids(generation_config, planned.model_config, tokenizer, vocab_size=vocab_size)
@@ -162,6 +167,8 @@ def select(plan: EnginePlan) -> Selection:
 def build_executor(planned: PlannedModel) -> InlineExecutor:
     """Load the weights, allocate the KV memory, and put a worker around them."""
     from quire.executor.inline import InlineExecutor
+    from quire.grammar.rows import RowMatchers
+    from quire.grammar.table import GrammarTable
     from quire.sampling import Sampler
     from quire.worker.memory import KVMemory, PoolShape
     from quire.worker.rows import RowTable
@@ -177,7 +184,9 @@ def build_executor(planned: PlannedModel) -> InlineExecutor:
     shape = PoolShape(limits.num_blocks, limits.block_size, plan.kv_format)
     memory = KVMemory(plan.spec.kv_layers, shape, selection.kernels.device)
     rows = RowTable(limits.max_num_seqs, limits.block_size)
-    return InlineExecutor(Worker(model, memory, rows, Sampler(_sampling_kernels(selection.kernels))))
+    matchers = RowMatchers(GrammarTable(partial(_vocabulary, planned._replace(head_start=None))))
+    sampler = Sampler(_sampling_kernels(selection.kernels), matchers=matchers)
+    return InlineExecutor(Worker(model, memory, rows, sampler))
 
 
 def _load_model(planned: PlannedModel, kernels: Kernels) -> DecoderModel:
@@ -307,6 +316,22 @@ def _tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer | None:
         logger.warning("no tokenizer.json beside the config: prompts must be token ids")
         return None
     return Tokenizer.from_folder(source)
+
+
+def _vocabulary(planned: PlannedModel) -> Vocabulary:
+    """The model's tokens as a compiler of grammars needs them. The tokenizer is read anew: an engine's process has none."""
+    from quire.grammar.backend import Vocabulary
+
+    prepared = _describe(planned)
+    tokenizer, eos_token_ids = prepared.tokenizer, prepared.eos_token_ids
+    if tokenizer is None or not eos_token_ids:
+        raise RequestError("this engine has no tokenizer or no end-of-sequence token: no output can be given a form")
+    num_tokens = min(planned.plan.spec.vocab_size, tokenizer.vocab_size)
+    return Vocabulary(
+        tokens=[tokenizer.token_bytes(token_id) for token_id in range(num_tokens)],
+        special_token_ids=frozenset(each for each in tokenizer.special_token_ids if each < num_tokens),
+        eos_token_ids=tuple(sorted(each for each in eos_token_ids if each < num_tokens)),
+    )
 
 
 def _eos_token_ids(

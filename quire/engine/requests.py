@@ -93,6 +93,11 @@ class RequestBuilder:
                 )
         if params.detokenize and params.stop and self._tokenizer is None:
             raise InvalidParameterError("stop strings need a tokenizer, and this engine has none", param="stop")
+        if params.structured_outputs is not None and (self._tokenizer is None or not self.eos_token_ids):
+            raise InvalidParameterError(
+                "structured_outputs need a tokenizer and an end-of-sequence token, and this engine has not both",
+                param="structured_outputs",
+            )
 
     def _seed(self, params: SamplingParams) -> int:
         if params.seed is not None:

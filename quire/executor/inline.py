@@ -27,4 +27,6 @@ class InlineExecutor:
 
     def close(self) -> None:
         """Drop the model, its KV memory and the rows, also where somebody still holds the worker."""
+        if hasattr(self.worker, "sampler"):
+            self.worker.sampler.matchers.grammars.close()
         vars(self.worker).clear()

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.common.seeds import derive_seed, mix64
-from quire.core.plan import RowSampling, RowWork, StepPlan, StepResult, TokenLogprobs, WorkResult
+from quire.core.plan import GrammarVerdict, RowSampling, RowWork, StepPlan, StepResult, TokenLogprobs, WorkResult
 from quire.errors import InvalidParameterError
 from quire.worker.rows import RowTable
 
@@ -108,7 +108,8 @@ class NullExecutor:
         for work, result in zip(plan.work, results, strict=True):
             if result.token_ids:
                 self.rows.append_token(work.row, result.token_ids[0])
-        return StepResult(plan.step_id, results, time.perf_counter() - started)
+        verdicts = tuple(GrammarVerdict(grammar, "the null executor has no grammars") for grammar in plan.grammars)
+        return StepResult(plan.step_id, results, time.perf_counter() - started, verdicts)
 
     def register_processor(self, processor: Callable[..., Any]) -> str:
         """Refused: there are no logits tensors to process."""

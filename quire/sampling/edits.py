@@ -1,9 +1,9 @@
 """What a request does to its logits before they are sampled: bans, biases, processors and penalties, in vLLM's order.
 
-Owns the order: allowed ids, bad words, `min_tokens`, `logit_bias`, processors, then penalties (repetition over prompt
-and output, frequency and presence over the output). Rows that ask for none of these are never touched; those that do
-are edited in a copy, with the bans, biases and penalties of all rows in one pass each. Arithmetic is elementwise, so
-a row's result does not depend on its company.
+Owns the order: allowed ids, bad words, `min_tokens`, `logit_bias`, processors, penalties (repetition over prompt and output,
+frequency and presence over the output), and last the grammar, so that nothing before it can let through what it forbids. Rows
+that ask for none of these are never touched; those that do are edited in a copy, with the bans, biases and penalties of all
+rows in one pass each. Arithmetic is elementwise, so a row's result does not depend on its company.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.plan import RowSampling
+from quire.errors import RequestError
+from quire.grammar.rows import RowMatchers
 from quire.kernels.sampling import Penalties, SamplingKernels
 from quire.sampling.processors import ProcessorTable
 from quire.sampling.rows import RowError, SampledRow
@@ -38,6 +40,7 @@ def is_edited(row: SampledRow) -> bool:
         or sampling.bad_words
         or sampling.logit_bias
         or sampling.processors
+        or sampling.grammar is not None
         or _is_too_short(row)
         or _is_penalised(sampling)
     )
@@ -71,9 +74,10 @@ class _Tables:
 class RowEditor:
     """Edits rows of logits in place."""
 
-    def __init__(self, kernels: SamplingKernels, processors: ProcessorTable) -> None:
+    def __init__(self, kernels: SamplingKernels, processors: ProcessorTable, matchers: RowMatchers) -> None:
         self._kernels = kernels
         self._processors = processors
+        self._matchers = matchers
         self._tables: OrderedDict[int, _Tables] = OrderedDict()
         self._held_ids = 0
 
@@ -102,7 +106,20 @@ class RowEditor:
         penalties = _penalties(rows, logits.device)
         if penalties is not None:
             self._kernels.penalise(logits, penalties)
+        self._keep_to_grammars(logits, rows, errors)
         return errors
+
+    def _keep_to_grammars(self, logits: Tensor, rows: Sequence[SampledRow], errors: dict[int, str]) -> None:
+        for i, row in enumerate(rows):
+            if row.sampling.grammar is None or i in errors:
+                continue
+            try:
+                _forbid(logits[i], self._allowed(row))
+            except RequestError as error:
+                errors[i] = str(error)
+
+    def _allowed(self, row: SampledRow) -> NDArray[np.bool_]:
+        return self._matchers.of(row.sampling).allowed(np.asarray(row.output_token_ids, np.int64))
 
     def _process(self, logits: Tensor, rows: Sequence[SampledRow], errors: dict[int, str]) -> None:
         for i, row in enumerate(rows):
@@ -188,6 +205,13 @@ def _keep_only(logits: Tensor, allowed: Ids) -> None:
     kept = logits[ids]
     logits.fill_(-torch.inf)
     logits[ids] = kept
+
+
+def _forbid(logits: Tensor, allowed: NDArray[np.bool_]) -> None:
+    """Ids beyond the vocabulary have logits in some models, and no text."""
+    num_tokens = min(len(allowed), len(logits))
+    logits[:num_tokens].masked_fill_(torch.from_numpy(~allowed[:num_tokens]).to(logits.device), -torch.inf)
+    logits[num_tokens:] = -torch.inf
 
 
 def _banned(row: SampledRow, tables: _Tables) -> Ids:

@@ -5,8 +5,8 @@ It works on whole batches, groups rows by what they use, and calls a kernel once
 greedy rows is one argmax. A row's result never depends on other rows, to the bit, and a row that fails (logits that
 are not finite, a mask that leaves nothing, a processor that raises) fails alone, with `WorkResult.error`.
 
-Between calls it keeps the id lists of the requests it has seen and room for copies, no state that a result could depend
-on. It never sees a request or a text.
+Between calls it keeps the id lists of the requests it has seen, where rows stand in their grammars, and room for copies: no
+state that a result could depend on. It never sees a request or a text.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from quire.common.seeds import derive_seed
 from quire.core.plan import RowSampling, TokenLogprobs, WorkResult
+from quire.grammar.rows import RowMatchers
 from quire.kernels.sampling import Cuts, Filters, Keys, SamplingKernels, ScaledRows
 from quire.sampling.edits import RowEditor, is_edited
 from quire.sampling.logprobs import Query, describe, num_alternatives, prompt_logprobs
@@ -28,7 +29,10 @@ from quire.sampling.processors import ProcessorTable
 from quire.sampling.rows import SampledRow
 
 NOT_FINITE = "the model's logits for this row are not finite (NaN or +inf, or all -inf); the sequence cannot go on"
-_NO_TOKEN = "no token is left to sample: allowed_token_ids, bad_words, min_tokens and processors forbid all of them together"
+_NO_TOKEN = (
+    "no token is left to sample: allowed_token_ids, bad_words, min_tokens, processors and structured_outputs forbid all of "
+    "them together"
+)
 _BAD_EDIT = "the logits became NaN or +inf under this request's logit_bias, processors or penalties"
 
 
@@ -57,10 +61,13 @@ class _Outcome:
 class Sampler:
     """Samples batches of rows with one back end's kernels."""
 
-    def __init__(self, kernels: SamplingKernels, processors: ProcessorTable | None = None) -> None:
+    def __init__(
+        self, kernels: SamplingKernels, processors: ProcessorTable | None = None, matchers: RowMatchers | None = None
+    ) -> None:
         self.kernels = kernels
         self.processors = ProcessorTable() if processors is None else processors
-        self._editor = RowEditor(kernels, self.processors)
+        self.matchers = RowMatchers() if matchers is None else matchers
+        self._editor = RowEditor(kernels, self.processors, self.matchers)
         self._held: Tensor | None = None
 
     @torch.inference_mode()

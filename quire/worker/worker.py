@@ -34,6 +34,10 @@ _MAX_PROMPT_LOGITS_ROWS = 64
 """Rows of logits held at once while prompts are scored: a whole chunk's would take gigabytes with large vocabularies."""
 
 
+_GRAMMAR_WAIT_S = 0.005
+"""A step without work waits so long for a grammar that is being compiled: requests may come, or leave, meanwhile."""
+
+
 class Worker:
     """One model, its KV memory, and the rows of the sequences that run on it."""
 
@@ -49,13 +53,18 @@ class Worker:
     def execute(self, plan: StepPlan) -> StepResult:
         """Apply a plan's changes, compute its work; see `quire.executor.interface`."""
         started = time.perf_counter()
+        matchers = self.sampler.matchers
+        for row in plan.removed_rows:
+            matchers.forget(self.rows.sampling[row])
+        matchers.grammars.ask(plan.grammars)
         self.rows.apply(plan)
         self.memory.copy_blocks(plan.copies, self.model.kernels)
         results = self._compute_contained(plan.work)
         for work, result in zip(plan.work, results, strict=True):
             if result.token_ids:
                 self.rows.append_token(work.row, result.token_ids[0])
-        return StepResult(plan.step_id, tuple(results), time.perf_counter() - started)
+        verdicts = matchers.grammars.take_verdicts(0.0 if plan.work else _GRAMMAR_WAIT_S)
+        return StepResult(plan.step_id, tuple(results), time.perf_counter() - started, verdicts)
 
     def _compute_contained(self, work: Sequence[RowWork]) -> list[WorkResult]:
         """Compute everything together; if that raises, each row alone, so that only the culprit is blamed.

@@ -37,6 +37,12 @@ def _prompt(seed: int, length: int, shared: int = 0) -> list[int]:
     return SHARED_PREFIX[:shared] + [rng.randrange(3, 250) for _ in range(length - shared)]
 
 
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer"}, "of": {"$ref": "#"}},
+    "required": ["name", "age"],
+}
+
 # Lengths around block edges, every kind of sampling, shared prefixes of whole blocks and of part of one.
 REQUESTS: Requests = {
     "greedy-1": (_prompt(1, 1), {"temperature": 0.0}),
@@ -49,6 +55,11 @@ REQUESTS: Requests = {
     "penalties": (_prompt(8, 23), {"seed": 13, "presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3}),
     "hot": (_prompt(9, 31), {"seed": 14, "temperature": 3.0, "min_p": 0.05}),
     "biased": (_prompt(10, 9), {"seed": 15, "logit_bias": {5: 4.0, 6: -100.0}, "min_tokens": 6, "stop_token_ids": [5, 9]}),
+    "json": (_prompt(11, 21), {"seed": 16, "ignore_eos": False, "structured_outputs": {"json": PERSON}}),
+    "regex": (
+        _prompt(12, 5),
+        {"temperature": 0.0, "ignore_eos": False, "structured_outputs": {"regex": "[a-f]{3,9}(-[0-9])*"}},
+    ),
 }
 COMMON = {"max_tokens": 24, "logprobs": 3, "prompt_logprobs": 2, "ignore_eos": True}
 
@@ -85,6 +96,7 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "fp8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
 }
 """What is computed with: options of the engine."""
+NUMBERS = {name: {**options, "tokenizer": "quire-storyteller"} for name, options in NUMBERS.items()}  # its first 256 tokens
 
 
 @pytest.fixture(scope="module", params=NUMBERS)
@@ -237,6 +249,7 @@ def test_greedy_tokens_are_the_same_where_no_logits_are_kept(
     """Nobody asks for log-probabilities, so the head computes best tokens only; `alone` has them from logits."""
     engine = make_engine(**NUMBERS[numbers])
     greedy = {name: request for name, request in REQUESTS.items() if request[1] == {"temperature": 0.0}}
+    assert len(greedy) > 3
     _submit(engine, {**greedy, **company}, logprobs=None, prompt_logprobs=None)
     outputs = run_all(engine)
     for name in greedy:

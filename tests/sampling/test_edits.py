@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from vocabularies import EOS, TRUE, byte_vocabulary
 
-from quire.core.plan import RowSampling
+from quire.core.plan import Grammar, RowSampling
+from quire.grammar.rows import RowMatchers
+from quire.grammar.table import GrammarTable
 from quire.kernels.reference.sampling import ReferenceSampling
 from quire.sampling import edits
 from quire.sampling.edits import RowEditor, is_edited
@@ -22,7 +25,7 @@ KERNELS = ReferenceSampling()
 def edit(values: list[float], *, output: Any = (), prompt: Any = (), **sampling: Any) -> list[float]:
     logits = torch.tensor([values])
     row = SampledRow(RowSampling(**sampling), 0, prompt, output)
-    assert RowEditor(KERNELS, ProcessorTable()).edit(logits, [row]) == {}
+    assert RowEditor(KERNELS, ProcessorTable(), RowMatchers()).edit(logits, [row]) == {}
     result: list[float] = logits[0].tolist()
     return result
 
@@ -74,7 +77,7 @@ def test_processors_see_bans_and_biases_and_run_in_order() -> None:
     names = (table.register(spy), table.register(spy))
     logits = torch.tensor([[0.0, 1.0]])
     sampling = RowSampling(bad_words=((0,),), logit_bias=((1, 2.0),), processors=names, presence_penalty=1.0)
-    assert RowEditor(KERNELS, table).edit(logits, [SampledRow(sampling, 0, output_token_ids=[1])]) == {}
+    assert RowEditor(KERNELS, table, RowMatchers()).edit(logits, [SampledRow(sampling, 0, output_token_ids=[1])]) == {}
     assert seen == [[-math.inf, 3.0], [-math.inf, 4.0]]
     assert logits.tolist() == [[-math.inf, 4.0]]
 
@@ -88,7 +91,10 @@ def test_bad_words_need_their_beginning() -> None:
 
 def test_tables_are_kept_for_a_rows_sampling_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(edits, "MAX_TABLES", 3)
-    editor, samplings = RowEditor(KERNELS, ProcessorTable()), [RowSampling(allowed_token_ids=(i,)) for i in range(5)]
+    editor, samplings = (
+        RowEditor(KERNELS, ProcessorTable(), RowMatchers()),
+        [RowSampling(allowed_token_ids=(i,)) for i in range(5)],
+    )
     for sampling in samplings:
         for _ in range(2):
             logits = torch.zeros(1, 5)
@@ -99,10 +105,24 @@ def test_tables_are_kept_for_a_rows_sampling_and_bounded(monkeypatch: pytest.Mon
 
 def test_long_lists_are_not_hoarded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(edits, "MAX_HELD_IDS", 10)
-    editor = RowEditor(KERNELS, ProcessorTable())
+    editor = RowEditor(KERNELS, ProcessorTable(), RowMatchers())
     for _ in range(3):
         rows = [SampledRow(RowSampling(allowed_token_ids=tuple(range(n))), 0) for n in (4, 20, 3)]
         logits = torch.zeros(3, 20)
         assert editor.edit(logits, rows) == {}
         assert logits.isfinite().sum(dim=1).tolist() == [4, 20, 3]
         assert [table.num_ids for table in editor._tables.values()] == [3] and editor._held_ids == 3
+
+
+def test_the_grammar_has_the_last_word() -> None:
+    """Whatever a bias or a processor wants, and also for logits beyond the vocabulary."""
+    processors = ProcessorTable()
+    name = processors.register(lambda output, logits: torch.zeros_like(logits))
+    editor = RowEditor(KERNELS, processors, RowMatchers(GrammarTable(byte_vocabulary)))
+    grammar = Grammar("json_compact", '{"type":"boolean"}')
+    sampling = RowSampling(grammar=grammar, logit_bias=((EOS, 100.0), (270, 100.0)), processors=(name,))
+    logits = torch.zeros(2, 300)
+    rows = [SampledRow(sampling, 4), SampledRow(sampling._replace(processors=()), 5, (), (TRUE,))]
+    assert is_edited(rows[0]) and editor.edit(logits, rows) == {}
+    assert [torch.isfinite(row).nonzero().flatten().tolist() for row in logits] == [[ord("f"), ord("t"), TRUE], [EOS]]
+    assert editor.edit(torch.zeros(1, 300), [SampledRow(sampling, 5, (), (ord("x"),))]).keys() == {0}

@@ -58,7 +58,8 @@ class Relay:
             if not self.journal.entries:
                 return self.outputs
             self.step()
-            if replace_every and self.num_steps % replace_every == 0:
+            has_its_time = not self.service.loop.scheduler.grammars  # else a grammar would be begun for ever, and never ready
+            if replace_every and self.num_steps % replace_every == 0 and has_its_time:
                 self.replace_engine()
         raise AssertionError(f"still busy after {MAX_STEPS} steps")
 

@@ -31,7 +31,7 @@ def audit_plan(scheduler: Scheduler, plan: StepPlan) -> None:
     """Check a plan before it is carried out: within the limits, and every slot written has exactly one owner."""
     limits, size = scheduler.limits, scheduler.limits.block_size
     assert plan.num_tokens <= limits.max_num_batched_tokens, f"{plan.num_tokens} tokens in a step"
-    assert plan.work or not scheduler.has_work, "requests are unfinished, and nothing is scheduled"
+    assert plan.work or not scheduler.has_work or scheduler.grammars, "requests are unfinished, and nothing is scheduled"
     by_row = {sequence.row: sequence for sequence in scheduler.running}
     assert len({work.row for work in plan.work}) == len(plan.work), "a row has work twice in one step"
     for work in plan.work:
@@ -49,6 +49,7 @@ def audit_plan(scheduler: Scheduler, plan: StepPlan) -> None:
 def _audit_places(scheduler: Scheduler, sequences: list[Sequence], running: list[Sequence]) -> None:
     """Each unfinished sequence is in exactly one place, and nobody else is in any."""
     turns = {sequence for parked in scheduler.turns._waiting.values() for sequence in parked}
+    turns |= {sequence for pending in scheduler.grammars._pending.values() for sequence in pending.waiting}
     waiting = set(scheduler.waiting.sequences())
     beams = {sequence for sequence in sequences if sequence.status is SequenceStatus.PARKED}
     wanting = {sequence for sequence in sequences if sequence.status is SequenceStatus.WAITING}

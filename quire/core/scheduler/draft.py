@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.core.kvcache.manager import UNCHANGED, TableChange
-from quire.core.plan import AppendedBlocks, AppendedTokens, BlockCopy, NewRow, ReplacedBlock, RowWork, StepPlan
+from quire.core.plan import AppendedBlocks, AppendedTokens, BlockCopy, Grammar, NewRow, ReplacedBlock, RowWork, StepPlan
 from quire.core.request import Sequence
 
 
@@ -15,6 +15,7 @@ class PlanDraft:
         self.num_preempted = 0
         self.work: list[RowWork] = []
         self.copies: list[BlockCopy] = []
+        self.grammars: list[Grammar] = []
         self._removed: list[int] = []
         self._new: list[NewRow] = []
         self._tokens: list[AppendedTokens] = []
@@ -83,9 +84,10 @@ class PlanDraft:
             tuple(self._replaced),
             tuple(self._blocks),
             tuple(self.copies),
+            tuple(self.grammars),
         )
         for changes in (
-            self.work, self._removed, self._new, self._tokens, self._replaced, self._blocks, self.copies,
+            self.work, self._removed, self._new, self._tokens, self._replaced, self._blocks, self.copies, self.grammars,
         ):  # fmt: skip
             changes.clear()
         return plan

@@ -27,6 +27,7 @@ from quire.core.request import FinishReason, Rank, Request, ResumedSequence, Seq
 from quire.core.scheduler.admission import fit
 from quire.core.scheduler.draft import PlanDraft
 from quire.core.scheduler.fairness import FairQueue
+from quire.core.scheduler.grammars import GrammarTurns, Settled
 from quire.core.scheduler.preemption import Preemption, assess, choose_victim
 from quire.core.scheduler.queue import ServiceQueue, WaitingQueue
 from quire.core.scheduler.resources import KVBlocks, PrefixTurns, Resource, RowSlots
@@ -83,6 +84,7 @@ class Scheduler:
         self.blocks = KVBlocks(self.manager, int(limits.watermark * limits.num_blocks))
         self.rows = RowSlots(limits.max_num_seqs)
         self.turns = PrefixTurns(self.blocks)
+        self.grammars = GrammarTurns()
         self.resources: list[Resource] = [self.rows, self.blocks]
         self.requests: dict[str, Request] = {}
         self.waiting: ServiceQueue = FairQueue() if limits.policy == "fair" else WaitingQueue()
@@ -169,6 +171,7 @@ class Scheduler:
         self._now = now
         self._step_id += 1
         self._draft.open(self.limits.max_num_batched_tokens)
+        self.grammars.now = now
         self._make_room_for_urgent()
         if self.limits.enable_chunked_prefill:
             self._schedule_chunks(self._schedule_decodes())
@@ -180,6 +183,7 @@ class Scheduler:
         if not self._draft.work:
             self._break_stall()
         self._draft.copies.extend(self.blocks.take_copies())
+        self._draft.grammars.extend(self.grammars.take_unasked())
         plan = self._draft.close(self._step_id)
         self.waiting.charge(zip(self._in_flight, plan.work, strict=True))
         self.stats.count_plan(self.limits.max_num_batched_tokens - self._draft.num_tokens_left, self)
@@ -204,6 +208,8 @@ class Scheduler:
             if token_id in request.stop_token_ids:
                 self._end_if_due(sequence, token_id)
         self.stats.num_generated_tokens += num_plain
+        if self.grammars:
+            self._settle([*self.grammars.settle(result.grammars), *self.grammars.overdue()])
         return self._progress
 
     def _take_in(self, sequence: Sequence, work: RowWork, outcome: WorkResult) -> None:
@@ -399,11 +405,12 @@ class Scheduler:
                 self._refused = occasion
                 return False
         self.waiting.remove(sequence)
-        sequence.waits_for = self.turns.refusal(sequence)
-        if sequence.waits_for is not None:
-            self.turns.park(sequence)
-            self.num_parked += 1
-            return True
+        for turns in (self.grammars, self.turns):
+            sequence.waits_for = turns.refusal(sequence)
+            if sequence.waits_for is not None:
+                turns.park(sequence)
+                self.num_parked += 1
+                return True
         for resource in self.resources:
             resource.reserve(sequence)
         self._enter(sequence)
@@ -429,6 +436,13 @@ class Scheduler:
                 return
             self._preempt(preemption)
             self._draft.num_preempted -= 1  # the head is to be admitted in this very step
+
+    def _settle(self, settled: Iterable[Settled]) -> None:
+        """Let in, or fail, those who waited for grammars."""
+        for sequences, error in settled:
+            self._unpark(sequences)
+            for sequence in sequences if error is not None else ():
+                self.fail(sequence.request.request_id, f"structured_outputs: {error}")
 
     def _break_stall(self) -> None:
         """Nobody can run though somebody waits: beams that wait for a sibling hold the memory the sibling needs."""
@@ -503,6 +517,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         else:
             self.turns.unpark(sequence)
+            self.grammars.unpark(sequence)
             self.num_parked -= 1
 
     def _unpark(self, sequences: Iterable[Sequence]) -> None:

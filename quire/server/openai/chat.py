@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -23,6 +23,7 @@ from quire.server.openai.logprobs import LogprobTracker, TokenNames, prompt_logp
 from quire.server.openai.messages import Message, for_template
 from quire.server.responses import DONE, KEEP_ALIVE, EventStream, data_event, json_response, timings
 from quire.server.state import Api
+from quire.server.structure import from_guided, from_response_format, settle
 from quire.server.texts import ChatOptions
 
 
@@ -114,7 +115,10 @@ class ChatCompletions:
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         default = api.default_max_tokens(num_top, body.n or 1)
         max_tokens = api.texts.max_tokens(len(token_ids), wanted, default=default, param=param)
-        params = sampling_params(body, api.sampling_defaults, max_tokens=max_tokens, logprobs=num_top)
+        structure = await settle([*from_response_format(body.response_format), *from_guided(body)])
+        params = sampling_params(
+            body, api.sampling_defaults, max_tokens=max_tokens, logprobs=num_top, structured_outputs=structure
+        )
         job = Job(token_ids, params, text if body.echo else None, body.cache_salt, body.priority or 0)
         names = TokenNames(
             api.client.tokenizer,
@@ -142,23 +146,12 @@ def _check(body: ChatRequest) -> None:
     check_fields(body, exempt=frozenset({"tools"}) if chooses_none else frozenset())
     if asks_for_something(body.tool_choice) and body.tool_choice not in ("none", "auto"):
         raise unavailable_feature("tool_choice", "tool calling is not available on this server yet; use 'none'")
-    _check_format(body.response_format)
     if body.modalities is not None and "audio" in body.modalities:
         raise unavailable_feature("modalities", "this model gives text alone")
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs: only with logprobs=true", param="top_logprobs")
     if body.continue_final_message and body.messages and body.messages[-1].role != "assistant":
         raise bad_request("continue_final_message: the last message must be the assistant's", param="continue_final_message")
-
-
-def _check_format(value: Any) -> None:
-    if value is None:
-        return
-    kind = value.get("type") if isinstance(value, Mapping) else None
-    if kind not in ("text", "json_object", "json_schema"):
-        raise bad_request("response_format: its type must be text, json_object or json_schema", param="response_format.type")
-    if kind != "text":
-        raise unavailable_feature("response_format", "structured output is not available on this server yet; use type 'text'")
 
 
 def _template_kwargs(body: ChatRequest, source: str, call: Call) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
+from quire.core.structure import StructuredOutputsParams
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.server.body import decode, read_json
 from quire.server.call import Call, call_of
@@ -23,6 +24,7 @@ from quire.server.openai.fields import SamplingFields, check_fields, ignored_hin
 from quire.server.openai.logprobs import LogprobTracker, ScoredToken, TokenNames, legacy_logprobs, prompt_logprobs
 from quire.server.responses import DONE, KEEP_ALIVE, EventStream, data_event, json_response, timings
 from quire.server.state import Api
+from quire.server.structure import from_guided, from_response_format, settle
 
 DEFAULT_MAX_TOKENS = 16
 MAX_BEST_OF = 20
@@ -115,8 +117,9 @@ class Completions:
                 param="prompt",
             )
         jobs, texts = [], []
+        structure = await settle([*from_response_format(body.response_format), *from_guided(body)])
         for prompt in prompts:
-            job, text = await self._job(body, prompt)
+            job, text = await self._job(body, prompt, structure)
             jobs.append(job)
             texts.append(text)
         names = TokenNames(
@@ -126,7 +129,9 @@ class Completions:
         )
         return PreparedCompletion(body, jobs, texts, model, api.fingerprint, names, time.monotonic() - started_s)
 
-    async def _job(self, body: CompletionRequest, prompt: str | list[int]) -> tuple[Job, str]:
+    async def _job(
+        self, body: CompletionRequest, prompt: str | list[int], structure: StructuredOutputsParams | None
+    ) -> tuple[Job, str]:
         texts = self._api.texts
         if isinstance(prompt, str):
             add_special = body.add_special_tokens is not False
@@ -146,6 +151,7 @@ class Completions:
         if body.echo and body.logprobs is not None:
             scored = max(body.logprobs, scored or 0) if scored != -1 else -1
         given: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": body.logprobs, "prompt_logprobs": scored}
+        given["structured_outputs"] = structure
         if is_scoring:
             given |= {"min_tokens": 0, "stop": None}
         params = sampling_params(body, self._api.sampling_defaults, best_of=body.best_of, **given)
@@ -207,8 +213,6 @@ def _check(body: CompletionRequest) -> None:
     check_fields(body)
     if body.suffix:
         raise unavailable_feature("suffix", "this model was not trained to fill in the middle")
-    if body.response_format is not None and body.response_format != {"type": "text"}:
-        raise unavailable_feature("response_format", "structured output is not available on this server yet")
     if body.return_token_offsets:
         raise unavailable_feature("return_token_offsets", "ask for logprobs: their text_offset says the same")
     if body.max_tokens == 0 and not body.echo:

@@ -34,11 +34,6 @@ UNAVAILABLE: Mapping[str, str] = {
     "tools": "tool calling is not available on this server yet; leave it out, or set tool_choice to 'none'",
     "functions": "function calling is not available on this server",
     "function_call": "function calling is not available on this server",
-    "guided_json": "structured output is not available on this server yet",
-    "guided_regex": "structured output is not available on this server yet",
-    "guided_choice": "structured output is not available on this server yet",
-    "guided_grammar": "structured output is not available on this server yet",
-    "structured_outputs": "structured output is not available on this server yet",
     "audio": "this model has no audio",
     "web_search_options": "this server fetches nothing",
     "documents": "documents are not available; put their text into a message",
@@ -106,15 +101,15 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     echo: bool | None = None
     timings: bool | None = None
     include_reasoning: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     tools: Any = None
     functions: Any = None
     function_call: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
     audio: Any = None
     web_search_options: Any = None
     documents: Any = None

@@ -26,6 +26,7 @@ from quire.server.openai.messages import Message, for_template, text_of
 from quire.server.openai.response_store import ResponseStore, StoredResponse
 from quire.server.responses import KEEP_ALIVE, EventStream, json_response, named_event
 from quire.server.state import Api
+from quire.server.structure import Asked, from_named_schema, from_response_format, settle
 from quire.server.texts import ChatOptions
 
 _UNAVAILABLE = {
@@ -162,7 +163,8 @@ class Responses:
             value = getattr(body, name)
             if value is not None:
                 values[name] = value or 1e-9 if name == "top_p" else value
-        params = SamplingParams(**values, max_tokens=max_tokens, logprobs=num_top)
+        values |= {"max_tokens": max_tokens, "logprobs": num_top, "structured_outputs": await settle(_asked_form(body))}
+        params = SamplingParams(**values)
         job = Job(token_ids, params, None, body.cache_salt)
         names = TokenNames(api.client.tokenizer, as_ids=False, shows_special=False)
         return _Prepared(body, job, model, messages, items, names)
@@ -190,12 +192,17 @@ def _check(body: ResponseRequest) -> None:
             raise unavailable_feature(name, reason)
     if asks_for_something(body.tool_choice) and body.tool_choice not in ("none", "auto"):
         raise unavailable_feature("tool_choice", "tools are not available on this server yet")
-    form = (body.text or {}).get("format")
-    if form is not None and (not isinstance(form, Mapping) or form.get("type") != "text"):
-        raise unavailable_feature("text.format", "structured output is not available on this server yet; use type 'text'")
     unknown = [each for each in body.include or () if each != _LOGPROBS]
     if unknown:
         raise unavailable_feature("include", f"only {_LOGPROBS!r} can be included here")
+
+
+def _asked_form(body: ResponseRequest) -> list[Asked]:
+    """What `text.format` asks for: as a chat's `response_format`, but flat."""
+    form = (body.text or {}).get("format")
+    if isinstance(form, Mapping) and form.get("type") == "json_schema":
+        return from_named_schema(form, "text.format")
+    return from_response_format(form, "text.format")
 
 
 def _input_items(value: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -267,7 +274,7 @@ def _body(prepared: _Prepared, status: str, usage: Usage | None, output: Sequenc
         "reasoning": {"effort": None, "summary": None},
         "store": request.store is not False,
         "temperature": params.temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": (request.text or {}).get("format") or {"type": "text"}},
         "tool_choice": request.tool_choice or "auto",
         "tools": [],
         "top_logprobs": request.top_logprobs or 0,

@@ -1,0 +1,76 @@
+"""Schemas are judged before they are compiled: no keyword is passed over, and none is too large."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from quire.core.json_schema import checked_schema
+from quire.errors import InvalidParameterError
+
+
+def refusal(schema: Any) -> str:
+    with pytest.raises(InvalidParameterError) as caught:
+        checked_schema(schema, "json")
+    assert caught.value.param == "json"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        {},
+        {"$defs": {"not": {"type": "null"}}, "$ref": "#/$defs/not", "title": "names are no keywords"},
+        {"properties": {"if": {"type": "string", "format": "uuid"}, "uniqueItems": True}, "required": ["if"]},
+        {"enum": [{"not": 1}], "const": {"foo": 2}, "default": {"bar": 3}, "examples": [{"baz": 4}]},
+        {"anyOf": [{"type": "string"}, {"type": "null"}], "discriminator": {"propertyName": "x"}},
+    ],
+)
+def test_what_can_be_enforced_passes(schema: Any) -> None:
+    assert json.loads(checked_schema(schema, "json")) == ({} if schema is True else schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"not": {}}, "not"),
+        ({"properties": {"a": {"anyOf": [{"items": {"uniqueItems": True}}]}}}, "uniqueItems"),
+        ({"$defs": {"a": {"if": {}}}}, "if"),
+        ({"patternProperties": {"^a": {"contains": {}}}}, "contains"),
+        ({"prefixItems": [{"additionalProperties": {"propertyNames": {}}}]}, "propertyNames"),
+        ({"items": [{"minimun": 3}]}, "minimun"),
+        ({"x-guidance": {"lenient": True}, "not": {}}, "x-guidance"),
+    ],
+)
+def test_a_keyword_that_cannot_be_enforced_is_named_wherever_it_stands(schema: Any, keyword: str) -> None:
+    assert repr(keyword) in refusal(schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"$ref": "https://example.com/a"}, "does not begin with '#'"),
+        ({"$ref": 5}, "does not begin with '#'"),
+        ({"format": "regex"}, "format"),
+        ({"pattern": "a" * 5000}, "pattern"),
+        ({"properties": {str(number): {} for number in range(1001)}}, "1000 properties"),
+        (False, "accepts nothing"),
+        ({"items": 5}, "where a schema must stand"),
+        ({"anyOf": {}}, "where a list must stand"),
+        ({"properties": []}, "where an object must stand"),
+        ({"enum": list(range(10_001))}, "10000 values"),
+        ({"anyOf": [{}] * 5000}, "subschemas"),
+        ({"description": "x" * 300_000}, "bytes"),
+        ('{"items":' * 60_000 + "{}" + "}" * 60_000, "bytes"),
+        ('{"items":' * 20_000 + "{}" + "}" * 20_000, "deep"),
+        ('{"items":' * 100 + "{}" + "}" * 100, "deep"),
+        ({"minimum": float("nan")}, "not valid JSON"),
+        ({1: 2, "a": object()}, "not valid JSON"),
+        ("[1]", "must be a JSON schema"),
+    ],
+)
+def test_what_else_is_refused(schema: Any, words: str) -> None:
+    assert words in refusal(schema)
