@@ -41,7 +41,7 @@ class ApiConfig:
     max_queued_tokens: int = _option(4_000_000, "prompt tokens of the requests that may wait at once")
     max_prompts: int = _option(512, "prompts in one completion request")
     max_sequences: int = _option(1024, "sequences that one HTTP request may generate (prompts times n)")
-    max_logprob_entries: int = _option(1 << 18, "log-probabilities in one answer (tokens times alternatives times sequences)")
+    max_logprob_entries: int = _option(1 << 17, "log-probabilities in one answer (tokens times alternatives times sequences)")
     max_stored_responses: int = _option(1024, "answers of /v1/responses that are kept in memory to be continued")
     max_stored_bytes: int = _option(64 << 20, "memory for them")
 

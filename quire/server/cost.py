@@ -1,7 +1,7 @@
 """What one request may cost at most, besides its tokens: log-probabilities, the one thing that multiplies them.
 
-Each entry (a token or an alternative) takes a few hundred bytes until its answer is sent, so a body of a hundred bytes could
-ask for gigabytes. The bound is checked before anything is computed.
+Each entry (a token or an alternative) takes about 380 bytes until its answer is sent (measured: 252,000 entries, 91 MiB), so
+a body of a hundred bytes could ask for gigabytes. The bound is checked before anything is computed.
 """
 
 from __future__ import annotations

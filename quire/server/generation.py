@@ -204,10 +204,11 @@ class Run:
         # A stream may be closed only when nobody waits in it.
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for each in self._progress:
-            if not each.is_finished:
-                self._book(each)
             with contextlib.suppress(Exception):  # an engine that is gone has nothing to abort
                 await each.stream.aclose()
+        for each in self._progress:
+            if not each.is_finished:
+                self._book(each)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

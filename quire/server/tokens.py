@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,6 +16,9 @@ from quire.server.openai.messages import Message, for_template
 from quire.server.responses import json_response
 from quire.server.state import Api
 from quire.server.texts import ChatOptions
+
+_MAX_DECODED = 1 << 16
+"""Ids, or as many as the context holds: a million at once would keep the interpreter busy for half a second."""
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -35,7 +37,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """Token ids to decode."""
 
-    tokens: Annotated[list[int], Meta(max_length=1 << 20)]
+    tokens: list[int]
     model: str | None = None
 
 
@@ -71,4 +73,7 @@ class Tokens:
         """The text of token ids, special tokens included."""
         body = await read_json(request, DetokenizeRequest, is_strict=self._api.config.strict_fields)
         self._api.check_model(body.model)
+        most = max(_MAX_DECODED, self._api.texts.max_model_len)
+        if len(body.tokens) > most:
+            raise bad_request(f"tokens: {len(body.tokens)} are given, and at most {most} are decoded at once", param="tokens")
         return json_response(call_of(request), {"prompt": await self._api.texts.decode(body.tokens)})

@@ -10,9 +10,11 @@ Owned by the supervisor's thread.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 
+from quire.common.failures import log_failure
 from quire.core.decoding import SamplingDecoder
 from quire.core.kvcache.manager import BlockTable
 from quire.core.request import FinishReason, Sequence, SequenceStatus
@@ -22,6 +24,8 @@ from quire.engine.output_processor import OutputProcessor
 from quire.engine.outputs import RequestOutput
 from quire.engine.process.messages import Abort, Add, Down, Finish, Gain, Gains, Resumed, Served
 from quire.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class Entry:
@@ -153,12 +157,12 @@ class Journal:
         return len(self.entries)
 
     def add(self, admitted: Admitted) -> Entry:
-        """Begin to follow a request."""
+        """Begin to follow a request; if that fails, nothing of it is kept."""
         self._num_entries += 1
         entry = Entry(self._num_entries, admitted)
+        self._outputs.add(entry.request, admitted.asked.params, admitted.asked.prompt)
         self.entries[entry.number] = entry
         self._by_id[entry.request.request_id] = entry
-        self._outputs.add(entry.request, admitted.asked.params, admitted.asked.prompt)
         return entry
 
     def take(self, gains: Gains) -> list[RequestOutput]:
@@ -168,8 +172,17 @@ class Journal:
         for gain in gains.gains:
             entry = self.entries.get(gain.number)
             if entry is not None:
-                progress.extend(entry.take(gain, now))
+                progress += self._take(entry, gain, now)
         return self._deliver(progress)
+
+    def _take(self, entry: Entry, gain: Gain, now: float) -> list[Progress]:
+        """What a gain comes to; one that cannot be taken in ends its request."""
+        try:
+            return list(entry.take(gain, now))
+        except Exception as error:
+            log_failure(logger, f"request {entry.request.request_id} failed while its tokens were taken in", error)
+            self._messages.append(Abort(entry.number))
+            return entry.end(FinishReason.ERROR, f"its tokens could not be taken in: {type(error).__name__}")
 
     def end(self, entry: Entry, reason: FinishReason, error: str | None = None) -> list[RequestOutput]:
         """End a request from outside; returns its last output."""

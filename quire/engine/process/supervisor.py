@@ -208,8 +208,14 @@ class Supervisor:
                 break
             try:
                 channel.send(entry.to_message())
+            except ChannelClosed:
+                raise
             except FrameTooLarge as error:
                 self._deliver(self._journal.end(entry, FinishReason.ERROR, f"the request is too large: {error}"))
+            except Exception as error:
+                log_failure(logger, f"request {entry.request.request_id} cannot be sent to the engine", error)
+                complaint = f"the request could not be sent to the engine: {type(error).__name__}"
+                self._deliver(self._journal.end(entry, FinishReason.ERROR, complaint))
             else:
                 entry.is_sent = True
 
@@ -280,7 +286,14 @@ class Supervisor:
     # -- commands ----------------------------------------------------------------------------------------------------
 
     def _add(self, admitted: Admitted) -> None:
-        entry = self._journal.add(admitted)
+        try:
+            entry = self._journal.add(admitted)
+        except Exception as error:
+            request_id, name = admitted.request.request_id, type(error).__name__
+            log_failure(logger, f"request {request_id} could not be taken in", error)
+            message = f"the request could not be taken in: {name}"
+            self._deliver([RequestOutput(request_id, None, [], [], finished=True, error=message)])
+            return
         if self._has_failed or self._is_closing:
             self._deliver(self._journal.end(entry, FinishReason.ERROR, self.reason or "the server is shutting down"))
 

@@ -78,7 +78,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
     top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=1e4)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=1e-4, le=1e4)] | None = None
     min_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
