@@ -7,7 +7,7 @@ NATIVE := $(wildcard csrc/cpu/*.cpp csrc/cpu/*.hpp csrc/cpu/isa/*.cpp csrc/cpu/i
 # Tests run one process per core, so each uses one thread, and idle threads sleep instead of spinning.
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test check asan format clean sim
+.PHONY: demo test check asan format clean sim soak
 
 demo: $(VENV)/.runtime  ## Generate stories with the model that ships in the package
 	$(BIN)/quire generate quire-storyteller --chat --max-tokens 160 \
@@ -32,6 +32,9 @@ format: $(VENV)/.dev  ## Rewrite what `make check` would complain about
 
 sim: $(VENV)/.dev  ## The simulator, longer than in the suite: make sim SEEDS=100000
 	$(BIN)/quire simulate --seeds $(or $(SEEDS),10000)
+
+soak: $(VENV)/.dev  ## A server under mixed load for long: make soak MINUTES=60; fails if anything grows or is not given back
+	$(BIN)/python -m benchmarks.soak --minutes $(or $(MINUTES),60)
 
 clean:  ## Remove what these targets made
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -31,12 +31,14 @@ class Target(NamedTuple):
 
     url: str
     model: str
+    """"" leaves it to a server that has one alone."""
 
     def post(self, request: BenchRequest) -> list[float]:
         """One streamed completion: `time.perf_counter()` at each event that carries a choice. RuntimeError if it fails."""
         parts = urlsplit(self.url)
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_DEADLINE_S)
-        body = {"model": self.model, "prompt": request.token_ids, "max_tokens": request.num_output, "temperature": 0}
+        body: dict[str, Any] = {"prompt": request.token_ids, "max_tokens": request.num_output, "temperature": 0}
+        body |= {"model": self.model} if self.model else {}
         try:
             payload = json.dumps(body | {"stream": True, "ignore_eos": True})
             connection.request(

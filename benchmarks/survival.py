@@ -1,6 +1,6 @@
 """What clients see when the engine is killed under load: 32 streams, `kill -9` at random moments, every answer compared.
 
-    python -m benchmarks.survival --kills 20
+    python -m benchmarks.survival --kills 20 --write docs/benchmarks/survival.md
 
 Prints one row per kill: how long the engine was away, and the longest pause that any stream saw. Fails if a single token of any
 stream differs from the stream's undisturbed run.
@@ -15,16 +15,21 @@ import random
 import signal
 import statistics
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from quire.bench.record import timestamp
 from quire.config.engine import EngineConfig
 from quire.core.params import RequestOutputKind, SamplingParams
 from quire.engine.builder import prepare_model
 from quire.engine.client import GenerationRequest
+from quire.engine.machine import Machine
 from quire.engine.process.client import ProcessClient
+from quire.errors import ConfigError
 
 NUM_STREAMS = 32
 MAX_TOKENS = 400
+BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
 
 class Seen(NamedTuple):
@@ -102,12 +107,40 @@ async def measure(args: argparse.Namespace) -> None:
         streams += disturbed
     await killer
     await client.close()
-    print(f"{num_rounds} rounds of {NUM_STREAMS} streams, {len(kills)} kills: every stream equal to its undisturbed run\n")
-    print("| kill | engine away, s | longest pause of a stream, s | median pause, s |\n|---|---|---|---|")
+    lines = table(kills, streams, num_rounds)
+    print("\n".join(lines))
+    if args.write is not None:
+        write_table(args.write, lines)
+
+
+def table(kills: list[Kill], streams: list[Seen], num_rounds: int) -> list[str]:
+    """One row a kill, and what they amount to."""
+    rows = []
     for number, kill in enumerate(kills, start=1):
         pauses = [pause for each in streams if (pause := _pause_over(each, kill)) is not None]
-        worst, median = (max(pauses), statistics.median(pauses)) if pauses else (0.0, 0.0)
-        print(f"| {number} | {kill.ready_s - kill.at_s:.2f} | {worst:.2f} | {median:.2f} |")
+        worst, median = (f"{max(pauses):.2f}", f"{statistics.median(pauses):.2f}") if pauses else ("-", "-")
+        rows.append(f"| {number} | {kill.ready_s - kill.at_s:.2f} | {len(pauses)} | {worst} | {median} |")
+    away = sorted(kill.ready_s - kill.at_s for kill in kills)
+    machine = Machine.inspect()
+    return [
+        f"{num_rounds} rounds of {NUM_STREAMS} streams, {len(kills)} kills: every stream equal to its undisturbed run. "
+        f"The engine was away for {statistics.median(away):.2f} s in the median, {away[-1]:.2f} s at most ({machine.cpu_name}, "
+        f"{machine.num_cores} cores, {timestamp()}).",
+        "",
+        "| kill | engine away, s | streams under way | longest pause of a stream, s | median pause, s |",
+        "|---|---|---|---|---|",
+        *rows,
+    ]
+
+
+def write_table(path: Path, lines: list[str]) -> None:
+    """Put the table in the place of the one that the page has."""
+    text = path.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ConfigError(f"{path} has no place for the table, between {BEGIN!r} and {END!r}")
+    path.write_text("\n".join([before + begin, *lines, end + after]), encoding="utf-8")
 
 
 def _pause_over(seen: Seen, kill: Kill) -> float | None:
@@ -125,6 +158,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--write", type=Path, help="put the table into this page")
     asyncio.run(measure(parser.parse_args()))
 
 

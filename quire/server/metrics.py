@@ -7,6 +7,7 @@ sent, so their number is bounded.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
@@ -162,6 +163,14 @@ def _durations(output: RequestOutput, longest: int) -> Iterator[tuple[str, float
                 yield "request_time_per_output_token_seconds", max(0.0, last - first) / (longest - 1)
 
 
+def _num_tasks() -> float:
+    """Of the loop that asks; without one, none."""
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:
+        return 0
+
+
 class _Live(Collector):
     """Gauges and counters that somebody else keeps, read when they are asked for."""
 
@@ -179,6 +188,7 @@ class _Live(Collector):
             self._gauge("num_requests_waiting", "Sequences that wait.", status.num_waiting),
             self._gauge("num_requests_in_flight", "Requests that have not ended.", self._admission.num_in_flight),
             self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", status.kv_usage),
+            self._gauge("event_loop_tasks", "Tasks of the server's event loop.", _num_tasks()),
             self._gauge("engine_ready", "1 where new requests are served.", float(status.is_ready)),
             self._gauge("last_step_age_seconds", "Age of the last step while there is work.", status.last_step_age_s or 0.0),
             self._counter("num_preemptions", "Preemptions.", status.num_preemptions),
