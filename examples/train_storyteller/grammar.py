@@ -234,9 +234,8 @@ def _cast_other(plot: Plot, hero: Character, rng: random.Random) -> Character:
     adjectives: tuple[str, ...] = ()
     if rng.random() < OTHER_ADJECTIVE_SHARE and kind.group not in ("sky", "place"):
         pool = plot.other_prefers or tuple(ADJECTIVE_TRAITS)
-        adjectives = (rng.choice([adjective for adjective in pool if adjective not in hero.adjectives]),)
-        if adjectives[0] in kind.noun.split() or adjectives[0] in ("lost", "old", "young"):
-            adjectives = ()
+        allowed = [each for each in pool if each not in (*hero.adjectives, *kind.noun.split(), "lost", "old", "young")]
+        adjectives = (rng.choice(allowed),) if allowed else ()
     return Character(kind, rng.choice(kind.pronouns), adjectives)
 
 

@@ -3,11 +3,13 @@
 import random
 import re
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
 from examples.train_storyteller.grammar import GrammarTale, StoryGrammar, compose
+from examples.train_storyteller.kinds import ADJECTIVE_TRAITS
 from examples.train_storyteller.plots import read_plots
 
 NUM_TALES = 2000
@@ -87,3 +89,11 @@ def test_no_held_out_combination_is_trained_on() -> None:
     assert all(tale.is_held_out for tale in held_out)
     assert not any(tale.is_held_out for tale in _tales())
     assert all(set(tale.pairs) - seen for tale in held_out)
+
+
+def test_every_plot_can_be_cast_with_every_preferred_word() -> None:
+    """No list of words to choose from is ever empty, however rare the combination."""
+    for plot in read_plots():
+        assert set(plot.prefers) - set(plot.avoids) or not plot.prefers, plot.name
+        for word in ADJECTIVE_TRAITS:
+            compose(replace(plot, needs=(word,)), random.Random(word))
