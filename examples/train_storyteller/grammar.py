@@ -206,7 +206,7 @@ def _cast(plot: Plot, rng: random.Random) -> Character:
     pronouns = rng.choice(kind.pronouns)
     adjectives = _adjectives(plot, kind, rng)
     name = ""
-    if kind.group in NAMED_GROUPS and not kind.is_unique and rng.random() < NAMED_SHARE:
+    if plot.introduces_name and kind.group in NAMED_GROUPS and not kind.is_unique and rng.random() < NAMED_SHARE:
         name = rng.choice(NAMES_HE if pronouns is HE else NAMES_SHE if pronouns is not IT else NAMES_HE + NAMES_SHE)
     return Character(kind, pronouns, adjectives, name)
 

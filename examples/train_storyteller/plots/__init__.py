@@ -36,6 +36,10 @@ class Plot:
         return "_thing}" in self.paragraphs[0] or "{thing}" in self.paragraphs[0]
 
     @property
+    def introduces_name(self) -> bool:
+        return any(slot in self.paragraphs[0] for slot in ("{named}", "{open}", "{open_two}", "{meet_two}"))
+
+    @property
     def opens_at_home(self) -> bool:
         return self.paragraphs[0].startswith("{open}")
 
