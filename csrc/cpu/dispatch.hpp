@@ -136,6 +136,7 @@ struct KernelTable {
                   int64_t last);
     void (*rope)(const struct RopeRows &rope, int64_t first, int64_t last);
     void (*convert)(const void *from, DType from_dtype, void *to, DType to_dtype, int64_t count);
+    const struct SamplingTable *sampling;  // sampling.hpp
     // rooflines: operations done in so many rounds, and a reading of memory (probe.cpp)
     int64_t (*probe_floats)(int64_t rounds);
     int64_t (*probe_integers)(int64_t rounds);

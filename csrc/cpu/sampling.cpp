@@ -17,32 +17,6 @@
 
 namespace quire {
 
-#define QUIRE_DECLARE(name) \
-    namespace name {        \
-    extern const SamplingTable sampling_table; \
-    }
-#ifdef QUIRE_WITH_portable
-QUIRE_DECLARE(portable)
-#endif
-#ifdef QUIRE_WITH_avx2
-QUIRE_DECLARE(avx2)
-#endif
-#ifdef QUIRE_WITH_avx512
-QUIRE_DECLARE(avx512)
-#endif
-
-// The table of the instruction set that dispatch.cpp has chosen.
-const SamplingTable &sampling_kernels() {
-    [[maybe_unused]] const std::string chosen = kernels().name;
-#ifdef QUIRE_WITH_avx2
-    if (chosen == avx2::sampling_table.name) return avx2::sampling_table;
-#endif
-#ifdef QUIRE_WITH_avx512
-    if (chosen == avx512::sampling_table.name) return avx512::sampling_table;
-#endif
-    return portable::sampling_table;
-}
-
 template <typename T>
 static T *at(uintptr_t address) {
     return reinterpret_cast<T *>(address);

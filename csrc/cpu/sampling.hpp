@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "dispatch.hpp"
+
 namespace quire {
 
 // A row, and the scaled distance of its tokens: d = (logit - peak) * scale.
@@ -35,7 +37,6 @@ struct Histogram {
 };
 
 struct SamplingTable {
-    const char *name;
     // The first index at or after `start` whose logit is not <= threshold (it may be NaN); num_tokens where there is none.
     int64_t (*next_above)(const float *logits, int64_t start, int64_t num_tokens, float threshold);
     int64_t (*count_above)(const float *logits, int64_t num_tokens, float value);
@@ -48,7 +49,7 @@ struct SamplingTable {
     void (*noise)(int64_t num_tokens, const DrawKey &key, float *out);  // for tests
 };
 
-const SamplingTable &sampling_kernels();  // of the instruction set in use
+inline const SamplingTable &sampling_kernels() { return *kernels().sampling; }  // of the instruction set in use
 
 // The best token of those seen so far: the lowest id of the largest logit, or a NaN, which nothing surpasses.
 struct Peak {

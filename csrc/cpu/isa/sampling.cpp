@@ -328,12 +328,9 @@ static void weigh(const ScaledRow &row, const int32_t *ids, int64_t count, int64
     }
 }
 
-#define QUIRE_STRING(name) #name
-#define QUIRE_NAME(name) QUIRE_STRING(name)
-
 extern const SamplingTable sampling_table;
 const SamplingTable sampling_table = {
-    QUIRE_NAME(QUIRE_ISA), next_above, count_above, draw, total, histogram, collect, weigh, noise,
+    next_above, count_above, draw, total, histogram, collect, weigh, noise,
 };
 
 }  // namespace quire::QUIRE_ISA

@@ -1,10 +1,13 @@
 // Fills the table of the instruction set that this copy is compiled for.
+#include "../sampling.hpp"
 #include "kernels.hpp"
 
 #define QUIRE_STRING(name) #name
 #define QUIRE_NAME(name) QUIRE_STRING(name)
 
 namespace quire::QUIRE_ISA {
+
+extern const SamplingTable sampling_table;  // sampling.cpp
 
 extern const KernelTable table;
 const KernelTable table = {
@@ -30,6 +33,7 @@ const KernelTable table = {
     gated,
     rope,
     convert,
+    &sampling_table,
     probe_floats,
     probe_integers,
     probe_read,
