@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 PLAN_VERSION = 2
+NOT_FINITE = "the model computed numbers that are not finite (NaN or infinity) for this sequence; it cannot go on"
+"""The error of a row whose numbers went wrong."""
 
 
 class Grammar(NamedTuple):

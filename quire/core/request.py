@@ -56,6 +56,12 @@ class RequestMetrics:
     """Prompt tokens that were not computed because the cache held them, at first admission."""
     num_preemptions: int = 0
     num_prefill_chunks: int = 0
+    waited_for: str | None = None
+    """Why it was not admitted when it was last considered before its first admission; None where it never was refused."""
+    num_waited_steps: int = 0
+    """Steps that were planned without it before its first."""
+    detokenize_s: float = 0.0
+    """Time spent on making text of its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,8 @@ class Request:
     """Its unfinished sequences, where the request was begun elsewhere; their tokens go on as they would have there."""
     arrival: int = 0
     """Set by the scheduler: its place in the order of arrival."""
+    arrival_step: int = 0
+    """Set by the scheduler: the last step planned before it arrived."""
     sequences: list[Sequence] = field(default_factory=list)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     error: str | None = None
@@ -169,6 +177,12 @@ class Sequence:
     def has_progressed(self) -> bool:
         """Whether it has gained a token since it was last admitted, or has computed all it knows and waits for others."""
         return len(self.token_ids) > self.len_at_admission or self.num_computed == len(self.token_ids)
+
+    def refuse(self, reason: str) -> None:
+        """Note why it is not admitted now."""
+        self.waits_for = reason
+        if self.request.metrics.first_scheduled_s is None:
+            self.request.metrics.waited_for = reason
 
     @property
     def name(self) -> str:

@@ -61,5 +61,11 @@ def model_info(prepared: PreparedModel) -> ModelInfo:
         eos_token_ids=tuple(sorted(prepared.eos_token_ids)),
         generation_config=dict(prepared.generation_config),
         num_kv_slots=plan.limits.num_slots,
+        kv={
+            "block_size": str(plan.limits.block_size),
+            "num_gpu_blocks": str(plan.limits.num_blocks),
+            "cache_dtype": plan.config.kv_cache_dtype,
+            "enable_prefix_caching": str(plan.limits.enable_prefix_caching),
+        },
         fingerprint=fingerprint(plan, prepared.planned.files),
     )

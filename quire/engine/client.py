@@ -62,6 +62,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """For `SamplingParams.from_generation_config`."""
     num_kv_slots: int
     """Tokens that the KV cache holds."""
+    kv: dict[str, str] = {}
+    """What describes the KV cache: `block_size`, `num_gpu_blocks` (all blocks, wherever they are), `cache_dtype`, ..."""
     fingerprint: str
     """Changes whenever answers to the same request and seed may change; for `system_fingerprint`."""
 
@@ -87,6 +89,17 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     num_prefix_hit_tokens: int = 0
+    num_parked: int = 0
+    """Of those who wait: sequences that wait for something that another sequence is computing."""
+    num_evictions: int = 0
+    """Cached blocks given to others."""
+    num_copies: int = 0
+    """Blocks copied on write."""
+    num_merges: int = 0
+    """Blocks merged with identical ones."""
+    num_computed_tokens: int = 0
+    num_steps_by_size: tuple[int, ...] = ()
+    """Steps of at most 1, 2, 4, ... tokens (and more than the one before); the last also counts those that are larger."""
     last_step_age_s: float | None = None
     """Since the last step ended, while there is work; None while there is none."""
     last_sign_of_life_age_s: float | None = None

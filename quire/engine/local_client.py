@@ -65,6 +65,12 @@ class LocalClient:
             num_generated_tokens=stats.num_generated_tokens,
             num_preemptions=stats.num_preemptions,
             num_prefix_hit_tokens=stats.num_prefix_hit_tokens,
+            num_parked=scheduler.num_parked,
+            num_evictions=scheduler.manager.num_evictions,
+            num_copies=scheduler.manager.num_copies,
+            num_merges=scheduler.manager.num_merges,
+            num_computed_tokens=stats.num_computed_tokens,
+            num_steps_by_size=tuple(stats.num_steps_by_size),
         )
 
     async def inspect(self, engine: str, since: int) -> Inspection | None:

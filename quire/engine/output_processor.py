@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from time import perf_counter
 from typing import Protocol
 
 from quire.common.failures import log_failure
@@ -79,10 +80,12 @@ class OutputProcessor:
             if state is None:
                 continue
             touched[sequence.request.request_id] = state
+            began_s = perf_counter()
             try:
                 self._take(state, sequence, token_id, logprobs)
             except Exception as error:
                 self._fail(state, sequence, error)
+            sequence.request.metrics.detokenize_s += perf_counter() - began_s
         outputs = []
         for request_id, state in touched.items():
             try:

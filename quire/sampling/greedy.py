@@ -11,10 +11,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from quire.core.plan import RowSampling, WorkResult
+from quire.core.plan import NOT_FINITE, RowSampling, WorkResult
 from quire.sampling.edits import is_edited
 from quire.sampling.rows import SampledRow
-from quire.sampling.sampler import NOT_FINITE
 
 
 def is_plain_greedy(sampling: RowSampling) -> bool:

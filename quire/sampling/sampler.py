@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quire.common.seeds import derive_seed
-from quire.core.plan import RowSampling, TokenLogprobs, WorkResult
+from quire.core.plan import NOT_FINITE, RowSampling, TokenLogprobs, WorkResult
 from quire.grammar.rows import RowMatchers
 from quire.kernels.sampling import Cuts, Filters, Keys, SamplingKernels, ScaledRows
 from quire.sampling.edits import RowEditor, is_edited
@@ -28,7 +28,6 @@ from quire.sampling.logprobs import Query, describe, num_alternatives, prompt_lo
 from quire.sampling.processors import ProcessorTable
 from quire.sampling.rows import SampledRow
 
-NOT_FINITE = "the model's logits for this row are not finite (NaN or +inf, or all -inf); the sequence cannot go on"
 _NO_TOKEN = (
     "no token is left to sample: allowed_token_ids, bad_words, min_tokens, processors and structured_outputs forbid all of "
     "them together"

@@ -19,6 +19,7 @@ from quire.server import static_page
 from quire.server.anthropic.messages import CountRequest, MessageRequest, Messages
 from quire.server.door import Door
 from quire.server.gate import Gate
+from quire.server.generation import Tracer
 from quire.server.inspector import Inspector
 from quire.server.openai.batches import Batches, BatchRequest
 from quire.server.openai.chat import ChatCompletions, ChatRequest
@@ -34,9 +35,9 @@ from quire.server.tenants import KeyRing
 from quire.server.tokens import DetokenizeRequest, TokenizeRequest, Tokens
 
 
-def build_app(config: ApiConfig, client: EngineClient, keys: KeyRing) -> ASGIApp:
-    """The ASGI application that serves `client`'s model. Raises ConfigError."""
-    api = Api(config, client, keys)
+def build_app(config: ApiConfig, client: EngineClient, keys: KeyRing, tracer: Tracer | None = None) -> ASGIApp:
+    """The ASGI application that serves `client`'s model; `tracer` is told of every generation's end. Raises ConfigError."""
+    api = Api(config, client, keys, tracer)
     chat, completions = ChatCompletions(api), Completions(api)
     files = Files(api, None if config.data_folder is None else FileStore(config.data_folder, config.max_stored_file_bytes))
     batches = Batches(api, files, {"/v1/chat/completions": chat.run_body, "/v1/completions": completions.run_body})

@@ -28,6 +28,10 @@ class Call:
     deadline_s: float | None = None
     """On the monotonic clock."""
     queue_deadline_s: float | None = None
+    trace_parent: str | None = None
+    """The W3C trace context that the request came with, unread."""
+    is_chat: bool = True
+    """Whether what is asked for is a reply in a chat, not the continuation of a text."""
 
     def response_headers(self) -> dict[str, str]:
         """Headers that every successful answer to this call has."""

@@ -42,6 +42,7 @@ _METHODS = _BODILESS | {"POST", "PUT", "PATCH"}
 """Those that logs and metrics know; any other is whatever a client wrote."""
 _STREAMED_PATHS = ("/v1/files",)
 """Endpoints that read their own body, within limits of their own."""
+_TRACE_PARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}\Z")
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}\Z")
 
 Headers = list[tuple[bytes, bytes]]
@@ -77,7 +78,8 @@ class Gate:
         scope, headers = exchange.scope, exchange.headers
         _check_size(scope, headers)
         tenant = self._authenticate(scope, headers)
-        call = Call(exchange.request_id, tenant)
+        is_chat = not scope["path"].endswith("/v1/completions")
+        call = Call(exchange.request_id, tenant, trace_parent=_trace_parent(headers), is_chat=is_chat)
         exchange.tenant = tenant
         _read_deadlines(call, headers, self._config)
         attach(scope, call)
@@ -294,6 +296,14 @@ def _request_id(headers: Headers) -> str:
             if name == wanted and _SAFE_ID.match(value):
                 return value.decode()
     return f"req_{secrets.token_hex(12)}"
+
+
+def _trace_parent(headers: Headers) -> str | None:
+    """The header `traceparent` where it looks like one; whoever traces reads it."""
+    for name, value in headers:
+        if name == b"traceparent" and _TRACE_PARENT.match(value):
+            return value.decode()
+    return None
 
 
 def _read_deadlines(call: Call, headers: Headers, config: ApiConfig) -> None:

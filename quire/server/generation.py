@@ -12,11 +12,13 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from quire.core.params import RequestOutputKind, SamplingParams
+from quire.core.plan import NOT_FINITE
 from quire.core.request import RequestMetrics
 from quire.engine.client import CallingStream, EngineClient, GenerationRequest, OutputStream
 from quire.engine.outputs import RequestOutput
@@ -24,7 +26,7 @@ from quire.server.admission import Admission, Ticket
 from quire.server.call import Call
 from quire.server.cost import check_logprobs
 from quire.server.errors import ApiError, from_exception, overloaded, useless_to_retry
-from quire.server.metrics import Metrics
+from quire.server.metrics import NOT_FINITE_CODE, Metrics
 
 MAX_BUFFERED_OUTPUTS = 4096
 """Outputs that a stream's reader may be behind; beyond, its request is aborted (each is one step's tokens)."""
@@ -53,6 +55,29 @@ class Usage:
     num_output_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """One job at its end, for a tracer."""
+
+    call: Call
+    params: SamplingParams
+    metrics: RequestMetrics | None
+    """None where nothing was heard of it."""
+    usage: Usage
+    reasons: tuple[str, ...]
+    """Why its sequences ended."""
+    error: str | None
+    """One of our codes, or None where it went well."""
+
+
+class Tracer(Protocol):
+    """Who is told of every job's end."""
+
+    def finished(self, job: Finished) -> None:
+        """Never raises, never waits."""
+        ...
+
+
 @dataclass(slots=True)
 class _Progress:
     """What is known of one job's generation."""
@@ -61,6 +86,8 @@ class _Progress:
     metrics: RequestMetrics | None = None
     num_tokens: dict[int, int] = field(default_factory=dict)
     """Output tokens by sequence."""
+    reasons: list[str] = field(default_factory=list)
+    """Why sequences ended."""
     is_finished: bool = False
     last_output_s: float | None = None
 
@@ -72,6 +99,7 @@ class Generator:
         self.client = client
         self.admission = admission
         self.metrics = metrics
+        self.tracer: Tracer | None = None
         self._max_logprob_entries = max_logprob_entries
         self._vocab_size = client.model.vocab_size
 
@@ -206,9 +234,10 @@ class Run:
         for each in self._progress:
             with contextlib.suppress(Exception):  # an engine that is gone has nothing to abort
                 await each.stream.aclose()
-        for each in self._progress:
+        for number, each in enumerate(self._progress):
             if not each.is_finished:
                 self._book(each)
+                self._trace(number, each, "aborted")
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -237,6 +266,7 @@ class Run:
         if output.finished:
             progress.is_finished = True
             error = _error_of(output)
+            self._trace(number, progress, None if error is None else error.code or "error")
             if error is not None:
                 self._book(progress)
                 self._fail(error)
@@ -253,6 +283,8 @@ class Run:
         for completion in output.outputs:
             before = progress.num_tokens.get(completion.index, 0) if is_delta else 0
             progress.num_tokens[completion.index] = before + len(completion.token_ids)
+            if completion.finish_reason is not None:
+                progress.reasons.append(completion.finish_reason)
         if is_delta:
             now = time.monotonic()
             if progress.last_output_s is not None:
@@ -263,6 +295,14 @@ class Run:
         self._book(progress)
         counts = progress.num_tokens.values()
         self._generator.metrics.request_finished(output, self._jobs[number].params, sum(counts), max(counts, default=0))
+
+    def _trace(self, number: int, progress: _Progress, error: str | None) -> None:
+        """Tell of a job's end, whatever it was."""
+        tracer = self._generator.tracer
+        if tracer is not None:
+            job = self._jobs[number]
+            counts = Usage(len(job.prompt_token_ids), 0, sum(progress.num_tokens.values()))
+            tracer.finished(Finished(self._call, job.params, progress.metrics, counts, tuple(progress.reasons), error))
 
     def _book(self, progress: _Progress) -> None:
         num_cached = progress.metrics.num_prefix_hit_tokens if progress.metrics is not None else 0
@@ -323,7 +363,8 @@ def _error_of(output: RequestOutput) -> ApiError | None:
     """What an output says went wrong, if it does."""
     reasons = {completion.finish_reason for completion in output.outputs}
     if output.error is not None or "error" in reasons:
-        return ApiError(500, f"the request failed: {output.error or 'unknown reason'}", code="engine_error")
+        code = NOT_FINITE_CODE if output.error == NOT_FINITE else "engine_error"
+        return ApiError(500, f"the request failed: {output.error or 'unknown reason'}", code=code)
     if "abort" in reasons:
         return ApiError(503, "the request was ended by the server", code="aborted", headers={"retry-after": "1"})
     return None

@@ -11,12 +11,13 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
 import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import uvicorn
 
@@ -30,6 +31,9 @@ from quire.errors import ConfigError, EngineError
 from quire.server.openai.file_store import FileStore
 from quire.server.tenants import KeyRing, read_keys
 from quire.server.texts import read_template
+
+if TYPE_CHECKING:
+    from quire.server.tracing import RequestTracer
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +62,13 @@ def run_server(prepared: PreparedModel, settings: Settings, say: Say) -> int:
     """Serve until told to end; the exit code. Raises ConfigError, or EngineError if the model cannot be loaded."""
     keys = _check(settings.api, settings.api_keys)
     settings = settings._replace(api=_with_room_for_connections(settings.api, say))
-    with listen(settings.serve) as listener:
-        return asyncio.run(Lifecycle(settings, keys, say).run(prepared, listener))
+    tracer = _tracer(settings.api, prepared.planned.plan.config.model)
+    try:
+        with listen(settings.serve) as listener:
+            return asyncio.run(Lifecycle(settings, keys, say, tracer).run(prepared, listener))
+    finally:
+        if tracer is not None:
+            tracer.close()
 
 
 def _check(config: ApiConfig, keys: str | None) -> KeyRing:
@@ -85,6 +94,16 @@ def _with_room_for_connections(config: ApiConfig, say: Say) -> ApiConfig:
     return dataclasses.replace(config, max_connections=room)
 
 
+def _tracer(config: ApiConfig, model: str) -> RequestTracer | None:
+    """A tracer, where OpenTelemetry's environment asks for one. Raises ConfigError."""
+    if not any(name.startswith("OTEL_") for name in os.environ):
+        return None  # nothing is imported before the model is being loaded
+    from quire.server.state import model_names
+    from quire.server.tracing import tracer_of
+
+    return tracer_of(os.environ, model_names(config, model)[0])
+
+
 @contextmanager
 def listen(config: ServeConfig) -> Iterator[socket.socket]:
     """The one listening socket. Raises ConfigError where there can be none."""
@@ -101,8 +120,9 @@ def listen(config: ServeConfig) -> Iterator[socket.socket]:
 class Lifecycle:
     """One server from its first to its last moment."""
 
-    def __init__(self, settings: Settings, keys: KeyRing, say: Say) -> None:
+    def __init__(self, settings: Settings, keys: KeyRing, say: Say, tracer: RequestTracer | None) -> None:
         self._settings = settings
+        self._tracer = tracer
         self._keys = keys
         self._say = say
         self._num_signals = 0
@@ -119,7 +139,7 @@ class Lifecycle:
         client.start()  # first of all: the model loads while the rest is imported
         self._handle_signals()
         try:
-            server = _server(self._settings, self._keys, client)
+            server = self._server(client)
             return await self._serve(client, server, listener)
         finally:
             await client.close()
@@ -172,6 +192,14 @@ class Lifecycle:
         aborted.cancel()
         return EXIT_ABORTED if self._is_aborted.is_set() else EXIT_DRAINED
 
+    def _server(self, client: ProcessClient) -> uvicorn.Server:
+        from quire.server.app import build_app
+        from quire.server.protocol import uvicorn_config
+
+        config = self._settings.api
+        app = build_app(config, client, self._keys, self._tracer)
+        return _Server(uvicorn_config(app, config, timeout_graceful_shutdown=int(_LAST_WRITES_S)))
+
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -190,11 +218,3 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def _server(settings: Settings, keys: KeyRing, client: ProcessClient) -> uvicorn.Server:
-    from quire.server.app import build_app
-    from quire.server.protocol import uvicorn_config
-
-    app = build_app(settings.api, client, keys)
-    return _Server(uvicorn_config(app, settings.api, timeout_graceful_shutdown=int(_LAST_WRITES_S)))

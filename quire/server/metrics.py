@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from quire.core.params import SamplingParams
-from quire.engine.client import EngineStatus
+from quire.engine.client import EngineStatus, ModelInfo
 from quire.engine.outputs import RequestOutput
 from quire.server.admission import Admission
 
@@ -59,8 +59,17 @@ _COUNTERS = {
 }
 
 
+NOT_FINITE_CODE = "not_finite"
+"""The code of failures whose cause is that the model's numbers were not finite."""
+
+
 class StatusSource(Protocol):
-    """Whoever can say how the engine is doing."""
+    """Whoever can say what is served and how the engine is doing."""
+
+    @property
+    def model(self) -> ModelInfo:
+        """What is served."""
+        ...
 
     def status(self) -> EngineStatus:
         """A picture of the engine now."""
@@ -84,6 +93,10 @@ class Metrics:
         }
         text = "Sequences that ended, by reason."
         self._success = Counter(f"{prefix}:request_success", text, ("model_name", "finished_reason"), registry=registry)
+        text = "Prompt tokens, by where their KV came from."
+        self._by_source = Counter(f"{prefix}:prompt_tokens_by_source", text, ("model_name", "source"), registry=registry)
+        text = "Requests that ended because the model's numbers were not finite."
+        self._corrupted = Counter(f"{prefix}:corrupted_requests", text, label, registry=registry).labels(model_name)
         text = "Requests that ended with an error, by code."
         self._failures = Counter(f"{prefix}:request_failures", text, ("model_name", "code"), registry=registry)
         labels = ("method", "handler")
@@ -112,6 +125,8 @@ class Metrics:
     def request_failed(self, code: str) -> None:
         """One generation ended with an error of ours; `code` is one of our own words."""
         self._failures.labels(self._model, code).inc()
+        if code == NOT_FINITE_CODE:
+            self._corrupted.inc()
 
     def request_finished(self, output: RequestOutput, params: SamplingParams, num_output_tokens: int, longest: int) -> None:
         """Book a request's end."""
@@ -125,6 +140,8 @@ class Metrics:
             ("prefix_cache_hits", num_cached),
         ):
             self._counters[name].inc(count)
+        self._by_source.labels(self._model, "local_compute").inc(num_prompt - num_cached)
+        self._by_source.labels(self._model, "local_cache_hit").inc(num_cached)
         for completion in output.outputs:
             self._success.labels(self._model, completion.finish_reason or "abort").inc()
         for name, value in (
@@ -193,6 +210,13 @@ class _Live(Collector):
             self._gauge("last_step_age_seconds", "Age of the last step while there is work.", status.last_step_age_s or 0.0),
             self._counter("num_preemptions", "Preemptions.", status.num_preemptions),
             self._counter("engine_restarts", "Engine processes replaced.", status.num_restarts),
+            self._counter("engine_steps", "Steps of the engine that runs now.", status.num_steps),
+            self._counter("kv_blocks_evicted", "Cached blocks that were given to others.", status.num_evictions),
+            self._counter("kv_blocks_copied", "Blocks that were copied on write.", status.num_copies),
+            self._counter("kv_blocks_merged", "Blocks that were merged with identical ones.", status.num_merges),
+            self._waiting_by_reason(status),
+            self._step_sizes(status),
+            self._cache_config(),
         )
         name = f"{self._prefix}:admission_rejections"
         rejections = CounterMetricFamily(name, "Requests refused, by reason.", labels=("reason",))
@@ -200,6 +224,33 @@ class _Live(Collector):
             rejections.add_metric((reason,), count)
         yield rejections
         yield from self._by_tenant()
+
+    def _waiting_by_reason(self, status: EngineStatus) -> Metric:
+        """`deferred` waits for something that another sequence is computing, `capacity` for rows, memory or its turn."""
+        name = f"{self._prefix}:num_requests_waiting_by_reason"
+        family = GaugeMetricFamily(name, "Sequences that wait, by reason.", labels=("model_name", "reason"))
+        family.add_metric((self._model, "capacity"), max(0, status.num_waiting - status.num_parked))
+        family.add_metric((self._model, "deferred"), status.num_parked)
+        return family
+
+    def _step_sizes(self, status: EngineStatus) -> Metric:
+        """The histogram that the scheduler keeps: steps by the power of two that bounds their tokens."""
+        counts = status.num_steps_by_size or (0,)
+        buckets: list[tuple[str, float]] = []
+        for place in range(len(counts) - 1):
+            buckets.append((str(float(1 << place)), sum(counts[: place + 1])))
+        buckets.append(("+Inf", sum(counts)))
+        name, text = f"{self._prefix}:iteration_tokens_total", "Tokens computed in one step."
+        family = HistogramMetricFamily(name, text, labels=("model_name",))
+        family.add_metric((self._model,), buckets, status.num_computed_tokens)
+        return family
+
+    def _cache_config(self) -> Metric:
+        """Always 1; what it says is in its labels."""
+        kv = self._source.model.kv
+        family = GaugeMetricFamily(f"{self._prefix}:cache_config_info", "The KV cache.", labels=("model_name", *kv))
+        family.add_metric((self._model, *kv.values()), 1)
+        return family
 
     def _by_tenant(self) -> Iterator[Metric]:
         counts: dict[str, Callable[[str], float]] = {

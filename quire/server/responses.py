@@ -87,8 +87,8 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def timings(metrics: RequestMetrics, *, prepare_s: float, num_output_tokens: int) -> dict[str, float | int | None]:
-    """Where a request's time went, in milliseconds."""
+def timings(metrics: RequestMetrics, *, prepare_s: float, num_output_tokens: int) -> dict[str, float | int | str | None]:
+    """Where a request's time went, in milliseconds, and why it waited."""
 
     def span_ms(start_s: float | None, end_s: float | None) -> float | None:
         return None if start_s is None or end_s is None else round(1000 * max(0.0, end_s - start_s), 3)
@@ -98,6 +98,8 @@ def timings(metrics: RequestMetrics, *, prepare_s: float, num_output_tokens: int
     return {
         "prepare_ms": round(1000 * prepare_s, 3),
         "queue_ms": span_ms(metrics.arrival_s, metrics.first_scheduled_s),
+        "queue_steps": metrics.num_waited_steps,
+        "queue_reason": _queue_reason(metrics),
         "prefill_ms": span_ms(metrics.first_scheduled_s, metrics.first_token_s),
         "first_token_ms": span_ms(metrics.arrival_s, metrics.first_token_s),
         "decode_ms": decode_ms,
@@ -106,4 +108,12 @@ def timings(metrics: RequestMetrics, *, prepare_s: float, num_output_tokens: int
         "cached_tokens": metrics.num_prefix_hit_tokens,
         "prefill_chunks": metrics.num_prefill_chunks,
         "preemptions": metrics.num_preemptions,
+        "detokenize_ms": round(1000 * metrics.detokenize_s, 3),
     }
+
+
+def _queue_reason(metrics: RequestMetrics) -> str | None:
+    """Why steps were planned without it; None where it was in the first that it could be in."""
+    if metrics.waited_for is not None:
+        return metrics.waited_for
+    return "others before it in the order of service" if metrics.num_waited_steps > 0 else None

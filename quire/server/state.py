@@ -11,7 +11,7 @@ from quire.engine.client import EngineClient
 from quire.server.admission import Admission
 from quire.server.cost import room_for_logprobs
 from quire.server.errors import ApiError
-from quire.server.generation import Generator
+from quire.server.generation import Generator, Tracer
 from quire.server.metrics import Metrics
 from quire.server.tenants import KeyRing
 from quire.server.texts import Texts, read_template
@@ -20,17 +20,18 @@ from quire.server.texts import Texts, read_template
 class Api:
     """One served model: its client, its texts, who may use it, and the books."""
 
-    def __init__(self, config: ApiConfig, client: EngineClient, keys: KeyRing) -> None:
+    def __init__(self, config: ApiConfig, client: EngineClient, keys: KeyRing, tracer: Tracer | None = None) -> None:
         self.config = config
         self.client = client
         self.keys = keys
         self.created = int(time.time())
         info = client.model
-        self.model_names = config.served_names or (_shown_name(info.name),)
+        self.model_names = model_names(config, info.name)
         self.texts = Texts(client.tokenizer, info, read_template(config.chat_template))
         self.admission = Admission(config, keys.tenants, lambda: client.status().num_running)
         self.metrics = Metrics(config.metrics_prefix, self.model_names[0], client, self.admission)
         self.generator = Generator(client, self.admission, self.metrics, config.max_logprob_entries)
+        self.generator.tracer = tracer
         self.sampling_defaults = generation_defaults(info.generation_config)
 
     def default_max_tokens(self, num_top_logprobs: int | None, num_sequences: int) -> int | None:
@@ -55,6 +56,11 @@ class Api:
                 code="model_not_found",
             )  # fmt: skip
         return name
+
+
+def model_names(config: ApiConfig, name: str) -> tuple[str, ...]:
+    """The names under which a model is served."""
+    return config.served_names or (_shown_name(name),)
 
 
 def _shown_name(name: str) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.common.failures import log_failure
-from quire.core.plan import RowSampling, RowWork, StepPlan, StepResult, TokenLogprobs, WorkResult
+from quire.core.plan import NOT_FINITE, RowSampling, RowWork, StepPlan, StepResult, TokenLogprobs, WorkResult
 from quire.errors import RequestError
 from quire.nn.context import StepContext
 from quire.nn.decoder import DecoderModel
@@ -28,7 +28,6 @@ from quire.worker.staging import Staging
 
 logger = logging.getLogger(__name__)
 
-NOT_FINITE = "the model computed numbers that are not finite (NaN or infinity) for this sequence"
 
 _MAX_PROMPT_LOGITS_ROWS = 64
 """Rows of logits held at once while prompts are scored: a whole chunk's would take gigabytes with large vocabularies."""

@@ -12,12 +12,11 @@ import torch
 from engines import run_all
 
 from quire.core.params import BeamSearchParams, SamplingParams
-from quire.core.plan import StepPlan, StepResult
+from quire.core.plan import NOT_FINITE, StepPlan, StepResult
 from quire.engine.engine import Engine
 from quire.engine.outputs import BeamSearchOutput, RequestOutput
 from quire.engine.prompts import Prompt, PromptDict
 from quire.errors import EngineError, InvalidParameterError, PromptTooLongError, RequestError
-from quire.worker.worker import NOT_FINITE
 
 MakeEngine = Callable[..., Engine]
 

@@ -37,6 +37,11 @@ NAMES = (
     "request_num_preemptions_bucket",
     "request_prefill_kv_computed_tokens_bucket",
     "admission_rejections_total",
+    "num_requests_waiting_by_reason",
+    "prompt_tokens_by_source_total",
+    "corrupted_requests_total",
+    "iteration_tokens_total_bucket",
+    "cache_config_info",
     "event_loop_lag_seconds_bucket",
 )
 

@@ -20,6 +20,7 @@ from quire.engine.builder import prepare_model
 from quire.engine.client import EngineClient
 from quire.engine.local_client import LocalClient
 from quire.server.app import build_app
+from quire.server.generation import Tracer
 from quire.server.protocol import uvicorn_config
 from quire.server.tenants import KeyRing, key_ring
 
@@ -69,12 +70,16 @@ def local_llm(**options: Any) -> Iterator[tuple[AsyncLLM, Any]]:
 
 @contextmanager
 def serve(
-    client: EngineClient, config: ApiConfig | None = None, keys: KeyRing | None = None, **options: Any
+    client: EngineClient,
+    config: ApiConfig | None = None,
+    keys: KeyRing | None = None,
+    tracer: Tracer | None = None,
+    **options: Any,
 ) -> Iterator[RunningServer]:
     """The application over `client`, on a free port."""
     config = config or ApiConfig()
     listener = socket.create_server(("127.0.0.1", 0))
-    app = build_app(config, client, keys or key_ring([]))
+    app = build_app(config, client, keys or key_ring([]), tracer)
     server = uvicorn.Server(uvicorn_config(app, config, timeout_graceful_shutdown=1, **options))
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve(sockets=[listener])), name="test-server")
@@ -94,7 +99,9 @@ def serve(
 
 
 @contextmanager
-def serve_model(config: ApiConfig | None = None, keys: KeyRing | None = None, **options: Any) -> Iterator[RunningServer]:
+def serve_model(
+    config: ApiConfig | None = None, keys: KeyRing | None = None, tracer: Tracer | None = None, **options: Any
+) -> Iterator[RunningServer]:
     """The shipped model, served."""
-    with local_llm(**options) as (llm, prepared), serve(LocalClient(llm, prepared), config, keys) as server:
+    with local_llm(**options) as (llm, prepared), serve(LocalClient(llm, prepared), config, keys, tracer) as server:
         yield server

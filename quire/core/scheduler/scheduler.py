@@ -110,7 +110,7 @@ class Scheduler:
         """
         self._check(request)
         self._num_arrivals += 1
-        request.arrival = self._num_arrivals
+        request.arrival, request.arrival_step = self._num_arrivals, self._step_id
         if request.scoring is not None:
             request.prompt_logprobs.append(None)
         self.requests[request.request_id] = request
@@ -394,20 +394,22 @@ class Scheduler:
     def _try_admit(self, sequence: Sequence) -> bool:
         """Admit the head of the queue; False where the queue must wait. A sequence waiting for its turn is set aside."""
         if not self.limits.enable_chunked_prefill and len(sequence.token_ids) > self._draft.num_tokens_left:
-            sequence.waits_for = "its whole prompt does not fit what is left of this step"
+            sequence.refuse("its whole prompt does not fit what is left of this step")
             return False
         occasion = _Refusal(sequence, self.blocks.num_available, self.rows.num_free, self._num_prefill_publications)
         if self._refused.still_holds(occasion):
             return False
         for resource in self.resources:
-            sequence.waits_for = resource.refusal(sequence)
-            if sequence.waits_for is not None:
+            reason = resource.refusal(sequence)
+            if reason is not None:
+                sequence.refuse(reason)
                 self._refused = occasion
                 return False
         self.waiting.remove(sequence)
         for turns in (self.grammars, self.turns):
-            sequence.waits_for = turns.refusal(sequence)
-            if sequence.waits_for is not None:
+            reason = turns.refusal(sequence)
+            if reason is not None:
+                sequence.refuse(reason)
                 turns.park(sequence)
                 self.num_parked += 1
                 return True
@@ -421,8 +423,10 @@ class Scheduler:
         sequence.status = _RUNNING
         sequence.len_at_admission = len(sequence.token_ids)
         insort(self.running, sequence, key=_rank)
-        if sequence.request.metrics.first_scheduled_s is None:
-            sequence.request.metrics.first_scheduled_s = self._now
+        sequence.waits_for, metrics = None, sequence.request.metrics
+        if metrics.first_scheduled_s is None:
+            metrics.first_scheduled_s = self._now
+            metrics.num_waited_steps = self._step_id - 1 - sequence.request.arrival_step
         self._plan_chunk(sequence)
 
     def _make_room_for_urgent(self) -> None:

@@ -9,6 +9,9 @@ from typing import Protocol
 from quire.core.kvcache.manager import KVCacheManager
 from quire.core.request import Request
 
+NUM_STEP_SIZES = 16
+"""Up to 2 to the power of 14 tokens, and beyond."""
+
 
 class _Counted(Protocol):
     @property
@@ -32,6 +35,8 @@ class SchedulerStats:
     num_prefix_hit_tokens: int = 0
     """Of finished requests."""
     num_finished: dict[str, int] = field(default_factory=dict)
+    num_steps_by_size: list[int] = field(default_factory=lambda: [0] * NUM_STEP_SIZES)
+    """Steps of at most 1, 2, 4, ... tokens (and more than the one before); the last also counts those that are larger."""
     peak_num_blocks: int = 0
     peak_num_running: int = 0
     allocated_slot_steps: int = 0
@@ -47,6 +52,8 @@ class SchedulerStats:
         num_used = manager.pool.num_used
         self.num_steps += 1
         self.num_computed_tokens += num_tokens
+        size = (num_tokens - 1).bit_length() if num_tokens > 1 else 0
+        self.num_steps_by_size[size if size < NUM_STEP_SIZES else -1] += 1
         self.peak_num_blocks = max(self.peak_num_blocks, num_used)
         self.peak_num_running = max(self.peak_num_running, len(scheduler.running))
         self.allocated_slot_steps += num_used * manager.block_size

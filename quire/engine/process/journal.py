@@ -137,6 +137,7 @@ class Entry:
         if metrics.first_scheduled_s is None:
             metrics.first_scheduled_s = served.first_scheduled_s
             metrics.num_prefix_hit_tokens = served.num_prefix_hit_tokens
+            metrics.waited_for, metrics.num_waited_steps = served.waited_for, served.num_waited_steps
         metrics.num_prefill_chunks = served.num_prefill_chunks
         metrics.num_preemptions = self._num_earlier_preemptions + served.num_preemptions
 

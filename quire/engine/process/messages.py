@@ -118,6 +118,13 @@ class Pulse(_Message, frozen=True):
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     num_prefix_hit_tokens: int = 0
+    num_parked: int = 0
+    """Of those who wait: sequences that wait for something that another sequence is computing."""
+    num_evictions: int = 0
+    num_copies: int = 0
+    num_merges: int = 0
+    num_computed_tokens: int = 0
+    num_steps_by_size: tuple[int, ...] = ()
 
 
 class Served(_Message, frozen=True, array_like=True):
@@ -127,6 +134,8 @@ class Served(_Message, frozen=True, array_like=True):
     num_prefix_hit_tokens: int
     num_preemptions: int
     num_prefill_chunks: int
+    waited_for: str | None
+    num_waited_steps: int
 
 
 class Gain(_Message, frozen=True, array_like=True):

@@ -84,6 +84,12 @@ class Service:
             num_generated_tokens=stats.num_generated_tokens,
             num_preemptions=stats.num_preemptions,
             num_prefix_hit_tokens=stats.num_prefix_hit_tokens,
+            num_parked=scheduler.num_parked,
+            num_evictions=scheduler.manager.num_evictions,
+            num_copies=scheduler.manager.num_copies,
+            num_merges=scheduler.manager.num_merges,
+            num_computed_tokens=stats.num_computed_tokens,
+            num_steps_by_size=tuple(stats.num_steps_by_size),
         )
 
     def _add(self, message: Add) -> Refused | None:
@@ -171,7 +177,12 @@ def _gain(number: int, sequence: Sequence, progress: list[Progress]) -> Gain:
         error=request.error,
         prompt_logprobs=tuple(request.prompt_logprobs) if is_first and sequence.index == 0 else (),
         served=Served(
-            metrics.first_scheduled_s, metrics.num_prefix_hit_tokens, metrics.num_preemptions, metrics.num_prefill_chunks
+            metrics.first_scheduled_s,
+            metrics.num_prefix_hit_tokens,
+            metrics.num_preemptions,
+            metrics.num_prefill_chunks,
+            metrics.waited_for,
+            metrics.num_waited_steps,
         )
         if is_first or has_ended
         else None,

@@ -52,38 +52,62 @@ function stroke(context, style, thickness, alpha) {
   context.globalAlpha = 1;
 }
 
-// Steps that fit into the strip, newest at the right edge.
-export function stepsThatFit(canvas) {
-  return Math.max(1, Math.floor(canvas.clientWidth / BAR));
+// Steps that share a bar: a power of two, and bars begin at its multiples, so that they stand still as steps come.
+function stepsPerBar(count, width) {
+  let steps = 1;
+  while (count / steps > width / BAR) steps *= 2;
+  return steps;
 }
 
-export function drawSteps(canvas, records, selected) {
+function bars(records, steps) {
+  const made = [];
+  for (const record of records) {
+    const number = Math.floor(record.step / steps);
+    if (made.at(-1)?.number !== number) made.push({ number, tokens: 0, decoded: 0, count: 0, preempted: false });
+    const bar = made.at(-1);
+    bar.tokens += record.num_tokens;
+    bar.decoded += record.decoded.length;
+    bar.count += 1;
+    bar.preempted ||= record.removed.some(([, why]) => why === "preempted");
+  }
+  return made;
+}
+
+// A bar for each step, or for a few, from the first to the last that the slider reaches; `inset`: of the slider's thumb.
+export function drawSteps(canvas, records, selected, inset = 8) {
   const width = canvas.clientWidth;
   const height = canvas.clientHeight;
   if (!width) return;
   const context = fit(canvas, width, height);
   context.clearRect(0, 0, width, height);
+  if (!records.length) return;
   const colours = { decode: variable("decode"), prefill: variable("prefill"), preempted: variable("preempted") };
-  const most = Math.max(8, ...records.map((record) => record.num_tokens));
-  const scale = (count) => (Math.log1p(count) / Math.log1p(most)) * (height - 10); // prompts are hundreds, decodes are few
-  records.forEach((record, place) => {
-    const x = width - (records.length - place) * BAR;
-    const whole = scale(record.num_tokens);
-    const decoded = record.num_tokens ? whole * (record.decoded.length / record.num_tokens) : 0;
-    const least = record.decoded.length ? Math.max(decoded, 2) : 0;
+  const first = records[0].step;
+  const span = Math.max(1, records.at(-1).step - first);
+  const room = width - 2 * inset;
+  const at = (step) => inset + (Math.max(0, step - first) / span) * room;
+  const steps = stepsPerBar(span + 1, room);
+  const thick = Math.max(1, Math.min(6, (room / span) * steps - 1));
+  const made = bars(records, steps);
+  const most = Math.max(8, ...made.map((bar) => bar.tokens / bar.count));
+  const scale = (tokens) => (Math.log1p(tokens) / Math.log1p(most)) * (height - 12); // prompts are hundreds, decodes are few
+  for (const bar of made) {
+    const x = at(bar.number * steps) - thick / 2;
+    const whole = scale(bar.tokens / bar.count);
+    const decoded = bar.decoded ? Math.max(2, whole * (bar.decoded / bar.tokens)) : 0;
     context.fillStyle = colours.prefill;
-    context.fillRect(x, height - whole, BAR - 1, whole - least);
+    context.fillRect(x, height - whole, thick, whole - decoded);
     context.fillStyle = colours.decode;
-    context.fillRect(x, height - least, BAR - 1, least);
-    if (record.removed.some(([, why]) => why === "preempted")) {
+    context.fillRect(x, height - decoded, thick, decoded);
+    if (bar.preempted) {
       context.fillStyle = colours.preempted;
       context.beginPath();
-      context.arc(x + (BAR - 1) / 2, 4, 2.2, 0, 7);
+      context.arc(x + thick / 2, 4, 2.2, 0, 7);
       context.fill();
     }
-    if (record.step === selected) {
-      context.fillStyle = variable("ink");
-      context.fillRect(x - 0.5, 0, BAR, height);
-    }
-  });
+  }
+  if (selected !== null) {
+    context.fillStyle = variable("ink");
+    context.fillRect(at(selected) - 1, 0, 2, height);
+  }
 }

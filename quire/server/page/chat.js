@@ -79,9 +79,10 @@ export class Chat {
   }
 
   #options() {
+    const temperature = document.getElementById("temperature").value; // empty: as the model's files wish
     return {
       max_tokens: Number(document.getElementById("max-tokens").value) || 200,
-      temperature: Number(document.getElementById("temperature").value),
+      ...(temperature === "" ? {} : { temperature: Number(temperature) }),
     };
   }
 

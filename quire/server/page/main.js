@@ -2,7 +2,7 @@
 
 import { getJson, hasKey, HttpError, setKey } from "./api.js";
 import { BlockMap } from "./blockmap.js";
-import { drawLine, drawSteps, stepsThatFit } from "./charts.js";
+import { drawLine, drawSteps } from "./charts.js";
 import { Chat } from "./chat.js";
 import { applyTheme, initialTheme, requestColour, toggleTheme } from "./colours.js";
 import { History } from "./history.js";
@@ -111,11 +111,7 @@ function showSteps(state) {
   const record = history.recordAt(shown);
   byId("step-caption").textContent = record ? stepText(record, state) : "no step yet";
   slider.setAttribute("aria-valuetext", byId("step-caption").textContent);
-  const strip = byId("step-strip");
-  const count = stepsThatFit(strip);
-  const end = Math.min(history.records.length, Math.max(count, shown - history.first + 1 + Math.floor(count / 3)));
-  const records = history.records.slice(Math.max(0, end - count), end);
-  drawSteps(strip, records, selected);
+  drawSteps(byId("step-strip"), history.records, selected);
 }
 
 function stepText(record, state) {
@@ -201,7 +197,7 @@ function showRequests(state) {
     const record = history.recordAt(selected);
     byId("running-caption").textContent = `${rows.length} in step ${selected.toLocaleString("en")}`;
     byId("waiting-caption").textContent = record ? `${record.num_waiting} in step ${selected.toLocaleString("en")}` : "";
-    waiting.show(record?.waits_for ? [{ name: "the first", colour: 0, count: "", why: record.waits_for }] : []);
+    waiting.show(record?.waits_for ? [{ name: "the first", colour: null, count: "", why: record.waits_for }] : []);
     return;
   }
   const { requests, num_running: numRunning, num_waiting: numWaiting } = server.inspection;

@@ -74,8 +74,9 @@ export class RequestList {
 
   #fill(item, entry) {
     const [chip, name, count, why, bar] = item.children;
-    chip.style.setProperty("--hue", requestColour(entry.colour));
-    bar.style.setProperty("--hue", requestColour(entry.colour));
+    const hue = entry.colour === null ? "var(--cached)" : requestColour(entry.colour);
+    chip.style.setProperty("--hue", hue);
+    bar.style.setProperty("--hue", hue);
     name.textContent = shortName(entry.name);
     name.title = entry.name;
     count.textContent = entry.count;

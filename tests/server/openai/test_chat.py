@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,7 +10,7 @@ import httpx
 import openai
 import pytest
 from openai.types.chat import ChatCompletion
-from servers import MODEL, RunningServer
+from servers import MODEL, RunningServer, serve_model
 
 CAT: list[Any] = [{"role": "user", "content": "Tell me of a cat."}]
 
@@ -247,3 +248,26 @@ def test_continue_final_message_with_echo(client: openai.OpenAI) -> None:
     fields = {"add_generation_prompt": False, "continue_final_message": True, "echo": True}
     answer = ask(client, messages, temperature=0, extra_body=fields)
     assert (answer.choices[0].message.content or "").startswith("Once upon a time")
+
+
+def test_timings_tell_where_the_time_went_and_why() -> None:
+    """Two prompts at once where one row is: the second says what it waited for."""
+    body = {
+        "messages": [{"role": "user", "content": "Tell me a story."}],
+        "max_tokens": 30,
+        "timings": True,
+        "ignore_eos": True,
+    }
+    with serve_model(max_num_seqs=1, kv_cache_memory="8MiB") as server:
+        with ThreadPoolExecutor(2) as pool:
+            posts = [pool.submit(httpx.post, f"{server.v1}/chat/completions", json=body, timeout=30) for _ in range(2)]
+        first, second = sorted((each.result().json()["timings"] for each in posts), key=lambda each: float(each["queue_ms"]))
+        with httpx.stream("POST", f"{server.v1}/chat/completions", json={**body, "stream": True}, timeout=30) as answer:
+            events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+    assert first["queue_reason"] is None and first["queue_steps"] == 0
+    assert second["queue_reason"] == "all 1 rows are taken" and second["queue_steps"] > 0
+    assert second["cached_tokens"] > 0 and first["prefill_chunks"] >= 1 and first["preemptions"] == 0
+    for timings in (first, second, *(event["timings"] for event in events if "timings" in event)):
+        assert 0 < timings["detokenize_ms"] < timings["total_ms"]
+        assert timings["queue_ms"] + timings["prefill_ms"] + timings["decode_ms"] <= timings["total_ms"] + 1
+    assert sum("timings" in event for event in events) == 1
