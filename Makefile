@@ -7,7 +7,7 @@ NATIVE := $(wildcard csrc/cpu/*.cpp csrc/cpu/*.hpp csrc/cpu/isa/*.cpp csrc/cpu/i
 # Tests run one process per core, so each uses one thread, and idle threads sleep instead of spinning.
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test check asan format clean sim soak
+.PHONY: demo test test-long check asan format clean sim soak
 
 demo: $(VENV)/.runtime  ## Generate stories with the model that ships in the package
 	$(BIN)/quire generate quire-storyteller --chat --max-tokens 160 \
@@ -17,6 +17,11 @@ demo: $(VENV)/.runtime  ## Generate stories with the model that ships in the pac
 
 test: $(VENV)/.dev  ## The fast suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal tests
+
+test-long: $(VENV)/.dev  ## The same with far more of everything that is drawn by chance: an hour or so
+	OMP_NUM_THREADS=1 QUIRE_FUZZ_SECONDS=600 QUIRE_SIM_SEEDS=20000 QUIRE_HYPOTHESIS_EXAMPLES=2500 QUIRE_TEST_KILLS=100 \
+	  $(BIN)/python -m pytest -q -n auto --dist worksteal --timeout 7200 tests/server/test_fuzz.py tests/sim \
+	  tests/core/kvcache/test_allocator_machine.py tests/engine/process
 
 check: $(VENV)/.dev  ## Lint, formatting, types
 	$(BIN)/ruff check .

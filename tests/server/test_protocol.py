@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from fake_client import FakeClient
+from served import resident_bytes
 from servers import RunningServer, serve
 
 from quire.config.api import ApiConfig
@@ -116,3 +119,22 @@ def test_an_answer_is_not_held_back_for_the_clients_acknowledgement(server: Runn
         http.get("/version")
         elapsed_s = sorted(http.get("/version").elapsed.total_seconds() for _ in range(15))
         assert elapsed_s[3] < 0.03, "with the delay, every one of them takes 40 ms, however quick the machine is"
+
+
+def test_t13_thousands_of_idle_connections_cost_little_and_hold_nobody_up() -> None:
+    """Each costs a few kilobytes for the seconds that it is granted; meanwhile others are served as always."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_idle = min(4000, (hard if hard != resource.RLIM_INFINITY else 1 << 20) // 2 - 200)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * num_idle + 200), hard))
+    with serve(FakeClient(), ApiConfig(header_timeout_s=60)) as server:
+        before = resident_bytes(os.getpid())
+        idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(num_idle)]
+        try:
+            with httpx.Client(base_url=server.url) as http:
+                waits_s = sorted(http.get("/livez").elapsed.total_seconds() for _ in range(20))
+            assert waits_s[-2] < 0.3
+            assert resident_bytes(os.getpid()) - before < num_idle * (24 << 10)
+        finally:
+            for connection in idle:
+                connection.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -106,3 +106,24 @@ def test_matching_takes_linear_time(chunk_len: int) -> None:
 
     # Eight times the text; quadratic work would take 64 times as long.
     assert seconds(8 * 8192) < 20 * seconds(8192) + 0.02
+
+
+@pytest.mark.parametrize(
+    "stop", [("a" * 1023 + "b",), ("ab" * 500, "ba" * 500 + "c"), ("bb", "ab" * 40, "a" * 70, "aa" * 32 + "c")]
+)
+def test_t12_a_megabyte_takes_linear_time(stop: tuple[str, ...]) -> None:
+    """Text that almost matches all the time, in the small pieces of a stream."""
+
+    def cost_s(num_chars: int) -> float:
+        text = ("a" * 64 + "ab" * 32) * (num_chars // 128)
+        best_s = float("inf")
+        for _ in range(2):
+            matcher = StopMatcher(stop)
+            began_s = time.process_time()
+            for start in range(0, len(text), 64):
+                matcher.feed(text[start : start + 64])
+            best_s = min(best_s, time.process_time() - began_s)
+        return best_s
+
+    # Three doublings at 2.5 each; quadratic work would take 64 times as long.
+    assert cost_s(1 << 20) < 15.6 * cost_s(1 << 17)

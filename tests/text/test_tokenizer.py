@@ -16,6 +16,7 @@ import pytest
 from quire.errors import CheckpointError, InvalidParameterError, ModelNotFoundError, QuireError
 from quire.text.files import TextConfig
 from quire.text.tokenizer import Tokenizer
+from quire.weights.folder import resolve_model
 
 NAMES = ["gpt2", "qwen2.5", "qwen3", "phi-3-mini", "falcon", "stories260K"]
 Load = Callable[[str], Tokenizer]
@@ -257,6 +258,22 @@ def test_encoding_takes_linear_time(load: Load, name: str, unit: str) -> None:
 
     # Eight times the text: a quadratic step would take 64 times as long, n log n about 9 times.
     assert seconds(40_000) < 20 * seconds(5_000) + 0.02
+
+
+@pytest.mark.parametrize("unit", ["a", " ", "ab ", "<|im_end|>"])
+def test_t12_a_megabyte_takes_linear_time(unit: str) -> None:
+    tokenizer = Tokenizer.from_folder(resolve_model("quire-storyteller"))
+
+    def cost_s(num_chars: int) -> float:
+        text, times = (unit * num_chars)[:num_chars], []
+        for _ in range(2):
+            start = time.process_time()
+            tokenizer.encode(text)
+            times.append(time.process_time() - start)
+        return min(times)
+
+    # Three doublings at 2.5 each; quadratic work would take 64 times as long.
+    assert cost_s(1 << 20) < 15.6 * cost_s(1 << 17) + 0.02
 
 
 def test_encoding_lets_other_threads_run(load: Load) -> None:

@@ -121,3 +121,43 @@ def test_malformed_configs_are_refused_by_name(tmp_path: Path, text: str | bytes
     (tmp_path / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(CheckpointError, match=r"config\.json"):
         read_model_config(tmp_path)
+
+
+_HOSTILE = """
+import sys
+from pathlib import Path
+folder, seen = Path(sys.argv[1]), []
+names = ("exec", "compile", "import", "open", "os.system", "subprocess.Popen")
+def watch(event, args):
+    if event in names and str(folder) in repr(args) and not repr(args).count("config.json"):
+        seen.append((event, repr(args)[:200]))
+sys.addaudithook(watch)
+from quire.config.engine import EngineConfig
+from quire.engine.builder import build_engine
+engine = build_engine(EngineConfig(model=str(folder), load_format="dummy", kv_cache_memory=1 << 20, num_threads=1))
+engine.close()
+print(seen)
+"""
+
+
+def test_t03_nothing_of_a_models_folder_is_ever_run(tmp_path: Path) -> None:
+    """A folder with code of its own, pickles and `auto_map`: all of it is ignored, and not even opened."""
+    harm = f"open({str(tmp_path / 'harmed')!r}, 'w')"
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 32,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True,
+        "auto_map": {"AutoModelForCausalLM": "modeling.Llama", "AutoConfig": "modeling.Config"},
+    }  # fmt: skip
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(config))
+    for name in ("modeling.py", "__init__.py", "torch.py", "sitecustomize.py", "configuration.py"):
+        (model / name).write_text(harm)
+    for name in ("pytorch_model.bin", "model.pt", "training_args.bin"):
+        (model / name).write_bytes(b"cos\nsystem\n(S'touch " + str(tmp_path / "harmed").encode() + b"'\ntR.")
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _HOSTILE, str(model)], capture_output=True, text=True, cwd=model, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]" and not (tmp_path / "harmed").exists()
