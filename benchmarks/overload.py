@@ -96,7 +96,7 @@ def goodput(run: LoadRun, args: argparse.Namespace) -> float:
 
 def requests_per_s(run: LoadRun, args: argparse.Namespace) -> float:
     """Answers a second at that goodput."""
-    return goodput(run, args) / args.output_len
+    return goodput(run, args) / float(args.output_len)
 
 
 def _window(run: LoadRun, args: argparse.Namespace) -> tuple[float, float]:

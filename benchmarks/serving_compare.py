@@ -130,7 +130,7 @@ def render(record: dict[str, Any]) -> list[str]:
         rates = [each["output_tokens_per_s"] for each in mine]
 
         def middle(key: str, rank: str, mine: list[dict[str, Any]] = mine) -> float:
-            return statistics.median(each[key][rank] for each in mine)
+            return float(statistics.median(each[key][rank] for each in mine))
 
         lines.append(
             f"| {name} | {statistics.median(rates):.1f} ({min(rates):.1f} to {max(rates):.1f}) "

@@ -105,8 +105,8 @@ def render(figures: dict[str, Any]) -> list[str]:
     return lines
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, write."""
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], prog="python -m benchmarks.streams")
     add_server_options(parser)
     parser.add_argument("--streams", type=int, default=200, help="at once (default: 200)")
@@ -117,7 +117,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--chat", action="store_true", help="use the chat endpoint")
     parser.add_argument("--no-usage", action="store_true", help="do not ask for usage")
     parser.add_argument("--json", type=Path, help="write the figures to a file")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write."""
+    args = parse(argv)
     seats = ["--max-num-seqs", str(args.streams)]
     own = [*seats, "--kv-cache-memory", "1GiB"] if args.engine == "quire" else [*seats, "--kv-cache-memory-bytes", str(1 << 30)]
     with running(launch_of(args, *own)) as server:

@@ -164,11 +164,10 @@ def test_the_soak_in_short(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_streams_are_measured_with_their_process(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_server(lambda seen: Plan()) as fake, subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as process:
-        server = Server(fake.url, process, 0.0)  # type: ignore[arg-type]
+        server = Server(fake.url, process, 0.0)
         monkeypatch.setattr(Server, "metrics", lambda self: TEXT.replace("a:lag", "quire:event_loop_lag"))
-        parser_args = type("Args", (), {"streams": 4, "rounds": 2, "input_len": 4, "output_len": 3, "vocab_size": None})
-        parser_args.no_usage, parser_args.chat, parser_args.engine = False, True, "vllm"
-        seen = asyncio.run(streams.measure(server, parser_args))  # type: ignore[arg-type]
+        options = ["--streams", "4", "--rounds", "2", "--input-len", "4", "--output-len", "3", "--chat", "--engine", "vllm"]
+        seen = asyncio.run(streams.measure(server, streams.parse(options)))
         process.kill()
     assert seen["result"]["num_output_tokens"] == 24 and seen["api_cpu_us_per_token"] >= 0
     assert "24 tokens" in streams.render(seen)[0] and "at most 4" in streams.render(seen)[0]
