@@ -143,6 +143,7 @@ class Run:
         self._ticket = ticket
         self._progress: list[_Progress] = []
         self._tasks: list[asyncio.Task[None]] = []
+        self._num_unfinished = len(jobs)
         self._items: deque[Item] = deque()
         self._news = asyncio.Event()
         self._alarm: asyncio.TimerHandle | None = None
@@ -153,7 +154,7 @@ class Run:
     @property
     def is_over(self) -> bool:
         """Whether every generation has ended and every output was taken."""
-        return not self._items and self._failure is None and all(each.is_finished for each in self._progress)
+        return not self._items and not self._num_unfinished and self._failure is None
 
     @property
     def usage(self) -> Usage:
@@ -265,6 +266,7 @@ class Run:
         self._count(number, progress, output)
         if output.finished:
             progress.is_finished = True
+            self._num_unfinished -= 1
             error = _error_of(output)
             self._trace(number, progress, None if error is None else error.code or "error")
             if error is not None:
