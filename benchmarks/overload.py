@@ -31,6 +31,8 @@ from quire.common.http_client import HttpClient
 from quire.engine.machine import Machine
 
 GOODPUT_SHARE = 0.95
+RECOVERED_SHARE = 0.85
+"""Of the peak before, by the peak after: successive peaks of an undisturbed server differed by up to 10 % on a shared machine."""
 REFUSAL_S = 0.05
 GROWTH_BYTES = 32 << 20
 """Memory that may be held after an overload beyond what was held before: buffers that the allocator keeps."""
@@ -52,11 +54,13 @@ async def measure(server: Server, args: argparse.Namespace) -> dict[str, Any]:
         idle_s = await _await_idle(server)
         after = memory(server)
         again = await _closed(target, args, args.peak_seconds)
+    # A machine's speed swings: the peak of before and after, between which the overload lies, is what it is held against.
+    mean_rate = (peak_rate + goodput(again, args)) / 2
     return {
         "peak_tokens_per_s": peak_rate,
         "peak_requests_per_s": peak_requests,
         "goodput_tokens_per_s": goodput(overload, args),
-        "goodput_share": goodput(overload, args) / peak_rate,
+        "goodput_share": goodput(overload, args) / mean_rate,
         "recovered_share": goodput(again, args) / peak_rate,
         "num_sent": len(overload.exchanges),
         "statuses": _statuses(overload),
@@ -138,7 +142,7 @@ def broken_promises(figures: dict[str, Any], num_seats: int, max_queued: int) ->
     patience_s = 2 * (num_seats + max_queued) / figures["peak_requests_per_s"]
     if figures["e2e_s"] is not None and figures["e2e_s"]["p99"] > patience_s:
         found.append(f"accepted requests took {figures['e2e_s']['p99']:.1f} s in the p99, more than {patience_s:.1f}")
-    if figures["recovered_share"] < GOODPUT_SHARE:
+    if figures["recovered_share"] < RECOVERED_SHARE:
         found.append(f"afterwards, the peak is {figures['recovered_share']:.1%} of what it was")
     return found
 
@@ -150,7 +154,7 @@ def render(figures: dict[str, Any]) -> list[str]:
         f"peak         {figures['peak_tokens_per_s']:,.0f} output tokens/s, {figures['peak_requests_per_s']:.1f} requests/s",
         f"overload     {figures['num_sent']:,} requests: {figures['statuses']}; this client {figures['client_cpu_share']:.0%} "
         "of a core",
-        f"goodput      {figures['goodput_tokens_per_s']:,.0f} tokens/s, {figures['goodput_share']:.1%} of the peak; afterwards "
+        f"goodput      {figures['goodput_tokens_per_s']:,.0f} tokens/s, {figures['goodput_share']:.1%} of the peaks; afterwards "
         f"{figures['recovered_share']:.1%}",
         f"memory       {rss['before'] / 2**20:.0f} MiB before, {rss['after'] / 2**20:.0f} after; idle after "
         f"{figures['idle_after_s']:.1f} s",

@@ -102,8 +102,11 @@ async def measure(args: argparse.Namespace) -> None:
     while not killer.done():
         disturbed = await all_streams(client, f"round{num_rounds}")
         num_rounds += 1
-        for calm, other in zip(undisturbed, disturbed, strict=True):
-            assert (calm.token_ids, calm.text) == (other.token_ids, other.text), "a stream differs from its undisturbed run"
+        for place, (calm, other) in enumerate(zip(undisturbed, disturbed, strict=True)):
+            if (calm.token_ids, calm.text) != (other.token_ids, other.text):
+                raise RuntimeError(
+                    f"stream {place} of round {num_rounds} differs from its undisturbed run: {_first(calm, other)}"
+                )
         streams += disturbed
     await killer
     await client.close()
@@ -141,6 +144,14 @@ def write_table(path: Path, lines: list[str]) -> None:
     if not begin or not end:
         raise ConfigError(f"{path} has no place for the table, between {BEGIN!r} and {END!r}")
     path.write_text("\n".join([before + begin, *lines, end + after]), encoding="utf-8")
+
+
+def _first(calm: Seen, other: Seen) -> str:
+    """Where two streams part."""
+    pairs = enumerate(zip(calm.token_ids, other.token_ids, strict=False))
+    where = next((number for number, (first, second) in pairs if first != second), None)
+    lengths = f"{len(calm.token_ids)} and {len(other.token_ids)} tokens"
+    return f"{lengths}, " + ("the same as far as both go" if where is None else f"the first that differs is number {where}")
 
 
 def _pause_over(seen: Seen, kill: Kill) -> float | None:

@@ -97,7 +97,7 @@ def figures() -> dict[str, Any]:
     return {
         "api_bytes_per_hour": 0.0, "engine_bytes_per_hour": 0.0, "before": sample, "last": sample, "after": dict(sample),
         "tasks": {"before": 5.0, "after": 5.0}, "kv_usage": 0.0, "num_in_flight": 0.0, "outcomes": {"200": 9, "left": 1},
-        "num_engine_restarts": 0.0,
+        "num_engine_restarts": 0.0, "minutes": 60.0,
     }  # fmt: skip
 
 
@@ -110,6 +110,7 @@ def test_what_a_soak_leaves_behind_is_named() -> None:
         "25.0% of the blocks": {"kv_usage": 0.25},
         "otherwise than they may": {"outcomes": {"stream_error": 1}},
     }
+    assert soak.broken_promises({**figures(), "api_bytes_per_hour": 100.0 * (1 << 20), "minutes": 3.0}) == []
     for complaint, change in leaks.items():
         [broken] = soak.broken_promises({**figures(), **change})
         assert complaint in broken
