@@ -32,7 +32,7 @@ from quire.engine.machine import Machine
 
 GOODPUT_SHARE = 0.95
 RECOVERED_SHARE = 0.85
-"""Of the peak before, by the peak after: successive peaks of an undisturbed server differed by up to 10 % on a shared machine."""
+"""Of the peak before, by the peak after: four successive peaks of an undisturbed server lay within 10 % of each other."""
 REFUSAL_S = 0.05
 GROWTH_BYTES = 32 << 20
 """Memory that may be held after an overload beyond what was held before: buffers that the allocator keeps."""
@@ -154,8 +154,8 @@ def render(figures: dict[str, Any]) -> list[str]:
         f"peak         {figures['peak_tokens_per_s']:,.0f} output tokens/s, {figures['peak_requests_per_s']:.1f} requests/s",
         f"overload     {figures['num_sent']:,} requests: {figures['statuses']}; this client {figures['client_cpu_share']:.0%} "
         "of a core",
-        f"goodput      {figures['goodput_tokens_per_s']:,.0f} tokens/s, {figures['goodput_share']:.1%} of the peaks; afterwards "
-        f"{figures['recovered_share']:.1%}",
+        f"goodput      {figures['goodput_tokens_per_s']:,.0f} tokens/s, {figures['goodput_share']:.1%} of the peaks before and "
+        f"after; the one after is {figures['recovered_share']:.1%} of the one before",
         f"memory       {rss['before'] / 2**20:.0f} MiB before, {rss['after'] / 2**20:.0f} after; idle after "
         f"{figures['idle_after_s']:.1f} s",
     ]
