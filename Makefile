@@ -7,7 +7,7 @@ NATIVE := $(wildcard csrc/cpu/*.cpp csrc/cpu/*.hpp csrc/cpu/isa/*.cpp csrc/cpu/i
 # Tests run one process per core, so each uses one thread, and idle threads sleep instead of spinning.
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test test-long check asan format clean sim soak
+.PHONY: demo test test-kernels gpu-test gpu-bench test-long check asan format clean sim soak
 
 demo: $(VENV)/.runtime  ## Generate stories with the model that ships in the package
 	$(BIN)/quire generate quire-storyteller --chat --max-tokens 160 \
@@ -22,6 +22,16 @@ test-long: $(VENV)/.dev  ## The same with far more of everything that is drawn b
 	OMP_NUM_THREADS=1 QUIRE_FUZZ_SECONDS=600 QUIRE_SIM_SEEDS=20000 QUIRE_HYPOTHESIS_EXAMPLES=2500 QUIRE_TEST_KILLS=100 \
 	  $(BIN)/python -m pytest -q -n auto --dist worksteal --timeout 7200 tests/server/test_fuzz.py tests/sim \
 	  tests/core/kvcache/test_allocator_machine.py tests/engine/process
+
+test-kernels: $(VENV)/.dev  ## The GPU kernels: interpreted, and compiled for compute capabilities 8.0 and 9.0; needs no GPU
+	OMP_NUM_THREADS=1 QUIRE_TEST_KERNELS=all $(BIN)/python -m pytest -q -n auto tests/kernels/triton
+	for capability in 80 90; do PYTHONPATH=tests/support:. $(BIN)/python tests/support/gpu_launches.py $$capability || exit 1; done
+
+gpu-test: $(VENV)/.dev  ## On a GPU: the kernels' tests and the table of exactness
+	sh tools/gpu-session.sh test $(BIN)/python
+
+gpu-bench: $(VENV)/.dev  ## On a GPU: each kernel against the device's limits, then whole steps; writes gpu-results/
+	sh tools/gpu-session.sh bench $(BIN)/python
 
 check: $(VENV)/.dev  ## Lint, formatting, types
 	$(BIN)/ruff check .

@@ -10,6 +10,10 @@ import pytest
 
 SHARED = Path(os.environ.get("QUIRE_SHARED", Path(__file__).parent.parent.parent / "shared"))
 
+# Triton reads at its first import whether to interpret kernels on the CPU, so this comes before anything can import it.
+if os.environ.get("QUIRE_TEST_DEVICE", "cpu") == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # A suite started in the background of a shell inherits an interrupt that is ignored, and so would the programs it starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

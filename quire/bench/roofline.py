@@ -15,6 +15,7 @@ from quire.bench.operations import StepCost
 _READ_BYTES = 256 << 20
 """Several times any cache."""
 _GEMM_SHAPES = ((256, 1024, 4096), (512, 2048, 8192), (1024, 1024, 4096))
+_GPU_READ_BYTES, _GPU_GEMM_SHAPES = 4 << 30, ((8192, 8192, 8192),)
 _MIN_TRIES = 3
 _BUDGET_S = 0.6
 
@@ -45,25 +46,32 @@ class Attained(NamedTuple):
     """Time that the steps need at least, each the larger of its operations and its bytes at the peaks, over the time taken."""
 
 
-def measure_peaks(dtypes: Sequence[str] = ("float32", "bfloat16", "int8")) -> Peaks:
-    """Measure, with torch's present number of threads; takes a few seconds."""
+def measure_peaks(dtypes: Sequence[str] = ("float32", "bfloat16", "int8"), device: str = "cpu") -> Peaks:
+    """Measure a GPU, or the CPU with torch's present number of threads; takes a few seconds."""
     import torch
 
+    is_gpu = device != "cpu"
+    num_bytes, shapes = (_GPU_READ_BYTES, _GPU_GEMM_SHAPES) if is_gpu else (_READ_BYTES, _GEMM_SHAPES)
+    wait = torch.cuda.synchronize if is_gpu else _nothing
     with torch.inference_mode():
-        data = torch.ones(_READ_BYTES // 4, dtype=torch.float32)
-        read_s = _best_s(lambda: data.sum())
+        data = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+        read_s = _best_s(lambda: (data.sum(), wait()))
         rates = {}
         for dtype in dtypes:
             best = 0.0
             # The products of 8-bit integers have no public name in torch; this one has been there since 2.1.
             product = torch._int_mm if dtype == "int8" else torch.mm
-            for rows, inner, columns in _GEMM_SHAPES:
-                a = torch.ones(rows, inner, dtype=getattr(torch, dtype))
-                b = torch.ones(columns, inner, dtype=getattr(torch, dtype)).T
-                seconds = _best_s(lambda product=product, a=a, b=b: product(a, b))  # type: ignore[misc]
+            for rows, inner, columns in shapes:
+                a = torch.ones(rows, inner, dtype=getattr(torch, dtype), device=device)
+                b = torch.ones(columns, inner, dtype=getattr(torch, dtype), device=device).T
+                seconds = _best_s(lambda product=product, a=a, b=b: (product(a, b), wait()))  # type: ignore[misc]
                 best = max(best, 2 * rows * inner * columns / seconds)
             rates[dtype] = best
-    return Peaks(_READ_BYTES / read_s, rates)
+    return Peaks(num_bytes / read_s, rates)
+
+
+def _nothing() -> None:
+    """A CPU's work is done when the call returns."""
 
 
 def attained(costs: Sequence[StepCost], wall_s: float, peaks: Peaks) -> Attained:

@@ -43,7 +43,7 @@ def run_benchmark(
     engine = assemble(prepared, build_executor(prepared.planned))
     try:
         tell("measuring the machine's limits")
-        peaks = measure_peaks()
+        peaks = measure_peaks(device=plan.device)
         profile = StepProfile(engine) if options.is_profiled else None
         repetitions = _repeat(engine, workload, (options, peaks, profile), tell)
     finally:

@@ -145,6 +145,24 @@ def _check_kernels() -> Iterator[Finding]:
         yield Finding("OpenMP", "ok", ", ".join(pools) or "none loaded")
 
 
+def _check_gpu() -> Iterator[Finding]:
+    """A GPU that could be used is told of; one that is there and cannot is a warning; none is as usual."""
+    from quire.engine.gpu import inspect_gpu, reasons_against
+
+    try:
+        gpu = inspect_gpu()
+    except QuireError as error:
+        yield Finding("gpu", "ok", f"none to compute on: {error}")
+        return
+    capability = ".".join(map(str, gpu.capability))
+    text = f"{gpu.name} (compute capability {capability}), {format_bytes(gpu.free_memory)} free, driver for CUDA {gpu.driver}"
+    reasons = reasons_against(gpu)
+    if reasons:
+        yield Finding("gpu", "warning", f"{text}; cannot be used: {'; '.join(reasons)}")
+    else:
+        yield Finding("gpu", "ok", f"{text}; device=cuda computes on it, with kernels that have not been tried on one yet")
+
+
 def _check_models() -> Iterator[Finding]:
     from quire.weights.folder import SHIPPED_MODELS, read_model_config, resolve_model
 
@@ -179,6 +197,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     _check_packages,
     _check_machine,
     _check_kernels,
+    _check_gpu,
     _check_models,
     _check_cache,
 )

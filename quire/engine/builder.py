@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from quire.executor.interface import Executor
     from quire.grammar.backend import Vocabulary
     from quire.kernels.interface import Kernels
-    from quire.kernels.sampling import SamplingKernels
     from quire.kernels.selection import Selection
     from quire.nn.decoder import DecoderModel
     from quire.quant.linears import FloatLinears, LinearLoader
@@ -169,7 +168,7 @@ def build_executor(planned: PlannedModel) -> InlineExecutor:
     from quire.executor.inline import InlineExecutor
     from quire.grammar.rows import RowMatchers
     from quire.grammar.table import GrammarTable
-    from quire.sampling import Sampler
+    from quire.sampling import Sampler, select_sampling
     from quire.worker.memory import KVMemory, PoolShape
     from quire.worker.rows import RowTable
     from quire.worker.worker import Worker
@@ -185,7 +184,7 @@ def build_executor(planned: PlannedModel) -> InlineExecutor:
     memory = KVMemory(plan.spec.kv_layers, shape, selection.kernels.device)
     rows = RowTable(limits.max_num_seqs, limits.block_size)
     matchers = RowMatchers(GrammarTable(partial(_vocabulary, planned._replace(head_start=None))))
-    sampler = Sampler(_sampling_kernels(selection.kernels), matchers=matchers)
+    sampler = Sampler(select_sampling(selection.kernels), matchers=matchers)
     return InlineExecutor(Worker(model, memory, rows, sampler))
 
 
@@ -291,19 +290,6 @@ def _weights(planned: PlannedModel) -> AbstractContextManager[WeightSource]:
     if planned.head_start is not None and not planned.head_start.is_closed:
         return planned.head_start
     return SafetensorsCheckpoint(planned.folder, planned.plan.spec)
-
-
-def _sampling_kernels(beside: Kernels) -> SamplingKernels:
-    """Sampling beside the model's back end; all back ends give the same bits, so only speed is at stake."""
-    from quire.kernels.reference.sampling import ReferenceSampling
-    from quire.sampling import select_sampling
-
-    if beside.name == "reference":
-        return ReferenceSampling()
-    kernels, reasons = select_sampling(str(beside.device))
-    for reason in reasons:
-        logger.warning("slow reference sampling is used: %s", reason)
-    return kernels
 
 
 def _tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer | None:

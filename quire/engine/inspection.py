@@ -8,14 +8,11 @@ a time (`BlockContent`).
 
 from __future__ import annotations
 
-import msgspec
+from dataclasses import dataclass
 
 
-class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    pass
-
-
-class EnteredRow(_Record, frozen=True):
+@dataclass(frozen=True, slots=True)
+class EnteredRow:
     """A sequence has got a row: first admission, resumption after preemption, or a fork."""
 
     row: int
@@ -32,7 +29,8 @@ class EnteredRow(_Record, frozen=True):
     blocks: tuple[int, ...]
 
 
-class RowState(_Record, frozen=True):
+@dataclass(frozen=True, slots=True)
+class RowState:
     """A row in the base."""
 
     row: int
@@ -42,7 +40,8 @@ class RowState(_Record, frozen=True):
     blocks: tuple[int, ...]
 
 
-class StepRecord(_Record, frozen=True):
+@dataclass(frozen=True, slots=True)
+class StepRecord:
     """One step: what changed, and what was computed. Times on the engine's clock."""
 
     step: int
@@ -68,7 +67,8 @@ class StepRecord(_Record, frozen=True):
     """Why the first of those who wait was not let in."""
 
 
-class Base(_Record, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Base:
     """The state after a step, for the records that follow it."""
 
     step: int
@@ -77,7 +77,8 @@ class Base(_Record, frozen=True):
     """Blocks in the prefix index, in use or not."""
 
 
-class RequestState(_Record, frozen=True):
+@dataclass(frozen=True, slots=True)
+class RequestState:
     """A sequence that runs or waits now."""
 
     name: str
@@ -94,7 +95,8 @@ class RequestState(_Record, frozen=True):
     waits_for: str | None = None
 
 
-class Inspection(_Record, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Inspection:
     """An engine's last steps and its state now."""
 
     engine: str
@@ -122,7 +124,8 @@ class Inspection(_Record, frozen=True):
     """Unused share of allocated KV slots, averaged over steps."""
 
 
-class BlockContent(_Record, frozen=True):
+@dataclass(frozen=True, slots=True)
+class BlockContent:
     """What one block held in one step."""
 
     block: int

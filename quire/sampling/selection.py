@@ -1,21 +1,34 @@
-"""Which sampling kernels run: the native ones where they can, else the reference. Both give the same bits."""
+"""Which sampling kernels run beside a back end. All give the same bits, so only speed is at stake."""
 
 from __future__ import annotations
+
+import logging
 
 import torch
 
 from quire.kernels import cpu
+from quire.kernels.interface import Kernels
 from quire.kernels.reference.sampling import ReferenceSampling
 from quire.kernels.sampling import SamplingKernels
 
+logger = logging.getLogger(__name__)
 
-def select_sampling(device: str) -> tuple[SamplingKernels, list[str]]:
-    """The best kernels for logits on `device` ("cpu", "cuda:0"), and why the native ones cannot serve it, if so."""
-    reasons = cpu.reasons_against(device, torch.float32)
+
+def select_sampling(beside: Kernels) -> SamplingKernels:
+    """The best sampling kernels for logits that `beside` computes; a warning says why, where it is the slow reference."""
+    if beside.name == "reference":
+        return ReferenceSampling()
+    if beside.name == "triton":
+        from quire.kernels.triton.sampling import TritonSampling
+
+        return TritonSampling()
+    reasons = cpu.reasons_against(str(beside.device), torch.float32)
     if not reasons and not hasattr(cpu._native, "sampling_penalise"):
         reasons = ["the extension is from a build without sampling; reinstall"]
+    for reason in reasons:
+        logger.warning("slow reference sampling is used: %s", reason)
     if reasons:
-        return ReferenceSampling(), reasons
+        return ReferenceSampling()
     from quire.kernels.cpu.sampling import NativeSampling
 
-    return NativeSampling(), []
+    return NativeSampling()

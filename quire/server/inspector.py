@@ -8,12 +8,12 @@ steps, so only so many are put at once.
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import hashlib
 import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -71,7 +71,7 @@ class Inspector:
             raise ApiError(404, "this block or step is not known (any more)", code="unknown_block")
         tokenizer = self._api.client.tokenizer
         texts = None if tokenizer is None else list(texts_of(tokenizer, content.token_ids))
-        return json_response(call, {**msgspec.structs.asdict(content), "texts": texts})
+        return json_response(call, {**dataclasses.asdict(content), "texts": texts})
 
     async def _asked(self, answer: Any) -> Any:
         if self._num_asking >= MAX_ASKING:
@@ -85,7 +85,7 @@ class Inspector:
 
     def _disguised(self, inspection: Inspection) -> Inspection:
         """The same without anybody's names, and without reasons that hold some."""
-        replace = msgspec.structs.replace
+        replace = dataclasses.replace
         base = inspection.base
         if base is not None:
             base = replace(base, rows=tuple(replace(row, name=self._alias(row.name)) for row in base.rows))

@@ -55,6 +55,6 @@ def build_inputs(rows: RowTable, work: Sequence[RowWork], stage: Staging) -> Ste
         positions,
         rows.token_ids[token_rows, positions].astype(np.int64),
     )
-    starts, lengths, tables, slot_ids, places, token_ids = stage(arrays)
-    batch = AttentionBatch(starts, lengths, tables, slot_ids, places, max_query_len, max_context_len)
+    starts_there, lengths, tables, slot_ids, places, token_ids = stage(arrays)
+    batch = AttentionBatch(starts_there, lengths, tables, slot_ids, places, max_query_len, max_context_len)
     return StepInputs(token_ids, batch, query_start)

@@ -9,6 +9,7 @@ import pytest
 
 from quire.cli import doctor
 from quire.cli.main import main
+from quire.engine import gpu
 from quire.engine.machine import Machine
 
 
@@ -66,3 +67,13 @@ def test_openmp_pools_are_found() -> None:
 
     assert torch.get_num_threads() >= 1
     assert len(doctor.openmp_pools()) == 1
+
+
+def test_a_gpu_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = gpu.Gpu("NVIDIA X", (9, 0), 80 << 30, 70 << 30, "13.0")
+    monkeypatch.setattr(gpu, "inspect_gpu", lambda: found)
+    for reasons, status in (([], "ok"), (["torch is built without CUDA"], "warning")):
+        monkeypatch.setattr(gpu, "reasons_against", lambda _, reasons=reasons: reasons)
+        (finding,) = doctor._check_gpu()
+        assert finding.status == status and finding.detail.startswith("NVIDIA X (compute capability 9.0), 70.0 GiB free")
+        assert all(reason in finding.detail for reason in reasons)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from quire.engine.builder import build_engine
 from quire.engine.engine import Engine
 
 VOCAB_SIZE = 256
+DEVICE = os.environ.get("QUIRE_TEST_DEVICE", "cpu")
+"""Where engines compute: `make gpu-test` asks for a GPU."""
 
 TINY_LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -59,6 +62,8 @@ def make_engine(tiny_config: Path) -> Iterator[MakeEngine]:
         options.setdefault("kv_cache_memory", num_blocks * block_size * 2 * 2 * 2 * row_bytes)
         options.setdefault("num_threads", 1)
         options.setdefault("max_num_seqs", 16)
+        if DEVICE != "cpu":
+            options.setdefault("device", DEVICE)
         engine = build_engine(EngineConfig(model=str(tiny_config), load_format="dummy", **options))
         assert engine.plan.limits.num_blocks == num_blocks
         engines.append(engine)

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
+from typing import Any
 
-from quire.kernels import cpu
-from quire.kernels.reference.sampling import ReferenceSampling
+import pytest
+import torch
+
+from quire.kernels import cpu, load
 from quire.sampling import select_sampling
 
 
-def test_the_reference_serves_other_devices_and_says_why() -> None:
-    kernels, reasons = select_sampling("cuda:0")
-    assert isinstance(kernels, ReferenceSampling)
-    assert any("CPU only" in reason for reason in reasons)
+def beside(name: str) -> Any:
+    return SimpleNamespace(name=name, device=torch.device("cpu"))
+
+
+def test_the_reference_stays_with_the_reference() -> None:
+    assert select_sampling(load("reference")).name == "reference"
 
 
 @pytest.mark.skipif(cpu.IMPORT_ERROR is not None, reason="the native extension is not built")
 def test_the_native_kernels_are_preferred() -> None:
-    kernels, reasons = select_sampling("cpu")
-    assert (kernels.name, reasons) == ("cpu", [])
+    assert select_sampling(beside("cpu")).name == "cpu"
 
 
-def test_a_missing_extension_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extension_is_explained(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(cpu, "IMPORT_ERROR", "no such module")
-    kernels, reasons = select_sampling("cpu")
-    assert kernels.name == "reference" and "no such module" in reasons[0]
+    assert select_sampling(beside("cpu")).name == "reference"
+    assert "no such module" in caplog.text

@@ -1,4 +1,4 @@
-"""`quire bench kernels`: the CPU's projections in every weight format, against the limits of this machine."""
+"""`quire bench kernels`: the CPU's projections in every weight format, or a GPU's kernels, against the machine's limits."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from quire.errors import ConfigError
 EXAMPLES = """\
 examples:
   quire bench kernels
+  quire bench kernels --device cuda --json kernels.json
   quire bench kernels --shape 2048x8192 --rows 1,64 --weights bf16,int4-g128 --num-threads 4
 """
 
@@ -22,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
     parser.epilog = EXAMPLES
     group = parser.add_argument_group("kernels")
+    group.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="whose kernels (default: cpu)")
     group.add_argument("--shape", type=shape, default=(4096, 2048), metavar="NxK", help="outputs x inputs (default: 4096x2048)")
     group.add_argument("--rows", type=counts, default=[1, 4, 16, 64, 512], metavar="LIST", help="default: 1,4,16,64,512")
     group.add_argument("--weights", metavar="LIST", help="formats such as f32,bf16,int4-g128 (default: all)")
@@ -48,6 +50,8 @@ def counts(text: str) -> list[int]:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
+    if args.device == "cuda":
+        return run_on_gpu(args)
     if args.num_threads is not None and args.num_threads < 1:
         raise UsageError("--num-threads must be at least 1")
     from quire.bench.kernels import KINDS, measure_limits, measure_linear, render
@@ -72,5 +76,26 @@ def run(args: argparse.Namespace) -> int:
         if args.json is not None:
             figures = {"shape": args.shape, "limits": asdict(limits), "linear": [asdict(each) for each in times]}
             file.write(json.dumps(figures, indent=1) + "\n")
+    print("\n".join(render(limits, times)), file=sys.stderr if args.json == "-" else sys.stdout)
+    return 0
+
+
+def run_on_gpu(args: argparse.Namespace) -> int:
+    """Every kernel of the GPU back end, with shapes of its own; the options of the CPU's projections do not apply."""
+    for name in ("weights", "num_threads", "isa"):
+        if getattr(args, name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} applies to the CPU's kernels only")
+    from quire.engine.gpu import require_gpu
+
+    require_gpu()
+    from quire.bench.gpu_kernels import cases, measure, measure_limits, render
+    from quire.kernels.triton import load
+
+    kernels = load("cuda")
+    with open_output(None if args.json == "-" else args.json) as file:
+        limits = measure_limits(kernels.device)
+        times = [measure(case, limits, kernels.device) for case in cases(kernels)]
+        if args.json is not None:
+            file.write(json.dumps({"limits": asdict(limits), "kernels": [asdict(each) for each in times]}, indent=1) + "\n")
     print("\n".join(render(limits, times)), file=sys.stderr if args.json == "-" else sys.stdout)
     return 0

@@ -16,7 +16,7 @@ from quire.kernels.triton.interpretation import correct_interpreter, is_interpre
 if TYPE_CHECKING:
     import torch
 
-    from quire.kernels.interface import Kernels
+    from quire.kernels.triton.kernels import TritonKernels
 
 DTYPES = ("float32", "bfloat16", "float16")
 MIN_CAPABILITY = (8, 0)
@@ -59,7 +59,7 @@ def _reasons_against_gpu(device: str) -> list[str]:
     return []
 
 
-def load(device: str = "cuda") -> Kernels:
+def load(device: str = "cuda") -> TritonKernels:
     """The back end for one device; ConfigError says why it cannot run there."""
     import torch
 

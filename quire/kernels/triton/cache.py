@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.interface import AttentionBatch, AttentionWeights
 from quire.kernels.triton.checks import check_caches, check_heads, check_indices, launch_options, require
 
 
@@ -109,6 +110,30 @@ def enter_kernel(
             tl.store(value_cache + there, rounded.to(value_cache.dtype.element_ty), mask=is_dim)
         else:
             tl.store(key_cache + there, rounded.to(key_cache.dtype.element_ty), mask=is_dim)
+
+
+def enter(projected: Tensor, weights: AttentionWeights, batch: AttentionBatch, caches: tuple[Tensor, Tensor]) -> Tensor:
+    """Norms, RoPE and the cache write of `projected` [T, (heads + 2 * KV heads) * D]; gives the queries [T, heads, D].
+
+    Norms are RMS norms of single heads, both there or neither, with one offset.
+    """
+    key_cache, value_cache = caches
+    check_caches(key_cache, value_cache)
+    num_tokens, num_heads, head_size = projected.shape[0], weights.num_heads, weights.head_dim
+    query = torch.empty((num_tokens, num_heads, head_size), dtype=projected.dtype, device=projected.device)
+    query_norm, key_norm, rope = weights.query_norm, weights.key_norm, weights.rope
+    if num_tokens:
+        enter_kernel[(num_tokens, num_heads + 2 * weights.num_kv_heads)](
+            projected, query, key_cache, value_cache,
+            projected if query_norm is None else query_norm.weight, projected if key_norm is None else key_norm.weight,
+            projected if rope is None else rope, batch.positions, batch.slots,
+            0.0 if query_norm is None else query_norm.eps, 0.0 if key_norm is None else key_norm.eps,
+            0.0 if key_norm is None else key_norm.weight_offset,
+            NUM_HEADS=num_heads, NUM_KV_HEADS=weights.num_kv_heads, HEAD_SIZE=head_size,
+            NUM_PAIRS=0 if rope is None else rope.shape[-1], BLOCK_SIZE=key_cache.shape[2],
+            HEAD_PADDED=triton.next_power_of_2(head_size), HAS_NORM=query_norm is not None, **launch_options(1),
+        )  # fmt: skip
+    return query
 
 
 def rope(x: Tensor, positions: Tensor, cos_sin: Tensor, *, interleaved: bool = False) -> None:

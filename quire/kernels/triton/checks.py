@@ -58,6 +58,8 @@ def check_indices(tensor: Tensor, name: str, count: int) -> None:
 def check_caches(key_cache: Tensor, value_cache: Tensor) -> None:
     """ValueError unless both are [B, KV heads, block size, D] and agree."""
     agree = value_cache.shape == key_cache.shape and value_cache.dtype == key_cache.dtype and key_cache.dim() == 4
+    if key_cache.dtype not in FLOATS:
+        raise TypeError(f"a KV cache of {key_cache.dtype}; the Triton kernels take float32, bfloat16 and float16")
     is_whole = key_cache.is_contiguous() and value_cache.is_contiguous()
     require(agree and is_whole, "expected two contiguous caches [B, KV heads, block size, D]", key_cache, value_cache)
     require(key_cache.dim() == 4 and min(key_cache.shape[1:]) > 0, "the caches hold no positions", key_cache)

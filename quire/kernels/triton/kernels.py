@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,10 @@ from quire.kernels.triton.activation import NO_ACTIVATION
 from quire.kernels.triton.integer_linear import IntegerLinear
 from quire.kernels.triton.linear import FloatLinear
 from quire.kernels.triton.row_peaks import tile_peaks
+from quire.kernels.triton.step import CompiledDecoder, reason_against
 from quire.kernels.triton.tuning import Tuning, tuning_for
+
+logger = logging.getLogger(__name__)
 
 
 class TritonKernels:
@@ -97,5 +102,9 @@ class TritonKernels:
         )
 
     def compile_decoder(self, decoder: DecoderWeights) -> ForwardPass | None:
-        """None yet: the operations are called one by one."""
+        """See `step`; None where the fused kernel lacks a part, which is logged."""
+        reason = reason_against(decoder)
+        if reason is None:
+            return CompiledDecoder(decoder, self)
+        logger.info("the operations are called one by one: the fused step has no %s", reason)
         return None

@@ -1,7 +1,6 @@
 """The Triton kernels under test: interpreted on the CPU, or with QUIRE_TEST_DEVICE=cuda on a GPU (`make gpu-test`).
 
-Triton decides when a kernel is defined whether to interpret it. So the variable is set here, while tests are collected,
-before anything imports the kernels.
+Triton decides when it is first imported whether to interpret kernels: see `tests/conftest.py`.
 """
 
 from __future__ import annotations
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
 
 DEVICE = os.environ.get("QUIRE_TEST_DEVICE", "cpu")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

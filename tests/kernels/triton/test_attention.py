@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from kernel_cases import thorough
 from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch, Kernels
@@ -34,10 +35,10 @@ def assert_near(got: Tensor, want: Tensor) -> None:
 @pytest.mark.parametrize(
     ("heads", "head_size", "dtype"),
     [
-        ((4, 2), 64, torch.float32),
+        thorough((4, 2), 64, torch.float32),
         ((3, 3), 80, torch.bfloat16),
-        ((9, 1), 128, torch.bfloat16),
-        ((2, 1), 256, torch.float16),
+        thorough((9, 1), 128, torch.bfloat16),
+        thorough((2, 1), 256, torch.float16),
         ((6, 2), 40, torch.float32),
     ],
 )
@@ -64,7 +65,7 @@ def test_more_query_heads_than_one_tile_holds(kernels: Kernels, reference: Kerne
     assert_near(attend(kernels, case, query), attend(reference, case, query))
 
 
-@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("window", [thorough(None), 50])
 def test_the_block_size_changes_no_bit(kernels: Kernels, paged: type[Paged], attend: Attend, window: int | None) -> None:
     case = paged.random(RAGGED, 1, 32)
     query = draw_query(case, 2)
@@ -73,7 +74,7 @@ def test_the_block_size_changes_no_bit(kernels: Kernels, paged: type[Paged], att
         assert torch.equal(results[0], other)
 
 
-@pytest.mark.parametrize(("chunk", "window"), [(1, None), (7, 45), (32, None)])
+@pytest.mark.parametrize(("chunk", "window"), [(1, None), (7, 45), thorough(32, None)])
 def test_chunking_changes_no_bit(kernels: Kernels, paged: type[Paged], attend: Attend, chunk: int, window: int | None) -> None:
     """Chunks of one are decodes: their splits are computed side by side and merged."""
     whole = paged.random(((100, 100),), 1, 32)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 from torch import Tensor
 
 from quire.kernels.interface import Kernels, QuantizedWeight
 from quire.kernels.reference.linear import quantize_row
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed (pip install triton)", allow_module_level=True)
+
 from quire.kernels.triton.integer_linear import pack_nibbles, quantize_rows
 
 

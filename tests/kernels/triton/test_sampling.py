@@ -1,0 +1,98 @@
+"""Triton's sampling gives the reference's bits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import thorough
+from sampling_cases import make_filters, make_keys, make_logits, make_penalties, make_rows
+from torch import Tensor
+
+from quire.kernels.interface import Kernels
+from quire.kernels.reference.sampling import ReferenceSampling
+from quire.kernels.sampling import Filters, SamplingKernels, ScaledRows
+from quire.sampling import select_sampling
+
+REFERENCE = ReferenceSampling()
+
+
+@pytest.fixture
+def sampling(kernels: Kernels) -> SamplingKernels:
+    from quire.kernels.triton.sampling import TritonSampling
+
+    return TritonSampling()
+
+
+def there(record: Any, device: torch.device) -> Any:
+    """A tensor, or a record of tensors, on the device."""
+    if isinstance(record, Tensor) or record is None:
+        return None if record is None else record.to(device)
+    return type(record)(*(getattr(record, field.name).to(device) for field in fields(record)))
+
+
+def test_peaks(sampling: SamplingKernels, device: torch.device) -> None:
+    logits = make_logits(6, 4099)
+    logits[1] = -math.inf
+    logits[2, 2000] = math.inf
+    logits[3, -1] = math.nan
+    (ids, values), (expected_ids, expected) = sampling.peaks(logits.to(device)), REFERENCE.peaks(logits)
+    assert torch.equal(values.cpu().nan_to_num(nan=123.0, posinf=1e38), expected.nan_to_num(nan=123.0, posinf=1e38))
+    sound = expected.isfinite()
+    assert torch.equal(ids.cpu()[sound], expected_ids[sound])
+
+
+CASES = [((2, 5), 2), ((1, 4099), 5), thorough((1, 1), 1), thorough((2, 65), 3), thorough((1, 1000), 4)]
+
+
+@pytest.mark.parametrize(("shape", "seed"), CASES)
+def test_cuts_draws_and_scores(sampling: SamplingKernels, device: torch.device, shape: tuple[int, int], seed: int) -> None:
+    logits = make_logits(*shape, seed)
+    rows = make_rows(logits, seed)
+    count = len(rows.row)
+    filters, keys = make_filters(count, shape[1], seed), make_keys(count, seed)
+    args = (there(logits, device), there(rows, device))
+    expected = REFERENCE.cuts(logits, rows, filters)
+    cuts = sampling.cuts(*args, there(filters, device))
+    assert torch.equal(cuts.value.cpu(), expected.value) and torch.equal(cuts.token_id.cpu(), expected.token_id)
+    for limit, ours in ((expected, cuts), (None, None)):
+        drawn = REFERENCE.draw(logits, rows, limit, keys)
+        assert torch.equal(sampling.draw(*args, ours, there(keys, device)).cpu(), drawn)
+        num_top = min(20, shape[1])
+        scores = sampling.score(*args, ours, drawn.to(device), num_top=num_top)
+        wanted = REFERENCE.score(logits, rows, limit, drawn, num_top=num_top)
+        assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(scores, wanted, strict=True))
+
+
+ODD_ROWS = [([0.0, -0.0, 1.0, -0.0, 1.0], 1.0), ([-math.inf, 3.0, -math.inf], 1e5), ([-3e38, 0.5, 0.5, 0.5, 0.25], 1e-4)]
+
+
+@pytest.mark.parametrize(("values", "scale"), ODD_ROWS)
+def test_odd_rows(sampling: SamplingKernels, device: torch.device, values: list[float], scale: float) -> None:
+    logits = torch.tensor([values])
+    rows = ScaledRows(torch.zeros(3, dtype=torch.int64), logits.max().repeat(3), torch.full((3,), scale))
+    top_k = torch.tensor([2, 5, 3]).clamp(max=len(values))
+    filters = Filters(top_k, torch.tensor([1.0, 0.6, 0.9]).double(), torch.full((3,), -math.inf))
+    cuts = sampling.cuts(there(logits, device), there(rows, device), there(filters, device))
+    expected = REFERENCE.cuts(logits, rows, filters)
+    assert torch.equal(cuts.value.cpu(), expected.value) and torch.equal(cuts.token_id.cpu(), expected.token_id)
+
+
+def test_penalties(sampling: SamplingKernels, device: torch.device) -> None:
+    logits, penalties = make_logits(6, 300), make_penalties()
+    ours, theirs = logits.to(device, copy=True), logits.clone()
+    sampling.penalise(ours, there(penalties, device))
+    REFERENCE.penalise(theirs, penalties)
+    assert torch.equal(ours.cpu(), theirs) and not torch.equal(theirs, logits)
+
+
+def test_logits_that_do_not_fit_are_refused(sampling: SamplingKernels) -> None:
+    with pytest.raises(TypeError, match="contiguous float32"):
+        sampling.peaks(torch.zeros(2, 3, dtype=torch.float64))
+
+
+def test_it_is_chosen_beside_the_triton_kernels(kernels: Kernels, device: torch.device) -> None:
+    assert select_sampling(kernels).name == "triton"

@@ -1,0 +1,74 @@
+"""The fused step gives the bits of the operations one by one, for each kind of block, prefills and decodes mixed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import thorough
+
+from quire.kernels.interface import AttentionBatch, Kernels
+from quire.models.registry import declare
+from quire.nn.builder import build_decoder
+from quire.nn.context import StepContext
+from quire.weights.dummy import DummyWeights
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "vocab_size": 61,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], **SIZES},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], **SIZES},  # norms of heads
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"], **SIZES},  # norms of all heads together: one by one
+    "gpt2": {  # layer norms, biases, learned positions, no RoPE
+        "architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 61,
+    },
+}  # fmt: skip
+BLOCK_SIZE = 4
+
+
+def make_batch(device: torch.device) -> AttentionBatch:
+    """A sequence of five new tokens, and one that has computed eight and brings its ninth."""
+    positions = torch.tensor([0, 1, 2, 3, 4, 8])
+    tables = torch.tensor([[3, 0, 0], [1, 4, 2]], dtype=torch.int32)
+    tables[0, 1] = 5
+    rows = torch.tensor([0, 0, 0, 0, 0, 1])
+    slots = tables[rows, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+    starts, lengths = torch.tensor([0, 5, 6], dtype=torch.int32), torch.tensor([5, 9], dtype=torch.int32)
+    starts, lengths, tables, slots, positions = (each.to(device) for each in (starts, lengths, tables, slots, positions))
+    return AttentionBatch(starts, lengths, tables, slots, positions, 5, 9)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("qwen3", "bfloat16"),
+        ("gpt2", "bfloat16"),
+        thorough("llama", "bfloat16"),
+        thorough("olmo2", "bfloat16"),
+        thorough("qwen3", "float32"),
+    ],
+)
+def test_fused_is_one_by_one(kernels: Kernels, device: torch.device, family: str, dtype: str) -> None:
+    model = build_decoder(declare(CONFIGS[family]), DummyWeights(), kernels, dtype=dtype, max_model_len=64)
+    assert (model.compiled is None) == (family == "olmo2")
+    batch, results = make_batch(device), []
+    token_ids = torch.tensor([7, 8, 9, 10, 60, 3], device=device)
+    for forward in (model.forward, model.walk):
+        generator = torch.Generator().manual_seed(1)
+        caches = []
+        for layer in model.spec.kv_layers:
+            shape = (6, layer.num_kv_heads, BLOCK_SIZE, layer.head_dim)
+            caches.append(tuple(torch.randn(shape, generator=generator).to(model.dtype).to(device) for _ in range(2)))
+        hidden = forward(token_ids, batch.positions, StepContext(batch, caches))  # type: ignore[arg-type]
+        results.append((hidden, *(cache for pair in caches for cache in pair)))
+    assert all(torch.equal(fused, single) for fused, single in zip(*results, strict=True))

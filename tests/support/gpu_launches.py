@@ -1,0 +1,123 @@
+"""Launches of every Triton kernel with the shapes of real models, for `gpu_compiler`: `python gpu_launches.py 90 [NAME ...]`.
+
+Prints one line for each kernel: registers a thread, bytes of stack, shared memory, matrix instructions. Without names, all.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import torch
+from gpu_compiler import compiling, describe
+
+from quire.kernels.interface import AttentionBatch, AttentionWeights, NormWeights, QuantizedWeight
+from quire.kernels.sampling import Cuts, Filters, Keys, Penalties, ScaledRows
+from quire.kernels.triton import elementwise
+from quire.kernels.triton.cache import enter
+from quire.kernels.triton.kernels import TritonKernels
+from quire.kernels.triton.sampling import TritonSampling
+from quire.kernels.triton.tuning import FOLDER, Tuning
+
+KERNELS = TritonKernels(torch.device("cpu"), Tuning.read(FOLDER / "default.json"))
+BF16 = torch.bfloat16
+
+
+def batch(query_lens: list[int], context_lens: list[int], block_size: int = 16) -> AttentionBatch:
+    starts = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32)
+    tables = torch.zeros(len(query_lens), -(-max(context_lens) // block_size), dtype=torch.int32)
+    ids = torch.zeros(sum(query_lens), dtype=torch.int64)
+    lengths = torch.tensor(context_lens, dtype=torch.int32)
+    return AttentionBatch(starts, lengths, tables, ids, ids.clone(), max(query_lens), max(context_lens))
+
+
+def attention(dtype: torch.dtype = BF16, head_sizes: tuple[int, ...] = (64, 128, 256)) -> None:
+    for head_size in head_sizes:
+        keys, values = (torch.zeros(8, 8, 16, head_size, dtype=dtype) for _ in range(2))
+        wide, narrow = (torch.zeros(n, 32, head_size, dtype=dtype) for n in (512, 2))
+        KERNELS.paged_attention(wide, keys, values, batch([256, 256], [256, 300]), scale=0.1)
+        KERNELS.paged_attention(wide, keys, values, batch([256, 256], [256, 3000]), scale=0.1)
+        KERNELS.paged_attention(narrow, keys, values, batch([1, 1], [100, 3000]), scale=0.1, window=1000, soft_cap=30.0)
+
+
+def linear(dtype: torch.dtype = BF16) -> None:
+    packed = KERNELS.pack_linear(torch.zeros(6144, 4096, dtype=dtype))
+    for num_rows in (32, 512):
+        x = torch.zeros(num_rows, 4096, dtype=dtype)
+        KERNELS.linear(x, packed)
+        KERNELS.gated_linear(x, packed, "silu")
+    KERNELS.linear_peaks(x, KERNELS.pack_linear(torch.zeros(32000, 4096, dtype=dtype)))
+
+
+def integers() -> None:
+    x = torch.zeros(32, 4096, dtype=BF16)
+    kinds = ((8, 4096, "int8"), (8, 128, "int8"), (4, 128, "int8"), (4, 128, "float"), (4, 32, "float"), (8, 4096, "float"))
+    for bits, group, activations in kinds:
+        values, scales = torch.zeros(1024, 4096, dtype=torch.int8), torch.zeros(1024, 4096 // group)
+        weight: Any = QuantizedWeight(values, scales, None, bits, group, activations)  # type: ignore[arg-type]
+        packed = KERNELS.pack_quantized(weight)
+        KERNELS.linear(x, packed)
+        KERNELS.gated_linear(x, packed, "silu")
+
+
+def small(dtype: torch.dtype = BF16) -> None:
+    x, weight = torch.zeros(32, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
+    KERNELS.rms_norm(x, weight, 1e-6)
+    KERNELS.add_rms_norm(x, x, weight, 1e-6)
+    KERNELS.layer_norm(x, weight, weight, 1e-6)
+    KERNELS.activate(x, "gelu")
+    KERNELS.gated(x, "gelu_tanh")
+    ids = torch.zeros(32, dtype=torch.int64)
+    elementwise.embedding(ids, x)
+    elementwise.is_finite(x)
+    both, cache = torch.zeros(32, 48, 128, dtype=dtype), torch.zeros(8, 8, 16, 128, dtype=dtype)
+    table = torch.zeros(64, 2, 64)
+    KERNELS.rope(both, ids, table)
+    KERNELS.write_kv(both[:, 32:40], both[:, 40:], cache, cache.clone(), ids)
+    norm = NormWeights("rms", torch.zeros(128, dtype=dtype), None, 1e-6, 0.0)
+    for norms in (None, norm):
+        packed = KERNELS.pack_linear(x)
+        weights = AttentionWeights(packed, packed, 32, 8, 128, 0.1, norms, norms, table, None, None)
+        enter(both.view(32, -1), weights, batch([1] * 32, [1] * 32), (cache, cache.clone()))
+
+
+def sampling() -> None:
+    logits, ids = torch.zeros(4, 128_000), torch.zeros(3, dtype=torch.int64)
+    floats, kernels = torch.zeros(3), TritonSampling()
+    rows, cuts = ScaledRows(ids, floats, floats), Cuts(floats, ids)
+    kernels.peaks(logits)
+    kernels.cuts(logits, rows, Filters(ids, floats.double(), floats))
+    for limit in (None, cuts):
+        kernels.draw(logits, rows, limit, Keys(ids, ids))
+        kernels.score(logits, rows, limit, ids)
+    starts, tokens = torch.zeros(4, dtype=torch.int64), torch.zeros(9, dtype=torch.int32)
+    kernels.penalise(logits, Penalties(ids, tokens, starts, ids, floats, floats, floats))
+
+
+GROUPS: dict[str, Callable[[], None]] = {
+    "attention": attention,
+    "attention-float32": lambda: attention(torch.float32, (128,)),
+    "linear": linear,
+    "linear-float32": lambda: linear(torch.float32),
+    "integers": integers,
+    "small": small,
+    "small-float32": lambda: small(torch.float32),
+    "sampling": sampling,
+}
+
+
+def main(arguments: list[str]) -> None:
+    capability, *names = arguments
+    for name in names or GROUPS:
+        with compiling(int(capability)) as compiled:
+            GROUPS[name]()
+        for key, kernel in compiled.items():
+            found = describe(key, kernel)
+            sizes = f"{found.num_registers:4} {found.stack_bytes:5} {found.shared_bytes:7}"
+            print(f"{name:18} {found.name:20} {sizes}  {', '.join(sorted(found.instructions)) or '-'}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
