@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_client import FakeClient, Script
-from servers import serve
+from servers import routes_of, serve
 
 from quire.config.api import ApiConfig
 from quire.server.app import build_app
@@ -36,7 +36,7 @@ def raw(port: int, request: bytes) -> bytes:
 
 def test_t05_every_route_and_spelling_needs_a_key() -> None:
     config = ApiConfig()
-    paths = {route.path for route in build_app(config, FakeClient(), KEYS)._app.routes}  # type: ignore[attr-defined]
+    paths = {route.path for route in routes_of(build_app(config, FakeClient(), KEYS))}
     assert {"/livez", "/readyz", CHAT, "/metrics", "/tokenize", "/inspect/steps", "/openapi.json"} <= paths
     public = {"/livez", "/readyz", "/", "/dashboard", *(path for path in paths if path.startswith("/page/"))}
     odd = {

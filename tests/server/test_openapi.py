@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 from fake_client import FakeClient
-from servers import serve
+from servers import routes_of, serve
 
 from quire.config.api import ApiConfig
 from quire.server.app import build_app
@@ -14,7 +14,7 @@ from quire.server.tenants import key_ring
 
 
 def test_it_describes_what_is_served() -> None:
-    routes = build_app(ApiConfig(), FakeClient(), key_ring([]))._app.routes  # type: ignore[attr-defined]
+    routes = routes_of(build_app(ApiConfig(), FakeClient(), key_ring([])))
     with serve(FakeClient()) as server:
         document = httpx.get(f"{server.url}/openapi.json").json()
     assert {*document["paths"], "/openapi.json", *PAGE_PATHS} == {route.path.replace(":path", "") for route in routes}

@@ -56,6 +56,13 @@ class RunningServer:
         return asyncio.run_coroutine_threadsafe(call(), self.loop).result(30)
 
 
+def routes_of(app: Any) -> list[Any]:
+    """All routes of the application, which lie behind whatever wraps the router."""
+    while not hasattr(app, "routes"):
+        app = app._app
+    return list(app.routes)
+
+
 @contextmanager
 def local_llm(**options: Any) -> Iterator[tuple[AsyncLLM, Any]]:
     """The shipped model's engine and its prepared model, for a `LocalClient`."""
