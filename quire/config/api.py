@@ -7,6 +7,7 @@ from typing import Any
 
 from quire.errors import ConfigError
 
+TOOL_PARSERS = ("hermes", "mistral", "llama3_json")
 METRICS_PREFIXES = ("quire", "vllm")
 
 
@@ -23,6 +24,9 @@ class ApiConfig:
     api_keys: str | None = _option(None, "API keys, separated by commas; better in QUIRE_API_KEYS or a file than here")
     root_path: str = _option("", "path prefix that a proxy strips")
     chat_template: str | None = _option(None, "file with the chat template to use in place of the model's own")
+    tool_parser: str = _option(
+        "auto", "notation of the model's tool calls; auto reads it off the chat template", choices=("auto", *TOOL_PARSERS)
+    )
     metrics_prefix: str = _option("quire", "first part of all metric names", choices=METRICS_PREFIXES)
     strict_fields: bool = _option(False, "refuse request fields that are unknown or have no effect, instead of naming them")
     json_logs: bool = _option(False, "write logs as one JSON object a line, with a line for each request")

@@ -57,6 +57,14 @@ class StructuredOutputsParams:
         object.__setattr__(self, "wire", getattr(self, f"_from_{given[0]}")(f"structured_outputs.{given[0]}"))
 
     @classmethod
+    def of_grammar(cls, wire: Grammar) -> StructuredOutputsParams:
+        """Of a grammar that is of our own making, and known to be possible."""
+        made = cls(grammar="start: /a/")
+        object.__setattr__(made, "grammar", wire.text)
+        object.__setattr__(made, "wire", wire)
+        return made
+
+    @classmethod
     def from_mapping(cls, values: object) -> StructuredOutputsParams:
         """From a decoded JSON object, such as an HTTP body's field."""
         if not isinstance(values, Mapping):

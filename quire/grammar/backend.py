@@ -125,6 +125,14 @@ _stack_lock = threading.Lock()
 """The stack size of new threads is the process's."""
 
 
+def embedded_schema(text: str, *, is_compact: bool = False) -> str:
+    """A checked schema's text with our options, as it stands behind `%json` in a grammar."""
+    options: dict[str, Any] = {"lenient": False}
+    options |= {"whitespace_flexible": False} if is_compact else {"whitespace_pattern": WHITE_SPACE}
+    rest = text[1:] if text == "{}" else f",{text[1:]}"
+    return f'{{"x-guidance":{json.dumps(options)}{rest}'
+
+
 def _source(library: ModuleType, grammar: Grammar) -> str:
     """The grammar in the library's notation."""
     if grammar.kind == "regex":
@@ -132,10 +140,7 @@ def _source(library: ModuleType, grammar: Grammar) -> str:
     elif grammar.kind == "lark":
         text = grammar.text
     else:
-        options: dict[str, Any] = {"lenient": False}
-        options |= {"whitespace_flexible": False} if grammar.kind == "json_compact" else {"whitespace_pattern": WHITE_SPACE}
-        rest = grammar.text[1:] if grammar.text == "{}" else f",{grammar.text[1:]}"
-        text = f'start: %json {{"x-guidance":{json.dumps(options)}{rest}'
+        text = f"start: %json {embedded_schema(grammar.text, is_compact=grammar.kind == 'json_compact')}"
     return str(library.LLMatcher.grammar_from_lark(f"{text}\n{_NO_FORCING}\n"))
 
 

@@ -15,6 +15,7 @@ from quire.server.generation import Generator, Tracer
 from quire.server.metrics import Metrics
 from quire.server.tenants import KeyRing
 from quire.server.texts import Texts, read_template
+from quire.text.tools import FORMATS, ToolFormat, format_of_template
 
 
 class Api:
@@ -28,6 +29,8 @@ class Api:
         info = client.model
         self.model_names = model_names(config, info.name)
         self.texts = Texts(client.tokenizer, info, read_template(config.chat_template))
+        is_auto = config.tool_parser == "auto"
+        self.tool_format = format_of_template(self.texts.template_source) if is_auto else FORMATS[config.tool_parser]
         self.admission = Admission(config, keys.tenants, lambda: client.status().num_running)
         self.metrics = Metrics(config.metrics_prefix, self.model_names[0], client, self.admission)
         self.generator = Generator(client, self.admission, self.metrics, config.max_logprob_entries)
@@ -40,6 +43,14 @@ class Api:
         room = room_for_logprobs(num_top_logprobs, num_sequences, self.config.max_logprob_entries)
         limits = [limit for limit in (self.sampling_defaults.get("max_tokens"), room) if limit is not None]
         return min(limits, default=None)
+
+    @property
+    def tool_notation(self) -> tuple[ToolFormat | None, int | None]:
+        """How the model writes calls, if that is known, and the id of the marker where that is a special token."""
+        form, tokenizer = self.tool_format, self.client.tokenizer
+        marker = tokenizer.token_to_id(form.begin) if form is not None and form.begin and tokenizer is not None else None
+        is_special = tokenizer is not None and marker is not None and marker in tokenizer.special_token_ids
+        return form, marker if is_special else None
 
     @property
     def fingerprint(self) -> str:

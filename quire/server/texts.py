@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from quire.engine.client import ModelInfo
 from quire.errors import ConfigError
 from quire.server.errors import ApiError, bad_request
@@ -34,6 +36,7 @@ class ChatOptions:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: Mapping[str, object] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
 
 
 class Texts:
@@ -83,7 +86,7 @@ class Texts:
         if template is None:
             raise bad_request(f"this model cannot chat: {self._why_no_template}", param="messages")
         chosen = template
-        num_chars = _num_chars(messages)
+        num_chars = _num_chars(messages) + len(msgspec.json.encode(options.tools or ()))
         self._check_chars(num_chars)
 
         def render() -> tuple[str, list[int]]:
@@ -91,6 +94,7 @@ class Texts:
                 _without_developer(messages, chosen),
                 add_generation_prompt=options.add_generation_prompt,
                 continue_final_message=options.continue_final_message,
+                tools=options.tools,
                 template_kwargs=options.template_kwargs,
             )
             return "".join((text,)), encode_chat(tokenizer, text)

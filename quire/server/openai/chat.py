@@ -13,18 +13,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
+from quire.core.structure import StructuredOutputsParams
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.server.body import decode, read_json
 from quire.server.call import Call, call_of
 from quire.server.errors import ApiError, bad_request, unavailable_feature
 from quire.server.generation import Job, Run, Usage
-from quire.server.openai.fields import Count, SamplingFields, asks_for_something, check_fields, ignored_hints, sampling_params
+from quire.server.openai.fields import Count, SamplingFields, check_fields, ignored_hints, sampling_params
 from quire.server.openai.logprobs import LogprobTracker, TokenNames, prompt_logprobs
 from quire.server.openai.messages import Message, for_template
 from quire.server.responses import DONE, KEEP_ALIVE, EventStream, data_event, json_response, timings
 from quire.server.state import Api
 from quire.server.structure import from_guided, from_response_format, settle
 from quire.server.texts import ChatOptions
+from quire.server.tools import ToolUse, settle_tools
 
 
 class ChatRequest(SamplingFields, kw_only=True):
@@ -54,6 +56,7 @@ class PreparedChat:
     fingerprint: str
     names: TokenNames
     prepare_s: float
+    tools: ToolUse | None = None
     id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -100,6 +103,7 @@ class ChatCompletions:
         _check(body)
         call.ignored_fields.extend(ignored_hints(body))
         messages = for_template(body.messages)
+        tools = await settle_tools(body.tools, body.tool_choice, body.parallel_tool_calls is not False, api.tool_notation)
         is_newer = body.max_completion_tokens is not None
         param = "max_completion_tokens" if is_newer else "max_tokens"
         wanted = body.max_completion_tokens if is_newer else body.max_tokens
@@ -107,6 +111,7 @@ class ChatCompletions:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             template_kwargs=_template_kwargs(body, api.texts.template_source, call),
+            tools=None if tools is None else tools.shown,
         )
         text, token_ids = await api.texts.encode_chat(messages, options)
         token_ids = api.texts.truncate(token_ids, body.truncate_prompt_tokens)
@@ -115,17 +120,22 @@ class ChatCompletions:
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         default = api.default_max_tokens(num_top, body.n or 1)
         max_tokens = api.texts.max_tokens(len(token_ids), wanted, default=default, param=param)
-        structure = await settle([*from_response_format(body.response_format), *from_guided(body)])
-        params = sampling_params(
-            body, api.sampling_defaults, max_tokens=max_tokens, logprobs=num_top, structured_outputs=structure
-        )
+        given: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": num_top}
+        given["structured_outputs"] = await settle([*from_response_format(body.response_format), *from_guided(body)])
+        if tools is not None and tools.grammar is not None:
+            if given["structured_outputs"] is not None:
+                raise bad_request("response_format: not together with tools that must be called", param="response_format")
+            given["structured_outputs"] = StructuredOutputsParams.of_grammar(tools.grammar)
+        if tools is not None and tools.shows_special:
+            given["skip_special_tokens"] = False
+        params = sampling_params(body, api.sampling_defaults, **given)
         job = Job(token_ids, params, text if body.echo else None, body.cache_salt, body.priority or 0)
         names = TokenNames(
             api.client.tokenizer,
             as_ids=bool(body.return_tokens_as_token_ids),
             shows_special=body.skip_special_tokens is False,
         )
-        return PreparedChat(body, job, model, api.fingerprint, names, time.monotonic() - started_s)
+        return PreparedChat(body, job, model, api.fingerprint, names, time.monotonic() - started_s, tools)
 
     async def run_body(self, call: Call, body: bytes) -> dict[str, Any]:
         """The answer to a body that did not come by HTTP (a batch's line); never a stream."""
@@ -142,10 +152,7 @@ class ChatCompletions:
 
 
 def _check(body: ChatRequest) -> None:
-    chooses_none = body.tool_choice == "none"
-    check_fields(body, exempt=frozenset({"tools"}) if chooses_none else frozenset())
-    if asks_for_something(body.tool_choice) and body.tool_choice not in ("none", "auto"):
-        raise unavailable_feature("tool_choice", "tool calling is not available on this server yet; use 'none'")
+    check_fields(body)
     if body.modalities is not None and "audio" in body.modalities:
         raise unavailable_feature("modalities", "this model gives text alone")
     if body.top_logprobs is not None and not body.logprobs:
@@ -212,12 +219,18 @@ def _choice(prepared: PreparedChat, completion: CompletionOutput) -> dict[str, A
     logprobs = None
     if tracker is not None:
         logprobs = {"content": [token.encoded for token in tracker.take(completion)], "refusal": None}
-    content = echoed_text(prepared.request) + completion.text
+    echoed, reason = echoed_text(prepared.request), completion.finish_reason
+    message: dict[str, Any] = {"role": "assistant", "content": echoed + completion.text, "refusal": None, "annotations": []}
+    if prepared.tools is not None:
+        reader = prepared.tools.reader()
+        message |= reader.message(completion.text)
+        message["content"] = echoed + message["content"] or (None if "tool_calls" in message else "")
+        reason = prepared.tools.finish_reason(reason, reader.num_calls)
     choice: dict[str, Any] = {
         "index": completion.index,
-        "message": {"role": "assistant", "content": content, "refusal": None, "annotations": []},
+        "message": message,
         "logprobs": logprobs,
-        "finish_reason": completion.finish_reason,
+        "finish_reason": reason,
         "stop_reason": completion.stop_reason,
     }
     if prepared.request.return_token_ids:
@@ -249,6 +262,7 @@ class _ChatStream:
         self._has_usage = bool(options and options.include_usage)
         self._has_running_usage = self._has_usage and bool(options and options.continuous_usage_stats)
         self._trackers = [prepared.tracker() for _ in range(request.n or 1)]
+        self._readers = None if prepared.tools is None else [prepared.tools.reader() for _ in self._trackers]
         self._ended: set[int] = set()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -296,16 +310,24 @@ class _ChatStream:
         tracker = self._trackers[completion.index]
         tokens = tracker.take(completion) if tracker is not None else []
         has_ids = bool(self._prepared.request.return_token_ids and completion.token_ids)
-        if not completion.text and not tokens and not has_ids:
+        deltas: list[dict[str, Any]] = [{"content": completion.text}] if completion.text else []
+        if self._readers is not None:
+            reader = self._readers[completion.index]
+            deltas = reader.deltas(completion.text, is_last=completion.finish_reason is not None)
+        if not deltas and not tokens and not has_ids:
             return []
         logprobs = {"content": [token.encoded for token in tokens], "refusal": None} if tracker is not None else None
-        chunk = self._delta(completion.index, {"content": completion.text}, logprobs=logprobs)
+        first, *others = deltas or [{"content": ""}]
+        chunks = [self._delta(completion.index, first, logprobs=logprobs)]
         if has_ids:
-            chunk["choices"][0]["token_ids"] = completion.token_ids
-        return [chunk]
+            chunks[0]["choices"][0]["token_ids"] = completion.token_ids
+        return chunks + [self._delta(completion.index, each) for each in others]
 
     def _end(self, completion: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
-        chunk = self._delta(completion.index, {}, finish_reason=completion.finish_reason)
+        reason, tools = completion.finish_reason, self._prepared.tools
+        if tools is not None and self._readers is not None:
+            reason = tools.finish_reason(reason, self._readers[completion.index].num_calls)
+        chunk = self._delta(completion.index, {}, finish_reason=reason)
         chunk["choices"][0]["stop_reason"] = completion.stop_reason
         if self._prepared.request.timings and output.finished and len(self._ended) == len(self._trackers):
             chunk["timings"] = timings(

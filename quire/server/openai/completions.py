@@ -20,7 +20,7 @@ from quire.server.call import Call, call_of
 from quire.server.errors import bad_request, unavailable_feature
 from quire.server.generation import Job, Run, Usage
 from quire.server.openai.chat import answer_chars, stream_error, usage_body
-from quire.server.openai.fields import SamplingFields, check_fields, ignored_hints, sampling_params
+from quire.server.openai.fields import SamplingFields, asks_for_something, check_fields, ignored_hints, sampling_params
 from quire.server.openai.logprobs import LogprobTracker, ScoredToken, TokenNames, legacy_logprobs, prompt_logprobs
 from quire.server.responses import DONE, KEEP_ALIVE, EventStream, data_event, json_response, timings
 from quire.server.state import Api
@@ -211,6 +211,8 @@ def _is_id(value: object) -> bool:
 
 def _check(body: CompletionRequest) -> None:
     check_fields(body)
+    if asks_for_something(body.tools):
+        raise unavailable_feature("tools", "tools are for chats; use /v1/chat/completions")
     if body.suffix:
         raise unavailable_feature("suffix", "this model was not trained to fill in the middle")
     if body.return_token_offsets:

@@ -31,7 +31,6 @@ TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_LIST)]
 Count = Annotated[int, Meta(ge=1, lt=1 << 31)]
 
 UNAVAILABLE: Mapping[str, str] = {
-    "tools": "tool calling is not available on this server yet; leave it out, or set tool_choice to 'none'",
     "functions": "function calling is not available on this server",
     "function_call": "function calling is not available on this server",
     "audio": "this model has no audio",
