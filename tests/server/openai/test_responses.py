@@ -72,7 +72,6 @@ def test_a_stream(client: openai.OpenAI) -> None:
     [
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"background": True}, "background"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"temperature": 3}, "temperature"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
