@@ -1,18 +1,21 @@
 """The last steps of an engine, kept to be looked at: a ring of plans, from which any state within it can be made again.
 
-A step costs the recorder next to nothing: it keeps what the plan holds already and touches single rows only where they come,
-go or grow. Whoever looks pays for the rest. Bounded in steps, in pieces of work and in tokens; what leaves the ring is folded
-into the base before it. Never keeps a result, a text or a tensor.
+A step costs the recorder next to nothing: it keeps lists that the scheduler has made already, and looks at single rows only
+where they come, go, grow, or compute more than a token. Plans themselves are not kept: hundreds of small records that live on
+cost the allocator 50 us a step. Whoever looks pays for the rest. Bounded in steps, in pieces of work and in tokens; what leaves
+the ring is folded into the base before it. Never keeps a result, a text or a tensor.
 """
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from quire.core.plan import AppendedBlocks, BlockCopy, ReplacedBlock, RowWork, StepPlan
+from quire.core.plan import AppendedBlocks, BlockCopy, ReplacedBlock, StepPlan
 from quire.core.request import Sequence, SequenceStatus
 from quire.core.scheduler.scheduler import Scheduler
 from quire.engine.inspection import (
@@ -26,10 +29,10 @@ from quire.engine.inspection import (
 )
 
 MAX_STEPS = 512
-MAX_WORK = 1 << 16
-"""Pieces of work in the ring; each takes about 140 bytes."""
-MAX_TOKENS = 1 << 20
-"""Tokens of the sequences that entered within the ring, which keeps their lists alive."""
+MAX_WORK = 1 << 17
+"""Pieces of work in the ring; a plain one takes 8 bytes."""
+MAX_TOKENS = 1 << 19
+"""Tokens of the sequences that entered within the ring, which keeps them alive."""
 MAX_REQUESTS = 256
 """Sequences that an inspection names."""
 
@@ -37,19 +40,24 @@ Published = tuple[int, tuple[int, ...]]
 _NONE: list[Published] = []
 
 
-@dataclass(slots=True)
-class _Stream:
-    """A sequence, as far as it must be known when it has ended."""
-
-    name: str
-    token_ids: list[int]
-    """The sequence's own list, which only ever grows."""
-    num_prompt_tokens: int
+Chunk = tuple[int, int, int, int]
+"""(row, first position, tokens, samples)."""
 
 
-@dataclass(slots=True)
-class _Entry:
-    stream: _Stream
+class _Removed(NamedTuple):
+    """A row that was given up."""
+
+    row: int
+    why: str
+    sequence: Sequence | None
+    num_computed: int
+    """What it had computed by then."""
+
+
+class _Entry(NamedTuple):
+    """A row that was taken."""
+
+    sequence: Sequence
     record: EnteredRow
 
 
@@ -59,11 +67,16 @@ class _Step:
 
     step: int
     began_s: float
-    work: tuple[RowWork, ...]
+    in_flight: list[Sequence]
+    rows: dict[Sequence, int]
+    """Everyone's row in this step; shared with steps that have the same."""
+    num_tokens: int
+    chunks: tuple[Chunk, ...]
+    """All work that is more than one more token of a row that was there."""
     appended: tuple[AppendedBlocks, ...]
     replaced: tuple[ReplacedBlock, ...]
     copies: tuple[BlockCopy, ...]
-    removed: tuple[tuple[int, str], ...] = ()
+    removed: tuple[_Removed, ...] = ()
     entered: tuple[_Entry, ...] = ()
     published: list[Published] = field(default_factory=lambda: _NONE)
     ended_s: float = 0.0
@@ -71,13 +84,26 @@ class _Step:
     waits_for: str | None = None
     num_new_tokens: int = 0
 
+    def decoded(self) -> tuple[int, ...]:
+        """Rows that computed one more token."""
+        rows = map(self.rows.__getitem__, self.in_flight)
+        if not self.chunks:
+            return tuple(rows)
+        others = {row for row, *_ in self.chunks}
+        return tuple(row for row in rows if row not in others)
+
+    def chunk_of(self, sequence: Sequence) -> Chunk | None:
+        """The chunk of a sequence, if it has one."""
+        row = self.rows.get(sequence, -1) if self.chunks else -1
+        return next((chunk for chunk in self.chunks if chunk[0] == row), None)
+
 
 @dataclass(slots=True)
 class _State:
     """Rows and cached blocks at some step."""
 
     step: int = 0
-    streams: dict[int, _Stream] = field(default_factory=dict)
+    sequences: dict[int, Sequence] = field(default_factory=dict)
     """By row."""
     blocks: dict[int, list[int]] = field(default_factory=dict)
     """By row."""
@@ -87,12 +113,12 @@ class _State:
     def apply(self, step: _Step) -> None:
         """Go on to the next step."""
         self.step = step.step
-        for row, _ in step.removed:
-            self.streams.pop(row, None)
-            self.blocks.pop(row, None)
-        for entry in step.entered:
-            self.streams[entry.record.row] = entry.stream
-            self.blocks[entry.record.row] = list(entry.record.blocks)
+        for removed in step.removed:
+            self.sequences.pop(removed.row, None)
+            self.blocks.pop(removed.row, None)
+        for sequence, record in step.entered:
+            self.sequences[record.row] = sequence
+            self.blocks[record.row] = list(record.blocks)
         for row, place, block in step.replaced:
             self.blocks[row][place] = block
         for row, blocks in step.appended:
@@ -105,7 +131,7 @@ class _State:
 
     def copy(self) -> _State:
         blocks = {row: blocks.copy() for row, blocks in self.blocks.items()}
-        return _State(self.step, self.streams.copy(), blocks, self.cached.copy())
+        return _State(self.step, self.sequences.copy(), blocks, self.cached.copy())
 
 
 class StepRecorder:
@@ -120,7 +146,10 @@ class StepRecorder:
         self._base = _State()
         self._sequences: dict[int, Sequence] = {}
         """Who has a row now."""
+        self._rows: dict[Sequence, int] = {}
+        """The same the other way round; replaced, never changed."""
         self._current: _Step | None = None
+        self._num_computed = scheduler.stats.num_computed_tokens
         self._num_work = 0
         self._num_tokens = 0
 
@@ -128,12 +157,26 @@ class StepRecorder:
 
     def begin(self, plan: StepPlan, now: float) -> None:
         """A step is about to be computed."""
-        step = _Step(plan.step_id, now, plan.work, plan.appended_blocks, plan.replaced_blocks, plan.copies)
-        if plan.removed_rows:
-            step.removed = tuple((row, _end_of(self._sequences.pop(row, None))) for row in plan.removed_rows)
-        if plan.new_rows:
-            self._enter(step, plan)
-        self._current = step
+        scheduler = self._scheduler
+        removed = tuple(self._remove(row) for row in plan.removed_rows) if plan.removed_rows else ()
+        entered = self._enter(plan) if plan.new_rows else ()
+        if removed or entered:
+            rows = self._rows.copy()
+            for each in removed:
+                if each.sequence is not None:
+                    del rows[each.sequence]
+            rows.update((entry.sequence, entry.record.row) for entry in entered)
+            self._rows = rows
+        num_tokens = scheduler.stats.num_computed_tokens - self._num_computed
+        self._num_computed += num_tokens
+        chunks: tuple[Chunk, ...] = ()
+        if entered or num_tokens != len(plan.work) or num_tokens >= scheduler.limits.max_num_batched_tokens:
+            new = {entry.record.row for entry in entered}
+            chunks = tuple(work[:4] for work in plan.work if work[2] != 1 or work[3] != 1 or work[0] in new)
+        self._current = _Step(
+            plan.step_id, now, scheduler.in_flight, self._rows, num_tokens, chunks,
+            plan.appended_blocks, plan.replaced_blocks, plan.copies, removed, entered,
+        )  # fmt: skip
 
     def end(self, now: float) -> None:
         """It has been computed and taken in."""
@@ -149,22 +192,31 @@ class StepRecorder:
         if step.num_waiting:
             head = scheduler.waiting.head()
             step.waits_for = head.waits_for if head is not None else None
+        if step.entered:
+            step.num_new_tokens = sum(entry.record.num_known_tokens for entry in step.entered)
         self._steps.append(step)
-        self._num_work += len(step.work)
+        self._num_work += len(step.in_flight)
         self._num_tokens += step.num_new_tokens
         while len(self._steps) > MAX_STEPS or self._num_work > MAX_WORK or self._num_tokens > MAX_TOKENS:
             oldest = self._steps.popleft()
-            self._num_work -= len(oldest.work)
+            self._num_work -= len(oldest.in_flight)
             self._num_tokens -= oldest.num_new_tokens
             self._base.apply(oldest)
 
-    def _enter(self, step: _Step, plan: StepPlan) -> None:
-        by_row = {sequence.row: sequence for sequence in self._scheduler.running}
-        starts = {work.row: work.start for work in plan.work}
+    def _remove(self, row: int) -> _Removed:
+        sequence = self._sequences.pop(row, None)
+        if sequence is None:
+            return _Removed(row, "preempted", None, 0)
+        why = _end_of(sequence)
+        # The last token sampled is never computed; a row that failed did not sample.
+        return _Removed(row, why, sequence, len(sequence.token_ids) - (why != "error"))
+
+    def _enter(self, plan: StepPlan) -> tuple[_Entry, ...]:
+        rows, in_flight = [work[0] for work in plan.work], self._scheduler.in_flight
         entered = []
         for new in plan.new_rows:
-            sequence = by_row[new.row]
-            self._sequences[new.row] = sequence
+            place = rows.index(new.row)  # whoever enters does so with work
+            sequence = self._sequences[new.row] = in_flight[place]
             request = sequence.request
             record = EnteredRow(
                 row=new.row,
@@ -172,14 +224,13 @@ class StepRecorder:
                 tenant=request.tenant,
                 num_prompt_tokens=new.num_prompt_tokens,
                 num_known_tokens=len(new.token_ids),
-                num_hit_tokens=starts.get(new.row, 0),
+                num_hit_tokens=plan.work[place].start,
                 num_preemptions=request.metrics.num_preemptions,
                 arrival_s=request.metrics.arrival_s,
                 blocks=new.block_table,
             )
-            entered.append(_Entry(_Stream(new.name, sequence.token_ids, new.num_prompt_tokens), record))
-            step.num_new_tokens += len(new.token_ids)
-        step.entered = tuple(entered)
+            entered.append(_Entry(sequence, record))
+        return tuple(entered)
 
     # -- for whoever looks -------------------------------------------------------------------------------------------
 
@@ -187,9 +238,8 @@ class StepRecorder:
         """The steps after `since`, if they are all here and `engine` is this one; else everything there is."""
         scheduler, manager = self._scheduler, self._scheduler.manager
         follows = engine == self._engine and self._base.step <= since <= self.last_step
-        positions = self._first_positions()
-        base = None if follows else self._base_record(positions)
-        records = [record for record in self._records(positions, since if follows else -1)]
+        base = None if follows else self._base_record()
+        records = self._records(since if follows else -1)
         resident = {sequence.row for sequence in scheduler.running}
         stats, limits = scheduler.stats, scheduler.limits
         return Inspection(
@@ -201,7 +251,7 @@ class StepRecorder:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             last_step=self.last_step,
             base=base,
-            steps=tuple(records),
+            steps=records,
             gone_rows=tuple(row for row in self._sequences if row not in resident),
             requests=tuple(self._requests(now)),
             num_running=len(scheduler.running),
@@ -228,78 +278,61 @@ class StepRecorder:
                 break
             state.apply(each)
         size = self._scheduler.limits.block_size
-        owners, tokens, position = [], state.cached.get(block, ()), -1
-        for row, blocks in state.blocks.items():
-            if block in blocks:
-                stream, position = state.streams[row], blocks.index(block) * size
-                owners.append(stream.name)
-                end = min(position + size, self._computed_at(row, step))
-                tokens = max(tokens, tuple(stream.token_ids[position:end]), key=len)
-        return BlockContent(block, step, tokens, tuple(owners), position, block in state.cached)
+        owners = [row for row, blocks in state.blocks.items() if block in blocks]
+        tokens, position = state.cached.get(block, ()), -1
+        if owners:
+            sequence, position = state.sequences[owners[0]], state.blocks[owners[0]].index(block) * size
+            if not tokens:
+                end = min(position + size, self._computed_at(sequence, step))
+                tokens = tuple(sequence.token_ids[position:end])
+        names = tuple(state.sequences[row].name for row in owners)
+        return BlockContent(block, step, tokens, names, position, block in state.cached)
 
-    def _first_positions(self) -> dict[int, int]:
-        """Computed tokens of the base's rows: where each is next seen to go on."""
-        positions: dict[int, int] = {}
-        unknown = set(self._base.streams)
+    def _first_positions(self) -> dict[Sequence, int]:
+        """Computed tokens of the base's sequences: from where they are next known, less what they computed until there."""
+        positions: dict[Sequence, int] = {}
+        counts = dict.fromkeys(self._base.sequences.values(), 0)
         for step in self._steps:
-            if not unknown:
-                return positions
-            unknown.difference_update(row for row, _ in step.removed)
-            for work in step.work:
-                if work.row in unknown:
-                    positions[work.row] = work.start
-                    unknown.discard(work.row)
-        for row in unknown:
-            positions[row] = self._sequences[row].num_computed
+            for removed in step.removed:
+                if removed.sequence in counts:
+                    positions[removed.sequence] = removed.num_computed - counts.pop(removed.sequence)
+            if step.chunks:
+                for sequence in [sequence for sequence in counts if sequence in step.rows]:
+                    chunk = step.chunk_of(sequence)
+                    if chunk is not None:
+                        positions[sequence] = chunk[1] - counts.pop(sequence)
+            if not counts:
+                break
+            for sequence in step.in_flight:
+                if sequence in counts:
+                    counts[sequence] += 1
+        for sequence, count in counts.items():
+            is_running = sequence.status is SequenceStatus.RUNNING
+            positions[sequence] = (sequence.num_computed if is_running else len(sequence.token_ids) - 1) - count
         return positions
 
-    def _computed_at(self, row: int, step: int) -> int:
-        """Computed tokens of a row after a step."""
-        computed = self._first_positions().get(row, 0)
+    def _computed_at(self, sequence: Sequence, step: int) -> int:
+        """Computed tokens of a sequence after a step."""
+        computed = self._first_positions().get(sequence, 0)
         for each in self._steps:
             if each.step > step:
                 break
-            computed = next((work.start + work.num_tokens for work in each.work if work.row == row), computed)
+            if sequence in each.in_flight:
+                chunk = each.chunk_of(sequence)
+                computed = computed + 1 if chunk is None else chunk[1] + chunk[2]
         return computed
 
-    def _base_record(self, positions: dict[int, int]) -> Base:
-        state = self._base
+    def _base_record(self) -> Base:
+        state, positions = self._base, self._first_positions()
         rows = (
-            RowState(row, stream.name, stream.num_prompt_tokens, positions.get(row, 0), tuple(state.blocks[row]))
-            for row, stream in state.streams.items()
+            RowState(row, each.name, each.num_prompt_tokens, positions[each], tuple(state.blocks[row]))
+            for row, each in state.sequences.items()
         )
         return Base(state.step, tuple(rows), tuple(state.cached))
 
-    def _records(self, positions: dict[int, int], since: int) -> Iterator[StepRecord]:
-        positions = positions.copy()
-        for step in self._steps:
-            decoded, chunks, num_tokens = [], [], 0
-            for entry in step.entered:
-                positions.pop(entry.record.row, None)
-            for row, start, count, num_samples, *_ in step.work:
-                num_tokens += count
-                if count == num_samples == 1 and positions.get(row) == start:
-                    decoded.append(row)
-                else:
-                    chunks.append((row, start, count, num_samples))
-                positions[row] = start + count
-            if step.step > since:
-                yield StepRecord(
-                    step=step.step,
-                    began_s=step.began_s,
-                    elapsed_s=step.ended_s - step.began_s,
-                    num_tokens=num_tokens,
-                    removed=step.removed,
-                    entered=tuple(entry.record for entry in step.entered),
-                    replaced=tuple(map(tuple, step.replaced)),  # type: ignore[arg-type]
-                    appended=tuple(map(tuple, step.appended)),  # type: ignore[arg-type]
-                    copies=tuple(map(tuple, step.copies)),  # type: ignore[arg-type]
-                    decoded=tuple(decoded),
-                    chunks=tuple(chunks),
-                    published=tuple(block for block, _ in step.published),
-                    num_waiting=step.num_waiting,
-                    waits_for=step.waits_for,
-                )
+    def _records(self, since: int) -> tuple[StepRecord, ...]:
+        newest_first = itertools.takewhile(lambda step: step.step > since, reversed(self._steps))
+        return tuple(_record(step) for step in reversed(list(newest_first)))
 
     def _requests(self, now: float) -> Iterator[RequestState]:
         scheduler = self._scheduler
@@ -324,9 +357,28 @@ class StepRecorder:
                     yield sequence
 
 
-def _end_of(sequence: Sequence | None) -> str:
+def _record(step: _Step) -> StepRecord:
+    return StepRecord(
+        step=step.step,
+        began_s=step.began_s,
+        elapsed_s=step.ended_s - step.began_s,
+        num_tokens=step.num_tokens,
+        removed=tuple((removed.row, removed.why) for removed in step.removed),
+        entered=tuple(entry.record for entry in step.entered),
+        replaced=tuple((row, place, block) for row, place, block in step.replaced),
+        appended=tuple((row, blocks) for row, blocks in step.appended),
+        copies=tuple((source, destination) for source, destination in step.copies),
+        decoded=step.decoded(),
+        chunks=step.chunks,
+        published=tuple(block for block, _ in step.published),
+        num_waiting=step.num_waiting,
+        waits_for=step.waits_for,
+    )
+
+
+def _end_of(sequence: Sequence) -> str:
     """Why a row was given up."""
-    if sequence is None or sequence.status is not SequenceStatus.FINISHED or sequence.finish_reason is None:
+    if sequence.status is not SequenceStatus.FINISHED or sequence.finish_reason is None:
         return "preempted"
     return sequence.finish_reason.value
 

@@ -136,6 +136,11 @@ class Scheduler:
         return bool(self.requests)
 
     @property
+    def in_flight(self) -> list[Sequence]:
+        """Whose work the step in flight holds, in the plan's order; never changed once the plan is closed."""
+        return self._in_flight
+
+    @property
     def num_waiting(self) -> int:
         """Sequences that want to run and do not."""
         return len(self.waiting) + self.num_parked
