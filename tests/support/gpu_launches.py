@@ -34,6 +34,10 @@ def batch(query_lens: list[int], context_lens: list[int], block_size: int = 16) 
 
 
 def attention(dtype: torch.dtype = BF16, head_sizes: tuple[int, ...] = (64, 128, 256)) -> None:
+    one = torch.zeros(1, 4, head_sizes[0], dtype=dtype)
+    cache = torch.zeros(8, 2, 16, head_sizes[0], dtype=dtype)
+    for context in (1, 3000):  # one sequence, one token: Triton makes constants of a 1
+        KERNELS.paged_attention(one, cache, cache.clone(), batch([1], [context]), scale=0.1)
     for head_size in head_sizes:
         keys, values = (torch.zeros(8, 8, 16, head_size, dtype=dtype) for _ in range(2))
         wide, narrow = (torch.zeros(n, 32, head_size, dtype=dtype) for n in (512, 2))
@@ -44,7 +48,7 @@ def attention(dtype: torch.dtype = BF16, head_sizes: tuple[int, ...] = (64, 128,
 
 def linear(dtype: torch.dtype = BF16) -> None:
     packed = KERNELS.pack_linear(torch.zeros(6144, 4096, dtype=dtype))
-    for num_rows in (32, 512):
+    for num_rows in (1, 32, 512):  # Triton makes a constant of a 1
         x = torch.zeros(num_rows, 4096, dtype=dtype)
         KERNELS.linear(x, packed)
         KERNELS.gated_linear(x, packed, "silu")
@@ -96,6 +100,21 @@ def sampling() -> None:
     kernels.penalise(logits, Penalties(ids, tokens, starts, ids, floats, floats, floats))
 
 
+def single() -> None:
+    """A lone token, for a quick look."""
+    x, ids = torch.zeros(1, 256, dtype=BF16), torch.zeros(1, dtype=torch.int64)
+    packed = KERNELS.pack_linear(torch.zeros(512, 256, dtype=BF16))
+    KERNELS.linear(x, packed)
+    KERNELS.gated_linear(x, packed, "silu")
+    KERNELS.linear_peaks(x, KERNELS.pack_linear(torch.zeros(32000, 256, dtype=BF16)))
+    weight: Any = QuantizedWeight(torch.zeros(512, 256, dtype=torch.int8), torch.zeros(512, 2), None, 4, 128, "int8")
+    KERNELS.linear(x, KERNELS.pack_quantized(weight))
+    one, cache = torch.zeros(1, 4, 64, dtype=BF16), torch.zeros(8, 1, 1, 64, dtype=BF16)
+    KERNELS.paged_attention(one, cache, cache.clone(), batch([1], [1], 1), scale=0.1)
+    KERNELS.rope(one[:, :1], ids, torch.zeros(1, 2, 1))
+    KERNELS.write_kv(one[:, :1], one[:, 1:2], cache, cache.clone(), ids)
+
+
 GROUPS: dict[str, Callable[[], None]] = {
     "attention": attention,
     "attention-float32": lambda: attention(torch.float32, (128,)),
@@ -105,6 +124,7 @@ GROUPS: dict[str, Callable[[], None]] = {
     "small": small,
     "small-float32": lambda: small(torch.float32),
     "sampling": sampling,
+    "single": single,
 }
 
 
