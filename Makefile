@@ -10,7 +10,7 @@ export OMP_WAIT_POLICY := passive
 .PHONY: demo test test-kernels gpu-test gpu-bench test-long check asan format clean sim soak
 
 demo: $(VENV)/.runtime  ## Generate stories with the model that ships in the package
-	$(BIN)/quire generate quire-storyteller --chat --max-tokens 160 \
+	$(BIN)/quire generate quire-storyteller --chat --max-tokens 260 \
 	  -p "Tell me a story about a brave knight." \
 	  -p "Tell me a story about a clever fox." \
 	  -p "Tell me a story about a little girl and the moon."
