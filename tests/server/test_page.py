@@ -99,7 +99,7 @@ def test_the_map_follows_and_the_slider_goes_back(opened: Page, server: RunningS
 
 
 def test_a_block_tells_what_it_holds_by_pointer_and_by_keyboard(opened: Page, server: RunningServer) -> None:
-    threads = _many(server, 3, 60)
+    threads = _many(server, 3, 200)
     opened.wait("document.querySelectorAll('#running li .bar').length === 3")
     opened.click("#live")
     opened.evaluate("document.getElementById('block-map').focus()")

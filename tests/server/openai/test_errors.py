@@ -52,7 +52,7 @@ def error_of(response: Any) -> dict[str, Any]:
         ("GET", "/v1/models/nothing", b"", 404),
         ("GET", "/v1/responses/resp_none", b"", 404),
         ("GET", "/v1", b"", 404),
-        ("GET", "/", b"", 404),
+        ("GET", "/nothing", b"", 404),
         ("GET", CHAT, b"", 405),
         ("DELETE", "/v1/models", b"", 405),
         ("OPTIONS", CHAT, b"", 405),
