@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from code_in_data import watch
 
 SHARED = Path(os.environ.get("QUIRE_SHARED", Path(__file__).parent.parent.parent / "shared"))
 
@@ -17,6 +18,9 @@ if os.environ.get("QUIRE_TEST_DEVICE", "cpu") == "cpu":
 # A suite started in the background of a shell inherits an interrupt that is ignored, and so would the programs it starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+watch()
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import pickle
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from code_in_data import CodeInDataError
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "quire"
@@ -214,6 +216,15 @@ def test_t01_nothing_that_runs_code_from_data() -> None:
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 pair = (node.value.id, node.attr)
                 assert pair not in FORBIDDEN_ATTRIBUTES, f"{module}:{node.lineno} uses {'.'.join(pair)}"
+
+
+def test_t01_the_suite_would_notice_unpickling() -> None:
+    """Negative control of the guard that tests/conftest.py sets: a function of the package may not, anybody else may."""
+    data = pickle.dumps(Path("x"))
+    assert pickle.loads(data) == Path("x")
+    code = compile("unpickle(data)", str(PACKAGE / "weights" / "nothing.py"), "exec")
+    with pytest.raises(CodeInDataError, match=r"nothing\.py:1 unpickles"):
+        exec(code, {"unpickle": pickle.loads, "data": data})
 
 
 @pytest.mark.parametrize("source", ["import pickle", "from torch import load", "eval('1')", "torch.load('x')"])
