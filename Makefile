@@ -66,5 +66,6 @@ $(VENV)/.runtime: $(VENV)/.python $(NATIVE)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime
-	$(BIN)/python -m pip install --quiet $$($(BIN)/python tools/dev_requirements.py)
+	$(BIN)/python tools/dev_requirements.py > $(VENV)/dev.txt
+	$(BIN)/python -m pip install --quiet -r $(VENV)/dev.txt
 	@touch $@
