@@ -85,6 +85,8 @@ class ToolParser:
         self._state = _TEXT if form.begin else _START
         self._held = ""
         """What may become a part of a call, as it was written."""
+        self._space = ""
+        """White space behind a call, which is text only if text follows."""
         self._object = _CallObject(form.arguments_key)
         self.num_calls = 0
         self._out: list[Event] = []
@@ -107,7 +109,7 @@ class ToolParser:
         """The answer has ended: give back what was held."""
         if not self._object.is_begun and self._state is not _AFTER:
             self._give(self._held)
-        self._held = ""
+        self._held = self._space = ""
         return self._take_out()
 
     def _take(self, char: str) -> None:
@@ -117,6 +119,8 @@ class ToolParser:
             self._take_object(char)
         elif self._state is _AFTER:
             self._take_after(char)
+        elif self._state is _BETWEEN:
+            self._take_between(char)
         else:
             self._take_gap(char)
 
@@ -127,7 +131,7 @@ class ToolParser:
         if not begin:
             self._give(char)
         elif held == begin:
-            self._held, self._state = held, _GAP
+            self._held, self._space, self._state = held, "", _GAP
         elif begin.startswith(held):
             self._held = held
         else:
@@ -186,6 +190,14 @@ class ToolParser:
             self._state = _TEXT
             self._take_text(char)
 
+    def _take_between(self, char: str) -> None:
+        """Behind the end of a call: white space, then another call or text."""
+        if char in _SPACE and len(self._space) < MAX_HELD_CHARS:
+            self._space += char
+        else:
+            self._state = _TEXT
+            self._take_text(char)
+
     def _give_up(self) -> None:
         """It was no call."""
         held, self._held = self._held, ""
@@ -195,16 +207,15 @@ class ToolParser:
 
     def _give(self, text: str) -> None:
         if text:
-            self._out.append(Text(text))
+            self._out.append(Text(self._space + text))
+            self._space = ""
 
     def _take_out(self) -> list[Event]:
         out, self._out = self._out, []
         return list(_merged(out))
 
 
-_START, _TEXT, _GAP, _OBJECT, _AFTER = "start", "text", "gap", "object", "after"
-_BETWEEN = _TEXT
-"""White space between two calls is text, as all else there."""
+_START, _TEXT, _GAP, _OBJECT, _AFTER, _BETWEEN = "start", "text", "gap", "object", "after", "between"
 
 
 def _merged(events: list[Event]) -> Iterator[Event]:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 from enum import Enum
-from typing import Any, Optional
+from typing import Annotated, Any, Optional
 
 import httpx
 import jsonschema
@@ -25,13 +25,13 @@ class Colour(Enum):
 
 class Paw(BaseModel):
     is_white: bool
-    toes: list[int] = Field(max_length=2)
+    toes: list[Annotated[int, Field(ge=1, le=5)]] = Field(max_length=2)
 
 
 class Cat(BaseModel):
     name: str = Field(max_length=8)
     colour: Colour
-    age: Optional[int]  # noqa: UP045 - as users write it
+    age: Optional[Annotated[int, Field(ge=0, le=30)]]  # noqa: UP045 - as users write it
     paws: list[list[Paw]] = Field(max_length=1)
 
 
