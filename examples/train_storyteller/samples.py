@@ -16,7 +16,6 @@ from .topics import describe, hero_phrase, heroes_of, lower_nouns, recast, retel
 from .words import WORD, Lexicon
 
 MAX_LEN = 512
-CHARS_PER_TOKEN = 4.0  # measured on the held-out tales; only used to aim at a length
 SHORT_TALE_CHARS = 1750  # a tale of at most this many characters fits MAX_LEN with its request
 RETELL_SHARE = 0.8
 RECAST_SHARE = 0.7  # of the tales retold: the hero may become anybody, and is what the request asks for

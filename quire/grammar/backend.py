@@ -1,7 +1,7 @@
 """The one place that knows the compiler library: its grammars, its limits, and what it may cost.
 
 The library is `llguidance`: regular expressions by derivatives (no backtracking), context-free grammars by Earley's algorithm,
-both with counted work ("fuel"), so that neither compiling nor a step can run away. See docs/decisions/0011-grammars.md.
+both with counted work ("fuel"), so that neither compiling nor a step can run away. See docs/decisions/0009-grammars.md.
 """
 
 from __future__ import annotations

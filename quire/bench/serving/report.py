@@ -37,13 +37,6 @@ text { font: 11px system-ui, sans-serif; fill: #6b7280 } .axis { stroke: #9ca3af
 Point = tuple[float, float]
 
 
-class Line(NamedTuple):
-    """One curve."""
-
-    name: str
-    points: Sequence[Point]
-
-
 class Frame(NamedTuple):
     """The ranges and names of two axes, which begin at 0."""
 
