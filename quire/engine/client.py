@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import msgspec
 
 from quire.core.params import SamplingParams
+from quire.engine.counters import EngineCounters
 from quire.engine.inspection import BlockContent, Inspection
 from quire.engine.outputs import RequestOutput
 from quire.text.tokenizer import Tokenizer
@@ -68,7 +69,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Changes whenever answers to the same request and seed may change; for `system_fingerprint`."""
 
 
-class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
+class EngineStatus(EngineCounters, frozen=True, kw_only=True):
     """A picture of the engine now. Times are ages in seconds."""
 
     state: EngineState
@@ -76,30 +77,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Why it is not ready, in words for an operator; empty where it is."""
     num_requests: int = 0
     """Requests in flight, wherever they are."""
-    num_running: int = 0
-    """Sequences that are being computed."""
-    num_waiting: int = 0
-    """Sequences that wait for memory, a row, or the engine."""
     num_prompt_tokens: int = 0
     """Prompt tokens of all requests in flight."""
-    kv_usage: float = 0.0
-    """Share of the KV blocks in use, 0 to 1."""
-    num_steps: int = 0
-    """Steps since the engine that runs now was started."""
-    num_generated_tokens: int = 0
-    num_preemptions: int = 0
-    num_prefix_hit_tokens: int = 0
-    num_parked: int = 0
-    """Of those who wait: sequences that wait for something that another sequence is computing."""
-    num_evictions: int = 0
-    """Cached blocks given to others."""
-    num_copies: int = 0
-    """Blocks copied on write."""
-    num_merges: int = 0
-    """Blocks merged with identical ones."""
-    num_computed_tokens: int = 0
-    num_steps_by_size: tuple[int, ...] = ()
-    """Steps of at most 1, 2, 4, ... tokens (and more than the one before); the last also counts those that are larger."""
     last_step_age_s: float | None = None
     """Since the last step ended, while there is work; None while there is none."""
     last_sign_of_life_age_s: float | None = None

@@ -11,6 +11,7 @@ from quire.engine.admission import Admission, Admitted
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.builder import PreparedModel
 from quire.engine.client import EngineStatus, GenerationRequest, ModelInfo
+from quire.engine.counters import count
 from quire.engine.inspection import BlockContent, Inspection
 from quire.engine.outputs import RequestOutput
 from quire.errors import EngineError, InvalidParameterError, UnavailableError
@@ -51,26 +52,13 @@ class LocalClient:
         await self._llm.abort(request_id)
 
     def status(self) -> EngineStatus:
-        scheduler = self._llm.scheduler
-        stats, pool = scheduler.stats, scheduler.manager.pool
+        is_ending = self._is_closed or self._is_draining
         return EngineStatus(
             state="closed" if self._is_closed else "draining" if self._is_draining else "ready",
-            reason="the server is shutting down" if self._is_closed or self._is_draining else "",
+            reason="the server is shutting down" if is_ending else "",
             num_requests=len(self._streams),
-            num_running=len(scheduler.running),
-            num_waiting=scheduler.num_waiting,
             num_prompt_tokens=sum(stream.num_prompt_tokens for stream in self._streams.values()),
-            kv_usage=pool.num_used / scheduler.limits.num_blocks,
-            num_steps=stats.num_steps,
-            num_generated_tokens=stats.num_generated_tokens,
-            num_preemptions=stats.num_preemptions,
-            num_prefix_hit_tokens=stats.num_prefix_hit_tokens,
-            num_parked=scheduler.num_parked,
-            num_evictions=scheduler.manager.num_evictions,
-            num_copies=scheduler.manager.num_copies,
-            num_merges=scheduler.manager.num_merges,
-            num_computed_tokens=stats.num_computed_tokens,
-            num_steps_by_size=tuple(stats.num_steps_by_size),
+            **count(self._llm.scheduler).counters(),
         )
 
     async def inspect(self, engine: str, since: int) -> Inspection | None:

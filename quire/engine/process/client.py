@@ -96,24 +96,13 @@ class ProcessClient:
         elif state == "stalled":
             reason = watch.complaint(now) or "the engine shows no progress"
         pulse = watch.pulse
+        num_waiting = max(pulse.num_waiting, len(self._streams) - pulse.num_running, 0)
         return EngineStatus(
             state=state,
             reason=reason,
             num_requests=len(self._streams),
-            num_running=pulse.num_running,
-            num_waiting=max(pulse.num_waiting, len(self._streams) - pulse.num_running, 0),
             num_prompt_tokens=self._num_prompt_tokens,
-            kv_usage=pulse.kv_usage,
-            num_steps=pulse.num_steps,
-            num_generated_tokens=pulse.num_generated_tokens,
-            num_preemptions=pulse.num_preemptions,
-            num_prefix_hit_tokens=pulse.num_prefix_hit_tokens,
-            num_parked=pulse.num_parked,
-            num_evictions=pulse.num_evictions,
-            num_copies=pulse.num_copies,
-            num_merges=pulse.num_merges,
-            num_computed_tokens=pulse.num_computed_tokens,
-            num_steps_by_size=pulse.num_steps_by_size,
+            **pulse.counters() | {"num_waiting": num_waiting},
             last_step_age_s=None if not self._streams or watch.last_step_s is None else now - watch.last_step_s,
             last_sign_of_life_age_s=now - watch.last_sign_s if watch.last_sign_s else None,
             num_restarts=watch.num_restarts,

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from quire.core.plan import RowSampling, TokenLogprobs
+from quire.engine.counters import EngineCounters
 from quire.engine.inspection import BlockContent, Inspection
 
 PROTOCOL_VERSION = 2
@@ -106,25 +107,11 @@ class StartFailed(_Message, frozen=True):
     is_final: bool
 
 
-class Pulse(_Message, frozen=True):
+class Pulse(_Message, EngineCounters, frozen=True, kw_only=True):
     """A sign of life, sent a few times a second whether there is work or not, also while a step runs."""
 
-    num_steps: int = 0
     step_age_s: float | None = None
     """How long the step in progress has been running."""
-    num_running: int = 0
-    num_waiting: int = 0
-    kv_usage: float = 0.0
-    num_generated_tokens: int = 0
-    num_preemptions: int = 0
-    num_prefix_hit_tokens: int = 0
-    num_parked: int = 0
-    """Of those who wait: sequences that wait for something that another sequence is computing."""
-    num_evictions: int = 0
-    num_copies: int = 0
-    num_merges: int = 0
-    num_computed_tokens: int = 0
-    num_steps_by_size: tuple[int, ...] = ()
 
 
 class Served(_Message, frozen=True, array_like=True):

@@ -9,6 +9,7 @@ from quire.common.failures import log_failure
 from quire.core.decoding import SamplingDecoder
 from quire.core.request import FinishReason, Request, ResumedSequence, Sequence
 from quire.core.scheduler.scheduler import Progress
+from quire.engine.counters import count
 from quire.engine.process.messages import (
     Abort,
     Add,
@@ -73,24 +74,7 @@ class Service:
 
     def pulse(self, step_age_s: float | None) -> Pulse:
         """A picture, taken from another thread while steps go on: its numbers may be of two neighbouring steps."""
-        scheduler = self.loop.scheduler
-        stats, pool = scheduler.stats, scheduler.manager.pool
-        return Pulse(
-            num_steps=stats.num_steps,
-            step_age_s=step_age_s,
-            num_running=len(scheduler.running),
-            num_waiting=scheduler.num_waiting,
-            kv_usage=pool.num_used / scheduler.limits.num_blocks,
-            num_generated_tokens=stats.num_generated_tokens,
-            num_preemptions=stats.num_preemptions,
-            num_prefix_hit_tokens=stats.num_prefix_hit_tokens,
-            num_parked=scheduler.num_parked,
-            num_evictions=scheduler.manager.num_evictions,
-            num_copies=scheduler.manager.num_copies,
-            num_merges=scheduler.manager.num_merges,
-            num_computed_tokens=stats.num_computed_tokens,
-            num_steps_by_size=tuple(stats.num_steps_by_size),
-        )
+        return Pulse(step_age_s=step_age_s, **count(self.loop.scheduler).counters())
 
     def _add(self, message: Add) -> Refused | None:
         try:

@@ -1,0 +1,59 @@
+"""The numbers of a running engine, as they are counted: declared once, read by whoever describes it or reports of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from quire.core.scheduler.scheduler import Scheduler
+
+
+class EngineCounters(msgspec.Struct, frozen=True, kw_only=True):
+    """A picture of one scheduler. Counts are since its engine was started."""
+
+    num_running: int = 0
+    """Sequences that are being computed."""
+    num_waiting: int = 0
+    """Sequences that wait for memory, a row, or the engine."""
+    kv_usage: float = 0.0
+    """Share of the KV blocks in use, 0 to 1."""
+    num_steps: int = 0
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    num_prefix_hit_tokens: int = 0
+    num_parked: int = 0
+    """Of those who wait: sequences that wait for something that another sequence is computing."""
+    num_evictions: int = 0
+    """Cached blocks given to others."""
+    num_copies: int = 0
+    """Blocks copied on write."""
+    num_merges: int = 0
+    """Blocks merged with identical ones."""
+    num_computed_tokens: int = 0
+    num_steps_by_size: tuple[int, ...] = ()
+    """Steps of at most 1, 2, 4, ... tokens (and more than the one before); the last also counts those that are larger."""
+
+    def counters(self) -> dict[str, Any]:
+        """These numbers by name, without what a subclass adds."""
+        return {name: getattr(self, name) for name in EngineCounters.__struct_fields__}
+
+
+def count(scheduler: Scheduler) -> EngineCounters:
+    """Read them, also from another thread while steps go on: they may then be of two neighbouring steps."""
+    stats, manager = scheduler.stats, scheduler.manager
+    return EngineCounters(
+        num_running=len(scheduler.running),
+        num_waiting=scheduler.num_waiting,
+        kv_usage=manager.pool.num_used / scheduler.limits.num_blocks,
+        num_steps=stats.num_steps,
+        num_generated_tokens=stats.num_generated_tokens,
+        num_preemptions=stats.num_preemptions,
+        num_prefix_hit_tokens=stats.num_prefix_hit_tokens,
+        num_parked=scheduler.num_parked,
+        num_evictions=manager.num_evictions,
+        num_copies=manager.num_copies,
+        num_merges=manager.num_merges,
+        num_computed_tokens=stats.num_computed_tokens,
+        num_steps_by_size=tuple(stats.num_steps_by_size),
+    )
