@@ -113,7 +113,7 @@ def test_penalties() -> None:
         NATIVE.penalise(ours[:5], penalties)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     values=st.lists(st.sampled_from([-math.inf, -3e38, -60.0, -1.0, 0.0, 0.5, 3.0]), min_size=1, max_size=150),
     scale=st.sampled_from([1e-4, 0.5, 1.0, 1e5]),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.kernels.conftest import Paged
 
 Attend = Callable[..., Tensor]
-RAGGED = ((1, 1), (5, 5), (20, 70), (1, 150), (2, 33))
+RAGGED = ((1, 1), (5, 5), (18, 40), (1, 150), (2, 33))
 """Prefill chunks and decodes, contexts of one token, of many blocks and of several splits."""
 
 

@@ -16,10 +16,10 @@ from quire.weights.dummy import DummyWeights
 
 SIZES = {
     "hidden_size": 32,
-    "intermediate_size": 40,
+    "intermediate_size": 24,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "head_dim": 12,
     "vocab_size": 61,
     "max_position_embeddings": 64,
@@ -30,7 +30,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], **SIZES},  # norms of heads
     "olmo2": {"architectures": ["Olmo2ForCausalLM"], **SIZES},  # norms of all heads together: one by one
     "gpt2": {  # layer norms, biases, learned positions, no RoPE
-        "architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 61,
+        "architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": 61,
     },
 }  # fmt: skip
 BLOCK_SIZE = 4

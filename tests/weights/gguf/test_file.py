@@ -1,7 +1,8 @@
-"""The GGUF container: what it holds, and a few thousand ways of damaging it."""
+"""The GGUF container: what it holds, and hundreds of ways of damaging it."""
 
 from __future__ import annotations
 
+import os
 import random
 import struct
 import tracemalloc
@@ -100,6 +101,7 @@ def test_malformed_files_are_refused(data: bytes, message: str, tmp_path: Path) 
         read_gguf(path)
 
 
+NUM_DAMAGED = int(os.environ.get("QUIRE_TEST_DAMAGED", "600"))
 _NUMBERS = (0, 1, 2, 8, 9, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**64 - 1)
 
 
@@ -131,7 +133,7 @@ def test_no_damage_does_harm(path: Path, tmp_path: Path) -> None:
     target = tmp_path / "damaged.gguf"
     tracemalloc.start()
     try:
-        for _ in range(3000):
+        for _ in range(NUM_DAMAGED):
             target.write_bytes(_damaged(data, rng))
             size = target.stat().st_size
             tracemalloc.reset_peak()
@@ -144,4 +146,4 @@ def test_no_damage_does_harm(path: Path, tmp_path: Path) -> None:
             assert tracemalloc.get_traced_memory()[1] - before < 2 * size + (256 << 10)
     finally:
         tracemalloc.stop()
-    assert 500 < num_refused < 2999
+    assert NUM_DAMAGED / 6 < num_refused < NUM_DAMAGED
