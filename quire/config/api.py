@@ -8,6 +8,7 @@ from typing import Any
 from quire.errors import ConfigError
 
 TOOL_PARSERS = ("hermes", "mistral", "llama3_json")
+REASONING_PARSERS = ("think", "mistral")
 METRICS_PREFIXES = ("quire", "vllm")
 
 
@@ -26,6 +27,11 @@ class ApiConfig:
     chat_template: str | None = _option(None, "file with the chat template to use in place of the model's own")
     tool_parser: str = _option(
         "auto", "notation of the model's tool calls; auto reads it off the chat template", choices=("auto", *TOOL_PARSERS)
+    )
+    reasoning_parser: str = _option(
+        "auto",
+        "how the model marks what it thinks before it answers; auto reads it off the chat template, none tells nothing apart",
+        choices=("auto", "none", *REASONING_PARSERS),
     )
     metrics_prefix: str = _option("quire", "first part of all metric names", choices=METRICS_PREFIXES)
     strict_fields: bool = _option(False, "refuse request fields that are unknown or have no effect, instead of naming them")

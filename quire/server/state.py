@@ -13,8 +13,11 @@ from quire.server.cost import room_for_logprobs
 from quire.server.errors import ApiError
 from quire.server.generation import Generator, Tracer
 from quire.server.metrics import Metrics
+from quire.server.reading import Marks, Reading
 from quire.server.tenants import KeyRing
 from quire.server.texts import Texts, read_template
+from quire.server.tools import ToolUse
+from quire.text.reasoning import REASONING_FORMATS, is_thinking, reasoning_of_template
 from quire.text.tools import FORMATS, ToolFormat, format_of_template
 
 
@@ -31,6 +34,7 @@ class Api:
         self.texts = Texts(client.tokenizer, info, read_template(config.chat_template))
         is_auto = config.tool_parser == "auto"
         self.tool_format = format_of_template(self.texts.template_source) if is_auto else FORMATS[config.tool_parser]
+        self.marks = self._marks(config.reasoning_parser)
         self.admission = Admission(config, keys.tenants, lambda: client.status().num_running)
         self.metrics = Metrics(config.metrics_prefix, self.model_names[0], client, self.admission)
         self.generator = Generator(client, self.admission, self.metrics, config.max_logprob_entries)
@@ -44,13 +48,29 @@ class Api:
         limits = [limit for limit in (self.sampling_defaults.get("max_tokens"), room) if limit is not None]
         return min(limits, default=None)
 
+    def _marks(self, parser: str) -> Marks | None:
+        is_auto = parser == "auto"
+        form = reasoning_of_template(self.texts.template_source) if is_auto else REASONING_FORMATS.get(parser)
+        return None if form is None else Marks(form, *self._token(form.end))
+
+    def reading(self, tools: ToolUse | None, prompt: str | None, continued: str | None = None) -> Reading:
+        """How the answers to a request are read. `prompt` is the rendered chat, None where a form leaves no room for thoughts;
+        `continued` is the message that the answer goes on with, if it does."""
+        marks = None if prompt is None or (tools is not None and tools.is_enforced) else self.marks
+        return Reading(marks, marks is not None and is_thinking(marks.form, prompt or "", continued), tools)
+
     @property
     def tool_notation(self) -> tuple[ToolFormat | None, int | None]:
         """How the model writes calls, if that is known, and the id of the marker where that is a special token."""
-        form, tokenizer = self.tool_format, self.client.tokenizer
-        marker = tokenizer.token_to_id(form.begin) if form is not None and form.begin and tokenizer is not None else None
-        is_special = tokenizer is not None and marker is not None and marker in tokenizer.special_token_ids
+        form = self.tool_format
+        marker, is_special = (None, False) if form is None or not form.begin else self._token(form.begin)
         return form, marker if is_special else None
+
+    def _token(self, text: str) -> tuple[int | None, bool]:
+        """(id of the token that has this text, if any; whether it is a special one)."""
+        tokenizer = self.client.tokenizer
+        token_id = None if tokenizer is None else tokenizer.token_to_id(text)
+        return token_id, tokenizer is not None and token_id is not None and token_id in tokenizer.special_token_ids
 
     @property
     def fingerprint(self) -> str:

@@ -13,20 +13,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from quire.core.structure import StructuredOutputsParams
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.server.body import decode, read_json
 from quire.server.call import Call, call_of
 from quire.server.errors import ApiError, bad_request, unavailable_feature
 from quire.server.generation import Job, Run, Usage
+from quire.server.openai.deltas import ChoiceReader
 from quire.server.openai.fields import Count, SamplingFields, check_fields, ignored_hints, sampling_params
 from quire.server.openai.logprobs import LogprobTracker, TokenNames, prompt_logprobs
 from quire.server.openai.messages import Message, for_template
+from quire.server.openai.tools import CHAT, read_tools
+from quire.server.reading import Reading
 from quire.server.responses import DONE, KEEP_ALIVE, EventStream, data_event, json_response, timings
 from quire.server.state import Api
 from quire.server.structure import from_guided, from_response_format, settle
 from quire.server.texts import ChatOptions
-from quire.server.tools import ToolUse, settle_tools
+from quire.server.tools import settle_tools
 
 
 class ChatRequest(SamplingFields, kw_only=True):
@@ -56,7 +58,7 @@ class PreparedChat:
     fingerprint: str
     names: TokenNames
     prepare_s: float
-    tools: ToolUse | None = None
+    reading: Reading
     id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -69,6 +71,10 @@ class PreparedChat:
             "model": self.model,
             "system_fingerprint": self.fingerprint,
         }
+
+    def reader(self) -> ChoiceReader:
+        """Of one choice."""
+        return ChoiceReader(self.reading, shows_thoughts=self.request.include_reasoning is not False)
 
     def tracker(self) -> LogprobTracker | None:
         """Log-probabilities of one choice, where they are wanted."""
@@ -103,7 +109,8 @@ class ChatCompletions:
         _check(body)
         call.ignored_fields.extend(ignored_hints(body))
         messages = for_template(body.messages)
-        tools = await settle_tools(body.tools, body.tool_choice, body.parallel_tool_calls is not False, api.tool_notation)
+        functions, demand = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls, CHAT)
+        tools = await settle_tools(functions, demand, api.tool_notation)
         is_newer = body.max_completion_tokens is not None
         param = "max_completion_tokens" if is_newer else "max_tokens"
         wanted = body.max_completion_tokens if is_newer else body.max_tokens
@@ -121,13 +128,9 @@ class ChatCompletions:
         default = api.default_max_tokens(num_top, body.n or 1)
         max_tokens = api.texts.max_tokens(len(token_ids), wanted, default=default, param=param)
         given: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": num_top}
-        given["structured_outputs"] = await settle([*from_response_format(body.response_format), *from_guided(body)])
-        if tools is not None and tools.grammar is not None:
-            if given["structured_outputs"] is not None:
-                raise bad_request("response_format: not together with tools that must be called", param="response_format")
-            given["structured_outputs"] = StructuredOutputsParams.of_grammar(tools.grammar)
-        if tools is not None and tools.shows_special:
-            given["skip_special_tokens"] = False
+        form = await settle([*from_response_format(body.response_format), *from_guided(body)])
+        reading = api.reading(tools, None if form is not None else text, _continued(body))
+        given |= reading.constraints(form, "response_format")
         params = sampling_params(body, api.sampling_defaults, **given)
         job = Job(token_ids, params, text if body.echo else None, body.cache_salt, body.priority or 0)
         names = TokenNames(
@@ -135,7 +138,7 @@ class ChatCompletions:
             as_ids=bool(body.return_tokens_as_token_ids),
             shows_special=body.skip_special_tokens is False,
         )
-        return PreparedChat(body, job, model, api.fingerprint, names, time.monotonic() - started_s, tools)
+        return PreparedChat(body, job, model, api.fingerprint, names, time.monotonic() - started_s, reading)
 
     async def run_body(self, call: Call, body: bytes) -> dict[str, Any]:
         """The answer to a body that did not come by HTTP (a batch's line); never a stream."""
@@ -172,6 +175,11 @@ def _template_kwargs(body: ChatRequest, source: str, call: Call) -> dict[str, An
     return kwargs or None
 
 
+def _continued(body: ChatRequest) -> str | None:
+    """The text that the answer goes on with, where it goes on with a message."""
+    return str(for_template(body.messages[-1:])[0]["content"]) if body.continue_final_message else None
+
+
 # -- the answer in one piece ---------------------------------------------------------------------------------------------
 
 
@@ -182,7 +190,7 @@ def answer_chars(output: RequestOutput) -> int:
     return 100 * num_entries + sum(len(each.text) for each in output.outputs)
 
 
-def usage_body(usage: Usage) -> dict[str, Any]:
+def usage_body(usage: Usage, num_thought_tokens: int = 0) -> dict[str, Any]:
     """OpenAI's `usage`."""
     return {
         "prompt_tokens": usage.num_prompt_tokens,
@@ -190,7 +198,7 @@ def usage_body(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens, "audio_tokens": 0},
         "completion_tokens_details": {
-            "reasoning_tokens": 0,
+            "reasoning_tokens": num_thought_tokens,
             "audio_tokens": 0,
             "accepted_prediction_tokens": 0,
             "rejected_prediction_tokens": 0,
@@ -201,8 +209,10 @@ def usage_body(usage: Usage) -> dict[str, Any]:
 def _answer(prepared: PreparedChat, output: RequestOutput, usage: Usage) -> dict[str, Any]:
     request = prepared.request
     answer = prepared.envelope("chat.completion")
-    answer["choices"] = [_choice(prepared, completion) for completion in sorted(output.outputs, key=lambda each: each.index)]
-    answer["usage"] = usage_body(usage)
+    completions = sorted(output.outputs, key=lambda each: each.index)
+    readers = [prepared.reader() for _ in completions]
+    answer["choices"] = [_choice(prepared, *each) for each in zip(completions, readers, strict=True)]
+    answer["usage"] = usage_body(usage, sum(reader.num_thought_tokens for reader in readers))
     if request.service_tier is not None:
         answer["service_tier"] = "default"
     if request.prompt_logprobs is not None:
@@ -214,23 +224,21 @@ def _answer(prepared: PreparedChat, output: RequestOutput, usage: Usage) -> dict
     return answer
 
 
-def _choice(prepared: PreparedChat, completion: CompletionOutput) -> dict[str, Any]:
+def _choice(prepared: PreparedChat, completion: CompletionOutput, reader: ChoiceReader) -> dict[str, Any]:
     tracker = prepared.tracker()
     logprobs = None
     if tracker is not None:
         logprobs = {"content": [token.encoded for token in tracker.take(completion)], "refusal": None}
-    echoed, reason = echoed_text(prepared.request), completion.finish_reason
-    message: dict[str, Any] = {"role": "assistant", "content": echoed + completion.text, "refusal": None, "annotations": []}
-    if prepared.tools is not None:
-        reader = prepared.tools.reader()
-        message |= reader.message(completion.text)
-        message["content"] = echoed + message["content"] or (None if "tool_calls" in message else "")
-        reason = prepared.tools.finish_reason(reason, reader.num_calls)
+    message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None, "annotations": []}
+    message |= reader.message(completion.text, completion.token_ids)
+    echoed = echoed_text(prepared.request)
+    if echoed:
+        message["content"] = echoed + (message["content"] or "")
     choice: dict[str, Any] = {
         "index": completion.index,
         "message": message,
         "logprobs": logprobs,
-        "finish_reason": reason,
+        "finish_reason": reader.finish_reason(completion.finish_reason),
         "stop_reason": completion.stop_reason,
     }
     if prepared.request.return_token_ids:
@@ -262,7 +270,7 @@ class _ChatStream:
         self._has_usage = bool(options and options.include_usage)
         self._has_running_usage = self._has_usage and bool(options and options.continuous_usage_stats)
         self._trackers = [prepared.tracker() for _ in range(request.n or 1)]
-        self._readers = None if prepared.tools is None else [prepared.tools.reader() for _ in self._trackers]
+        self._readers = [prepared.reader() for _ in self._trackers]
         self._ended: set[int] = set()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -281,7 +289,7 @@ class _ChatStream:
             if parts:
                 yield b"".join(map(data_event, parts))
         if self._has_usage:
-            yield data_event(self._chunk([], usage=usage_body(self._run.usage)))
+            yield data_event(self._chunk([], usage=self._usage()))
         yield DONE
 
     def _opening(self, output: RequestOutput) -> list[dict[str, Any]]:
@@ -310,10 +318,8 @@ class _ChatStream:
         tracker = self._trackers[completion.index]
         tokens = tracker.take(completion) if tracker is not None else []
         has_ids = bool(self._prepared.request.return_token_ids and completion.token_ids)
-        deltas: list[dict[str, Any]] = [{"content": completion.text}] if completion.text else []
-        if self._readers is not None:
-            reader = self._readers[completion.index]
-            deltas = reader.deltas(completion.text, is_last=completion.finish_reason is not None)
+        reader, is_last = self._readers[completion.index], completion.finish_reason is not None
+        deltas = reader.deltas(completion.text, completion.token_ids, is_last=is_last)
         if not deltas and not tokens and not has_ids:
             return []
         logprobs = {"content": [token.encoded for token in tokens], "refusal": None} if tracker is not None else None
@@ -324,9 +330,7 @@ class _ChatStream:
         return chunks + [self._delta(completion.index, each) for each in others]
 
     def _end(self, completion: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
-        reason, tools = completion.finish_reason, self._prepared.tools
-        if tools is not None and self._readers is not None:
-            reason = tools.finish_reason(reason, self._readers[completion.index].num_calls)
+        reason = self._readers[completion.index].finish_reason(completion.finish_reason)
         chunk = self._delta(completion.index, {}, finish_reason=reason)
         chunk["choices"][0]["stop_reason"] = completion.stop_reason
         if self._prepared.request.timings and output.finished and len(self._ended) == len(self._trackers):
@@ -339,7 +343,10 @@ class _ChatStream:
         self, index: int, delta: dict[str, Any], *, logprobs: Any = None, finish_reason: str | None = None
     ) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return self._chunk([choice], usage=usage_body(self._run.usage) if self._has_running_usage else None)
+        return self._chunk([choice], usage=self._usage() if self._has_running_usage else None)
+
+    def _usage(self) -> dict[str, Any]:
+        return usage_body(self._run.usage, sum(reader.num_thought_tokens for reader in self._readers))
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
         chunk = {**self._envelope, "choices": choices}

@@ -149,8 +149,6 @@ def check_fields(request: SamplingFields, *, exempt: frozenset[str] = frozenset(
     _check_stops(request.stop)
     if request.logit_bias is not None:
         _check_logit_bias(request.logit_bias)
-    if request.include_reasoning is False:
-        raise unavailable_feature("include_reasoning", "reasoning is not told apart from the answer on this server")
 
 
 def asks_for_something(value: object) -> bool:

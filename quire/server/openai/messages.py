@@ -43,6 +43,8 @@ class Message(msgspec.Struct, kw_only=True):
     tool_calls: Annotated[list[ToolCall], Meta(max_length=128)] | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """Another name of the same."""
 
 
 def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -65,8 +67,8 @@ def _for_template(message: Message, where: str) -> dict[str, Any]:
         shown["tool_calls"] = [_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(message.tool_calls)]
     if content is None:
         shown["content"] = message.refusal or ""
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        value = getattr(message, name)
+    thoughts = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    for name, value in (("name", message.name), ("tool_call_id", message.tool_call_id), ("reasoning_content", thoughts)):
         if value is not None:
             shown[name] = value
     return shown
