@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quire.common.kv_formats import OTHER_NAMES
+from quire.common.kv_formats import KV_FORMATS, OTHER_NAMES
 from quire.common.numbers import align_down, ceil_div, format_bytes, parse_bytes
 from quire.config.engine import EngineConfig
 from quire.config.limits import POLICIES, Policy, SchedulerLimits
@@ -153,8 +153,11 @@ class _Resolver:
     def _kv_format(self, dtype: str) -> str:
         given = self.config.kv_cache_dtype
         chosen = dtype if given == "auto" else OTHER_NAMES.get(given, given)
-        if self.gpu is not None and chosen not in ("float32", "bfloat16"):
-            raise ConfigError(f"kv_cache_dtype={given!r} is not available on a GPU yet; leave it at 'auto'")
+        odd = [layer.head_dim for layer in self.spec.kv_layers if layer.head_dim % 4]
+        if self.gpu is not None and KV_FORMATS[chosen].scale_bytes and odd:
+            raise ConfigError(
+                f"kv_cache_dtype={given!r} on a GPU needs heads of whole fours, not of {odd[0]}; leave it at 'auto'"
+            )
         self._note("kv_cache_dtype", chosen, "as the compute dtype" if given == "auto" else "given")
         return chosen
 

@@ -159,6 +159,7 @@ def test_on_a_gpu_its_memory_counts(tiny_config: Path) -> None:
     assert plan.device == "cuda"
     assert ("device", "cuda", "given; NVIDIA X, 40.0 GiB free") in plan.decisions
     assert plan.kv_bytes == plan.kv_bytes_per_token * 256 * 4  # what four sequences need
+    assert _plan(tiny_config, machine, device="cuda", kv_cache_dtype="fp8_e4m3").kv_format == "fp8"
     with pytest.raises(CapacityError, match="free GPU memory"):
         _plan(tiny_config, machine, device="cuda", kv_cache_memory="50GiB")
     assert _plan(tiny_config, replace(machine, available_memory=8 * GIB)).device == "cpu"

@@ -14,6 +14,7 @@ import torch
 from gpu_compiler import compiling, describe
 
 from quire.kernels.interface import AttentionBatch, AttentionWeights, NormWeights, QuantizedWeight
+from quire.kernels.kv_cache import empty_cache
 from quire.kernels.sampling import Cuts, Filters, Keys, Penalties, ScaledRows
 from quire.kernels.triton import elementwise
 from quire.kernels.triton.cache import enter
@@ -44,6 +45,20 @@ def attention(dtype: torch.dtype = BF16, head_sizes: tuple[int, ...] = (64, 128,
         KERNELS.paged_attention(wide, keys, values, batch([256, 256], [256, 300]), scale=0.1)
         KERNELS.paged_attention(wide, keys, values, batch([256, 256], [256, 3000]), scale=0.1)
         KERNELS.paged_attention(narrow, keys, values, batch([1, 1], [100, 3000]), scale=0.1, window=1000, soft_cap=30.0)
+
+
+def quantized_cache() -> None:
+    """int8 and fp8: both kinds of attention, and both writers."""
+    ids, table = torch.zeros(32, dtype=torch.int64), torch.zeros(64, 2, 64)
+    for kv_format in ("int8", "fp8"):
+        cache = empty_cache(8, 8, 16, 128, kv_format)
+        wide, narrow = (torch.zeros(n, 32, 128, dtype=BF16) for n in (512, 2))
+        KERNELS.paged_attention(wide, cache, cache.clone(), batch([256, 256], [256, 300]), scale=0.1)
+        KERNELS.paged_attention(narrow, cache, cache.clone(), batch([1, 1], [100, 3000]), scale=0.1)
+        both, packed = torch.zeros(32, 48, 128, dtype=BF16), KERNELS.pack_linear(torch.zeros(32, 32, dtype=BF16))
+        KERNELS.write_kv(both[:, 32:40], both[:, 40:], cache, cache.clone(), ids)
+        weights = AttentionWeights(packed, packed, 32, 8, 128, 0.1, None, None, table, None, None)
+        enter(both.view(32, -1), weights, batch([1] * 32, [1] * 32), (cache, cache.clone()))
 
 
 def linear(dtype: torch.dtype = BF16) -> None:
@@ -117,6 +132,7 @@ def single() -> None:
 
 GROUPS: dict[str, Callable[[], None]] = {
     "attention": attention,
+    "quantized-cache": quantized_cache,
     "attention-float32": lambda: attention(torch.float32, (128,)),
     "linear": linear,
     "linear-float32": lambda: linear(torch.float32),

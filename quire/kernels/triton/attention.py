@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch
 from quire.kernels.triton.checks import check_attention, launch_options
+from quire.kernels.triton.kv_rows import FLOAT_FORMAT, kernel_view, row_elements, row_scales
 from quire.kernels.triton.tuning import AttentionTuning, Tuning
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -57,14 +58,16 @@ def merge(peak, total, sums, other_peak, other_total, other_sums):
 
 @triton.jit
 def attend_split(
-    queries, key_cache, value_cache, table, places, begin, end, scale, soft_cap, block_stride,
+    queries, key_cache, value_cache, key_scales, value_scales, table, places, begin, end, scale, soft_cap, block_stride,
     HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Online softmax of queries [M, D] at absolute `places` [M] over positions [begin, end): peak, total [M], sums [M, D].
 
-    `begin` is a multiple of BLOCK_N. Scores are in units of log2, so that exp2 serves.
+    `begin` is a multiple of BLOCK_N. Scores are in units of log2, so that exp2 serves. Scales of a quantized cache are applied
+    to scores and to weights, so that its elements enter the products as they are, unrounded.
     """
+    ROW_SIZE: tl.constexpr = HEAD_SIZE if FORMAT == FLOAT_FORMAT else HEAD_SIZE + 4
     dims = tl.arange(0, queries.shape[1])
     peak = tl.full([queries.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([queries.shape[0]], tl.float32)
@@ -73,10 +76,12 @@ def attend_split(
         positions = first + tl.arange(0, BLOCK_N)
         is_there = positions < end
         block = tl.load(table + positions // BLOCK_SIZE, mask=is_there, other=0).to(tl.int64)
-        rows = block * block_stride + (positions % BLOCK_SIZE) * HEAD_SIZE
+        rows = block * block_stride + (positions % BLOCK_SIZE) * ROW_SIZE
         is_dim = dims < HEAD_SIZE
-        keys = tl.load(key_cache + rows[None, :] + dims[:, None], mask=is_there[None, :] & is_dim[:, None], other=0.0)
-        scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * scale
+        keys = tl.load(key_cache + rows[None, :] + dims[:, None], mask=is_there[None, :] & is_dim[:, None], other=0)
+        scores = tl.dot(queries, row_elements(keys, queries.dtype, FORMAT), input_precision="ieee") * scale
+        if FORMAT != FLOAT_FORMAT:
+            scores = scores * row_scales(key_scales, rows, is_there, HEAD_SIZE, FORMAT)[None, :]
         if HAS_SOFT_CAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
             scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / soft_cap)) + 1.0))
         scores = scores * LOG2_E
@@ -89,8 +94,10 @@ def attend_split(
         weights = tl.exp2(scores - base[:, None])
         fade = tl.exp2(peak - base)
         total = total * fade + tl.sum(weights, axis=1)
-        values = tl.load(value_cache + rows[:, None] + dims[None, :], mask=is_there[:, None] & is_dim[None, :], other=0.0)
-        values = values.to(queries.dtype)
+        values = tl.load(value_cache + rows[:, None] + dims[None, :], mask=is_there[:, None] & is_dim[None, :], other=0)
+        values = row_elements(values, queries.dtype, FORMAT)
+        if FORMAT != FLOAT_FORMAT:
+            weights = weights * row_scales(value_scales, rows, is_there, HEAD_SIZE, FORMAT)[None, :]
         sums = tl.dot(weights.to(values.dtype), values, sums * fade[:, None], input_precision="ieee")
         peak = top
     return peak, total, sums
@@ -98,12 +105,12 @@ def attend_split(
 
 @triton.jit
 def attention_kernel(
-    query, key_cache, value_cache, out, partial_sums, partial_stats, query_start, context_len, block_tables,
-    num_sequences, num_splits, query_stride, table_stride, block_stride, head_stride, scale, soft_cap,
+    query, key_cache, value_cache, key_scales, value_scales, out, partial_sums, partial_stats, query_start, context_len,
+    block_tables, num_sequences, num_splits, query_stride, table_stride, block_stride, head_stride, scale, soft_cap,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     HEAD_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT_LEN: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, IS_PARTIAL: tl.constexpr,
-    HAS_ONE_SPLIT: tl.constexpr,
+    HAS_ONE_SPLIT: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles, KV heads times tiles of their group, splits (one unless IS_PARTIAL)."""
     BLOCK_Q: tl.constexpr = BLOCK_M // TILE_HEADS
@@ -136,14 +143,16 @@ def attention_kernel(
     table = block_tables + sequence.to(tl.int64) * table_stride
     keys = key_cache + kv_head * head_stride
     values = value_cache + kv_head * head_stride
+    of_keys = key_scales + kv_head * head_stride // 4
+    of_values = value_scales + kv_head * head_stride // 4
     if IS_PARTIAL:
         split = tl.program_id(2)
         where = (token * NUM_HEADS + head) * num_splits + split
         split_begin = tl.maximum(begin, split * SPLIT_LEN)
         split_end = tl.minimum(end, (split + 1) * SPLIT_LEN)
         peak, total, sums = attend_split(
-            queries, keys, values, table, places, split_begin, split_end, scale, soft_cap, block_stride,
-            HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFT_CAP,
+            queries, keys, values, of_keys, of_values, table, places, split_begin, split_end, scale, soft_cap, block_stride,
+            HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFT_CAP, FORMAT,
         )  # fmt: skip
         tl.store(partial_stats + where * 2, peak, mask=is_row)
         tl.store(partial_stats + where * 2 + 1, total, mask=is_row)
@@ -152,8 +161,8 @@ def attention_kernel(
     else:
         if HAS_ONE_SPLIT:
             peak, total, sums = attend_split(
-                queries, keys, values, table, places, begin, end, scale, soft_cap, block_stride,
-                HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFT_CAP,
+                queries, keys, values, of_keys, of_values, table, places, begin, end, scale, soft_cap, block_stride,
+                HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFT_CAP, FORMAT,
             )  # fmt: skip
         else:
             peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -161,9 +170,9 @@ def attention_kernel(
             sums = tl.zeros([BLOCK_M, HEAD_PADDED], tl.float32)
             for split in range(begin // SPLIT_LEN, (end + SPLIT_LEN - 1) // SPLIT_LEN):
                 split_peak, split_total, split_sums = attend_split(
-                    queries, keys, values, table, places, tl.maximum(begin, split * SPLIT_LEN),
+                    queries, keys, values, of_keys, of_values, table, places, tl.maximum(begin, split * SPLIT_LEN),
                     tl.minimum(end, (split + 1) * SPLIT_LEN), scale, soft_cap, block_stride,
-                    HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFT_CAP,
+                    HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFT_CAP, FORMAT,
                 )  # fmt: skip
                 peak, total, sums = merge(peak, total, sums, split_peak, split_total, split_sums)
         total = tl.where(is_row, total, 1.0)
@@ -211,7 +220,7 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """See `Kernels.paged_attention`. Head sizes up to 256; any block size; the cache may be of another float dtype."""
+    """See `Kernels.paged_attention`. Head sizes up to 256; any block size; the cache may be of another dtype."""
     check_attention(query, key_cache, value_cache, batch, window, soft_cap, MAX_HEAD_SIZE)
     num_tokens, num_heads, head_size = query.shape
     out = torch.empty((num_tokens, num_heads, head_size), dtype=query.dtype, device=query.device)
@@ -226,14 +235,16 @@ def paged_attention(
     num_splits = triton.cdiv(batch.max_context_len, figures.split_len)
     is_partial = num_splits > 1 and grid[0] * grid[1] < tuning.num_programs
     partials = _partials(query, num_splits) if is_partial else (out, out)
+    (keys, key_scales, form), (values, value_scales, _) = kernel_view(key_cache), kernel_view(value_cache)
     attention_kernel[(*grid, num_splits if is_partial else 1)](
-        query, key_cache, value_cache, out, *partials, batch.query_start, batch.context_len, batch.block_tables,
+        query, keys, values, key_scales, value_scales, out, *partials, batch.query_start, batch.context_len, batch.block_tables,
         num_sequences, num_splits, query.stride(0), batch.block_tables.stride(0), key_cache.stride(0), key_cache.stride(1),
         scale, soft_cap or 0.0,
         NUM_HEADS=num_heads, GROUP=group, TILE_HEADS=tile_heads, HEAD_SIZE=head_size,
         HEAD_PADDED=max(16, triton.next_power_of_2(head_size)), BLOCK_SIZE=key_cache.shape[2],
         BLOCK_M=figures.block_m, BLOCK_N=figures.block_n, SPLIT_LEN=figures.split_len, WINDOW=window or 0,
-        HAS_SOFT_CAP=soft_cap is not None, IS_PARTIAL=is_partial, HAS_ONE_SPLIT=num_splits == 1, **_options(figures),
+        HAS_SOFT_CAP=soft_cap is not None, IS_PARTIAL=is_partial, HAS_ONE_SPLIT=num_splits == 1, FORMAT=form,
+        **_options(figures),
     )  # fmt: skip
     if is_partial:
         _merge(out, partials, num_splits)

@@ -1,7 +1,8 @@
 """RoPE and the movement of keys and values into and within the paged cache, in Triton. Not run on a GPU yet.
 
 `rope_kernel` and `write_kernel` are the operations one by one; `enter_kernel` does all that stands between the projection and
-attention in one pass (norms of single heads, RoPE, the cache write) with the very same rounding, so the same bits.
+attention in one pass (norms of single heads, RoPE, the cache write) with the very same rounding, so the same bits. Rows of
+int8 and fp8 are quantized where they are written (`kv_rows`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch, AttentionWeights
+from quire.kernels.kv_cache import head_size_of
 from quire.kernels.triton.checks import check_caches, check_heads, check_indices, launch_options, require
+from quire.kernels.triton.kv_rows import kernel_view, store_row
 
 
 @triton.jit
@@ -48,26 +51,27 @@ def rope_kernel(
 
 @triton.jit
 def write_kernel(
-    key, value, key_cache, value_cache, slots, key_stride, value_stride, num_kv_heads, BLOCK_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr,
+    key, value, key_cache, value_cache, key_scales, value_scales, slots, key_stride, value_stride, num_kv_heads,
+    BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Token program_id(0), KV head program_id(1)."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dims = tl.arange(0, HEAD_PADDED)
     is_dim = dims < HEAD_SIZE
     slot = tl.load(slots + token)
-    there = ((slot // BLOCK_SIZE * num_kv_heads + head) * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_SIZE + dims
-    k = tl.load(key + token * key_stride + head * HEAD_SIZE + dims, mask=is_dim)
-    v = tl.load(value + token * value_stride + head * HEAD_SIZE + dims, mask=is_dim)
-    tl.store(key_cache + there, k.to(key_cache.dtype.element_ty), mask=is_dim)
-    tl.store(value_cache + there, v.to(value_cache.dtype.element_ty), mask=is_dim)
+    row = (slot // BLOCK_SIZE * num_kv_heads + head) * BLOCK_SIZE + slot % BLOCK_SIZE
+    k = tl.load(key + token * key_stride + head * HEAD_SIZE + dims, mask=is_dim, other=0.0)
+    v = tl.load(value + token * value_stride + head * HEAD_SIZE + dims, mask=is_dim, other=0.0)
+    store_row(key_cache, key_scales, row, k, dims, is_dim, HEAD_SIZE, FORMAT)
+    store_row(value_cache, value_scales, row, v, dims, is_dim, HEAD_SIZE, FORMAT)
 
 
 @triton.jit
 def enter_kernel(
-    qkv, query, key_cache, value_cache, query_norm, key_norm, cos_sin, positions, slots, query_eps, key_eps, norm_offset,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, NUM_PAIRS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr, HAS_NORM: tl.constexpr,
+    qkv, query, key_cache, value_cache, key_scales, value_scales, query_norm, key_norm, cos_sin, positions, slots,
+    query_eps, key_eps, norm_offset, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    NUM_PAIRS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr, HAS_NORM: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Token program_id(0), head program_id(1) of qkv [T, heads + 2 * KV heads, D]: queries are normed and rotated into
     `query` [T, heads, D], keys normed and rotated into the cache, values copied there. Halves are paired; NUM_PAIRS of 0: no
@@ -93,10 +97,10 @@ def enter_kernel(
             z = other * scale * (tl.load(weight + partner, mask=is_turned, other=0.0).to(tl.float32) + norm_offset)
             other = tl.where(is_value, other, z.to(qkv.dtype.element_ty).to(tl.float32))
     if NUM_PAIRS > 0:
-        row = cos_sin + tl.load(positions + token) * (2 * NUM_PAIRS)
+        angles = cos_sin + tl.load(positions + token) * (2 * NUM_PAIRS)
         pair = dims % NUM_PAIRS
-        cos = tl.load(row + pair, mask=is_turned, other=0.0)
-        sin = tl.load(row + NUM_PAIRS + pair, mask=is_turned, other=0.0)
+        cos = tl.load(angles + pair, mask=is_turned, other=0.0)
+        sin = tl.load(angles + NUM_PAIRS + pair, mask=is_turned, other=0.0)
         rotated = tl.where(dims < NUM_PAIRS, x * cos - other * sin, x * cos + other * sin)
         x = tl.where(is_turned & (not is_value), rotated, x)
     if is_query:
@@ -104,12 +108,12 @@ def enter_kernel(
     else:
         kv_head = tl.where(is_value, head - NUM_HEADS - NUM_KV_HEADS, head - NUM_HEADS)
         slot = tl.load(slots + token)
-        there = ((slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_SIZE + dims
+        row = (slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
         rounded = x.to(qkv.dtype.element_ty)
         if is_value:
-            tl.store(value_cache + there, rounded.to(value_cache.dtype.element_ty), mask=is_dim)
+            store_row(value_cache, value_scales, row, rounded, dims, is_dim, HEAD_SIZE, FORMAT)
         else:
-            tl.store(key_cache + there, rounded.to(key_cache.dtype.element_ty), mask=is_dim)
+            store_row(key_cache, key_scales, row, rounded, dims, is_dim, HEAD_SIZE, FORMAT)
 
 
 def enter(projected: Tensor, weights: AttentionWeights, batch: AttentionBatch, caches: tuple[Tensor, Tensor]) -> Tensor:
@@ -122,16 +126,17 @@ def enter(projected: Tensor, weights: AttentionWeights, batch: AttentionBatch, c
     num_tokens, num_heads, head_size = projected.shape[0], weights.num_heads, weights.head_dim
     query = torch.empty((num_tokens, num_heads, head_size), dtype=projected.dtype, device=projected.device)
     query_norm, key_norm, rope = weights.query_norm, weights.key_norm, weights.rope
+    (keys, key_scales, form), (values, value_scales, _) = kernel_view(key_cache), kernel_view(value_cache)
     if num_tokens:
         enter_kernel[(num_tokens, num_heads + 2 * weights.num_kv_heads)](
-            projected, query, key_cache, value_cache,
+            projected, query, keys, values, key_scales, value_scales,
             projected if query_norm is None else query_norm.weight, projected if key_norm is None else key_norm.weight,
             projected if rope is None else rope, batch.positions, batch.slots,
             0.0 if query_norm is None else query_norm.eps, 0.0 if key_norm is None else key_norm.eps,
             0.0 if key_norm is None else key_norm.weight_offset,
             NUM_HEADS=num_heads, NUM_KV_HEADS=weights.num_kv_heads, HEAD_SIZE=head_size,
             NUM_PAIRS=0 if rope is None else rope.shape[-1], BLOCK_SIZE=key_cache.shape[2],
-            HEAD_PADDED=triton.next_power_of_2(head_size), HAS_NORM=query_norm is not None, **launch_options(1),
+            HEAD_PADDED=triton.next_power_of_2(head_size), HAS_NORM=query_norm is not None, FORMAT=form, **launch_options(1),
         )  # fmt: skip
     return query
 
@@ -159,17 +164,20 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
     check_caches(key_cache, value_cache)
     num_tokens = key.shape[0]
     check_indices(slots, "slots", num_tokens)
-    _, num_kv_heads, block_size, head_size = key_cache.shape
+    num_kv_heads, block_size, head_size = key_cache.shape[1], key_cache.shape[2], head_size_of(key_cache)
+    (keys, key_scales, form), (values, value_scales, _) = kernel_view(key_cache), kernel_view(value_cache)
     fits = key.shape == (num_tokens, num_kv_heads, head_size) and value.shape == key.shape and value.dtype == key.dtype
     require(fits, "write_kv: key and value do not fit the cache", key, value, key_cache)
     if key.numel():
         write_kernel[(num_tokens, num_kv_heads)](
-            key, value, key_cache, value_cache, slots, key.stride(0), value.stride(0), num_kv_heads, BLOCK_SIZE=block_size,
-            HEAD_SIZE=head_size, HEAD_PADDED=triton.next_power_of_2(head_size), **launch_options(1),
+            key, value, keys, values, key_scales, value_scales, slots, key.stride(0), value.stride(0), num_kv_heads,
+            BLOCK_SIZE=block_size, HEAD_SIZE=head_size, HEAD_PADDED=triton.next_power_of_2(head_size), FORMAT=form,
+            **launch_options(1),
         )  # fmt: skip
 
 
 def copy_blocks(caches: list[Tensor], sources: Tensor, destinations: Tensor) -> None:
     """See `Kernels.copy_blocks`. Torch's gather, then its scatter: whole blocks lie in one piece, and all are read first."""
     for cache in caches:
-        cache[destinations] = cache[sources]
+        whole = cache.view(torch.uint8) if cache.itemsize == 1 else cache  # torch does not index fp8
+        whole[destinations] = whole[sources]

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch
+from quire.kernels.kv_cache import head_size_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+QUANTIZED = (torch.int8, torch.float8_e4m3fn)
+"""Formats of the KV cache that keep a scale for each row."""
 
 
 def launch_options(num_warps: int, num_stages: int = 2) -> dict[str, object]:
@@ -56,10 +59,12 @@ def check_indices(tensor: Tensor, name: str, count: int) -> None:
 
 
 def check_caches(key_cache: Tensor, value_cache: Tensor) -> None:
-    """ValueError unless both are [B, KV heads, block size, D] and agree."""
+    """ValueError unless both are [B, KV heads, block size, row] and agree."""
     agree = value_cache.shape == key_cache.shape and value_cache.dtype == key_cache.dtype and key_cache.dim() == 4
-    if key_cache.dtype not in FLOATS:
-        raise TypeError(f"a KV cache of {key_cache.dtype}; the Triton kernels take float32, bfloat16 and float16")
+    if key_cache.dtype not in (*FLOATS, *QUANTIZED):
+        raise TypeError(f"a KV cache of {key_cache.dtype}; the Triton kernels take float32, bfloat16, float16, int8 and fp8")
+    if key_cache.dtype in QUANTIZED:
+        require(key_cache.shape[-1] % 4 == 0, "rows of a quantized cache: expected a head size of whole fours", key_cache)
     is_whole = key_cache.is_contiguous() and value_cache.is_contiguous()
     require(agree and is_whole, "expected two contiguous caches [B, KV heads, block size, D]", key_cache, value_cache)
     require(key_cache.dim() == 4 and min(key_cache.shape[1:]) > 0, "the caches hold no positions", key_cache)
@@ -78,7 +83,9 @@ def check_attention(
     check_heads(query, "query")
     check_caches(key_cache, value_cache)
     num_heads, head_size = query.shape[1:]
-    num_kv_heads, cache_head_size = key_cache.shape[1], key_cache.shape[3]
+    num_kv_heads, cache_head_size = key_cache.shape[1], head_size_of(key_cache)
+    if key_cache.dtype in QUANTIZED and query.dtype is torch.float16:
+        raise TypeError("float16 queries of a quantized cache: its scales may be out of float16's range; use bfloat16")
     if head_size != cache_head_size or num_heads % num_kv_heads or head_size > max_head_size:
         raise ValueError(
             f"paged_attention: query {list(query.shape)} does not fit a cache {list(key_cache.shape)} "

@@ -62,7 +62,7 @@ def attend(device: torch.device) -> Callable[..., Tensor]:
 
     def run(kernels: Kernels, case: Paged, query: Tensor, block_size: int = 16, **options: Any) -> Tensor:
         where = torch.device("cpu") if kernels.name == "reference" else device
-        keys, values, batch = case.pages(block_size)
+        keys, values, batch = case.pages(block_size, options.pop("kv_format", None))
         scale = query.shape[2] ** -0.5
         out = kernels.paged_attention(
             query.to(where), keys.to(where), values.to(where), moved(batch, where), scale=scale, **options

@@ -38,7 +38,7 @@ def assert_near(got: Tensor, want: Tensor) -> None:
         thorough((4, 2), 64, torch.float32),
         ((3, 3), 80, torch.bfloat16),
         thorough((9, 1), 128, torch.bfloat16),
-        thorough((2, 1), 256, torch.float16),
+        thorough((2, 1), 256, torch.bfloat16),
         ((6, 2), 40, torch.float32),
     ],
 )
@@ -57,6 +57,19 @@ def test_options_agree_with_the_reference(
     case = paged.random(RAGGED, 2, 32)
     query = draw_query(case, 6)
     assert_near(attend(kernels, case, query, **options), attend(reference, case, query, **options))
+
+
+@pytest.mark.parametrize("kv_format", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, thorough(torch.bfloat16)])
+def test_quantized_caches_agree_with_the_reference(
+    kernels: Kernels, reference: Kernels, paged: type[Paged], attend: Attend, kv_format: str, dtype: torch.dtype
+) -> None:
+    case = paged.random(((5, 5), (1, 150), (3, 33)), 2, 20, dtype)
+    query = draw_query(case, 4)
+    got = attend(kernels, case, query, kv_format=kv_format, window=100)
+    assert_near(got, attend(reference, case, query, kv_format=kv_format, window=100))
+    assert torch.equal(attend(kernels, case, query, 4, kv_format=kv_format, window=100), got)
+    assert not torch.allclose(got, attend(kernels, case, query, window=100), atol=1e-3)
 
 
 def test_more_query_heads_than_one_tile_holds(kernels: Kernels, reference: Kernels, paged: type[Paged], attend: Attend) -> None:
@@ -139,5 +152,8 @@ def test_wrong_batches_are_refused(kernels: Kernels, paged: type[Paged]) -> None
         kernels.paged_attention(query, keys, values, replace(batch, context_len=torch.tensor([20])), scale=1.0)
     with pytest.raises(ValueError, match="does not fit a cache"):
         kernels.paged_attention(torch.zeros(2, 2, 8), keys, values, batch, scale=1.0)
+    with pytest.raises(TypeError, match="use bfloat16"):
+        narrow = torch.zeros(5, 1, 16, 20, dtype=torch.int8)
+        kernels.paged_attention(query.half(), narrow, narrow.clone(), batch, scale=1.0)
     with pytest.raises(ValueError, match="window=0"):
         kernels.paged_attention(query, keys, values, batch, scale=1.0, window=0)

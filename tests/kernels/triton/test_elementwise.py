@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.interface import Kernels
+from quire.kernels.kv_cache import empty_cache
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -113,7 +114,39 @@ def test_write_kv(kernels: Kernels, reference: Kernels, device: torch.device, dt
     assert torch.equal(got[1].cpu(), want[1])
 
 
+@pytest.mark.parametrize("kv_format", ["int8", "fp8"])
+def test_quantized_rows_have_the_references_bits(
+    kernels: Kernels, reference: Kernels, device: torch.device, kv_format: str
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    both = torch.randn(40, 4, 20, generator=generator) * torch.rand(40, 4, 1, generator=generator).mul(30).exp()
+    both[0, 0], both[1, 1], both[2, 2] = 0.0, torch.arange(20.0) * 2.0**-128, torch.linspace(-448, 448, 20)
+    slots = torch.randperm(48, generator=generator)[:40]
+    want = [empty_cache(12, 2, 4, 20, kv_format) for _ in range(2)]
+    for cache in want:
+        cache.view(torch.uint8).zero_()
+    got = [cache.to(device, copy=True) for cache in want]
+    reference.write_kv(both[:, :2], both[:, 2:], want[0], want[1], slots)
+    there = both.to(device)
+    kernels.write_kv(there[:, :2], there[:, 2:], got[0], got[1], slots.to(device))
+    for ours, theirs in zip(got, want, strict=True):
+        assert torch.equal(ours.cpu().view(torch.uint8), theirs.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kv_format", ["int8", "fp8"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_quantized_row_that_is_not_finite_counts_as_such(
+    kernels: Kernels, device: torch.device, kv_format: str, bad: float
+) -> None:
+    row, cache = torch.ones(1, 1, 8, device=device), empty_cache(1, 1, 1, 8, kv_format, device)
+    row[0, 0, 3] = bad
+    kernels.write_kv(row, row, cache, cache, torch.zeros(1, dtype=torch.int64, device=device))
+    assert cache.view(torch.float32)[0, 0, 0, 2].isnan()
+
+
 def test_chains_of_block_copies_read_the_old_blocks(kernels: Kernels, device: torch.device) -> None:
     cache = torch.arange(4.0).view(4, 1, 1, 1).repeat(1, 2, 3, 2).to(device)
-    kernels.copy_blocks([cache], torch.tensor([0, 1], device=device), torch.tensor([1, 2], device=device))
+    narrow = cache.to(torch.float8_e4m3fn)
+    kernels.copy_blocks([cache, narrow], torch.tensor([0, 1], device=device), torch.tensor([1, 2], device=device))
     assert cache[:, 0, 0, 0].tolist() == [0.0, 0.0, 1.0, 3.0]
+    assert torch.equal(narrow.float(), cache)

@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import thorough
+from torch import Tensor
 
+from quire.kernels import load
 from quire.kernels.interface import AttentionBatch, Kernels
+from quire.kernels.kv_cache import empty_cache
+from quire.models.declaration import KVLayerSpec
 from quire.models.registry import declare
 from quire.nn.builder import build_decoder
 from quire.nn.context import StepContext
@@ -49,16 +53,16 @@ def make_batch(device: torch.device) -> AttentionBatch:
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"),
+    ("family", "dtype", "kv_format"),
     [
-        ("qwen3", "bfloat16"),
-        ("gpt2", "bfloat16"),
-        thorough("llama", "bfloat16"),
-        thorough("olmo2", "bfloat16"),
-        thorough("qwen3", "float32"),
+        ("qwen3", "bfloat16", "fp8"),
+        ("gpt2", "bfloat16", "bfloat16"),
+        thorough("llama", "bfloat16", "int8"),
+        thorough("olmo2", "bfloat16", "bfloat16"),
+        thorough("qwen3", "float32", "float32"),
     ],
 )
-def test_fused_is_one_by_one(kernels: Kernels, device: torch.device, family: str, dtype: str) -> None:
+def test_fused_is_one_by_one(kernels: Kernels, device: torch.device, family: str, dtype: str, kv_format: str) -> None:
     model = build_decoder(declare(CONFIGS[family]), DummyWeights(), kernels, dtype=dtype, max_model_len=64)
     assert (model.compiled is None) == (family == "olmo2")
     batch, results = make_batch(device), []
@@ -67,8 +71,17 @@ def test_fused_is_one_by_one(kernels: Kernels, device: torch.device, family: str
         generator = torch.Generator().manual_seed(1)
         caches = []
         for layer in model.spec.kv_layers:
-            shape = (6, layer.num_kv_heads, BLOCK_SIZE, layer.head_dim)
-            caches.append(tuple(torch.randn(shape, generator=generator).to(model.dtype).to(device) for _ in range(2)))
+            caches.append(tuple(random_cache(layer, kv_format, generator).to(device) for _ in range(2)))
         hidden = forward(token_ids, batch.positions, StepContext(batch, caches))  # type: ignore[arg-type]
         results.append((hidden, *(cache for pair in caches for cache in pair)))
-    assert all(torch.equal(fused, single) for fused, single in zip(*results, strict=True))
+    for fused, single in zip(*results, strict=True):
+        assert torch.equal(fused.view(torch.uint8), single.view(torch.uint8))
+        assert fused.dtype is not model.dtype or fused.isfinite().all()
+
+
+def random_cache(layer: KVLayerSpec, kv_format: str, generator: torch.Generator) -> Tensor:
+    """Six blocks with keys or values in them."""
+    cache = empty_cache(6, layer.num_kv_heads, BLOCK_SIZE, layer.head_dim, kv_format)
+    rows = torch.randn(6 * BLOCK_SIZE, layer.num_kv_heads, layer.head_dim, generator=generator)
+    load("reference").write_kv(rows, rows, cache, cache, torch.arange(6 * BLOCK_SIZE))
+    return cache
