@@ -187,27 +187,32 @@ def _grammar(form: ToolFormat, functions: Sequence[tuple[str, str]], demand: tup
         rules.append(f'object_{number}: {head} arguments_{number} "}}"')
         rules.append(f"arguments_{number}: %json {embedded_schema(schema)}")
     rules.append("object: " + " | ".join(f"object_{number}" for number in range(len(functions))))
-    more = f"{{0,{most - 1}}}" if most > 1 else ""
+    newline = lark_literal("\n")
+
+    def several(one: str, first: str, between: str) -> str:
+        return first + (f" ({between} {one}){{0,{most - 1}}}" if most > 1 else "")
+
     if form.is_list:
-        calls = f'{begin} "[" object' + (f' (", " object){more}' if more else "") + ' "]"'
-        text = "TEXT" if marker is not None else ""
+        calls = f'{begin} "[" {several("object", "object", lark_literal(", "))} "]"'
     elif form.begin:
-        one = f"{begin} {lark_literal(form.glue)} object {lark_literal(form.glue + form.end)}"
-        rules.append(f"call: {one}")
-        calls = "call" + (f' ("\\n" call){more}' if more else "")
-        text = "TEXT"
+        rules.append(f"body: {lark_literal(form.glue)} object {lark_literal(form.glue + form.end)}")
+        calls = several(f"{begin} body", f"{begin} body", newline)
     else:
-        calls, text = "object" + (f' ("; " object){more}' if more else ""), ""
+        calls = several("object", "object", lark_literal("; "))
     rules.append(f"calls: {calls}")
     if mode != "auto":
-        return "\n".join([*rules, "start: calls"])
-    if text:
-        rules.append(_text_rule(form, is_special=marker is not None))
-        return "\n".join([*rules, "start: TEXT | TEXT calls | calls"])
-    return "\n".join([*rules, "TEXT: /[^{\\[ \\n](?s:.)*/", "start: TEXT | calls"])
+        start = "calls"
+    elif marker is not None:  # which no text can hold
+        start = "TEXT | TEXT calls | calls\nTEXT: /(?s:.+)/"
+    elif form.begin and not form.is_list:
+        # Only a lazy rule finds the marker behind a text: a greedy one takes the marker's first characters for more of it.
+        start = f"TEXT | lead {several(f'{begin} body', 'body', newline)}\nlead[suffix={begin}]: /(?s:.*)/\n"
+        start += f"TEXT: /(?s:.+)/ & ~/(?s:.*){_literal_regex(form.begin)}(?s:.*)/"
+    else:
+        start = "TEXT | calls\nTEXT: /[^{\\[ \\n](?s:.)*/"
+    return "\n".join([*rules, f"start: {start}"])
 
 
-def _text_rule(form: ToolFormat, *, is_special: bool) -> str:
-    """Text without a marker in it; a special token is in no text anyway."""
-    marker = "".join(f"\\{char}" if not char.isalnum() and char != "_" else char for char in form.begin)
-    return "TEXT: /(?s:.+)/" if is_special else f"TEXT: /(?s:.+)/ & ~/(?s:.*){marker}(?s:.*)/"
+def _literal_regex(text: str) -> str:
+    """A regular expression of this text alone; a backslash before `<` would mean the edge of a word."""
+    return "".join(char if char.isalnum() or char == "_" else f"\\x{{{ord(char):x}}}" for char in text)

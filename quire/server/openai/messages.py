@@ -14,6 +14,7 @@ from msgspec import Meta
 from quire.server.errors import bad_request, unavailable_feature
 
 MAX_MESSAGES = 4096
+MAX_CALLS_OF_MESSAGE = 128
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
@@ -40,7 +41,7 @@ class Message(msgspec.Struct, kw_only=True):
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: Annotated[list[ToolCall], Meta(max_length=128)] | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_CALLS_OF_MESSAGE)] | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -97,12 +98,16 @@ def _part_text(part: dict[str, Any], where: str) -> str:
 
 
 def _call(call: ToolCall, where: str) -> dict[str, Any]:
-    """Templates want the arguments as an object, which they write in the model's own way."""
+    arguments = arguments_of(call.function.arguments, f"{where}.function.arguments")
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def arguments_of(text: str, param: str) -> dict[str, Any]:
+    """A call's arguments as an object: templates write it in the model's own way. Raises ApiError 400."""
     try:
-        arguments = msgspec.json.decode(call.function.arguments)
+        arguments = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         arguments = None
     if not isinstance(arguments, dict):
-        param = f"{where}.function.arguments"
         raise bad_request(f"{param}: must be a JSON object, written as a string", param=param)
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return arguments

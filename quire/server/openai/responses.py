@@ -1,8 +1,7 @@
-"""POST /v1/responses and what belongs to it: text in, text out, continued by `previous_response_id`."""
+"""POST /v1/responses and what belongs to it: answers of thoughts, text and calls, continued by `previous_response_id`."""
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,27 +15,30 @@ from starlette.types import Receive
 
 from quire.core.params import SamplingParams
 from quire.engine.outputs import CompletionOutput, RequestOutput
-from quire.server.body import convert, read_json
+from quire.server.body import read_json
 from quire.server.call import Call, call_of
 from quire.server.errors import ApiError, bad_request, unavailable_feature
 from quire.server.generation import Job, Run, Usage
 from quire.server.openai.fields import Count, asks_for_something
-from quire.server.openai.logprobs import LogprobTracker, ScoredToken, TokenNames
-from quire.server.openai.messages import Message, for_template, text_of
+from quire.server.openai.logprobs import LogprobTracker, TokenNames
+from quire.server.openai.messages import for_template
+from quire.server.openai.response_items import Item, OutputItems, input_items, is_whole, messages_of, new_id
 from quire.server.openai.response_store import ResponseStore, StoredResponse
+from quire.server.openai.tools import RESPONSES, read_tools
+from quire.server.reading import Reading
 from quire.server.responses import KEEP_ALIVE, EventStream, json_response, named_event
 from quire.server.state import Api
 from quire.server.structure import Asked, from_named_schema, from_response_format, settle
 from quire.server.texts import ChatOptions
+from quire.server.tools import Function, settle_tools
 
 _UNAVAILABLE = {
-    "tools": "tools are not available on this server yet",
     "background": "answers in the background are not available; leave it out, or use /v1/batches",
     "conversation": "conversations are not kept; use previous_response_id",
     "prompt": "stored prompts are not available",
     "context_management": "contexts are not managed by this server",
 }
-_HINTS = ("reasoning", "max_tool_calls", "prompt_cache_retention")
+_HINTS = ("max_tool_calls", "prompt_cache_retention")
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -58,6 +60,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     text: dict[str, Any] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: dict[str, str] | None = None
+    tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     user: str | None = None
@@ -66,11 +69,10 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     prompt_cache_retention: Any = None
     service_tier: str | None = None
     stream_options: Any = None
-    reasoning: Any = None
+    reasoning: dict[str, Any] | None = None
     max_tool_calls: Any = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
 
-    tools: Any = None
     background: Any = None
     conversation: Any = None
     prompt: Any = None
@@ -85,8 +87,9 @@ class _Prepared:
     messages: list[dict[str, Any]]
     input_items: list[dict[str, Any]]
     names: TokenNames
-    id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(16)}")
-    message_id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(16)}")
+    reading: Reading
+    functions: list[Function]
+    id: str = field(default_factory=lambda: new_id("resp"))
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -144,45 +147,59 @@ class Responses:
         model = api.check_model(body.model)
         _check(body)
         call.ignored_fields.extend(name for name in _HINTS if asks_for_something(getattr(body, name)))
-        items = _input_items(body.input)
+        functions, demand = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls, RESPONSES)
+        tools = await settle_tools(functions, demand, api.tool_notation)
+        items = input_items(body.input)
         history: list[dict[str, Any]] = []
         if body.previous_response_id is not None:
             previous = self._store.get(call.tenant.name, body.previous_response_id, param="previous_response_id")
             history = list(previous.messages)
-        messages = [*history, *for_template([convert(_as_message(item), Message) for item in items])]
+        messages = [*history, *for_template(messages_of(items))]
         shown = [{"role": "system", "content": body.instructions}, *messages] if body.instructions else messages
-        _, token_ids = await api.texts.encode_chat(shown, ChatOptions())
+        options = ChatOptions(
+            template_kwargs=_effort(body, api.texts.template_source, call), tools=None if tools is None else tools.shown
+        )
+        text, token_ids = await api.texts.encode_chat(shown, options)
         if body.truncation == "auto":
             token_ids = api.texts.truncate(token_ids, api.texts.max_model_len - (body.max_output_tokens or 1))
+        form = await settle(_asked_form(body))
+        reading = api.reading(tools, None if form is not None else text)
+        params = self._params(body, len(token_ids), reading, reading.constraints(form, "text.format"))
+        job = Job(token_ids, params, None, body.cache_salt)
+        names = TokenNames(api.client.tokenizer, as_ids=False, shows_special=False)
+        return _Prepared(body, job, model, messages, items, names, reading, functions)
+
+    def _params(self, body: ResponseRequest, num_prompt_tokens: int, reading: Reading, given: dict[str, Any]) -> SamplingParams:
+        api = self._api
         wants_logprobs = body.top_logprobs is not None or _LOGPROBS in (body.include or ())
+        if wants_logprobs and not reading.is_plain:
+            param = "include" if body.top_logprobs is None else "top_logprobs"
+            raise unavailable_feature(param, "log-probabilities are only given of answers without tools and thoughts")
         num_top = (body.top_logprobs or 0) if wants_logprobs else None
         default = api.default_max_tokens(num_top, 1)
-        max_tokens = api.texts.max_tokens(len(token_ids), body.max_output_tokens, default=default, param="max_output_tokens")
+        max_tokens = api.texts.max_tokens(num_prompt_tokens, body.max_output_tokens, default=default, param="max_output_tokens")
         values = {name: value for name, value in api.sampling_defaults.items() if name != "max_tokens"}
         for name in ("temperature", "top_p", "seed"):
             value = getattr(body, name)
             if value is not None:
                 values[name] = value or 1e-9 if name == "top_p" else value
-        values |= {"max_tokens": max_tokens, "logprobs": num_top, "structured_outputs": await settle(_asked_form(body))}
-        params = SamplingParams(**values)
-        job = Job(token_ids, params, None, body.cache_salt)
-        names = TokenNames(api.client.tokenizer, as_ids=False, shows_special=False)
-        return _Prepared(body, job, model, messages, items, names)
+        return SamplingParams(**values, **given, max_tokens=max_tokens, logprobs=num_top)
 
     async def _create(self, call: Call, prepared: _Prepared, receive: Receive) -> dict[str, Any]:
         (output,), usage = await self._api.generator.answer(call, [prepared.job], receive)
         completion = output.outputs[0]
         tracker = prepared.tracker()
-        tokens = tracker.take(completion) if tracker is not None else []
-        answer = _body(prepared, _status(completion), usage, [_message(prepared, completion, tokens)])
+        items = OutputItems(prepared.reading)
+        items.take(completion, tracker.take(completion) if tracker is not None else [])
+        answer = _body(prepared, _status(completion), _usage(usage, items.num_thought_tokens), items.items)
         self._keep(call, prepared, answer)
         return answer
 
     def _keep(self, call: Call, prepared: _Prepared, answer: dict[str, Any]) -> None:
         if prepared.request.store is False:
             return
-        text = answer["output"][0]["content"][0]["text"]
-        messages = [*prepared.messages, {"role": "assistant", "content": text}]
+        kept = messages_of([item for item in answer["output"] if is_whole(item)])
+        messages = [*prepared.messages, *(for_template(kept) if kept else ())]
         self._store.put(call.tenant.name, StoredResponse(answer, prepared.input_items, messages))
 
 
@@ -190,8 +207,6 @@ def _check(body: ResponseRequest) -> None:
     for name, reason in _UNAVAILABLE.items():
         if asks_for_something(getattr(body, name)):
             raise unavailable_feature(name, reason)
-    if asks_for_something(body.tool_choice) and body.tool_choice not in ("none", "auto"):
-        raise unavailable_feature("tool_choice", "tools are not available on this server yet")
     unknown = [each for each in body.include or () if each != _LOGPROBS]
     if unknown:
         raise unavailable_feature("include", f"only {_LOGPROBS!r} can be included here")
@@ -205,58 +220,26 @@ def _asked_form(body: ResponseRequest) -> list[Asked]:
     return from_response_format(form, "text.format")
 
 
-def _input_items(value: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The input as message items with ids, as they are listed later."""
-    if isinstance(value, str):
-        value = [{"role": "user", "content": value}]
-    if not value:
-        raise bad_request("input: it is empty", param="input")
-    items = []
-    for number, item in enumerate(value):
-        if item.get("type", "message") != "message":
-            raise unavailable_feature(f"input[{number}]", f"items of type {str(item.get('type'))[:40]!r} are not possible here")
-        message = convert({"role": item.get("role"), "content": item.get("content")}, Message)
-        kind = "output_text" if message.role == "assistant" else "input_text"
-        text = text_of(message.content, f"input[{number}].content")
-        parts = [] if text is None else [{"type": kind, "text": text}]
-        item_id = f"msg_{secrets.token_hex(16)}"
-        items.append({"id": item_id, "type": "message", "role": message.role, "content": parts, "status": "completed"})
-    return items
-
-
-def _as_message(item: Mapping[str, Any]) -> dict[str, Any]:
-    return {"role": item.get("role"), "content": item["content"]}
+def _effort(body: ResponseRequest, source: str, call: Call) -> dict[str, Any] | None:
+    """The wished effort of reasoning, for templates that know it."""
+    effort = (body.reasoning or {}).get("effort")
+    if effort is not None and "reasoning_effort" in source:
+        return {"reasoning_effort": effort}
+    if asks_for_something(body.reasoning):
+        call.ignored_fields.append("reasoning")
+    return None
 
 
 def _status(completion: CompletionOutput) -> str:
     return "incomplete" if completion.finish_reason == "length" else "completed"
 
 
-def _text_part(text: str, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
-    return {
-        "type": "output_text",
-        "text": text,
-        "annotations": [],
-        "logprobs": [{**token.content, "bytes": token.content["bytes"] or []} for token in tokens],
-    }
-
-
-def _message(prepared: _Prepared, completion: CompletionOutput, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
-    return {
-        "id": prepared.message_id,
-        "type": "message",
-        "role": "assistant",
-        "status": _status(completion),
-        "content": [_text_part(completion.text, tokens)],
-    }
-
-
-def _body(prepared: _Prepared, status: str, usage: Usage | None, output: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _body(prepared: _Prepared, status: str, usage: dict[str, Any] | None, output: Sequence[Item]) -> dict[str, Any]:
     """OpenAI's response object."""
     request, params = prepared.request, prepared.job.params
     return {
         **({} if request.user is None else {"user": request.user}),
-        **({} if usage is None else {"usage": _usage(usage)}),
+        **({} if usage is None else {"usage": usage}),
         "id": prepared.id,
         "object": "response",
         "created_at": prepared.created,
@@ -271,12 +254,12 @@ def _body(prepared: _Prepared, status: str, usage: Usage | None, output: Sequenc
         "output": list(output),
         "parallel_tool_calls": True if request.parallel_tool_calls is None else request.parallel_tool_calls,
         "previous_response_id": request.previous_response_id,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": (request.reasoning or {}).get("effort"), "summary": None},
         "store": request.store is not False,
         "temperature": params.temperature,
         "text": {"format": (request.text or {}).get("format") or {"type": "text"}},
         "tool_choice": request.tool_choice or "auto",
-        "tools": [],
+        "tools": [_shown(function) for function in prepared.functions],
         "top_logprobs": request.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": request.truncation or "disabled",
@@ -285,12 +268,17 @@ def _body(prepared: _Prepared, status: str, usage: Usage | None, output: Sequenc
     }
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _shown(function: Function) -> dict[str, Any]:
+    fields = {"name": function.name, "description": function.description}
+    return {"type": "function", **fields, "parameters": function.parameters, "strict": function.strict}
+
+
+def _usage(usage: Usage, num_thought_tokens: int) -> dict[str, Any]:
     return {
         "input_tokens": usage.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.num_output_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": num_thought_tokens},
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
     }
 
@@ -303,10 +291,8 @@ class _ResponseStream:
         self._run = run
         self._keep = keep
         self._number = 0
-        self._text: list[str] = []
-        self._tokens: list[ScoredToken] = []
+        self._items = OutputItems(prepared.reading)
         self._tracker = prepared.tracker()
-        self._where = {"item_id": prepared.message_id, "output_index": 0, "content_index": 0}
 
     async def events(self, keep_alive_s: float) -> AsyncGenerator[bytes, None]:
         """From `response.created` to `response.completed` or `response.incomplete`."""
@@ -331,44 +317,20 @@ class _ResponseStream:
     def _opening(self) -> bytes:
         prepared = self._prepared
         body = _body(prepared, "in_progress", None, [])
-        item = {"id": prepared.message_id, "type": "message", "role": "assistant", "status": "in_progress", "content": []}
-        return (
-            self._event("response.created", response=body)
-            + self._event("response.in_progress", response=body)
-            + self._event("response.output_item.added", output_index=0, item=item)
-            + self._event("response.content_part.added", **self._where, part=_text_part("", []))
-        )
+        return self._event("response.created", response=body) + self._event("response.in_progress", response=body)
 
     def _delta(self, output: RequestOutput) -> bytes:
         completion = output.outputs[0]
         tokens = self._tracker.take(completion) if self._tracker is not None else []
-        if not completion.text and not tokens:
-            return b""
-        self._text.append(completion.text)
-        self._tokens += tokens
-        logprobs = [_delta_logprob(token) for token in tokens]
-        return self._event("response.output_text.delta", **self._where, delta=completion.text, logprobs=logprobs)
+        return b"".join(self._event(each.kind, **each.fields) for each in self._items.take(completion, tokens))
 
     def _closing(self, last: CompletionOutput) -> bytes:
-        text = "".join(self._text)
-        whole = CompletionOutput(0, text, [], finish_reason=last.finish_reason)
-        message = _message(self._prepared, whole, self._tokens)
-        body = _body(self._prepared, _status(whole), self._run.usage, [message])
+        usage = _usage(self._run.usage, self._items.num_thought_tokens)
+        body = _body(self._prepared, _status(last), usage, self._items.items)
         self._keep(body)
-        logprobs = [_delta_logprob(token) for token in self._tokens]
-        return (
-            self._event("response.output_text.done", **self._where, text=text, logprobs=logprobs)
-            + self._event("response.content_part.done", **self._where, part=message["content"][0])
-            + self._event("response.output_item.done", output_index=0, item=message)
-            + self._event(f"response.{body['status']}", response=body)
-        )
+        return self._event(f"response.{body['status']}", response=body)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         event = named_event(kind, {"type": kind, "sequence_number": self._number, **fields})
         self._number += 1
         return event
-
-
-def _delta_logprob(token: ScoredToken) -> dict[str, Any]:
-    top = [{"token": other.name, "logprob": other.logprob} for other in token.top]
-    return {"token": token.name, "logprob": token.logprob, "top_logprobs": top}

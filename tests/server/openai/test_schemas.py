@@ -70,7 +70,18 @@ def test_errors(http: httpx.Client, check: Any) -> None:
         check(response.json(), "ErrorResponse")
 
 
-@pytest.mark.parametrize("fields", [{}, {"top_logprobs": 2}, {"instructions": "Be brief.", "metadata": {"a": "b"}}])
+TOOLS = [{"type": "function", "name": "f", "description": None, "parameters": None, "strict": None}]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"top_logprobs": 2},
+        {"instructions": "Be brief.", "metadata": {"a": "b"}},
+        {"tools": TOOLS, "tool_choice": "required", "max_output_tokens": 60, "temperature": 1, "seed": 1},
+    ],
+)
 def test_responses(http: httpx.Client, check: Any, fields: dict[str, Any]) -> None:
     body = {"input": "Hello", "max_output_tokens": 3, **fields}
     check(http.post("/v1/responses", json=body).json(), "Response")

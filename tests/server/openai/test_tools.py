@@ -82,6 +82,8 @@ def test_56_60_none_and_auto(client: openai.OpenAI) -> None:
             ask(client, **{"max_tokens": 12, "tools": openai.omit, "temperature": openai.omit, **fields}).choices[0].message
         )
         assert message.tool_calls is None and message.content == plain.content
+    message = ask(client, max_tokens=12).choices[0].message
+    assert message.tool_calls or message.content
     loose = [tool("f", {"type": "object", "not": {}})]
     message = ask(client, tools=loose, max_tokens=12, temperature=openai.omit).choices[0].message
     assert message.tool_calls is None and message.content == plain.content
