@@ -18,6 +18,7 @@ from quire.kernels.kv_cache import empty_cache
 from quire.kernels.sampling import Cuts, Filters, Keys, Penalties, ScaledRows
 from quire.kernels.triton import elementwise
 from quire.kernels.triton.cache import enter
+from quire.kernels.triton.experts import TritonExperts
 from quire.kernels.triton.kernels import TritonKernels
 from quire.kernels.triton.sampling import TritonSampling
 from quire.kernels.triton.tuning import FOLDER, Tuning
@@ -81,6 +82,16 @@ def integers() -> None:
         KERNELS.gated_linear(x, packed, "silu")
 
 
+def experts() -> None:
+    """Of Mixtral's inner width and DeepSeek's number, by an eighth of the hidden size."""
+    kernels = TritonExperts(torch.device("cpu"), KERNELS.tuning)
+    packed = kernels.pack_experts(torch.zeros(64, 2 * 1024, 512, dtype=BF16), torch.zeros(64, 512, 1024, dtype=BF16))
+    for num_tokens in (1, 64):
+        choice = kernels.choose(torch.zeros(num_tokens, 64), 6, is_normalised=False)
+        kernels.apply(torch.zeros(num_tokens, 512, dtype=BF16), packed, choice, "silu")
+    kernels.choose(torch.zeros(2, 256), 8, is_normalised=True)
+
+
 def small(dtype: torch.dtype = BF16) -> None:
     x, weight = torch.zeros(32, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
     KERNELS.rms_norm(x, weight, 1e-6)
@@ -137,6 +148,7 @@ GROUPS: dict[str, Callable[[], None]] = {
     "linear": linear,
     "linear-float32": lambda: linear(torch.float32),
     "integers": integers,
+    "experts": experts,
     "small": small,
     "small-float32": lambda: small(torch.float32),
     "sampling": sampling,

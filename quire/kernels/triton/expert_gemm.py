@@ -1,0 +1,133 @@
+"""Triton kernels of mixtures of experts: choosing, sorting, the grouped products, and their sum. Not run on a GPU yet.
+
+A *pair* of token and choice is numbered token * k + choice. Pairs are put in the order of their experts, those of one expert
+in the order of their numbers; then an expert's pairs are rows of ordinary products, in tiles of one size (see `gemm`), so
+that the bits of a pair do not depend on the others, nor on its place among them. The grid follows from the number of pairs
+alone: nothing is read back from the device.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.activation import activated
+from quire.kernels.triton.attention import find_sequence
+from quire.kernels.triton.gemm import sum_stretch
+
+
+@triton.jit
+def choose_kernel(
+    logits, ids, weights, num_experts, COUNT: tl.constexpr, COUNT_PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    IS_NORMALISED: tl.constexpr,
+):  # fmt: skip
+    """The COUNT best of row program_id(0) of logits [T, E], and what they weigh."""
+    token = tl.program_id(0).to(tl.int64)
+    lanes, places = tl.arange(0, BLOCK), tl.arange(0, COUNT_PADDED)
+    row = tl.load(logits + token * num_experts + lanes, mask=lanes < num_experts, other=float("-inf"))
+    is_broken = tl.max(((lanes < num_experts) & ((tl.abs(row) < float("inf")) == 0)).to(tl.int32), axis=0) > 0
+    row = tl.where(is_broken & (lanes < num_experts), 0.0, row)
+    shares = tl.exp(row - tl.max(row, axis=0))
+    chosen_ids = tl.zeros([COUNT_PADDED], tl.int32)
+    chosen = tl.zeros([COUNT_PADDED], tl.float32)
+    for j in range(0, COUNT):
+        best = tl.max(row, axis=0)
+        place = tl.min(tl.where(row == best, lanes, BLOCK), axis=0)
+        share = tl.sum(tl.where(lanes == place, shares, 0.0), axis=0)
+        chosen_ids = tl.where(places == j, place, chosen_ids)
+        chosen = tl.where(places == j, share, chosen)
+        row = tl.where(lanes == place, float("-inf"), row)
+    total = tl.sum(chosen, axis=0) if IS_NORMALISED else tl.sum(shares, axis=0)
+    result = tl.div_rn(chosen, tl.zeros([COUNT_PADDED], tl.float32) + total)
+    there = token * COUNT + places
+    tl.store(ids + there, tl.where(is_broken, 0, chosen_ids).to(tl.int64), mask=places < COUNT)
+    tl.store(weights + there, tl.where(is_broken, float("nan"), result), mask=places < COUNT)
+
+
+@triton.jit
+def count_kernel(ids, counts, num_pairs, BLOCK: tl.constexpr):
+    """How many of ids [P] are expert program_id(0)."""
+    expert = tl.program_id(0)
+    held = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, num_pairs, BLOCK):
+        pairs = first + tl.arange(0, BLOCK)
+        held += (tl.load(ids + pairs, mask=pairs < num_pairs, other=-1) == expert).to(tl.int32)
+    tl.store(counts + expert, tl.sum(held, axis=0))
+
+
+@triton.jit
+def place_kernel(ids, counts, starts, order, num_pairs, num_experts, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Writes the pairs of expert program_id(0) to `order`, ascending, behind those of lower experts; `starts` [E + 1] says
+    where each expert's begin."""
+    expert = tl.program_id(0)
+    others = tl.arange(0, EXPERTS)
+    held = tl.load(counts + others, mask=others < num_experts, other=0)
+    start = tl.sum(tl.where(others < expert, held, 0), axis=0)
+    tl.store(starts + expert, start)
+    if expert == num_experts - 1:
+        tl.store(starts + num_experts, tl.sum(held, axis=0))
+    for first in range(0, num_pairs, BLOCK):
+        pairs = first + tl.arange(0, BLOCK)
+        is_own = tl.load(ids + pairs, mask=pairs < num_pairs, other=-1) == expert
+        own = is_own.to(tl.int32)
+        tl.store(order + start + tl.cumsum(own, axis=0) - 1, pairs, mask=is_own)
+        start += tl.sum(own, axis=0)
+
+
+@triton.jit
+def sum_inputs(
+    x, weight, rows, is_row, columns, is_column, num_inputs, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """x[rows] @ weight[columns].T, float32 [M, N]."""
+    zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    return sum_stretch(x, weight, rows, is_row, columns, is_column, 0, num_inputs, num_inputs, zeros, BLOCK_K)
+
+
+@triton.jit
+def expert_kernel(
+    x, weight, out, order, starts, num_experts, num_columns, num_inputs, NUM_CHOICES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Grid: tiles of pairs (`find_sequence`), tiles of columns. With an ACTIVATION of 0 or more: x [T, K], weight [E, 2 N, K],
+    and out [P, N] is a gated product in the order of experts. Else x [P, K] is in that order, weight [E, N, K], and out [P, N],
+    float32, in the order of pairs."""
+    tile = tl.program_id(0)
+    expert = find_sequence(starts, num_experts, tile, BLOCK_M)
+    start, end = tl.load(starts + expert), tl.load(starts + expert + 1)
+    first = start + (tile - (start // BLOCK_M + expert)) * BLOCK_M
+    if first >= end:
+        return
+    places = first + tl.arange(0, BLOCK_M)
+    is_row = places < end
+    pairs = tl.load(order + places, mask=is_row, other=0).to(tl.int64)
+    columns = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    is_column = columns < num_columns
+    is_element = is_row[:, None] & is_column[None, :]
+    if ACTIVATION >= 0:
+        base = weight + expert.to(tl.int64) * (2 * num_columns * num_inputs)
+        rows, targets = pairs // NUM_CHOICES, places.to(tl.int64)
+        others = columns + num_columns
+        sums = sum_inputs(x, base, rows, is_row, columns, is_column, num_inputs, BLOCK_M, BLOCK_N, BLOCK_K)
+        up = sum_inputs(x, base, rows, is_row, others, is_column, num_inputs, BLOCK_M, BLOCK_N, BLOCK_K)
+        sums = activated(sums, ACTIVATION) * up
+    else:
+        base = weight + expert.to(tl.int64) * (num_columns * num_inputs)
+        rows, targets = places.to(tl.int64), pairs
+        sums = sum_inputs(x, base, rows, is_row, columns, is_column, num_inputs, BLOCK_M, BLOCK_N, BLOCK_K)
+    tl.store(out + targets[:, None] * num_columns + columns[None, :], sums.to(out.dtype.element_ty), mask=is_element)
+
+
+@triton.jit
+def combine_kernel(partial, ids, weights, out, num_experts, width, NUM_CHOICES: tl.constexpr, BLOCK: tl.constexpr):
+    """Token program_id(0): its partial results [P, width], weighed, added in ascending order of choices."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in range(0, NUM_CHOICES):
+        pair = token * NUM_CHOICES + j
+        expert = tl.load(ids + pair)
+        is_here = (expert >= 0) & (expert < num_experts)
+        part = tl.load(partial + pair * width + columns, mask=is_here & (columns < width), other=0.0)
+        total += part * tl.where(is_here, tl.load(weights + pair), 0.0)
+    tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=columns < width)
