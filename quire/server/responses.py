@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.requests import ClientDisconnect
@@ -27,6 +27,13 @@ _STREAM_HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
+
+
+class StreamEvent(NamedTuple):
+    """One event with a name, before it is written down."""
+
+    kind: str
+    fields: dict[str, Any]
 
 
 def json_response(call: Call, body: Any, status: int = 200) -> Response:

@@ -41,6 +41,9 @@ SEEDS: list[tuple[str, dict[str, Any]]] = [
                                  {"type": "reasoning", "content": []}],
                        "tools": [{"type": "function", "name": "f", "parameters": {}}], "max_output_tokens": 2}),
     ("/v1/messages", {"model": "quire-storyteller", "max_tokens": 3, "messages": [{"role": "user", "content": "x"}]}),
+    ("/v1/messages", {"model": "quire-storyteller", "max_tokens": 2, "tools": [{"name": "f", "input_schema": {}}], "messages": [
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "x"}]}]}),
     ("/v1/messages/count_tokens", {"model": "quire-storyteller", "messages": [{"role": "user", "content": "x"}]}),
     ("/v1/embeddings", {"input": ["x"]}),
     ("/v1/batches", {"input_file_id": "file-x", "endpoint": "/v1/completions", "completion_window": "24h"}),

@@ -1,11 +1,11 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API for text."""
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API for text, thoughts and calls."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -14,47 +14,45 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from quire.core.params import SamplingParams
+from quire.core.structure import StructuredOutputsParams
 from quire.engine.outputs import CompletionOutput
+from quire.server.anthropic.blocks import Block, ContentBlocks, Turn, messages_of
+from quire.server.anthropic.tools import read_tools
 from quire.server.body import read_json
 from quire.server.call import Call, call_of
 from quire.server.errors import ApiError, bad_request, unavailable_feature
 from quire.server.generation import Job, Run, Usage
 from quire.server.openai.fields import Count, asks_for_something
 from quire.server.openai.messages import text_of
+from quire.server.reading import Reading
 from quire.server.responses import KEEP_ALIVE, EventStream, json_response, named_event
 from quire.server.state import Api
+from quire.server.structure import Asked, settle
 from quire.server.texts import ChatOptions
+from quire.server.tools import settle_tools
 
 MAX_STOPS = 16
 _UNAVAILABLE = {
-    "tools": "tool use is not available on this server yet",
     "mcp_servers": "this server fetches nothing",
     "container": "containers are not available",
     "context_management": "contexts are not managed by this server",
-    "output_format": "structured output is not available on this server yet",
 }
-
-
-class TurnMessage(msgspec.Struct, kw_only=True):
-    """One turn."""
-
-    role: Literal["user", "assistant"]
-    content: str | list[dict[str, Any]]
 
 
 class CountRequest(msgspec.Struct, kw_only=True):
     """What decides a prompt."""
 
     model: Annotated[str, Meta(max_length=256)]
-    messages: list[TurnMessage]
+    messages: list[Turn]
     system: str | list[dict[str, Any]] | None = None
-    thinking: Any = None
+    thinking: dict[str, Any] | None = None
     tool_choice: Any = None
     tools: Any = None
     mcp_servers: Any = None
     container: Any = None
     context_management: Any = None
     output_format: Any = None
+    output_config: dict[str, Any] | None = None
 
 
 class MessageRequest(CountRequest, kw_only=True):
@@ -78,9 +76,10 @@ class _Prepared:
     request: MessageRequest
     job: Job
     model: str
+    reading: Reading
     id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
 
-    def body(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+    def body(self, content: list[Block], usage: dict[str, Any]) -> dict[str, Any]:
         """Anthropic's message object, not ended yet."""
         return {
             "id": self.id,
@@ -105,8 +104,9 @@ class Messages:
         call = call_of(request)
         body = await read_json(request, MessageRequest, is_strict=self._api.config.strict_fields)
         model = self._api.check_model(body.model)
-        token_ids = await self._encode(body)
-        prepared = _Prepared(body, Job(token_ids, self._params(body, len(token_ids))), model)
+        token_ids, reading, form = await self._encode(call, body)
+        params = self._params(body, len(token_ids), reading, form)
+        prepared = _Prepared(body, Job(token_ids, params), model, reading)
         if not body.stream:
             return json_response(call, await self._create(call, prepared, request.receive))
         run = await self._api.generator.start(call, [prepared.job], is_stream=True)
@@ -117,29 +117,53 @@ class Messages:
         """How many tokens the prompt has."""
         body = await read_json(request, CountRequest, is_strict=self._api.config.strict_fields)
         self._api.check_model(body.model)
-        return json_response(call_of(request), {"input_tokens": len(await self._encode(body))})
+        token_ids, _, _ = await self._encode(call_of(request), body)
+        return json_response(call_of(request), {"input_tokens": len(token_ids)})
 
-    async def _encode(self, body: CountRequest) -> list[int]:
-        """The prompt. A last message of the assistant's is one to go on with."""
+    async def _encode(self, call: Call, body: CountRequest) -> tuple[list[int], Reading, StructuredOutputsParams | None]:
+        """The prompt, how its answer is read, and the form that it is to have. A last turn of the assistant's is one to go on
+        with."""
+        api = self._api
         for name, reason in _UNAVAILABLE.items():
             if asks_for_something(getattr(body, name)):
                 raise unavailable_feature(name, reason)
-        if isinstance(body.thinking, dict) and body.thinking.get("type") != "disabled":
-            raise unavailable_feature("thinking", "extended thinking is not available on this server")
-        if not body.messages:
-            raise bad_request("messages: at least one is needed", param="messages")
-        messages = [
-            {"role": each.role, "content": text_of(each.content, f"messages[{number}].content")}
-            for number, each in enumerate(body.messages)
-        ]
-        system = text_of(body.system, "system")
-        if system:
-            messages.insert(0, {"role": "system", "content": system})
+        tools = await settle_tools(*read_tools(body.tools, body.tool_choice), api.tool_notation)
+        messages = messages_of(body.messages, text_of(body.system, "system"))
         is_continued = body.messages[-1].role == "assistant"
-        _, token_ids = await self._api.texts.encode_chat(messages, ChatOptions(continue_final_message=is_continued))
-        return token_ids
+        options = ChatOptions(
+            continue_final_message=is_continued,
+            template_kwargs=self._template_kwargs(call, body),
+            tools=None if tools is None else tools.shown,
+        )
+        text, token_ids = await api.texts.encode_chat(messages, options)
+        form = await settle(_asked_form(body))
+        continued = str(messages[-1]["content"]) if is_continued else None
+        return token_ids, api.reading(tools, None if form is not None else text, continued), form
 
-    def _params(self, body: MessageRequest, num_prompt_tokens: int) -> SamplingParams:
+    def _template_kwargs(self, call: Call, body: CountRequest) -> dict[str, Any] | None:
+        """What the template is told of the thinking that is wanted; what it cannot be told is named in a header."""
+        source = self._api.texts.template_source
+        kwargs: dict[str, Any] = {}
+        if body.thinking is not None:
+            is_wanted = body.thinking.get("type") != "disabled"
+            if is_wanted and self._api.marks is None:
+                raise unavailable_feature("thinking", "what this model thinks is not told apart from its answers")
+            if "enable_thinking" in source:
+                kwargs["enable_thinking"] = is_wanted
+            elif not is_wanted and self._api.marks is not None:
+                call.ignored_fields.append("thinking")
+            if "budget_tokens" in body.thinking:
+                call.ignored_fields.append("thinking.budget_tokens")
+        effort = (body.output_config or {}).get("effort")
+        if effort is not None and "reasoning_effort" in source:
+            kwargs["reasoning_effort"] = effort
+        elif effort is not None:
+            call.ignored_fields.append("output_config.effort")
+        return kwargs or None
+
+    def _params(
+        self, body: MessageRequest, num_prompt_tokens: int, reading: Reading, form: StructuredOutputsParams | None
+    ) -> SamplingParams:
         values = {name: value for name, value in self._api.sampling_defaults.items() if name != "max_tokens"}
         for name in ("temperature", "top_k", "seed"):
             value = getattr(body, name)
@@ -148,13 +172,29 @@ class Messages:
         if body.top_p is not None:
             values["top_p"] = body.top_p or 1e-9
         max_tokens = self._api.texts.max_tokens(num_prompt_tokens, body.max_tokens, default=None, param="max_tokens")
-        return SamplingParams(**values, max_tokens=max_tokens, stop=body.stop_sequences)
+        given = reading.constraints(form, "output_format" if body.output_format is not None else "output_config.format")
+        return SamplingParams(**values, **given, max_tokens=max_tokens, stop=body.stop_sequences)
 
     async def _create(self, call: Call, prepared: _Prepared, receive: Receive) -> dict[str, Any]:
         (output,), usage = await self._api.generator.answer(call, [prepared.job], receive)
         completion = output.outputs[0]
-        content = [{"type": "text", "text": completion.text}] if completion.text else []
-        return {**prepared.body(content, _usage(usage)), **_stop(completion)}
+        blocks = ContentBlocks(prepared.reading)
+        blocks.take(completion)
+        return {**prepared.body(blocks.content, _usage(usage)), **_stop(completion, blocks)}
+
+
+def _asked_form(body: CountRequest) -> list[Asked]:
+    """What `output_config.format`, or its older name, asks for."""
+    asked: list[Asked] = []
+    forms = {"output_format": body.output_format, "output_config.format": (body.output_config or {}).get("format")}
+    for name, form in forms.items():
+        if form is None:
+            continue
+        schema = form.get("schema") if isinstance(form, dict) and form.get("type") == "json_schema" else None
+        if not isinstance(schema, dict):
+            raise bad_request(f"{name}: it must have the type json_schema, and a schema", param=name)
+        asked.append((f"{name}.schema", {"json": schema}))
+    return asked
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
@@ -167,15 +207,17 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _stop(completion: CompletionOutput) -> dict[str, Any]:
+def _stop(completion: CompletionOutput, blocks: ContentBlocks) -> dict[str, Any]:
     if isinstance(completion.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop_reason}
-    return {"stop_reason": "max_tokens" if completion.finish_reason == "length" else "end_turn", "stop_sequence": None}
+    ended = "tool_use" if blocks.has_calls else "end_turn"
+    return {"stop_reason": "max_tokens" if completion.finish_reason == "length" else ended, "stop_sequence": None}
 
 
 async def _stream(prepared: _Prepared, run: Run, keep_alive_s: float) -> AsyncGenerator[bytes, None]:
-    """From `message_start` to `message_stop`, with one block of text."""
+    """From `message_start` to `message_stop`."""
     last: CompletionOutput | None = None
+    blocks = ContentBlocks(prepared.reading)
     while not run.is_over:
         item = await run.get(keep_alive_s)
         if item is None:
@@ -185,14 +227,10 @@ async def _stream(prepared: _Prepared, run: Run, keep_alive_s: float) -> AsyncGe
         if last is None:
             usage = {**_usage(run.usage), "output_tokens": 0}
             parts += _event("message_start", message=prepared.body([], usage))
-            parts += _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
         last = item[1].outputs[0]
-        if last.text:
-            parts += _event("content_block_delta", index=0, delta={"type": "text_delta", "text": last.text})
-        yield parts
+        yield parts + b"".join(_event(each.kind, **each.fields) for each in blocks.take(last))
     assert last is not None, "a run ends with an output"
-    yield _event("content_block_stop", index=0)
-    yield _event("message_delta", delta=_stop(last), usage=_usage(run.usage))
+    yield _event("message_delta", delta=_stop(last, blocks), usage=_usage(run.usage))
     yield _event("message_stop")
 
 

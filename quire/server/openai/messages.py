@@ -81,10 +81,11 @@ def text_of(content: str | Sequence[dict[str, Any]] | None, where: str) -> str |
         return content
     if not content:
         raise bad_request(f"{where}: the list of parts is empty", param=where)
-    return "\n".join(_part_text(part, f"{where}[{number}]") for number, part in enumerate(content))
+    return "\n".join(part_text(part, f"{where}[{number}]") for number, part in enumerate(content))
 
 
-def _part_text(part: dict[str, Any], where: str) -> str:
+def part_text(part: dict[str, Any], where: str) -> str:
+    """The text of one part. Raises ApiError 400 for one that is no text."""
     kind = part.get("type")
     field = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if field is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from quire.engine.outputs import CompletionOutput
 from quire.server.body import convert
@@ -12,19 +12,13 @@ from quire.server.errors import ApiError, bad_request, unavailable_feature
 from quire.server.openai.logprobs import ScoredToken
 from quire.server.openai.messages import MAX_CALLS_OF_MESSAGE, Message, arguments_of, text_of
 from quire.server.reading import Event, Reading
+from quire.server.responses import StreamEvent
 from quire.server.tools import call_id
 from quire.text.reasoning import Thought
 from quire.text.tools import CallArguments, CallBegin, Text
 
 Item = dict[str, Any]
 _MAX_ID_LEN = 128
-
-
-class StreamEvent(NamedTuple):
-    """One event of a stream, without its number."""
-
-    kind: str
-    fields: dict[str, Any]
 
 
 def new_id(prefix: str) -> str:

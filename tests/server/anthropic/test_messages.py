@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,16 @@ import pytest
 from fake_client import FakeClient, Script
 from servers import MODEL, RunningServer, serve
 
+from quire.config.api import ApiConfig
+
 CAT: list[Any] = [{"role": "user", "content": "Tell me of a cat."}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [{"name": "weather", "description": "Weather of a city", "input_schema": SCHEMA}]
 
 
 @pytest.fixture
@@ -60,7 +70,16 @@ def test_a_stream(claude: anthropic.Anthropic) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tools": [{"name": "f", "input_schema": {}}]},
+        {"tools": [{"name": "bad name", "input_schema": {}}]},
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        {"tools": [{"name": "f", "input_schema": {"not": {}}, "strict": True}]},
+        {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "tool", "name": "g"}},
+        {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": "any"},
+        {"tool_choice": {"type": "any"}},
+        {"output_format": {"type": "json_object"}},
+        {"messages": [*CAT, {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]},
+        {"messages": [*CAT, {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": 1}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
         {"thinking": {"type": "enabled", "budget_tokens": 1024}},
         {"temperature": 1.5},
         {"max_tokens": 0},
@@ -75,6 +94,81 @@ def test_what_is_refused(claude: anthropic.Anthropic, fields: dict[str, Any]) ->
     assert body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
     assert body["request_id"] == caught.value.request_id
     assert set(body["error"]) == {"type", "message", "param", "code"}
+
+
+def call(client: anthropic.Anthropic, messages: Any = CAT, **fields: Any) -> Any:
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    return ask(client, messages, **{"tools": TOOLS, "tool_choice": choice, "max_tokens": 100, **fields})
+
+
+def test_a_call_and_what_follows_it(claude: anthropic.Anthropic) -> None:
+    answer = call(claude)
+    (block,) = answer.content
+    assert (block.type, block.name, answer.stop_reason) == ("tool_use", "weather", "tool_use")
+    assert block.input["city"] in ("Oslo", "Rome")
+    result = {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "Sun"}]}
+    messages = [*CAT, {"role": "assistant", "content": answer.content}]
+    said = [*messages, {"role": "user", "content": [result, {"type": "text", "text": "So?"}]}]
+    assert ask(claude, said).content[0].text
+    none: dict[str, Any] = {"tools": TOOLS, "tool_choice": {"type": "none"}}
+    counts = [claude.messages.count_tokens(model=MODEL, messages=CAT, **each).input_tokens for each in ({}, none)]
+    assert counts[0] == counts[1]
+    assert ask(claude, tools=TOOLS, tool_choice={"type": "none"}).content[0].type == "text"
+    named = call(claude, tool_choice={"type": "tool", "name": "weather"})
+    assert [each.type for each in named.content] == ["tool_use"] and named.stop_reason == "tool_use"
+
+
+def test_a_stream_of_a_call(claude: anthropic.Anthropic) -> None:
+    whole = call(claude).content[0]
+    choice: Any = {"type": "any", "disable_parallel_tool_use": True}
+    with claude.messages.stream(
+        model=MODEL, max_tokens=100, messages=CAT, tools=TOOLS, tool_choice=choice, extra_body={"temperature": 0}
+    ) as stream:
+        parts = [event.partial_json for event in stream if event.type == "input_json"]
+        final = stream.get_final_message()
+    (block,) = final.content
+    assert block.type == "tool_use" and block.input == whole.input == json.loads("".join(parts)) and len(parts) > 1
+    assert final.stop_reason == "tool_use"
+
+
+def test_a_call_that_is_cut_is_text(claude: anthropic.Anthropic) -> None:
+    answer = call(claude, max_tokens=12)
+    assert answer.stop_reason == "max_tokens" and {each.type for each in answer.content} <= {"text"}
+
+
+def test_an_answer_of_a_form(claude: anthropic.Anthropic) -> None:
+    for fields in ({"output_format": {"type": "json_schema", "schema": SCHEMA}},
+                   {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}):  # fmt: skip
+        answer = ask(claude, max_tokens=60, extra_body=fields)
+        assert json.loads(answer.content[0].text)["city"] in ("Oslo", "Rome")
+
+
+PIECES = ["<think>\nHm", "m</think>\n", "\nYes", '<tool_call>{"name": "weather", "arg', 'uments": {"a": 1}}', "</tool_call>"]
+
+
+def test_thoughts_text_and_calls_are_blocks_of_their_own() -> None:
+    config = ApiConfig(reasoning_parser="think")
+    with serve(FakeClient(Script(pieces=PIECES)), config) as server:
+        client = anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0)
+        fields: dict[str, Any] = {"model": "fake", "max_tokens": 50, "messages": CAT, "tools": TOOLS}
+        fields["thinking"] = {"type": "enabled", "budget_tokens": 1024}
+        with client:
+            raw = client.messages.with_raw_response.create(**fields)
+            assert raw.headers["x-quire-ignored-fields"] == "thinking.budget_tokens"
+            whole: Any = raw.parse()
+            thought, text, called = whole.content
+            assert (thought.type, thought.thinking, text.text) == ("thinking", "Hmm", "Yes")
+            assert (called.name, called.input, whole.stop_reason) == ("weather", {"a": 1}, "tool_use")
+            with client.messages.stream(**fields) as stream:
+                kinds = [event.type for event in stream]
+                final: Any = stream.get_final_message()
+            assert [each.type for each in final.content] == ["thinking", "text", "tool_use"]
+            assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 3
+            assert (final.content[0].thinking, final.content[1].text, final.content[2].input) == ("Hmm", "Yes", {"a": 1})
+            said = [*CAT, {"role": "assistant", "content": whole.content}]
+            result = {"type": "tool_result", "tool_use_id": called.id}
+            again: Any = client.messages.create(**{**fields, "messages": [*said, {"role": "user", "content": [result]}]})
+            assert again.content[1].text == "Yes"
 
 
 def test_a_stream_that_fails_ends_with_an_error() -> None:
