@@ -1,14 +1,18 @@
 """Quire beside its peers on the same work: `python -m benchmarks.compare`.
 
-Each engine has a process of its own, which loads the model, warms up and then waits; the engines take turns, workload by
-workload, for several rounds, so that a disturbance of the machine meets all of them, and medians are compared. The limits
-of the machine are measured in every round. Writes the record (docs/benchmarks/README.md) as it grows; prints tables.
+Each engine has a process of its own, which loads the model, warms up and then waits for work. In every round the engines come
+one after another, each with all workloads (with `--resident` all stay loaded and take turns workload by workload, so that a
+disturbance of the machine meets all of them alike); medians over the rounds are compared. The limits of the machine are
+measured in every round. Every run is written down at once: a comparison that is ended, by its budget or otherwise, goes on
+where it was when the same command is given again. Writes the record (docs/benchmarks/README.md); prints tables.
 
-    python -m benchmarks.compare                                     SmolLM2-135M's configuration, random weights, workload W1
+    python -m benchmarks.compare                             SmolLM2-135M's configuration, random weights, all that is installed
+    python -m benchmarks.compare --model models/M1,models/M2 --json "cpu-{model}.json" --budget 300
     python -m benchmarks.compare --model ./folder --workloads W1,W3 --variants quire:bfloat16,transformers:float32:batch=32
     python -m benchmarks.compare --peer vllm=/venvs/vllm/bin/python --variants quire:bfloat16,vllm:bfloat16 --json result.json
 
-Peers are installed as benchmarks/README.md says.
+Exit code: 0 when all is measured, 1 if an engine failed, 3 if the budget ended before. Peers are installed as
+benchmarks/README.md says.
 """
 
 from __future__ import annotations
@@ -17,66 +21,88 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from benchmarks.journal import SCHEMA, Cell, Journal, record_of
 from benchmarks.models import CONFIGS, write_random_model
 from benchmarks.tables import render, summarize
-from benchmarks.variants import ENGINES, PeerProcess, Seat, Variant
+from benchmarks.variants import ENGINES, Engines, PeerProcess, Seat, Variant, installed
 from quire.bench.record import describe_machine, describe_versions, timestamp
 from quire.bench.workload import WORKLOADS, BenchRequest, totals
 from quire.engine.machine import Machine
+from quire.errors import QuireError
 
-VARIANTS = ("quire:bfloat16", "transformers:float32:batch=32", "transformers:float32:way=paged")
-SCHEMA = "quire-compare/2"
 _PEAKS = "import json, sys, torch; from quire.bench.roofline import measure_peaks as m; torch.set_num_threads(int(sys.argv[1]))"
 _PEAKS += "; print(json.dumps(m()._asdict()))"
+_UNFINISHED = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison."""
+    """Run the comparison, model by model."""
     args = parse(argv)
-    with tempfile.TemporaryDirectory(prefix="quire-compare-") as scratch:
-        record = compare(args, model_folder(args.model, Path(scratch)))
-    print(render(record))
-    return 0
+    statuses = []
+    for model in args.model:
+        with tempfile.TemporaryDirectory(prefix="quire-compare-") as scratch:
+            try:
+                statuses.append(_compare(args, model, Path(scratch)))
+            except QuireError as error:
+                _say(str(error))
+                return 1
+    return 1 if 1 in statuses else max(statuses)
+
+
+def _compare(args: argparse.Namespace, model: str, scratch: Path) -> int:
+    comparison = Comparison(args, model, scratch)
+    try:
+        return comparison.run()
+    finally:  # what there is is worth showing, however it ended
+        comparison.close()
+        print(render(comparison.record()), end="\n\n", flush=True)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options, checked."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], prog="python -m benchmarks.compare")
-    parser.add_argument("--model", default="smollm2-135m", help=f"folder, config.json, or one of {', '.join(CONFIGS)}")
-    parser.add_argument("--workloads", default="W1", help=f"comma-separated, of {', '.join(WORKLOADS)} (default: W1)")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help=f"comma-separated (default: {','.join(VARIANTS)})")
-    parser.add_argument("--peer", action="append", default=[], metavar="ENGINE=PROGRAM", help="its Python; llama.cpp's server")
-    parser.add_argument("--preload", action="append", default=[], metavar="ENGINE=LIBRARIES", help="LD_PRELOAD of an engine")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each variant (default: 3)")
-    parser.add_argument("--first-requests", type=int, help="take only so many of a workload's requests")
-    parser.add_argument("--threads", type=int, default=Machine.inspect().num_cores, help="(default: physical cores)")
-    parser.add_argument("--hold", metavar="COMMAND", help="prefix of a command that runs while engines are timed (a lock)")
-    parser.add_argument("--json", type=Path, help="write the record to a file")
+    add = parser.add_argument
+    add("--model", default="smollm2-135m", help=f"comma-separated: folder, config.json, or one of {', '.join(CONFIGS)}")
+    add("--workloads", default="W1,W2,W3,W4,W5", help=f"of {', '.join(WORKLOADS)} (default: W1,W2,W3,W4,W5)")
+    add("--variants", help="comma-separated ENGINE:FORM[:KEY=VALUE...] (default: the usual ones of all that is installed)")
+    add("--peer", action="append", default=[], metavar="ENGINE=PROGRAM", help="its Python; llama.cpp's server")
+    add("--preload", action="append", default=[], metavar="ENGINE=LIBRARIES", help="LD_PRELOAD of an engine")
+    add("--rounds", type=int, default=3, help="measurements of each variant (default: 3)")
+    add("--budget", type=float, default=float("inf"), metavar="SECONDS", help="begin nothing that would end after so long")
+    add("--resident", action="store_true", help="keep all engines loaded and take turns within a workload; needs the memory")
+    add("--first-requests", type=int, help="take only so many of a workload's requests")
+    add("--threads", type=int, default=Machine.inspect().num_cores, help="(default: physical cores)")
+    add("--hold", metavar="COMMAND", help="prefix of a command that runs while engines are timed (a lock)")
+    add("--json", metavar="FILE", help="write the record; {model} stands for the model's name. FILE.jsonl has each run at once")
     args = parser.parse_args(argv)
+    args.model, args.workloads = args.model.split(","), args.workloads.split(",")
     try:
-        args.variants = [Variant.parse(text) for text in args.variants.split(",")]
+        args.variants = [Variant.parse(text) for text in args.variants.split(",")] if args.variants else None
         args.peer, args.preload = (dict(each.split("=", 1) for each in given) for given in (args.peer, args.preload))
     except ValueError as error:
         parser.error(str(error))
-    for name in (*args.peer, *args.preload):
-        if name not in ENGINES:
-            parser.error(f"there is no engine {name!r}; choose from {', '.join(ENGINES)}")
-    args.workloads = args.workloads.split(",")
-    for name in args.workloads:
-        if name not in WORKLOADS:
-            parser.error(f"there is no workload {name!r}; choose from {', '.join(WORKLOADS)}")
+    for names, known, kind in (((*args.peer, *args.preload), ENGINES, "engine"), (args.workloads, WORKLOADS, "workload")):
+        for name in names:
+            if name not in known:
+                parser.error(f"there is no {kind} {name!r}; choose from {', '.join(known)}")
     if args.rounds < 1:
         parser.error("--rounds must be at least 1")
+    if len(args.model) > 1 and args.json is not None and "{model}" not in args.json:
+        parser.error('--json must have "{model}" in its name, as there are several models')
+    if "llamacpp" not in args.peer and (server := shutil.which("llama-server")):
+        args.peer["llamacpp"] = server
+    args.ends_at = time.monotonic() + args.budget
     return args
 
 
@@ -89,60 +115,113 @@ def model_folder(model: str, scratch: Path) -> Path:
     return scratch / "model"
 
 
-def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All variants in turns, for all rounds."""
-    config = json.loads((folder / "config.json").read_text())
-    seat = Seat(folder, config["vocab_size"], args.threads, args.peer, args.preload)
-    record: dict[str, Any] = {
-        "schema": SCHEMA,
-        "started_at": timestamp(),
-        "model": Path(args.model).name,
-        "config": config,
-        "num_threads": args.threads,
-        "first_requests": args.first_requests,
-        "machine": describe_machine(Machine.inspect()),
-        "versions": describe_versions(),
-        "workloads": {name: totals(_requests(args, name, 0, config["vocab_size"])) for name in args.workloads},
-        "variants": {},
-        "peaks": [],
-        "measurements": [],
-    }
-    processes: list[PeerProcess] = []
-    try:
-        for variant in args.variants:
-            processes.append(PeerProcess(variant, seat))
-            record["variants"][variant.name] = processes[-1].description
-            print(f"{variant.name}: ready", file=sys.stderr, flush=True)
-        for number in range(args.rounds):
-            for name in args.workloads:
-                _round(args, record, processes, (name, number))
-                record["summary"] = summarize(record)
-                if args.json is not None:
-                    args.json.write_text(json.dumps(record, indent=1) + "\n")
-    finally:
-        for process in processes:
-            process.close()
-    return record
+class Comparison:
+    """All variants on one model, as far as the budget goes."""
+
+    def __init__(self, args: argparse.Namespace, model: str, scratch: Path) -> None:
+        """Raises JournalError where --json names the file of another comparison."""
+        self._args = args
+        self._commit = describe_versions()["commit"]
+        folder = model_folder(model, scratch)
+        config = json.loads((folder / "config.json").read_text())
+        self._vocab_size: int = config["vocab_size"]
+        name = Path(model).name
+        self._json = None if args.json is None else Path(args.json.replace("{model}", name))
+        header = {
+            "schema": SCHEMA,
+            "started_at": timestamp(),
+            "model": name,
+            "config": config,
+            "num_threads": args.threads,
+            "first_requests": args.first_requests,
+            "machine": describe_machine(Machine.inspect()),
+            "versions": describe_versions(),
+            "workloads": {each: totals(self._requests(each, 0)) for each in WORKLOADS},
+        }
+        self.journal = Journal((self._json or scratch / "comparison").with_suffix(".jsonl"), header)
+        seat = Seat(folder, self._vocab_size, args.threads, args.peer, args.preload)
+        found, missing = (args.variants, []) if args.variants else installed(seat)
+        for each in missing:
+            _say(f"left out: {each}")
+        self._variants: list[str] = [variant.name for variant in found]
+        self._engines = Engines(seat, is_resident=args.resident)
+
+    def run(self) -> int:
+        """Measure what is missing; the exit code."""
+        left_s, num_done, failed = [], 0, set()
+        with _Hold(self._args.hold) as hold:
+            for cell in self.pending():
+                if cell.variant in failed:
+                    continue
+                if (needed_s := self._needed_s(cell)) >= self._args.ends_at - time.monotonic():
+                    left_s.append(needed_s)
+                    continue
+                try:
+                    self._measure(cell, hold)
+                    num_done += 1
+                except RuntimeError as error:
+                    self._engines.drop(cell.variant)
+                    self.journal.add("failed", **cell._asdict(), error=str(error))
+                    failed.add(cell.variant)
+                    _say(str(error))
+        if left_s:
+            _say(f"the budget is spent; {len(left_s)} runs are left: give the same command again")
+        if left_s and not num_done and min(left_s) >= self._args.budget:
+            _say(f"no run that is left fits the budget: the shortest takes about {min(left_s):.0f} s")
+            return 1
+        return 1 if failed else _UNFINISHED if left_s else 0
+
+    def pending(self) -> Iterator[Cell]:
+        """What is not measured yet: round by round; another variant begins each time, so that nobody always does."""
+        done = self.journal.done()
+        for number in range(self._args.rounds):
+            turn = number % len(self._variants)
+            variants = self._variants[turn:] + self._variants[:turn]
+            if self._args.resident:
+                cells = [Cell(number, name, variant) for name in self._args.workloads for variant in variants]
+            else:
+                cells = [Cell(number, name, variant) for variant in variants for name in self._args.workloads]
+            yield from (cell for cell in cells if cell not in done)
+
+    def record(self) -> dict[str, Any]:
+        """All that was measured so far."""
+        record = record_of(self.journal.lines)
+        return {**record, "summary": summarize(record)}
+
+    def close(self) -> None:
+        """End the engines; write the record."""
+        self._engines.close()
+        if self._json is not None:
+            self._json.write_text(json.dumps(self.record(), indent=1) + "\n")
+
+    def _needed_s(self, cell: Cell) -> float:
+        """How long a run will take, with its engine's start, as far as that is known."""
+        is_open = self._engines.find(cell.variant) is not None
+        return self.journal.expected_s(cell) + (0.0 if is_open else self.journal.expected_ready_s(cell.variant))
+
+    def _measure(self, cell: Cell, hold: _Hold) -> None:
+        process = self._engines.find(cell.variant) or self._open(cell.variant, hold)
+        hold.renew()
+        if not self.journal.has_peaks(cell.round):
+            self.journal.add("peaks", round=cell.round, **_peaks(self._args.threads))
+        result = process.run(self._requests(cell.workload, cell.round))
+        result |= {"load_1min": os.getloadavg()[0], "was_held": hold.is_held, "at": timestamp(), "commit": self._commit}
+        self.journal.add("run", **cell._asdict(), **result)
+        _say(f"round {cell.round + 1}/{self._args.rounds} {cell.workload} {cell.variant}: {result['wall_s']:.2f} s")
+
+    def _open(self, variant: str, hold: _Hold) -> PeerProcess:
+        hold.release()  # loading is not timed: whoever else wants the machine may have it
+        started = time.monotonic()
+        process = self._engines.open(variant)
+        self.journal.add("ready", variant=variant, opening_s=time.monotonic() - started, **process.description)
+        return process
+
+    def _requests(self, name: str, number: int) -> list[BenchRequest]:
+        return WORKLOADS[name].requests(number, self._vocab_size)[: self._args.first_requests]
 
 
-def _round(args: argparse.Namespace, record: dict[str, Any], processes: list[PeerProcess], which: tuple[str, int]) -> None:
-    """One workload once through all engines, and the machine's limits."""
-    name, number = which
-    requests = _requests(args, name, number, record["config"]["vocab_size"])
-    turn = number % len(processes)  # nobody always comes first
-    with _Hold(args.hold) as hold:
-        record["peaks"].append(_peaks(args.threads))
-        for process in processes[turn:] + processes[:turn]:
-            hold.renew()
-            result = process.run(requests)
-            result |= {"load_1min": os.getloadavg()[0], "was_held": hold.is_held}
-            record["measurements"].append({"variant": process.variant.name, "workload": name, "round": number, **result})
-            text = f"round {number + 1}/{args.rounds} {name} {process.variant.name}: {result['wall_s']:.2f} s"
-            print(text, file=sys.stderr, flush=True)
-
-
-def _requests(args: argparse.Namespace, name: str, number: int, vocab_size: int) -> list[BenchRequest]:
-    return WORKLOADS[name].requests(number, vocab_size)[: args.first_requests]
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _peaks(num_threads: int) -> dict[str, Any]:
@@ -156,6 +235,10 @@ def _peaks(num_threads: int) -> dict[str, Any]:
 
 _HOLD_S = 120.0
 """After so long, a lock is given to others before the next run."""
+
+
+class HoldError(QuireError):
+    """The command of --hold did not start."""
 
 
 class _Hold:
@@ -172,25 +255,29 @@ class _Hold:
         return None if self._process is None else self._process.poll() is None
 
     def __enter__(self) -> _Hold:
-        if self._prefix is not None:
-            command = [*self._prefix, "sh", "-c", "echo held; read line"]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            assert self._process.stdout is not None
-            if self._process.stdout.readline() != "held\n":
-                self._process.communicate()
-                raise RuntimeError(f"--hold {shlex.join(self._prefix)} ended with exit code {self._process.returncode}")
-            self._since = time.monotonic()
         return self
 
     def renew(self) -> None:
-        """Let go and take hold again, if it has been a while or the command has ended: others want a lock, too."""
-        if self._process is not None and (not self.is_held or time.monotonic() - self._since > _HOLD_S):
-            self.__exit__(None, None, None)
-            self.__enter__()
+        """Take hold; let go first if it has been a while or the command has ended: others want a lock, too."""
+        if self._prefix is None or (self.is_held and time.monotonic() - self._since < _HOLD_S):
+            return
+        self.release()
+        command = [*self._prefix, "sh", "-c", "echo held; read line"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        if process.stdout.readline() != "held\n":
+            process.communicate()
+            raise HoldError(f"--hold {shlex.join(self._prefix)} ended with exit code {process.returncode}")
+        self._process, self._since = process, time.monotonic()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def release(self) -> None:
+        """Let go."""
         if self._process is not None:
             self._process.communicate("\n")
+            self._process = None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
 
 
 if __name__ == "__main__":

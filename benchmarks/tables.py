@@ -1,6 +1,6 @@
 """What a comparison's record says: medians, ratios, shares of the machine's limits, and tables of them in Markdown.
 
-`python -m benchmarks.tables RECORD...` prints the tables of records again.
+`python -m benchmarks.tables RECORD...` prints the tables of records again; also of runs that are not finished (FILE.jsonl).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.journal import read_lines, record_of
 from benchmarks.variants import Variant
 from quire.bench.bound import MachineRates, bandwidth_s, compute_s, ideal_steps, roofline_s
 from quire.bench.workload import WORKLOADS
@@ -29,7 +30,7 @@ def summarize(record: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]
     sequence, the shares of `token_s` leave the prompt out.
     """
     summary: dict[str, dict[str, dict[str, Any]]] = {}
-    for name in record["workloads"]:
+    for name in record["workloads"]:  # none, if nothing was measured
         rows = {}
         for variant in record["variants"]:
             runs = [each for each in record["measurements"] if (each["variant"], each["workload"]) == (variant, name)]
@@ -87,17 +88,33 @@ def _row(record: Mapping[str, Any], which: tuple[str, str], runs: Sequence[Mappi
 
 def render(record: Mapping[str, Any]) -> str:
     """The whole record as Markdown."""
+    if not record["measurements"]:
+        return "\n".join([f"{record['model']}: nothing was measured", *_notes(record)])
     machine, versions, peaks = record["machine"], record["versions"], best_peaks(record)
     products = ", ".join(f"{dtype} {peaks[dtype] / 1e9:,.0f}" for dtype in record["peaks"][0]["gemm_flops_per_s"])
     lines = [
         f"{record['model']} on {machine['cpu']}, threads: {record['num_threads']}; quire {versions['quire']} "
         f"({versions['commit']}), torch {versions['torch']}; {record['started_at']}. Limits measured: {products} GFLOP/s, "
         f"{peaks['bandwidth'] / 1e9:.1f} GB/s.",
+        *_notes(record),
     ]
     lines += ["", *overview(record)]
     for name in record["summary"]:
         lines += ["", *render_workload(record, name)]
     return "\n".join(lines)
+
+
+def _notes(record: Mapping[str, Any]) -> list[str]:
+    """Versions of the peers, commits if there were several, and what failed: absent from records older than those fields."""
+    versions = {Variant.parse(name).engine: each.get("version") for name, each in record["variants"].items()}
+    versions.pop("quire", None)
+    commits = [str(commit) for commit in record.get("commits", [])]
+    notes = ["", "Peers: " + ", ".join(f"{engine} {version}" for engine, version in versions.items())] if versions else []
+    if len(commits) > 1:
+        notes += ["", f"Quire changed while it was measured: {', '.join(commits)}"]
+    for name, error in record.get("failures", {}).items():
+        notes += ["", f"{name} failed: {error.strip().splitlines()[-1]}"]
+    return notes
 
 
 def overview(record: Mapping[str, Any]) -> list[str]:
@@ -159,5 +176,14 @@ def _measures(row: Mapping[str, Any], *, is_latency: bool) -> list[str]:
     return [f"{row['wall_s']:.2f}", f"{row['compute_share']:.0%}", f"{row['roofline_share']:.0%}"]
 
 
+def read_record(path: Path) -> dict[str, Any]:
+    """A record, or what a journal amounts to so far."""
+    if path.suffix != ".jsonl":
+        record: dict[str, Any] = json.loads(path.read_text())
+        return record
+    record = record_of(read_lines(path))
+    return {**record, "summary": summarize(record)}
+
+
 if __name__ == "__main__":
-    print("\n\n".join(render(json.loads(Path(path).read_text())) for path in sys.argv[1:]))
+    print("\n\n".join(render(read_record(Path(each))) for each in sys.argv[1:]))

@@ -13,13 +13,23 @@ import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.bench.workload import BenchRequest
 
 ENGINES = ("quire", "transformers", "vllm", "openvino", "llamacpp")
+USUAL = {
+    "quire": ("bfloat16", "int8", "int4"),
+    "vllm": ("bfloat16", "w8a8"),
+    "openvino": ("bfloat16", "int8", "int4"),
+    "llamacpp": ("bf16", "q8_0", "q4_0"),
+    "transformers": ("float32:batch=32",),
+}
+"""What is compared unless the user says otherwise, as far as it is there."""
+_MODULES = {"vllm": "vllm", "openvino": "openvino_genai", "transformers": "transformers"}
 BITS = {"float32": 32, "bfloat16": 16, "bf16": 16, "int8": 8, "w8a8": 8, "q8_0": 8.5, "int4": 4.5, "q4_0": 4.5}
 """The forms, and bits a weight, with those of scales where they count."""
 _ANSWER_S = 1800.0
@@ -71,6 +81,56 @@ class Seat(NamedTuple):
     """By engine: LD_PRELOAD."""
 
 
+def installed(seat: Seat) -> tuple[list[Variant], list[str]]:
+    """The usual variants of every engine that is there, and what is left out, with the reason."""
+    found, missing = [], []
+    for engine, forms in USUAL.items():
+        if not _is_there(engine, seat.programs):
+            missing.append(f"{engine}: not found; name it with --peer (benchmarks/README.md says how to install it)")
+            continue
+        for variant in (Variant.parse(f"{engine}:{form}") for form in forms):
+            has_own_files = engine in ("openvino", "llamacpp") or variant.form == "w8a8"
+            if has_own_files and variant.files(seat.folder) == seat.folder:
+                missing.append(f"{variant.name}: no {seat.folder.resolve().name}-{engine}-{variant.form} beside the model")
+            else:
+                found.append(variant)
+    return found, missing
+
+
+def _is_there(engine: str, programs: Mapping[str, str]) -> bool:
+    return engine == "quire" or engine in programs or (engine in _MODULES and find_spec(_MODULES[engine]) is not None)
+
+
+class Engines:
+    """The engines that are open: one at a time, or all that were asked for so far."""
+
+    def __init__(self, seat: Seat, *, is_resident: bool) -> None:
+        self._seat = seat
+        self._is_resident = is_resident
+        self._open: dict[str, PeerProcess] = {}
+
+    def find(self, variant: str) -> PeerProcess | None:
+        """An open one."""
+        return self._open.get(variant)
+
+    def open(self, variant: str) -> PeerProcess:
+        """Start one, and end the others unless they stay. RuntimeError says what it said when it failed."""
+        if not self._is_resident:
+            self.close()
+        self._open[variant] = PeerProcess(Variant.parse(variant), self._seat)
+        return self._open[variant]
+
+    def drop(self, variant: str) -> None:
+        """Forget one that has failed."""
+        if variant in self._open:
+            self._open.pop(variant).close()
+
+    def close(self) -> None:
+        """End all."""
+        for variant in list(self._open):
+            self.drop(variant)
+
+
 class PeerProcess:
     """An engine in a process of its own, loaded and warmed up; idle between runs."""
 
@@ -79,15 +139,8 @@ class PeerProcess:
         program = seat.programs.get(variant.engine, sys.executable)
         python = sys.executable if variant.engine == "llamacpp" else program
         command = [python, "-m", f"benchmarks.peers.{variant.engine}", "--model", str(variant.files(seat.folder)), "--form"]
-        command += [
-            variant.form,
-            "--threads",
-            str(seat.num_threads),
-            "--vocab-size",
-            str(seat.vocab_size),
-            "--program",
-            program,
-        ]
+        command += [variant.form, "--threads", str(seat.num_threads), "--vocab-size", str(seat.vocab_size)]
+        command += ["--program", program]
         command += [argument for each in variant.extra for argument in ("--extra", each)]
         env = dict(os.environ, OMP_NUM_THREADS=str(seat.num_threads), HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
         if variant.engine in seat.preloads:
@@ -106,7 +159,9 @@ class PeerProcess:
         return self._answer()
 
     def close(self) -> None:
-        """End it."""
+        """End it; once more does no harm."""
+        if self._errors.closed:
+            return
         try:
             self._process.communicate(timeout=30)
         except subprocess.TimeoutExpired:
@@ -124,7 +179,7 @@ class PeerProcess:
             self._process.communicate()
             self._errors.seek(0)
             errors = self._errors.read()[-3000:].decode(errors="replace")
-            self.close()
+            self._errors.close()
             raise RuntimeError(f"{self.variant.name} failed with exit code {self._process.returncode}:\n{errors}")
         answer: dict[str, Any] = json.loads(line)
         return answer

@@ -142,7 +142,8 @@ class _Ticks:
         """Nothing to do."""
 
 
-def _open(options: Options) -> PeerEngine:
+def open_peer(options: Options) -> PeerEngine:
+    """Either of the two, by the extra `way`."""
     ways: dict[str, type[GeneratePeer] | type[PagedPeer]] = {"generate": GeneratePeer, "paged": PagedPeer}
     return ways[options.extra.get("way", "generate")](options)
 
@@ -170,4 +171,4 @@ def _transformers() -> Any:
 
 
 if __name__ == "__main__":
-    serve(_open)
+    serve(open_peer)

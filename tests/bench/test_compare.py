@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_wrong_variants_are_refused(text: str) -> None:
 
 
 def test_variants_keep_their_names() -> None:
-    for text in (*compare.VARIANTS, "vllm:w8a8:eager=1:kv_gib=2"):
+    for text in ("quire:int4", "transformers:float32:way=paged", "vllm:w8a8:eager=1:kv_gib=2"):
         assert variants.Variant.parse(text).name == text
 
 
@@ -102,6 +103,8 @@ def _record(walls: dict[str, tuple[float, ...]], workload: str) -> dict[str, Any
         "variants": {name: {"ready_s": 1.0} for name in walls},
         "peaks": [{"read_bytes_per_s": 1e9, "gemm_flops_per_s": {"float32": 1e9, "bfloat16": 5e8, "int8": 4e9}}],
         "measurements": runs,
+        "failures": {},
+        "commits": ["a"],
     }
 
 
@@ -136,20 +139,19 @@ def test_a_single_sequence_is_held_against_the_bandwidth() -> None:
 
 def test_a_lock_is_held_while_engines_are_timed(tmp_path: Path) -> None:
     with compare._Hold(f"flock {tmp_path / 'lock'}") as hold:
+        assert not hold.is_held
+        hold.renew()
         assert hold.is_held
         taken = subprocess.run(["flock", "-n", str(tmp_path / "lock"), "true"])
         assert taken.returncode == 1
     assert subprocess.run(["flock", "-n", str(tmp_path / "lock"), "true"]).returncode == 0
-    with pytest.raises(RuntimeError, match="exit code 1"), compare._Hold("false"):
-        pass
+    with pytest.raises(compare.HoldError, match="exit code 1"), compare._Hold("false") as hold:
+        hold.renew()
 
 
-@pytest.mark.parametrize("text", ["quire:float32", "transformers:float32:batch=2", "transformers:float32:way=paged"])
-def test_every_engine_makes_the_tokens_asked_for(tmp_path: Path, text: str) -> None:
-    pytest.importorskip("transformers")
-
+def test_an_engine_makes_the_tokens_asked_for(tmp_path: Path) -> None:
     write_random_model(CONFIG, tmp_path)
-    process = variants.PeerProcess(variants.Variant.parse(text), variants.Seat(tmp_path, 128, 1, {}, {}))
+    process = variants.PeerProcess(variants.Variant.parse("quire:float32"), variants.Seat(tmp_path, 128, 1, {}, {}))
     try:
         assert process.description["ready_s"] > 0
         result = process.run(random_workload(3, (4, 9), (2, 5)).requests(0, 128))
@@ -161,17 +163,41 @@ def test_every_engine_makes_the_tokens_asked_for(tmp_path: Path, text: str) -> N
         process.close()
 
 
+@pytest.mark.parametrize("extra", [{"way": "generate", "batch": "2"}, {"way": "paged"}])
+def test_transformers_makes_the_tokens_asked_for(tmp_path: Path, extra: dict[str, str]) -> None:
+    """In this process: another one would import the library once more, which takes longer than all the rest."""
+    pytest.importorskip("transformers")
+    from benchmarks.peers.runner import Options
+    from benchmarks.peers.transformers import open_peer
+
+    write_random_model(CONFIG, tmp_path)
+    engine = open_peer(Options(tmp_path, "float32", 1, "", extra))
+    try:
+        requests = random_workload(3, (4, 9), (2, 5)).requests(0, 128)
+        assert sorted(engine.run(requests)) == sorted(each.num_output for each in requests)
+        assert engine.run(parallel_workload(1, 5, 2, 3, name="p").requests(0, 128)) == [3, 3]
+        token_s = engine.stream(random_workload(1, (4, 4), (6, 6)).requests(0, 128)[0])
+        assert len(token_s) == 6 and token_s == sorted(token_s)
+    finally:
+        engine.close()
+
+
 def test_an_engine_that_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)quire:float32 failed with exit code 1.*config\.json"):
         variants.PeerProcess(variants.Variant.parse("quire:float32"), variants.Seat(tmp_path, 128, 1, {}, {}))
 
 
-def test_a_whole_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring the machine's limits takes longer than all the rest; it has a test of its own."""
+    found = {"read_bytes_per_s": 1e9, "gemm_flops_per_s": {"float32": 1e9, "bfloat16": 5e8, "int8": 4e9}}
+    monkeypatch.setattr(compare, "_peaks", lambda num_threads: found)
+
+
+@pytest.mark.usefixtures("peaks")
+def test_a_whole_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     out = tmp_path / "result.json"
-    # Measuring the machine's limits takes longer than all the rest; it has a test of its own.
-    peaks = {"read_bytes_per_s": 1e9, "gemm_flops_per_s": {"float32": 1e9, "bfloat16": 5e8, "int8": 4e9}}
-    monkeypatch.setattr(compare, "_peaks", lambda num_threads: peaks)
     command = ["--model", str(tmp_path / "config.json"), "--json", str(out), "--variants", "quire:float32"]
     assert compare.main([*command, "--first-requests", "2", "--rounds", "2", "--threads", "1", "--workloads", "W4"]) == 0
     record = json.loads(out.read_text())
@@ -179,3 +205,121 @@ def test_a_whole_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert set(record["summary"]) == {"W4"} and len(record["measurements"]) == len(record["peaks"]) == 2
     assert record["workloads"]["W4"]["num_sequences"] == 16
     assert "| quire:float32 |" in capsys.readouterr().out
+
+
+FAKE = f"""#!{sys.executable} -IS
+import json, os, sys
+name = sys.argv[sys.argv.index("--form") + 1]
+with open(os.environ["FAKE_LOG"], "a") as log:
+    print("open", name, file=log)
+    print(json.dumps({{"ready_s": 2.0, "version": "9", "settings": {{}}}}), flush=True)
+    for line in sys.stdin:
+        if os.path.exists(os.environ["FAKE_LOG"] + ".broken") and name == "w8a8":
+            sys.exit("out of memory")
+        num_requests = len(json.loads(line))
+        print("run", name, num_requests, file=log, flush=True)
+        answer = {{"wall_s": num_requests * 1e3, "cpu_s": 1.0, "token_s": None, "peak_rss_bytes": 1}}
+        print(json.dumps(answer), flush=True)
+    print("close", name, file=log)
+"""
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An engine that only speaks the protocol, and what its processes did."""
+    (tmp_path / "M").mkdir()
+    (tmp_path / "M" / "config.json").write_text(json.dumps(CONFIG))
+    program = tmp_path / "python"
+    program.write_text(FAKE)
+    program.chmod(0o755)
+    monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
+    return tmp_path
+
+
+def compare_fakes(folder: Path, *options: str) -> int:
+    command = ["--model", str(folder / "M"), "--variants", "vllm:bfloat16,vllm:w8a8", "--peer", f"vllm={folder / 'python'}"]
+    return compare.main([*command, "--json", str(folder / "{model}.json"), "--threads", "1", "--rounds", "2", *options])
+
+
+@pytest.mark.usefixtures("peaks")
+def test_engines_come_one_after_another_and_another_begins_each_round(fakes: Path) -> None:
+    assert compare_fakes(fakes, "--workloads", "W1,W4") == 0
+    runs = [f"{do} {name}{rest}" for name in ("bfloat16", "w8a8", "w8a8", "bfloat16") for do, rest in (
+        ("open", ""), ("run", " 64"), ("run", " 8"), ("close", ""))]  # fmt: skip
+    # In the second round, the engine that is open already goes on.
+    del runs[7:9]
+    assert (fakes / "log").read_text().split("\n")[:-1] == runs
+    record = json.loads((fakes / "M.json").read_text())
+    assert record["summary"]["W4"]["vllm:w8a8"]["wall_s"] == 8e3 and len(record["measurements"]) == 8
+
+
+@pytest.mark.usefixtures("peaks")
+def test_resident_engines_take_turns_within_a_workload(fakes: Path) -> None:
+    assert compare_fakes(fakes, "--workloads", "W1,W4", "--resident") == 0
+    runs = [line for line in (fakes / "log").read_text().split("\n") if line.startswith("run")]
+    first = ["run bfloat16 64", "run w8a8 64", "run bfloat16 8", "run w8a8 8"]
+    assert runs == [*first, first[1], first[0], first[3], first[2]]
+
+
+@pytest.mark.usefixtures("peaks")
+def test_an_engine_that_fails_costs_nobody_else_and_is_tried_again(fakes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = fakes / "log.broken"
+    broken.touch()
+    assert compare_fakes(fakes, "--workloads", "W4") == 1
+    assert "vllm:w8a8 failed: out of memory" in capsys.readouterr().out
+    record = json.loads((fakes / "M.json").read_text())
+    assert list(record["summary"]["W4"]) == ["vllm:bfloat16"] and list(record["failures"]) == ["vllm:w8a8"]
+    broken.unlink()
+    assert compare_fakes(fakes, "--workloads", "W4") == 0
+    record = json.loads((fakes / "M.json").read_text())
+    assert len(record["measurements"]) == 4 and not record["failures"]
+    assert (fakes / "log").read_text().count("run bfloat16") == 2
+
+
+@pytest.mark.usefixtures("peaks")
+def test_a_budget_ends_a_comparison_and_it_goes_on(fakes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # The fakes say that W1 took 64,000 s and W4 8,000, so that after the first round only W4 fits.
+    assert compare_fakes(fakes, "--workloads", "W1,W4", "--budget", "20000") == 3
+    assert "2 runs are left" in capsys.readouterr().err
+    assert (fakes / "log").read_text().count("run") == 6
+    assert compare_fakes(fakes, "--workloads", "W1,W4", "--budget", "20000") == 1
+    assert "the shortest takes about 6400" in capsys.readouterr().err
+    assert compare_fakes(fakes, "--workloads", "W1,W4") == 0
+    assert (fakes / "log").read_text().count("run") == 8
+    tables_again = tables.render(tables.read_record(fakes / "M.jsonl"))
+    assert tables_again == tables.render(json.loads((fakes / "M.json").read_text()))
+    assert "Peers: vllm 9" in tables_again
+
+
+@pytest.mark.usefixtures("peaks")
+def test_the_files_of_others_are_left_alone(fakes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare_fakes(fakes, "--workloads", "W4") == 0
+    assert compare_fakes(fakes, "--workloads", "W4", "--first-requests", "2") == 1
+    assert "was begun with another first_requests" in capsys.readouterr().err
+
+
+def test_everything_that_is_installed_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variants, "find_spec", lambda name: object() if name == "transformers" else None)
+    for name in ("M", "M-openvino-int8", "M-vllm-w8a8"):
+        (tmp_path / name).mkdir()
+    found, missing = variants.installed(variants.Seat(tmp_path / "M", 128, 1, {"openvino": "python"}, {}))
+    quire = ["quire:bfloat16", "quire:int8", "quire:int4"]
+    assert [each.name for each in found] == [*quire, "openvino:int8", "transformers:float32:batch=32"]
+    assert [each.split(":")[0] for each in missing] == ["vllm", "openvino", "openvino", "llamacpp"]
+    assert missing[1] == "openvino:bfloat16: no M-openvino-bfloat16 beside the model"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--workloads", "W9"],
+        ["--peer", "sglang=x"],
+        ["--rounds", "0"],
+        ["--model", "a,b", "--json", "c.json"],
+        ["--peer", "vllm"],
+    ],
+)
+def test_wrong_options_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        compare.parse(options)
+    assert stopped.value.code == 2 and "error" in capsys.readouterr().err
