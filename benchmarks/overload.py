@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.servers import Server, add_server_options, descendants, launch_of, metric, rss_bytes, running
-from quire.bench import record as records
+from benchmarks.servers import Server, add_server_options, descendants, launch_of, metric, report, rss_bytes, running
 from quire.bench.serving.arrivals import Arrivals
 from quire.bench.serving.dataset import ServeRequest, Sizes, Writer, random_dataset
 from quire.bench.serving.exchange import Target
@@ -28,7 +26,6 @@ from quire.bench.serving.load import LoadOptions, LoadRun, run_load
 from quire.bench.serving.runner import ask_server
 from quire.bench.spread import spread
 from quire.common.http_client import HttpClient
-from quire.engine.machine import Machine
 
 GOODPUT_SHARE = 0.95
 RECOVERED_SHARE = 0.85
@@ -188,10 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own = ["--max-num-seqs", str(args.seats), "--max-queued-requests", str(args.queue), "--kv-cache-memory", "128MiB"]
     with running(launch_of(args, *own)) as server:
         figures = asyncio.run(measure(server, args))
-    figures |= {"machine": records.describe_machine(Machine.inspect()), "versions": records.describe_versions()}
-    print("\n".join(render(figures)))
-    if args.json is not None:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    report(figures, render(figures), args.json)
     broken = broken_promises(figures, args.seats, args.queue)
     for each in broken:
         print(f"BROKEN: {each}")

@@ -7,6 +7,7 @@ engine's processes below it. Owns no clients.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import signal
@@ -22,6 +23,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from quire.bench import record as records
+from quire.engine.machine import Machine
 
 READY_S = 900.0
 """vLLM compiles for minutes on a slow machine."""
@@ -216,3 +220,11 @@ def add_server_options(parser: argparse.ArgumentParser, *, model: str = "quire-s
 def launch_of(args: argparse.Namespace, *options: str) -> Launch:
     """What the options ask for; `options` come first."""
     return Launch(args.engine, args.model, (*options, *args.option), args.program, args.preload, args.threads)
+
+
+def report(figures: dict[str, Any], lines: Sequence[str], path: Path | None) -> None:
+    """Print a measurement, and write it to `path` with the machine and versions that it was made on."""
+    print("\n".join(lines))
+    figures |= {"machine": records.describe_machine(Machine.inspect()), "versions": records.describe_versions()}
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=1) + "\n")

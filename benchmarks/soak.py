@@ -33,13 +33,12 @@ from benchmarks.servers import (
     metric,
     num_fds,
     num_threads,
+    report,
     rss_bytes,
     running,
 )
-from quire.bench import record as records
 from quire.bench.serving.dataset import Writer
 from quire.common.http_client import EventReader, HttpClient, HttpError, HttpRequest
-from quire.engine.machine import Machine
 
 WARM_UP_SHARE = 0.4
 """Of the run: pools, caches and allocators fill up to their sizes."""
@@ -256,10 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own = ["--max-num-seqs", "32", "--kv-cache-memory", "12MiB", "--max-queued-requests", "24"]
     with running(launch_of(args, *own)) as server:
         figures = asyncio.run(measure(server, args))
-    figures |= {"machine": records.describe_machine(Machine.inspect()), "versions": records.describe_versions()}
-    print("\n".join(render(figures)))
-    if args.json is not None:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    report(figures, render(figures), args.json)
     broken = broken_promises(figures)
     for each in broken:
         print(f"BROKEN: {each}")

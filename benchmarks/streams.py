@@ -13,21 +13,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.servers import Server, add_server_options, histogram_percentile, launch_of, metric, running
-from quire.bench import record as records
+from benchmarks.servers import Server, add_server_options, histogram_percentile, launch_of, metric, report, running
 from quire.bench.serving.dataset import Sizes, Writer, random_dataset
 from quire.bench.serving.load import LoadOptions
 from quire.bench.serving.runner import ServeOptions, measure_server
 from quire.bench.spread import spread
 from quire.common.http_client import HttpClient, HttpError, HttpRequest
-from quire.engine.machine import Machine
 
 LAG = "quire:event_loop_lag_seconds"
 _PING_INTERVAL_S = 0.1
@@ -128,10 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with running(launch_of(args, *own)) as server:
         figures = asyncio.run(measure(server, args))
         figures |= {"engine": args.engine, "model": Path(args.model).name, "ready_s": server.ready_s}
-    figures |= {"machine": records.describe_machine(Machine.inspect()), "versions": records.describe_versions()}
-    print("\n".join(render(figures)))
-    if args.json is not None:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    report(figures, render(figures), args.json)
     return 0
 
 

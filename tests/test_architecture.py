@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from code_in_data import CodeInDataError
+from timing import timed
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "quire"
@@ -274,6 +275,7 @@ def _in_a_new_process(code: str) -> str:
     return done.stdout.strip()
 
 
+@timed
 def test_importing_the_package_is_cheap_and_leaves_torch_alone() -> None:
     code = (
         "import sys, time; start = time.thread_time(); import quire; print(time.thread_time() - start);"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from timing import timed
 
 from quire.bench.measure import measure, medians
 from quire.bench.profiling import FORWARD_KERNELS, PHASES, StepProfile
@@ -53,6 +54,7 @@ def test_a_run_that_ends_early_is_no_measurement(engine: Engine, monkeypatch: py
         measure(engine, random_workload(1, (4, 4), (2, 2)).requests(0, 512))
 
 
+@timed
 def test_profile_adds_up_to_the_steps(engine: Engine) -> None:
     profile = StepProfile(engine)
     run = measure(engine, random_workload(3, (4, 8), (3, 5)).requests(7, 512))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from timing import timed
 
 from benchmarks import serving
 from quire.bench.workload import BenchRequest, random_workload
@@ -51,6 +52,7 @@ def url() -> Iterator[str]:
         thread.join()
 
 
+@timed
 def test_every_request_is_sent_once_and_timed(url: str) -> None:
     requests = random_workload(5, (4, 9), (2, 5)).requests(0, 1000)
     result = serving.run_clients(serving.Target(url, "m"), requests, 2)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from timing import timed
 
 from quire.cli.main import COMMANDS, main
 from quire.cli.serve import engine_defaults
@@ -34,6 +35,7 @@ def least_cpu_s(code: str, tries: int = 5) -> float:
     return min(times)
 
 
+@timed
 def test_help_and_import_are_quick() -> None:
     """Computing is all they do, so their wall time on an idle machine is their CPU time."""
     baseline = least_cpu_s("pass")
@@ -133,6 +135,7 @@ def test_unsupported_architecture_is_refused(capsys: pytest.CaptureFixture[str],
     assert "BrandNewForCausalLM" in refusal(capsys, ["plan", str(tmp_path)])
 
 
+@timed
 def test_wrong_model_is_refused_quickly(quire: Quire) -> None:
     started = time.perf_counter()
     done = quire("generate", "nobody/nothing", "-p", "x", env=dict(os.environ, HF_HUB_OFFLINE="1"))

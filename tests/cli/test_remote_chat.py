@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from fake_server import FakeServer, Plan, fake_server
 from servers import serve_model
+from timing import timed
 
 from quire.cli.main import main
 
@@ -95,6 +96,7 @@ def test_wrong_options_are_one_line(options: list[str], part: str, capsys: pytes
     assert part in err and err.count("\n") == 1
 
 
+@timed
 def test_interrupt_stops_the_answer_but_not_the_chat() -> None:
     with fake_server(lambda seen: Plan(pieces=["word "] * 400, gap_s=0.02)) as server:
         process = subprocess.Popen(

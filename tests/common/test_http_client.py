@@ -9,9 +9,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from timing import timed
 
 from quire.common.http_client import Address, EventReader, HttpClient, HttpError, HttpRequest, key_headers, server_root
 from quire.errors import ConfigError
+
+pytestmark = timed
 
 GET = HttpRequest("GET", "/x")
 Handle = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import pytest
+from timing import timed
 
 from quire.engine import gpu
 from quire.engine.gpu import inspect_gpu, reasons_against, require_gpu
@@ -113,6 +114,7 @@ def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert require_gpu(loader(cuda=FakeCuda())).capability == (9, 0)
 
 
+@timed
 def test_everything_that_does_not_fit_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "torch_cuda_version", lambda: None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

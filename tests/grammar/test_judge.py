@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from timing import timed
 
 from quire.core.plan import Grammar
 from quire.errors import InvalidParameterError, UnavailableError
@@ -29,6 +30,7 @@ def test_verdicts_from_a_thread_and_from_a_loop() -> None:
             asyncio.run(judge.check_async(BAD))
 
 
+@timed
 def test_the_loop_goes_on_while_a_grammar_is_judged() -> None:
     judge = GrammarJudge()
     large = Grammar("json", '{"enum":[' + ",".join(f'"value {number}"' for number in range(9000)) + "]}")

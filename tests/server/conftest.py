@@ -39,5 +39,5 @@ def client(server: RunningServer) -> Iterator[openai.OpenAI]:
 @pytest.fixture
 def http(server: RunningServer) -> Iterator[httpx.Client]:
     """A plain HTTP client."""
-    with httpx.Client(base_url=server.url, timeout=30) as client:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
         yield client

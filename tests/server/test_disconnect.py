@@ -13,6 +13,9 @@ from typing import Any
 import httpx
 import pytest
 from served import Served, frozen, until
+from timing import timed
+
+pytestmark = timed
 
 COMPLETIONS = "/v1/completions"
 LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 480, "n": 24, "ignore_eos": True}
@@ -23,7 +26,7 @@ def _send(served: Served, body: dict[str, Any]) -> socket.socket:
     """A request whose answer nobody has read yet."""
     content = json.dumps({**LONG, **body}).encode()
     key = served.headers["x-api-key"].encode()
-    connection = socket.create_connection(("127.0.0.1", served.port), timeout=10)
+    connection = socket.create_connection(("127.0.0.1", served.port), timeout=60)
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-api-key: %s\r\ncontent-length: %d\r\n\r\n"
     connection.sendall(head % (key, len(content)) + content)
     return connection
@@ -78,7 +81,7 @@ def _with_a_full_pipe(served: Served, leave: Callable[[socket.socket], None]) ->
 
 def _with_its_body_half_sent(served: Served, leave: Callable[[socket.socket], None]) -> None:
     key = served.headers["x-api-key"].encode()
-    connection = socket.create_connection(("127.0.0.1", served.port), timeout=10)
+    connection = socket.create_connection(("127.0.0.1", served.port), timeout=60)
     connection.sendall(
         b'POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-api-key: %s\r\ncontent-length: 100\r\n\r\n{"prompt"' % key
     )
@@ -133,7 +136,7 @@ def _cached(served: Served, key: str, **fields: Any) -> int:
         "max_tokens": 1,
         **fields,
     }
-    with httpx.Client(base_url=served.url, headers={"x-api-key": key}, timeout=30) as http:
+    with httpx.Client(base_url=served.url, headers={"x-api-key": key}, timeout=60) as http:
         usage = http.post(COMPLETIONS, json=body).json()["usage"]
     cached: int = usage["prompt_tokens_details"]["cached_tokens"]
     return cached

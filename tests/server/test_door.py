@@ -7,18 +7,21 @@ import threading
 import httpx
 from fake_client import FakeClient, Script
 from servers import serve
+from timing import timed
 
 from quire.config.api import ApiConfig
 from quire.server.door import GENERATING_PATHS
+
+pytestmark = timed
 
 CHAT = {"messages": [{"role": "user", "content": "x"}], "stream": True}
 
 
 def test_a_full_queue_refuses_before_the_body_is_read_and_lets_everything_else_pass() -> None:
     client = FakeClient(Script(begins=False))
-    with serve(client, ApiConfig(max_queued_requests=1)) as server, httpx.Client(base_url=server.url, timeout=10) as http:
+    with serve(client, ApiConfig(max_queued_requests=1)) as server, httpx.Client(base_url=server.url, timeout=60) as http:
         assert http.post("/v1/chat/completions", content=b"{").status_code == 400
-        waiting = threading.Thread(target=lambda: httpx.post(f"{server.v1}/chat/completions", json=CHAT, timeout=30))
+        waiting = threading.Thread(target=lambda: httpx.post(f"{server.v1}/chat/completions", json=CHAT, timeout=60))
         waiting.start()
         while not client.streams:
             threading.Event().wait(0.005)

@@ -12,11 +12,14 @@ import httpx
 import pytest
 from fake_client import FakeClient, Script
 from servers import routes_of, serve
+from timing import timed
 
 from quire.config.api import ApiConfig
 from quire.server.app import build_app
 from quire.server.logs import JsonFormatter
 from quire.server.tenants import Tenant, key_ring
+
+pytestmark = timed
 
 KEYS = key_ring([(Tenant("a"), ["sk-right-key"])])
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
@@ -25,7 +28,7 @@ CHAT = "/v1/chat/completions"
 
 def raw(port: int, request: bytes) -> bytes:
     """What the server says to these very bytes."""
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(request)
         connection.shutdown(socket.SHUT_WR)
         answer = b""

@@ -31,7 +31,7 @@ def _inspection() -> Inspection:
 
 def _get(server: RunningServer, path: str, key: str | None = None) -> httpx.Response:
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    return httpx.get(server.url + path, headers=headers, timeout=30)
+    return httpx.get(server.url + path, headers=headers, timeout=60)
 
 
 def test_steps_are_followed_and_blocks_hold_what_was_said(server: RunningServer, client: openai.OpenAI) -> None:

@@ -20,6 +20,9 @@ from typing import Any
 import httpx
 import pytest
 from served import DEADLINE_S, MODEL, OPTIONS, Served, frozen, is_alive, listening, serving, until
+from timing import timed
+
+pytestmark = timed
 
 BODY = {"prompt": "Once upon a time", "stream": True, "ignore_eos": True, "seed": 5}
 
@@ -69,7 +72,7 @@ def test_t02_t38_it_answers_while_it_loads_listens_once_and_drains_when_told() -
         refusals = set()
         while stream.is_running and 503 not in refusals:
             refusals.add(served.get("/readyz").status_code)
-        refused = httpx.post(f"{served.url}/v1/completions", json={"prompt": "a"}, timeout=10)
+        refused = httpx.post(f"{served.url}/v1/completions", json={"prompt": "a"}, timeout=60)
         events = stream.events()
         assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
         assert stream.lines[-1] == "data: [DONE]" and not any("error" in event for event in events)

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 from served import Served, serving
+from timing import timed
 
 REQUESTS: list[dict[str, Any]] = [
     {"prompt": "Once upon a time", "seed": 11, "temperature": 1.3, "n": 3, "logprobs": 3},
@@ -30,6 +31,7 @@ def _ask(served: Served, body: dict[str, Any]) -> tuple[str, Any]:
         return _essence(http.post("/v1/completions", json={"max_tokens": 32, "ignore_eos": True, **body}))
 
 
+@timed
 def test_t42_t39_a_restart_other_limits_and_load_change_nothing(served: Served) -> None:
     alone = [_ask(served, body) for body in REQUESTS]
     assert [_ask(served, body) for body in REQUESTS] == alone, "warm as cold"

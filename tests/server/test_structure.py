@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from servers import RunningServer
+from timing import timed
 
 from quire.grammar import judge as judge_module
 
@@ -146,13 +147,14 @@ def test_there_are_enough_cases() -> None:
     assert len(_cases()) >= 170
 
 
+@timed
 def test_t11_hostile_grammars_are_bounded(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """With plain requests beside them, whose pauses are watched."""
     before_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     statuses: list[int] = []
 
     async def main() -> float:
-        async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
             beside = asyncio.create_task(_watch(client))
             for field, value in _cases():
                 body = {"prompt": "Once", "max_tokens": 2, field: value}

@@ -34,9 +34,9 @@ def spans() -> Iterator[Any]:
 
 def test_a_request_is_a_span_with_its_phases_under_the_callers_trace(spans: Any) -> None:
     with serve_model(tracer=spans.tracer) as server:
-        answer = httpx.post(f"{server.v1}/chat/completions", json=CHAT, headers={"traceparent": PARENT}, timeout=30)
+        answer = httpx.post(f"{server.v1}/chat/completions", json=CHAT, headers={"traceparent": PARENT}, timeout=60)
         assert answer.status_code == 200
-        assert httpx.post(f"{server.v1}/completions", json={"prompt": "A", "max_tokens": 2}, timeout=30).status_code == 200
+        assert httpx.post(f"{server.v1}/completions", json={"prompt": "A", "max_tokens": 2}, timeout=60).status_code == 200
     chat = next(span for span in spans.get_finished_spans() if span.name == "chat m")
     assert f"{chat.context.trace_id:032x}" == PARENT.split("-")[1] and f"{chat.parent.span_id:016x}" == PARENT.split("-")[2]
     phases = {

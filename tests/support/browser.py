@@ -61,7 +61,7 @@ class Page:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
-    def call(self, method: str, timeout_s: float = 20.0, **params: Any) -> dict[str, Any]:
+    def call(self, method: str, timeout_s: float = 60.0, **params: Any) -> dict[str, Any]:
         """One command; what it returns."""
         self._num_calls += 1
         message: dict[str, Any] = {"id": self._num_calls, "method": method, "params": params}
@@ -90,7 +90,7 @@ class Page:
             raise BrowserError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
-    def wait(self, expression: str, timeout_s: float = 15.0) -> Any:
+    def wait(self, expression: str, timeout_s: float = 60.0) -> Any:
         """Until a JavaScript expression is true; its value."""
         deadline_s = time.monotonic() + timeout_s
         while True:

@@ -39,13 +39,13 @@ class Served:
         [engine] = children(self.process.pid)
         return engine
 
-    def client(self, timeout_s: float = 30.0) -> httpx.Client:
+    def client(self, timeout_s: float = 60.0) -> httpx.Client:
         """A client with a key."""
         return httpx.Client(base_url=self.url, headers=self.headers, timeout=timeout_s)
 
     def get(self, path: str) -> httpx.Response:
         """One answer."""
-        return httpx.get(f"{self.url}{path}", headers=self.headers, timeout=10)
+        return httpx.get(f"{self.url}{path}", headers=self.headers, timeout=60)
 
     def progress(self) -> dict[str, float]:
         """The engine's numbers."""
@@ -61,7 +61,7 @@ class Served:
 
         until(is_ready, DEADLINE_S)
 
-    def await_idle(self, timeout_s: float = 20.0) -> None:
+    def await_idle(self, timeout_s: float = 60.0) -> None:
         """Wait until nothing is computed and no block is held."""
 
         def is_idle() -> bool:
@@ -94,7 +94,7 @@ def serving(*options: str, keys: str | None = None, few_files: int | None = None
             process.kill()
 
 
-def until(is_so: object, timeout_s: float = 10.0) -> float:
+def until(is_so: object, timeout_s: float = 60.0) -> float:
     """Wait until `is_so()`; how long that took, in seconds. Fails after `timeout_s`."""
     assert callable(is_so)
     began_s = time.monotonic()

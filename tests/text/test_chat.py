@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from timing import timed
 
 from quire.errors import ConfigError, InvalidParameterError, RequestError
 from quire.text.chat import ChatTemplate, encode_chat
@@ -301,6 +302,7 @@ def test_a_model_without_a_template_says_so(load: Load) -> None:
         ChatTemplate.from_tokenizer(load("qwen3"), "rag")
 
 
+@timed
 @pytest.mark.parametrize("unit", ["<|im_end|>", "<", "</think>", "\n "])
 def test_rendering_and_encoding_take_linear_time(load: Load, unit: str) -> None:
     tokenizer = load("qwen3")
@@ -321,6 +323,7 @@ def test_rendering_and_encoding_take_linear_time(load: Load, unit: str) -> None:
     assert seconds(40_000) < 20 * seconds(5_000) + 0.02
 
 
+@timed
 def test_many_messages_take_linear_time(load: Load) -> None:
     tokenizer = load("qwen3")
     template = ChatTemplate.from_tokenizer(tokenizer)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import pytest
+from timing import timed
 
 from quire.errors import UnsupportedModelError
 from quire.text.detokenizer import Detokenizer
@@ -210,6 +211,7 @@ def test_a_decoder_that_cannot_be_followed_is_refused(decoder: dict[str, object]
         Detokenizer(_word_tokenizer(decoder), ())
 
 
+@timed
 @pytest.mark.parametrize("name", ["gpt2", "phi-3-mini"])
 def test_the_cost_of_a_token_does_not_grow(load: Load, name: str) -> None:
     tokenizer = load(name)

@@ -6,6 +6,7 @@ import resource
 import time
 
 import pytest
+from timing import timed
 
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.text.chat import ChatTemplate, RenderLimits
@@ -90,6 +91,7 @@ SWELLING = [
 ]
 
 
+@timed
 @pytest.mark.parametrize("source", SPINNING + SWELLING)
 def test_templates_are_stopped_in_time_and_space(source: str) -> None:
     start, memory = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -100,6 +102,7 @@ def test_templates_are_stopped_in_time_and_space(source: str) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 256 << 10, "KiB"
 
 
+@timed
 def test_the_default_limits_end_an_endless_loop() -> None:
     start = time.perf_counter()
     with pytest.raises(RequestError, match="stopped: it takes too"):
@@ -107,6 +110,7 @@ def test_the_default_limits_end_an_endless_loop() -> None:
     assert time.perf_counter() - start < 15
 
 
+@timed
 def test_the_time_limit_holds() -> None:
     template = ChatTemplate(SPINNING[0], limits=RenderLimits(max_steps=10**12, max_render_s=0.05))
     with pytest.raises(RequestError, match="takes too long"):

@@ -7,6 +7,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from timing import timed
 
 from quire.errors import InvalidParameterError
 from quire.text.stop import StopMatcher, cut_at_stop
@@ -91,6 +92,7 @@ def test_the_empty_stop_string_is_refused() -> None:
     assert caught.value.param == "stop"
 
 
+@timed
 @pytest.mark.parametrize("chunk_len", [1, 4096])
 def test_matching_takes_linear_time(chunk_len: int) -> None:
     stop = (*tuple("a" * length + "b" for length in range(1, 60)), "a" * 3000 + "b")
@@ -108,6 +110,7 @@ def test_matching_takes_linear_time(chunk_len: int) -> None:
     assert seconds(8 * 8192) < 20 * seconds(8192) + 0.02
 
 
+@timed
 @pytest.mark.parametrize(
     "stop", [("a" * 1023 + "b",), ("ab" * 500, "ba" * 500 + "c"), ("bb", "ab" * 40, "a" * 70, "aa" * 32 + "c")]
 )

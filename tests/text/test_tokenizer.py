@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from timing import timed
 
 from quire.errors import CheckpointError, InvalidParameterError, ModelNotFoundError, QuireError
 from quire.text.files import TextConfig
@@ -241,6 +242,7 @@ def test_importing_the_package_loads_no_library() -> None:
 ADVERSARIAL = ["a", " ", " \n", "<|im_", "e\u0301", "1", "qzx"]
 
 
+@timed
 @pytest.mark.parametrize("unit", ADVERSARIAL)
 @pytest.mark.parametrize("name", ["qwen3", "phi-3-mini"])
 def test_encoding_takes_linear_time(load: Load, name: str, unit: str) -> None:
@@ -260,6 +262,7 @@ def test_encoding_takes_linear_time(load: Load, name: str, unit: str) -> None:
     assert seconds(40_000) < 20 * seconds(5_000) + 0.02
 
 
+@timed
 @pytest.mark.parametrize("unit", ["a", " ", "ab ", "<|im_end|>"])
 def test_t12_a_megabyte_takes_linear_time(unit: str) -> None:
     tokenizer = Tokenizer.from_folder(resolve_model("quire-storyteller"))
@@ -276,6 +279,7 @@ def test_t12_a_megabyte_takes_linear_time(unit: str) -> None:
     assert cost_s(1 << 20) < 15.6 * cost_s(1 << 17) + 0.02
 
 
+@timed
 def test_encoding_lets_other_threads_run(load: Load) -> None:
     tokenizer, pauses, done = load("qwen3"), [0.0], threading.Event()
     text = "some words and 漢字 " * 20_000

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from timing import timed
 
 from quire.text.tools import FORMATS, CallArguments, CallBegin, Event, Text, ToolParser, format_of_template
 
@@ -124,6 +125,7 @@ def test_arguments_stream_as_they_come() -> None:
     assert parser.feed('": 1') == [CallArguments(0, '": 1')]
 
 
+@timed
 @pytest.mark.parametrize("form", sorted(FORMATS))
 @pytest.mark.parametrize(
     "unit",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import torch
+from timing import timed
 
 from quire.kernels.reference.kernels import ReferenceKernels
 from quire.models.declaration import TensorSpec
@@ -53,6 +54,7 @@ def test_a_deep_model_of_dummy_weights_has_sane_logits() -> None:
     assert logits.abs().max() < 20
 
 
+@timed
 def test_filling_is_quick() -> None:
     """50 million values in well under the seconds that drawing each would take."""
     out = torch.empty(5000, 10_000, dtype=torch.bfloat16)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from timing import timed
 
 from quire.errors import CheckpointError, ModelNotFoundError
 from quire.weights import folder as folder_module
@@ -74,6 +75,7 @@ def test_without_a_network_the_cache_serves(tmp_path: Path) -> None:
     assert resolve_model("owner/name").resolve() == snapshot.resolve()
 
 
+@timed
 def test_a_host_name_that_never_resolves_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     def hang(*args: Any, **kwargs: Any) -> Any:
         time.sleep(3)
@@ -86,6 +88,7 @@ def test_a_host_name_that_never_resolves_does_not_hang(monkeypatch: pytest.Monke
     assert time.perf_counter() - start < 1.5
 
 
+@timed
 def test_a_wrong_name_fails_within_two_seconds_and_without_torch(tmp_path: Path) -> None:
     """As the command line sees it: a fresh process, an address that answers nobody."""
     code = (
@@ -97,7 +100,7 @@ def test_a_wrong_name_fails_within_two_seconds_and_without_torch(tmp_path: Path)
     root = Path(__file__).parent.parent.parent
 
     before = os.times()
-    assert subprocess.run([sys.executable, "-c", code], env=environment, cwd=root, check=False, timeout=30).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], env=environment, cwd=root, check=False, timeout=60).returncode == 0
     after = os.times()
     # Processor time, because other work on the machine may take the processor away; waiting is bounded by the probe's test.
     assert after.children_user + after.children_system - before.children_user - before.children_system < 2.0

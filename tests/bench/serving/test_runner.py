@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from fake_server import FakeServer, Plan, Seen, fake_server
+from timing import timed
 
 from quire.bench import record as records
 from quire.bench.serving.arrivals import Arrivals
@@ -32,6 +33,7 @@ def measured(server: FakeServer, asked: Dataset, **options: Any) -> dict[str, An
     return record
 
 
+@timed
 def test_latencies_are_those_of_the_server() -> None:
     """Ten requests one after the other: the first tokens of nine after 40 ms, of one after 200; gaps of 20 ms."""
 
@@ -56,6 +58,7 @@ def test_latencies_are_those_of_the_server() -> None:
     }  # fmt: skip
 
 
+@timed
 def test_requests_are_sent_when_they_are_due_however_slow_the_server_is() -> None:
     with fake_server(lambda seen: Plan(first_s=0.5)) as server:
         record = measured(server, dataset(10, 1), arrivals=Arrivals(40.0, burstiness=math.inf))
@@ -65,6 +68,7 @@ def test_requests_are_sent_when_they_are_due_however_slow_the_server_is() -> Non
     assert result["wall_s"] < 1.5  # not ten times half a second
 
 
+@timed
 def test_a_limit_of_concurrency_and_of_time() -> None:
     with fake_server(lambda seen: Plan(first_s=0.1)) as server:
         record = measured(server, dataset(50, 1), load=LoadOptions(max_concurrency=4, duration_s=0.35))
@@ -93,6 +97,7 @@ PLANS = {
 }
 
 
+@timed
 def test_every_way_to_fail_is_counted_as_what_it_was() -> None:
     with fake_server(lambda seen: PLANS[seen.body["prompt"]]) as server:
         record = measured(server, dataset(8), timeout_s=0.5)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from null_engine import DEADLY_TOKEN, ENDLESS_TOKEN
+from timing import timed
 
 from quire.core.params import RequestOutputKind, SamplingParams
 from quire.engine.client import EngineState, GenerationRequest
@@ -21,6 +22,8 @@ from quire.engine.outputs import RequestOutput
 from quire.engine.process.client import ProcessClient, merge
 from quire.engine.process.supervisor import CONVICTED
 from quire.errors import InvalidParameterError, PromptTooLongError, UnavailableError
+
+pytestmark = timed
 
 MakeClient = Callable[..., AbstractAsyncContextManager[ProcessClient]]
 DEADLINE_S = 60.0

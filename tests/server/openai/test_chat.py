@@ -259,9 +259,9 @@ def test_timings_tell_where_the_time_went_and_why() -> None:
     }
     with serve_model(max_num_seqs=1, kv_cache_memory="8MiB") as server:
         with ThreadPoolExecutor(2) as pool:
-            posts = [pool.submit(httpx.post, f"{server.v1}/chat/completions", json=body, timeout=30) for _ in range(2)]
+            posts = [pool.submit(httpx.post, f"{server.v1}/chat/completions", json=body, timeout=60) for _ in range(2)]
         first, second = sorted((each.result().json()["timings"] for each in posts), key=lambda each: float(each["queue_ms"]))
-        with httpx.stream("POST", f"{server.v1}/chat/completions", json={**body, "stream": True}, timeout=30) as answer:
+        with httpx.stream("POST", f"{server.v1}/chat/completions", json={**body, "stream": True}, timeout=60) as answer:
             events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
     assert first["queue_reason"] is None and first["queue_steps"] == 0
     assert second["queue_reason"] == "all 1 rows are taken" and second["queue_steps"] > 0

@@ -91,7 +91,7 @@ def test_25_an_unknown_model_is_404(client: openai.OpenAI) -> None:
 
 
 def test_90_connections_are_used_again_and_bodies_may_be_announced(server: RunningServer) -> None:
-    with httpx.Client(base_url=server.url, timeout=30) as http:
+    with httpx.Client(base_url=server.url, timeout=60) as http:
         assert http.post("/v1/completions", content=b"{").status_code == 400
         pool = http._transport._pool  # type: ignore[attr-defined]
         before = list(pool.connections)

@@ -13,8 +13,11 @@ import openai
 import pytest
 from fake_client import FakeClient, Script
 from servers import MODEL, RunningServer, serve
+from timing import timed
 
 from quire.config.api import ApiConfig
+
+pytestmark = timed
 
 CAT: list[Any] = [{"role": "user", "content": "Tell me of a cat."}]
 BODY = {"model": MODEL, "messages": CAT, "max_tokens": 8, "seed": 7, "stream": True}
@@ -205,7 +208,7 @@ def test_80_a_hundred_streams_on_one_async_client(server: RunningServer) -> None
 
 def test_92_a_long_answer_in_one_piece_is_not_cut_off() -> None:
     with serve(FakeClient(Script(pause_s=0.5)), ApiConfig(write_timeout_s=0.2, header_timeout_s=0.2)) as server:
-        response = httpx.post(f"{server.v1}/chat/completions", json={"messages": CAT}, timeout=10)
+        response = httpx.post(f"{server.v1}/chat/completions", json={"messages": CAT}, timeout=60)
         assert response.json()["choices"][0]["message"]["content"] == "one two three"
 
 
