@@ -6,6 +6,8 @@ BIN    := $(VENV)/bin
 NATIVE := $(wildcard csrc/cpu/*.cpp csrc/cpu/*.hpp csrc/cpu/isa/*.cpp csrc/cpu/isa/*.hpp) CMakeLists.txt pyproject.toml
 # Tests run one process per core, so each uses one thread, and idle threads sleep instead of spinning.
 export OMP_WAIT_POLICY := passive
+# The suite starts hundreds of processes; where Python is told to keep no bytecode, each would compile all it imports anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-kernels gpu-test gpu-bench test-long check asan format clean sim soak
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import pickle
 import subprocess
 import sys
@@ -91,16 +92,14 @@ def _package(module: str) -> str:
     return parts[1] if len(parts) > 1 else "__init__"
 
 
+@functools.cache
 def _trees() -> dict[str, ast.Module]:
     return {_name(path): ast.parse(path.read_text(encoding="utf-8"), str(path)) for path in _files()}
 
 
-TREES = _trees()
-
-
 def _imports(module: str, *, only_top_level: bool = False) -> Iterator[str]:
     """Every module that `module` imports, whether under TYPE_CHECKING, inside a function, or at the top."""
-    tree = TREES[module]
+    tree = _trees()[module]
     nodes = tree.body if only_top_level else list(ast.walk(tree))
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -110,7 +109,7 @@ def _imports(module: str, *, only_top_level: bool = False) -> Iterator[str]:
             base = node.module or ""
             for alias in node.names:
                 full = f"{base}.{alias.name}"
-                yield full if full in TREES or alias.name in COMPILED else base
+                yield full if full in _trees() or alias.name in COMPILED else base
 
 
 def _quire_imports(module: str) -> Iterator[str]:
@@ -118,19 +117,19 @@ def _quire_imports(module: str) -> Iterator[str]:
 
 
 def _functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    for module, tree in TREES.items():
+    for module, tree in _trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield module, node
 
 
 def test_the_scan_sees_the_package() -> None:
-    assert {"quire.errors", "quire.core.plan", "quire.core.scheduler.scheduler", "quire.executor.null"} <= set(TREES)
+    assert {"quire.errors", "quire.core.plan", "quire.core.scheduler.scheduler", "quire.executor.null"} <= set(_trees())
     assert "quire.core.plan" in set(_imports("quire.core.scheduler.scheduler"))
 
 
 def test_r1_leaves_import_only_the_standard_library() -> None:
-    for module in TREES:
+    for module in _trees():
         if _package(module) in LEAVES:
             for name in _imports(module):
                 top = name.split(".")[0]
@@ -139,7 +138,7 @@ def test_r1_leaves_import_only_the_standard_library() -> None:
 
 
 def test_r2_core_imports_only_leaves_and_knows_no_device_clock_or_chance() -> None:
-    for module in TREES:
+    for module in _trees():
         if _package(module) == "core":
             for name in _imports(module):
                 top = name.split(".")[0]
@@ -148,7 +147,7 @@ def test_r2_core_imports_only_leaves_and_knows_no_device_clock_or_chance() -> No
 
 
 def test_r3_to_r6_packages_import_downward_only() -> None:
-    for module in TREES:
+    for module in _trees():
         package = _package(module)
         if package in PROGRAMS | ASSEMBLIES | LEAVES:
             continue
@@ -166,7 +165,7 @@ def test_the_picture_itself_has_no_cycle() -> None:
 
 
 def test_r4_only_the_plan_crosses_the_seam() -> None:
-    for module in TREES:
+    for module in _trees():
         if _package(module) in DATA_PLANE:
             for name in _quire_imports(module):
                 if _package(name) == "core":
@@ -174,7 +173,7 @@ def test_r4_only_the_plan_crosses_the_seam() -> None:
 
 
 def test_r5_only_the_engine_and_programs_that_stand_for_it_know_both_planes() -> None:
-    for module in TREES:
+    for module in _trees():
         package = _package(module)
         targets = {name for name in _quire_imports(module)}
         knows_control = any(name.startswith("quire.core.scheduler") for name in targets)
@@ -183,7 +182,7 @@ def test_r5_only_the_engine_and_programs_that_stand_for_it_know_both_planes() ->
 
 
 def test_r6_the_server_imports_no_torch_and_nothing_imports_programs() -> None:
-    for module in TREES:
+    for module in _trees():
         package = _package(module)
         if package in {"server", "router"}:
             assert not [name for name in _imports(module) if name.split(".")[0] == "torch"], f"{module} imports torch"
@@ -193,7 +192,7 @@ def test_r6_the_server_imports_no_torch_and_nothing_imports_programs() -> None:
 
 
 def test_r8_there_are_no_import_cycles() -> None:
-    graph = {module: {name for name in _quire_imports(module) if name in TREES} - {module} for module in TREES}
+    graph = {module: {name for name in _quire_imports(module) if name in _trees()} - {module} for module in _trees()}
     done: set[str] = set()
 
     def visit(module: str, path: tuple[str, ...]) -> None:
@@ -208,7 +207,7 @@ def test_r8_there_are_no_import_cycles() -> None:
 
 
 def test_t01_nothing_that_runs_code_from_data() -> None:
-    for module, tree in TREES.items():
+    for module, tree in _trees().items():
         for name in _imports(module):
             assert name.split(".")[0] not in FORBIDDEN_MODULES, f"{module} imports {name}"
         for node in ast.walk(tree):
@@ -228,17 +227,16 @@ def test_t01_the_suite_would_notice_unpickling() -> None:
         exec(code, {"unpickle": pickle.loads, "data": data})
 
 
-@pytest.mark.parametrize("source", ["import pickle", "from torch import load", "eval('1')", "torch.load('x')"])
+@pytest.mark.parametrize("source", ["import pickle", "eval('1')", "torch.load('x')"])
 def test_the_scan_for_code_in_data_can_fail(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if source.startswith("from torch"):
-        pytest.skip("a name imported from torch is caught by review, not by this scan")
-    monkeypatch.setitem(TREES, "quire.bad", ast.parse(source))
+    trees = {"quire.bad": ast.parse(source)}
+    monkeypatch.setattr(sys.modules[__name__], "_trees", lambda: trees)
     with pytest.raises(AssertionError, match=r"quire\.bad"):
         test_t01_nothing_that_runs_code_from_data()
 
 
 def test_every_module_says_what_it_is() -> None:
-    assert [module for module, tree in TREES.items() if not ast.get_docstring(tree)] == []
+    assert [module for module, tree in _trees().items() if not ast.get_docstring(tree)] == []
 
 
 def test_functions_are_short() -> None:

@@ -137,9 +137,9 @@ def test_processes_are_watched() -> None:
 def test_overload_in_short() -> None:
     options = [
         "--seconds",
-        "2",
-        "--peak-seconds",
         "1.5",
+        "--peak-seconds",
+        "1",
         "--seats",
         "8",
         "--queue",

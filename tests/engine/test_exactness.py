@@ -61,7 +61,7 @@ REQUESTS: Requests = {
         {"temperature": 0.0, "ignore_eos": False, "structured_outputs": {"regex": "[a-f]{3,9}(-[0-9])*"}},
     ),
 }
-COMMON = {"max_tokens": 24, "logprobs": 3, "prompt_logprobs": 2, "ignore_eos": True}
+COMMON = {"max_tokens": 18, "logprobs": 3, "prompt_logprobs": 2, "ignore_eos": True}
 
 
 def _params(options: dict[str, Any], **overrides: Any) -> SamplingParams:
