@@ -2,6 +2,7 @@
 
 quire simulate --seeds 1000                 a thousand random scenarios with faults
 quire simulate --seed 42                    one of them again
+quire simulate --seeds 1000 --overlap       the same, with each step planned while the one before it runs
 quire simulate --seeds 1000 --liveness      faults stop early; everything must then end in time
 quire simulate --trace conv.csv.gz          replay a trace and report memory, cache hits and the cost of a step
 """
@@ -17,6 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, help="run this seed, or start from it with --seeds")
     parser.add_argument("--seeds", type=int, metavar="N", help="run N seeds (default 100, or 1 with --seed)")
     parser.add_argument("--liveness", action="store_true", help="stop the faults early and bound the steps that follow")
+    parser.add_argument(
+        "--overlap", action="store_true", help="plan each step before the outcome of the one before it is known"
+    )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="replay a .csv or .jsonl trace, gzipped or not")
     parser.add_argument("--limit", type=int, metavar="K", help="only the trace's first K requests")
     parser.add_argument("--block-size", type=int, default=16, help="tokens per KV block (trace only)")
@@ -43,7 +47,7 @@ def _simulate(args: argparse.Namespace) -> int:
     num_failed = num_steps = 0
     for seed in range(first, first + num_seeds):
         try:
-            outcome = Simulation(make_scenario(seed, is_liveness=args.liveness)).run()
+            outcome = Simulation(make_scenario(seed, is_liveness=args.liveness), is_overlapped=args.overlap).run()
         except SimulationError as error:
             num_failed += 1
             print(error)

@@ -22,6 +22,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy", "gguf")
 DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "cpu", "triton", "reference")
+OVERLAPS = ("auto", "on", "off")
 QUANTIZATIONS = ("int8", "int4")
 
 
@@ -62,6 +63,11 @@ class EngineConfig:
     enable_prefix_caching: bool = _option(True, "keep the KV of finished requests for later ones that begin alike")
     enable_chunked_prefill: bool = _option(True, "compute long prompts in pieces beside the decodes")
     scheduling_policy: str = _option("fcfs", "order of service", choices=POLICIES)
+    overlap: str = _option(
+        "auto",
+        "plan each step while the one before it is computed: same answers; auto does on a GPU",
+        choices=OVERLAPS,
+    )
     num_threads: int | None = _option(None, "CPU threads; by default the physical cores this process may use")
     seed: int = _option(0, "from which the seeds of requests without one of their own are derived")
     max_logprobs: int = _option(20, "most alternatives a request may ask for per token; -1 allows the whole vocabulary")

@@ -135,12 +135,17 @@ class Sequence:
     sampling: RowSampling
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed: int = 0
+    num_planned: int = 0
+    """What `num_computed` will be once the steps in flight are taken in."""
     row: int = -1
     is_resident: bool = False
     """Whether the worker already knows the row (a plan has carried its `NewRow`)."""
     cruise_end: int = 0
-    """While fewer tokens than this are computed, each of its steps is a plain decode: one token, in a slot of its own last
-    block, that neither fills the block nor is the last one allowed. Set when a slower look has established that."""
+    """While fewer tokens than this are planned, each of its steps is a plain decode: one token, in a slot of a block of its
+    own, that is not the last one allowed. Set when a slower look has established that."""
+    quiet_end: int = 0
+    """While fewer tokens than this are computed, the outcome of a plain decode is appended and nothing else comes of it: no
+    block is full, and it is not the last one allowed."""
     num_reserved: int = 0
     """Blocks promised at admission for known tokens that are not computed yet."""
     len_at_admission: int = 0
@@ -170,8 +175,17 @@ class Sequence:
 
     @property
     def gap(self) -> int:
-        """Known tokens that are not computed yet."""
-        return len(self.token_ids) - self.num_computed
+        """Tokens that the next step may compute: known ones that no step in flight computes, or else the one it samples.
+
+        0 where a step in flight must be taken in first: it decides how to go on, or gives scores that are counted on.
+        """
+        gap, num_planned, request = len(self.token_ids) - self.num_planned, self.num_planned, self.request
+        if num_planned == self.num_computed:
+            return gap
+        if gap:
+            return gap if request.scoring is None else 0
+        num_output = num_planned + 1 - len(request.prompt_token_ids)
+        return 1 if request.decoder.is_plain and num_output < request.max_tokens else 0
 
     @property
     def has_progressed(self) -> bool:

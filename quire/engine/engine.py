@@ -16,6 +16,7 @@ from quire.common.failures import log_failure
 from quire.core.params import BeamSearchParams, SamplingParams
 from quire.core.scheduler.scheduler import Progress
 from quire.engine.beam_output import BeamState, beam_output
+from quire.engine.loops import loop_of
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.outputs import BeamSearchOutput, RequestOutput
 from quire.engine.planning import EnginePlan
@@ -42,7 +43,7 @@ class Engine(StepLoop):
         eos_token_ids: frozenset[int] = frozenset(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(plan.limits, executor, clock)
+        super().__init__(plan.limits, executor, clock, loop_of(plan))
         self.plan = plan
         self.tokenizer = tokenizer
         self.generation_config = dict(generation_config or {})
@@ -127,7 +128,7 @@ class Engine(StepLoop):
             self._is_closed = True
             for request_id in list(self.scheduler.requests):
                 self.abort(request_id)
-            self.executor.close()
+            super().close()
 
     # -- building requests -------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ DEFAULT_MAX_KV_BYTES = 4 << 30
 """Where the user names no size, the KV cache is not made larger than this: a laptop has other uses for its memory."""
 GPU_CONTEXT_BYTES = 768 << 20
 """What torch's context, its libraries and the compiled kernels take of a GPU before any tensor. Reckoned, not measured."""
+CPU_OVERLAP_REASON = "the cores that would plan the next step are those that compute this one"
 
 
 class Decision(NamedTuple):
@@ -48,6 +49,8 @@ class EnginePlan:
     kv_format: str
     """One of `quire.common.kv_formats.KV_FORMATS`."""
     limits: SchedulerLimits
+    is_overlapped: bool
+    """Whether each step is planned while the one before it is computed."""
     num_threads: int
     weight_bytes: int
     kv_bytes_per_token: int
@@ -115,6 +118,7 @@ class _Resolver:
             dtype=dtype,
             kv_format=kv_format,
             limits=limits,
+            is_overlapped=self._is_overlapped(),
             num_threads=num_threads,
             weight_bytes=weight_bytes,
             kv_bytes_per_token=bytes_per_token,
@@ -137,6 +141,14 @@ class _Resolver:
             self._note("device", "cpu", "default: the GPU kernels have not been tried on a GPU yet; device=cuda asks for one")
         else:
             self._note("device", "cpu", "given")
+
+    def _is_overlapped(self) -> bool:
+        given, is_on = self.config.overlap, self.gpu is not None
+        reason = "the GPU computes while the next step is planned" if is_on else CPU_OVERLAP_REASON
+        if given != "auto":
+            is_on, reason = given == "on", "given"
+        self._note("overlap", "on" if is_on else "off", reason)
+        return is_on
 
     def _dtype(self) -> str:
         config, spec = self.config, self.spec

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from quire.core.plan import AppendedBlocks, BlockCopy, ReplacedBlock, StepPlan
 from quire.core.request import Sequence, SequenceStatus
-from quire.core.scheduler.scheduler import Scheduler
+from quire.core.scheduler.scheduler import Flight, Scheduler
 from quire.engine.inspection import (
     Base,
     BlockContent,
@@ -148,7 +148,10 @@ class StepRecorder:
         """Who has a row now."""
         self._rows: dict[Sequence, int] = {}
         """The same the other way round; replaced, never changed."""
-        self._current: _Step | None = None
+        self._open: deque[_Step] = deque()
+        """Begun and not ended, the oldest first."""
+        self._flight = Flight(0, [])
+        """The step that was begun last."""
         self._num_computed = scheduler.stats.num_computed_tokens
         self._num_work = 0
         self._num_tokens = 0
@@ -158,7 +161,8 @@ class StepRecorder:
     def begin(self, plan: StepPlan, now: float) -> None:
         """A step is about to be computed."""
         scheduler = self._scheduler
-        removed = tuple(self._remove(row) for row in plan.removed_rows) if plan.removed_rows else ()
+        before, self._flight = self._flight, scheduler.flights[-1]
+        removed = tuple(self._remove(row, before) for row in plan.removed_rows) if plan.removed_rows else ()
         entered = self._enter(plan) if plan.new_rows else ()
         if removed or entered:
             rows = self._rows.copy()
@@ -173,16 +177,16 @@ class StepRecorder:
         if entered or num_tokens != len(plan.work) or num_tokens >= scheduler.limits.max_num_batched_tokens:
             new = {entry.record.row for entry in entered}
             chunks = tuple(work[:4] for work in plan.work if work[2] != 1 or work[3] != 1 or work[0] in new)
-        self._current = _Step(
-            plan.step_id, now, scheduler.in_flight, self._rows, num_tokens, chunks,
+        self._open.append(_Step(
+            plan.step_id, now, self._flight.sequences, self._rows, num_tokens, chunks,
             plan.appended_blocks, plan.replaced_blocks, plan.copies, removed, entered,
-        )  # fmt: skip
+        ))  # fmt: skip
 
     def end(self, now: float) -> None:
-        """It has been computed and taken in."""
-        step, self._current = self._current, None
-        if step is None:
+        """The oldest of those begun has been computed and taken in."""
+        if not self._open:
             return
+        step = self._open.popleft()
         step.ended_s = now
         if self._changes:
             step.published = self._changes.copy()
@@ -203,16 +207,22 @@ class StepRecorder:
             self._num_tokens -= oldest.num_new_tokens
             self._base.apply(oldest)
 
-    def _remove(self, row: int) -> _Removed:
+    def forget_open(self) -> None:
+        """The steps begun will not be taken in: the worker's state was lost, and everyone's row with it."""
+        self._open.clear()
+
+    def _remove(self, row: int, before: Flight) -> _Removed:
         sequence = self._sequences.pop(row, None)
         if sequence is None:
             return _Removed(row, "preempted", None, 0)
         why = _end_of(sequence)
-        # The last token sampled is never computed; a row that failed did not sample.
-        return _Removed(row, why, sequence, len(sequence.token_ids) - (why != "error"))
+        # The last token sampled is computed only where a step was planned before its outcome was known; a row that failed did
+        # not sample.
+        is_last_computed = why == "error" or sequence in before.gone
+        return _Removed(row, why, sequence, len(sequence.token_ids) - (not is_last_computed))
 
     def _enter(self, plan: StepPlan) -> tuple[_Entry, ...]:
-        rows, in_flight = [work[0] for work in plan.work], self._scheduler.in_flight
+        rows, in_flight = [work[0] for work in plan.work], self._flight.sequences
         entered = []
         for new in plan.new_rows:
             place = rows.index(new.row)  # whoever enters does so with work

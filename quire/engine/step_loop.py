@@ -1,10 +1,11 @@
-"""The loop of every engine, and what happens when one of its verbs fails.
+"""The loop of every engine: its three verbs, and what happens when one of them fails.
 
     plan = scheduler.schedule(now)          # control plane: which tokens of which sequences, in which blocks
     result = executor.execute(plan)         # data plane: one forward pass and the sampling
     progress = scheduler.update(plan, result, now)
 
-Knows requests as token ids: texts are `Engine`'s business, messages to another process those of `quire.engine.process`.
+In which order they follow each other is said in `quire.engine.loops`. Knows requests as token ids: texts are `Engine`'s
+business, messages to another process those of `quire.engine.process`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from quire.config.limits import SchedulerLimits
 from quire.core.plan import StepPlan, StepResult, WorkResult
 from quire.core.request import Request
 from quire.core.scheduler.scheduler import Progress, Scheduler
+from quire.engine.loops import Loop, PlainLoop
 from quire.engine.recorder import StepRecorder
 from quire.executor.interface import Executor
 
@@ -25,10 +27,13 @@ logger = logging.getLogger(__name__)
 
 
 class StepLoop:
-    """A scheduler and an executor, one step at a time."""
+    """A scheduler, an executor, and an order of the verbs between them, by default the plain one."""
 
-    def __init__(self, limits: SchedulerLimits, executor: Executor, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, executor: Executor, clock: Callable[[], float], loop: Loop | None = None
+    ) -> None:
         self.executor = executor
+        self.loop: Loop = PlainLoop() if loop is None else loop
         self._limits = limits
         self._clock = clock
         self.scheduler = self._new_scheduler()
@@ -48,22 +53,47 @@ class StepLoop:
         return self.scheduler.has_work
 
     def advance(self) -> list[Progress]:
-        """One step. An executor that fails costs the requests of that step; anything else that raises calls for
-        `start_over`."""
-        now, recorder = self._clock(), self.recorder
-        plan = self.scheduler.schedule(now)
-        if recorder is not None:
-            recorder.begin(plan, now)
-        try:
-            result = self.executor.execute(plan)
-        except Exception as error:
-            log_failure(logger, f"the executor failed on step {plan.step_id}", error)
-            progress = self._abandon(plan, f"the engine failed on this step: {type(error).__name__}")
-        else:
-            progress = self.scheduler.update(plan, result, self._clock())
-        if recorder is not None:
-            recorder.end(self._clock())
+        """Go on until one step has been taken in. An executor that fails costs the requests of that step; anything else that
+        raises calls for `start_over`."""
+        return self.loop.advance(self)
+
+    # -- the verbs ---------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        """See `quire.engine.loops.Control`, as for the next four."""
+        now = self._clock()
+        return self._begun(self.scheduler.schedule(now), now)
+
+    def schedule_ahead(self) -> StepPlan | None:
+        now = self._clock()
+        plan = self.scheduler.schedule_ahead(now)
+        return None if plan is None else self._begun(plan, now)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self.executor.execute(plan)
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[Progress]:
+        progress = self.scheduler.update(plan, result, self._clock())
+        if self.recorder is not None:
+            self.recorder.end(self._clock())
         return progress
+
+    def abandon(self, plan: StepPlan, error: Exception) -> list[Progress]:
+        """End the requests of a step that was lost; nobody knows what the worker still holds, so all others start anew."""
+        log_failure(logger, f"the executor failed on step {plan.step_id}", error)
+        message = f"the engine failed on this step: {type(error).__name__}"
+        progress = self.update(plan, StepResult(plan.step_id, tuple(WorkResult(error=message) for _ in plan.work)))
+        self.scheduler.lose_flights()
+        if self.recorder is not None:
+            self.recorder.forget_open()
+        return progress
+
+    def _begun(self, plan: StepPlan, now: float) -> StepPlan:
+        if self.recorder is not None:
+            self.recorder.begin(plan, now)
+        return plan
+
+    # -- failures ----------------------------------------------------------------------------------------------------
 
     def start_over(self, message: str) -> list[Request]:
         """End every request and begin with an empty control plane: this one may be half-way through a change.
@@ -71,6 +101,7 @@ class StepLoop:
         The worker need not be told: a row begins anew with its next owner, and nothing in the new pool counts as cached.
         Returns the requests that were lost.
         """
+        self.loop.forget()
         lost = self.scheduler.give_up(message)
         stats, self.scheduler = self.scheduler.stats, self._new_scheduler()
         self.scheduler.stats = stats
@@ -78,12 +109,10 @@ class StepLoop:
             self.record_steps()
         return lost
 
-    def _abandon(self, plan: StepPlan, message: str) -> list[Progress]:
-        """End the requests of a step that was lost; nobody knows what the worker still holds, so all others start anew."""
-        lost = StepResult(plan.step_id, tuple(WorkResult(error=message) for _ in plan.work))
-        progress = self.scheduler.update(plan, lost, self._clock())
-        self.scheduler.preempt_all()
-        return progress
+    def close(self) -> None:
+        """End what computes, and free the memory. Idempotent."""
+        self.loop.close()
+        self.executor.close()
 
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(self._limits, digest_key=os.urandom(16))

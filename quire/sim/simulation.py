@@ -6,6 +6,7 @@ Owns the loop and the checks. It keeps no time of its own: the step number is th
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -36,6 +37,8 @@ class Outcome:
     """What a run came to."""
 
     num_steps: int = 0
+    num_ahead: int = 0
+    """Steps that were planned while the one before them was in flight."""
     num_refused: int = 0
     num_strikes: int = 0
     num_finished: dict[str, int] = field(default_factory=dict)
@@ -59,9 +62,11 @@ class _WatchedScheduler(Scheduler):
 
 
 class Simulation:
-    """A scenario in progress."""
+    """A scenario in progress. With `is_overlapped`, each step is planned before the outcome of the one before it is known."""
 
-    def __init__(self, scenario: Scenario, *, is_audited: bool = True, sabotage: Sabotage | None = None) -> None:
+    def __init__(
+        self, scenario: Scenario, *, is_overlapped: bool = False, is_audited: bool = True, sabotage: Sabotage | None = None
+    ) -> None:
         self.scenario = scenario
         self.scheduler = _WatchedScheduler(scenario.limits)
         if scenario.hash == "colliding":
@@ -73,6 +78,8 @@ class Simulation:
         self.oracle = Oracle(scenario.seed, VOCAB_SIZE)
         self.outcome = Outcome()
         self.requests: list[tuple[RequestSpec, Request]] = []
+        self._is_overlapped = is_overlapped
+        self._in_flight: deque[StepPlan] = deque()
         self._is_audited = is_audited
         self._arriving = sorted(scenario.specs, key=lambda spec: -spec.arrival_step)
         self._nemesis = Nemesis(scenario.faults, Random(scenario.seed ^ 0x5EED))
@@ -84,7 +91,7 @@ class Simulation:
     def run(self) -> Outcome:
         """Run to the end. Raises `SimulationError` where anything is not as it must be."""
         try:
-            while self._arriving or self.scheduler.has_work:
+            while self._arriving or self.scheduler.has_work or self._in_flight:
                 self._step()
             self._check_end()
         except Exception as error:
@@ -97,15 +104,13 @@ class Simulation:
     def _step(self) -> None:
         scheduler, outcome, step = self.scheduler, self.outcome, self.outcome.num_steps
         last_arrival = max(spec.arrival_step for spec in self.scenario.specs)
-        bound = max(self.scenario.faults.last_step, last_arrival) + self.scenario.max_steps
+        bound = max(self.scenario.faults.last_step, last_arrival) + self.scenario.max_steps * (1 + self._is_overlapped)
         assert step <= bound, f"not finished after {bound} steps"
         while self._arriving and self._arriving[-1].arrival_step <= step:
             self._add(self._arriving.pop())
         self._nemesis.strike_between_steps(scheduler, step)
-        plan = scheduler.schedule(float(step))
-        if self._is_audited:
-            audit_plan(scheduler, plan)
-        assert plan.work or not scheduler.has_work, "requests are unfinished, and nothing is scheduled"
+        self._plan(float(step))
+        plan = self._in_flight.popleft()
         result = self.executor.execute(plan)
         self._nemesis.strike_in_flight(scheduler, step)
         result = self._nemesis.spoil(plan, result, self.executor, step)
@@ -114,6 +119,23 @@ class Simulation:
             audit(scheduler)
         outcome.state_hashes.append(self._state_hash(plan))
         outcome.num_steps += 1
+
+    def _plan(self, now: float) -> None:
+        """The next step, unless it is planned already; and the one after it, where steps overlap."""
+        scheduler, in_flight = self.scheduler, self._in_flight
+        if not in_flight:
+            in_flight.append(scheduler.schedule(now))
+            self._check_plan(in_flight[0])
+            assert in_flight[0].work or not scheduler.has_work, "requests are unfinished, and nothing is scheduled"
+        ahead = scheduler.schedule_ahead(now) if self._is_overlapped else None
+        if ahead is not None:
+            in_flight.append(ahead)
+            self.outcome.num_ahead += 1
+            self._check_plan(ahead)
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        if self._is_audited:
+            audit_plan(self.scheduler, plan)
 
     def _add(self, spec: RequestSpec) -> None:
         request = spec.build()

@@ -33,6 +33,8 @@ _MAX_PROMPT_LOGITS_ROWS = 64
 """Rows of logits held at once while prompts are scored: a whole chunk's would take gigabytes with large vocabularies."""
 
 
+_LOST = "the step before this one failed on this sequence"
+
 _GRAMMAR_WAIT_S = 0.005
 """A step without work waits so long for a grammar that is being compiled: requests may come, or leave, meanwhile."""
 
@@ -46,6 +48,8 @@ class Worker:
         self.rows = rows
         self.sampler = sampler
         self._stage = Staging(model.kernels.device)
+        self._has_failed = False
+        """Whether a row failed in the last step: it did not sample the token that a step planned ahead counts on."""
         self._plain: list[tuple[RowSampling | None, bool]] = [(None, False)] * len(rows.sampling)
 
     @torch.inference_mode()
@@ -58,12 +62,19 @@ class Worker:
         matchers.grammars.ask(plan.grammars)
         self.rows.apply(plan)
         self.memory.copy_blocks(plan.copies, self.model.kernels)
-        results = self._compute_contained(plan.work)
+        results = self._compute_known(plan.work) if self._has_failed else self._compute_contained(plan.work)
+        self._has_failed = any(result.error is not None for result in results)
         for work, result in zip(plan.work, results, strict=True):
             if result.token_ids:
                 self.rows.append_token(work.row, result.token_ids[0])
         verdicts = matchers.grammars.take_verdicts(0.0 if plan.work else _GRAMMAR_WAIT_S)
         return StepResult(plan.step_id, tuple(results), time.perf_counter() - started, verdicts)
+
+    def _compute_known(self, work: Sequence[RowWork]) -> list[WorkResult]:
+        """Compute what can be: not beyond the tokens that a row has."""
+        known = [item.start + item.num_tokens <= self.rows.num_tokens[item.row] for item in work]
+        results = iter(self._compute_contained([item for item, is_known in zip(work, known, strict=True) if is_known]))
+        return [next(results) if is_known else WorkResult(error=_LOST) for is_known in known]
 
     def _compute_contained(self, work: Sequence[RowWork]) -> list[WorkResult]:
         """Compute everything together; if that raises, each row alone, so that only the culprit is blamed.

@@ -180,6 +180,34 @@ def _resumed_from_cache(make: MakeEngine) -> Answers:
     return {name: _answer(output) for name, output in run_all(engine, after_step=engine.scheduler.preempt_all).items()}
 
 
+def _overlapped(make: MakeEngine) -> Answers:
+    engine = make(overlap="on")
+    _answers(engine)
+    return _answers(engine)
+
+
+def _overlapped_in_little_memory(make: MakeEngine) -> Answers:
+    engine = make(overlap="on", num_blocks=12, max_num_seqs=8, max_num_batched_tokens=50)
+    answers = _answers(engine)
+    assert engine.scheduler.stats.num_preemptions > 0
+    return answers
+
+
+def _overlapped_and_preempted(make: MakeEngine) -> Answers:
+    """Everyone loses what is in flight at every third token, and the token that was to come of it."""
+    engine = make(overlap="on")
+    _submit(engine, REQUESTS)
+    num_steps = 0
+
+    def preempt() -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps % 3 == 0:
+            engine.scheduler.preempt_all()
+
+    return {name: _answer(output) for name, output in run_all(engine, after_step=preempt).items()}
+
+
 def _two_threads(make: MakeEngine) -> Answers:
     return _answers(make(num_threads=2))
 
@@ -209,6 +237,9 @@ CASES: dict[str, Callable[[MakeEngine], Answers]] = {
     "preempted": _preempted,
     "preempted at every token": _preempted_at_every_token,
     "preempted, resumed from cache": _resumed_from_cache,
+    "overlapped": _overlapped,
+    "overlapped, in little memory": _overlapped_in_little_memory,
+    "overlapped, preempted": _overlapped_and_preempted,
     "two threads": _two_threads,
     "blocks of 1": _blocks_of(1),
     "blocks of 8": _blocks_of(8),

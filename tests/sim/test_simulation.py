@@ -14,7 +14,7 @@ from quire.core.scheduler.scheduler import Scheduler
 from quire.sim.scenario import Faults, Scenario, make_scenario
 from quire.sim.simulation import Simulation, SimulationError
 
-_NUM_SEEDS = int(os.environ.get("QUIRE_SIM_SEEDS", "1000"))
+_NUM_SEEDS = int(os.environ.get("QUIRE_SIM_SEEDS", "800"))
 _NUM_PARTS = 8
 _PAST_SEEDS = (2, 3, 15, 42)
 """Each of these once found a bug."""
@@ -26,6 +26,16 @@ def test_whatever_goes_wrong_every_answer_is_the_oracles(part: int) -> None:
     is_liveness = part >= _NUM_PARTS // 2
     for seed in range(part, _NUM_SEEDS, _NUM_PARTS):
         Simulation(make_scenario(seed, is_liveness=is_liveness)).run()
+
+
+@pytest.mark.parametrize("is_liveness", [False, True])
+@pytest.mark.timeout(600)
+def test_answers_are_the_oracles_where_steps_are_planned_ahead(is_liveness: bool) -> None:
+    num_steps = num_ahead = 0
+    for seed in range(is_liveness, _NUM_SEEDS // 4, 2):
+        outcome = Simulation(make_scenario(seed, is_liveness=is_liveness), is_overlapped=True).run()
+        num_steps, num_ahead = num_steps + outcome.num_steps, num_ahead + outcome.num_ahead
+    assert num_ahead > num_steps // 2, "too few steps are planned ahead to say anything"
 
 
 @pytest.mark.parametrize("seed", _PAST_SEEDS)

@@ -33,12 +33,17 @@ def audit_plan(scheduler: Scheduler, plan: StepPlan) -> None:
     assert plan.num_tokens <= limits.max_num_batched_tokens, f"{plan.num_tokens} tokens in a step"
     assert plan.work or not scheduler.has_work or scheduler.grammars, "requests are unfinished, and nothing is scheduled"
     by_row = {sequence.row: sequence for sequence in scheduler.running}
+    earlier = [flight for flight in scheduler.flights if flight.step_id < plan.step_id]
+    expected = {sequence for flight in earlier for sequence in flight.sequences if sequence not in flight.gone}
     assert len({work.row for work in plan.work}) == len(plan.work), "a row has work twice in one step"
     for work in plan.work:
         sequence, end = by_row[work.row], work.start + work.num_tokens
-        is_gap = work.num_tokens > 0 and work.start == sequence.num_computed
-        assert is_gap, f"{sequence.name}: {work.num_tokens} tokens from {work.start} on, but {sequence.num_computed} computed"
-        assert end <= len(sequence.token_ids), f"{sequence.name}: work beyond the known tokens"
+        known, computed = len(sequence.token_ids), sequence.num_computed
+        if sequence in expected:  # of whom a step in flight computes what comes before, and may sample the token computed here
+            known, computed = known + (work.start == known), sequence.num_planned - work.num_tokens
+        is_gap = work.num_tokens > 0 and work.start == computed
+        assert is_gap, f"{sequence.name}: {work.num_tokens} tokens from {work.start} on, but {computed} computed"
+        assert end <= known, f"{sequence.name}: work beyond the known tokens"
         assert sequence.num_reserved >= 0 and end <= len(sequence.table.blocks) * size, f"{sequence.name}: no slots"
         for block in sequence.table.blocks[work.start // size : (end - 1) // size + 1]:
             num_owners = scheduler.manager.pool.ref_counts[block]
@@ -93,8 +98,11 @@ def _audit_sequence(scheduler: Scheduler, sequence: Sequence) -> None:
     name, known, computed = sequence.name, len(sequence.token_ids), sequence.num_computed
     if sequence.status is SequenceStatus.RUNNING:
         assert 0 <= computed <= known, f"{name}: {computed} tokens computed of {known}"
-        num_filled = sequence.table.num_filled
+        num_filled, planned = sequence.table.num_filled, sequence.num_planned
         assert computed <= num_filled, f"{name}: {computed} tokens computed, {num_filled} in slots"
+        is_in_flight = any(sequence in flight.sequences and sequence not in flight.gone for flight in scheduler.flights)
+        assert is_in_flight == (planned > computed), f"{name}: {computed} tokens computed, {planned} planned"
+        assert planned <= num_filled, f"{name}: {planned} tokens planned, {num_filled} in slots"
         return
     assert not sequence.table.blocks, f"{name} is {sequence.status.value} and holds blocks {sequence.table.blocks}"
     holds_nothing = sequence.row == -1 and sequence.num_reserved == 0 and computed == 0 and not sequence.is_resident

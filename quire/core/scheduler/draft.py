@@ -43,7 +43,7 @@ class PlanDraft:
 
     def add(self, sequence: Sequence, count: int, change: TableChange) -> None:
         """Add work for a sequence, with what the worker must learn before it."""
-        row, start = sequence.row, sequence.num_computed
+        row, start = sequence.row, sequence.num_planned
         if change.copy is not None:
             self.copies.append(change.copy)
         if not sequence.is_resident:
@@ -65,12 +65,14 @@ class PlanDraft:
             if change.appended:
                 self._blocks.append(AppendedBlocks(row, change.appended))
         self.work.append(self._row_work(sequence, start, count))
+        sequence.num_planned = start + count
         self.num_tokens_left -= count
 
     def add_decode(self, sequence: Sequence) -> None:
         """Add one more token of a sequence that is one behind and of which the worker knows everything."""
         num_samples, num_candidates = sequence.request.decoder.demand(sequence)
-        self.work.append(RowWork(sequence.row, sequence.num_computed, 1, num_samples, num_candidates))
+        self.work.append(RowWork(sequence.row, sequence.num_planned, 1, num_samples, num_candidates))
+        sequence.num_planned += 1
         self.num_tokens_left -= 1
 
     def close(self, step_id: int) -> StepPlan:
@@ -96,7 +98,7 @@ class PlanDraft:
     def _row_work(sequence: Sequence, start: int, count: int) -> RowWork:
         request, end = sequence.request, start + count
         num_samples = num_candidates = 0
-        if end == len(sequence.token_ids):
+        if end >= len(sequence.token_ids):  # one beyond them where a step in flight samples the token that this one computes
             num_samples, num_candidates = request.decoder.demand(sequence)
         scored_from = -1
         if start < len(request.prompt_token_ids) and request.scoring is not None:

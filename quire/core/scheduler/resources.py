@@ -110,7 +110,7 @@ class KVBlocks:
         if copy is not None:
             self._copies.append(copy)
         num_new -= len(sequence.table.blocks) - len(match.nodes)
-        sequence.num_computed = match.num_tokens
+        sequence.num_computed = sequence.num_planned = match.num_tokens
         sequence.num_reserved = num_new
         self.num_reserved += num_new
         sequence.request.prompt_logprobs.extend(offer.records)
@@ -127,7 +127,7 @@ class KVBlocks:
         self.manager.release(sequence.table, sequence.token_ids, sequence.num_computed, keep=keep)
         sequence.table.chain = sequence.keys.root if sequence.keys is not None else None
         sequence.table.num_chained = 0
-        sequence.num_computed = 0
+        sequence.num_computed = sequence.num_planned = 0
 
     def _match(self, sequence: Sequence) -> tuple[PrefixMatch, list[TokenLogprobs | None]]:
         """What the cache holds of the sequence, and the prompt log-probabilities that come with it.

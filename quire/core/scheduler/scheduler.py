@@ -6,6 +6,11 @@ chunks of long ones, decodes, prefix hits, resumption after preemption and forks
 Owns the life of every request from `add` to its end, and with the KV manager all blocks. It never sees a tensor, a text or a
 clock; time is passed in. A step costs time in proportion to what it schedules, not to how many requests are known.
 
+A step may be planned while the one before it is computed (`schedule_ahead`). It counts on what that one will have computed, and
+may compute the token that it will sample, which only the worker knows by then; whoever turns out to have ended has had a step
+too many, whose outcome is dropped. Steps are computed in the order in which they were planned, so what a step gives up the
+next may use at once. What was published, shared or released rests on outcomes that have been taken in, never on expected ones.
+
 Order within a step: sequences one token behind (decodes) first, each in the order of service; then larger gaps of admitted
 sequences; then admissions, strictly in order, until tokens, rows or blocks run out. The last two change places where chunked
 prefill is off, because a whole prompt would otherwise never find room beside the decodes.
@@ -15,7 +20,9 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
+from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.common.failures import log_failure
@@ -49,6 +56,17 @@ class Progress(NamedTuple):
     sequence: Sequence
     token_id: int | None
     logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that was planned and is not taken in yet."""
+
+    step_id: int
+    sequences: list[Sequence]
+    """Whose work it holds, in the plan's order; never changed."""
+    gone: set[Sequence] = field(default_factory=set)
+    """Those of them that have left since: nothing comes of their work, even where they are back in the meantime."""
 
 
 class _Refusal(NamedTuple):
@@ -95,7 +113,9 @@ class Scheduler:
         self._num_arrivals = 0
         self._step_id = 0
         self._draft = PlanDraft()
-        self._in_flight: list[Sequence] = []
+        self._planned: list[Sequence] = []
+        self.flights: deque[Flight] = deque()
+        """Steps in flight, the oldest first: one, or two where steps are planned ahead."""
         self._progress: list[Progress] = []
         self._now = 0.0
         self._num_prefill_publications = 0
@@ -136,11 +156,6 @@ class Scheduler:
         return bool(self.requests)
 
     @property
-    def in_flight(self) -> list[Sequence]:
-        """Whose work the step in flight holds, in the plan's order; never changed once the plan is closed."""
-        return self._in_flight
-
-    @property
     def num_waiting(self) -> int:
         """Sequences that want to run and do not."""
         return len(self.waiting) + self.num_parked
@@ -153,6 +168,11 @@ class Scheduler:
         """Take everyone's rows and blocks away, to be computed again: the worker's state is not to be trusted."""
         for sequence in self.running.copy():
             self._preempt(assess(sequence, None, self.manager.pool, self.limits.block_size))
+
+    def lose_flights(self) -> None:
+        """Preempt everyone and forget the steps in flight, which will never be taken in."""
+        self.preempt_all()
+        self.flights.clear()
 
     def give_up(self, message: str) -> list[Request]:
         """Mark every request as failed and touch nothing else: for a scheduler that is not to be used again.
@@ -171,8 +191,22 @@ class Scheduler:
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> StepPlan:
-        """Decide the next step. Every call must be followed by `update` before the next one."""
-        assert not self._in_flight, "schedule() before the previous step's update()"
+        """Decide the next step, with none in flight."""
+        assert not self.flights, "schedule() before the previous step's update()"
+        self._decide(now)
+        return self._close()
+
+    def schedule_ahead(self, now: float) -> StepPlan | None:
+        """Decide the step after the one in flight; None where everyone has to wait for what that one gives."""
+        assert len(self.flights) == 1, f"a step is planned ahead with {len(self.flights)} in flight"
+        self._decide(now)
+        if self._draft.work:
+            return self._close()
+        self._step_id -= 1
+        return None
+
+    def _decide(self, now: float) -> None:
+        """Fill the draft with the next step's work."""
         self._now = now
         self._step_id += 1
         self._draft.open(self.limits.max_num_batched_tokens)
@@ -185,24 +219,31 @@ class Scheduler:
             self._schedule_chunks(self.running)
             self._admit()
             self._schedule_decodes()
-        if not self._draft.work:
+        if not self._draft.work and not self.flights:
             self._break_stall()
+
+    def _close(self) -> StepPlan:
+        """The plan for what was decided; it is in flight from now on."""
         self._draft.copies.extend(self.blocks.take_copies())
         self._draft.grammars.extend(self.grammars.take_unasked())
         plan = self._draft.close(self._step_id)
-        self.waiting.charge(zip(self._in_flight, plan.work, strict=True))
+        planned, self._planned = self._planned, []
+        self.flights.append(Flight(self._step_id, planned))
+        self.waiting.charge(zip(planned, plan.work, strict=True))
         self.stats.count_plan(self.limits.max_num_batched_tokens - self._draft.num_tokens_left, self)
         return plan
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[Progress]:
-        """Take in what came of a step; returns what happened, in the plan's order."""
-        assert plan.step_id == result.step_id == self._step_id and len(result.results) == len(plan.work)
+        """Take in what came of the oldest step in flight; returns what happened, in the plan's order."""
+        flight = self.flights[0]
+        assert plan.step_id == result.step_id == flight.step_id and len(result.results) == len(plan.work)
         self._now, self._progress = now, []
-        in_flight, self._in_flight, add_progress, num_plain = self._in_flight, [], self._progress.append, 0
-        for sequence, work, outcome in zip(in_flight, plan.work, result.results, strict=True):
+        gone, add_progress, num_plain = flight.gone, self._progress.append, 0
+        for sequence, work, outcome in zip(flight.sequences, plan.work, result.results, strict=True):
             num_computed, token_ids = sequence.num_computed + 1, outcome.token_ids
-            if num_computed >= sequence.cruise_end or not token_ids or outcome.logprobs:
-                self._take_in(sequence, work, outcome)
+            if num_computed >= sequence.quiet_end or not token_ids or outcome.logprobs:
+                if sequence not in gone:
+                    self._take_in(sequence, work, outcome)
                 continue
             token_id, request = token_ids[0], sequence.request
             sequence.num_computed = num_computed
@@ -212,6 +253,7 @@ class Scheduler:
             add_progress(tuple.__new__(Progress, (sequence, token_id, None)))  # half the price of a call
             if token_id in request.stop_token_ids:
                 self._end_if_due(sequence, token_id)
+        self.flights.popleft()
         self.stats.num_generated_tokens += num_plain
         if self.grammars:
             self._settle([*self.grammars.settle(result.grammars), *self.grammars.overdue()])
@@ -219,8 +261,6 @@ class Scheduler:
 
     def _take_in(self, sequence: Sequence, work: RowWork, outcome: WorkResult) -> None:
         """What came of one sequence's work, whatever it was; an exception ends its request alone."""
-        if sequence.status is not _RUNNING or sequence.row != work.row:
-            return  # aborted while the step ran
         if outcome.error is not None:
             self.fail(sequence.request.request_id, outcome.error)
             return
@@ -233,9 +273,16 @@ class Scheduler:
                 self._num_prefill_publications += work.num_tokens > 1
             if work.num_samples or work.num_candidates:
                 sequence.request.decoder.absorb(self, sequence, outcome)
+                if sequence.status is _RUNNING and sequence.request.decoder.is_plain:
+                    sequence.quiet_end = self._quiet_end(sequence)
         except Exception as error:
             log_failure(logger, f"request {sequence.name} failed while its step was taken in", error)
             self.fail(sequence.request.request_id, f"the step could not be taken in: {type(error).__name__}")
+
+    def _quiet_end(self, sequence: Sequence) -> int:
+        """Computed tokens at the next outcome of which more comes than a token: a full block, or the last token."""
+        num_prompt, size = len(sequence.request.prompt_token_ids), self.limits.block_size
+        return min((sequence.num_computed // size + 1) * size, num_prompt + sequence.request.max_tokens - 1)
 
     # -- what decoders may do (SequenceOps) --------------------------------------------------------------------------
 
@@ -275,7 +322,7 @@ class Scheduler:
             self.rows.reserve(child)
             child.table = self.manager.fork(parent.table)
             child.keys = parent.keys.copy() if parent.keys is not None else None
-            child.num_computed = parent.num_computed
+            child.num_computed = child.num_planned = parent.num_computed
             child.len_at_admission = len(child.token_ids)
             child.status = _RUNNING
             insort(self.running, child, key=_rank)
@@ -305,18 +352,18 @@ class Scheduler:
 
         With hundreds of sequences nearly all of a step is this loop, so most are dealt with in a few operations each.
         """
-        draft, behind, planned = self._draft, list[Sequence](), set(self._in_flight)
-        work, add_in_flight, num_plain = draft.work, self._in_flight.append, 0
+        draft, behind, planned = self._draft, list[Sequence](), set(self._planned)
+        work, add_planned, num_plain = draft.work, self._planned.append, 0
         max_work = len(work) + draft.num_tokens_left
         for sequence in self.running.copy():  # growing may preempt others, which then cruise no more
             if len(work) >= max_work:
                 break
-            start = sequence.num_computed
+            start = sequence.num_planned
             if start < sequence.cruise_end:
                 num_plain += 1
-                sequence.table.num_filled = start + 1
+                sequence.table.num_filled = sequence.num_planned = start + 1
                 work.append(tuple.__new__(RowWork, (sequence.row, start, 1, 1, 0, -1)))  # half the price of a call
-                add_in_flight(sequence)
+                add_planned(sequence)
             elif len(sequence.token_ids) - start > 1 or sequence.num_reserved:
                 behind.append(sequence)
             elif sequence.gap == 1 and sequence.row >= 0 and sequence not in planned:
@@ -326,10 +373,10 @@ class Scheduler:
         return behind
 
     def _schedule_decode(self, sequence: Sequence) -> None:
-        request, start = sequence.request, sequence.num_computed
+        request, start = sequence.request, sequence.num_planned
         if sequence.is_resident and self.manager.fill_slot(sequence.table, start):
             self._draft.add_decode(sequence)
-            self._in_flight.append(sequence)
+            self._planned.append(sequence)
         else:
             self._grow(sequence)
         table, num_prompt = sequence.table, len(request.prompt_token_ids)
@@ -343,14 +390,14 @@ class Scheduler:
 
         Where it must not be preempted itself, it stalls until a protected prefill has made progress.
         """
-        start = sequence.num_computed
+        start = sequence.num_planned
         while True:
             num_needed = self.manager.num_needed(sequence.table, start, start + 1)
             if num_needed <= self.blocks.num_available:
                 self._plan(sequence, 1)
                 return
             place = self.running.index(sequence)
-            planned = set(self._in_flight)
+            planned = set(self._planned)
             others = [s for s in self.running[place + 1 :] if s not in planned]
             preemption = choose_victim(others, sequence, self.manager.pool, self.limits.block_size)
             if preemption is None:
@@ -364,8 +411,8 @@ class Scheduler:
             self._admit(before=sequence)
             if self._draft.num_tokens_left == 0:
                 break
-            is_behind = len(sequence.token_ids) - sequence.num_computed > 1 or sequence.num_reserved
-            if is_behind and sequence.row >= 0:
+            is_behind = len(sequence.token_ids) - sequence.num_planned > 1 or sequence.num_reserved
+            if is_behind and sequence.gap and sequence.row >= 0:
                 self._plan_chunk(sequence)
 
     def _plan_chunk(self, sequence: Sequence) -> None:
@@ -376,14 +423,14 @@ class Scheduler:
 
     def _plan(self, sequence: Sequence, count: int) -> None:
         """Put `count` tokens of a sequence into the step; the blocks they need are known to be there."""
-        start = sequence.num_computed
+        start = sequence.num_planned
         change = self.manager.extend(sequence.table, start, start + count)
         num_taken = len(change.appended) + (change.copy is not None)
         released = min(num_taken, sequence.num_reserved)
         sequence.num_reserved -= released
         self.blocks.num_reserved -= released
         self._draft.add(sequence, count, change)
-        self._in_flight.append(sequence)
+        self._planned.append(sequence)
 
     def _admit(self, before: Sequence | None = None) -> None:
         """Let in whoever waits and can run; only those who precede an admitted sequence, if one is given."""
@@ -467,7 +514,7 @@ class Scheduler:
         assert preemption is not None
         victim = preemption.victim
         logger.info("%s", preemption.reason())
-        is_waiting_for_siblings = victim.gap == 0
+        is_waiting_for_siblings = victim.num_computed == len(victim.token_ids)
         self._leave(victim)
         victim.request.metrics.num_preemptions += 1
         self.stats.num_preemptions += 1
@@ -511,8 +558,11 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a sequence out of wherever it is, with everything it holds."""
-        sequence.cruise_end = 0
+        sequence.cruise_end = sequence.quiet_end = 0
         if sequence.status is _RUNNING:
+            if sequence.num_planned > sequence.num_computed:
+                for flight in self.flights:
+                    flight.gone.add(sequence)
             self._unpark(self.turns.withdraw(sequence))
             self.running.remove(sequence)
             if sequence.is_resident:

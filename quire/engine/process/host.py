@@ -19,6 +19,7 @@ from collections.abc import Callable
 from quire.common.failures import log_failure
 from quire.config.engine import EngineConfig
 from quire.engine.builder import begin_loading, build_executor, plan_engine
+from quire.engine.loops import loop_of
 from quire.engine.process.channel import Channel, ChannelClosed, FrameTooLarge, ProtocolError, wait
 from quire.engine.process.messages import PROTOCOL_VERSION, Down, Gains, Pulse, Ready, Start, StartFailed
 from quire.engine.process.service import Service
@@ -137,7 +138,8 @@ class Host:
 def build_loop(config: EngineConfig) -> StepLoop:
     """A loop around the model that the options name."""
     planned = begin_loading(plan_engine(config))
-    return StepLoop(planned.plan.limits, build_executor(planned), time.monotonic)
+    plan = planned.plan
+    return StepLoop(plan.limits, build_executor(planned), time.monotonic, loop_of(plan))
 
 
 def die_with_parent() -> None:

@@ -1,0 +1,184 @@
+"""How a step's three verbs follow each other: one after the other, or with the next step planned while one runs.
+
+    plain       schedule 1, execute 1, update 1, schedule 2, execute 2, update 2, ...
+    overlapped  schedule 1, schedule 2, await 1, update 1, schedule 3, await 2, update 2, ...  while a thread executes 1, 2, 3
+
+Both give the same tokens: the overlapped loop counts on what the step in flight will have computed, never on which tokens come
+of it. It takes in each outcome while the next step runs, so whoever ends has had a step too many, whose outcome is dropped, and
+who comes waits for a step more. Owns the order of the verbs and that thread; what a failure means is said in `StepLoop`.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from quire.core.plan import StepPlan, StepResult
+from quire.core.scheduler.scheduler import Progress
+from quire.engine.planning import EnginePlan
+from quire.errors import EngineError
+
+_LOOK_S = 1.0
+"""So often a waiting loop looks whether the thread that computes is still there."""
+_CLOSE_S = 60.0
+"""A step on its way is given so long to end when an engine is closed."""
+
+
+class Control(Protocol):
+    """The verbs, with what belongs to them: clocks, records, failures."""
+
+    def schedule(self) -> StepPlan:
+        """The next step, where none is in flight."""
+        ...
+
+    def schedule_ahead(self) -> StepPlan | None:
+        """The step after the one in flight; None where everyone has to wait for that one."""
+        ...
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute a step. Safe to call in another thread, one step at a time."""
+        ...
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[Progress]:
+        """Take in the oldest step in flight."""
+        ...
+
+    def abandon(self, plan: StepPlan, error: Exception) -> list[Progress]:
+        """The oldest step in flight was lost, and with it the worker's state."""
+        ...
+
+
+class Loop(Protocol):
+    """An order of the verbs."""
+
+    def advance(self, control: Control) -> list[Progress]:
+        """Go on until one step has been taken in."""
+        ...
+
+    def forget(self) -> None:
+        """Wait for the steps in flight and drop their outcomes: the control plane knows them no more."""
+        ...
+
+    def close(self) -> None:
+        """`forget`, and end what computes. Idempotent."""
+        ...
+
+
+class PlainLoop:
+    """One verb after the other."""
+
+    def advance(self, control: Control) -> list[Progress]:
+        plan = control.schedule()
+        try:
+            result = control.execute(plan)
+        except Exception as error:
+            return control.abandon(plan, error)
+        return control.update(plan, result)
+
+    def forget(self) -> None:
+        """Nothing is ever in flight between two calls."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class OverlappedLoop:
+    """Plans a step, and takes in another, while one is computed in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._in_flight: deque[StepPlan] = deque()
+        self._thread = StepThread()
+
+    def advance(self, control: Control) -> list[Progress]:
+        if not self._in_flight:
+            self._begin(control, control.schedule())
+        ahead = control.schedule_ahead()
+        if ahead is not None:
+            self._begin(control, ahead)
+        try:
+            result = self._thread.collect()
+        except Exception as error:
+            plan = self._in_flight.popleft()
+            self.forget()
+            return control.abandon(plan, error)
+        return control.update(self._in_flight.popleft(), result)
+
+    def forget(self) -> None:
+        self._in_flight.clear()
+        self._thread.drain()
+
+    def close(self) -> None:
+        self.forget()
+        self._thread.close()
+
+    def _begin(self, control: Control, plan: StepPlan) -> None:
+        self._in_flight.append(plan)
+        self._thread.submit(control.execute, plan)
+
+
+def loop_of(plan: EnginePlan) -> Loop:
+    """The order of the verbs that a plan has decided on."""
+    return OverlappedLoop() if plan.is_overlapped else PlainLoop()
+
+
+_Outcome = StepResult | BaseException
+
+
+class StepThread:
+    """A thread that computes steps in the order in which they are given to it. Begun by the first."""
+
+    def __init__(self) -> None:
+        self._todo: queue.SimpleQueue[tuple[Callable[[StepPlan], StepResult], StepPlan] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._num_pending = 0
+
+    def submit(self, execute: Callable[[StepPlan], StepResult], plan: StepPlan) -> None:
+        """Have a plan computed, after those given before."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="quire-steps", daemon=True)
+            self._thread.start()
+        self._num_pending += 1
+        self._todo.put((execute, plan))
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step that was not collected; raises what it raised."""
+        outcome = self._next()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def drain(self) -> None:
+        """Wait for all of them and drop what they give."""
+        while self._num_pending:
+            self._next()
+
+    def close(self) -> None:
+        """End the thread, once the steps given to it are done. Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._todo.put(None)
+            thread.join(_CLOSE_S)
+
+    def _next(self) -> _Outcome:
+        while True:
+            try:
+                outcome = self._done.get(timeout=_LOOK_S)
+            except queue.Empty:
+                if self._thread is not None and self._thread.is_alive():
+                    continue
+                self._thread, self._num_pending = None, 0
+                return EngineError("the thread that computes steps has died")
+            self._num_pending -= 1
+            return outcome
+
+    def _run(self) -> None:
+        while (item := self._todo.get()) is not None:
+            execute, plan = item
+            try:
+                self._done.put(execute(plan))
+            except BaseException as error:  # whoever waits for the step must hear of it
+                self._done.put(error)
