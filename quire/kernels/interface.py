@@ -68,6 +68,26 @@ class QuantizedWeight:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """Neighbouring sequences of a batch whose contexts begin with the same blocks: G *runs*, most of them of one sequence.
+
+    A run shares a number of positions that is a multiple of `Kernels.shared_prefix_unit`, zero where it shares none; all its
+    new tokens lie behind them. A back end may read them once for the whole run; no bit of the result depends on it.
+    """
+
+    query_start: Tensor
+    """int32 [G + 1]: the query rows of a run, which are those of its sequences."""
+    context_len: Tensor
+    """int32 [G]: shared positions and query rows of a run."""
+    block_tables: Tensor
+    """int32 [G, most shared blocks]"""
+    shared_len: Tensor
+    """int32 [G]: positions that a run shares."""
+    known_len: Tensor
+    """int32 [S]: the same for each sequence."""
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """A ragged batch as attention sees it: S sequences, each with `query_len >= 1` new tokens that end its context.
 
@@ -88,6 +108,8 @@ class AttentionBatch:
     """int64 [T]: absolute position of each token."""
     max_query_len: int
     max_context_len: int
+    shared: SharedPrefixes | None = None
+    """Where sequences share blocks, for a back end that has a `shared_prefix_unit`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +196,8 @@ class Kernels(Protocol):
     name: str
     device: torch.device
     """Where weights, caches and all arguments of its operations lie."""
+    shared_prefix_unit: int | None
+    """Prefixes of multiples of so many positions can be read once for several sequences; None: they cannot."""
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         """Take a weight [N, K] (and bias [N]) into this back end's layout. The caller drops the original."""

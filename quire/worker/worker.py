@@ -96,7 +96,7 @@ class Worker:
         return results
 
     def _compute(self, work: Sequence[RowWork]) -> list[WorkResult]:
-        inputs = build_inputs(self.rows, work, self._stage)
+        inputs = build_inputs(self.rows, work, self._stage, shared_unit=self.model.kernels.shared_prefix_unit)
         context = StepContext(inputs.batch, self.memory.caches)
         hidden = self.model.forward(inputs.token_ids, inputs.batch.positions, context)
         broken = frozenset() if self.model.kernels.is_finite(hidden) else _rows_not_finite(hidden, inputs)

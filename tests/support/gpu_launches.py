@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 from gpu_compiler import compiling, describe
 
-from quire.kernels.interface import AttentionBatch, AttentionWeights, NormWeights, QuantizedWeight
+from quire.kernels.interface import AttentionBatch, AttentionWeights, NormWeights, QuantizedWeight, SharedPrefixes
 from quire.kernels.kv_cache import empty_cache
 from quire.kernels.sampling import Cuts, Filters, Keys, Penalties, ScaledRows
 from quire.kernels.triton import elementwise
@@ -46,6 +47,15 @@ def attention(dtype: torch.dtype = BF16, head_sizes: tuple[int, ...] = (64, 128,
         KERNELS.paged_attention(wide, keys, values, batch([256, 256], [256, 300]), scale=0.1)
         KERNELS.paged_attention(wide, keys, values, batch([256, 256], [256, 3000]), scale=0.1)
         KERNELS.paged_attention(narrow, keys, values, batch([1, 1], [100, 3000]), scale=0.1, window=1000, soft_cap=30.0)
+
+
+def cascade() -> None:
+    """Both parts of attention over a shared prefix."""
+    tables, lengths = torch.zeros(1, 128, dtype=torch.int32), torch.tensor([2048], dtype=torch.int32)
+    starts = torch.tensor([0, 2], dtype=torch.int32)
+    shared = SharedPrefixes(starts, lengths + 2, tables, lengths, lengths.repeat(2))
+    query, cache = torch.zeros(2, 32, 128, dtype=BF16), torch.zeros(8, 8, 16, 128, dtype=BF16)
+    KERNELS.paged_attention(query, cache, cache.clone(), replace(batch([1, 1], [2100, 3000]), shared=shared), scale=0.1)
 
 
 def quantized_cache() -> None:
@@ -143,6 +153,7 @@ def single() -> None:
 
 GROUPS: dict[str, Callable[[], None]] = {
     "attention": attention,
+    "cascade": cascade,
     "quantized-cache": quantized_cache,
     "attention-float32": lambda: attention(torch.float32, (128,)),
     "linear": linear,

@@ -12,6 +12,7 @@ class CpuKernels:
 
     name = "cpu"
     device = torch.device("cpu")
+    shared_prefix_unit: int | None = None
 
     pack_linear = staticmethod(linear.pack_linear)
     pack_quantized = staticmethod(linear.pack_quantized)

@@ -13,6 +13,7 @@ class ReferenceKernels:
 
     name = "reference"
     device = torch.device("cpu")
+    shared_prefix_unit: int | None = None
 
     pack_linear = staticmethod(linear.pack_linear)
     pack_quantized = staticmethod(linear.pack_quantized)

@@ -8,23 +8,33 @@ of it, not even a bit: masked positions weigh zero, and merging with an empty sp
 
 So the same numbers come out whether the splits of a row are computed by one program, one after the other, or side by side by
 several (`IS_PARTIAL`) and merged by `merge_kernel`: which of the two runs depends on how many programs there would be.
+And a run of sequences that share their first splits (`SharedPrefixes`, aligned to splits) can be computed as one sequence over
+those, before each goes on over its own: cascade attention, after Hydragen (Juravsky et al., arXiv:2402.05099), but with the
+bits of attention without it.
 A query that is not finite, or such keys, can reach rows of the same sequence in the same tile, none of another sequence.
 """
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.interface import AttentionBatch
+from quire.kernels.interface import AttentionBatch, SharedPrefixes
 from quire.kernels.triton.checks import check_attention, launch_options
 from quire.kernels.triton.kv_rows import FLOAT_FORMAT, kernel_view, row_elements, row_scales
 from quire.kernels.triton.tuning import AttentionTuning, Tuning
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MAX_HEAD_SIZE = 256
+MAX_CASCADE_BYTES = 256 << 20
+"""Partial results of more than this are not kept to read a prefix once: batches with many new tokens share its reading anyway,
+among those of one sequence."""
+_ALL, _BELOW, _FROM = 0, 1, 2
 
 
 @triton.jit
@@ -106,13 +116,16 @@ def attend_split(
 @triton.jit
 def attention_kernel(
     query, key_cache, value_cache, key_scales, value_scales, out, partial_sums, partial_stats, query_start, context_len,
-    block_tables, num_sequences, num_splits, query_stride, table_stride, block_stride, head_stride, scale, soft_cap,
+    block_tables, bounds, num_sequences, num_splits, query_stride, table_stride, block_stride, head_stride, scale, soft_cap,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     HEAD_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT_LEN: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, IS_PARTIAL: tl.constexpr,
-    HAS_ONE_SPLIT: tl.constexpr, FORMAT: tl.constexpr,
+    HAS_ONE_SPLIT: tl.constexpr, FORMAT: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles, KV heads times tiles of their group, splits (one unless IS_PARTIAL)."""
+    """Grid: tiles, KV heads times tiles of their group, splits (one unless IS_PARTIAL).
+
+    PART: splits below the sequence's position in `bounds` (1), those from there on (2), or all (0).
+    """
     BLOCK_Q: tl.constexpr = BLOCK_M // TILE_HEADS
     HEAD_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
     tile = tl.program_id(0)
@@ -123,6 +136,10 @@ def attention_kernel(
     first_query = (tile - (start // BLOCK_Q + sequence)) * BLOCK_Q
     if first_query >= query_len:
         return
+    if PART > 0:
+        is_below = tl.program_id(2) * SPLIT_LEN < tl.load(bounds + sequence)
+        if is_below != (PART == 1):
+            return
     context = tl.load(context_len + sequence)
     row = tl.arange(0, BLOCK_M)
     query_index = first_query + row // TILE_HEADS
@@ -222,33 +239,90 @@ def paged_attention(
 ) -> Tensor:
     """See `Kernels.paged_attention`. Head sizes up to 256; any block size; the cache may be of another dtype."""
     check_attention(query, key_cache, value_cache, batch, window, soft_cap, MAX_HEAD_SIZE)
-    num_tokens, num_heads, head_size = query.shape
-    out = torch.empty((num_tokens, num_heads, head_size), dtype=query.dtype, device=query.device)
-    num_sequences = batch.context_len.numel()
-    if not num_tokens:
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if not query.shape[0]:
         return out
-    figures = _figures(query, tuning)
-    num_kv_heads, group = key_cache.shape[1], num_heads // key_cache.shape[1]
-    tile_heads = min(triton.next_power_of_2(group), figures.block_m)
-    num_tiles = num_tokens // (figures.block_m // tile_heads) + num_sequences
-    grid = (num_tiles, num_kv_heads * triton.cdiv(group, tile_heads))
-    num_splits = triton.cdiv(batch.max_context_len, figures.split_len)
-    is_partial = num_splits > 1 and grid[0] * grid[1] < tuning.num_programs
-    partials = _partials(query, num_splits) if is_partial else (out, out)
-    (keys, key_scales, form), (values, value_scales, _) = kernel_view(key_cache), kernel_view(value_cache)
-    attention_kernel[(*grid, num_splits if is_partial else 1)](
-        query, keys, values, key_scales, value_scales, out, *partials, batch.query_start, batch.context_len, batch.block_tables,
-        num_sequences, num_splits, query.stride(0), batch.block_tables.stride(0), key_cache.stride(0), key_cache.stride(1),
-        scale, soft_cap or 0.0,
-        NUM_HEADS=num_heads, GROUP=group, TILE_HEADS=tile_heads, HEAD_SIZE=head_size,
-        HEAD_PADDED=max(16, triton.next_power_of_2(head_size)), BLOCK_SIZE=key_cache.shape[2],
-        BLOCK_M=figures.block_m, BLOCK_N=figures.block_n, SPLIT_LEN=figures.split_len, WINDOW=window or 0,
-        HAS_SOFT_CAP=soft_cap is not None, IS_PARTIAL=is_partial, HAS_ONE_SPLIT=num_splits == 1, FORMAT=form,
-        **_options(figures),
-    )  # fmt: skip
-    if is_partial:
+    launch = _Launch(query, key_cache, value_cache, out, tuning, scale, window, soft_cap)
+    num_splits = triton.cdiv(batch.max_context_len, launch.figures.split_len)
+    shared = batch.shared if window is None and _partial_bytes(query, num_splits) <= MAX_CASCADE_BYTES else None
+    num_programs = launch.num_programs(batch.context_len.numel())
+    if num_splits > 1 and (shared is not None or num_programs < tuning.num_programs):
+        partials = _partials(query, num_splits)
+        if shared is None:
+            launch(batch, num_splits, partials)
+        else:
+            launch(shared, num_splits, partials, (shared.shared_len, _BELOW))
+            launch(batch, num_splits, partials, (shared.known_len, _FROM))
         _merge(out, partials, num_splits)
+    else:
+        launch(batch, num_splits)
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """`attention_kernel` with all that does not change between the launches of one call."""
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    out: Tensor
+    tuning: Tuning
+    scale: float
+    window: int | None
+    soft_cap: float | None
+
+    @property
+    def figures(self) -> AttentionTuning:
+        if self.query.dtype == torch.float32:
+            return self.tuning.float_attention
+        return self.tuning.wide_attention if self.query.shape[2] > 128 else self.tuning.attention
+
+    def tile_heads(self) -> int:
+        """Query heads in a tile: those of a group, as far as they fit."""
+        return min(triton.next_power_of_2(self.query.shape[1] // self.key_cache.shape[1]), self.figures.block_m)
+
+    def grid(self, num_sequences: int) -> tuple[int, int]:
+        """Tiles, and KV heads times tiles of their group."""
+        tile_heads, num_kv_heads = self.tile_heads(), self.key_cache.shape[1]
+        num_tiles = self.query.shape[0] // (self.figures.block_m // tile_heads) + num_sequences
+        return num_tiles, num_kv_heads * triton.cdiv(self.query.shape[1] // num_kv_heads, tile_heads)
+
+    def num_programs(self, num_sequences: int) -> int:
+        """Without splits side by side."""
+        return math.prod(self.grid(num_sequences))
+
+    def __call__(
+        self,
+        batch: AttentionBatch | SharedPrefixes,
+        num_splits: int,
+        partials: tuple[Tensor, Tensor] | None = None,
+        part: tuple[Tensor, int] | None = None,
+    ) -> None:
+        """Results to `out`, or of each split to `partials`; of a part of the splits, given bounds."""
+        query, figures, num_sequences = self.query, self.figures, batch.context_len.numel()
+        num_heads, head_size = query.shape[1:]
+        bounds, which = (batch.context_len, _ALL) if part is None else part
+        (keys, key_scales, form), (values, value_scales, _) = kernel_view(self.key_cache), kernel_view(self.value_cache)
+        attention_kernel[(*self.grid(num_sequences), 1 if partials is None else num_splits)](
+            query, keys, values, key_scales, value_scales, self.out, *(partials or (self.out, self.out)), batch.query_start,
+            batch.context_len, batch.block_tables, bounds, num_sequences, num_splits, query.stride(0),
+            batch.block_tables.stride(0), keys.stride(0), keys.stride(1), self.scale, self.soft_cap or 0.0,
+            NUM_HEADS=num_heads, GROUP=num_heads // keys.shape[1], TILE_HEADS=self.tile_heads(), HEAD_SIZE=head_size,
+            HEAD_PADDED=max(16, triton.next_power_of_2(head_size)), BLOCK_SIZE=keys.shape[2],
+            BLOCK_M=figures.block_m, BLOCK_N=figures.block_n, SPLIT_LEN=figures.split_len, WINDOW=self.window or 0,
+            HAS_SOFT_CAP=self.soft_cap is not None, IS_PARTIAL=partials is not None, HAS_ONE_SPLIT=num_splits == 1,
+            FORMAT=form, PART=which, **launch_options(num_warps=figures.num_warps, num_stages=figures.num_stages),
+        )  # fmt: skip
+
+
+def shared_prefix_unit(tuning: Tuning) -> int:
+    """See `Kernels.shared_prefix_unit`: whole splits of whichever figures a layer has."""
+    return math.lcm(*(each.split_len for each in (tuning.attention, tuning.wide_attention, tuning.float_attention)))
+
+
+def _partial_bytes(query: Tensor, num_splits: int) -> int:
+    return query.numel() * num_splits * 4
 
 
 def _partials(query: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
@@ -266,13 +340,3 @@ def _merge(out: Tensor, partials: tuple[Tensor, Tensor], num_splits: int) -> Non
         *partials, out, num_rows, num_splits, HEAD_SIZE=head_size, HEAD_PADDED=max(16, triton.next_power_of_2(head_size)),
         BLOCK_M=block_m, **launch_options(num_warps=4),
     )  # fmt: skip
-
-
-def _figures(query: Tensor, tuning: Tuning) -> AttentionTuning:
-    if query.dtype == torch.float32:
-        return tuning.float_attention
-    return tuning.wide_attention if query.shape[2] > 128 else tuning.attention
-
-
-def _options(figures: AttentionTuning) -> dict[str, object]:
-    return launch_options(num_warps=figures.num_warps, num_stages=figures.num_stages)

@@ -35,6 +35,7 @@ class TritonKernels:
     def __init__(self, device: torch.device, tuning: Tuning | None = None) -> None:
         self.device = device
         self.tuning = tuning_for(device) if tuning is None else tuning
+        self.shared_prefix_unit: int | None = attention.shared_prefix_unit(self.tuning)
 
     rms_norm = staticmethod(elementwise.rms_norm)
     add_rms_norm = staticmethod(elementwise.add_rms_norm)

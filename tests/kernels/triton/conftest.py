@@ -57,6 +57,12 @@ def moved(batch: Any, device: torch.device) -> Any:
 
 
 @pytest.fixture
+def move(device: torch.device) -> Callable[[Any], Any]:
+    """`moved` to the device under test."""
+    return lambda record: moved(record, device)
+
+
+@pytest.fixture
 def attend(device: torch.device) -> Callable[..., Tensor]:
     """Attention of a back end over a `Paged` case: results on the CPU, wherever they were computed."""
 

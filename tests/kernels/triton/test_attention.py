@@ -11,7 +11,8 @@ import torch
 from kernel_cases import thorough
 from torch import Tensor
 
-from quire.kernels.interface import AttentionBatch, Kernels
+from quire.kernels.interface import AttentionBatch, Kernels, SharedPrefixes
+from quire.worker.prefixes import Run, run_arrays
 
 if TYPE_CHECKING:
     from tests.kernels.conftest import Paged
@@ -107,6 +108,31 @@ def test_company_changes_no_bit(kernels: Kernels, paged: type[Paged], attend: At
         alone = replace(case, lens=((count, context),), keys=(case.keys[index],), values=(case.values[index],))
         assert torch.equal(attend(kernels, alone, query[start : start + count]), together[start : start + count]), index
         start += count
+
+
+@pytest.mark.parametrize("kv_format", ["float32", thorough("int8")])
+def test_a_shared_prefix_read_once_changes_no_bit(
+    kernels: Kernels, paged: type[Paged], move: Callable[[Any], Any], kv_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four sequences, the second and third begin with the same blocks."""
+    unit = kernels.shared_prefix_unit
+    assert unit is not None
+    case = paged.random(((1, unit + 6), (1, 2 * unit + 12), (3, 2 * unit + 22), (2, 3 * unit + 8)), 1, 16)
+    query = draw_query(case, 2).to(kernels.device)
+    keys, values, batch = case.pages(16, kv_format)
+    num_blocks = 2 * unit // 16
+    batch.block_tables[2, :num_blocks] = batch.block_tables[1, :num_blocks]
+    runs = [Run(0, 1, 0), Run(1, 3, num_blocks), Run(3, 4, 0)]
+    arrays = run_arrays(runs, batch.block_tables.numpy(), batch.query_start.tolist(), 16)
+    shared = move(SharedPrefixes(*map(torch.from_numpy, arrays)))
+    keys, values, batch = keys.to(kernels.device), values.to(kernels.device), move(batch)
+    want = kernels.paged_attention(query, keys, values, batch, scale=0.25)
+    too_much = replace(batch, shared=shared, block_tables=batch.block_tables.clone())
+    batch.block_tables[2, :num_blocks] = batch.block_tables[0, 0]  # the run's own table is read there
+    got = kernels.paged_attention(query, keys, values, replace(batch, shared=shared), scale=0.25)
+    assert torch.equal(got, want)
+    monkeypatch.setattr("quire.kernels.triton.attention.MAX_CASCADE_BYTES", 1)
+    assert torch.equal(kernels.paged_attention(query, keys, values, too_much, scale=0.25), want)
 
 
 def test_non_finite_values_stay_with_their_sequence(kernels: Kernels, paged: type[Paged], attend: Attend) -> None:
