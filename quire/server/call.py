@@ -6,7 +6,9 @@ A `Call` is made by the gate and travels in the ASGI scope.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.types import Scope
@@ -14,6 +16,8 @@ from starlette.types import Scope
 from quire.server.tenants import Tenant
 
 _SCOPE_KEY = "quire.call"
+_MAX_NAMES_CHARS = 1024
+_VISIBLE = "".join(map(chr, range(33, 127))).replace("%", "").replace(",", "").replace('"', "")
 
 
 @dataclass(slots=True)
@@ -37,8 +41,22 @@ class Call:
         """Headers that every successful answer to this call has."""
         if not self.ignored_fields:
             return {}
-        names = ", ".join(name for name in self.ignored_fields if name.isascii() and name.isprintable())
-        return {"x-quire-ignored-fields": names[:1024]}
+        return {"x-quire-ignored-fields": _as_header(self.ignored_fields)}
+
+
+def _as_header(names: Sequence[str]) -> str:
+    """Names that a client made up, as a header may hold them: what is no visible ASCII is percent-encoded, a name without
+    characters is `""`, and those that do not fit are left out. One wrong character, or a space at the end, and the answer could
+    not be sent."""
+    shown: list[str] = []
+    num_chars = 0
+    for name in names:
+        encoded = quote(name[:_MAX_NAMES_CHARS], safe=_VISIBLE, errors="replace") or '""'
+        num_chars += len(encoded) + 2
+        if num_chars > _MAX_NAMES_CHARS:
+            break
+        shown.append(encoded)
+    return ", ".join(shown)
 
 
 def attach(scope: Scope, call: Call) -> None:

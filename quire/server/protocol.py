@@ -128,6 +128,8 @@ class BoundedProtocol(H11Protocol):
         if self.cycle is not self._cycle_seen:
             self._cycle_seen = self.cycle
             self._stop_timer()
+        elif is_between and self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
+            self._await_next()  # that was the rest of a body whose answer did not wait for it
 
     def send_400_response(self, msg: str) -> None:
         """What cannot be parsed as HTTP. Inside a response nothing can be said any more; the connection is closed."""
@@ -137,6 +139,12 @@ class BoundedProtocol(H11Protocol):
             self.transport.close()
             return
         self._refuse(ApiError(400, "this is not a valid HTTP/1.1 request", code="invalid_http"))
+
+    def _await_next(self) -> None:
+        """The connection is idle."""
+        self._stop_timer()
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def _start_timer(self) -> None:
         self._header_timer = self.loop.call_later(self.api_config.header_timeout_s, self._give_up)

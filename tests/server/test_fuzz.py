@@ -52,6 +52,7 @@ SEEDS: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}]}]}),
     ("/detokenize", {"tokens": [1, 2]}),
 ]  # fmt: skip
+NAMES = ("x", "n", "", " ", "x ", "a, b", "\r\nx: y", "\x00", "\u0416" * 2000)
 JUNK: tuple[Any, ...] = (
     None, True, -1, 0, 1.5, 2**63, -(2**63), 10**40, 1e99, "", "x" * 5000, "\x00", "\u202e", "\U0010ffff", [], {}, [[]], [{}],
     [None] * 50, {"type": []}, {"": None}, {"$ref": "#"}, "NaN", "0x10", [1, "a", None], "../../etc/passwd",
@@ -136,7 +137,7 @@ def _mutated(rng: random.Random, value: Any) -> Any:
         return rng.choice(JUNK)
     if isinstance(value, dict):
         items = [
-            (rng.choice([key, "x", "n"]) if rng.random() < 0.03 else key, _mutated(rng, each)) for key, each in value.items()
+            (rng.choice([key, *NAMES]) if rng.random() < 0.03 else key, _mutated(rng, each)) for key, each in value.items()
         ]
         return dict(items)
     if isinstance(value, list):

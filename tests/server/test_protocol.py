@@ -9,6 +9,7 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -107,6 +108,26 @@ def test_idle_connections_are_bounded_and_end(server: RunningServer) -> None:
         for connection in connections:
             connection.close()
     assert httpx.get(f"{server.url}/livez").status_code == 200
+
+
+def test_a_body_that_comes_after_its_answer_does_not_end_the_connection(tmp_path: Path) -> None:
+    """The clock for the next request's headers once ran from there on, and closed connections in the middle of their rest."""
+    head = b"GET /v1/files HTTP/1.1\r\nhost: x\r\n"
+
+    def answer(connection: socket.socket) -> bytes:
+        data = b""
+        while not data.endswith(b"}"):
+            data += connection.recv(65536) or b"closed}"
+        return data
+
+    config = ApiConfig(header_timeout_s=0.3, data_folder=str(tmp_path))
+    with serve(FakeClient(), config) as running, socket.create_connection(("127.0.0.1", running.port), timeout=5) as connection:
+        connection.sendall(head + b"content-length: 2\r\n\r\n")
+        assert b" 200 " in answer(connection)
+        connection.sendall(b"{}")
+        time.sleep(0.6)
+        connection.sendall(head + b"\r\n")
+        assert b" 200 " in answer(connection)
 
 
 def test_pipelined_requests_are_answered_in_order(server: RunningServer) -> None:

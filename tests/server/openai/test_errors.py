@@ -181,6 +181,14 @@ def test_15_unknown_fields_are_named_in_a_header_or_refused_in_strict_mode(serve
     response = httpx.post(server.url + CHAT, json={**HELLO, "sparkle": 1, "store": True}, timeout=60)
     assert response.status_code == 200
     assert response.headers["x-quire-ignored-fields"] == "sparkle, store"
+    for names, shown in (
+        (("a", ""), 'a, ""'),
+        ((" ",), "%20"),
+        (("x ", "a, b", "\r\ny: z", "\u0416"), "x%20, a%2C%20b, %0D%0Ay:%20z, %D0%96"),
+        (("a" * 1000, "b" * 100), "a" * 1000),
+    ):  # each of the first three was no answer at all, but a closed connection
+        odd = httpx.post(f"{server.url}/detokenize", json={"tokens": [5], **dict.fromkeys(names, 1)})
+        assert odd.status_code == 200 and odd.headers["x-quire-ignored-fields"] == shown
     with serve(FakeClient(), ApiConfig(strict_fields=True)) as strict:
         response = httpx.post(strict.url + CHAT, json={"messages": HELLO["messages"], "sparkle": 1})
         assert response.status_code == 400
