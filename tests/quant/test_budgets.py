@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from quantized_checkpoints import Pack, awq, fp8, gptq, packed_integers, store_model
+from gguf_models import store_gguf
+from quantized_checkpoints import Pack, awq, byte_integers, fp8, gptq, packed_integers, store_model
 from torch import Tensor
 
 from quire import LLM, SamplingParams
@@ -91,8 +92,8 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False, "desc
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
 
 
-def _compressed(layout: str, **weights: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+def _compressed(layout: str, activations: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
     return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
 
 
@@ -113,10 +114,35 @@ STORED: dict[str, tuple[Pack, dict[str, Any], Budget]] = {
 }
 
 
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+STORED["w8a8"] = (
+    byte_integers(),
+    _compressed("int-quantized", **INT8, activations=INT8 | {"strategy": "token", "dynamic": True}),
+    Budget(0.006, 0.02),
+)
+
+
 @pytest.mark.parametrize("form", STORED)
 def test_stored_in_a_public_format(form: str, original: Reading, tmp_path: Path) -> None:
     pack, config, budget = STORED[form]
     folder = store_model(tmp_path / "stored", resolve_model(MODEL), pack, config)
+    _check(read_stories(str(folder)), original, budget)
+
+
+GGUF = {
+    "Q8_0": ("Q8_0", Budget(0.0015, 0.02)),
+    "Q6_K": ("Q6_K", Budget(0.008, 0.02)),
+    "Q5_K": ("Q6_K", Budget(0.025, 0.03)),
+    "Q4_K": ("Q6_K", Budget(0.08, 0.08)),
+    "Q4_0": ("Q6_K", Budget(0.12, 0.1)),
+}
+"""By the encoding of the projections: that of the tied head, as llama.cpp chooses it, and the budget."""
+
+
+@pytest.mark.parametrize("form", GGUF)
+def test_stored_as_gguf(form: str, original: Reading, tmp_path: Path) -> None:
+    head, budget = GGUF[form]
+    folder = store_gguf(tmp_path / "stored", resolve_model(MODEL), form, head)
     _check(read_stories(str(folder)), original, budget)
 
 
