@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from starlette.requests import ClientDisconnect
@@ -33,6 +34,8 @@ MAX_BUFFERED_OUTPUTS = 4096
 
 Item = tuple[int, RequestOutput]
 """(index of the job, output)."""
+PassOn = Callable[[int, RequestOutput], bool]
+"""Takes an output in the call that brings it, or says that it must wait."""
 
 
 @dataclass(slots=True)
@@ -149,6 +152,8 @@ class Run:
         self._alarm: asyncio.TimerHandle | None = None
         """Wakes `get` to look at the clock. One that comes too early is left alone, so that a token costs no timer."""
         self._failure: BaseException | None = None
+        self._pass_on: PassOn | None = None
+        """Set while `get` waits."""
         self._is_closed = False
 
     @property
@@ -183,7 +188,7 @@ class Run:
         progress = _Progress(stream)
         self._progress.append(progress)
         if isinstance(stream, CallingStream):
-            stream.listen(lambda output: self._take_safely(number, progress, output))
+            stream.listen(partial(self._take_safely, number, progress))
         else:
             self._tasks.append(asyncio.create_task(self._pump(number)))
 
@@ -191,9 +196,13 @@ class Run:
         """End the run as soon as the client leaves."""
         self._tasks.append(asyncio.create_task(self._await_disconnect(receive)))
 
-    async def get(self, wait_s: float | None = None) -> Item | None:
+    async def get(self, wait_s: float | None = None, pass_on: PassOn | None = None) -> Item | None:
         """The next output; None if there is none within `wait_s`. Raises what ended the run early; not to be called when
-        it `is_over`."""
+        it `is_over`.
+
+        What comes while this waits is offered to `pass_on` and goes past whoever waits if that takes it, in order; a job's
+        last output is not offered.
+        """
         give_up_s = None if wait_s is None else time.monotonic() + wait_s
         while not self._items:
             if self._failure is not None:
@@ -204,7 +213,11 @@ class Run:
                 return None
             self._news.clear()
             self._set_alarm(self._patience(now, give_up_s))
-            await self._news.wait()
+            self._pass_on = pass_on
+            try:
+                await self._news.wait()
+            finally:
+                self._pass_on = None
         return self._items.popleft()
 
     def take(self) -> Item | None:
@@ -274,10 +287,24 @@ class Run:
                 self._fail(error)
                 return
             self._finish(number, progress, output)
+        elif self._has_passed_on(number, output):
+            return
         self._items.append((number, output))
         if len(self._items) > MAX_BUFFERED_OUTPUTS:
             self._fail(ApiError(499, "the client reads its stream too slowly", code="slow_reader"))
         self._news.set()
+
+    def _has_passed_on(self, number: int, output: RequestOutput) -> bool:
+        """Whether an output needs nobody to be woken: it was taken where it came in, or the run has failed."""
+        if self._pass_on is None or self._items:
+            return False
+        if self._failure is not None:
+            return True
+        try:
+            return self._pass_on(number, output)
+        except Exception as error:
+            self._fail(error)
+            return True
 
     def _count(self, number: int, progress: _Progress, output: RequestOutput) -> None:
         progress.metrics = output.metrics

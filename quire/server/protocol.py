@@ -19,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from quire.config.api import ApiConfig
 from quire.server.errors import ApiError, overloaded
+from quire.server.responses import WRITER
 
 MAX_HEADER_BLOCK_BYTES = 48 << 10
 """Of the request line and headers together, and of any chunk's header."""
@@ -59,6 +60,15 @@ class _Sender:
         self._timeout_s = timeout_s
         self._is_chunked = False
 
+    def can_write(self) -> bool:
+        """See `Writer`."""
+        cycle = self._cycle
+        return self._is_chunked and not cycle.flow.write_paused and not cycle.disconnected
+
+    def write(self, body: bytes) -> None:
+        """See `Writer`: one more chunk."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+
     async def __call__(self, message: Any) -> None:
         """ASGI's `send`. Raises ClientDisconnect where the client has not taken anything within the limit."""
         cycle = self._cycle
@@ -69,9 +79,8 @@ class _Sender:
             except TimeoutError:
                 raise ClientDisconnect from None
         if self._is_chunked and message.get("more_body") and message["type"] == "http.response.body":
-            body = message["body"]
-            if body and not cycle.disconnected:
-                cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+            if message["body"] and not cycle.disconnected:
+                self.write(message["body"])
             return
         if message["type"] == "http.response.start":
             self._is_chunked = self._will_be_chunked(message)
@@ -115,7 +124,9 @@ class BoundedProtocol(H11Protocol):
         before = self.cycle
         super().handle_events()
         if self.cycle is not None and self.cycle is not before:
-            self.cycle.send = _Sender(self.cycle, self.api_config.write_timeout_s)  # type: ignore[method-assign]
+            sender = _Sender(self.cycle, self.api_config.write_timeout_s)
+            self.cycle.send = sender  # type: ignore[method-assign]
+            self.cycle.scope["extensions"] = {WRITER: {"writer": sender}}
 
     def data_received(self, data: bytes) -> None:
         """Headers must be complete in time from their first byte on."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import Any, NamedTuple
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from starlette.requests import ClientDisconnect
@@ -13,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.common.failures import log_failure
 from quire.core.request import RequestMetrics
+from quire.engine.outputs import RequestOutput
 from quire.server.call import Call
 from quire.server.errors import ApiError, from_exception
 from quire.server.generation import Run
@@ -22,6 +25,11 @@ logger = logging.getLogger(__name__)
 KEEP_ALIVE = b": keepalive\n\n"
 """A comment: clients' event decoders skip it. Never an event of its own, which they would try to parse."""
 DONE = b"data: [DONE]\n\n"
+WRITER = "quire.writer"
+"""The ASGI extension in which a connection offers its `Writer`, as "writer"."""
+_PLACEHOLDER = secrets.token_hex(16)
+"""Nobody who names a model can guess it."""
+_encode = msgspec.json.Encoder().encode
 _STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -38,50 +46,98 @@ class StreamEvent(NamedTuple):
 
 def json_response(call: Call, body: Any, status: int = 200) -> Response:
     """A complete answer."""
-    return Response(msgspec.json.encode(body), status, headers={"content-type": "application/json", **call.response_headers()})
+    return Response(_encode(body), status, headers={"content-type": "application/json", **call.response_headers()})
 
 
 def data_event(body: Any) -> bytes:
     """An event without a name, as OpenAI's completions send them."""
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+    return b"data: " + _encode(body) + b"\n\n"
 
 
 def named_event(name: str, body: Any) -> bytes:
     """An event with a name, as OpenAI's responses and Anthropic's messages send them."""
-    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(body) + b"\n\n"
+    return b"event: " + name.encode() + b"\ndata: " + _encode(body) + b"\n\n"
+
+
+class TextEvent:
+    """An event in which nothing changes but one text: encoded once, so that a token costs no more than its own text."""
+
+    __slots__ = ("_after", "_before")
+
+    def __init__(self, make: Callable[[str], bytes]) -> None:
+        """`make` encodes the event around a text, as a JSON string."""
+        self._before, self._after = make(_PLACEHOLDER).split(_encode(_PLACEHOLDER))
+
+    def around(self, text: str) -> bytes:
+        """What `make` would give for `text`."""
+        return b"".join((self._before, _encode(text), self._after))
+
+
+class Events(Protocol):
+    """What an endpoint makes of a run: its events, encoded, in the order in which they are to be sent."""
+
+    def take(self, number: int, output: RequestOutput) -> bytes:
+        """The events of the next output of job `number`; empty where there is nothing to show yet."""
+        ...
+
+    def end(self) -> bytes:
+        """The last events, after every output has been taken."""
+        ...
+
+    def fail(self, error: ApiError) -> bytes:
+        """The last events of a stream that failed."""
+        ...
+
+
+class Writer(Protocol):
+    """A way for events past ASGI: straight into a connection that takes them at once, without waking a task."""
+
+    def can_write(self) -> bool:
+        """Whether the connection takes more now; if not, only ASGI's `send` may wait until it does."""
+        ...
+
+    def write(self, body: bytes) -> None:
+        """One more piece of the body."""
+        ...
 
 
 class EventStream(Response):
     """A stream of events over a run. The head is sent with the first event, so an error before it is a plain HTTP error;
-    an error after it is the last event. However it ends, the run is closed."""
+    an error after it is the last event. However it ends, the run is closed.
 
-    def __init__(
-        self, call: Call, run: Run, events: AsyncGenerator[bytes, None], on_error: Callable[[ApiError], bytes]
-    ) -> None:
+    Where the connection has a `Writer`, an output becomes bytes on the wire in the very call that brings it, as long as the
+    client takes them; the task here wakes for what is more than that: the end, an error, silence, a client that reads slowly.
+    """
+
+    def __init__(self, call: Call, run: Run, events: Events, keep_alive_s: float) -> None:
         super().__init__()
         self._call = call
         self._run = run
         self._events = events
-        self._on_error = on_error
+        self._keep_alive_s = keep_alive_s
+        self._sent_s = time.monotonic()
+        """When something was last sent."""
+        self._has_ended = False
+        self._writer: Writer | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve it."""
         self._run.watch(receive)
         try:
-            first = await anext(self._events, b"")
+            first = await self._next()
             headers: Mapping[str, str] = {**_STREAM_HEADERS, **self._call.response_headers()}
             fields = [(name.encode(), value.encode()) for name, value in headers.items()]
             await send({"type": "http.response.start", "status": 200, "headers": fields})
             await send({"type": "http.response.body", "body": first, "more_body": True})
+            self._writer = scope.get("extensions", {}).get(WRITER, {}).get("writer")
             await self._serve_rest(send)
         finally:
-            await self._events.aclose()
             await self._run.close()
 
     async def _serve_rest(self, send: Send) -> None:
         try:
-            async for event in self._events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+            while events := await self._next():
+                await send({"type": "http.response.body", "body": events, "more_body": True})
         except ClientDisconnect:
             raise
         except Exception as error:
@@ -90,8 +146,39 @@ class EventStream(Response):
                 log_failure(logger, f"request {self._call.request_id} failed while it was streamed", error)
             if answer.status == 499:
                 raise ClientDisconnect from None
-            await send({"type": "http.response.body", "body": self._on_error(answer), "more_body": True})
+            await send({"type": "http.response.body", "body": self._events.fail(answer), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _next(self) -> bytes:
+        """What is to be sent next, beside what `_pass_on` sends meanwhile; nothing after the end."""
+        run, take = self._run, self._events.take
+        pass_on = None if self._writer is None else self._pass_on
+        while not run.is_over:
+            item = await run.get(self._sent_s + self._keep_alive_s - time.monotonic(), pass_on)
+            parts = []
+            while item is not None:
+                parts.append(take(*item))
+                item = run.take()
+            events = b"".join(parts)
+            now = time.monotonic()
+            if not events and now >= self._sent_s + self._keep_alive_s:
+                events = KEEP_ALIVE
+            if events:
+                self._sent_s = now
+                return events
+        is_last, self._has_ended = not self._has_ended, True
+        return self._events.end() if is_last else b""
+
+    def _pass_on(self, number: int, output: RequestOutput) -> bool:
+        """Send an output's events from within the call that brings it; False where the client is not ready for more."""
+        writer = self._writer
+        if writer is None or not writer.can_write():
+            return False
+        events = self._events.take(number, output)
+        if events:
+            writer.write(events)
+            self._sent_s = time.monotonic()
+        return True
 
 
 def timings(metrics: RequestMetrics, *, prepare_s: float, num_output_tokens: int) -> dict[str, float | int | str | None]:

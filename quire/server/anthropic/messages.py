@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -15,7 +14,7 @@ from starlette.types import Receive
 
 from quire.core.params import SamplingParams
 from quire.core.structure import StructuredOutputsParams
-from quire.engine.outputs import CompletionOutput
+from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.server.anthropic.blocks import Block, ContentBlocks, Turn, messages_of
 from quire.server.anthropic.tools import read_tools
 from quire.server.body import read_json
@@ -25,7 +24,7 @@ from quire.server.generation import Job, Run, Usage
 from quire.server.openai.fields import Count, asks_for_something
 from quire.server.openai.messages import text_of
 from quire.server.reading import Reading
-from quire.server.responses import KEEP_ALIVE, EventStream, json_response, named_event
+from quire.server.responses import EventStream, json_response, named_event
 from quire.server.state import Api
 from quire.server.structure import Asked, settle
 from quire.server.texts import ChatOptions
@@ -110,8 +109,7 @@ class Messages:
         if not body.stream:
             return json_response(call, await self._create(call, prepared, request.receive))
         run = await self._api.generator.start(call, [prepared.job], is_stream=True)
-        events = _stream(prepared, run, self._api.config.keep_alive_s)
-        return EventStream(call, run, events, lambda error: _failure(error, call.request_id))
+        return EventStream(call, run, _MessageEvents(call, prepared, run), self._api.config.keep_alive_s)
 
     async def count_tokens(self, request: Request) -> Response:
         """How many tokens the prompt has."""
@@ -214,29 +212,35 @@ def _stop(completion: CompletionOutput, blocks: ContentBlocks) -> dict[str, Any]
     return {"stop_reason": "max_tokens" if completion.finish_reason == "length" else ended, "stop_sequence": None}
 
 
-async def _stream(prepared: _Prepared, run: Run, keep_alive_s: float) -> AsyncGenerator[bytes, None]:
+class _MessageEvents:
     """From `message_start` to `message_stop`."""
-    last: CompletionOutput | None = None
-    blocks = ContentBlocks(prepared.reading)
-    while not run.is_over:
-        item = await run.get(keep_alive_s)
-        if item is None:
-            yield KEEP_ALIVE
-            continue
-        parts = b""
-        if last is None:
-            usage = {**_usage(run.usage), "output_tokens": 0}
-            parts += _event("message_start", message=prepared.body([], usage))
-        last = item[1].outputs[0]
-        yield parts + b"".join(_event(each.kind, **each.fields) for each in blocks.take(last))
-    assert last is not None, "a run ends with an output"
-    yield _event("message_delta", delta=_stop(last, blocks), usage=_usage(run.usage))
-    yield _event("message_stop")
+
+    def __init__(self, call: Call, prepared: _Prepared, run: Run) -> None:
+        self._call = call
+        self._prepared = prepared
+        self._run = run
+        self._last: CompletionOutput | None = None
+        self._blocks = ContentBlocks(prepared.reading)
+
+    def take(self, number: int, output: RequestOutput) -> bytes:
+        """See `Events`."""
+        opening = b""
+        if self._last is None:
+            usage = {**_usage(self._run.usage), "output_tokens": 0}
+            opening = _event("message_start", message=self._prepared.body([], usage))
+        self._last = output.outputs[0]
+        return opening + b"".join(_event(each.kind, **each.fields) for each in self._blocks.take(self._last))
+
+    def end(self) -> bytes:
+        """See `Events`."""
+        assert self._last is not None, "a run ends with an output"
+        delta = _event("message_delta", delta=_stop(self._last, self._blocks), usage=_usage(self._run.usage))
+        return delta + _event("message_stop")
+
+    def fail(self, error: ApiError) -> bytes:
+        """See `Events`."""
+        return named_event("error", error.anthropic_body(self._call.request_id))
 
 
 def _event(kind: str, **fields: Any) -> bytes:
     return named_event(kind, {"type": kind, **fields})
-
-
-def _failure(error: ApiError, request_id: str) -> bytes:
-    return named_event("error", error.anthropic_body(request_id))

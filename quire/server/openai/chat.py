@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -24,7 +24,7 @@ from quire.server.openai.logprobs import LogprobTracker, TokenNames, prompt_logp
 from quire.server.openai.messages import Message, for_template
 from quire.server.openai.tools import CHAT, read_tools
 from quire.server.reading import Reading
-from quire.server.responses import DONE, KEEP_ALIVE, EventStream, data_event, json_response, timings
+from quire.server.responses import DONE, EventStream, TextEvent, data_event, json_response, timings
 from quire.server.state import Api
 from quire.server.structure import from_guided, from_response_format, settle
 from quire.server.texts import ChatOptions
@@ -98,8 +98,7 @@ class ChatCompletions:
                 answer_chars(output), lambda: json_response(call, _answer(prepared, output, usage))
             )
         run = await self._api.generator.start(call, [prepared.job], is_stream=True)
-        events = _ChatStream(prepared, run, self._api.config.keep_alive_s).events()
-        return EventStream(call, run, events, stream_error)
+        return EventStream(call, run, _ChatEvents(prepared, run), self._api.config.keep_alive_s)
 
     async def prepare(self, call: Call, body: ChatRequest) -> PreparedChat:
         """Check everything and encode the prompt. Raises ApiError or a RequestError."""
@@ -257,13 +256,12 @@ def echoed_text(request: ChatRequest) -> str:
 # -- the stream ----------------------------------------------------------------------------------------------------------
 
 
-class _ChatStream:
-    """Chunks of one chat completion."""
+class _ChatEvents:
+    """The events of one chat completion, `[DONE]` included."""
 
-    def __init__(self, prepared: PreparedChat, run: Run, keep_alive_s: float) -> None:
+    def __init__(self, prepared: PreparedChat, run: Run) -> None:
         self._prepared = prepared
         self._run = run
-        self._keep_alive_s = keep_alive_s
         self._envelope = prepared.envelope("chat.completion.chunk")
         request = prepared.request
         options = request.stream_options
@@ -271,26 +269,26 @@ class _ChatStream:
         self._has_running_usage = self._has_usage and bool(options and options.continuous_usage_stats)
         self._trackers = [prepared.tracker() for _ in range(request.n or 1)]
         self._readers = [prepared.reader() for _ in self._trackers]
+        has_more = bool(request.return_token_ids) or self._trackers[0] is not None or not prepared.reading.is_plain
+        self._is_plain = not (has_more or self._has_running_usage)
+        """Whether a choice's events differ by their text alone until it ends."""
+        self._texts: dict[int, TextEvent] = {}
+        self._is_begun = False
         self._ended: set[int] = set()
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The whole stream, `[DONE]` included."""
-        is_begun = False
-        while not self._run.is_over:
-            item = await self._run.get(self._keep_alive_s)
-            if item is None:
-                yield KEEP_ALIVE
-                continue
-            parts = [] if is_begun else self._opening(item[1])
-            is_begun = True
-            parts += self._chunks(item[1])
-            while (more := self._run.take()) is not None:
-                parts += self._chunks(more[1])
-            if parts:
-                yield b"".join(map(data_event, parts))
-        if self._has_usage:
-            yield data_event(self._chunk([], usage=self._usage()))
-        yield DONE
+    def take(self, number: int, output: RequestOutput) -> bytes:
+        """See `Events`."""
+        opening = b"" if self._is_begun else b"".join(map(data_event, self._opening(output)))
+        self._is_begun = True
+        return opening + b"".join([self._events(completion, output) for completion in output.outputs])
+
+    def end(self) -> bytes:
+        """See `Events`."""
+        return data_event(self._chunk([], usage=self._usage())) + DONE if self._has_usage else DONE
+
+    def fail(self, error: ApiError) -> bytes:
+        """See `Events`."""
+        return stream_error(error)
 
     def _opening(self, output: RequestOutput) -> list[dict[str, Any]]:
         """The role of every choice, in order of index: the clients' accumulators rely on that, and on its being sent once."""
@@ -302,16 +300,23 @@ class _ChatStream:
             opening[0]["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         return opening
 
-    def _chunks(self, output: RequestOutput) -> list[dict[str, Any]]:
-        chunks: list[dict[str, Any]] = []
-        for completion in output.outputs:
-            if completion.index in self._ended:
-                continue
-            chunks += self._content(completion)
-            if completion.finish_reason is not None:
-                self._ended.add(completion.index)
-                chunks.append(self._end(completion, output))
-        return chunks
+    def _events(self, completion: CompletionOutput, output: RequestOutput) -> bytes:
+        """Of what is new of a choice; empty if nothing is."""
+        if self._is_plain and completion.finish_reason is None:
+            return self._text_event(completion.index, completion.text) if completion.text else b""
+        if completion.index in self._ended:
+            return b""
+        chunks = list(self._content(completion))
+        if completion.finish_reason is not None:
+            self._ended.add(completion.index)
+            chunks.append(self._end(completion, output))
+        return b"".join(map(data_event, chunks))
+
+    def _text_event(self, index: int, text: str) -> bytes:
+        event = self._texts.get(index)
+        if event is None:
+            event = self._texts[index] = TextEvent(lambda text: data_event(self._delta(index, {"content": text})))
+        return event.around(text)
 
     def _content(self, completion: CompletionOutput) -> Sequence[dict[str, Any]]:
         """What is new of one choice; nothing while its text is held back."""

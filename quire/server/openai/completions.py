@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta
@@ -17,12 +18,12 @@ from quire.core.structure import StructuredOutputsParams
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.server.body import decode, read_json
 from quire.server.call import Call, call_of
-from quire.server.errors import bad_request, unavailable_feature
+from quire.server.errors import ApiError, bad_request, unavailable_feature
 from quire.server.generation import Job, Run, Usage
 from quire.server.openai.chat import answer_chars, stream_error, usage_body
 from quire.server.openai.fields import SamplingFields, asks_for_something, check_fields, ignored_hints, sampling_params
 from quire.server.openai.logprobs import LogprobTracker, ScoredToken, TokenNames, legacy_logprobs, prompt_logprobs
-from quire.server.responses import DONE, KEEP_ALIVE, EventStream, data_event, json_response, timings
+from quire.server.responses import DONE, EventStream, TextEvent, data_event, json_response, timings
 from quire.server.state import Api
 from quire.server.structure import from_guided, from_response_format, settle
 
@@ -99,7 +100,7 @@ class Completions:
         if not body.stream:
             return await self._create(call, prepared, request.receive, lambda answer: json_response(call, answer))
         run = await self._api.generator.start(call, prepared.jobs, is_stream=True)
-        return EventStream(call, run, _stream(prepared, run, self._api.config.keep_alive_s), stream_error)
+        return EventStream(call, run, _CompletionEvents(prepared, run), self._api.config.keep_alive_s)
 
     async def prepare(self, call: Call, body: CompletionRequest) -> PreparedCompletion:
         """Check everything and encode the prompts. Raises ApiError or a RequestError."""
@@ -255,6 +256,7 @@ class _Echo:
 
     def __init__(self, prepared: PreparedCompletion, number: int, output: RequestOutput) -> None:
         self.prepared = prepared
+        self.number = number
         self.output = output
         self.text = prepared.texts[number]
         request = prepared.request
@@ -308,55 +310,78 @@ def _choice(echo: _Echo, completion: CompletionOutput, index: int) -> dict[str, 
 # -- the stream ----------------------------------------------------------------------------------------------------------
 
 
-async def _stream(prepared: PreparedCompletion, run: Run, keep_alive_s: float) -> AsyncGenerator[bytes, None]:
-    """Chunks of all prompts as they come, then `[DONE]`."""
-    options = prepared.request.stream_options
-    has_usage = bool(options and options.include_usage)
-    has_running_usage = has_usage and bool(options and options.continuous_usage_stats)
-    envelope = prepared.envelope()
-    streams: dict[int, _ChoiceStreams] = {}
-    while not run.is_over:
-        item = await run.get(keep_alive_s)
-        if item is None:
-            yield KEEP_ALIVE
-            continue
-        parts = []
-        while item is not None:
-            number, output = item
-            stream = streams.get(number) or streams.setdefault(number, _ChoiceStreams(prepared, number, output))
-            parts += stream.choices(output)
-            item = run.take()
-        for choice in parts:
-            chunk = {**envelope, "choices": [choice]}
-            if has_usage:
-                chunk["usage"] = prepared.usage(run.usage) if has_running_usage else None
-            yield data_event(chunk)
-    if has_usage:
-        yield data_event({**envelope, "choices": [], "usage": prepared.usage(run.usage)})
-    yield DONE
+class _CompletionEvents:
+    """The events of all prompts as their outputs come, then `[DONE]`."""
+
+    def __init__(self, prepared: PreparedCompletion, run: Run) -> None:
+        options = prepared.request.stream_options
+        self._prepared = prepared
+        self._run = run
+        self._has_usage = bool(options and options.include_usage)
+        self.has_running_usage = self._has_usage and bool(options and options.continuous_usage_stats)
+        self._envelope = prepared.envelope()
+        self._prompts: dict[int, _ChoiceStreams] = {}
+
+    def take(self, number: int, output: RequestOutput) -> bytes:
+        """See `Events`."""
+        prompt = self._prompts.get(number)
+        if prompt is None:
+            prompt = self._prompts[number] = _ChoiceStreams(self, _Echo(self._prepared, number, output))
+        return b"".join([prompt.event(completion, output) for completion in output.outputs])
+
+    def end(self) -> bytes:
+        """See `Events`."""
+        if not self._has_usage:
+            return DONE
+        return data_event({**self._envelope, "choices": [], "usage": self._prepared.usage(self._run.usage)}) + DONE
+
+    def fail(self, error: ApiError) -> bytes:
+        """See `Events`."""
+        return stream_error(error)
+
+    def event(self, choice: dict[str, Any]) -> bytes:
+        """One choice's."""
+        chunk = {**self._envelope, "choices": [choice]}
+        if self._has_usage:
+            chunk["usage"] = self._prepared.usage(self._run.usage) if self.has_running_usage else None
+        return data_event(chunk)
 
 
 class _ChoiceStreams:
     """The choices of one prompt while they are streamed."""
 
-    def __init__(self, prepared: PreparedCompletion, number: int, first: RequestOutput) -> None:
-        self._prepared = prepared
-        self._echo = _Echo(prepared, number, first)
-        count = prepared.request.n or 1
-        self._first_index = number * count
+    def __init__(self, events: _CompletionEvents, echo: _Echo) -> None:
+        self._events = events
+        self._prepared = echo.prepared
+        self._echo = echo
+        request = self._prepared.request
+        count = request.n or 1
+        self._first_index = echo.number * count
         self._trackers = [self._echo.tracker() for _ in range(count)]
+        has_more = bool(request.return_token_ids) or request.logprobs is not None
+        self._is_plain = not (has_more or self._prepared.is_scoring or events.has_running_usage)
+        """Whether a choice's events differ by their text alone, once it has begun and until it ends."""
+        self._texts: dict[int, TextEvent] = {}
         self._begun: set[int] = set()
         self._ended: set[int] = set()
 
-    def choices(self, output: RequestOutput) -> list[dict[str, Any]]:
-        """What is new, ready to be put into chunks."""
-        return [choice for each in output.outputs if each.index not in self._ended for choice in self._of(each, output)]
+    def event(self, completion: CompletionOutput, output: RequestOutput) -> bytes:
+        """Of what is new of a choice; empty if nothing is."""
+        if completion.finish_reason is None:
+            text = self._texts.get(completion.index)
+            if text is not None:
+                return text.around(completion.text) if completion.text else b""
+        return b"".join([self._events.event(choice) for choice in self._of(completion, output)])
 
     def _of(self, completion: CompletionOutput, output: RequestOutput) -> list[dict[str, Any]]:
         prepared, index = self._prepared, completion.index
+        if index in self._ended:
+            return []
         request, tracker = prepared.request, self._trackers[index]
         is_first = index not in self._begun
         self._begun.add(index)
+        if self._is_plain:
+            self._texts[index] = TextEvent(partial(self._text_event, index))
         has_prompt = is_first and bool(request.echo)
         text = (self._echo.text if has_prompt else "") + ("" if prepared.is_scoring else completion.text)
         tokens = tracker.take(completion) if tracker is not None and not prepared.is_scoring else []
@@ -379,3 +404,6 @@ class _ChoiceStreams:
             choice["finish_reason"] = "length" if prepared.is_scoring else completion.finish_reason
             choice["stop_reason"] = completion.stop_reason
         return [choice]
+
+    def _text_event(self, index: int, text: str) -> bytes:
+        return self._events.event({"index": self._first_index + index, "text": text, "logprobs": None, "finish_reason": None})

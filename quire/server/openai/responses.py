@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -26,7 +26,7 @@ from quire.server.openai.response_items import Item, OutputItems, input_items, i
 from quire.server.openai.response_store import ResponseStore, StoredResponse
 from quire.server.openai.tools import RESPONSES, read_tools
 from quire.server.reading import Reading
-from quire.server.responses import KEEP_ALIVE, EventStream, json_response, named_event
+from quire.server.responses import EventStream, json_response, named_event
 from quire.server.state import Api
 from quire.server.structure import Asked, from_named_schema, from_response_format, settle
 from quire.server.texts import ChatOptions
@@ -115,8 +115,8 @@ class Responses:
         if not body.stream:
             return json_response(call, await self._create(call, prepared, request.receive))
         run = await self._api.generator.start(call, [prepared.job], is_stream=True)
-        stream = _ResponseStream(prepared, run, lambda answer: self._keep(call, prepared, answer))
-        return EventStream(call, run, stream.events(self._api.config.keep_alive_s), stream.failure)
+        events = _ResponseEvents(prepared, run, lambda answer: self._keep(call, prepared, answer))
+        return EventStream(call, run, events, self._api.config.keep_alive_s)
 
     async def get(self, request: Request) -> Response:
         """An answer that was kept."""
@@ -283,33 +283,31 @@ def _usage(usage: Usage, num_thought_tokens: int) -> dict[str, Any]:
     }
 
 
-class _ResponseStream:
-    """The events of one answer."""
+class _ResponseEvents:
+    """The events of one answer, from `response.created` to `response.completed` or `response.incomplete`."""
 
     def __init__(self, prepared: _Prepared, run: Run, keep: Any) -> None:
         self._prepared = prepared
         self._run = run
         self._keep = keep
         self._number = 0
+        self._last: CompletionOutput | None = None
         self._items = OutputItems(prepared.reading)
         self._tracker = prepared.tracker()
 
-    async def events(self, keep_alive_s: float) -> AsyncGenerator[bytes, None]:
-        """From `response.created` to `response.completed` or `response.incomplete`."""
-        last: CompletionOutput | None = None
-        while not self._run.is_over:
-            item = await self._run.get(keep_alive_s)
-            if item is None:
-                yield KEEP_ALIVE
-                continue
-            parts = self._opening() if last is None else b""
-            last = item[1].outputs[0]
-            yield parts + self._delta(item[1])
-        assert last is not None, "a run ends with an output"
-        yield self._closing(last)
+    def take(self, number: int, output: RequestOutput) -> bytes:
+        """See `Events`."""
+        opening = self._opening() if self._last is None else b""
+        self._last = output.outputs[0]
+        return opening + self._delta(output)
 
-    def failure(self, error: ApiError) -> bytes:
-        """The last event of a stream that failed."""
+    def end(self) -> bytes:
+        """See `Events`."""
+        assert self._last is not None, "a run ends with an output"
+        return self._closing(self._last)
+
+    def fail(self, error: ApiError) -> bytes:
+        """See `Events`."""
         body = _body(self._prepared, "failed", None, [])
         body["error"] = {"code": "server_error", "message": error.message}
         return self._event("response.failed", response=body)
