@@ -7,7 +7,7 @@ stop string. An exception here ends one request, never the engine.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from time import perf_counter
 from typing import Protocol
 
@@ -35,13 +35,12 @@ class Ends(Protocol):
 class _SequenceState:
     """What has been made of one sequence's tokens."""
 
-    __slots__ = ("is_flushed", "logprobs", "num_delivered", "num_delivered_chars", "stream")
+    __slots__ = ("is_flushed", "logprobs", "num_delivered", "stream")
 
     def __init__(self, stream: TextStream, has_logprobs: bool) -> None:
         self.stream = stream
         self.logprobs: list[LogprobsByToken] | None = [] if has_logprobs else None
         self.num_delivered = 0
-        self.num_delivered_chars = 0
         self.is_flushed = False
 
 
@@ -56,6 +55,12 @@ class RequestState:
         """One list for all outputs: a stream's cost per token must not grow with its prompt."""
         self.sequences: dict[int, _SequenceState] = {}
         self.prompt_logprobs: list[LogprobsByToken | None] | None = None
+        self.is_delta = params.output_kind is RequestOutputKind.DELTA
+        self.is_ranked = params.num_sequences > params.n
+        """Whether only the best of its sequences are shown, which are known at the end."""
+        self.is_silent = self.is_ranked or params.output_kind is RequestOutputKind.FINAL_ONLY
+        """Whether nothing is shown before the end."""
+        self.is_scored = request.scoring is not None
 
 
 class OutputProcessor:
@@ -75,26 +80,28 @@ class OutputProcessor:
     def process(self, progress: Iterable[Progress]) -> list[RequestOutput]:
         """Take in a step's progress; returns an output for each request that something happened to, as it asked."""
         touched: dict[str, RequestState] = {}
+        began_s = perf_counter()
         for sequence, token_id, logprobs in progress:
-            state = self._states.get(sequence.request.request_id)
+            request = sequence.request
+            state = self._states.get(request.request_id)
             if state is None:
                 continue
-            touched[sequence.request.request_id] = state
-            began_s = perf_counter()
+            touched[request.request_id] = state
             try:
                 self._take(state, sequence, token_id, logprobs)
             except Exception as error:
                 self._fail(state, sequence, error)
-            sequence.request.metrics.detokenize_s += perf_counter() - began_s
+            ended_s = perf_counter()
+            request.metrics.detokenize_s += ended_s - began_s
+            began_s = ended_s
         outputs = []
         for request_id, state in touched.items():
-            try:
-                output = self._output(state)
-            except Exception as error:
-                self._fail(state, state.request.sequences[0], error)
-                output = _bare_output(state)
-            if output is not None:
-                outputs.append(output)
+            if not state.is_silent or state.request.is_finished:
+                try:
+                    outputs.append(self._snapshot(state))
+                except Exception as error:
+                    self._fail(state, state.request.sequences[0], error)
+                    outputs.append(_bare_output(state))
             if state.request.is_finished:
                 del self._states[request_id]
         return outputs
@@ -119,7 +126,7 @@ class OutputProcessor:
             except Exception as error:
                 self._fail(state, sequence, error)
         try:
-            return self._snapshot(state, is_delta=state.params.output_kind is RequestOutputKind.DELTA)
+            return self._snapshot(state)
         except Exception as error:
             self._fail(state, state.request.sequences[0], error)
             return _bare_output(state)
@@ -169,49 +176,35 @@ class OutputProcessor:
 
     # -- outputs -----------------------------------------------------------------------------------------------------
 
-    def _output(self, state: RequestState) -> RequestOutput | None:
-        kind, is_finished = state.params.output_kind, state.request.is_finished
-        needs_ranking = state.params.num_sequences > state.params.n
-        if not is_finished and (kind is RequestOutputKind.FINAL_ONLY or needs_ranking):
-            return None
-        return self._snapshot(state, is_delta=kind is RequestOutputKind.DELTA)
-
-    def _snapshot(self, state: RequestState, *, is_delta: bool) -> RequestOutput:
+    def _snapshot(self, state: RequestState) -> RequestOutput:
         request = state.request
         return RequestOutput(
             request_id=request.request_id,
             prompt=state.prompt,
             prompt_token_ids=state.prompt_token_ids,
-            outputs=self._completions(state, is_delta=is_delta),
+            outputs=[self._completion(state, each, index) for index, each in _shown(state)],
             finished=request.is_finished,
-            prompt_logprobs=self._prompt_logprobs(state),
+            prompt_logprobs=self._prompt_logprobs(state) if state.is_scored else None,
             metrics=request.metrics,
             error=request.error,
         )
 
-    def _completions(self, state: RequestState, *, is_delta: bool) -> list[CompletionOutput]:
-        sequences: Sequence[TokenSequence] = state.request.sequences
-        params = state.params
-        if params.num_sequences > params.n:
-            ranked = sorted(sequences, key=lambda sequence: -sequence.cumulative_logprob)[: params.n]
-            return [self._completion(state, each, index, is_delta=is_delta) for index, each in enumerate(ranked)]
-        return [self._completion(state, each, each.index, is_delta=is_delta) for each in sequences]
-
-    def _completion(self, state: RequestState, sequence: TokenSequence, index: int, *, is_delta: bool) -> CompletionOutput:
+    def _completion(self, state: RequestState, sequence: TokenSequence, index: int) -> CompletionOutput:
         mine = self._state_of(state, sequence)
-        first, first_char = (mine.num_delivered, mine.num_delivered_chars) if is_delta else (0, 0)
-        token_ids = sequence.token_ids[sequence.num_prompt_tokens + first :]
-        mine.num_delivered, mine.num_delivered_chars = first + len(token_ids), len(mine.stream.text)
+        is_delta = state.is_delta
+        first = mine.num_delivered if is_delta else 0
+        token_ids = sequence.token_ids[len(state.prompt_token_ids) + first :]
+        mine.num_delivered = first + len(token_ids)
         has_logprobs = mine.logprobs is not None
-        is_finished = sequence.status is SequenceStatus.FINISHED and sequence.finish_reason is not None
+        reason = sequence.finish_reason
         return CompletionOutput(
             index=index,
-            text=mine.stream.text[first_char:],
+            text=mine.stream.take() if is_delta else mine.stream.text,
             token_ids=token_ids,
             cumulative_logprob=sequence.cumulative_logprob if has_logprobs else None,
             logprobs=mine.logprobs[first:] if mine.logprobs is not None else None,
-            finish_reason=sequence.finish_reason.value if is_finished and sequence.finish_reason else None,
-            stop_reason=self._visible_stop(state, sequence),
+            finish_reason=reason.value if reason is not None and sequence.status is SequenceStatus.FINISHED else None,
+            stop_reason=None if sequence.stop_reason is None else self._visible_stop(state, sequence),
         )
 
     def _visible_stop(self, state: RequestState, sequence: TokenSequence) -> int | str | None:
@@ -221,7 +214,7 @@ class OutputProcessor:
 
     def _prompt_logprobs(self, state: RequestState) -> list[LogprobsByToken | None] | None:
         request = state.request
-        if request.scoring is None or len(request.prompt_logprobs) < len(request.prompt_token_ids):
+        if len(request.prompt_logprobs) < len(request.prompt_token_ids):
             return None
         if state.prompt_logprobs is None:
             state.prompt_logprobs = [
@@ -246,6 +239,14 @@ class OutputProcessor:
         if text is None:
             text = self._texts[token_id] = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return text
+
+
+def _shown(state: RequestState) -> Iterable[tuple[int, TokenSequence]]:
+    """The sequences to be shown, with the index that each is shown under."""
+    sequences = state.request.sequences
+    if state.is_ranked:
+        return enumerate(sorted(sequences, key=lambda sequence: -sequence.cumulative_logprob)[: state.params.n])
+    return [(each.index, each) for each in sequences]
 
 
 def _bare_output(state: RequestState) -> RequestOutput:

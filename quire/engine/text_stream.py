@@ -14,7 +14,8 @@ class TextStream:
     """Turns tokens into text that is safe to show. Without a tokenizer (or `detokenize=False`) the text stays empty."""
 
     def __init__(self, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
-        self.text = ""
+        self._parts: list[str] = []
+        """The text that has not been taken, in pieces: a growing string would be copied at each token."""
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._detokenizer: Detokenizer | None = None
@@ -29,6 +30,18 @@ class TextStream:
             if params.stop:
                 self._stop = StopMatcher(tuple(params.stop), include_stop_str=params.include_stop_str_in_output)
 
+    @property
+    def text(self) -> str:
+        """All that is safe to show, but for what was taken."""
+        if len(self._parts) != 1:
+            self._parts = ["".join(self._parts)]
+        return self._parts[0]
+
+    def take(self) -> str:
+        """The same, which is then forgotten here."""
+        parts, self._parts = self._parts, []
+        return parts[0] if len(parts) == 1 else "".join(parts)
+
     def append(self, token_id: int) -> str | None:
         """Take one token; returns the stop string that it completes, if it does."""
         self._num_tokens += 1
@@ -42,13 +55,13 @@ class TextStream:
             return None
         matched = self._show(self._detokenizer.flush())
         if self._stop is not None and matched is None:
-            self.text += self._stop.flush()
+            self._parts.append(self._stop.flush())
         return matched
 
     def _show(self, text: str) -> str | None:
         if self._stop is None or self._num_tokens <= self._min_tokens:
-            self.text += text  # text before `min_tokens` is no part of any stop string
+            self._parts.append(text)  # text before `min_tokens` is no part of any stop string
             return None
         shown, matched = self._stop.feed(text)
-        self.text += shown
+        self._parts.append(shown)
         return matched

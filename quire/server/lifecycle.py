@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import uvicorn
 
+from quire.common import garbage
 from quire.common.failures import log_failure
 from quire.config.api import ApiConfig
 from quire.config.serve import ServeConfig
@@ -175,6 +176,7 @@ class Lifecycle:
             if status.state == "failed":
                 raise EngineError(status.reason)
             await asyncio.sleep(_POLL_S)
+        garbage.settle()
         self._say("ready")
 
     async def _drain(self, client: ProcessClient, server: uvicorn.Server, serving: asyncio.Task[None]) -> int:

@@ -220,8 +220,8 @@ def _break_output(engine: Engine) -> None:
     processor = engine._outputs
     snapshot = processor._snapshot
 
-    def fail(state: Any, *, is_delta: bool) -> RequestOutput:
-        return _fail() if state.request.request_id == "victim" else snapshot(state, is_delta=is_delta)
+    def fail(state: Any) -> RequestOutput:
+        return _fail() if state.request.request_id == "victim" else snapshot(state)
 
     processor._snapshot = fail  # type: ignore[method-assign]
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from quire.common import garbage
 from quire.common.failures import log_failure
 from quire.config.engine import EngineConfig
 from quire.engine.builder import begin_loading, build_executor, plan_engine
@@ -86,8 +87,10 @@ class Host:
             # Memory may come free, for instance once the system has taken back what the engine before this one held.
             self._channel.send(StartFailed(message, is_expected and not isinstance(error, CapacityError)))
             raise ChannelClosed("nothing to serve") from error
+        service = Service(loop)
+        garbage.settle()
         self._channel.send(Ready(time.monotonic() - began_s))
-        return Service(loop)
+        return service
 
     def _serve(self, service: Service) -> None:
         """One round: what the server says, then a step, then what it brought."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from quire.common.failures import log_failure
 from quire.core.decoding import SamplingDecoder
@@ -85,14 +85,14 @@ class Entry:
             resumed=resumed,
         )
 
-    def take(self, gain: Gain, now: float) -> Iterator[Progress]:
+    def take(self, gain: Gain, now: float) -> list[Progress]:
         """Take in what a step brought one sequence; what comes after its end here (a stop string) is void."""
         request = self.request
         sequence = self.sequence(gain.index)
         if gain.served is not None:
             self._note_served(gain.served)
         if sequence.status is SequenceStatus.FINISHED:
-            return
+            return []
         if gain.prompt_logprobs and not request.prompt_logprobs:
             request.prompt_logprobs.extend(gain.prompt_logprobs)
         sequence.token_ids += gain.token_ids
@@ -106,12 +106,13 @@ class Entry:
         if gain.finish_reason is not None:
             self._end(sequence, FinishReason(gain.finish_reason), now)
             sequence.stop_reason = gain.stop_token_id
-        for place, token_id in enumerate(gain.token_ids):
-            record = gain.logprobs[place] if gain.logprobs else None
-            sequence.cumulative_logprob += record.logprob if record is not None else 0.0
-            yield Progress(sequence, token_id, record)
+        records = gain.logprobs or (None,) * len(gain.token_ids)
+        progress = [Progress(sequence, token_id, record) for token_id, record in zip(gain.token_ids, records, strict=True)]
+        for record in gain.logprobs:
+            sequence.cumulative_logprob += record.logprob
         if gain.finish_reason is not None:
-            yield Progress(sequence, None, None)
+            progress.append(Progress(sequence, None, None))
+        return progress
 
     def end(self, reason: FinishReason, error: str | None = None) -> list[Progress]:
         """End whatever of it is unfinished."""
@@ -179,7 +180,7 @@ class Journal:
     def _take(self, entry: Entry, gain: Gain, now: float) -> list[Progress]:
         """What a gain comes to; one that cannot be taken in ends its request."""
         try:
-            return list(entry.take(gain, now))
+            return entry.take(gain, now)
         except Exception as error:
             log_failure(logger, f"request {entry.request.request_id} failed while its tokens were taken in", error)
             self._messages.append(Abort(entry.number))
