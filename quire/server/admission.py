@@ -1,6 +1,6 @@
 """Whether a request may come in now, and if not, when to try again.
 
-Owns the bounds of the queue (in requests and in prompt tokens), and each tenant's concurrency and token rate. Decides at
+Owns the bounds of the queue (in requests and in prompt tokens), and each tenant's concurrency and rates. Decides at
 once and in the event loop's thread; nothing here waits. What waits is not counted but inferred: the engine serves in order of
 arrival and says how many sequences it computes, so the requests that came in last, beyond that number, are those that wait.
 Every refusal says how long the wait would be, computed from how fast requests have been finishing.
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from quire.config.api import ApiConfig
+from quire.server.allowance import Allowance
 from quire.server.errors import MAX_RETRY_AFTER_S, ApiError, overloaded, useless_to_retry
 from quire.server.tenants import Tenant
 
@@ -37,18 +38,16 @@ class Ticket:
 
 @dataclass(slots=True)
 class TenantUse:
-    """What a tenant has used and holds now."""
+    """What a tenant has used and holds now, and what it may use."""
 
+    tokens: Allowance
+    requests: Allowance
     num_requests: int = 0
     num_refused: int = 0
     num_in_flight: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
-    balance: float = 0.0
-    """Tokens left of its rate; below 0 after an answer that was longer than what was left."""
-    balance_s: float = 0.0
-    """When the balance was last brought up to date."""
     durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=64))
 
 
@@ -71,7 +70,7 @@ class Admission:
         now = clock()
         self.tenants = {tenant.name: tenant for tenant in tenants}
         self.uses = {
-            name: TenantUse(balance=float(tenant.tokens_per_minute or 0), balance_s=now)
+            name: TenantUse(Allowance(tenant.tokens_per_minute, now), Allowance(tenant.requests_per_minute, now))
             for name, tenant in self.tenants.items()
         }
         self.num_rejections = {"queue_full": 0, "tenant_concurrency": 0, "tenant_rate": 0}
@@ -91,7 +90,8 @@ class Admission:
         use.num_requests += 1
         use.num_in_flight += 1
         use.num_prompt_tokens += num_prompt_tokens
-        use.balance -= num_prompt_tokens
+        use.tokens.use(num_prompt_tokens)
+        use.requests.use(1)
         return ticket
 
     def check_room(self, tenant: Tenant) -> None:
@@ -100,7 +100,12 @@ class Admission:
             self._check(tenant, 0)
 
     def _has_limits(self, tenant: Tenant) -> bool:
-        return tenant.max_concurrency is not None or tenant.tokens_per_minute is not None
+        return tenant.max_concurrency is not None or tenant.has_rates
+
+    def rate_headers(self, tenant: Tenant) -> dict[str, str]:
+        """What is left of a tenant's rates, in OpenAI's headers; none where it has none."""
+        use, now = self.uses.get(tenant.name), self._clock()
+        return {} if use is None else {**use.requests.headers("requests", now), **use.tokens.headers("tokens", now)}
 
     def _check(self, tenant: Tenant, num_prompt_tokens: int) -> None:
         use = self.uses[tenant.name]
@@ -129,7 +134,7 @@ class Admission:
         use = self.uses[tenant.name]
         use.num_output_tokens += num_output_tokens
         use.num_cached_tokens += num_cached_tokens
-        use.balance -= num_output_tokens - num_cached_tokens
+        use.tokens.use(num_output_tokens - num_cached_tokens)
 
     def is_queued(self, ticket: Ticket) -> bool:
         """Whether a request still waits for its first step, as far as can be told from outside."""
@@ -184,19 +189,19 @@ class Admission:
                 code="tenant_concurrency",
                 retry_after_s=mean_s / limit,
             )
-        rate = tenant.tokens_per_minute
-        if rate is None:
-            return
         now = self._clock()
-        use.balance = min(float(rate), use.balance + (now - use.balance_s) * rate / 60)
-        use.balance_s = now
-        if num_prompt_tokens > rate:
+        wait_s = use.requests.wait_s(1, now)
+        if wait_s > 0:
+            message = f"this key may ask {tenant.requests_per_minute} times a minute, and has done so"
+            raise overloaded(message, code="tenant_rate", retry_after_s=wait_s)
+        rate = tenant.tokens_per_minute
+        if rate is not None and num_prompt_tokens > rate:
             message = f"the prompt has {num_prompt_tokens} tokens, more than the {rate} that this key may use in a minute"
             raise useless_to_retry(overloaded(message, code="tenant_rate", retry_after_s=MAX_RETRY_AFTER_S))
-        missing = num_prompt_tokens - use.balance
-        if missing > 0:
+        wait_s = use.tokens.wait_s(num_prompt_tokens, now)
+        if wait_s > 0:
             raise overloaded(
-                f"this key may use {rate} tokens a minute, and {max(0, int(use.balance))} of them are left",
+                f"this key may use {rate} tokens a minute, and {max(0, int(use.tokens.left(now)))} of them are left",
                 code="tenant_rate",
-                retry_after_s=missing * 60 / rate,
+                retry_after_s=wait_s,
             )

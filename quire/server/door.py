@@ -3,16 +3,19 @@ one a round of the event loop.
 
 Reading a body and making tokens of it costs many times what a refusal costs, so under overload it is the refusals of requests
 that were prepared in vain that would take the machine from those that are served. Owns nothing but the turnstile.
+Answers to tenants with rates say what is left of them, as OpenAI's do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from starlette._utils import get_route_path
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.call import call_in
+from quire.server.errors import ApiError
 from quire.server.tenants import Tenant
 from quire.server.turnstile import Turnstile
 
@@ -27,6 +30,10 @@ class Room(Protocol):
         """Raise ApiError where no request of `tenant` could be taken now, whatever it is."""
         ...
 
+    def rate_headers(self, tenant: Tenant) -> Mapping[str, str]:
+        """What is left of a tenant's rates, for its answers' headers."""
+        ...
+
 
 class Door:
     """ASGI application around the router."""
@@ -39,10 +46,26 @@ class Door:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request in. Raises ApiError."""
         if scope["type"] == "http" and scope["method"] == "POST":
-            is_generating = get_route_path(scope) in GENERATING_PATHS
-            if is_generating:
-                self._room.check_room(call_in(scope).tenant)
+            if get_route_path(scope) in GENERATING_PATHS:
+                await self._generate(scope, receive, send)
+                return
             await self._turnstile.enter()
-            if is_generating:  # others have come in meanwhile
-                self._room.check_room(call_in(scope).tenant)
         await self._app(scope, receive, send)
+
+    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tenant = call_in(scope).tenant
+
+        async def send_with_rates(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                rates = [(name.encode(), value.encode()) for name, value in self._room.rate_headers(tenant).items()]
+                message = {**message, "headers": [*message.get("headers", ()), *rates]}
+            await send(message)
+
+        try:
+            self._room.check_room(tenant)
+            await self._turnstile.enter()
+            self._room.check_room(tenant)  # others have come in meanwhile
+            await self._app(scope, receive, send_with_rates if tenant.has_rates else send)
+        except ApiError as error:
+            error.headers.update(self._room.rate_headers(tenant))
+            raise

@@ -82,6 +82,7 @@ class Operations:
             "limits": {
                 "weight": tenant.weight,
                 "tokens_per_minute": tenant.tokens_per_minute,
+                "requests_per_minute": tenant.requests_per_minute,
                 "max_concurrency": tenant.max_concurrency,
             },
         }

@@ -11,6 +11,7 @@ A keys file is TOML::
     keys = ["sha256:9f86d081...", "sk-or-in-clear"]
     weight = 2.0
     tokens_per_minute = 200000
+    requests_per_minute = 600
     max_concurrency = 16
     admin = false
 """
@@ -31,7 +32,7 @@ from quire.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
 _DIGEST = re.compile(r"sha256:[0-9a-fA-F]{64}\Z")
-_FIELDS = {"name", "keys", "weight", "tokens_per_minute", "max_concurrency", "admin"}
+_FIELDS = {"name", "keys", "weight", "tokens_per_minute", "requests_per_minute", "max_concurrency", "admin"}
 MAX_KEYS = 4096
 """Every stored digest is compared for every request."""
 MAX_KEY_LEN = 512
@@ -48,10 +49,16 @@ class Tenant:
     """Prompt and output tokens together; None is unlimited."""
     max_concurrency: int | None = None
     """Requests in flight at once."""
+    requests_per_minute: int | None = None
     is_isolated: bool = True
     """Whether its cached prefixes are its own."""
     is_admin: bool = False
     """Whether it may see what is not its own: names and texts of everybody's requests."""
+
+    @property
+    def has_rates(self) -> bool:
+        """Whether what it uses in a minute is limited."""
+        return self.tokens_per_minute is not None or self.requests_per_minute is not None
 
     def cache_salt(self, requested: str | None) -> str | None:
         """The salt of a request's cache entries: the tenant's, narrowed by what the body asks for.
@@ -169,7 +176,7 @@ def _tenant(entry: Mapping[str, Any]) -> Tenant:
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0.001 <= weight <= 1000:
         raise ConfigError(f"tenant {name!r}: weight={weight!r} must be a number from 0.001 to 1000")
     limits: dict[str, int | None] = {}
-    for field in ("tokens_per_minute", "max_concurrency"):
+    for field in ("tokens_per_minute", "max_concurrency", "requests_per_minute"):
         value = entry.get(field)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ConfigError(f"tenant {name!r}: {field}={value!r} must be an integer of at least 1")
@@ -177,7 +184,14 @@ def _tenant(entry: Mapping[str, Any]) -> Tenant:
     is_admin = entry.get("admin", False)
     if not isinstance(is_admin, bool):
         raise ConfigError(f"tenant {name!r}: admin={is_admin!r} must be true or false")
-    return Tenant(name, float(weight), limits["tokens_per_minute"], limits["max_concurrency"], is_admin=is_admin)
+    return Tenant(
+        name,
+        float(weight),
+        limits["tokens_per_minute"],
+        limits["max_concurrency"],
+        limits["requests_per_minute"],
+        is_admin=is_admin,
+    )
 
 
 def _digest(name: str, key: str) -> bytes:

@@ -114,6 +114,38 @@ def test_a_tenants_token_rate_counts_prompts_and_answers_but_not_what_was_cached
     assert caught.value.headers["x-should-retry"] == "false"
 
 
+def test_a_tenants_requests_in_a_minute() -> None:
+    tenant = Tenant("a", requests_per_minute=2)
+    admission, clock = make(ApiConfig(), tenant)
+    for _ in range(2):
+        admission.release(admit(admission, tenant=tenant))
+    with pytest.raises(ApiError) as caught:
+        admission.check_room(tenant)
+    assert (caught.value.code, retry_after(caught.value)) == ("tenant_rate", 30)
+    clock.now += 30
+    admit(admission, tenant=tenant)
+
+
+def test_what_is_left_is_said_in_openais_headers() -> None:
+    keys = key_ring([(Tenant("a", tokens_per_minute=600, requests_per_minute=2), ["key-of-a"]), (Tenant("b"), ["key-of-b"])])
+    with serve(FakeClient(), keys=keys) as server:
+
+        def post(key: str = "key-of-a", **fields: object) -> dict[str, str]:
+            answer = httpx.post(f"{server.v1}/chat/completions", json={**CHAT, **fields}, headers={"x-api-key": key})
+            return {name: value for name, value in answer.headers.items() if name.startswith("x-ratelimit-")}
+
+        first = post()
+        assert sorted(first) == sorted(
+            f"x-ratelimit-{each}-{what}" for each in ("limit", "remaining", "reset") for what in ("requests", "tokens")
+        )
+        assert (first["x-ratelimit-limit-requests"], first["x-ratelimit-limit-tokens"]) == ("2", "600")
+        assert first["x-ratelimit-remaining-requests"] == "1" and 500 < int(first["x-ratelimit-remaining-tokens"]) < 600
+        assert 20 < float(first["x-ratelimit-reset-requests"].removesuffix("s")) <= 30
+        assert post(stream=True)["x-ratelimit-remaining-requests"] == "0"
+        assert post()["x-ratelimit-remaining-requests"] == "0"
+        assert post("key-of-b") == {}
+
+
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 50)), max_size=60), st.integers(0, 5))
 def test_the_bounds_hold_whatever_comes_and_goes(steps: list[tuple[bool, int]], num_running: int) -> None:
     admission, _ = make(ApiConfig(max_queued_requests=4, max_queued_tokens=90), num_running=num_running)
@@ -188,6 +220,6 @@ def test_tenants_have_quotas_salts_and_books_of_their_own() -> None:
         assert {(request.tenant, request.weight) for request in client.requests} == {("small", 2.0), ("other", 1.0)}
         usage = httpx.get(f"{server.v1}/usage", headers={"x-api-key": "key-of-small"}).json()
         assert (usage["tenant"], usage["requests"], usage["refused_requests"], usage["completion_tokens"]) == ("small", 1, 1, 1)
-        assert usage["limits"] == {"weight": 2.0, "tokens_per_minute": None, "max_concurrency": 1}
+        assert usage["limits"] == {"weight": 2.0, "tokens_per_minute": None, "requests_per_minute": None, "max_concurrency": 1}
         metrics = httpx.get(f"{server.url}/metrics", headers={"x-api-key": "key-of-small"}).text
         assert 'quire:tenant_requests_total{tenant="other"} 2.0' in metrics
