@@ -233,7 +233,7 @@ def _peaks(num_threads: int) -> dict[str, Any]:
     return peaks
 
 
-_HOLD_S = 120.0
+_HOLD_S = 60.0
 """After so long, a lock is given to others before the next run."""
 
 

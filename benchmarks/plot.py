@@ -1,52 +1,55 @@
 """Figures from the records of `benchmarks.compare`: `python -m benchmarks.plot RECORD... --out FOLDER`.
 
-`batch`: output tokens per second against the number of equal requests at once (workloads B1 to B64). `roofline`: what each
-engine attains on each workload against what the machine allows. Each is written twice as SVG, for light and for dark pages.
-Owns no numbers: all come from the records.
+`batch`: output tokens per second against the number of equal requests at once (workloads B1 to B64), 16-bit weights and smaller
+ones side by side. `roofline`: what each engine attains on each workload against what the machine allows. Each is written twice
+as SVG that needs nothing else, for light and for dark pages. Owns no numbers: all come from the records.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import best_peaks
+from benchmarks.tables import best_peaks, read_record
 from benchmarks.variants import Variant
 from quire.bench.bound import ideal_steps
 from quire.bench.workload import WORKLOADS
 from quire.models.registry import declare
 
 Record = Mapping[str, Any]
+Panel = Callable[[Any], None]
+"""Draws on a matplotlib axis."""
 
 THEMES = {"light": {"ink": "#24292f", "faint": "#d0d7de"}, "dark": {"ink": "#e6edf3", "faint": "#3d444d"}}
 COLOURS = {"quire": "#e8590c", "vllm": "#4c8dff", "openvino": "#2da44e", "llamacpp": "#a475f9", "transformers": "#8b949e"}
 """Chosen to be told apart on white and on near-black."""
+NAMES = {"quire": "Quire", "vllm": "vLLM", "openvino": "OpenVINO", "llamacpp": "llama.cpp", "transformers": "Transformers"}
 MARKERS = {"W1": "o", "W2": "s", "W3": "^", "W4": "D", "W5": "P"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw what the records hold."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], prog="python -m benchmarks.plot")
-    parser.add_argument("records", nargs="+", type=Path, help="JSON files of benchmarks.compare; one column each")
+    parser.add_argument("records", nargs="+", type=Path, help="JSON files of benchmarks.compare, finished or not")
     parser.add_argument("--figure", choices=sorted(FIGURES), required=True)
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="folder (default: docs/benchmarks)")
+    parser.add_argument("--out", type=Path, default=Path("docs/images"), help="folder (default: docs/images)")
     parser.add_argument("--name", help="of the files, before -light.svg and -dark.svg (default: the figure's)")
     args = parser.parse_args(argv)
-    records = [json.loads(path.read_text()) for path in args.records]
+    records = [read_record(path) for path in args.records]
     for theme in THEMES:
         path = args.out / f"{args.name or args.figure}-{theme}.svg"
-        draw(records, FIGURES[args.figure], theme, path)
+        draw(FIGURES[args.figure](records), theme, path)
         print(path)
     return 0
 
 
-def draw(records: Sequence[Record], panel: Callable[[Any, Record], None], theme: str, path: Path) -> None:
-    """One figure in one theme, a panel a record."""
+def draw(panels: Sequence[Panel], theme: str, path: Path) -> None:
+    """One figure in one theme."""
     matplotlib = import_module("matplotlib")
     matplotlib.use("Agg")
     pyplot = import_module("matplotlib.pyplot")
@@ -54,18 +57,29 @@ def draw(records: Sequence[Record], panel: Callable[[Any, Record], None], theme:
     style = {name: ink for name in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")}
     fixed = {"svg.hashsalt": "quire", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}  # same bytes again
     with matplotlib.rc_context({**style, **fixed, "grid.color": faint}):
-        figure, axes = pyplot.subplots(1, len(records), figsize=(5.2 * len(records), 3.8), squeeze=False, layout="constrained")
-        for axis, record in zip(axes[0], records, strict=True):
-            panel(axis, record)
+        size = (4.6 * len(panels), 3.6)
+        figure, axes = pyplot.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
+        for axis, panel in zip(axes[0], panels, strict=True):
+            panel(axis)
             axis.grid(visible=True, which="major", linewidth=0.5)
             axis.legend(frameon=False, fontsize=7)
         figure.savefig(path, transparent=True, metadata={"Date": None})
         pyplot.close(figure)
 
 
-def batch_panel(axis: Any, record: Record) -> None:
+def batch_panels(records: Sequence[Record]) -> list[Panel]:
+    """Two a record: variants with 16-bit weights, and those with fewer bits, if there are both."""
+    return [
+        partial(draw_batch, record=record, names=names)
+        for record in records
+        for is_small in (False, True)
+        if (names := [name for name in record["variants"] if (Variant.parse(name).bytes_per_weight < 2) == is_small])
+    ]
+
+
+def draw_batch(axis: Any, record: Record, names: Sequence[str]) -> None:
     """Throughput against batch size; the band is the range over the rounds."""
-    for name in record["variants"]:
+    for name in names:
         points = [
             (record["workloads"][workload]["num_sequences"], rows[name])
             for workload, rows in record["summary"].items()
@@ -73,19 +87,29 @@ def batch_panel(axis: Any, record: Record) -> None:
         ]
         points.sort(key=lambda each: each[0])
         sizes, colour = [size for size, _ in points], COLOURS[Variant.parse(name).engine]
-        line = ":" if Variant.parse(name).bytes_per_weight < 2 else "-"
+        line = ":" if Variant.parse(name).bytes_per_weight < 1 else "-"
         axis.plot(
             sizes, [row["output_tokens_per_s"] for _, row in points], line, marker=".", color=colour, label=label_of(name)
         )
         lows, highs = ([row[key] for _, row in points] for key in ("lowest", "highest"))
         axis.fill_between(sizes, lows, highs, color=colour, alpha=0.15, linewidth=0)
-    axis.set(xscale="log", yscale="log", xlabel="requests at once", ylabel="output tokens/s", title=record["model"])
-    sizes = sorted({counts["num_sequences"] for counts in record["workloads"].values()})
+    widths = "8 and 4-bit weights" if Variant.parse(names[0]).bytes_per_weight < 2 else "16-bit weights"
+    title = f"{record['model']}, {widths}"
+    axis.set(xscale="log", yscale="log", xlabel="requests at once", ylabel="output tokens/s", title=title)
+    sizes = sorted({counts["num_sequences"] for name, counts in record["workloads"].items() if name.startswith("B")})
     axis.set_xticks(sizes, [str(size) for size in sizes])
+    low, high = axis.get_ylim()
+    ticks = [step * 10**power for power in range(6) for step in (1, 2, 5) if low <= step * 10**power <= high]
+    axis.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
     axis.minorticks_off()
 
 
-def roofline_panel(axis: Any, record: Record) -> None:
+def roofline_panels(records: Sequence[Record]) -> list[Panel]:
+    """One a record."""
+    return [partial(draw_roofline, record=record) for record in records]
+
+
+def draw_roofline(axis: Any, record: Record) -> None:
     """Operations per second against operations per byte of the ideal schedule, below the machine's roofs."""
     peaks, spec = best_peaks(record), declare(record["config"])
     ink = axis.xaxis.label.get_color()
@@ -94,7 +118,8 @@ def roofline_panel(axis: Any, record: Record) -> None:
         knee = roof / peaks["bandwidth"]
         axis.plot([0.5, knee, 3e4], [0.5 * peaks["bandwidth"] / 1e9, roof / 1e9, roof / 1e9], style, color=ink, linewidth=1)
         axis.annotate(f"{dtype} {roof / 1e9:,.0f} GFLOP/s", (3e4, roof / 1e9), ha="right", va="bottom", fontsize=7)
-    axis.annotate(f"{peaks['bandwidth'] / 1e9:.0f} GB/s", (1, peaks["bandwidth"] / 1e9), rotation=40, va="bottom", fontsize=7)
+    bandwidth = f"{peaks['bandwidth'] / 1e9:.0f} GB/s"
+    axis.annotate(bandwidth, (0.6, 0.6 * peaks["bandwidth"] / 1e9), xytext=(6, -3), textcoords="offset points", fontsize=7)
     labelled: set[str] = set()
     for workload, rows in record["summary"].items():
         if workload not in MARKERS:
@@ -107,22 +132,22 @@ def roofline_panel(axis: Any, record: Record) -> None:
             intensity = flops / sum(step.num_bytes for step in steps)
             filled = COLOURS[variant.engine] if variant.bytes_per_weight >= 2 else "none"
             look = {"marker": MARKERS[workload], "markerfacecolor": filled, "color": COLOURS[variant.engine]}
-            label = None if name in labelled else label_of(name)
+            label = None if variant.engine in labelled else NAMES[variant.engine]
             axis.plot(intensity, flops / row["wall_s"] / 1e9, linestyle="none", markersize=5, label=label, **look)
-            labelled.add(name)
+            labelled.add(variant.engine)
     marks = ", ".join(f"{mark} {name}" for name, mark in (("W1", "●"), ("W2", "■"), ("W3", "▲"), ("W4", "◆"), ("W5", "✚")))
-    axis.set(xscale="log", yscale="log", xlabel=f"operations per byte   ({marks})", ylabel="GFLOP/s", title=record["model"])
+    title = f"{record['model']}; filled: 16-bit weights, open: 8 and 4 bits"
+    axis.set(xscale="log", yscale="log", xlabel=f"operations per byte   ({marks})", ylabel="GFLOP/s", title=title)
 
 
 def label_of(variant: str) -> str:
     """For people: engine and form."""
     parsed = Variant.parse(variant)
-    names = {"quire": "Quire", "vllm": "vLLM", "openvino": "OpenVINO", "llamacpp": "llama.cpp", "transformers": "Transformers"}
     way = " (paged)" if "way=paged" in parsed.extra else ""
-    return f"{names[parsed.engine]} {parsed.form}{way}"
+    return f"{NAMES[parsed.engine]} {parsed.form}{way}"
 
 
-FIGURES: dict[str, Callable[[Any, Record], None]] = {"batch": batch_panel, "roofline": roofline_panel}
+FIGURES: dict[str, Callable[[Sequence[Record]], list[Panel]]] = {"batch": batch_panels, "roofline": roofline_panels}
 
 
 if __name__ == "__main__":

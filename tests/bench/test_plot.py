@@ -51,6 +51,7 @@ def test_figures(record: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     for path, theme in ((light, "light"), (dark, "dark")):
         text = path.read_text()
         assert plot.THEMES[theme]["ink"] in text
+        assert ("8 and 4-bit weights" in text) == (figure == "batch")
         assert all(colour in text for colour in (plot.COLOURS["quire"], plot.COLOURS["vllm"], plot.COLOURS["transformers"]))
     assert light.stat().st_size < 150_000
     first = light.read_bytes()
