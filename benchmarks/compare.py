@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -145,31 +145,28 @@ class Comparison:
             _say(f"left out: {each}")
         self._variants: list[str] = [variant.name for variant in found]
         self._engines = Engines(seat, is_resident=args.resident)
+        self._failed: set[str] = set()
 
     def run(self) -> int:
         """Measure what is missing; the exit code."""
-        left_s, num_done, failed = [], 0, set()
+        cells, left_s, num_done = list(self.pending()), [], 0
         with _Hold(self._args.hold) as hold:
-            for cell in self.pending():
-                if cell.variant in failed:
+            if self._args.resident:  # all before the first is timed, so that a hold is not let go for one of them
+                for variant in dict.fromkeys(cell.variant for cell in cells):
+                    self._attempt(variant, lambda variant=variant: self._open(variant, hold))
+            for cell in cells:
+                if cell.variant in self._failed:
                     continue
                 if (needed_s := self._needed_s(cell)) >= self._args.ends_at - time.monotonic():
                     left_s.append(needed_s)
                     continue
-                try:
-                    self._measure(cell, hold)
-                    num_done += 1
-                except RuntimeError as error:
-                    self._engines.drop(cell.variant)
-                    self.journal.add("failed", **cell._asdict(), error=str(error))
-                    failed.add(cell.variant)
-                    _say(str(error))
+                num_done += self._attempt(cell.variant, lambda cell=cell: self._measure(cell, hold))
         if left_s:
             _say(f"the budget is spent; {len(left_s)} runs are left: give the same command again")
         if left_s and not num_done and min(left_s) >= self._args.budget:
             _say(f"no run that is left fits the budget: the shortest takes about {min(left_s):.0f} s")
             return 1
-        return 1 if failed else _UNFINISHED if left_s else 0
+        return 1 if self._failed else _UNFINISHED if left_s else 0
 
     def pending(self) -> Iterator[Cell]:
         """What is not measured yet: round by round; another variant begins each time, so that nobody always does."""
@@ -199,6 +196,17 @@ class Comparison:
         is_open = self._engines.find(cell.variant) is not None
         return self.journal.expected_s(cell) + (0.0 if is_open else self.journal.expected_ready_s(cell.variant))
 
+    def _attempt(self, variant: str, work: Callable[[], object]) -> bool:
+        """Do something with an engine; whether it went well. One that fails is not used again in this call."""
+        try:
+            work()
+        except RuntimeError as error:
+            self._engines.drop(variant)
+            self.journal.add("failed", variant=variant, error=str(error))
+            self._failed.add(variant)
+            _say(str(error))
+        return variant not in self._failed
+
     def _measure(self, cell: Cell, hold: _Hold) -> None:
         process = self._engines.find(cell.variant) or self._open(cell.variant, hold)
         hold.renew()
@@ -214,6 +222,7 @@ class Comparison:
         started = time.monotonic()
         process = self._engines.open(variant)
         self.journal.add("ready", variant=variant, opening_s=time.monotonic() - started, **process.description)
+        _say(f"{variant}: ready")
         return process
 
     def _requests(self, name: str, number: int) -> list[BenchRequest]:

@@ -17,7 +17,7 @@ own=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purel
   --config-settings=cmake.build-type=RelWithDebInfo \
   --config-settings=build-dir="$folder/native"
 if [ $# -eq 0 ]; then
-  set -- tests/kernels tests/weights/test_head_start.py
+  set -- tests/kernels/cpu tests/kernels/test_selection.py tests/weights/test_head_start.py  # what runs native code
 fi
 # pytest would find the package in this folder first, which has no extension beside it: the tests run from a copy.
 rm -rf "$folder/work"
