@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -153,14 +154,14 @@ class Comparison:
         with _Hold(self._args.hold) as hold:
             if self._args.resident:  # all before the first is timed, so that a hold is not let go for one of them
                 for variant in dict.fromkeys(cell.variant for cell in cells):
-                    self._attempt(variant, lambda variant=variant: self._open(variant, hold))
+                    self._attempt(variant, partial(self._open, variant, hold))
             for cell in cells:
                 if cell.variant in self._failed:
                     continue
                 if (needed_s := self._needed_s(cell)) >= self._args.ends_at - time.monotonic():
                     left_s.append(needed_s)
                     continue
-                num_done += self._attempt(cell.variant, lambda cell=cell: self._measure(cell, hold))
+                num_done += self._attempt(cell.variant, partial(self._measure, cell, hold))
         if left_s:
             _say(f"the budget is spent; {len(left_s)} runs are left: give the same command again")
         if left_s and not num_done and min(left_s) >= self._args.budget:
