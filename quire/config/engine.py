@@ -69,6 +69,9 @@ class EngineConfig:
         choices=OVERLAPS,
     )
     num_threads: int | None = _option(None, "CPU threads; by default the physical cores this process may use")
+    batch_invariant: bool = _option(
+        True, "results never depend on who else is in the batch; off, a GPU may use libraries that are faster for many rows"
+    )
     seed: int = _option(0, "from which the seeds of requests without one of their own are derived")
     max_logprobs: int = _option(20, "most alternatives a request may ask for per token; -1 allows the whole vocabulary")
     quantization: str | None = _option(

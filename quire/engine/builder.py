@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.config.engine import EngineConfig
-from quire.engine.gpu import require_gpu
+from quire.engine.gpu import FP8_CAPABILITY, require_gpu
 from quire.engine.machine import Machine
 from quire.engine.model_files import ModelFiles, find_model
 from quire.engine.planning import EnginePlan, resolve
@@ -82,7 +82,8 @@ def plan_engine(config: EngineConfig, machine: Machine | None = None) -> Planned
     machine = machine or machine_for(config)
     files = find_model(config)
     spec = declare({key: value for key, value in files.config.items() if key != "quantization_config"})
-    storage = files.storage(spec, config)
+    keeps_fp8 = machine.gpu is not None and machine.gpu.capability >= FP8_CAPABILITY
+    storage = files.storage(spec, config, keeps_fp8=keeps_fp8)
     if storage is not None:
         formats = storage.formats
     else:
@@ -158,8 +159,8 @@ def select(plan: EnginePlan) -> Selection:
     from quire.kernels.selection import Selection, load, select_kernels
 
     if plan.config.kernels != "auto":
-        return Selection(load(plan.config.kernels, plan.device))
-    return select_kernels(plan.device, getattr(torch, plan.dtype))
+        return Selection(load(plan.config.kernels, plan.device, is_invariant=plan.config.batch_invariant))
+    return select_kernels(plan.device, getattr(torch, plan.dtype), is_invariant=plan.config.batch_invariant)
 
 
 @_no_collection()

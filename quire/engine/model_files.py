@@ -30,11 +30,18 @@ class ModelFiles(NamedTuple):
     gguf: GgufModel | None = None
     """Everything but the weights of a GGUF file, where the model is one."""
 
-    def storage(self, spec: DecoderSpec, config: EngineConfig) -> CheckpointStorage | GgufStorage | None:
-        """How weights are stored that are not plain floating point; None where they all are."""
+    def storage(
+        self, spec: DecoderSpec, config: EngineConfig, *, keeps_fp8: bool = False
+    ) -> CheckpointStorage | GgufStorage | None:
+        """How weights are stored that are not plain floating point; None where they all are.
+
+        With `keeps_fp8` there are kernels for e4m3 where the model will run.
+        """
         if self.gguf is not None:
             return read_gguf_storage(self.gguf, spec, config.quantization)
-        return None if config.load_format == "dummy" else read_storage(self.config, spec, config.quantization)
+        if config.load_format == "dummy":
+            return None
+        return read_storage(self.config, spec, config.quantization, keeps_fp8=keeps_fp8)
 
 
 def find_model(config: EngineConfig) -> ModelFiles:

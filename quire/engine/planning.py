@@ -84,6 +84,7 @@ class _Resolver:
     def plan(self) -> EnginePlan:
         config, spec = self.config, self.spec
         self._note_device()
+        self._note_invariance()
         dtype = self._dtype()
         block_size = self._given("block_size", config.block_size, DEFAULT_BLOCK_SIZE, "a good compromise of waste and speed")
         default_num_seqs = min(DEFAULT_MAX_NUM_SEQS, config.max_num_batched_tokens or DEFAULT_MAX_NUM_SEQS)
@@ -149,6 +150,14 @@ class _Resolver:
             is_on, reason = given == "on", "given"
         self._note("overlap", "on" if is_on else "off", reason)
         return is_on
+
+    def _note_invariance(self) -> None:
+        if self.config.batch_invariant:
+            self._note("batch_invariant", True, "own products and attention, whose bits do not depend on the batch")
+        elif self.gpu is None:
+            self._note("batch_invariant", True, "the CPU kernels are at no cost, so switching it off changes nothing")
+        else:
+            self._note("batch_invariant", False, "given; torch's products may serve many rows, as the tuning file says")
 
     def _dtype(self) -> str:
         config, spec = self.config, self.spec

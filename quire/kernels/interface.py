@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
+InputFormat = Literal["int8", "fp8", "float"]
+"""What the inputs of a quantized weight are multiplied as."""
 
 
 class PackedLinear(Protocol):
@@ -44,7 +46,8 @@ class EmbeddingTable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight [N, K] as small integers: `w[n, k] = scales[n, g] * values[n, k] + offsets[n, g]` with g = k // group_size.
+    """A weight [N, K] as small integers, or e4m3 numbers:
+    `w[n, k] = scales[n, g] * values[n, k] + offsets[n, g]` with g = k // group_size.
 
     The one form that every way of quantizing (at load, GPTQ, AWQ, compressed-tensors, GGUF) is brought to before a back
     end packs it; it exists for one projection at a time. With `activations="int8"` the inputs are quantized too, row by
@@ -52,11 +55,13 @@ class QuantizedWeight:
     group, `y = s * sum over g of (scales[n, g] * sum(q * values) + offsets[n, g] * sum(q))`, groups in ascending order in
     float32, each multiplication and addition rounded by itself: so every back end gives the same bits. A row whose `s`
     is below the smallest normal number counts as zeros; a row that is not finite gives not-a-numbers. With "float" the
-    weight counts as its dequantized float32 values and the inputs stay as they are.
+    weight counts as its dequantized float32 values and the inputs stay as they are. With "fp8", for e4m3 values alone, inputs
+    become e4m3 as rows of the KV cache do (`Kernels.write_kv`), and groups are summed in float32, in an order that is a back
+    end's own. Not every back end takes e4m3 values.
     """
 
     values: Tensor
-    """int8 [N, K]: -128 ... 127, or -8 ... 7 where bits is 4."""
+    """int8 [N, K]: -128 ... 127, or -8 ... 7 where bits is 4; or float8_e4m3fn, with 8 bits and no offsets."""
     scales: Tensor
     """float32 [N, K / group_size]"""
     offsets: Tensor | None
@@ -64,7 +69,12 @@ class QuantizedWeight:
     bits: Literal[4, 8]
     group_size: int
     """Inputs that share a scale; a divisor of K, and K itself for one scale per output."""
-    activations: Literal["int8", "float"]
+    activations: InputFormat
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the values are e4m3 numbers."""
+        return self.values.dtype is torch.float8_e4m3fn
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,11 @@ class Selection:
     reasons: tuple[str, ...] = ()
 
 
-def load(name: str, device: str = "cpu") -> Kernels:
-    """The back end called `name` ("cpu", "triton" or "reference") for a device; ConfigError where it cannot run there."""
+def load(name: str, device: str = "cpu", *, is_invariant: bool = True) -> Kernels:
+    """The back end called `name` ("cpu", "triton" or "reference") for a device; ConfigError where it cannot run there.
+
+    Only "triton" has anything faster to offer where results may depend on company, that is not `is_invariant`.
+    """
     if name == "reference":
         from quire.kernels.reference import ReferenceKernels
 
@@ -34,7 +37,7 @@ def load(name: str, device: str = "cpu") -> Kernels:
     if name == "triton":
         from quire.kernels import triton
 
-        return triton.load(device)
+        return triton.load(device, is_invariant=is_invariant)
     if name == "cpu":
         from quire.kernels import cpu
 
@@ -42,7 +45,7 @@ def load(name: str, device: str = "cpu") -> Kernels:
     raise ConfigError(f"there are no kernels called {name!r}; choose cpu, triton or reference")
 
 
-def select_kernels(device: str, dtype: torch.dtype) -> Selection:
+def select_kernels(device: str, dtype: torch.dtype, *, is_invariant: bool = True) -> Selection:
     """The best back end for tensors of `dtype` on `device` ("cpu", "cuda:0").
 
     Raises ConfigError where no back end can serve them. A GPU is served by the Triton kernels or not at all: nobody who asks
@@ -53,7 +56,7 @@ def select_kernels(device: str, dtype: torch.dtype) -> Selection:
 
         if reasons := triton.reasons_against(device, dtype):
             raise ConfigError(f"no kernels can compute on {device}: " + "; ".join(reasons))
-        return Selection(triton.load(device))
+        return Selection(triton.load(device, is_invariant=is_invariant))
     from quire.kernels import cpu
 
     reasons = cpu.reasons_against(device, dtype)

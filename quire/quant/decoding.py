@@ -165,13 +165,14 @@ def _compressed(storage: CompressedStorage, module: _Module) -> QuantizedWeight:
     return _affine(values, scales, None if zeros is None else zeros.expand_as(scales), storage)
 
 
-def _fp8(storage: Fp8Storage, module: _Module) -> Tensor:
-    weight = module["weight"].float()
-    scales = module.scales(storage.scale_name)
-    if storage.block is not None:
-        tall, wide = storage.block
-        scales = scales.repeat_interleave(tall, 0)[: weight.shape[0]].repeat_interleave(wide, 1)[:, : weight.shape[1]]
-    return weight * scales if scales.dim() == 2 else weight * scales.view(-1, 1)
+def _fp8(storage: Fp8Storage, module: _Module) -> QuantizedWeight | Tensor:
+    weight, scales = module["weight"], module.scales(storage.scale_name)
+    scales = scales if scales.dim() == 2 else scales.view(-1, 1)
+    tall, wide = (1, weight.shape[1]) if storage.block is None else storage.block
+    rows = scales.repeat_interleave(tall, 0)[: weight.shape[0]].expand(weight.shape[0], -1)
+    if storage.is_kept and storage.requantized is None and weight.shape[1] % wide == 0:
+        return QuantizedWeight(weight, rows.contiguous(), None, 8, wide, storage.activations)
+    return weight.float() * rows.repeat_interleave(wide, 1)[:, : weight.shape[1]]
 
 
 _IntegerStorage = GptqStorage | AwqStorage | CompressedStorage

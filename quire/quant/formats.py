@@ -15,6 +15,8 @@ from typing import Final, Literal
 
 from quire.models.declaration import DTYPE_BYTES, DecoderSpec, LinearSpec
 
+Activations = Literal["int8", "fp8", "float"]
+"""What inputs are multiplied as, by the names of `quire.kernels.interface.InputFormat`."""
 GROUP_SIZES: Final = (128, 64, 32)
 _SCALE_BYTES = 4
 
@@ -26,8 +28,10 @@ class IntegerFormat:
     bits: Literal[4, 8]
     group_size: int
     """Inputs that share a scale; all of them for one scale per output."""
-    activations: Literal["int8", "float"]
+    activations: Activations
     has_offsets: bool = False
+    is_fp8: bool = False
+    """e4m3 numbers in place of integers."""
 
     def num_bytes(self, num_outputs: int, num_inputs: int) -> int:
         """Bytes of values, scales and offsets."""
@@ -46,11 +50,13 @@ class WeightFormats:
     def of(self, parts: Sequence[LinearSpec]) -> IntegerFormat | None:
         """The one format that parts of a stacked projection get, None for floating point.
 
-        Parts of different formats are brought to the narrowest that holds them all without loss.
+        Parts of different formats are brought to the narrowest that holds them all without loss; for e4m3 beside integers
+        that is floating point.
         """
         found = [self.by_name.get(part.weight.name) for part in parts]
         formats = [each for each in found if each is not None]
-        return join(formats) if formats and len(formats) == len(found) else None
+        is_alike = len(formats) == len(found) and len({each.is_fp8 for each in formats}) == 1
+        return join(formats) if is_alike else None
 
     def weight_bytes(self, spec: DecoderSpec, dtype: str) -> int:
         """Memory of all weights: those that stay floating point count in `dtype`. Integers of a tied head come on top of the
@@ -76,8 +82,9 @@ def join(formats: Iterable[IntegerFormat]) -> IntegerFormat:
     return IntegerFormat(
         bits=8 if any(each.bits == 8 for each in listed) else 4,
         group_size=math.gcd(*(each.group_size for each in listed)),
-        activations="int8" if all(each.activations == "int8" for each in listed) else "float",
+        activations=listed[0].activations if len({each.activations for each in listed}) == 1 else "float",
         has_offsets=any(each.has_offsets for each in listed),
+        is_fp8=all(each.is_fp8 for each in listed),
     )
 
 

@@ -120,7 +120,7 @@ class CheckpointLinears:
             return self.rounded.load(parts)
         integers = [each for each in decoded if isinstance(each, QuantizedWeight)]
         floats = self.rounded.floats
-        if len(integers) == len(decoded):
+        if len(integers) == len(decoded) and len({each.is_fp8 for each in integers}) == 1:
             return floats.kernels.pack_quantized(stack(integers), floats.bias(parts))
         return self.rounded.pack(parts, torch.cat([self._floats(*each) for each in zip(parts, decoded, strict=True)]))
 

@@ -130,11 +130,15 @@ class CompressedStorage:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Storage:
-    """Floating point of 8 bits (e4m3) with scales per tensor, output or block; there are no kernels for it here."""
+    """Floating point of 8 bits (e4m3) with scales per tensor, output or block. Only some back ends have kernels for it."""
 
     block: tuple[int, int] | None
     """Outputs and inputs that share a scale; None: one scale per tensor or per output."""
     scale_name: str
+    activations: Literal["fp8", "float"] = "fp8"
+    """What inputs are multiplied as where the weights stay e4m3."""
+    is_kept: bool = False
+    """Weights stay e4m3, unless requantized, or their blocks are ragged along the inputs."""
     requantized: IntegerFormat | None = None
     """What it is turned into; None: the compute dtype. A group size of 0 means all inputs."""
 
@@ -150,6 +154,9 @@ class Fp8Storage:
         )
 
     def held(self, linear: LinearSpec) -> IntegerFormat | None:
+        size = linear.num_inputs if self.block is None else self.block[1]
+        if self.requantized is None and self.is_kept and linear.num_inputs % size == 0:
+            return IntegerFormat(8, size, self.activations, is_fp8=True)
         return self.requantized
 
 
@@ -172,15 +179,18 @@ class CheckpointStorage:
         """For the plan."""
         held = {name: storage.held(self.linears[name]) for name, storage in self.by_name.items()}
         integers = {name: each for name, each in held.items() if each is not None}
-        kinds = sorted({f"{each.bits}-bit weights, activations {each.activations}" for each in integers.values()})
+        sizes = {("fp8" if each.is_fp8 else f"{each.bits}-bit", each.activations) for each in integers.values()}
+        kinds = sorted(f"{size} weights, activations {activations}" for size, activations in sizes)
         return WeightFormats(integers, f"{self.name}: {'; '.join(kinds) or 'turned into the compute dtype'}")
 
 
-def read_storage(config: Mapping[str, object], spec: DecoderSpec, method: str | None) -> CheckpointStorage | None:
+def read_storage(
+    config: Mapping[str, object], spec: DecoderSpec, method: str | None, *, keeps_fp8: bool = False
+) -> CheckpointStorage | None:
     """What the `quantization_config` of a parsed `config.json` says; None where there is none.
 
-    `method` is the user's wish ("int4", "int8" or None) for the activations. Raises UnsupportedModelError for what is not
-    implemented, ConfigError for a wish that the checkpoint cannot meet.
+    `method` is the user's wish ("int4", "int8" or None) for the activations; with `keeps_fp8` there are kernels for e4m3.
+    Raises UnsupportedModelError for what is not implemented, ConfigError for a wish that the checkpoint cannot meet.
     """
     values = config.get("quantization_config")
     if values is None:
@@ -195,6 +205,8 @@ def read_storage(config: Mapping[str, object], spec: DecoderSpec, method: str | 
     found = {key: storage for key, linear in linears.items() if (storage := assign(_module(linear), linear)) is not None}
     if spec.is_tied:
         found.pop(spec.head.weight.name, None)
+    if keeps_fp8:
+        found = {k: dataclasses.replace(s, is_kept=True) if isinstance(s, Fp8Storage) else s for k, s in found.items()}
     wished = found if method is None else {key: _with_wish(storage, linears[key], method) for key, storage in found.items()}
     if method is not None and found and all(wished[key] is storage for key, storage in found.items()):
         raise ConfigError(
@@ -326,9 +338,11 @@ def _read_group(group: ConfigReader, layout: str) -> tuple[tuple[_Target, ...], 
     if weights is None:
         raise group.refuse("weights", "an object")
     layout = group.text("format", layout)
-    activations = _read_activations(group.section("input_activations"))
+    inputs = group.section("input_activations")
+    activations = _read_activations(inputs)
     if weights.choice("type", {"int": "int", "float": "float"}, "int") == "float":
-        return targets, _read_float_weights(weights)
+        floats = _read_float_weights(weights)
+        return targets, floats if inputs is not None else dataclasses.replace(floats, activations="float")
     bits = weights.integer("num_bits")
     if bits not in (4, 8):
         raise weights.refuse("num_bits", "4 or 8")
@@ -346,7 +360,7 @@ def _read_group(group: ConfigReader, layout: str) -> tuple[tuple[_Target, ...], 
     return targets, storage
 
 
-def _read_float_weights(weights: ConfigReader) -> LinearStorage:
+def _read_float_weights(weights: ConfigReader) -> Fp8Storage:
     if weights.integer("num_bits") != 8:
         raise weights.refuse("num_bits", "8 for floating point")
     if not weights.flag("symmetric", True):
@@ -359,7 +373,7 @@ def _read_float_weights(weights: ConfigReader) -> LinearStorage:
 
 
 def _read_activations(section: ConfigReader | None) -> Activations:
-    """What `input_activations` asks for: nothing, or 8 bits token by token; those of FP8 weights have no effect here."""
+    """What `input_activations` asks for of integers: nothing, or 8 bits token by token."""
     if section is None:
         return "float"
     is_integer = section.choice("type", {"int": True, "float": False}, "int")

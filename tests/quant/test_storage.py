@@ -153,6 +153,26 @@ def test_fp8_becomes_the_compute_dtype_and_says_so(case: str, tmp_path: Path, ca
     assert 1e-5 < (as_integers - logprobs(plain)).square().mean().sqrt() < 0.05
 
 
+@pytest.mark.parametrize("case", [*FP8, "without activations"])
+def test_fp8_is_kept_where_there_are_kernels(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kept(*args: Any, keeps_fp8: bool) -> Any:
+        return read_storage(*args, keeps_fp8=not keeps_fp8)
+
+    pack, config = FP8.get(case, FP8["fp8 compressed"])
+    is_float = case not in FP8
+    if is_float:
+        group = config["config_groups"]["group_0"] | {"input_activations": None}
+        config = config | {"config_groups": {"group_0": group}}
+    quantized, plain = write(tmp_path, pack, config)
+    monkeypatch.setattr("quire.engine.model_files.read_storage", kept)
+    plan = plan_engine(EngineConfig(model=str(quantized), skip_tokenizer_init=True)).plan
+    assert f"fp8 weights, activations {'float' if is_float else 'fp8'}" in plan.formats.summary
+    error = (logprobs(quantized, kernels="reference") - logprobs(plain)).square().mean().sqrt()
+    assert error < 2e-4 if is_float else 1e-4 < error < 0.1
+    with pytest.raises(ValueError, match="expected int8"):
+        logprobs(quantized)  # the CPU's own kernels have no e4m3
+
+
 def test_scattered_groups_are_said_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pack, config, _ = CLOSE["gptq scattered"]
     logprobs(write(tmp_path, pack, config)[0])

@@ -21,6 +21,7 @@ from quire.kernels.triton import elementwise
 from quire.kernels.triton.cache import enter
 from quire.kernels.triton.experts import TritonExperts
 from quire.kernels.triton.kernels import TritonKernels
+from quire.kernels.triton.linear import ProductOptions
 from quire.kernels.triton.sampling import TritonSampling
 from quire.kernels.triton.tuning import FOLDER, Tuning
 
@@ -92,6 +93,16 @@ def integers() -> None:
         KERNELS.gated_linear(x, packed, "silu")
 
 
+def fp8() -> None:
+    """Weights of e4m3 per output and in blocks, with inputs of e4m3 and bfloat16."""
+    x = torch.zeros(32, 4096, dtype=BF16)
+    for group, activations in ((4096, "fp8"), (128, "fp8"), (128, "float")):
+        values, scales = torch.zeros(1024, 4096, dtype=torch.float8_e4m3fn), torch.zeros(1024, 4096 // group)
+        packed = KERNELS.pack_quantized(QuantizedWeight(values, scales, None, 8, group, activations))  # type: ignore[arg-type]
+        KERNELS.linear(x, packed)
+        KERNELS.gated_linear(x, packed, "silu")
+
+
 def experts() -> None:
     """Of Mixtral's inner width and DeepSeek's number, by an eighth of the hidden size."""
     kernels = TritonExperts(torch.device("cpu"), KERNELS.tuning)
@@ -159,6 +170,7 @@ GROUPS: dict[str, Callable[[], None]] = {
     "linear": linear,
     "linear-float32": lambda: linear(torch.float32),
     "integers": integers,
+    "fp8": fp8,
     "experts": experts,
     "small": small,
     "small-float32": lambda: small(torch.float32),
@@ -169,6 +181,7 @@ GROUPS: dict[str, Callable[[], None]] = {
 
 def main(arguments: list[str]) -> None:
     capability, *names = arguments
+    KERNELS.options = ProductOptions(has_fp8=int(capability) >= 89)
     for name in names or GROUPS:
         with compiling(int(capability)) as compiled:
             GROUPS[name]()

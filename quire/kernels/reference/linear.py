@@ -50,8 +50,18 @@ class ReferenceQuantizedLinear:
         """float32 [K] -> float32 [N]"""
         if self.weight.activations == "float":
             return torch.mv(dequantized(self.weight), row)
+        if self.weight.activations == "fp8":
+            return self._fp8_product(*quantize_row_fp8(row))
         quantized, scale = quantize_row(row)
         return self._integer_product(quantized) * scale
+
+    def _fp8_product(self, row: Tensor, scale: Tensor) -> Tensor:
+        """e4m3 numbers in float32 [K] -> float32 [N], groups added in ascending order."""
+        weight, size = self.weight, self.weight.group_size
+        total = torch.zeros(self.num_outputs)
+        for group, inputs in enumerate(row.view(-1, size)):
+            total += weight.scales[:, group] * torch.mv(weight.values[:, group * size : (group + 1) * size].float(), inputs)
+        return total * scale
 
     def _integer_product(self, quantized: Tensor) -> Tensor:
         """int32 [K] -> float32 [N]: exact sums within each group, groups added in ascending order."""
@@ -79,6 +89,14 @@ def quantize_row(row: Tensor) -> tuple[Tensor, Tensor]:
     return torch.round(row / scale).to(torch.int32), scale
 
 
+def quantize_row_fp8(row: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 [K] to e4m3 numbers in float32 [K] and the float32 scale that brings them back; see `Kernels.write_kv`."""
+    scale = (row.abs().max() / 448).clamp(min=2.0**-126)
+    if not row.isfinite().all():
+        return torch.zeros_like(row), torch.full_like(scale, torch.nan)
+    return (row / scale).to(torch.float8_e4m3fn).float(), scale
+
+
 def dequantized(weight: QuantizedWeight) -> Tensor:
     """float32 [N, K]"""
     scales = weight.scales.repeat_interleave(weight.group_size, dim=1)
@@ -95,8 +113,9 @@ def pack_quantized(weight: QuantizedWeight, bias: Tensor | None = None) -> Refer
 def check_quantized(weight: QuantizedWeight, bias: Tensor | None) -> None:
     """Raise ValueError unless shapes, dtypes and group size are as `QuantizedWeight` says."""
     values, size = weight.values, weight.group_size
-    if values.dim() != 2 or values.dtype != torch.int8:
-        raise ValueError(f"expected int8 values [N, K], got {values.dtype} {shape(values)}")
+    if values.dim() != 2 or not (weight.is_fp8 or values.dtype == torch.int8):
+        raise ValueError(f"expected int8 or e4m3 values [N, K], got {values.dtype} {shape(values)}")
+    check_kind(weight)
     if size < 1 or values.shape[1] % size:
         raise ValueError(f"group size {size} does not divide the {values.shape[1]} inputs")
     grid = (values.shape[0], values.shape[1] // size)
@@ -105,6 +124,14 @@ def check_quantized(weight: QuantizedWeight, bias: Tensor | None) -> None:
             raise ValueError(f"expected float32 {name} {list(grid)}, got {tensor.dtype} {shape(tensor)}")
     if bias is not None and bias.shape != grid[:1]:
         raise ValueError(f"expected bias [{grid[0]}], got {shape(bias)}")
+
+
+def check_kind(weight: QuantizedWeight) -> None:
+    """Raise ValueError unless values, bits, offsets and activations go together."""
+    if weight.is_fp8 and (weight.bits != 8 or weight.offsets is not None or weight.activations == "int8"):
+        raise ValueError("e4m3 values have 8 bits, no offsets, and inputs in fp8 or floating point")
+    if weight.activations == "fp8" and not weight.is_fp8:
+        raise ValueError("inputs in fp8 need a weight of e4m3 values")
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None = None) -> ReferenceLinear:

@@ -59,8 +59,8 @@ def _reasons_against_gpu(device: str) -> list[str]:
     return []
 
 
-def load(device: str = "cuda") -> TritonKernels:
-    """The back end for one device; ConfigError says why it cannot run there."""
+def load(device: str = "cuda", *, is_invariant: bool = True) -> TritonKernels:
+    """The back end for one device; ConfigError says why it cannot run there. See `TritonKernels` for `is_invariant`."""
     import torch
 
     reasons = reasons_against(device, torch.float32)
@@ -70,4 +70,4 @@ def load(device: str = "cuda") -> TritonKernels:
         correct_interpreter()
     from quire.kernels.triton.kernels import TritonKernels
 
-    return TritonKernels(torch.device(device))
+    return TritonKernels(torch.device(device), is_invariant=is_invariant)

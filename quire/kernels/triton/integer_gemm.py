@@ -1,8 +1,11 @@
-"""Triton kernels of projections of integers, of 8 or 4 bits with scales (`QuantizedWeight`). They have not run on a GPU yet.
+"""Triton kernels of projections of integers, of 8 or 4 bits with scales, and of e4m3 numbers (`QuantizedWeight`). They have not
+run on a GPU yet.
 
 With int8 inputs a group's sum is an exact 32-bit integer and groups are added in ascending order in float32, a rounded
 multiplication and a rounded addition each: the reference's bits, whatever the tiles. With floating-point inputs the integers
-are exact in the inputs' dtype, and a group's sum is scaled as a whole, so no weight is ever rounded.
+are exact in the inputs' dtype, and a group's sum is scaled as a whole, so no weight is ever rounded. e4m3 numbers are exact
+in bfloat16 too; with inputs of e4m3 the matrix instructions of capability 8.9 multiply them as they are, and each BLOCK_K
+inputs are added up in float32 apart, because those instructions keep few bits of a long sum.
 
 4-bit weights lie as [N / 2, K]: a byte holds output j below and output N / 2 + j above. So a tile of bytes is a *pair* of
 tiles of outputs, which share their inputs; and where the outputs are gate and up, it is just what the activation needs.
@@ -15,11 +18,15 @@ import triton.language as tl
 
 from quire.kernels.triton.activation import activated
 from quire.kernels.triton.gemm import tile_of, with_bias
+from quire.kernels.triton.kv_rows import FP8_FORMAT, e4m3_bits, row_elements
+
+INPUT_CODES = {"float": 0, "int8": 1, "fp8": 2}
+FLOAT_INPUTS, INT8_INPUTS, FP8_INPUTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def quantize_kernel(x, values, scales, width, BLOCK: tl.constexpr):
-    """Row program_id(0) of x [T, K] to int8 values and a float32 scale, as `QuantizedWeight` says."""
+def quantize_kernel(x, values, scales, width, BLOCK: tl.constexpr, IS_FP8: tl.constexpr):
+    """Row program_id(0) of x [T, K] to int8 (or e4m3) values and a float32 scale, as `QuantizedWeight` says."""
     base = tl.program_id(0).to(tl.int64) * width
     lanes = tl.arange(0, BLOCK)
     most = tl.zeros([BLOCK], tl.float32)
@@ -28,9 +35,13 @@ def quantize_kernel(x, values, scales, width, BLOCK: tl.constexpr):
         x_abs = tl.abs(tl.load(x + base + first + lanes, mask=first + lanes < width, other=0.0).to(tl.float32))
         is_odd = is_odd | ((x_abs < float("inf")).to(tl.int32) ^ 1)
         most = tl.maximum(most, x_abs)
-    scale = tl.div_rn(tl.max(most, axis=0), 127.0)
     is_broken = tl.max(is_odd, axis=0) > 0
-    is_zero = is_broken | (scale < 1.1754943508222875e-38)
+    if IS_FP8:
+        scale = tl.maximum(tl.div_rn(tl.max(most, axis=0), 448.0), 1.1754943508222875e-38)
+        is_zero = is_broken
+    else:
+        scale = tl.div_rn(tl.max(most, axis=0), 127.0)
+        is_zero = is_broken | (scale < 1.1754943508222875e-38)
     divisor = tl.where(is_zero, 1.0, scale)
     tl.store(scales + tl.program_id(0), tl.where(is_broken, float("nan"), tl.where(is_zero, 0.0, scale)))
     for first in range(0, width, BLOCK):
@@ -38,8 +49,11 @@ def quantize_kernel(x, values, scales, width, BLOCK: tl.constexpr):
         row = tl.load(x + base + first + lanes, mask=is_there, other=0.0).to(tl.float32)
         row = tl.where(is_zero, 0.0, row)
         quotient = tl.div_rn(row, tl.zeros([BLOCK], tl.float32) + divisor)
-        nearest = (quotient + 12582912.0) - 12582912.0  # 1.5 * 2**23: addition rounds to an integer, half to even
-        tl.store(values + base + first + lanes, nearest.to(tl.int8), mask=is_there)
+        if IS_FP8:
+            tl.store(values + base + first + lanes, e4m3_bits(quotient).to(tl.uint8), mask=is_there)
+        else:
+            nearest = (quotient + 12582912.0) - 12582912.0  # 1.5 * 2**23: addition rounds to an integer, half to even
+            tl.store(values + base + first + lanes, nearest.to(tl.int8), mask=is_there)
 
 
 @triton.jit
@@ -50,10 +64,17 @@ def group_tile(weight, columns, is_column, inputs, is_input, num_inputs):
 
 
 @triton.jit
-def product(a, w, sums, IS_INT8: tl.constexpr):
-    """sums + a @ w: exact in int32, or in float32 of floating-point inputs."""
-    if IS_INT8:
+def product(a, w, sums, INPUTS: tl.constexpr, IS_FP8: tl.constexpr, HAS_FP8: tl.constexpr):
+    """sums + a @ w: exact in int32, or in float32. Of e4m3 that is not native, divided by 256 once for each factor."""
+    if INPUTS == INT8_INPUTS:
         sums = tl.dot(a, w, sums, out_dtype=tl.int32)
+    elif IS_FP8:
+        if INPUTS == FLOAT_INPUTS:
+            sums = tl.dot(a, row_elements(w, a.dtype, FP8_FORMAT), sums, input_precision="ieee")
+        elif HAS_FP8:
+            sums += tl.dot(a.to(tl.float8e4nv, bitcast=True), w.to(tl.float8e4nv, bitcast=True))
+        else:
+            sums = tl.dot(row_elements(a, tl.bfloat16, FP8_FORMAT), row_elements(w, tl.bfloat16, FP8_FORMAT), sums)
     else:
         sums = tl.dot(a, w.to(tl.float32).to(a.dtype), sums, input_precision="ieee")
     return sums
@@ -72,7 +93,8 @@ def add_group(total, sums, input_sums, scales, offsets, where, is_column, HAS_OF
 def integer_kernel(
     x, x_scales, weight, scales, offsets, bias, out, num_rows, num_outputs, num_inputs,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BITS: tl.constexpr,
-    ACTIVATION: tl.constexpr, IS_INT8: tl.constexpr, HAS_OFFSETS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, INPUTS: tl.constexpr, IS_FP8: tl.constexpr, HAS_FP8: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles. Pairs with 4 bits or an ACTIVATION of 0 or more; scales and offsets are [K / GROUP, N]."""
     IS_PAIR: tl.constexpr = (ACTIVATION >= 0) or (BITS == 4)
@@ -83,7 +105,9 @@ def integer_kernel(
     others = columns + num_columns
     is_row, is_column = rows < num_rows, columns < num_columns
     is_other = is_column & (others < num_outputs)
-    SUM_TYPE: tl.constexpr = tl.int32 if IS_INT8 else tl.float32
+    SUM_TYPE: tl.constexpr = tl.int32 if INPUTS == INT8_INPUTS else tl.float32
+    PER_FACTOR: tl.constexpr = 256.0 if IS_FP8 and not (HAS_FP8 and INPUTS == FP8_INPUTS) else 1.0
+    UNIT: tl.constexpr = PER_FACTOR * PER_FACTOR if INPUTS == FP8_INPUTS else PER_FACTOR
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     other_total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for group in range(0, num_inputs // GROUP):
@@ -96,20 +120,23 @@ def integer_kernel(
             a = tl.load(x + rows[:, None] * num_inputs + inputs[None, :], mask=is_row[:, None] & is_input[None, :], other=0)
             w = group_tile(weight, columns, is_column, inputs, is_input, num_inputs)
             if BITS == 4:
-                sums = product(a, (w << 4) >> 4, sums, IS_INT8)
-                other_sums = product(a, w >> 4, other_sums, IS_INT8)
+                sums = product(a, (w << 4) >> 4, sums, INPUTS, False, False)
+                other_sums = product(a, w >> 4, other_sums, INPUTS, False, False)
             else:
-                sums = product(a, w, sums, IS_INT8)
+                sums = product(a, w, sums, INPUTS, IS_FP8, HAS_FP8)
                 if IS_PAIR:
                     w = group_tile(weight, others, is_other, inputs, is_input, num_inputs)
-                    other_sums = product(a, w, other_sums, IS_INT8)
+                    other_sums = product(a, w, other_sums, INPUTS, IS_FP8, HAS_FP8)
             if HAS_OFFSETS:
                 input_sums += tl.sum(a.to(SUM_TYPE), axis=1)
+        if UNIT != 1.0:
+            sums = sums * UNIT
+            other_sums = other_sums * UNIT
         where = group * num_outputs
         total = add_group(total, sums, input_sums, scales, offsets, where + columns, is_column, HAS_OFFSETS)
         if IS_PAIR:
             other_total = add_group(other_total, other_sums, input_sums, scales, offsets, where + others, is_other, HAS_OFFSETS)
-    if IS_INT8:
+    if INPUTS != FLOAT_INPUTS:
         row_scales = tl.load(x_scales + rows, mask=is_row, other=0.0)[:, None]
         total = total * row_scales
         other_total = other_total * row_scales
@@ -124,3 +151,31 @@ def integer_kernel(
         tl.store(there + columns[None, :], total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
         if IS_PAIR:
             tl.store(there + others[None, :], other_total.to(out.dtype.element_ty), mask=is_row[:, None] & is_other[None, :])
+
+
+@triton.jit
+def scale_kernel(
+    sums, x_scales, scales, bias, out, num_outputs, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Row program_id(0) of sums [T, N], by a library, to what `integer_kernel` makes of one group's."""
+    IS_PAIR: tl.constexpr = ACTIVATION >= 0
+    num_columns = num_outputs // 2 if IS_PAIR else num_outputs
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = columns < num_columns
+    row_scale = tl.load(x_scales + row)
+    total = scaled_sums(sums + row * num_outputs, row_scale, scales, bias, columns, is_column, HAS_BIAS)
+    if IS_PAIR:
+        up = scaled_sums(sums + row * num_outputs, row_scale, scales, bias, columns + num_columns, is_column, HAS_BIAS)
+        total = activated(total, ACTIVATION) * up
+    tl.store(out + row * num_columns + columns, total.to(out.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
+def scaled_sums(sums, row_scale, scales, bias, columns, is_column, HAS_BIAS: tl.constexpr):
+    """sums[columns], float32, with their scales and bias."""
+    total = tl.load(scales + columns, mask=is_column, other=0.0) * tl.load(sums + columns, mask=is_column, other=0.0)
+    total = total * row_scale
+    if HAS_BIAS:
+        total += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)
+    return total

@@ -1,4 +1,8 @@
-"""Projections of integers: packing, and calls into the kernels of `integer_gemm`. They have not run on a GPU yet."""
+"""Projections of integers and of e4m3 numbers: packing, and calls into the kernels of `integer_gemm`. Not run on a GPU yet.
+
+Sums of e4m3 products may come from a library (torch's `_scaled_mm`, without its scales) from so many rows on as the tuning
+file says, where results may depend on company; scales, bias and activation are this module's in any case.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,19 @@ import torch
 import triton
 from torch import Tensor
 
-from quire.kernels.interface import QuantizedWeight
+from quire.kernels.interface import InputFormat, QuantizedWeight
+from quire.kernels.reference.linear import check_kind
 from quire.kernels.triton.checks import check_floats, launch_options, require
-from quire.kernels.triton.integer_gemm import integer_kernel, quantize_kernel
-from quire.kernels.triton.linear import check_inputs
+from quire.kernels.triton.integer_gemm import INPUT_CODES, integer_kernel, quantize_kernel, scale_kernel
+from quire.kernels.triton.linear import ProductOptions, check_inputs
 from quire.kernels.triton.tuning import LinearTuning, Tuning
 
 _MIN_BLOCK_K = 32
 """What an 8-bit matrix instruction takes at least."""
 _QUANTIZE_BLOCK = 2048
+_SCALE_BLOCK = 1024
+_LIBRARY_MULTIPLE = 16
+"""Of outputs and inputs, for the library's products of e4m3."""
 
 
 @dataclass(slots=True)
@@ -24,17 +32,23 @@ class IntegerLinear:
     """A quantized weight on the device. Implements `PackedLinear`."""
 
     values: Tensor
-    """int8 [N, K], or two outputs to a byte, [ceil(N / 2), K]: see `integer_gemm`."""
+    """int8 [N, K], or two outputs to a byte, [ceil(N / 2), K]: see `integer_gemm`. Of e4m3 numbers their bytes, uint8."""
     scales: Tensor
     """float32 [K / group size, N]"""
     offsets: Tensor | None
     bias: Tensor | None
     bits: int
     group_size: int
-    has_int8_inputs: bool
+    activations: InputFormat
     num_outputs: int
     num_inputs: int
     tuning: LinearTuning
+    options: ProductOptions
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the values are e4m3 numbers."""
+        return self.values.dtype is torch.uint8
 
     @property
     def num_bytes(self) -> int:
@@ -42,10 +56,13 @@ class IntegerLinear:
         return sum(each.nbytes for each in (self.values, self.scales, self.offsets, self.bias) if each is not None)
 
 
-def pack_quantized(weight: QuantizedWeight, bias: Tensor | None, tuning: Tuning, device: torch.device) -> IntegerLinear:
+def pack_quantized(
+    weight: QuantizedWeight, bias: Tensor | None, tuning: Tuning, device: torch.device, options: ProductOptions
+) -> IntegerLinear:
     """To the device, packed; ValueError where shapes do not fit together or a value does not fit its bits."""
     _check(weight, bias)
-    values = weight.values if weight.bits == 8 else pack_nibbles(weight.values)
+    bytes_of = weight.values.view(torch.uint8) if weight.is_fp8 else weight.values
+    values = bytes_of if weight.bits == 8 else pack_nibbles(bytes_of)
     offsets = None if weight.offsets is None else weight.offsets.t().contiguous().to(device)
     return IntegerLinear(
         values=values.contiguous().to(device),
@@ -54,10 +71,11 @@ def pack_quantized(weight: QuantizedWeight, bias: Tensor | None, tuning: Tuning,
         bias=None if bias is None else bias.contiguous().to(device),
         bits=weight.bits,
         group_size=weight.group_size,
-        has_int8_inputs=weight.activations == "int8",
+        activations=weight.activations,
         num_outputs=weight.values.shape[0],
         num_inputs=weight.values.shape[1],
         tuning=tuning.integer,
+        options=options,
     )
 
 
@@ -71,7 +89,9 @@ def pack_nibbles(values: Tensor) -> Tensor:
 
 def _check(weight: QuantizedWeight, bias: Tensor | None) -> None:
     values, size = weight.values, weight.group_size
-    require(values.dim() == 2 and values.dtype == torch.int8, "pack_quantized: expected int8 values [N, K]", values)
+    is_known = values.dtype == torch.int8 or weight.is_fp8
+    require(values.dim() == 2 and is_known, "pack_quantized: expected int8 or e4m3 values [N, K]", values)
+    check_kind(weight)
     if size < 1 or values.shape[1] % size:
         raise ValueError(f"pack_quantized: group size {size} does not divide the {values.shape[1]} inputs")
     grid = (values.shape[0], values.shape[1] // size)
@@ -83,14 +103,15 @@ def _check(weight: QuantizedWeight, bias: Tensor | None) -> None:
         raise ValueError(f"pack_quantized: values from {int(values.min())} to {int(values.max())}; 4 bits hold -8 to 7")
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Floats [T, K] to int8 [T, K] and float32 scales [T], as `QuantizedWeight` says, to the bit."""
+def quantize_rows(x: Tensor, activations: InputFormat = "int8") -> tuple[Tensor, Tensor]:
+    """Floats [T, K] to int8 [T, K], or bytes of e4m3, and float32 scales [T], as `QuantizedWeight` says, to the bit."""
     check_floats(x, "x")
-    values = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    is_fp8 = activations == "fp8"
+    values = torch.empty(x.shape, dtype=torch.uint8 if is_fp8 else torch.int8, device=x.device)
     scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     if x.numel():
         block = min(_QUANTIZE_BLOCK, triton.next_power_of_2(x.shape[1]))
-        quantize_kernel[(x.shape[0],)](x, values, scales, x.shape[1], BLOCK=block, **launch_options(4))
+        quantize_kernel[(x.shape[0],)](x, values, scales, x.shape[1], BLOCK=block, IS_FP8=is_fp8, **launch_options(4))
     return values, scales
 
 
@@ -103,7 +124,16 @@ def integer_linear(x: Tensor, packed: IntegerLinear, activation: int, dtype: tor
     out = torch.empty((num_rows, num_columns), dtype=dtype, device=x.device)
     if not num_rows:
         return out
-    inputs, input_scales = quantize_rows(x) if packed.has_int8_inputs else (x, packed.scales)
+    is_float = packed.activations == "float"
+    inputs, input_scales = (x, packed.scales) if is_float else quantize_rows(x, packed.activations)
+    if is_for_library(packed, num_rows):
+        sums = library_sums(inputs, packed.values)
+        scale_kernel[(num_rows, triton.cdiv(num_columns, _SCALE_BLOCK))](
+            sums, input_scales, packed.scales, packed.scales if packed.bias is None else packed.bias, out,
+            packed.num_outputs, ACTIVATION=activation, HAS_BIAS=packed.bias is not None, BLOCK=_SCALE_BLOCK,
+            **launch_options(4),
+        )  # fmt: skip
+        return out
     tile_columns = (packed.num_outputs + 1) // 2 if is_gated or packed.bits == 4 else packed.num_outputs
     num_tiles = triton.cdiv(num_rows, tuning.block_m) * triton.cdiv(tile_columns, tuning.block_n)
     block_k = max(_MIN_BLOCK_K, min(tuning.block_k, triton.next_power_of_2(packed.group_size)))
@@ -113,7 +143,23 @@ def integer_linear(x: Tensor, packed: IntegerLinear, activation: int, dtype: tor
         packed.scales if packed.bias is None else packed.bias,
         out, num_rows, packed.num_outputs, packed.num_inputs,
         GROUP=packed.group_size, BLOCK_M=tuning.block_m, BLOCK_N=tuning.block_n, BLOCK_K=block_k, BITS=packed.bits,
-        ACTIVATION=activation, IS_INT8=packed.has_int8_inputs, HAS_OFFSETS=packed.offsets is not None,
+        ACTIVATION=activation, INPUTS=INPUT_CODES[packed.activations], IS_FP8=packed.is_fp8,
+        HAS_FP8=packed.options.has_fp8, HAS_OFFSETS=packed.offsets is not None,
         HAS_BIAS=packed.bias is not None, **launch_options(tuning.num_warps, tuning.num_stages),
     )  # fmt: skip
     return out
+
+
+def is_for_library(packed: IntegerLinear, num_rows: int) -> bool:
+    """Whether the library computes the sums: of e4m3 with one scale per output, from so many rows on."""
+    least = packed.options.min_scaled_rows
+    is_fit = packed.activations == "fp8" and packed.group_size == packed.num_inputs and packed.options.has_fp8
+    sizes = packed.num_outputs % _LIBRARY_MULTIPLE + packed.num_inputs % _LIBRARY_MULTIPLE
+    return is_fit and sizes == 0 and least is not None and num_rows >= least
+
+
+def library_sums(inputs: Tensor, values: Tensor) -> Tensor:
+    """Bytes of e4m3 [T, K] and [N, K] to the sums of their products, float32 [T, N], by torch."""
+    a, b = inputs.view(torch.float8_e4m3fn), values.view(torch.float8_e4m3fn)
+    one = torch.ones((), dtype=torch.float32, device=inputs.device)
+    return torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=False)

@@ -19,22 +19,30 @@ from quire.kernels.interface import (
 from quire.kernels.triton import attention, cache, elementwise, integer_linear, linear
 from quire.kernels.triton.activation import NO_ACTIVATION
 from quire.kernels.triton.integer_linear import IntegerLinear
-from quire.kernels.triton.linear import FloatLinear
+from quire.kernels.triton.linear import FloatLinear, ProductOptions
 from quire.kernels.triton.row_peaks import tile_peaks
 from quire.kernels.triton.step import CompiledDecoder, reason_against
 from quire.kernels.triton.tuning import Tuning, tuning_for
 
 logger = logging.getLogger(__name__)
 
+_FP8_CAPABILITY = (8, 9)
+"""Ada: the first with matrix instructions for e4m3."""
+
 
 class TritonKernels:
-    """The whole `Kernels` protocol for one device. Holds its tuning, and nothing else."""
+    """The whole `Kernels` protocol for one device. Holds its tuning and what it may use, and nothing else.
+
+    `is_invariant`: a row's bits depend on nothing but the row. Without it, products of many rows may be a library's.
+    """
 
     name = "triton"
 
-    def __init__(self, device: torch.device, tuning: Tuning | None = None) -> None:
+    def __init__(self, device: torch.device, tuning: Tuning | None = None, *, is_invariant: bool = True) -> None:
         self.device = device
+        self.is_invariant = is_invariant
         self.tuning = tuning_for(device) if tuning is None else tuning
+        self.options = product_options(self.tuning, device, is_invariant=is_invariant)
         self.shared_prefix_unit: int | None = attention.shared_prefix_unit(self.tuning)
 
     rms_norm = staticmethod(elementwise.rms_norm)
@@ -49,11 +57,11 @@ class TritonKernels:
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         """Moves the weight to the device; its layout stays."""
-        return linear.pack_linear(weight, bias, self.tuning, self.device)
+        return linear.pack_linear(weight, bias, self.tuning, self.device, self.options)
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
         """See `integer_linear`."""
-        return integer_linear.pack_quantized(weight, bias, self.tuning, self.device)
+        return integer_linear.pack_quantized(weight, bias, self.tuning, self.device, self.options)
 
     def table_of(self, weight: PackedLinear) -> Tensor | None:
         """See `Kernels.table_of`: a floating-point weight is its own table."""
@@ -109,3 +117,11 @@ class TritonKernels:
             return CompiledDecoder(decoder, self)
         logger.info("the operations are called one by one: the fused step has no %s", reason)
         return None
+
+
+def product_options(tuning: Tuning, device: torch.device, *, is_invariant: bool) -> ProductOptions:
+    """What the tuning file and the device allow."""
+    has_fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY
+    if is_invariant:
+        return ProductOptions(has_fp8=has_fp8)
+    return ProductOptions(tuning.min_library_rows, tuning.min_scaled_rows, has_fp8)

@@ -1,6 +1,8 @@
 """Projections: packed weights, and calls into the kernels of `gemm` and `integer_gemm`. They have not run on a GPU yet.
 
-Owns how many stretches a sum is cut into (see `gemm`), which follows from the weight's shape and the tuning alone.
+Owns how many stretches a sum is cut into (see `gemm`), which follows from the weight's shape and the tuning alone; and when
+torch's own product (cuBLAS) is used in place of the kernels, whose bits may depend on the number of rows: from so many rows on
+as the tuning file says, and only where the engine was told that results may depend on company.
 """
 
 from __future__ import annotations
@@ -23,6 +25,18 @@ _MIN_SPLIT_BLOCKS = 4
 _FINISH_BLOCK = 1024
 
 
+@dataclass(frozen=True, slots=True)
+class ProductOptions:
+    """What projections may use beside the kernels of this package."""
+
+    min_library_rows: int | None = None
+    """Rows from which torch multiplies floats; None: never."""
+    min_scaled_rows: int | None = None
+    """Rows from which torch multiplies e4m3; None: never."""
+    has_fp8: bool = False
+    """The device has matrix instructions for e4m3."""
+
+
 @dataclass(slots=True)
 class FloatLinear:
     """A weight [N, K] row by row, and its bias. Implements `PackedLinear`."""
@@ -35,6 +49,7 @@ class FloatLinear:
     split_len: int = field(init=False)
     num_splits: int = field(init=False)
     num_programs: int = 128
+    options: ProductOptions = field(default_factory=ProductOptions)
 
     def __post_init__(self) -> None:
         self.num_outputs, self.num_inputs = self.weight.shape
@@ -57,7 +72,9 @@ def split_inputs(num_outputs: int, num_inputs: int, tuning: LinearTuning, num_pr
     return split_len, triton.cdiv(num_inputs, split_len)
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None, tuning: Tuning, device: torch.device) -> FloatLinear:
+def pack_linear(
+    weight: Tensor, bias: Tensor | None, tuning: Tuning, device: torch.device, options: ProductOptions
+) -> FloatLinear:
     """To the device, as it is; ValueError unless weight is [N, K] and bias [N]."""
     require(
         weight.dim() == 2 and (bias is None or bias.shape == weight.shape[:1]), "expected weight [N, K], bias [N]", weight, bias
@@ -66,7 +83,8 @@ def pack_linear(weight: Tensor, bias: Tensor | None, tuning: Tuning, device: tor
         raise TypeError(f"pack_linear: the weight is {weight.dtype}; the Triton kernels take float32, bfloat16 and float16")
     figures = tuning.wide_linear if weight.dtype == torch.float32 else tuning.linear
     moved = None if bias is None else bias.to(device).contiguous()
-    return FloatLinear(weight.to(device).contiguous(), moved, figures, num_programs=tuning.num_programs)
+    there = weight.to(device).contiguous()
+    return FloatLinear(there, moved, figures, num_programs=tuning.num_programs, options=options)
 
 
 def float_linear(x: Tensor, packed: FloatLinear, activation: int, dtype: torch.dtype) -> Tensor:
@@ -79,16 +97,31 @@ def float_linear(x: Tensor, packed: FloatLinear, activation: int, dtype: torch.d
     out = torch.empty((num_rows, num_columns), dtype=dtype, device=x.device)
     if not num_rows:
         return out
-    if packed.num_splits > 1 and num_rows <= tuning.max_partial_rows:
-        partial = torch.empty((packed.num_splits, num_rows, packed.num_outputs), dtype=torch.float32, device=x.device)
-        _launch(x, packed, partial, NO_ACTIVATION, is_partial=True)
+    least = packed.options.min_library_rows
+    is_library = least is not None and num_rows >= least
+    if is_library and activation == NO_ACTIVATION and packed.bias is None and dtype == x.dtype:
+        return torch.mm(x, packed.weight.t())
+    if is_library or (packed.num_splits > 1 and num_rows <= tuning.max_partial_rows):
+        num_splits = 1 if is_library else packed.num_splits
+        if is_library:
+            partial = library_sums(x, packed.weight)
+        else:
+            partial = torch.empty((num_splits, num_rows, packed.num_outputs), dtype=torch.float32, device=x.device)
+            _launch(x, packed, partial, NO_ACTIVATION, is_partial=True)
         finish_kernel[(num_rows, triton.cdiv(num_columns, _FINISH_BLOCK))](
-            partial, _bias(packed), out, num_rows, packed.num_outputs, NUM_SPLITS=packed.num_splits,
+            partial, _bias(packed), out, num_rows, packed.num_outputs, NUM_SPLITS=num_splits,
             BLOCK=_FINISH_BLOCK, ACTIVATION=activation, HAS_BIAS=packed.bias is not None, **launch_options(num_warps=4),
         )  # fmt: skip
     else:
         _launch(x, packed, out, activation, is_partial=False)
     return out
+
+
+def library_sums(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, K] @ weight.T [K, N] in float32, unrounded, by torch."""
+    if x.device.type == "cuda":
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return torch.mm(x.float(), weight.float().t())
 
 
 def _launch(x: Tensor, packed: FloatLinear, out: Tensor, activation: int, *, is_partial: bool) -> None:

@@ -52,6 +52,11 @@ class Tuning:
     """Where the figures come from."""
     num_programs: int
     """Programs that keep the device busy: sums are split until there are about as many tiles."""
+    min_library_rows: int | None
+    """Rows from which torch's product of floats is faster than the kernels here, null for never. Only for engines whose results
+    may depend on company."""
+    min_scaled_rows: int | None
+    """The same of e4m3."""
     linear: LinearTuning
     wide_linear: LinearTuning
     """For float32, whose tiles take twice the room."""
@@ -68,7 +73,7 @@ class Tuning:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         linear = {key: LinearTuning(**data.pop(key)) for key in ("linear", "wide_linear", "integer")}
         attention = {key: AttentionTuning(**data.pop(key)) for key in ("attention", "wide_attention", "float_attention")}
-        return cls(path.stem, data["source"], data["num_programs"], **linear, **attention)  # type: ignore[arg-type]
+        return cls(name=path.stem, **data, **linear, **attention)  # type: ignore[arg-type]
 
 
 def tuning_for(device: torch.device) -> Tuning:

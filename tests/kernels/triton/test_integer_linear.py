@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import pytest
 import torch
+from kernel_cases import thorough
 from torch import Tensor
 
 from quire.kernels.interface import Kernels, QuantizedWeight
-from quire.kernels.reference.linear import quantize_row
+from quire.kernels.reference.linear import quantize_row, quantize_row_fp8
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed (pip install triton)", allow_module_level=True)
@@ -83,6 +85,59 @@ def test_rows_are_quantized_as_the_reference_does(kernels: Kernels, device: torc
     assert torch.equal(scales.cpu().nan_to_num(-1.0), torch.stack([scale for _, scale in want]).nan_to_num(-1.0))
 
 
+def make_fp8(num_outputs: int, group: int, activations: Any) -> QuantizedWeight:
+    values, scales = draw(num_outputs, 128).to(torch.float8_e4m3fn), draw(num_outputs, 128 // group).abs()
+    return QuantizedWeight(values, scales, None, 8, group, activations)
+
+
+@pytest.mark.parametrize(("group", "activations"), [(128, "fp8"), (32, "fp8"), thorough(128, "float"), (32, "float")])
+def test_fp8_weights_agree_with_the_reference(
+    kernels: Kernels, reference: Kernels, device: torch.device, group: int, activations: Any
+) -> None:
+    weight, bias, x = make_fp8(48, group, activations), draw(48), draw(18, 128).to(torch.bfloat16)
+    x[3], x[5, 7] = 0.0, torch.nan
+    ours, theirs = kernels.pack_quantized(weight, bias), reference.pack_quantized(weight, bias)
+    got = kernels.linear(x.to(device), ours, out_dtype="float32")
+    want = reference.linear(x, theirs, out_dtype="float32")
+    near = (1e-5 if device.type == "cpu" else 1e-3) * float(want.nan_to_num().abs().max())
+    torch.testing.assert_close(got.cpu(), want, atol=near, rtol=1e-4, equal_nan=True)
+    gated = kernels.gated_linear(x.to(device), ours, "gelu_tanh").cpu()
+    torch.testing.assert_close(gated, reference.gated_linear(x, theirs, "gelu_tanh"), atol=near, rtol=2e-2, equal_nan=True)
+    alone = kernels.linear(x[16:17].to(device), ours, out_dtype="float32")
+    assert torch.equal(alone, got[16:17])
+
+
+def test_rows_become_fp8_as_the_reference_does(kernels: Kernels, device: torch.device) -> None:
+    x = draw(5, 300) * 3
+    x[1], x[2, 5], x[3] = 0.0, torch.inf, 1e-39
+    values, scales = quantize_rows(x.to(device), "fp8")
+    want = [quantize_row_fp8(row) for row in x]
+    assert torch.equal(values.cpu().view(torch.float8_e4m3fn).float(), torch.stack([each for each, _ in want]))
+    assert torch.equal(scales.cpu().nan_to_num(-1.0), torch.stack([scale for _, scale in want]).nan_to_num(-1.0))
+
+
+def test_a_librarys_sums_of_fp8_are_scaled_here(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, torch's product is acted out; on a GPU it is torch's own."""
+    from quire.kernels.triton import integer_linear, tuning
+    from quire.kernels.triton.linear import ProductOptions
+
+    def product(inputs: Tensor, values: Tensor) -> Tensor:
+        return inputs.view(torch.float8_e4m3fn).float() @ values.view(torch.float8_e4m3fn).float().t()
+
+    if device.type == "cpu":
+        monkeypatch.setattr(integer_linear, "library_sums", product)
+    elif torch.cuda.get_device_capability(device) < (8, 9):
+        pytest.skip("no matrix instructions for e4m3")
+    weight, bias, x = make_fp8(48, 128, "fp8"), draw(48), draw(6, 128).to(torch.bfloat16).to(device)
+    figures, results = tuning.tuning_for(device), []
+    for options in (ProductOptions(), ProductOptions(min_scaled_rows=6, has_fp8=True)):
+        packed = integer_linear.pack_quantized(weight, bias, figures, device, options)
+        results.append([integer_linear.integer_linear(x, packed, code, torch.float32) for code in (-1, 0)])
+        assert not integer_linear.is_for_library(packed, 5)
+    for own, librarys in zip(*results, strict=True):
+        torch.testing.assert_close(librarys, own, atol=2e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("num_outputs", [1, 6, 7])
 def test_nibbles_hold_both_halves(num_outputs: int) -> None:
     values = torch.randint(-8, 8, (num_outputs, 5), generator=torch.Generator().manual_seed(1)).to(torch.int8)
@@ -96,6 +151,10 @@ def test_wrong_weights_are_refused(kernels: Kernels) -> None:
     good = make((8, 64), 4, 32, "int8", has_offsets=False)
     with pytest.raises(ValueError, match="4 bits hold"):
         kernels.pack_quantized(QuantizedWeight(good.values * 2, good.scales, None, 4, 32, "int8"))
+    with pytest.raises(ValueError, match="fp8 need a weight of e4m3"):
+        kernels.pack_quantized(QuantizedWeight(good.values, good.scales, None, 8, 32, "fp8"))
+    with pytest.raises(ValueError, match="e4m3 values have 8 bits"):
+        kernels.pack_quantized(QuantizedWeight(good.values.to(torch.float8_e4m3fn), good.scales, None, 8, 32, "int8"))
     with pytest.raises(ValueError, match="does not divide"):
         kernels.pack_quantized(QuantizedWeight(good.values, good.scales, None, 4, 48, "int8"))
     with pytest.raises(ValueError, match="expected float32"):

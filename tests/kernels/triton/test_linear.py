@@ -7,17 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_cases import thorough
+from kernel_cases import IS_THOROUGH, thorough
 from torch import Tensor
 
+from quire.kernels import load
 from quire.kernels.interface import Kernels
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed (pip install triton)", allow_module_level=True)
 
-from quire.kernels.triton.linear import split_inputs
+from quire.kernels.triton import linear
+from quire.kernels.triton.kernels import TritonKernels
+from quire.kernels.triton.linear import ProductOptions, library_sums, split_inputs
 from quire.kernels.triton.tuning import FOLDER, Tuning
 
+WIDE = 600 if IS_THOROUGH else 264
+"""Inputs that make several stretches; fewer than on a GPU do for the interpreter's tiles."""
 NEAR = {torch.float32: (2e-5, 1e-4), torch.bfloat16: (5e-2, 2e-2), torch.float16: (2e-2, 4e-3)}
 
 
@@ -34,8 +39,8 @@ def assert_near(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     [
         thorough((70, 200), 37, torch.float32),
         ((70, 200), 3, torch.bfloat16),
-        ((34, 600), 5, torch.float32),  # several stretches, side by side
-        ((34, 600), 23, torch.bfloat16),  # several stretches in one program
+        ((34, WIDE), 5, torch.float32),  # several stretches, side by side
+        ((34, WIDE), 23, torch.bfloat16),  # several stretches in one program
         ((130, 33), 1, torch.float16),
     ],
 )
@@ -55,8 +60,8 @@ def test_it_agrees_with_the_reference(
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
-        ((40, 600), torch.bfloat16),
-        thorough((40, 600), torch.float32),
+        ((40, WIDE), torch.bfloat16),
+        thorough((40, WIDE), torch.float32),
         thorough((96, 64), torch.bfloat16),
         ((96, 64), torch.float32),
     ],
@@ -72,7 +77,33 @@ def test_company_changes_no_bit(kernels: Kernels, device: torch.device, shape: t
             assert torch.equal(kernels.gated_linear(part, packed, "gelu"), gated[rows]), rows
 
 
-@pytest.mark.parametrize("shape", [(300, 64), (20, 600)])
+def test_without_invariance_many_rows_are_a_librarys(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = load("triton", str(device), is_invariant=False)
+    assert isinstance(kernels, TritonKernels) and not kernels.is_invariant
+    assert load("triton", str(device)).options == ProductOptions(has_fp8=kernels.options.has_fp8)  # type: ignore[attr-defined]
+    least = kernels.options.min_library_rows
+    assert least is not None
+    calls: list[int] = []
+
+    def counted(x: Tensor, weight: Tensor) -> Tensor:
+        calls.append(len(x))
+        return library_sums(x, weight)
+
+    monkeypatch.setattr(linear, "library_sums", counted)
+    weight, bias, x = draw(34, WIDE), draw(34), draw(least, WIDE)
+    packed, plain = kernels.pack_linear(weight, bias), kernels.pack_linear(weight)
+    there, want = x.to(device), x @ weight.t()
+    assert_near(kernels.linear(there, packed), want + bias, torch.float32)
+    gate, up = (want + bias).chunk(2, dim=1)
+    gated = kernels.gated_linear(there, packed, "silu").cpu()
+    torch.testing.assert_close(gated, torch.nn.functional.silu(gate) * up, atol=1e-3, rtol=1e-3)
+    assert calls == [least, least]
+    assert_near(kernels.linear(there, plain), want, torch.float32)  # torch's product as it is
+    kernels.linear(there[1:].contiguous(), packed)
+    assert calls == [least, least]
+
+
+@pytest.mark.parametrize("shape", [(300, 64), (20, WIDE)])
 def test_peaks_are_the_largest_products(kernels: Kernels, device: torch.device, shape: tuple[int, int]) -> None:
     weight = draw(*shape)
     weight[17] = weight[3]  # a tie
