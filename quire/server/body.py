@@ -6,8 +6,11 @@ Owns everything between the socket's bytes and a checked `msgspec.Struct`. Never
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
-from typing import Any, TypeVar
+from functools import cache
+from itertools import islice
+from typing import Any, TypeVar, cast
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -16,6 +19,8 @@ from starlette.types import Receive
 from quire.server.call import call_of
 from quire.server.errors import ApiError, bad_request
 
+_MAX_UNKNOWN = 64
+"""Names of unknown fields that are kept."""
 _PATH = re.compile(r" - at `(?:key in )?\$([^`]*)`\Z")
 _T = TypeVar("_T", bound=msgspec.Struct)
 
@@ -60,11 +65,13 @@ async def read_json(request: Request, kind: type[_T], *, is_strict: bool) -> _T:
         body = await request.body()
     except ClientDisconnect:
         raise ApiError(499, "the client went away") from None
+    call = call_of(request)
+    call.num_body_bytes = len(body)
     value, unknown = decode(body, kind)
     if unknown:
         if is_strict:
             raise bad_request(f"unknown field {unknown[0]!r}", param=unknown[0], code="unknown_parameter")
-        call_of(request).ignored_fields.extend(unknown)
+        call.ignored_fields.extend(unknown)
     return value
 
 
@@ -73,6 +80,9 @@ def decode(body: bytes, kind: type[_T]) -> tuple[_T, list[str]]:
 
     The decoder counts its own depth, so no nesting is too deep for it to refuse.
     """
+    with contextlib.suppress(msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        value: _T = msgspec.json.decode(body, type=_without_others(kind))
+        return value, []
     try:
         value = msgspec.json.decode(body, type=kind)
         names = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
@@ -81,7 +91,13 @@ def decode(body: bytes, kind: type[_T]) -> tuple[_T, list[str]]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise bad_request("the request body is not valid JSON", code="invalid_json") from None
     known = set(kind.__struct_encode_fields__)
-    return value, [name for name in names if name not in known][:64]
+    return value, list(islice((name for name in names if name not in known), _MAX_UNKNOWN))
+
+
+@cache
+def _without_others(kind: type[_T]) -> type[_T]:
+    """The same record, which refuses unknown fields: as a rule there are none, and then decoding once will do."""
+    return cast(type[_T], msgspec.defstruct(kind.__name__, (), bases=(kind,), forbid_unknown_fields=True))
 
 
 def convert(data: Any, kind: type[_T]) -> _T:

@@ -34,6 +34,8 @@ class Call:
     queue_deadline_s: float | None = None
     trace_parent: str | None = None
     """The W3C trace context that the request came with, unread."""
+    num_body_bytes: int = 0
+    """Of a body that was decoded."""
     is_chat: bool = True
     """Whether what is asked for is a reply in a chat, not the continuation of a text."""
 

@@ -23,6 +23,9 @@ from quire.text.tokenizer import Tokenizer
 
 _INLINE_CHARS = 4096
 """Shorter texts are encoded at once: below about a millisecond, handing over to a thread costs more than it frees."""
+_INLINE_BYTES = 64 << 10
+"""Parts of smaller bodies are looked at where they are; 5 MB of tiny messages would take the event loop half a second."""
+_INLINE_MESSAGES = 512
 _THREADS = 2
 _MAX_CHARS_PER_TOKEN = 256
 """A text longer than the context times this is refused unread; the longest tokens of published vocabularies have 128."""
@@ -37,6 +40,8 @@ class ChatOptions:
     continue_final_message: bool = False
     template_kwargs: Mapping[str, object] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
+    num_body_bytes: int = 0
+    """Of the request that it came with."""
 
 
 class Texts:
@@ -86,8 +91,11 @@ class Texts:
         if template is None:
             raise bad_request(f"this model cannot chat: {self._why_no_template}", param="messages")
         chosen = template
-        num_chars = _num_chars(messages) + len(msgspec.json.encode(options.tools or ()))
-        self._check_chars(num_chars)
+
+        def count() -> int:
+            num_chars = _num_chars(messages) + len(msgspec.json.encode(options.tools or ()))
+            self._check_chars(num_chars)
+            return num_chars
 
         def render() -> tuple[str, list[int]]:
             text = chosen.render(
@@ -99,7 +107,12 @@ class Texts:
             )
             return "".join((text,)), encode_chat(tokenizer, text)
 
-        return await self.work(num_chars, render)
+        is_large = len(messages) > _INLINE_MESSAGES
+        return await self.work(await self.digest(_INLINE_BYTES + 1 if is_large else options.num_body_bytes, count), render)
+
+    async def digest(self, num_bytes: int, work: Callable[[], _T]) -> _T:
+        """Do something whose cost grows with the number of things in a body of this size: in a thread, if it is large."""
+        return await self.work(0 if num_bytes <= _INLINE_BYTES else num_bytes, work)
 
     @property
     def template_source(self) -> str:

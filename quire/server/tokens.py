@@ -61,8 +61,11 @@ class Tokens:
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message,
                 template_kwargs=body.chat_template_kwargs,
+                num_body_bytes=call_of(request).num_body_bytes,
             )
-            _, token_ids = await texts.encode_chat(for_template(body.messages or []), options)
+            num_bytes = options.num_body_bytes
+            messages = await texts.digest(num_bytes, lambda: for_template(body.messages or []))
+            _, token_ids = await texts.encode_chat(messages, options)
         answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": texts.max_model_len, "tokens": token_ids}
         if body.return_token_strs:
             names = TokenNames(self._api.client.tokenizer, as_ids=False, shows_special=True)

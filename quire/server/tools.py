@@ -7,6 +7,7 @@ Without tools, or with `tool_choice: "none"`, no parser runs.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import string
 from collections.abc import Collection, Mapping, Sequence
@@ -107,16 +108,19 @@ async def settle_tools(
         message = "the notation in which this model calls tools is not known here; the operator may choose one (tool_parser)"
         raise unavailable_feature("tools", message)
     allowed = [function for function in functions if demand.names is None or function.name in demand.names]
-    schemas = [await _arguments(function) for function in allowed]
+    schemas = []
+    for function in allowed:
+        schemas.append(await _arguments(function))
+        await asyncio.sleep(0)  # a schema takes up to 20 ms, and verdicts that are known take no time to come
     is_bound = demand.mode != "auto" or not demand.is_parallel or any(function.strict for function in allowed)
     grammar = None
     if is_bound:
         most = 1 if demand.mode == "named" or not demand.is_parallel else MAX_CALLS
         named = list(zip((function.name for function in allowed), schemas, strict=True))
+        if sum(map(len, schemas)) > 4 * MAX_GRAMMAR_LEN:
+            raise bad_request(f"tools: their schemas have more than {4 * MAX_GRAMMAR_LEN} bytes together", param="tools")
         await judge.check_async(Grammar("lark", _grammar(form, named, (demand.mode, most), None)))
         grammar = Grammar("lark", _grammar(form, named, (demand.mode, most), marker))
-        if len(grammar.text) > 4 * MAX_GRAMMAR_LEN:
-            raise bad_request(f"tools: their schemas have more than {4 * MAX_GRAMMAR_LEN} bytes together", param="tools")
     shown = [{"type": "function", "function": _shown(function)} for function in allowed]
     return ToolUse(mode=demand.mode, shown=shown, form=form, grammar=grammar, shows_special=marker is not None)
 

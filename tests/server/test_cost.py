@@ -107,6 +107,15 @@ def test_t10_numbers_at_their_ends_are_refused_or_bounded(warm: Served) -> None:
             assert response.status_code in (200, 400), (body, response.text)
 
 
+_WIDE = {str(number): number for number in range(50_000)}
+
+
+def _tool(number: int, num_fields: int) -> dict[str, Any]:
+    """A function with its own schema, so that nothing is known of it."""
+    fields = {f"field {number} {place}": {"type": "string"} for place in range(num_fields)}
+    return {"type": "function", "function": {"name": f"f{number}", "parameters": {"type": "object", "properties": fields}}}
+
+
 BOMBS: dict[str, tuple[str, dict[str, Any]]] = {
     "sequences with alternatives": (CHAT, {**HELLO, "n": 30, "max_tokens": 100, "logprobs": True, "top_logprobs": 20}),
     "scores of many prompts": (COMPLETIONS, {"prompt": ["a b c d" * 40] * 100, "prompt_logprobs": 20, "max_tokens": 1}),
@@ -129,6 +138,19 @@ BOMBS: dict[str, tuple[str, dict[str, Any]]] = {
                 {
                     "role": "assistant",
                     "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": json.dumps({"a": "b " * 400_000})}}],
+                }
+            ]
+        },
+    ),
+    "a megabyte of tools": (CHAT, {**HELLO, "tools": [_tool(number, 800) for number in range(64)]}),
+    "tools that must be called": (CHAT, {**HELLO, "tools": [_tool(n, 40) for n in range(64)], "tool_choice": "required"}),
+    "a wide call": (
+        CHAT,
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": json.dumps(_WIDE)}}],
                 }
             ]
         },

@@ -59,3 +59,19 @@ def test_a_demand_leaves_no_room_for_text() -> None:
     assert accepted(HERMES, f"{HERMES_CALL}\n", Demand(mode="required", is_parallel=False))[0] == len(HERMES_CALL)
     only_g = Demand(mode="named", names={"g"})
     assert accepted(HERMES, '<tool_call>\n{"name": "f', only_g)[0] == len('<tool_call>\n{"name": "')
+
+
+def test_t20_between_two_schemas_the_loop_does_other_things() -> None:
+    """Also where all verdicts are known already, so that nothing has to be waited for."""
+    functions = [Function(name=f"f{number}", parameters=SCHEMA) for number in range(64)]
+
+    async def count_turns() -> int:
+        await settle_tools(functions, Demand(), (HERMES, None))
+        settling = asyncio.create_task(settle_tools(functions, Demand(), (HERMES, None)))
+        num_turns = 0
+        while not settling.done():
+            await asyncio.sleep(0)
+            num_turns += 1
+        return num_turns
+
+    assert asyncio.run(count_turns()) >= 64

@@ -126,12 +126,14 @@ class Messages:
             if asks_for_something(getattr(body, name)):
                 raise unavailable_feature(name, reason)
         tools = await settle_tools(*read_tools(body.tools, body.tool_choice), api.tool_notation)
-        messages = messages_of(body.messages, text_of(body.system, "system"))
+        system = text_of(body.system, "system")
+        messages = await api.texts.digest(call.num_body_bytes, lambda: messages_of(body.messages, system))
         is_continued = body.messages[-1].role == "assistant"
         options = ChatOptions(
             continue_final_message=is_continued,
             template_kwargs=self._template_kwargs(call, body),
             tools=None if tools is None else tools.shown,
+            num_body_bytes=call.num_body_bytes,
         )
         text, token_ids = await api.texts.encode_chat(messages, options)
         form = await settle(_asked_form(body))

@@ -107,7 +107,7 @@ class ChatCompletions:
         model = api.check_model(body.model)
         _check(body)
         call.ignored_fields.extend(ignored_hints(body))
-        messages = for_template(body.messages)
+        messages = await api.texts.digest(call.num_body_bytes, lambda: for_template(body.messages))
         functions, demand = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls, CHAT)
         tools = await settle_tools(functions, demand, api.tool_notation)
         is_newer = body.max_completion_tokens is not None
@@ -118,6 +118,7 @@ class ChatCompletions:
             continue_final_message=body.continue_final_message,
             template_kwargs=_template_kwargs(body, api.texts.template_source, call),
             tools=None if tools is None else tools.shown,
+            num_body_bytes=call.num_body_bytes,
         )
         text, token_ids = await api.texts.encode_chat(messages, options)
         token_ids = api.texts.truncate(token_ids, body.truncate_prompt_tokens)
@@ -142,6 +143,7 @@ class ChatCompletions:
     async def run_body(self, call: Call, body: bytes) -> dict[str, Any]:
         """The answer to a body that did not come by HTTP (a batch's line); never a stream."""
         request, _ = decode(body, ChatRequest)
+        call.num_body_bytes = len(body)
         if request.stream:
             raise bad_request("stream: a batch's line is answered in one piece", param="stream")
         prepared = await self.prepare(call, request)

@@ -149,15 +149,17 @@ class Responses:
         call.ignored_fields.extend(name for name in _HINTS if asks_for_something(getattr(body, name)))
         functions, demand = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls, RESPONSES)
         tools = await settle_tools(functions, demand, api.tool_notation)
-        items = input_items(body.input)
+        items, asked = await api.texts.digest(call.num_body_bytes, lambda: _read_input(body.input))
         history: list[dict[str, Any]] = []
         if body.previous_response_id is not None:
             previous = self._store.get(call.tenant.name, body.previous_response_id, param="previous_response_id")
             history = list(previous.messages)
-        messages = [*history, *for_template(messages_of(items))]
+        messages = [*history, *asked]
         shown = [{"role": "system", "content": body.instructions}, *messages] if body.instructions else messages
         options = ChatOptions(
-            template_kwargs=_effort(body, api.texts.template_source, call), tools=None if tools is None else tools.shown
+            template_kwargs=_effort(body, api.texts.template_source, call),
+            tools=None if tools is None else tools.shown,
+            num_body_bytes=call.num_body_bytes,
         )
         text, token_ids = await api.texts.encode_chat(shown, options)
         if body.truncation == "auto":
@@ -210,6 +212,12 @@ def _check(body: ResponseRequest) -> None:
     unknown = [each for each in body.include or () if each != _LOGPROBS]
     if unknown:
         raise unavailable_feature("include", f"only {_LOGPROBS!r} can be included here")
+
+
+def _read_input(value: str | list[Item]) -> tuple[list[Item], list[dict[str, Any]]]:
+    """The input's items, and the same as messages for the template."""
+    items = input_items(value)
+    return items, for_template(messages_of(items))
 
 
 def _asked_form(body: ResponseRequest) -> list[Asked]:
