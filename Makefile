@@ -29,10 +29,10 @@ test-kernels: $(VENV)/.dev  ## The GPU kernels: interpreted, and compiled for co
 	OMP_NUM_THREADS=1 QUIRE_TEST_KERNELS=all $(BIN)/python -m pytest -q -n auto tests/kernels/triton
 	for capability in 80 90; do PYTHONPATH=tests/support:. $(BIN)/python tests/support/gpu_launches.py $$capability || exit 1; done
 
-gpu-test: $(VENV)/.dev  ## On a GPU: the kernels' tests and the table of exactness
+gpu-test: $(VENV)/.dev  ## On a GPU: the kernels' tests, the families' parity and the table of exactness
 	sh tools/gpu-session.sh test $(BIN)/python
 
-gpu-bench: $(VENV)/.dev  ## On a GPU: each kernel against the device's limits, then whole steps; writes gpu-results/
+gpu-bench: $(VENV)/.dev  ## On a GPU: each kernel against the device's limits and torch's own, then whole steps; writes gpu-results/
 	sh tools/gpu-session.sh bench $(BIN)/python
 
 check: $(VENV)/.dev  ## Lint, formatting, types

@@ -1,7 +1,8 @@
 #!/bin/sh
-# gpu-session.sh [test|bench|all] [PYTHON]: everything that wants a GPU, from the source tree, results in gpu-results/.
-# Needs torch >= 2.11 (with CUDA), Triton, numpy, safetensors, tokenizers, jinja2 and tqdm; pytest too for the tests.
-# No build and no package of the server: the CPU's native kernels are not used here.
+# gpu-session.sh [test|bench|tune|all] [PYTHON]: everything that wants a GPU, from the source tree, results in gpu-results/.
+# Needs torch >= 2.11 (with CUDA), Triton, numpy, safetensors, tokenizers, jinja2 and tqdm; for the tests pytest, hypothesis and,
+# for the families' parity, transformers, and the shared data (QUIRE_SHARED, or a folder .shared here; without it those tests
+# are skipped). No build and no package of the server: the CPU's native kernels are not used here.
 set -eu
 WHAT=${1:-all}
 PYTHON=${2:-python3}
@@ -10,15 +11,19 @@ cd "$(dirname "$0")/.."
 mkdir -p "$OUT"
 export PYTHONPATH=.:tests/support PYTHONUNBUFFERED=1
 unset TRITON_INTERPRET
+if [ -d .shared ]; then export QUIRE_SHARED="$PWD/.shared"; fi
 status=0
 
 "$PYTHON" -c 'from quire.engine.gpu import require_gpu; print(require_gpu())'
 
 run_tests() {
   "$PYTHON" -c 'import pytest' || { echo "pytest is missing: the tests are left out" >&2; return 1; }
+  # Most of the time goes into compiling kernels, which several processes share.
+  PARALLEL=""
+  if "$PYTHON" -c 'import xdist' 2> /dev/null; then PARALLEL="-n 8 --dist worksteal"; fi
   # Without pyproject.toml's options: its plugins may be missing here. Torch's and Triton's own warnings are none of ours.
   QUIRE_TEST_DEVICE=cuda "$PYTHON" -m pytest -q -c /dev/null --rootdir=. --import-mode=importlib -p no:cacheprovider \
-    tests/kernels/triton tests/engine/test_exactness.py 2>&1 | tee "$OUT/tests.txt" | tail -n 40
+    $PARALLEL tests/kernels/triton tests/nn tests/engine/test_exactness.py 2>&1 | tee "$OUT/tests.txt" | tail -n 40
   ! grep -Eq '^(FAILED|ERROR)|[0-9]+ (failed|error)' "$OUT/tests.txt"
 }
 
@@ -41,7 +46,8 @@ JSON
 case $WHAT in
   test) run_tests || status=1 ;;
   bench) run_bench || status=1 ;;
+  tune) "$PYTHON" -m quire bench kernels --device cuda --tune "$OUT" ;;
   all) run_tests || status=1; run_bench || status=1 ;;
-  *) echo "usage: gpu-session.sh [test|bench|all] [PYTHON]" >&2; exit 2 ;;
+  *) echo "usage: gpu-session.sh [test|bench|tune|all] [PYTHON]" >&2; exit 2 ;;
 esac
 exit $status

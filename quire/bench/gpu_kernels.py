@@ -1,9 +1,9 @@
-"""The GPU's kernels against what the GPU can do: `quire bench kernels --device cuda`.
+"""The GPU's kernels against what the GPU can do, and against torch's: `quire bench kernels --device cuda`.
 
-Owns the cases (projections, attention, the small kernels and sampling, with the shapes of an 8-billion-parameter model), their
-timing, and the two limits that they are compared with, measured in the same run: bytes per second of a large copy, and
-operations per second of torch's own matrix product. Before each timed call a buffer larger than the L2 is written, as in a
-real step the weights come from memory.
+Owns the cases (projections, attention, experts, the small kernels and sampling, with the shapes of an 8-billion-parameter
+model), their timing, and the two limits that they are compared with, measured in the same run: bytes per second of a large
+copy, and operations per second of torch's own matrix product. Before each timed call a buffer larger than the L2 is written,
+as in a real step the weights come from memory.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class Case:
     """That must be read or written at least once."""
     num_ops: int = 0
     """Of matrix products; a multiplication and an addition are two."""
+    torch_call: Callable[[], object] | None = None
+    """The nearest that torch has, where it has something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class KernelTime:
     ops_per_s: float
     roofline_share: float
     """The least time that the bytes or the operations need, over the time taken."""
+    torch_seconds: float | None = None
 
 
 def measure_limits(device: torch.device) -> GpuLimits:
@@ -98,12 +101,17 @@ def median_s(call: Callable[[], object], device: torch.device) -> float:
 def cases(kernels: TritonKernels) -> Iterator[Case]:
     """One after another, so that one case's tensors are in memory at a time."""
     for num_rows in (1, 16, 64, 512, 4096):
-        yield _linear(kernels, num_rows)
-        yield from _integers(kernels, num_rows)
+        yield linear_case(kernels, num_rows)
+        yield from integer_cases(kernels, num_rows)
+        yield fp8_case(kernels, num_rows)
     for num_sequences, context in ((1, 4096), (64, 1024), (64, 8192), (1, 131_072)):
-        yield _attention(kernels, [1] * num_sequences, [context] * num_sequences)
+        yield attention_case(kernels, [1] * num_sequences, [context] * num_sequences)
+    for kv_format in ("int8", "fp8"):
+        yield attention_case(kernels, [1] * 64, [8192] * 64, kv_format=kv_format)
     for query_len, context in ((2048, 2048), (512, 8192)):
-        yield _attention(kernels, [query_len], [context])
+        yield attention_case(kernels, [query_len], [context])
+    for num_tokens in (1, 64, 2048):
+        yield _experts(kernels, num_tokens)
     yield from _small(kernels)
     yield from _sampling(kernels)
 
@@ -112,7 +120,8 @@ def measure(case: Case, limits: GpuLimits, device: torch.device) -> KernelTime:
     """Time one case."""
     seconds = median_s(case.call, device)
     least = max(case.num_bytes / limits.copy_bytes_per_s, case.num_ops / limits.matrix_ops_per_s)
-    return KernelTime(case.name, seconds, case.num_bytes / seconds, case.num_ops / seconds, least / seconds)
+    torch_seconds = None if case.torch_call is None else median_s(case.torch_call, device)
+    return KernelTime(case.name, seconds, case.num_bytes / seconds, case.num_ops / seconds, least / seconds, torch_seconds)
 
 
 def render(limits: GpuLimits, times: Sequence[KernelTime]) -> Iterator[str]:
@@ -120,26 +129,46 @@ def render(limits: GpuLimits, times: Sequence[KernelTime]) -> Iterator[str]:
     rates = f"copies {limits.copy_bytes_per_s / 1e9:.0f} GB/s, bfloat16 {limits.matrix_ops_per_s / 1e12:.0f} TFLOP/s"
     yield f"{limits.name}: {rates}"
     yield ""
-    yield "| kernel | time (us) | GB/s | TFLOP/s | of the nearer limit |"
-    yield "|---|---:|---:|---:|---:|"
+    yield "| kernel | time (us) | torch (us) | GB/s | TFLOP/s | of the nearer limit |"
+    yield "|---|---:|---:|---:|---:|---:|"
     for each in times:
+        torch_us = "" if each.torch_seconds is None else f"{each.torch_seconds * 1e6:.1f}"
         yield (
-            f"| {each.name} | {each.seconds * 1e6:.1f} | {each.bytes_per_s / 1e9:.0f} | {each.ops_per_s / 1e12:.1f} "
-            f"| {each.roofline_share:.0%} |"
+            f"| {each.name} | {each.seconds * 1e6:.1f} | {torch_us} | {each.bytes_per_s / 1e9:.0f} "
+            f"| {each.ops_per_s / 1e12:.1f} | {each.roofline_share:.0%} |"
         )
 
 
-def _linear(kernels: TritonKernels, num_rows: int) -> Case:
+def linear_case(kernels: TritonKernels, num_rows: int, dtype: str = "bfloat16") -> Case:
+    """A square projection."""
     import torch
 
-    weight = torch.randn(_HIDDEN, _HIDDEN, device=kernels.device, dtype=torch.bfloat16)
+    chosen = getattr(torch, dtype)
+    weight = torch.randn(_HIDDEN, _HIDDEN, device=kernels.device, dtype=chosen)
     packed = kernels.pack_linear(weight)
+    x = torch.randn(num_rows, _HIDDEN, device=kernels.device, dtype=chosen)
+    ops, num_bytes = 2 * num_rows * _HIDDEN * _HIDDEN, weight.nbytes + 2 * x.nbytes
+    name = f"linear {dtype}, {num_rows} rows"
+    return Case(name, lambda: kernels.linear(x, packed), num_bytes, ops, lambda: torch.mm(x, weight.t()))
+
+
+def fp8_case(kernels: TritonKernels, num_rows: int) -> Case:
+    """A square projection of e4m3 numbers, one scale per output, inputs quantized on the way; torch's with its own scales."""
+    import torch
+
+    from quire.kernels.interface import QuantizedWeight
+
+    values = torch.randn(_HIDDEN, _HIDDEN, device=kernels.device).to(torch.float8_e4m3fn)
+    packed = kernels.pack_quantized(QuantizedWeight(values, torch.ones(_HIDDEN, 1), None, 8, _HIDDEN, "fp8"))
     x = torch.randn(num_rows, _HIDDEN, device=kernels.device, dtype=torch.bfloat16)
-    ops = 2 * num_rows * _HIDDEN * _HIDDEN
-    return Case(f"linear bf16, {num_rows} rows", lambda: kernels.linear(x, packed), weight.nbytes + 2 * x.nbytes, ops)
+    narrow, one = x.to(torch.float8_e4m3fn), torch.ones((), device=kernels.device)
+    theirs = lambda: torch._scaled_mm(narrow, values.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)  # noqa: E731
+    name, ops = f"linear fp8, {num_rows} rows", 2 * num_rows * _HIDDEN * _HIDDEN
+    return Case(name, lambda: kernels.linear(x, packed), values.nbytes + 2 * x.nbytes, ops, theirs)
 
 
-def _integers(kernels: TritonKernels, num_rows: int) -> Iterator[Case]:
+def integer_cases(kernels: TritonKernels, num_rows: int) -> Iterator[Case]:
+    """A square projection of integers in three forms."""
     import torch
 
     from quire.kernels.interface import QuantizedWeight
@@ -154,21 +183,32 @@ def _integers(kernels: TritonKernels, num_rows: int) -> Iterator[Case]:
         yield Case(name, lambda packed=packed: kernels.linear(x, packed), packed.num_bytes + 2 * x.nbytes, ops)  # type: ignore[misc]
 
 
-def _attention(kernels: TritonKernels, query_lens: list[int], contexts: list[int]) -> Case:
+def attention_case(
+    kernels: TritonKernels,
+    query_lens: list[int],
+    contexts: list[int],
+    *,
+    head_size: int = _HEAD_SIZE,
+    kv_format: str = "bfloat16",
+) -> Case:
+    """As many queries against as many positions of each sequence, in blocks of 16; queries are float32 where the cache is."""
     import torch
 
-    block_size = 16
+    from quire.kernels.kv_cache import empty_cache
+
+    block_size, dtype = 16, torch.float32 if kv_format == "float32" else torch.bfloat16
     num_blocks = sum(math.ceil(context / block_size) for context in contexts)
-    shape = (num_blocks, _KV_HEADS, block_size, _HEAD_SIZE)
-    keys, values = (torch.randn(shape, device=kernels.device, dtype=torch.bfloat16) for _ in range(2))
-    query = torch.randn(sum(query_lens), _HEADS, _HEAD_SIZE, device=kernels.device, dtype=torch.bfloat16)
+    keys, values = (empty_cache(num_blocks, _KV_HEADS, block_size, head_size, kv_format, kernels.device) for _ in range(2))
+    rows = torch.randn(block_size * num_blocks, _KV_HEADS, head_size, device=kernels.device, dtype=dtype)
+    kernels.write_kv(rows, rows, keys, values, torch.arange(len(rows), device=kernels.device))
+    query = torch.randn(sum(query_lens), _HEADS, head_size, device=kernels.device, dtype=dtype)
     batch = _batch(query_lens, contexts, torch.randperm(num_blocks).view(len(contexts), -1), kernels.device)
     seen = sum(count * context - count * (count - 1) // 2 for count, context in zip(query_lens, contexts, strict=True))
     return Case(
-        f"attention, {len(contexts)} x {query_lens[0]} queries over {contexts[0]}",
-        lambda: kernels.paged_attention(query, keys, values, batch, scale=_HEAD_SIZE**-0.5),
+        f"attention {kv_format}, {len(contexts)} x {query_lens[0]} queries over {contexts[0]}, heads of {head_size}",
+        lambda: kernels.paged_attention(query, keys, values, batch, scale=head_size**-0.5),
         keys.nbytes + values.nbytes + 2 * query.nbytes,
-        4 * seen * _HEADS * _HEAD_SIZE,
+        4 * seen * _HEADS * head_size,
     )
 
 
@@ -183,6 +223,28 @@ def _batch(query_lens: list[int], contexts: list[int], tables: Tensor, device: t
     return AttentionBatch(starts, lengths, tables.int().to(device), unused, unused, max(query_lens), max(contexts))
 
 
+def _experts(kernels: TritonKernels, num_tokens: int) -> Case:
+    """A layer of 64 experts, 6 for a token, as small as in the finest mixtures. Bytes are those of the experts that occur."""
+    import torch
+
+    from quire.kernels.triton.experts import TritonExperts
+
+    num_experts, count, hidden, inner = 64, 6, 2048, 1408
+    experts, device = TritonExperts(kernels.device, kernels.tuning), kernels.device
+    up = torch.randn(num_experts, 2 * inner, hidden, device=device, dtype=torch.bfloat16)
+    down = torch.randn(num_experts, hidden, inner, device=device, dtype=torch.bfloat16)
+    packed = experts.pack_experts(up, down)
+    choice = experts.choose(torch.randn(num_tokens, num_experts, device=device), count, is_normalised=True)
+    x = torch.randn(num_tokens, hidden, device=device, dtype=torch.bfloat16)
+    share = choice.ids.unique().numel() / num_experts  # type: ignore[no-untyped-call]
+    return Case(
+        f"experts, {num_tokens} tokens",
+        lambda: experts.apply(x, packed, choice, "silu"),
+        int(packed.num_bytes * share) + 2 * x.nbytes,
+        2 * num_tokens * count * 3 * hidden * inner,
+    )
+
+
 def _small(kernels: TritonKernels) -> Iterator[Case]:
     import torch
 
@@ -191,7 +253,8 @@ def _small(kernels: TritonKernels) -> Iterator[Case]:
         weight = torch.randn(_HIDDEN, device=kernels.device, dtype=torch.bfloat16)
         residual = torch.randn_like(x)
         call = lambda x=x, residual=residual, weight=weight: kernels.add_rms_norm(x, residual, weight, 1e-6)  # noqa: E731
-        yield Case(f"sum and RMS norm, {num_rows} rows", call, 4 * x.nbytes)
+        theirs = lambda x=x, residual=residual, weight=weight: torch.rms_norm(x + residual, weight.shape, weight, 1e-6)  # noqa: E731
+        yield Case(f"sum and RMS norm, {num_rows} rows", call, 4 * x.nbytes, 0, theirs)
         heads = x.view(num_rows, -1, _HEAD_SIZE)
         positions = torch.arange(num_rows, device=kernels.device)
         table = torch.randn(num_rows, 2, _HEAD_SIZE // 2, device=kernels.device)
@@ -214,6 +277,7 @@ def _sampling(kernels: TritonKernels) -> Iterator[Case]:
         filters = Filters(torch.full_like(ids, 50), half, torch.full((num_rows,), -torch.inf, device=device))
         yield Case(f"peaks, {num_rows} rows", lambda logits=logits: sampler.peaks(logits), logits.nbytes)  # type: ignore[misc]
         cut = lambda logits=logits, rows=rows, filters=filters: sampler.cuts(logits, rows, filters)  # noqa: E731
-        yield Case(f"top-k and top-p, {num_rows} rows", cut, logits.nbytes)
+        order = lambda logits=logits: torch.sort(logits, descending=True)  # noqa: E731
+        yield Case(f"top-k and top-p, {num_rows} rows (torch: a sort alone)", cut, logits.nbytes, 0, order)
         draw = lambda logits=logits, rows=rows, ids=ids: sampler.draw(logits, rows, None, Keys(ids, ids))  # noqa: E731
         yield Case(f"draw, {num_rows} rows", draw, logits.nbytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from quire.weights.checkpoint import SafetensorsCheckpoint
 from quire.weights.folder import read_model_config
 
 BLOCK_SIZE = 16
+DEVICE = os.environ.get("QUIRE_TEST_DEVICE", "cpu")
 
 
 @dataclass
@@ -40,25 +42,32 @@ class Driver:
     table: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
+        device = self.model.kernels.device
         num_blocks = ceil_div(self.max_len, self.block_size)
         # Backwards, so that nothing passes that forgets the table; NaN, so that no slot is read before it is written.
-        self.table = torch.arange(num_blocks - 1, -1, -1, dtype=torch.int32)
+        self.table = torch.arange(num_blocks - 1, -1, -1, dtype=torch.int32, device=device)
         self.caches = [
             tuple(
-                torch.full((num_blocks, layer.num_kv_heads, self.block_size, layer.head_dim), torch.nan, dtype=self.model.dtype)
+                torch.full(
+                    (num_blocks, layer.num_kv_heads, self.block_size, layer.head_dim),
+                    torch.nan,
+                    dtype=self.model.dtype,
+                    device=device,
+                )
                 for _ in range(2)
             )  # type: ignore[misc]
             for layer in self.model.spec.kv_layers
         ]
 
     def feed(self, token_ids: Sequence[int]) -> Tensor:
-        """Compute a chunk; float32 logits [chunk, V]."""
-        positions = torch.arange(self.length, self.length + len(token_ids))
+        """Compute a chunk; float32 logits [chunk, V], on the CPU."""
+        device = self.table.device
+        positions = torch.arange(self.length, self.length + len(token_ids), device=device)
         blocks = self.table[positions // self.block_size].long()
         self.length += len(token_ids)
         batch = AttentionBatch(
-            query_start=torch.tensor([0, len(token_ids)], dtype=torch.int32),
-            context_len=torch.tensor([self.length], dtype=torch.int32),
+            query_start=torch.tensor([0, len(token_ids)], dtype=torch.int32, device=device),
+            context_len=torch.tensor([self.length], dtype=torch.int32, device=device),
             block_tables=self.table[None],
             slots=blocks * self.block_size + positions % self.block_size,
             positions=positions,
@@ -66,8 +75,9 @@ class Driver:
             max_context_len=self.length,
         )
         with torch.inference_mode():
-            hidden = self.model.forward(torch.tensor(token_ids), positions, StepContext(batch, self.caches))
-            return self.model.logits(hidden)
+            there = torch.tensor(token_ids, device=device)
+            hidden = self.model.forward(there, positions, StepContext(batch, self.caches))
+            return self.model.logits(hidden).cpu()
 
     def feed_chunks(self, token_ids: Sequence[int], sizes: Iterable[int]) -> Tensor:
         """Compute consecutive chunks of the given sizes; the rest token by token."""
@@ -227,9 +237,11 @@ class Pair:
             return logits.float()
 
 
-@pytest.fixture(params=["reference", "cpu"])
+@pytest.fixture(params=["reference", "cpu"] if DEVICE == "cpu" else ["triton"])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
-    """Each back end; the native one is skipped, with its reasons, where it cannot run."""
+    """Each back end; the native one is skipped, with its reasons, where it cannot run. On a GPU (`make gpu-test`) its own."""
+    if request.param == "triton":
+        return load("triton", DEVICE)
     if request.param == "cpu" and (reasons := cpu.reasons_against("cpu", torch.float32)):
         pytest.skip("; ".join(reasons))
     return load(request.param)

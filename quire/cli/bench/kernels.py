@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 from quire.cli.output_file import open_output
 from quire.cli.parser import UsageError
@@ -15,6 +16,7 @@ EXAMPLES = """\
 examples:
   quire bench kernels
   quire bench kernels --device cuda --json kernels.json
+  quire bench kernels --device cuda --tune quire/kernels/triton/tunings
   quire bench kernels --shape 2048x8192 --rows 1,64 --weights bf16,int4-g128 --num-threads 4
 """
 
@@ -29,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--weights", metavar="LIST", help="formats such as f32,bf16,int4-g128 (default: all)")
     group.add_argument("--num-threads", type=int, metavar="N", help="default: one for each core")
     group.add_argument("--isa", metavar="NAME", help="instruction set (default: the best that this machine has)")
+    group.add_argument("--tune", metavar="FOLDER", help="measure a GPU's tile sizes and write them there as its tuning file")
     group.add_argument("--json", metavar="FILE", help="write the figures to FILE, - for standard output")
 
 
@@ -52,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command."""
     if args.device == "cuda":
         return run_on_gpu(args)
+    if args.tune is not None:
+        raise UsageError("--tune applies to --device cuda only")
     if args.num_threads is not None and args.num_threads < 1:
         raise UsageError("--num-threads must be at least 1")
     from quire.bench.kernels import KINDS, measure_limits, measure_linear, render
@@ -87,7 +92,9 @@ def run_on_gpu(args: argparse.Namespace) -> int:
             raise UsageError(f"--{name.replace('_', '-')} applies to the CPU's kernels only")
     from quire.engine.gpu import require_gpu
 
-    require_gpu()
+    gpu = require_gpu()
+    if args.tune is not None:
+        return tune_gpu(Path(args.tune), gpu.name)
     from quire.bench.gpu_kernels import cases, measure, measure_limits, render
     from quire.kernels.triton import load
 
@@ -98,4 +105,23 @@ def run_on_gpu(args: argparse.Namespace) -> int:
         if args.json is not None:
             file.write(json.dumps({"limits": asdict(limits), "kernels": [asdict(each) for each in times]}, indent=1) + "\n")
     print("\n".join(render(limits, times)), file=sys.stderr if args.json == "-" else sys.stdout)
+    return 0
+
+
+def tune_gpu(folder: Path, name: str) -> int:
+    """Measure, and write the file that engines on this kind of GPU read."""
+    if not folder.is_dir():
+        raise UsageError(f"--tune: there is no folder {folder}")
+    import torch
+
+    from quire.bench.tuning import CANDIDATES, names_of, tune_device
+    from quire.kernels.triton import load
+    from quire.kernels.triton.tuning import file_name
+
+    device = load("cuda").device
+    found = tune_device(load("cuda").tuning, torch.device(device))
+    found.write(folder / file_name(name))
+    for entry in CANDIDATES:
+        print(f"{entry}: {names_of(getattr(found, entry))}")
+    print(f"written to {folder / file_name(name)}")
     return 0

@@ -1,14 +1,14 @@
 """Tile sizes and the like, for each kind of GPU: data files beside this one, chosen by the device's name, never searched for.
 
 What decides bits (the order of sums) is fixed by these figures and a weight's shape alone, never by the number of rows, so
-that a row's result is the same in any batch. Nothing is measured at start-up: a new GPU gets a new file in `tunings/`, written
-after `quire bench kernels --device cuda` has been run on it.
+that a row's result is the same in any batch. Nothing is measured at start-up: a new GPU gets a new file in `tunings/`, which
+`quire bench kernels --device cuda --tune FOLDER` writes.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,12 @@ class Tuning:
         linear = {key: LinearTuning(**data.pop(key)) for key in ("linear", "wide_linear", "integer")}
         attention = {key: AttentionTuning(**data.pop(key)) for key in ("attention", "wide_attention", "float_attention")}
         return cls(name=path.stem, **data, **linear, **attention)  # type: ignore[arg-type]
+
+    def write(self, path: Path) -> None:
+        """A data file that `read` reads, one entry a line."""
+        entries = {key: value for key, value in asdict(self).items() if key != "name"}
+        lines = ",\n".join(f'  "{key}": {json.dumps(value)}' for key, value in entries.items())
+        path.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 
 
 def tuning_for(device: torch.device) -> Tuning:

@@ -1,0 +1,61 @@
+"""The search for tile sizes without a GPU: the choice, and the file that comes of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed (pip install triton)", allow_module_level=True)
+
+from quire.bench import tuning
+from quire.bench.gpu_kernels import Case
+from quire.kernels.triton.kernels import TritonKernels
+from quire.kernels.triton.tuning import FOLDER, Tuning
+
+BASE = Tuning.read(FOLDER / "default.json")
+CPU = torch.device("cpu")
+
+
+def test_the_least_cost_wins_and_ties_change_nothing() -> None:
+    asked: list[str] = []
+
+    def cost(kernels: TritonKernels, entry: str) -> float:
+        asked.append(entry)
+        if entry == "integer":
+            return 1.0
+        if entry == "wide_attention":
+            return math.inf  # nothing runs
+        figures = getattr(kernels.tuning, entry)
+        return float(abs(figures.block_m - 128) + abs(figures.block_n - 64) + figures.num_stages)
+
+    found = tuning.tune(BASE, CPU, cost)
+    assert (found.linear.block_m, found.linear.block_n, found.linear.num_stages) == (128, 64, 3)
+    assert (found.attention.block_m, found.attention.num_stages) == (128, 2)
+    assert found.integer == BASE.integer and found.wide_attention == BASE.wide_attention
+    assert set(asked) == set(tuning.CANDIDATES) and len(asked) == sum(len(each) + 1 for each in tuning.CANDIDATES.values())
+
+
+@pytest.mark.parametrize(("torch_wins_from", "least"), [(1, 64), (300, 512), (5000, None)])
+def test_the_library_has_to_win_for_all_larger_numbers(
+    monkeypatch: pytest.MonkeyPatch, torch_wins_from: int, least: int | None
+) -> None:
+    monkeypatch.setattr(tuning, "median_s", lambda call, device: call())
+
+    def make(kernels: TritonKernels, num_rows: int) -> Case:
+        theirs: Any = lambda: 0.5 if num_rows >= torch_wins_from else 2.0  # noqa: E731
+        return Case("", lambda: 1.0, 0, 0, theirs)
+
+    assert tuning.library_rows(TritonKernels(CPU, BASE), make) == least
+
+
+def test_a_written_file_is_read_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "default.json"
+    BASE.write(path)
+    assert Tuning.read(path) == BASE
+    assert tuning.names_of(BASE.attention).startswith("block_m=64, block_n=64, split_len=1024")
