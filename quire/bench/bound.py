@@ -7,6 +7,7 @@ every unfinished sequence a step; each step reads the weights once. Norms, activ
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from quire.bench.workload import BenchRequest
@@ -36,13 +37,14 @@ def ideal_steps(spec: DecoderSpec, requests: Sequence[BenchRequest], bytes_per_w
     """The steps of the ideal schedule. KV is counted in the data type of the declaration's cache at 2 bytes a number."""
     flops = spec.flops_per_token()
     kv_bytes = sum(layer.bytes_per_token("bfloat16") for layer in spec.kv_layers)
+    attention_flops = cache(spec.attention_flops)  # asked for the same contexts again and again, over all layers each time
     weight_bytes = (flops.layers + flops.head) / 2 * bytes_per_weight
 
     def step(spans: Iterable[tuple[int, int]], num_heads: int) -> IdealStep:
         """`spans`: (first, end) positions computed of each row."""
         listed = list(spans)
         num_tokens = sum(end - first for first, end in listed)
-        attention = sum(spec.attention_flops(position + 1) for first, end in listed for position in range(first, end))
+        attention = sum(attention_flops(position + 1) for first, end in listed for position in range(first, end))
         moved = weight_bytes + kv_bytes * sum(end + (end - first) for first, end in listed)
         return IdealStep(num_tokens * flops.layers + num_heads * flops.head, attention, moved)
 
