@@ -66,6 +66,10 @@ class Admission:
         self._clock = clock
         self._tickets: dict[Ticket, None] = {}
         self._num_sequences = 0
+        self._num_changes = 0
+        """Of what `queue` depends on, beside what the engine says."""
+        self._counted: tuple[tuple[int, int], tuple[int, int]] | None = None
+        """What `queue` said last, and when that holds: in a storm of refusals nothing changes between most of them."""
         self._finished_s: deque[float] = deque(maxlen=_RATE_SAMPLES)
         now = clock()
         self.tenants = {tenant.name: tenant for tenant in tenants}
@@ -86,6 +90,7 @@ class Admission:
         self._check(tenant, num_prompt_tokens)
         ticket = Ticket(tenant, num_sequences, num_prompt_tokens, self._clock())
         self._tickets[ticket] = None
+        self._num_changes += 1
         self._num_sequences += num_sequences
         use.num_requests += 1
         use.num_in_flight += 1
@@ -117,11 +122,17 @@ class Admission:
             self.num_rejections[error.code or "queue_full"] += 1
             raise
 
+    def note_start(self, ticket: Ticket) -> None:
+        """An output of the request has been seen. To be called once."""
+        ticket.has_started = True
+        self._num_changes += 1
+
     def release(self, ticket: Ticket) -> None:
         """The request has ended, however it did. Idempotent."""
         if ticket not in self._tickets:
             return
         del self._tickets[ticket]
+        self._num_changes += 1
         now = self._clock()
         self._num_sequences -= ticket.num_sequences
         self._finished_s.append(now)
@@ -138,16 +149,19 @@ class Admission:
 
     def is_queued(self, ticket: Ticket) -> bool:
         """Whether a request still waits for its first step, as far as can be told from outside."""
-        return not ticket.has_started and any(each is ticket for each in self._queued())
+        return not ticket.has_started and any(each is ticket for each in self._queued(self._num_running()))
 
     def queue(self) -> tuple[int, int]:
         """(requests, prompt tokens) that wait."""
-        queued = self._queued()
-        return len(queued), sum(ticket.num_prompt_tokens for ticket in queued)
+        state = (self._num_changes, self._num_running())
+        if self._counted is None or self._counted[0] != state:
+            queued = self._queued(state[1])
+            self._counted = state, (len(queued), sum(ticket.num_prompt_tokens for ticket in queued))
+        return self._counted[1]
 
-    def _queued(self) -> list[Ticket]:
-        """The latest arrivals beyond what the engine computes, newest first."""
-        excess = self._num_sequences - self._num_running()
+    def _queued(self, num_running: int) -> list[Ticket]:
+        """The latest arrivals beyond the sequences that the engine computes, newest first."""
+        excess = self._num_sequences - num_running
         queued: list[Ticket] = []
         for ticket in reversed(self._tickets):
             if excess <= 0 or ticket.has_started:

@@ -140,6 +140,8 @@ class Gate:
         path = getattr(exchange.scope.get("route"), "path", "other")
         method = exchange.scope["method"] if exchange.scope["method"] in _METHODS else "other"
         self._observer.http_finished(method, path, exchange.status, elapsed_s)
+        if not access_logger.isEnabledFor(logging.INFO):
+            return
         access_logger.info(
             "request",
             extra={

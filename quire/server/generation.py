@@ -275,7 +275,8 @@ class Run:
             self._fail(from_exception(error))
 
     def _take(self, number: int, progress: _Progress, output: RequestOutput) -> None:
-        self._ticket.has_started = True
+        if not self._ticket.has_started:
+            self._generator.admission.note_start(self._ticket)
         self._count(number, progress, output)
         if output.finished:
             progress.is_finished = True

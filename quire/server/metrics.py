@@ -104,6 +104,8 @@ class Metrics:
         self._http = Counter(f"{prefix}:http_requests", "HTTP exchanges.", (*labels, "status"), registry=registry)
         name, text = f"{prefix}:http_request_duration_seconds", "From a request's headers to the end of its answer."
         self._http_duration = Histogram(name, text, labels, buckets=_LATENCY_S, registry=registry)
+        self._http_children: dict[tuple[str, str, int], tuple[Callable[[], None], Callable[[float], None]]] = {}
+        """To look a metric up by its labels costs as much as to count; these are as few as the metric's."""
         self._registry.register(_Live(prefix, model_name, source, admission))
         self._registry.register(_Histograms(prefix, model_name, self._histograms))
 
@@ -113,8 +115,14 @@ class Metrics:
 
     def http_finished(self, method: str, path: str, status: int, elapsed_s: float) -> None:
         """Count one HTTP exchange; `path` is a route's pattern, `method` one of few words."""
-        self._http.labels(method, path, str(status)).inc()
-        self._http_duration.labels(method, path).observe(elapsed_s)
+        kind = (method, path, status)
+        children = self._http_children.get(kind)
+        if children is None:
+            counter, duration = self._http.labels(method, path, str(status)), self._http_duration.labels(method, path)
+            children = self._http_children[kind] = (counter.inc, duration.observe)
+        count, observe = children
+        count()
+        observe(elapsed_s)
 
     def inter_token(self, elapsed_s: float) -> None:
         """Time between two outputs of one stream."""
