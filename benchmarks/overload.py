@@ -6,22 +6,28 @@
 First the peak: as many clients at once as the server has seats, each request upon the answer to the last. Then arrivals at ten
 times that rate, whatever becomes of them, with a queue that is bounded. Goodput counts the tokens of requests that were
 answered to their end, in the time after the first seconds. Exit code 1 if a promise is broken.
+
+The clients run on the server's own cores, and to be refused ten times costs them more than to be answered once. What that takes
+is no fault of the server's, so the peak is also measured beside a generator that burns as much: a client's processor time for
+one refusal, measured first, at as many moments a second. The promise is held against that; the share of the plain peak is told.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.servers import Server, add_server_options, descendants, launch_of, metric, report, rss_bytes, running
+from benchmarks.servers import Server, add_server_options, cpu_s, descendants, launch_of, metric, report, rss_bytes, running
 from quire.bench.serving.arrivals import Arrivals
 from quire.bench.serving.dataset import ServeRequest, Sizes, Writer, random_dataset
-from quire.bench.serving.exchange import Target
+from quire.bench.serving.exchange import Exchange, Target
 from quire.bench.serving.load import LoadOptions, LoadRun, run_load
 from quire.bench.serving.runner import ask_server
 from quire.bench.spread import spread
@@ -35,51 +41,116 @@ GROWTH_BYTES = 32 << 20
 """Memory that may be held after an overload beyond what was held before: buffers that the allocator keeps."""
 _IDLE_S = 60.0
 _VOCAB_SIZE = 4096
+_NUM_PROBES = 200
+"""Refusals by which their cost to the client is measured."""
+
+
+@dataclass(slots=True)
+class Phase:
+    """One load, and what it took of the machine."""
+
+    goodput: float
+    """Tokens a second of the requests that were answered, between the settling in and the last arrival."""
+    run: LoadRun
+    shares: dict[str, float]
+    """Of a core: the clients' process, the one that answers HTTP, the engine's."""
 
 
 async def measure(server: Server, args: argparse.Namespace) -> dict[str, Any]:
-    """Peak, overload, rest, peak again."""
+    """Peak, overload, rest, peak again; each peak alone, and beside a generator as busy as that of the overload."""
     async with HttpClient(server.url, timeout_s=300) as client:
-        target = Target(client, (await ask_server(client, None)).model)
-        peak = await _closed(target, args, args.peak_seconds)
+        bench = _Bench(server, Target(client, (await ask_server(client, None)).model), args)
+        cost_s = await bench.refusal_cost_s()
+        peak = await bench.closed()
         before = memory(server)  # when every block of the cache has been written to
-        peak_rate, peak_requests = goodput(peak, args), requests_per_s(peak, args)
-        rate = args.factor * peak_requests
-        arrivals = Arrivals(rate).times(int(rate * args.seconds), 1)
-        print(f"peak: {peak_rate:,.0f} tokens/s, {peak_requests:.1f} requests/s; now {rate:.0f} a second", file=sys.stderr)
-        overload = await run_load(target, _requests(args, len(arrivals), 2), arrivals, LoadOptions())
+        peak_requests = peak.goodput / float(args.output_len)
+        rate, burn = args.factor * peak_requests, ((args.factor - 1) * peak_requests, cost_s)
+        beside = await bench.closed(burn)
+        print(f"peak: {peak.goodput:,.0f} tokens/s, {peak_requests:.1f} requests/s; now {rate:.0f} a second", file=sys.stderr)
+        overload = await bench.open(rate)
         idle_s = await _await_idle(server)
         after = memory(server)
-        again = await _closed(target, args, args.peak_seconds)
-    # A machine's speed swings: the peak of before and after, between which the overload lies, is what it is held against.
-    mean_rate = (peak_rate + goodput(again, args)) / 2
+        beside_again, again = await bench.closed(burn), await bench.closed()
+    exchanges = overload.run.exchanges
+    # A machine's speed swings: what lies between two peaks is held against their mean.
     return {
-        "peak_tokens_per_s": peak_rate,
+        "peak_tokens_per_s": peak.goodput,
         "peak_requests_per_s": peak_requests,
-        "goodput_tokens_per_s": goodput(overload, args),
-        "goodput_share": goodput(overload, args) / mean_rate,
-        "recovered_share": goodput(again, args) / peak_rate,
-        "num_sent": len(overload.exchanges),
-        "statuses": _statuses(overload),
-        "refusal_s": spread([each.e2e_s for each in overload.exchanges if each.status == "429"], (50, 90, 95, 99)),
-        "ttft_s": spread([each.ttft_s for each in overload.exchanges if each.is_ok], (50, 90, 95, 99)),
-        "e2e_s": spread([each.e2e_s for each in overload.exchanges if each.is_ok], (50, 90, 95, 99)),
+        "peak_beside_tokens_per_s": (beside.goodput + beside_again.goodput) / 2,
+        "goodput_tokens_per_s": overload.goodput,
+        "goodput_share": 2 * overload.goodput / (beside.goodput + beside_again.goodput),
+        "goodput_share_of_plain_peak": 2 * overload.goodput / (peak.goodput + again.goodput),
+        "recovered_share": again.goodput / peak.goodput,
+        "refusal_client_s": cost_s,
+        "cores": {"peak": peak.shares, "beside": beside.shares, "overload": overload.shares, "again": again.shares},
+        "num_sent": len(exchanges),
+        "statuses": _statuses(overload.run),
+        "refusal_s": spread([each.e2e_s for each in exchanges if each.status == "429"], (50, 90, 95, 99)),
+        "ttft_s": spread([each.ttft_s for each in exchanges if each.is_ok], (50, 90, 95, 99)),
+        "e2e_s": spread([each.e2e_s for each in exchanges if each.is_ok], (50, 90, 95, 99)),
         "idle_after_s": idle_s,
         "rss_bytes": {"before": before, "after": after},
-        "client_cpu_share": overload.client_cpu_s / overload.wall_s,
     }
 
 
-async def _closed(target: Target, args: argparse.Namespace, seconds: float) -> LoadRun:
-    """As many requests at once as there are seats, for so long."""
-    requests = _requests(args, 100_000 if seconds > 60 else 20_000, 3)
-    load = LoadOptions(max_concurrency=args.seats, duration_s=seconds)
-    return await run_load(target, requests, [0.0] * len(requests), load)
+class _Bench:
+    """One server under its loads."""
+
+    def __init__(self, server: Server, target: Target, args: argparse.Namespace) -> None:
+        self._server = server
+        self._target = target
+        self._args = args
+
+    async def refusal_cost_s(self) -> float:
+        """Processor time that a refusal costs the client: of requests for a model that is not there, which are refused, too."""
+        target, requests = replace(self._target, model="none"), _requests(self._args, _NUM_PROBES, 4)
+        began_s = time.process_time()
+        for each in requests:
+            await target.exchange(each, Exchange(0.0))
+        return (time.process_time() - began_s) / len(requests)
+
+    async def closed(self, burn: tuple[float, float] | None = None) -> Phase:
+        """As many requests at once as there are seats; beside them `burn`: so many times a second, so many seconds."""
+        args = self._args
+        requests = _requests(args, 100_000 if args.peak_seconds > 60 else 20_000, 3)
+        load = LoadOptions(max_concurrency=args.seats, duration_s=args.peak_seconds)
+        burning = None if burn is None else asyncio.create_task(_burn(*burn))
+        try:
+            return await self._watched(run_load(self._target, requests, [0.0] * len(requests), load))
+        finally:
+            if burning is not None:
+                burning.cancel()
+
+    async def open(self, rate: float) -> Phase:
+        """So many requests a second, whatever becomes of them."""
+        arrivals = Arrivals(rate).times(int(rate * self._args.seconds), 1)
+        return await self._watched(run_load(self._target, _requests(self._args, len(arrivals), 2), arrivals, LoadOptions()))
+
+    async def _watched(self, load: Awaitable[LoadRun]) -> Phase:
+        pids = descendants(self._server.pid)
+        before = {pid: cpu_s(pid) for pid in pids}
+        run = await load
+        used = {pid: (cpu_s(pid) - before[pid]) / run.wall_s for pid in pids}
+        http = used.pop(self._server.pid)
+        shares = {"clients": run.client_cpu_s / run.wall_s, "http": http, "engine": sum(used.values())}
+        return Phase(goodput(run, self._args), run, shares)
+
+
+async def _burn(rate: float, cost_s: float) -> None:
+    """At random moments, `rate` of them a second, take `cost_s` of processor time; until cancelled."""
+    rng = random.Random(5)
+    while True:
+        await asyncio.sleep(rng.expovariate(rate))
+        until_s = time.thread_time() + cost_s
+        while time.thread_time() < until_s:
+            pass
 
 
 def _requests(args: argparse.Namespace, count: int, seed: int) -> list[ServeRequest]:
     """So many, of which a few hundred are different: making them must not take longer than answering them."""
-    sizes = Sizes(min(count, 400), (args.input_len, args.input_len), (args.output_len, args.output_len))
+    # Answers of one length would all end together, and a peak be a matter of how many such waves its time holds.
+    lengths = (max(1, args.output_len // 2), args.output_len + args.output_len // 2)
+    sizes = Sizes(min(count, 400), (args.input_len, args.input_len), lengths)
     made = random_dataset(sizes, Writer(_VOCAB_SIZE), seed).requests
     return [made[number % len(made)] for number in range(count)]
 
@@ -93,11 +164,6 @@ def goodput(run: LoadRun, args: argparse.Namespace) -> float:
             weight = each.num_output / len(each.token_s)
             count += weight * sum(first_s <= moment < last_s for moment in each.token_s)
     return count / (last_s - first_s)
-
-
-def requests_per_s(run: LoadRun, args: argparse.Namespace) -> float:
-    """Answers a second at that goodput."""
-    return goodput(run, args) / float(args.output_len)
 
 
 def _window(run: LoadRun, args: argparse.Namespace) -> tuple[float, float]:
@@ -129,7 +195,7 @@ def broken_promises(figures: dict[str, Any], num_seats: int, max_queued: int) ->
     refusal, rss = figures["refusal_s"], figures["rss_bytes"]
     found = []
     if figures["goodput_share"] < GOODPUT_SHARE:
-        found.append(f"goodput is {figures['goodput_share']:.1%} of the peak, not {GOODPUT_SHARE:.0%}")
+        found.append(f"goodput is {figures['goodput_share']:.1%} of the peak beside such clients, not {GOODPUT_SHARE:.0%}")
     if refusal is None or refusal["p99"] > REFUSAL_S:
         found.append("nothing was refused" if refusal is None else f"refusals take {1e3 * refusal['p99']:.0f} ms in the p99")
     if set(figures["statuses"]) - {"ok", "429"}:
@@ -148,14 +214,18 @@ def render(figures: dict[str, Any]) -> list[str]:
     """For people."""
     refusal, rss, total = figures["refusal_s"], figures["rss_bytes"], figures["e2e_s"]
     lines = [
-        f"peak         {figures['peak_tokens_per_s']:,.0f} output tokens/s, {figures['peak_requests_per_s']:.1f} requests/s",
-        f"overload     {figures['num_sent']:,} requests: {figures['statuses']}; this client {figures['client_cpu_share']:.0%} "
-        "of a core",
-        f"goodput      {figures['goodput_tokens_per_s']:,.0f} tokens/s, {figures['goodput_share']:.1%} of the peaks before and "
-        f"after; the one after is {figures['recovered_share']:.1%} of the one before",
+        f"peak         {figures['peak_tokens_per_s']:,.0f} output tokens/s, {figures['peak_requests_per_s']:.1f} requests/s; "
+        f"{figures['peak_beside_tokens_per_s']:,.0f} beside clients as busy as under overload "
+        f"({1e6 * figures['refusal_client_s']:.0f} us a refusal)",
+        f"overload     {figures['num_sent']:,} requests: {figures['statuses']}",
+        f"goodput      {figures['goodput_tokens_per_s']:,.0f} tokens/s, {figures['goodput_share']:.1%} of the peak beside such "
+        f"clients, {figures['goodput_share_of_plain_peak']:.1%} of the plain one; afterwards the peak is "
+        f"{figures['recovered_share']:.1%} of what it was",
         f"memory       {rss['before'] / 2**20:.0f} MiB before, {rss['after'] / 2**20:.0f} after; idle after "
         f"{figures['idle_after_s']:.1f} s",
     ]
+    for name, shares in figures["cores"].items():
+        lines.append(f"cores        {name}: " + ", ".join(f"{who} {share:.0%}" for who, share in shares.items()))
     if refusal is not None:
         lines.append(f"refusals     {1e3 * refusal['p50']:.1f} ms median, {1e3 * refusal['p99']:.1f} p99")
     if total is not None:
@@ -174,7 +244,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seats", type=int, default=64, help="sequences that the engine computes at once (default: 64)")
     parser.add_argument("--queue", type=int, default=128, help="requests that may wait; more than seats (default: 128)")
     parser.add_argument("--input-len", type=int, default=64, help="(default: 64)")
-    parser.add_argument("--output-len", type=int, default=256, help="(default: 256)")
+    parser.add_argument(
+        "--output-len", type=int, default=256, help="in the mean; from half to one and a half of it (default: 256)"
+    )
     parser.add_argument("--json", type=Path, help="write the figures to a file")
     return parser.parse_args(argv)
 

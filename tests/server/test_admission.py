@@ -47,6 +47,24 @@ def retry_after(error: ApiError) -> int:
     return int(error.headers["retry-after"])
 
 
+@given(st.lists(st.tuples(st.sampled_from(["admit", "start", "release", "run"]), st.integers(0, 7)), max_size=40))
+def test_what_the_queue_was_last_found_to_be_is_never_said_once_it_has_changed(moves: list[tuple[str, int]]) -> None:
+    num_running = 0
+    admission = Admission(ApiConfig(), [EVERYBODY], lambda: num_running)
+    tickets: list[Ticket] = []
+    for move, number in moves:
+        if move == "admit":
+            tickets.append(admit(admission, number))
+        elif move == "run":
+            num_running = number
+        elif tickets and move == "start":
+            admission.note_start(tickets[number % len(tickets)])
+        elif tickets:
+            admission.release(tickets.pop(number % len(tickets)))
+        queued = [ticket for ticket in tickets if admission.is_queued(ticket)]
+        assert admission.queue() == (len(queued), sum(ticket.num_prompt_tokens for ticket in queued))
+
+
 def test_the_queue_is_bounded_in_requests_beyond_those_that_run() -> None:
     admission, _ = make(ApiConfig(max_queued_requests=3), num_running=2)
     tickets = [admit(admission) for _ in range(5)]
