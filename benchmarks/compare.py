@@ -275,7 +275,12 @@ class _Hold:
         command = [*self._prefix, "sh", "-c", "echo held; read line"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
-        if process.stdout.readline() != "held\n":
+        try:
+            answer = process.stdout.readline()
+        except BaseException:  # told to end while it waits for the lock: nobody else would end the command
+            process.terminate()
+            raise
+        if answer != "held\n":
             process.communicate()
             raise HoldError(f"--hold {shlex.join(self._prefix)} ended with exit code {process.returncode}")
         self._process, self._since = process, time.monotonic()
