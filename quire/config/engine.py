@@ -23,6 +23,7 @@ LOAD_FORMATS = ("auto", "dummy", "gguf")
 DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "cpu", "triton", "reference")
 OVERLAPS = ("auto", "on", "off")
+ATTENTION_BACKENDS = ("auto", "triton", "flash-attention", "flashinfer")
 QUANTIZATIONS = ("int8", "int4")
 
 
@@ -71,6 +72,9 @@ class EngineConfig:
     num_threads: int | None = _option(None, "CPU threads; by default the physical cores this process may use")
     batch_invariant: bool = _option(
         True, "results never depend on who else is in the batch; off, a GPU may use libraries that are faster for many rows"
+    )
+    attention_backend: str = _option(
+        "auto", "whose attention a GPU computes with: auto takes the kernels here", choices=ATTENTION_BACKENDS
     )
     seed: int = _option(0, "from which the seeds of requests without one of their own are derived")
     max_logprobs: int = _option(20, "most alternatives a request may ask for per token; -1 allows the whole vocabulary")

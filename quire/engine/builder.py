@@ -158,9 +158,13 @@ def select(plan: EnginePlan) -> Selection:
 
     from quire.kernels.selection import Selection, load, select_kernels
 
+    options: dict[str, Any] = {
+        "is_invariant": plan.config.batch_invariant,
+        "attention_module": plan.attention_module,
+    }
     if plan.config.kernels != "auto":
-        return Selection(load(plan.config.kernels, plan.device, is_invariant=plan.config.batch_invariant))
-    return select_kernels(plan.device, getattr(torch, plan.dtype), is_invariant=plan.config.batch_invariant)
+        return Selection(load(plan.config.kernels, plan.device, **options))
+    return select_kernels(plan.device, getattr(torch, plan.dtype), **options)
 
 
 @_no_collection()

@@ -13,6 +13,7 @@ from quire.common.kv_formats import KV_FORMATS, OTHER_NAMES
 from quire.common.numbers import align_down, ceil_div, format_bytes, parse_bytes
 from quire.config.engine import EngineConfig
 from quire.config.limits import POLICIES, Policy, SchedulerLimits
+from quire.engine import attention
 from quire.engine.machine import Machine
 from quire.errors import CapacityError, ConfigError
 from quire.models.declaration import DTYPE_BYTES, DecoderSpec
@@ -48,6 +49,8 @@ class EnginePlan:
     dtype: str
     kv_format: str
     """One of `quire.common.kv_formats.KV_FORMATS`."""
+    attention_module: str | None
+    """The library whose attention a GPU computes with; None for the kernels here."""
     limits: SchedulerLimits
     is_overlapped: bool
     """Whether each step is planned while the one before it is computed."""
@@ -118,6 +121,7 @@ class _Resolver:
             device="cpu" if self.gpu is None else "cuda",
             dtype=dtype,
             kv_format=kv_format,
+            attention_module=self._attention(dtype, kv_format, block_size),
             limits=limits,
             is_overlapped=self._is_overlapped(),
             num_threads=num_threads,
@@ -181,6 +185,21 @@ class _Resolver:
             )
         self._note("kv_cache_dtype", chosen, "as the compute dtype" if given == "auto" else "given")
         return chosen
+
+    def _attention(self, dtype: str, kv_format: str, block_size: int) -> str | None:
+        """The module of the library that was chosen."""
+        wish = self.config.attention_backend
+        if self.gpu is None:
+            if wish not in ("auto", attention.OWN):
+                raise ConfigError(f"attention_backend={wish!r} is for GPUs; leave it at 'auto', or ask for device='cuda'")
+            return None
+        sizes = frozenset(layer.head_dim for layer in self.spec.kv_layers)
+        needs = attention.AttentionNeeds(
+            dtype, kv_format, block_size, sizes, self.gpu.capability, is_invariant=self.config.batch_invariant
+        )
+        name, reason = attention.choose(wish, needs)
+        self._note("attention_backend", name, reason)
+        return None if name == attention.OWN else attention.module_for(name, needs)
 
     def _num_batched_tokens(self, max_num_seqs: int) -> int:
         given = self.config.max_num_batched_tokens

@@ -23,10 +23,11 @@ class Selection:
     reasons: tuple[str, ...] = ()
 
 
-def load(name: str, device: str = "cpu", *, is_invariant: bool = True) -> Kernels:
+def load(name: str, device: str = "cpu", *, is_invariant: bool = True, attention_module: str | None = None) -> Kernels:
     """The back end called `name` ("cpu", "triton" or "reference") for a device; ConfigError where it cannot run there.
 
-    Only "triton" has anything faster to offer where results may depend on company, that is not `is_invariant`.
+    Only "triton" has anything faster to offer where results may depend on company, that is not `is_invariant`; and only it
+    takes a library for attention.
     """
     if name == "reference":
         from quire.kernels.reference import ReferenceKernels
@@ -37,7 +38,7 @@ def load(name: str, device: str = "cpu", *, is_invariant: bool = True) -> Kernel
     if name == "triton":
         from quire.kernels import triton
 
-        return triton.load(device, is_invariant=is_invariant)
+        return triton.load(device, is_invariant=is_invariant, attention_module=attention_module)
     if name == "cpu":
         from quire.kernels import cpu
 
@@ -45,7 +46,9 @@ def load(name: str, device: str = "cpu", *, is_invariant: bool = True) -> Kernel
     raise ConfigError(f"there are no kernels called {name!r}; choose cpu, triton or reference")
 
 
-def select_kernels(device: str, dtype: torch.dtype, *, is_invariant: bool = True) -> Selection:
+def select_kernels(
+    device: str, dtype: torch.dtype, *, is_invariant: bool = True, attention_module: str | None = None
+) -> Selection:
     """The best back end for tensors of `dtype` on `device` ("cpu", "cuda:0").
 
     Raises ConfigError where no back end can serve them. A GPU is served by the Triton kernels or not at all: nobody who asks
@@ -56,7 +59,7 @@ def select_kernels(device: str, dtype: torch.dtype, *, is_invariant: bool = True
 
         if reasons := triton.reasons_against(device, dtype):
             raise ConfigError(f"no kernels can compute on {device}: " + "; ".join(reasons))
-        return Selection(triton.load(device, is_invariant=is_invariant))
+        return Selection(triton.load(device, is_invariant=is_invariant, attention_module=attention_module))
     from quire.kernels import cpu
 
     reasons = cpu.reasons_against(device, dtype)

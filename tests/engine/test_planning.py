@@ -159,6 +159,11 @@ def test_on_a_gpu_its_memory_counts(tiny_config: Path) -> None:
     assert plan.device == "cuda"
     assert ("device", "cuda", "given; NVIDIA X, 40.0 GiB free") in plan.decisions
     assert plan.kv_bytes == plan.kv_bytes_per_token * 256 * 4  # what four sequences need
+    assert plan.attention_module is None and "attention_backend" in {each.name for each in plan.decisions}
+    with pytest.raises(ConfigError, match="flashinfer' cannot be used: not installed"):
+        _plan(tiny_config, machine, device="cuda", attention_backend="flashinfer")
+    with pytest.raises(ConfigError, match="is for GPUs"):
+        _plan(tiny_config, attention_backend="flashinfer")
     free = _plan(tiny_config, machine, device="cuda", batch_invariant=False)
     assert ("batch_invariant", "False") in {each[:2] for each in free.decisions}
     assert _plan(tiny_config, machine, device="cuda", kv_cache_dtype="fp8_e4m3").kv_format == "fp8"

@@ -59,8 +59,9 @@ def _reasons_against_gpu(device: str) -> list[str]:
     return []
 
 
-def load(device: str = "cuda", *, is_invariant: bool = True) -> TritonKernels:
-    """The back end for one device; ConfigError says why it cannot run there. See `TritonKernels` for `is_invariant`."""
+def load(device: str = "cuda", *, is_invariant: bool = True, attention_module: str | None = None) -> TritonKernels:
+    """The back end for one device; ConfigError says why it cannot run there. See `TritonKernels` for `is_invariant`, and
+    `library_attention` for the module whose attention takes the place of the kernels'."""
     import torch
 
     reasons = reasons_against(device, torch.float32)
@@ -70,4 +71,9 @@ def load(device: str = "cuda", *, is_invariant: bool = True) -> TritonKernels:
         correct_interpreter()
     from quire.kernels.triton.kernels import TritonKernels
 
-    return TritonKernels(torch.device(device), is_invariant=is_invariant)
+    there = torch.device(device)
+    if attention_module is None:
+        return TritonKernels(there, is_invariant=is_invariant)
+    from quire.kernels.triton.library_attention import load_attention
+
+    return TritonKernels(there, is_invariant=is_invariant, library_attention=load_attention(attention_module, there))

@@ -19,6 +19,7 @@ from quire.kernels.interface import (
 from quire.kernels.triton import attention, cache, elementwise, integer_linear, linear
 from quire.kernels.triton.activation import NO_ACTIVATION
 from quire.kernels.triton.integer_linear import IntegerLinear
+from quire.kernels.triton.library_attention import LibraryAttention
 from quire.kernels.triton.linear import FloatLinear, ProductOptions
 from quire.kernels.triton.row_peaks import tile_peaks
 from quire.kernels.triton.step import CompiledDecoder, reason_against
@@ -38,12 +39,20 @@ class TritonKernels:
 
     name = "triton"
 
-    def __init__(self, device: torch.device, tuning: Tuning | None = None, *, is_invariant: bool = True) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        tuning: Tuning | None = None,
+        *,
+        is_invariant: bool = True,
+        library_attention: LibraryAttention | None = None,
+    ) -> None:
         self.device = device
         self.is_invariant = is_invariant
+        self._library_attention = library_attention
         self.tuning = tuning_for(device) if tuning is None else tuning
         self.options = product_options(self.tuning, device, is_invariant=is_invariant)
-        self.shared_prefix_unit: int | None = attention.shared_prefix_unit(self.tuning)
+        self.shared_prefix_unit = None if library_attention is not None else attention.shared_prefix_unit(self.tuning)
 
     rms_norm = staticmethod(elementwise.rms_norm)
     add_rms_norm = staticmethod(elementwise.add_rms_norm)
@@ -106,6 +115,9 @@ class TritonKernels:
         soft_cap: float | None = None,
     ) -> Tensor:
         """See `Kernels.paged_attention`."""
+        if self._library_attention is not None and query.shape[0]:
+            caches = (key_cache, value_cache)
+            return self._library_attention(query, caches, batch, scale=scale, window=window, soft_cap=soft_cap)
         return attention.paged_attention(
             query, key_cache, value_cache, batch, self.tuning, scale=scale, window=window, soft_cap=soft_cap
         )
