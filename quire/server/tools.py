@@ -108,17 +108,10 @@ async def settle_tools(
         message = "the notation in which this model calls tools is not known here; the operator may choose one (tool_parser)"
         raise unavailable_feature("tools", message)
     allowed = [function for function in functions if demand.names is None or function.name in demand.names]
-    schemas = []
-    for function in allowed:
-        schemas.append(await _arguments(function))
-        await asyncio.sleep(0)  # a schema takes up to 20 ms, and verdicts that are known take no time to come
-    is_bound = demand.mode != "auto" or not demand.is_parallel or any(function.strict for function in allowed)
     grammar = None
-    if is_bound:
+    if demand.mode != "auto" or not demand.is_parallel or any(function.strict for function in allowed):
         most = 1 if demand.mode == "named" or not demand.is_parallel else MAX_CALLS
-        named = list(zip((function.name for function in allowed), schemas, strict=True))
-        if sum(map(len, schemas)) > 4 * MAX_GRAMMAR_LEN:
-            raise bad_request(f"tools: their schemas have more than {4 * MAX_GRAMMAR_LEN} bytes together", param="tools")
+        named = list(zip((function.name for function in allowed), await _schemas(allowed), strict=True))
         await judge.check_async(Grammar("lark", _grammar(form, named, (demand.mode, most), None)))
         grammar = Grammar("lark", _grammar(form, named, (demand.mode, most), marker))
     shown = [{"type": "function", "function": _shown(function)} for function in allowed]
@@ -160,19 +153,30 @@ def _function(fields: Any, where: str, schema: str) -> Function:
     return function
 
 
-async def _arguments(function: Function) -> str:
-    """The schema that a call's arguments are held to. Only of a strict function must it be one that can be enforced."""
-    if function.parameters is None:
-        return _ANY_ARGUMENTS
-    param = function.where
-    try:
-        text = checked_schema({"type": "object", **function.parameters}, param)
-        await judge.check_async(Grammar("json", text))
-    except InvalidParameterError as error:
-        if function.strict:
-            raise bad_request(f"{param}: {str(error).partition(': ')[2]}", param=param) from None
-        return _ANY_ARGUMENTS
-    return text
+async def _schemas(functions: Sequence[Function]) -> list[str]:
+    """The schemas that calls' arguments are held to. Only of a strict function must it be one that can be enforced."""
+    texts: list[str] = []
+    for function in functions:
+        try:
+            schema = {"type": "object", **(function.parameters or {})}
+            texts.append(checked_schema(schema, function.where))
+        except InvalidParameterError as error:
+            texts.append(_any_arguments(function, error))
+        await asyncio.sleep(0)  # each takes up to 20 ms
+    if sum(map(len, texts)) > 4 * MAX_GRAMMAR_LEN:  # before any is compiled, which takes up to a second
+        raise bad_request(f"tools: their schemas have more than {4 * MAX_GRAMMAR_LEN} bytes together", param="tools")
+    for number, (function, text) in enumerate(zip(functions, texts, strict=True)):
+        try:
+            await judge.check_async(Grammar("json", text))
+        except InvalidParameterError as error:
+            texts[number] = _any_arguments(function, error)
+    return texts
+
+
+def _any_arguments(function: Function, error: InvalidParameterError) -> str:
+    if function.strict:
+        raise bad_request(f"{function.where}: {str(error).partition(': ')[2]}", param=function.where) from None
+    return _ANY_ARGUMENTS
 
 
 def _shown(function: Function) -> dict[str, Any]:

@@ -6,7 +6,10 @@ import asyncio
 
 import pytest
 
+from quire.core.plan import Grammar
 from quire.grammar.backend import NativeVocabulary, Vocabulary, compile_grammar
+from quire.grammar.judge import judge
+from quire.server.errors import ApiError
 from quire.server.tools import Demand, Function, settle_tools
 from quire.text.tools import HERMES, LLAMA3, MISTRAL, ToolFormat
 
@@ -66,8 +69,8 @@ def test_t20_between_two_schemas_the_loop_does_other_things() -> None:
     functions = [Function(name=f"f{number}", parameters=SCHEMA) for number in range(64)]
 
     async def count_turns() -> int:
-        await settle_tools(functions, Demand(), (HERMES, None))
-        settling = asyncio.create_task(settle_tools(functions, Demand(), (HERMES, None)))
+        await settle_tools(functions, Demand(mode="required"), (HERMES, None))
+        settling = asyncio.create_task(settle_tools(functions, Demand(mode="required"), (HERMES, None)))
         num_turns = 0
         while not settling.done():
             await asyncio.sleep(0)
@@ -75,3 +78,17 @@ def test_t20_between_two_schemas_the_loop_does_other_things() -> None:
         return num_turns
 
     assert asyncio.run(count_turns()) >= 64
+
+
+def test_t11_schemas_that_nothing_holds_a_call_to_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of those that are, no more than fit into one grammar: each may take a second."""
+
+    async def refuse(grammar: Grammar) -> None:
+        raise AssertionError("nothing needs this grammar")
+
+    monkeypatch.setattr(judge, "check_async", refuse)
+    large = [Function(name=f"f{n}", parameters={"properties": {"a": {"const": "x" * 9000}}}) for n in range(64)]
+    settled = asyncio.run(settle_tools(large, Demand(), (HERMES, None)))
+    assert settled is not None and settled.grammar is None and len(settled.shown) == 64
+    with pytest.raises(ApiError, match="together"):
+        asyncio.run(settle_tools(large, Demand(mode="required"), (HERMES, None)))
