@@ -23,7 +23,8 @@ run_tests() {
   if "$PYTHON" -c 'import xdist' 2> /dev/null; then PARALLEL="-n 8 --dist worksteal"; fi
   # Without pyproject.toml's options: its plugins may be missing here. Torch's and Triton's own warnings are none of ours.
   QUIRE_TEST_DEVICE=cuda "$PYTHON" -m pytest -q -c /dev/null --rootdir=. --import-mode=importlib -p no:cacheprovider \
-    $PARALLEL tests/kernels/triton tests/nn tests/engine/test_exactness.py 2>&1 | tee "$OUT/tests.txt" | tail -n 40
+    $PARALLEL tests/kernels/triton tests/nn tests/worker/test_graphs.py tests/engine/test_loops.py tests/engine/test_exactness.py \
+    2>&1 | tee "$OUT/tests.txt" | tail -n 40
   ! grep -Eq '^(FAILED|ERROR)|[0-9]+ (failed|error)' "$OUT/tests.txt"
 }
 
@@ -38,8 +39,11 @@ run_bench() {
  "tie_word_embeddings": true, "torch_dtype": "bfloat16"}
 JSON
   for command in latency throughput; do
-    "$PYTHON" -m quire bench "$command" "$OUT/model" --load-format dummy --device cuda \
-      --max-model-len 4096 | tee "$OUT/$command.txt"
+    for options in "" "--enforce-eager" "--overlap off" "--enforce-eager --overlap off"; do
+      # shellcheck disable=SC2086 # several options
+      "$PYTHON" -m quire bench "$command" "$OUT/model" --load-format dummy --device cuda \
+        --max-model-len 4096 $options | tee "$OUT/$command$(echo "$options" | tr -d ' ').txt"
+    done
   done
 }
 

@@ -132,6 +132,10 @@ class _Watch:
         """Passed on."""
         self._executor.unregister_processor(name)
 
+    def idle(self) -> bool:
+        """Passed on."""
+        return self._executor.idle()
+
     def close(self) -> None:
         """Passed on."""
         self._executor.close()

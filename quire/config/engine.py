@@ -30,7 +30,7 @@ QUANTIZATIONS = ("int8", "int4")
 RENAMED = {"gpu_memory_utilization": "memory_utilization", "kv_cache_memory_bytes": "kv_cache_memory"}
 """vLLM's names for options that have another one here."""
 
-WITHOUT_EFFECT = frozenset({"enforce_eager", "disable_log_stats", "disable_custom_all_reduce", "swap_space"})
+WITHOUT_EFFECT = frozenset({"disable_log_stats", "disable_custom_all_reduce", "swap_space"})
 """vLLM's options for things that Quire does not have; accepted, and said to have no effect."""
 
 
@@ -68,6 +68,9 @@ class EngineConfig:
         "auto",
         "plan each step while the one before it is computed: same answers; auto does on a GPU",
         choices=OVERLAPS,
+    )
+    enforce_eager: bool = _option(
+        False, "launch every operation of every step, where small ones could be replayed as CUDA graphs"
     )
     num_threads: int | None = _option(None, "CPU threads; by default the physical cores this process may use")
     batch_invariant: bool = _option(

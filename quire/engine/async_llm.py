@@ -162,6 +162,8 @@ class AsyncLLM:
                     for output in self._engine.step():
                         if isinstance(output, RequestOutput):
                             self._deliver(output)
+                else:
+                    self._engine.idle()
         except BaseException as error:
             log_failure(logger, "the engine's thread died", error)
             self._failure = error

@@ -19,7 +19,7 @@ from quire.config.engine import EngineConfig
 from quire.engine.gpu import FP8_CAPABILITY, require_gpu
 from quire.engine.machine import Machine
 from quire.engine.model_files import ModelFiles, find_model
-from quire.engine.planning import EnginePlan, resolve
+from quire.engine.planning import EnginePlan, GraphPlan, resolve
 from quire.errors import CheckpointError, RequestError
 from quire.models.registry import declare
 from quire.quant.formats import WeightFormats, formats_at_load
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from quire.weights.head_start import HeadStart
     from quire.weights.packed_cache import PackedCache
     from quire.weights.source import WeightSource
+    from quire.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -185,12 +186,28 @@ def build_executor(planned: PlannedModel) -> InlineExecutor:
         logger.warning("slow reference kernels are used: %s", reason)
     model = _load_model(planned, selection.kernels)
     limits = plan.limits
-    shape = PoolShape(limits.num_blocks, limits.block_size, plan.kv_format)
+    num_scratch = int(plan.graphs is not None)
+    shape = PoolShape(limits.num_blocks + num_scratch, limits.block_size, plan.kv_format)
     memory = KVMemory(plan.spec.kv_layers, shape, selection.kernels.device)
     rows = RowTable(limits.max_num_seqs, limits.block_size)
     matchers = RowMatchers(GrammarTable(partial(_vocabulary, planned._replace(head_start=None))))
     sampler = Sampler(select_sampling(selection.kernels), matchers=matchers)
-    return InlineExecutor(Worker(model, memory, rows, sampler))
+    worker = Worker(model, memory, rows, sampler)
+    if plan.graphs is not None:
+        _use_graphs(worker, plan, plan.graphs)
+    return InlineExecutor(worker)
+
+
+def _use_graphs(worker: Worker, plan: EnginePlan, graphs: GraphPlan) -> None:
+    """Have small steps recorded, and compare what the allocator holds with what was planned."""
+    import torch
+
+    from quire.worker.graphs import CudaGraphs, GraphSettings
+
+    worker.use_graphs(CudaGraphs(), GraphSettings(graphs.max_num_tokens, plan.limits.max_model_len, graphs.max_bytes))
+    held, planned = torch.cuda.memory_allocated(), plan.weight_bytes + plan.kv_bytes + plan.workspace_bytes
+    if held > planned:
+        logger.warning("weights and KV cache take %d bytes of the GPU, planned were %d with all else", held, planned)
 
 
 def _load_model(planned: PlannedModel, kernels: Kernels) -> DecoderModel:

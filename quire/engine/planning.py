@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from quire.common.graph_shapes import NUM_TOKENS, num_shapes
 from quire.common.kv_formats import KV_FORMATS, OTHER_NAMES
 from quire.common.numbers import align_down, ceil_div, format_bytes, parse_bytes
 from quire.config.engine import EngineConfig
@@ -26,6 +27,12 @@ DEFAULT_MAX_KV_BYTES = 4 << 30
 """Where the user names no size, the KV cache is not made larger than this: a laptop has other uses for its memory."""
 GPU_CONTEXT_BYTES = 768 << 20
 """What torch's context, its libraries and the compiled kernels take of a GPU before any tensor. Reckoned, not measured."""
+GRAPH_BYTES_PER_LAYER = 64 << 10
+"""What a recorded graph keeps on the device for the launches of one layer. Reckoned; the engine counts what it really takes."""
+MAX_SPLIT_PROGRAMS = 264
+"""With fewer programs than this (two for each multiprocessor of an H200), attention computes splits side by side."""
+MIN_SPLIT_LEN = 256
+"""Positions in a split, at least: see `quire/kernels/triton/tunings/`."""
 CPU_OVERLAP_REASON = "the cores that would plan the next step are those that compute this one"
 
 
@@ -35,6 +42,16 @@ class Decision(NamedTuple):
     name: str
     value: str
     reason: str
+
+
+class GraphPlan(NamedTuple):
+    """Steps that a GPU replays from recorded graphs."""
+
+    max_num_tokens: int
+    input_bytes: int
+    """Of their inputs and outputs, which keep their places."""
+    max_bytes: int
+    """Of all graphs together, with the temporary tensors that they share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +71,8 @@ class EnginePlan:
     limits: SchedulerLimits
     is_overlapped: bool
     """Whether each step is planned while the one before it is computed."""
+    graphs: GraphPlan | None
+    """Of steps that are recorded and replayed; None where every step is launched."""
     num_threads: int
     weight_bytes: int
     kv_bytes_per_token: int
@@ -100,6 +119,10 @@ class _Resolver:
         workspace_bytes = _workspace_bytes(spec, num_batched, max_num_seqs) + (0 if self.gpu is None else GPU_CONTEXT_BYTES)
         kv_format = self._kv_format(dtype)
         bytes_per_token = sum(layer.bytes_per_token(kv_format) for layer in spec.kv_layers)
+        attention_module = self._attention(dtype, kv_format, block_size)
+        graphs = self._graphs(num_batched, block_size, attention_module)
+        if graphs is not None:
+            workspace_bytes += graphs.max_bytes + graphs.input_bytes + bytes_per_token * block_size  # with the scratch block
         kv_bytes = self._kv_bytes(weight_bytes + workspace_bytes, bytes_per_token * self._longest() * max_num_seqs)
         num_blocks = kv_bytes // (bytes_per_token * block_size)
         self._note("num_blocks", num_blocks, f"{format_bytes(kv_bytes)} / {format_bytes(bytes_per_token * block_size)} a block")
@@ -121,9 +144,10 @@ class _Resolver:
             device="cpu" if self.gpu is None else "cuda",
             dtype=dtype,
             kv_format=kv_format,
-            attention_module=self._attention(dtype, kv_format, block_size),
+            attention_module=attention_module,
             limits=limits,
             is_overlapped=self._is_overlapped(),
+            graphs=graphs,
             num_threads=num_threads,
             weight_bytes=weight_bytes,
             kv_bytes_per_token=bytes_per_token,
@@ -162,6 +186,22 @@ class _Resolver:
             self._note("batch_invariant", True, "the CPU kernels are at no cost, so switching it off changes nothing")
         else:
             self._note("batch_invariant", False, "given; torch's products may serve many rows, as the tuning file says")
+
+    def _graphs(self, num_batched: int, block_size: int, attention_module: str | None) -> GraphPlan | None:
+        reason = "the CPU has none" if self.gpu is None else "given: enforce_eager" if self.config.enforce_eager else None
+        if reason is None and attention_module is not None:
+            reason = "the attention of a library plans each step on the host, which a graph would not repeat"
+        if reason is not None:
+            self._note("graphs", "off", reason)
+            return None
+        spec, longest, num_tokens = self.spec, self._longest(), min(NUM_TOKENS[-1], num_batched)
+        row_bytes = spec.hidden_size * DTYPE_BYTES["float32"] + (ceil_div(longest, block_size) + 8) * DTYPE_BYTES["float32"]
+        num_graphs = num_shapes(num_tokens, longest)
+        launches = num_graphs * len(spec.blocks) * GRAPH_BYTES_PER_LAYER
+        max_bytes = _layer_bytes(spec, num_tokens) + _partial_bytes(spec, longest) + launches
+        reason = f"at most {num_graphs} graphs with {format_bytes(max_bytes)}, recorded when idle"
+        self._note("graphs", f"steps of up to {num_tokens} tokens", reason)
+        return GraphPlan(num_tokens, num_tokens * row_bytes, max_bytes)
 
     def _dtype(self) -> str:
         config, spec = self.config, self.spec
@@ -285,6 +325,12 @@ def _workspace_bytes(spec: DecoderSpec, num_batched_tokens: int, max_num_seqs: i
     Within a layer: the stream, its norm, the widest projection and its activation. At the end: logits of every sequence,
     and an edited copy where requests ask for penalties or bias.
     """
+    logits_bytes = 2 * min(max_num_seqs, num_batched_tokens) * spec.vocab_size * DTYPE_BYTES["float32"]
+    return _layer_bytes(spec, num_batched_tokens) + logits_bytes
+
+
+def _layer_bytes(spec: DecoderSpec, num_tokens: int) -> int:
+    """Of that, what a layer takes."""
     widest = max(
         max(
             block.mlp.up.num_outputs * (2 if block.mlp.gate is not None else 1) + block.mlp.up.num_outputs,
@@ -292,6 +338,13 @@ def _workspace_bytes(spec: DecoderSpec, num_batched_tokens: int, max_num_seqs: i
         )
         for block in spec.blocks
     )
-    layer_bytes = num_batched_tokens * (3 * spec.hidden_size + widest) * DTYPE_BYTES["float32"]
-    logits_bytes = 2 * min(max_num_seqs, num_batched_tokens) * spec.vocab_size * DTYPE_BYTES["float32"]
-    return layer_bytes + logits_bytes
+    return num_tokens * (3 * spec.hidden_size + widest) * DTYPE_BYTES["float32"]
+
+
+def _partial_bytes(spec: DecoderSpec, longest: int) -> int:
+    """Splits of attention that are computed side by side: only while there are few programs, each with a group's rows."""
+    return max(
+        MAX_SPLIT_PROGRAMS * ceil_div(block.attention.num_heads, block.attention.num_kv_heads)
+        * ceil_div(longest, MIN_SPLIT_LEN) * (block.attention.head_dim + 2) * DTYPE_BYTES["float32"]
+        for block in spec.blocks
+    )  # fmt: skip

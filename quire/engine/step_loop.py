@@ -57,6 +57,14 @@ class StepLoop:
         raises calls for `start_over`."""
         return self.loop.advance(self)
 
+    def idle(self) -> bool:
+        """Make use of a moment without requests, for some milliseconds; whether there may be more to do."""
+        assert not self.has_work
+        if self.scheduler.flights:
+            self.advance()  # a step that was planned ahead for those who have ended
+            return True
+        return self.executor.idle()
+
     # -- the verbs ---------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:

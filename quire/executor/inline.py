@@ -25,6 +25,10 @@ class InlineExecutor:
         """Forget a processor."""
         self.worker.sampler.processors.unregister(name)
 
+    def idle(self) -> bool:
+        """See `Executor.idle`."""
+        return self.worker.idle()
+
     def close(self) -> None:
         """Drop the model, its KV memory and the rows, also where somebody still holds the worker."""
         if hasattr(self.worker, "sampler"):

@@ -27,6 +27,10 @@ class Executor(Protocol):
         """Forget a processor."""
         ...
 
+    def idle(self) -> bool:
+        """Make use of a moment in which there is no plan, for some milliseconds; whether there may be more to do."""
+        ...
+
     def close(self) -> None:
         """Free everything. Idempotent."""
         ...

@@ -118,6 +118,10 @@ class NullExecutor:
     def unregister_processor(self, name: str) -> None:
         """Nothing was registered."""
 
+    def idle(self) -> bool:
+        """There is nothing to prepare."""
+        return False
+
     def close(self) -> None:
         """Nothing to free."""
 

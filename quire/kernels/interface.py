@@ -99,7 +99,8 @@ class SharedPrefixes:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """A ragged batch as attention sees it: S sequences, each with `query_len >= 1` new tokens that end its context.
+    """A ragged batch as attention sees it: S sequences, each with `query_len` new tokens that end its context: one or more. The
+    GPU's kernels and the reference also take sequences without new tokens, with which recorded steps are padded.
 
     Sequence s owns query rows `query_start[s] : query_start[s + 1]`; its last query row sits at absolute position
     `context_len[s] - 1`. The K and V of all its positions below `context_len[s]` are in the cache already (the step's

@@ -1,4 +1,4 @@
-"""The inputs of one forward pass, built from the rows and a plan's work."""
+"""The inputs of one forward pass: gathered on the host from the rows and a plan's work, then moved to the device."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.plan import RowWork
@@ -28,8 +30,48 @@ class StepInputs:
     """Where each work's tokens begin, and the end: length work + 1."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    """The same on the host, T tokens of S sequences; fields as those of `AttentionBatch`."""
+
+    query_start: NDArray[np.int32]
+    context_len: NDArray[np.int32]
+    block_tables: NDArray[np.int32]
+    slots: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    token_ids: NDArray[np.int64]
+    max_query_len: int
+    max_context_len: int
+    runs: tuple[Run, ...] = ()
+    """Sequences that begin with the same blocks; empty where none do."""
+
+    @property
+    def parts(self) -> tuple[NDArray[Any], ...]:
+        """The arrays, in the order of the fields."""
+        return (self.query_start, self.context_len, self.block_tables, self.slots, self.positions, self.token_ids)
+
+    def on_device(self, tensors: Sequence[Tensor]) -> StepInputs:
+        """With `parts`, and behind them what `run_arrays` gives, as tensors."""
+        starts, lengths, tables, slots, places, token_ids, *of_runs = tensors
+        shared = SharedPrefixes(*of_runs) if of_runs else None
+        batch = AttentionBatch(starts, lengths, tables, slots, places, self.max_query_len, self.max_context_len, shared)
+        return StepInputs(token_ids, batch, self.query_start.tolist())
+
+
 def build_inputs(rows: RowTable, work: Sequence[RowWork], stage: Staging, *, shared_unit: int | None = None) -> StepInputs:
-    """Gather the step's tokens, positions and slots, in the order of the work, on the device that `stage` moves them to.
+    """`gather`, then `move`."""
+    return move(gather(rows, work, shared_unit=shared_unit), rows.block_size, stage)
+
+
+def move(arrays: StepArrays, block_size: int, stage: Staging) -> StepInputs:
+    """To the device of `stage`."""
+    query_start = arrays.query_start.tolist()
+    of_runs = run_arrays(arrays.runs, arrays.block_tables, query_start, block_size) if arrays.runs else ()
+    return arrays.on_device(stage((*arrays.parts, *of_runs)))
+
+
+def gather(rows: RowTable, work: Sequence[RowWork], *, shared_unit: int | None = None) -> StepArrays:
+    """Gather the step's tokens, positions and slots, in the order of the work.
 
     No work, no call: `work` is not empty. `shared_unit` is `Kernels.shared_prefix_unit`.
     """
@@ -53,16 +95,14 @@ def build_inputs(rows: RowTable, work: Sequence[RowWork], stage: Staging, *, sha
     if shared_unit is not None and shared_unit % rows.block_size == 0 and max_context_len > shared_unit and len(work) > 1:
         num_known = [start // rows.block_size for start in starts]
         runs = find_runs(block_tables, num_known, shared_unit // rows.block_size)
-    arrays = (
-        np.array(query_start, np.int32),
-        np.array(context_len, np.int32),
-        block_tables,
-        slots,
-        positions,
-        rows.token_ids[token_rows, positions].astype(np.int64),
+    return StepArrays(
+        query_start=np.array(query_start, np.int32),
+        context_len=np.array(context_len, np.int32),
+        block_tables=block_tables,
+        slots=slots,
+        positions=positions,
+        token_ids=rows.token_ids[token_rows, positions].astype(np.int64),
+        max_query_len=max_query_len,
+        max_context_len=max_context_len,
+        runs=tuple(runs),
     )
-    of_runs = run_arrays(runs, block_tables, query_start, rows.block_size) if runs else ()
-    starts_there, lengths, tables, slot_ids, places, token_ids, *of_runs_there = stage((*arrays, *of_runs))
-    shared = SharedPrefixes(*of_runs_there) if runs else None
-    batch = AttentionBatch(starts_there, lengths, tables, slot_ids, places, max_query_len, max_context_len, shared)
-    return StepInputs(token_ids, batch, query_start)

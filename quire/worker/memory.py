@@ -37,6 +37,11 @@ class KVMemory:
             self.caches.append((keys, values))
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks of every layer."""
+        return len(self.caches[0][0])
+
+    @property
     def num_bytes(self) -> int:
         """Size of all tensors, resident or not."""
         return sum(keys.nbytes + values.nbytes for keys, values in self.caches)

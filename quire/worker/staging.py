@@ -39,6 +39,19 @@ class Staging:
         self._copied.record()
         return unpack(arrays, there)
 
+    def into(self, arrays: Sequence[Array], place: Tensor) -> list[Tensor]:
+        """The arrays at the beginning of `place` (uint8, on the device), which keeps its address: for captured steps."""
+        num_bytes = packed_len(arrays)
+        if self.device.type == "cpu":
+            pack(arrays, place)
+        else:
+            host = self._room(num_bytes)
+            pack(arrays, host)
+            place[:num_bytes].copy_(host, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+        return unpack(arrays, place)
+
     def _room(self, num_bytes: int) -> Tensor:
         """Pinned memory that no copy is reading any more: a step that failed may have left one under way."""
         if self._copied is not None:

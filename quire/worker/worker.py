@@ -21,7 +21,8 @@ from quire.nn.context import StepContext
 from quire.nn.decoder import DecoderModel
 from quire.sampling import SampledRow, Sampler
 from quire.sampling.greedy import greedy_results, is_plain_greedy
-from quire.worker.batch import StepInputs, build_inputs
+from quire.worker.batch import StepInputs, gather, move
+from quire.worker.graphs import GraphBackend, GraphSettings, ScratchBlock, StepGraphs
 from quire.worker.memory import KVMemory
 from quire.worker.rows import RowTable
 from quire.worker.staging import Staging
@@ -48,9 +49,24 @@ class Worker:
         self.rows = rows
         self.sampler = sampler
         self._stage = Staging(model.kernels.device)
+        self.graphs: StepGraphs | None = None
         self._has_failed = False
         """Whether a row failed in the last step: it did not sample the token that a step planned ahead counts on."""
         self._plain: list[tuple[RowSampling | None, bool]] = [(None, False)] * len(rows.sampling)
+
+    def use_graphs(self, backend: GraphBackend, settings: GraphSettings) -> None:
+        """Record small steps and replay them; the last block of the memory must be in no pool."""
+        scratch = ScratchBlock(self.memory.num_blocks - 1, self.rows.block_size)
+        self.graphs = StepGraphs(self._forward, self._stage, backend, settings, scratch)
+
+    @torch.inference_mode()
+    def idle(self) -> bool:
+        """Make use of a moment in which nothing is to be computed; whether there may be more to do."""
+        return self.graphs is not None and self.graphs.record_next()
+
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        context = StepContext(inputs.batch, self.memory.caches)
+        return self.model.forward(inputs.token_ids, inputs.batch.positions, context)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -96,10 +112,12 @@ class Worker:
         return results
 
     def _compute(self, work: Sequence[RowWork]) -> list[WorkResult]:
-        inputs = build_inputs(self.rows, work, self._stage, shared_unit=self.model.kernels.shared_prefix_unit)
-        context = StepContext(inputs.batch, self.memory.caches)
-        hidden = self.model.forward(inputs.token_ids, inputs.batch.positions, context)
-        broken = frozenset() if self.model.kernels.is_finite(hidden) else _rows_not_finite(hidden, inputs)
+        arrays = gather(self.rows, work, shared_unit=self.model.kernels.shared_prefix_unit)
+        hidden = None if self.graphs is None else self.graphs.forward(arrays)
+        if hidden is None:
+            hidden = self._forward(move(arrays, self.rows.block_size, self._stage))
+        query_start = arrays.query_start.tolist()
+        broken = frozenset() if self.model.kernels.is_finite(hidden) else _rows_not_finite(hidden, query_start)
         results = [WorkResult(error=NOT_FINITE if place in broken else None) for place in range(len(work))]
         sampled = [
             place for place, item in enumerate(work) if (item.num_samples or item.num_candidates) and place not in broken
@@ -107,13 +125,13 @@ class Worker:
         if sampled:
             last = hidden
             if len(sampled) < len(hidden):
-                last = hidden[torch.tensor([inputs.query_start[place + 1] - 1 for place in sampled], device=hidden.device)]
+                last = hidden[torch.tensor([query_start[place + 1] - 1 for place in sampled], device=hidden.device)]
             for place, outcome in zip(sampled, self._sample(last, [work[place] for place in sampled]), strict=True):
                 results[place] = outcome
         for place, item in enumerate(work):
             if item.prompt_logprobs_from >= 0 and results[place].error is None:
                 try:
-                    scored = self._score_prompt(item, hidden, inputs.query_start[place])
+                    scored = self._score_prompt(item, hidden, query_start[place])
                 except RequestError as error:
                     results[place] = WorkResult(error=str(error))
                 else:
@@ -161,8 +179,8 @@ class Worker:
         return tuple(records)
 
 
-def _rows_not_finite(hidden: Tensor, inputs: StepInputs) -> frozenset[int]:
+def _rows_not_finite(hidden: Tensor, query_start: Sequence[int]) -> frozenset[int]:
     """Places in the work of which some hidden state is NaN or infinite."""
     bad_tokens = (~torch.isfinite(hidden)).any(dim=-1).nonzero().flatten()
-    starts = torch.tensor(inputs.query_start[1:], device=hidden.device)
+    starts = torch.tensor(query_start[1:], device=hidden.device)
     return frozenset(torch.searchsorted(starts, bad_tokens, right=True).tolist())

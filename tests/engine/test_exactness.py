@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from engines import run_all
+from replayed import replay_steps
 
 from quire.common.kv_formats import KV_FORMATS
 from quire.common.seeds import derive_seed
@@ -208,6 +209,15 @@ def _overlapped_and_preempted(make: MakeEngine) -> Answers:
     return {name: _answer(output) for name, output in run_all(engine, after_step=preempt).items()}
 
 
+def _replayed(make: MakeEngine) -> Answers:
+    """Small steps are recorded at their first use, padded and replayed."""
+    engine = make(max_num_batched_tokens=20, overlap="on")
+    graphs = replay_steps(engine)
+    answers = _answers(engine)
+    assert {shape.num_tokens for shape in graphs.shapes} >= {4, 8}
+    return answers
+
+
 def _two_threads(make: MakeEngine) -> Answers:
     return _answers(make(num_threads=2))
 
@@ -240,6 +250,7 @@ CASES: dict[str, Callable[[MakeEngine], Answers]] = {
     "overlapped": _overlapped,
     "overlapped, in little memory": _overlapped_in_little_memory,
     "overlapped, preempted": _overlapped_and_preempted,
+    "replayed": _replayed,
     "two threads": _two_threads,
     "blocks of 1": _blocks_of(1),
     "blocks of 8": _blocks_of(8),

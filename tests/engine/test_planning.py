@@ -103,10 +103,10 @@ def test_an_unknown_option_is_refused_with_a_suggestion() -> None:
 
 def test_options_of_a_script_for_vllm_are_understood(caplog: pytest.LogCaptureFixture) -> None:
     config = EngineConfig.from_options(
-        "x", {"gpu_memory_utilization": 0.5, "enforce_eager": True, "trust_remote_code": False, "tensor_parallel_size": 1}
+        "x", {"gpu_memory_utilization": 0.5, "swap_space": 4, "trust_remote_code": False, "tensor_parallel_size": 1}
     )
     assert config.memory_utilization == 0.5
-    assert "enforce_eager has no effect" in caplog.text
+    assert "swap_space has no effect" in caplog.text
     with pytest.raises(ConfigError, match="never runs code"):
         EngineConfig.from_options("x", {"trust_remote_code": True})
     with pytest.raises(ConfigError, match="the same option"):
@@ -170,3 +170,23 @@ def test_on_a_gpu_its_memory_counts(tiny_config: Path) -> None:
     with pytest.raises(CapacityError, match="free GPU memory"):
         _plan(tiny_config, machine, device="cuda", kv_cache_memory="50GiB")
     assert _plan(tiny_config, replace(machine, available_memory=8 * GIB)).device == "cpu"
+
+
+def test_recorded_steps_are_counted_before_the_cache_is(tiny_config: Path) -> None:
+    machine = replace(_machine(1 << 20), gpu=Gpu("NVIDIA X", (9, 0), 80 * GIB, 40 * GIB, "13.0"))
+    plan, eager = (_plan(tiny_config, machine, device="cuda", enforce_eager=each) for each in (False, True))
+    assert plan.graphs is not None and eager.graphs is None and _plan(tiny_config).graphs is None
+    scratch_bytes = plan.kv_bytes_per_token * plan.limits.block_size
+    counted = plan.graphs.max_bytes + plan.graphs.input_bytes + scratch_bytes
+    assert plan.workspace_bytes - eager.workspace_bytes == counted
+    assert plan.graphs.max_num_tokens == 256 and plan.total_bytes <= 40 * GIB * 0.9
+    small = _plan(tiny_config, machine, device="cuda", max_num_batched_tokens=32, max_num_seqs=8)
+    assert small.graphs is not None and small.graphs.max_num_tokens == 32
+    assert {"graphs", "overlap"} <= {decision.name for decision in plan.decisions}
+
+
+@pytest.mark.parametrize(("given", "on_cpu", "on_gpu"), [("auto", False, True), ("on", True, True), ("off", False, False)])
+def test_steps_overlap_on_a_gpu_unless_told_otherwise(given: str, on_cpu: bool, on_gpu: bool, tiny_config: Path) -> None:
+    machine = replace(_machine(1 << 20), gpu=Gpu("NVIDIA X", (9, 0), 80 * GIB, 40 * GIB, "13.0"))
+    assert _plan(tiny_config, overlap=given).is_overlapped is on_cpu
+    assert _plan(tiny_config, machine, device="cuda", overlap=given).is_overlapped is on_gpu

@@ -44,6 +44,14 @@ class Service:
         """Whether any request is unfinished."""
         return self.loop.has_work
 
+    def idle(self) -> bool:
+        """See `StepLoop.idle`; never raises."""
+        try:
+            return self.loop.idle()
+        except Exception as error:
+            log_failure(logger, "the engine failed while it was idle", error)
+            return False
+
     def obey(self, message: Add | Abort | Finish | Inspect | LookInto) -> Refused | Inspected | LookedInto | None:
         """Carry out what the server says; returns what it must hear at once."""
         if isinstance(message, Add):
