@@ -136,7 +136,7 @@ class ChatCompletions:
         names = TokenNames(
             api.client.tokenizer,
             as_ids=bool(body.return_tokens_as_token_ids),
-            shows_special=body.skip_special_tokens is False,
+            shows_special=not params.skip_special_tokens,
         )
         return PreparedChat(body, job, model, api.fingerprint, names, time.monotonic() - started_s, reading)
 

@@ -160,7 +160,7 @@ class OutputItems:
         kind = _KINDS[type(event)]
         is_new = not self._is_open or self.items[-1]["type"] != kind or isinstance(event, CallBegin)
         events = self._begin(kind, event) if is_new else []
-        if isinstance(event, CallBegin):
+        if isinstance(event, CallBegin) or not (event.text or tokens):
             return events
         self._parts.append(event.text)
         self._tokens += tokens

@@ -182,6 +182,16 @@ def test_thoughts_text_and_calls_are_items_of_their_own() -> None:
         assert client.responses.create(model="fake", input="y", previous_response_id=whole.id).output_text
 
 
+def test_an_answer_of_nothing_is_an_empty_message_without_deltas() -> None:
+    with serve(FakeClient(Script(pieces=()))) as server, openai.OpenAI(base_url=server.v1, api_key="x") as client:
+        assert [each.type for each in client.responses.create(model="fake", input="x").output] == ["message"]
+        kinds = [event.type for event in client.responses.create(model="fake", input="x", stream=True)]
+        assert "response.output_text.delta" not in kinds
+        assert kinds[-4:] == [
+            "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.completed",
+        ]  # fmt: skip
+
+
 def test_the_store_is_bounded_and_each_tenants_own() -> None:
     store = ResponseStore(2, 10_000)
     for name in ("a", "b", "c"):
