@@ -18,29 +18,36 @@ enum class Activation : int { silu = 0, gelu = 1, gelu_tanh = 2 };
 
 constexpr int GROUP_PANELS = 4;                    // panels that one call computes, at most
 constexpr int GROUP_WIDTH = GROUP_PANELS * PANEL;  // and outputs
-constexpr int CHUNK = 512;  // inputs that many rows go through before moving on: 128 KiB of float32 weights, in L2
+constexpr int CHUNK = 512;  // inputs that are made float32 at a time, where weights have to be: 128 KiB, in L2
 
-// Rows of x as the GEMM wants them: float32, bfloat16 (where both sides are, and the instruction set multiplies pairs of
-// them), or integers in whatever form the instruction set multiplies (quantize_rows); each group padded with zeros as in
-// the weight.
+// Rows of x as the GEMM wants them, in 32-bit words: a float32 input, two of bfloat16 (where both sides are, and the
+// instruction set multiplies pairs of them), or integers in whatever form the instruction set multiplies (four or two to
+// a word); each group padded with zeros as in the weight. Rows are divided evenly into tiles of at most `tile_rows`; a
+// tile of h rows, the first of them row r, begins at word r * row_words and holds word 0 of its h rows, then word 1, and
+// so on.
 struct InputRows {
     const void *data;
-    int64_t stride;       // elements from one row to the next
+    int64_t row_words;
     bool is_bf16;
-    const float *scales;  // [T], with integers: x = scale * integer
-    const int32_t *sums;  // [T][groups], with integers: the sum of each group
-    int64_t num_rows;
+    const float *scales;    // [T], with integers: x = scale * integer
+    const int32_t *starts;  // [T][groups], with integers: the sum of each group, times -(the weight's zero point)
+    int64_t num_rows, num_tiles;
 };
 
 // The block of float32 sums that one call computes. All scratch is the calling thread's.
 struct GemmBlock {
-    int64_t first_row, num_rows;
+    int64_t first_tile, num_tiles;
     int64_t first_panel;
-    int num_panels;     // <= GROUP_PANELS
-    float *sums;        // out: [num_rows][GROUP_WIDTH], without bias
-    int32_t *partial;   // scratch: as large as sums
-    void *panels;       // scratch: GROUP_WIDTH * CHUNK float32, for weights in the form that is multiplied
+    int num_panels;  // <= GROUP_PANELS
+    float *sums;     // out: [rows of the tiles][GROUP_WIDTH], without bias
+    void *panels;    // scratch for weights in the form that is multiplied: expanded_bytes(weight)
 };
+
+// What the weights of one call take where they are not used as they lie.
+inline int64_t expanded_bytes(const LinearWeight &weight) {
+    if (!weight.is_integer()) return 0;
+    return GROUP_WIDTH * (weight.has_int8_inputs ? weight.padded_inputs() : CHUNK * int64_t{sizeof(float)});
+}
 
 // Where finished sums go: columns [first, first + width) of out, whose rows are `stride` elements apart.
 struct OutputBlock {
@@ -107,12 +114,12 @@ struct AttentionTask {
 struct KernelTable {
     const char *name;
     // projections
-    int tile_rows;            // up to so many rows, weights are used straight from memory
-    int64_t integer_bytes;    // of one element of quantized rows
-    bool has_bf16_dots;       // multiplies pairs of bfloat16 with pairs of bfloat16
-    // Rows [first, last) of x [T, K] to `out`, in float32 or integers.
+    int tile_rows;          // of a tile, at most
+    int64_t integer_bytes;  // of one element of quantized rows
+    bool has_bf16_dots;     // multiplies pairs of bfloat16 with pairs of bfloat16
+    // Rows of x [T, K] to tiles [first, last) of `out`; `spare`: tile_rows * row_words words of scratch.
     void (*convert_rows)(const LinearWeight &weight, const void *x, DType dtype, int64_t first, int64_t last,
-                         const InputRows &out);
+                         const InputRows &out, uint32_t *spare);
     void (*gemm)(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block);
     void (*store_sums)(const float *sums, const float *bias, const OutputBlock &out);
     // activation(gate) * up; the biases (null: none) begin at the block's first column

@@ -1,8 +1,8 @@
 // The division of a projection into blocks and threads. The arithmetic is in isa/gemm*.cpp.
 //
-// Few rows (one tile) are bound by the bandwidth of the weights: each thread streams its share of the panels once, all
-// inputs in a row. Many rows are bound by arithmetic: blocks of BLOCK_ROWS rows x GROUP_PANELS panels x CHUNK inputs stay
-// in the second-level cache (x: 240 KiB, weights: 128 KiB, sums: 30 KiB).
+// Rows are brought into tiles once (dispatch.hpp, InputRows). Each thread goes through neighbouring panels of the weight in
+// order, and multiplies a few of them with all rows of a block before it goes on: a weight is read from memory once, and
+// the block's rows come from the second-level cache, or the third where inputs are many.
 #include "linear.hpp"
 
 #include "bindings.hpp"
@@ -12,11 +12,11 @@
 
 namespace quire {
 
-constexpr int64_t BLOCK_ROWS = 120;  // a multiple of every table's tile_rows (3 and 6)
-constexpr int64_t PASS_ROWS = 480;   // rows converted at a time, so that scratch stays small
-constexpr int64_t CACHE_LINE = 64;   // bytes
+constexpr int64_t BLOCK_ROWS = 126;  // a multiple of every table's tile_rows (3, 6 and 14)
+constexpr int64_t PASS_ROWS = 4 * BLOCK_ROWS;  // rows converted at a time, so that scratch stays small
 constexpr int64_t BLOCK_SUMS = BLOCK_ROWS * GROUP_WIDTH;
-constexpr int64_t BLOCK_SCRATCH = 3 * BLOCK_SUMS + CHUNK * GROUP_WIDTH;  // sums (two), partial sums, expanded panels
+constexpr int64_t TILE_PANELS = 2;  // of a block of several tiles: as wide as the widest tile of many rows
+constexpr int64_t FEW_ITEMS = 16;   // so few for a thread are made a multiple of the threads: one more would be noticed
 
 struct Destination {
     void *data;
@@ -32,38 +32,42 @@ struct Projection {
     InputRows rows;
     Destination out;
 
+    int64_t first_row(int64_t tile) const { return rows.num_rows * tile / rows.num_tiles; }
     int64_t num_columns() const { return out.is_gated ? weight.num_outputs / 2 : weight.num_outputs; }
     int64_t num_panels() const { return ceil_div(num_columns(), PANEL); }  // of `out`
     // A block of gated columns whose `up` rows do not begin with a panel needs one panel more of them.
-    int64_t max_panels() const { return out.is_gated && num_columns() % PANEL != 0 ? GROUP_PANELS - 1 : GROUP_PANELS; }
+    int64_t max_panels() const {
+        if (rows.num_tiles > 1) return TILE_PANELS;
+        return out.is_gated && num_columns() % PANEL != 0 ? GROUP_PANELS - 1 : GROUP_PANELS;
+    }
     int64_t work() const { return rows.num_rows * weight.num_outputs * weight.padded_inputs(); }
 };
 
+// Tiles x panels of `out`.
+struct Block {
+    int64_t first_tile, num_tiles, first_panel, num_panels;
+};
+
 // Sums of `num_panels` panels into `sums`.
-static void multiply(const Projection &task, int64_t first_row, int64_t num_rows, int64_t first_panel,
-                     int64_t num_panels, float *sums, float *memory) {
-    const GemmBlock block{first_row,
-                          num_rows,
-                          first_panel,
-                          static_cast<int>(num_panels),
-                          sums,
-                          reinterpret_cast<int32_t *>(memory + 2 * BLOCK_SUMS),
-                          memory + 3 * BLOCK_SUMS};
-    task.table.gemm(task.weight, task.rows, block);
+static void multiply(const Projection &task, const Block &block, int64_t first_panel, int64_t num_panels, float *sums,
+                     float *memory) {
+    const GemmBlock gemm{block.first_tile, block.num_tiles, first_panel,
+                         static_cast<int>(num_panels), sums, memory + 2 * BLOCK_SUMS};
+    task.table.gemm(task.weight, task.rows, gemm);
 }
 
-// A block of the result: rows x panels of columns of `out`.
-static void compute(const Projection &task, int64_t first_row, int64_t num_rows, int64_t panel, int64_t num_panels) {
-    float *memory = scratch(GEMM_BLOCK, BLOCK_SCRATCH);
-    const int64_t columns = task.num_columns(), first = panel * PANEL;
-    const OutputBlock out{offset(task.out.data, first_row * columns, task.out.dtype), task.out.dtype, columns, first,
-                          min64(num_panels * PANEL, columns - first), num_rows};
+static void compute(const Projection &task, const Block &block) {
+    float *memory = scratch(GEMM_BLOCK, 2 * BLOCK_SUMS + expanded_bytes(task.weight) / sizeof(float));
+    const int64_t columns = task.num_columns(), first = block.first_panel * PANEL;
+    const int64_t row = task.first_row(block.first_tile), end = task.first_row(block.first_tile + block.num_tiles);
+    const OutputBlock out{offset(task.out.data, row * columns, task.out.dtype), task.out.dtype, columns, first,
+                          min64(block.num_panels * PANEL, columns - first), end - row};
     const float *bias = task.weight.bias == nullptr ? nullptr : task.weight.bias + first;
-    multiply(task, first_row, num_rows, panel, num_panels, memory, memory);
+    multiply(task, block, block.first_panel, block.num_panels, memory, memory);
     if (!task.out.is_gated) return task.table.store_sums(memory, bias, out);
     const int64_t up = columns + first, up_panel = up / PANEL, up_end = ceil_div(up + out.width, PANEL);
     float *up_sums = memory + BLOCK_SUMS;
-    multiply(task, first_row, num_rows, up_panel, up_end - up_panel, up_sums, memory);
+    multiply(task, block, up_panel, up_end - up_panel, up_sums, memory);
     task.table.store_gated(memory, up_sums + up % PANEL, bias, bias == nullptr ? nullptr : bias + columns,
                            task.out.activation, out);
 }
@@ -71,51 +75,42 @@ static void compute(const Projection &task, int64_t first_row, int64_t num_rows,
 // Even shares of whole items: item `index` of `parts` begins here.
 static int64_t share(int64_t count, int64_t parts, int64_t index) { return count * index / parts; }
 
-// One tile of rows: the panels are divided evenly, and each thread goes through all inputs of its panels.
-static void project_few(const Projection &task) {
+// Blocks of the same panels are neighbours, so that a thread has them from its cache.
+static void multiply_all(const Projection &task) {
     const int team = team_size(task.work());
-#pragma omp parallel for schedule(static) num_threads(team)
-    for (int part = 0; part < team; ++part) {
-        const int64_t end = share(task.num_panels(), team, part + 1);
-        for (int64_t panel = share(task.num_panels(), team, part); panel < end; panel += task.max_panels()) {
-            compute(task, 0, task.rows.num_rows, panel, min64(task.max_panels(), end - panel));
-        }
+    const int64_t panels = task.num_panels(), row_blocks = ceil_div(task.rows.num_tiles, BLOCK_ROWS / task.table.tile_rows);
+    int64_t groups = ceil_div(panels, task.max_panels());
+    if (groups * row_blocks < FEW_ITEMS * team) groups = min64(panels, round_up(groups, team));
+    Shares shares(groups * row_blocks, team);
+#pragma omp parallel num_threads(team)
+    for (int64_t item; (item = shares.take(thread_index())) >= 0;) {
+        const int64_t group = item / row_blocks, part = item % row_blocks;
+        const int64_t panel = share(panels, groups, group), tile = share(task.rows.num_tiles, row_blocks, part);
+        compute(task, Block{tile, share(task.rows.num_tiles, row_blocks, part + 1) - tile, panel,
+                            share(panels, groups, group + 1) - panel});
     }
 }
 
-// Many rows: blocks are handed out as threads become free. Neighbouring blocks share their weights.
-static void project_many(const Projection &task) {
-    const int64_t num_groups = ceil_div(task.num_panels(), task.max_panels());
-    const int64_t row_blocks = ceil_div(task.rows.num_rows, BLOCK_ROWS);
-#pragma omp parallel for schedule(dynamic) num_threads(team_size(task.work()))
-    for (int64_t index = 0; index < num_groups * row_blocks; ++index) {
-        const int64_t panel = index / row_blocks * task.max_panels(), row = index % row_blocks * BLOCK_ROWS;
-        compute(task, row, min64(BLOCK_ROWS, task.rows.num_rows - row), panel,
-                min64(task.max_panels(), task.num_panels() - panel));
-    }
-}
-
-// Rows in the form that is multiplied: x itself where it is that already and so few rows need no padding.
+// Rows in the form that is multiplied: x itself where it is that already.
 static InputRows convert(const KernelTable &table, const LinearWeight &weight, const void *x, DType dtype,
                          int64_t num_rows) {
-    const int64_t padded = weight.padded_inputs();
+    const int64_t padded = weight.padded_inputs(), num_tiles = ceil_div(num_rows, table.tile_rows);
     const bool is_bf16 = table.has_bf16_dots && weight.format == WeightFormat::bf16 && dtype == DType::bf16;
     const bool is_ready = !weight.has_int8_inputs && (dtype == DType::f32 || is_bf16) && weight.num_inputs == padded;
-    if (is_ready && num_rows <= table.tile_rows) return InputRows{x, padded, is_bf16, nullptr, nullptr, num_rows};
-    // An odd number of cache lines, so that rows do not meet in the same sets.
     const int64_t element = weight.has_int8_inputs ? table.integer_bytes : size_of(is_bf16 ? DType::bf16 : DType::f32);
-    const int64_t row_bytes = (ceil_div(padded * element, CACHE_LINE) | 1) * CACHE_LINE;
-    InputRows rows{nullptr, row_bytes / element, is_bf16, nullptr, nullptr, num_rows};
-    rows.data = scratch(INPUT_ROWS, num_rows * row_bytes / int64_t{sizeof(float)});
+    InputRows rows{x, padded * element / int64_t{sizeof(float)}, is_bf16, nullptr, nullptr, num_rows, num_tiles};
+    if (is_ready && num_rows == 1) return rows;
+    rows.data = scratch(INPUT_ROWS, num_rows * rows.row_words);
     if (weight.has_int8_inputs) {
         float *scales = scratch(INPUT_SCALES, num_rows * (1 + weight.num_groups()));
         rows.scales = scales;
-        rows.sums = reinterpret_cast<int32_t *>(scales + num_rows);
+        rows.starts = reinterpret_cast<int32_t *>(scales + num_rows);
     }
     const int team = team_size(num_rows * padded);
 #pragma omp parallel for schedule(static) num_threads(team)
     for (int part = 0; part < team; ++part) {
-        table.convert_rows(weight, x, dtype, share(num_rows, team, part), share(num_rows, team, part + 1), rows);
+        uint32_t *spare = reinterpret_cast<uint32_t *>(scratch(GEMM_BLOCK, table.tile_rows * rows.row_words));
+        table.convert_rows(weight, x, dtype, share(num_tiles, team, part), share(num_tiles, team, part + 1), rows, spare);
     }
     return rows;
 }
@@ -130,8 +125,7 @@ static void project(const LinearWeight &weight, const void *x, DType x_dtype, in
         const InputRows rows = convert(table, weight, offset(x, row * weight.num_inputs, x_dtype), x_dtype, count);
         Destination pass = out;
         pass.data = offset(out.data, row * columns, out.dtype);
-        const Projection task{table, weight, rows, pass};
-        count <= table.tile_rows ? project_few(task) : project_many(task);
+        multiply_all(Projection{table, weight, rows, pass});
     }
 }
 

@@ -4,6 +4,7 @@
 // either 1 or the full setting, never between: libgomp rebuilds its pool when the size of teams changes.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 namespace quire {
@@ -17,5 +18,22 @@ inline int team_size(int64_t work) { return work < PARALLEL_THRESHOLD ? 1 : num_
 
 // The calling thread's place in the team it is in.
 int thread_index();
+
+// Items handed out to a team: each thread has a run of neighbouring ones and takes them in order, so that it reads memory
+// in order as well; who has none left takes the last one of another's, so that nobody waits for a thread that the system
+// has put aside. Belongs to the thread that made it, which has one at a time; the team shares it.
+class Shares {
+   public:
+    Shares(int64_t num_items, int team);  // num_items below 2^31
+    int64_t take(int thread);             // an item nobody has had, or -1
+
+   private:
+    struct alignas(64) Range {
+        std::atomic<uint64_t> ends{0};  // first in the high half, one past the last in the low half
+    };
+    int64_t take_from(Range &range, bool is_own);
+    Range *ranges_;
+    int team_;
+};
 
 }  // namespace quire

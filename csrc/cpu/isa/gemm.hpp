@@ -1,44 +1,79 @@
-// What the GEMMs in float32 and in integers share: how rows are cut into tiles, and which weights to fetch ahead.
+// What the GEMMs in float32 and in integers share: how a block is walked through, and which weights are fetched ahead.
 //
-// While the tiles of a block multiply one chunk of inputs, they prefetch the chunk that comes next into the second-level
-// cache, evenly spread over their steps. So the memory is read while the arithmetic runs, and not between.
+// Rows come in tiles, word by word for all rows of a tile (dispatch.hpp, InputRows), so that a tile reads them with one
+// pointer. A step of a tile uses one cache line of each of its panels, whatever the format: a float32 input, two bfloat16
+// ones, four bytes or eight half bytes for 16 outputs. A tile goes through all inputs at once and its sums stay in
+// registers; while it does, it asks for its own next lines in the first-level cache, and, evenly spread over all tiles of
+// the block, for the panels that come next in the second-level cache. So the memory is read while the arithmetic runs.
+// Measured on one core of a Cascade Lake, 64 rows of bfloat16: 83 % of the multiply-adds that registers alone reach; by
+// way of float32 scratch and with rows as they came, it was 70 %.
 #pragma once
 
 #include "kernels.hpp"
 
 namespace quire::QUIRE_ISA {
 
-// Up to so many rows, narrow weights are widened in registers by each tile: the first tile waits for the memory anyway.
-// With more rows it is cheaper to widen a chunk once, in scratch, for all of them.
-constexpr int64_t IN_PLACE_ROWS = 3 * TILE_ROWS;
+constexpr int64_t LINE = 64;              // bytes
+constexpr int64_t STEPS_AHEAD = 4;        // weights, in steps
+constexpr int64_t INPUT_LINES_AHEAD = 8;  // rows that are too many for the second-level cache come from the third
+constexpr int64_t STEPS_OF_BLOCK = 8;     // steps between two looks at what the next panels still need
 
 // Where tile `index` of `num_tiles` begins: heights differ by one at most, as a tile of few rows is slower by row.
 QINLINE int64_t tile_start(int64_t num_rows, int64_t num_tiles, int64_t index) { return num_rows * index / num_tiles; }
 
-// Bytes to prefetch, `step` at a time: `length` from `data` on in each of `num_panels` panels that lie `stride` apart.
+// Lines to be fetched, some of them every STEPS_OF_BLOCK steps.
 struct Ahead {
-    const char *data;
-    int64_t step, length, stride, num_panels;
+    const char *next, *end;
+    int64_t num_lines;
 
-    // Share `index` of `count`, to be fetched in `num_steps` steps of at most a cache line. (A share that crosses from
-    // one panel to the next goes on in the first one, which is a loss of a few lines.)
-    Ahead share(int64_t count, int64_t index, int64_t num_steps) const {
-        const int64_t each = num_panels * length / count, from = index * each;
-        const int64_t panel = length == 0 ? 0 : from / length;
-        return {data + panel * stride + (from - panel * length), min64(64, ceil_div(each, max64(1, num_steps))), 0, 0, 0};
+    void spread(int64_t num_steps) { num_lines = ceil_div(ceil_div(end - next, LINE), ceil_div(num_steps, STEPS_OF_BLOCK)); }
+    QINLINE_MEMBER void fetch() {
+        for (int64_t i = 0; i < num_lines && next < end; ++i, next += LINE) __builtin_prefetch(next, 0, 2);
     }
 };
 
-// What follows inputs [k, k + n) of the block's panels: the next inputs of the same panels, or the panels after them.
-// Behind the last panel there may be no memory, and looking for it costs far more than a prefetch saves.
-QINLINE Ahead ahead_of(const LinearWeight &weight, const GemmBlock &block, int64_t k, int64_t n) {
-    const int64_t panel = weight.panel_bytes(), inputs = weight.padded_inputs(), count = block.num_panels;
-    const char *data = weight.panel(block.first_panel);
-    if (k + n < inputs) {
-        return {data + (k + n) * panel / inputs, 0, min64(n, inputs - k - n) * panel / inputs, panel, count};
-    }
-    if (block.first_panel + 2 * count > weight.num_panels()) return {data, 0, 0, 0, 0};
-    return {data + count * panel, 0, min64(n, inputs) * panel / inputs, panel, count};
+// What tile `index` of the block fetches: its share of the panels that follow the block's, as many as it has. Behind the
+// last one there may be no memory, and looking for it costs far more than a prefetch saves.
+QINLINE Ahead ahead_of(const LinearWeight &weight, const GemmBlock &block, int64_t index) {
+    const int64_t from = min64(block.first_panel + block.num_panels, weight.num_panels());
+    const int64_t num_panels = min64(block.num_panels, weight.num_panels() - from);
+    const int64_t num_lines = num_panels * weight.panel_bytes() / LINE;
+    const char *data = weight.panel(from);
+    return {data + num_lines * index / block.num_tiles * LINE, data + num_lines * (index + 1) / block.num_tiles * LINE, 0};
+}
+
+// The panels that a call multiplies; `stride` bytes from one to the next.
+struct Panels {
+    const char *data;
+    int64_t stride;
+    int num_panels;
+    int64_t num_steps;
+};
+
+// One tile of `height` rows: `x` are its words.
+struct Tile {
+    int height;
+    const uint32_t *x;
+    float *sums;  // [height][GROUP_WIDTH]
+    int64_t row;  // of all rows
+};
+
+QINLINE Tile tile_of(const InputRows &rows, const GemmBlock &block, int64_t index) {
+    const int64_t row = tile_start(rows.num_rows, rows.num_tiles, index);
+    const int64_t end = tile_start(rows.num_rows, rows.num_tiles, index + 1);
+    const int64_t in_block = row - tile_start(rows.num_rows, rows.num_tiles, block.first_tile);
+    const uint32_t *words = static_cast<const uint32_t *>(rows.data);
+    return {static_cast<int>(end - row), words + row * rows.row_words, block.sums + in_block * GROUP_WIDTH, row};
+}
+
+// The lines that a step after this one needs: of each panel, and `WORDS` words of every row.
+template <int ROWS, int PANELS, int WORDS>
+QINLINE void prefetch_step(const uint32_t *x, const char *w, int64_t stride) {
+    QUNROLL
+    for (int p = 0; p < PANELS; ++p) __builtin_prefetch(w + p * stride + STEPS_AHEAD * LINE);
+    if constexpr (ROWS == 1) return;
+    QUNROLL
+    for (int i = 0; i < (WORDS * ROWS + 15) / 16; ++i) __builtin_prefetch(x + (INPUT_LINES_AHEAD + i) * 16);
 }
 
 }  // namespace quire::QUIRE_ISA

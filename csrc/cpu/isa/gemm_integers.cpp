@@ -5,232 +5,186 @@
 // every instruction set rounds alike. So results are equal bit for bit everywhere.
 //
 // Weights are stored as unsigned bytes, value + zero point: a group's sum starts at -zero * (sum of the row's inputs).
+// The registers hold a group's integers; the float32 sums of several groups lie in the first-level cache.
 #include "gemm.hpp"
 #include "kernels.hpp"
 
 namespace quire::QUIRE_ISA {
 
-constexpr int64_t INTEGER_CHUNK = 4 * CHUNK;  // inputs, a byte each: as large in the cache as CHUNK float32
-
 // Panels side by side in a tile of `rows`, as the registers allow.
 constexpr int max_panels(int rows) {
-    if (LANES == 16) return 4;
+    if (LANES == 16) return (rows <= 6 ? 4 : 2) / QUAD_WORDS;
     if (LANES == 8) return rows <= 2 ? 2 : 1;
     return 1;
 }
 
-// Weights of some whole groups, or of a piece of one: `num_inputs` inputs in each of `num_groups`.
-struct Span {
-    const uint8_t *weights;
-    int64_t stride, group_stride;  // bytes from a panel to the next one, from a group to the next one
-    const char *headers;           // scales, then offsets
-    int64_t header_stride, header_group_stride;
-    int num_panels;
-    int64_t num_inputs, first_group, num_groups;
-    bool starts_group, ends_group, has_offsets;
-    int32_t zero_point;
-    Ahead ahead;
+// Weights as they are multiplied, and the scales (then offsets) of each group.
+struct Groups {
+    Panels weights;  // num_steps: of one group
+    int64_t stride;  // bytes from a group's weights to the next one's
+    const char *headers;
+    int64_t header_stride, header_group_stride;  // bytes from a panel's to the next one's, from a group's to the next one's
+    int64_t count;
+    bool has_offsets;
+    float per_start;  // what a group's start is multiplied with to give the sum of its inputs
 };
 
-struct RowTile {
-    const Input *x;  // at the span's first input
-    int64_t stride;
-    const int32_t *group_sums;  // at the span's first group
-    int64_t sums_stride;
-    float *sums;       // [rows][GROUP_WIDTH]
-    int32_t *partial;  // likewise: the integer sums of a group that is not complete
+struct IntegerTile {
+    Tile rows;
+    const int32_t *starts;  // of the tile's first row; `count` to a row
 };
 
 template <int ROWS, int VECS>
-QINLINE void accumulate(Bits (&acc)[ROWS][VECS], const Input *x, int64_t stride, const Quad (&w)[VECS]) {
+QINLINE void accumulate(Bits (&acc)[ROWS][VECS], const uint32_t *x, const Quad (&w)[VECS]) {
     QUNROLL
     for (int r = 0; r < ROWS; ++r) {
-        const InputQuad inputs = load_inputs(x + r * stride);
+        const InputQuad inputs = load_inputs(x + r, ROWS);
         QUNROLL
         for (int v = 0; v < VECS; ++v) acc[r][v] = multiply_add(acc[r][v], w[v], inputs);
     }
 }
 
-template <int ROWS, int PANELS>
-QINLINE void multiply_int8(Bits (&acc)[ROWS][PANELS * PANEL_VECS], const Input *x, int64_t x_stride, const uint8_t *w,
-                           const Span &span, const char *ahead) {
-    for (int64_t k = 0; k < span.num_inputs; k += 4, x += 4, w += 4 * PANEL, ahead += span.ahead.step) {
+QINLINE const char *line(const char *w, int v, int64_t stride) {
+    return w + v / PANEL_VECS * stride + v % PANEL_VECS * 4 * LANES;
+}
+
+// What a step does with its line of each panel: four inputs, or eight.
+struct Bytes {
+    static constexpr int WORDS = QUAD_WORDS;
+
+    template <int ROWS, int PANELS>
+    QINLINE void step(Bits (&acc)[ROWS][PANELS * PANEL_VECS], const uint32_t *x, const char *w, int64_t stride) {
         Quad weights[PANELS * PANEL_VECS];
-        __builtin_prefetch(ahead);
+        QUNROLL
+        for (int v = 0; v < PANELS * PANEL_VECS; ++v) weights[v] = unpack(load_bits(line(w, v, stride)));
+        accumulate<ROWS>(acc, x, weights);
+    }
+};
+
+struct HalfBytes {
+    static constexpr int WORDS = 2 * QUAD_WORDS;
+
+    template <int ROWS, int PANELS>
+    QINLINE void step(Bits (&acc)[ROWS][PANELS * PANEL_VECS], const uint32_t *x, const char *w, int64_t stride) {
+        const Bits mask = broadcast_bits(0x0f0f0f0fu);
+        Quad weights[PANELS * PANEL_VECS];
+        QUNROLL
+        for (int v = 0; v < PANELS * PANEL_VECS; ++v) weights[v] = unpack(and_bits(load_bits(line(w, v, stride)), mask));
+        accumulate<ROWS>(acc, x, weights);
         QUNROLL
         for (int v = 0; v < PANELS * PANEL_VECS; ++v) {
-            weights[v] = unpack(load_bits(w + v / PANEL_VECS * span.stride + v % PANEL_VECS * 4 * LANES));
+            weights[v] = unpack(and_bits(shift_right<4>(load_bits(line(w, v, stride))), mask));
         }
-        accumulate<ROWS>(acc, x, x_stride, weights);
+        accumulate<ROWS>(acc, x + QUAD_WORDS * ROWS, weights);
     }
-}
-
-template <int ROWS, int PANELS>
-QINLINE void multiply_int4(Bits (&acc)[ROWS][PANELS * PANEL_VECS], const Input *x, int64_t x_stride, const uint8_t *w,
-                           const Span &span, const char *ahead) {
-    constexpr int VECS = PANELS * PANEL_VECS;
-    const Bits mask = broadcast_bits(0x0f0f0f0fu);
-    for (int64_t k = 0; k < span.num_inputs; k += 8, x += 8, w += 4 * PANEL, ahead += 2 * span.ahead.step) {
-        Bits pairs[VECS];
-        Quad weights[VECS];
-        __builtin_prefetch(ahead);
-        QUNROLL
-        for (int v = 0; v < VECS; ++v) {
-            pairs[v] = load_bits(w + v / PANEL_VECS * span.stride + v % PANEL_VECS * 4 * LANES);
-            weights[v] = unpack(and_bits(pairs[v], mask));
-        }
-        accumulate<ROWS>(acc, x, x_stride, weights);
-        QUNROLL
-        for (int v = 0; v < VECS; ++v) weights[v] = unpack(and_bits(shift_right<4>(pairs[v]), mask));
-        accumulate<ROWS>(acc, x + 4, x_stride, weights);
-    }
-}
-
-// A group begins: at -zero * (sum of the row's inputs), or with what an earlier piece of it left in `partial`.
-template <int ROWS, int PANELS>
-QINLINE void start_group(Bits (&acc)[ROWS][PANELS * PANEL_VECS], const Span &span, const RowTile &rows, int64_t group,
-                         int first) {
-    QUNROLL
-    for (int r = 0; r < ROWS; ++r) {
-        const int32_t start = -span.zero_point * rows.group_sums[r * rows.sums_stride + group];
-        QUNROLL
-        for (int v = 0; v < PANELS * PANEL_VECS; ++v) acc[r][v] = broadcast_bits(static_cast<uint32_t>(start));
-    }
-    if (span.starts_group) return;
-    QUNROLL
-    for (int r = 0; r < ROWS; ++r) {
-        QUNROLL
-        for (int v = 0; v < PANELS * PANEL_VECS; ++v) {
-            acc[r][v] = load_bits(rows.partial + r * GROUP_WIDTH + first * PANEL + v * LANES);
-        }
-    }
-}
+};
 
 // A group is complete: sums += scale * integers, then sums += offset * sum of the inputs.
 template <int ROWS, int PANELS>
-QINLINE void add_group(Vec (&sums)[ROWS][PANELS * PANEL_VECS], const Bits (&acc)[ROWS][PANELS * PANEL_VECS],
-                       const Span &span, const RowTile &rows, int64_t group, const char *headers) {
-    Vec scales[PANELS * PANEL_VECS];
+QINLINE void add_group(float *sums, const Bits (&acc)[ROWS][PANELS * PANEL_VECS], const Groups &groups,
+                       const IntegerTile &tile, int64_t group, const char *headers) {
+    constexpr int VECS = PANELS * PANEL_VECS;
+    Vec scales[VECS];
     QUNROLL
-    for (int v = 0; v < PANELS * PANEL_VECS; ++v) {
-        const char *panel = headers + v / PANEL_VECS * span.header_stride;
-        scales[v] = load(reinterpret_cast<const float *>(panel) + v % PANEL_VECS * LANES);
-        QUNROLL
-        for (int r = 0; r < ROWS; ++r) sums[r][v] = add(sums[r][v], mul(scales[v], to_float(acc[r][v])));
-    }
-    if (!span.has_offsets) return;
+    for (int v = 0; v < VECS; ++v) scales[v] = as_float(load_bits(line(headers, v, groups.header_stride)));
     QUNROLL
     for (int r = 0; r < ROWS; ++r) {
-        const Vec inputs = broadcast(static_cast<float>(rows.group_sums[r * rows.sums_stride + group]));
         QUNROLL
-        for (int v = 0; v < PANELS * PANEL_VECS; ++v) {
-            const char *panel = headers + v / PANEL_VECS * span.header_stride;
-            const float *offsets = reinterpret_cast<const float *>(panel) + PANEL + v % PANEL_VECS * LANES;
-            sums[r][v] = add(sums[r][v], mul(load(offsets), inputs));
+        for (int v = 0; v < VECS; ++v) {
+            float *to = sums + r * GROUP_WIDTH + v * LANES;
+            store(to, add(group == 0 ? broadcast(0.0f) : load(to), mul(scales[v], to_float(acc[r][v]))));
+        }
+    }
+    if (!groups.has_offsets) return;
+    const char *offsets = headers + PANEL * sizeof(float);
+    QUNROLL
+    for (int r = 0; r < ROWS; ++r) {
+        const Vec inputs = broadcast(static_cast<float>(tile.starts[r * groups.count + group]) * groups.per_start);
+        QUNROLL
+        for (int v = 0; v < VECS; ++v) {
+            float *to = sums + r * GROUP_WIDTH + v * LANES;
+            store(to, add(load(to), mul(as_float(load_bits(line(offsets, v, groups.header_stride))), inputs)));
         }
     }
 }
 
-template <bool IS_INT4, int ROWS, int PANELS>
-static void tile(const Span &span, const RowTile &rows, int first) {
-    constexpr int VECS = PANELS * PANEL_VECS;
-    float *to = rows.sums + first * PANEL;
-    Vec sums[ROWS][VECS];
-    QUNROLL
-    for (int r = 0; r < ROWS; ++r) {
+template <typename Weights, int ROWS, int PANELS>
+static void tile(const Groups &groups, const IntegerTile &rows, int first, Ahead &ahead) {
+    const Panels &panels = groups.weights;
+    const uint32_t *x = rows.rows.x;
+    for (int64_t group = 0; group < groups.count; ++group) {
+        Bits acc[ROWS][PANELS * PANEL_VECS];
         QUNROLL
-        for (int v = 0; v < VECS; ++v) {
-            sums[r][v] = span.first_group == 0 ? broadcast(0.0f) : load(to + r * GROUP_WIDTH + v * LANES);
+        for (int r = 0; r < ROWS; ++r) {
+            const Bits start = broadcast_bits(static_cast<uint32_t>(rows.starts[r * groups.count + group]));
+            QUNROLL
+            for (int v = 0; v < PANELS * PANEL_VECS; ++v) acc[r][v] = start;
         }
-    }
-    Bits acc[ROWS][VECS];
-    for (int64_t group = 0; group < span.num_groups; ++group) {
-        const uint8_t *w = span.weights + first * span.stride + group * span.group_stride;
-        const char *ahead = span.ahead.data + group * span.num_inputs / 4 * span.ahead.step;
-        const Input *x = rows.x + group * span.num_inputs;
-        start_group<ROWS, PANELS>(acc, span, rows, group, first);
-        if constexpr (IS_INT4) {
-            multiply_int4<ROWS, PANELS>(acc, x, rows.stride, w, span, ahead);
-        } else {
-            multiply_int8<ROWS, PANELS>(acc, x, rows.stride, w, span, ahead);
-        }
-        if (!span.ends_group) break;
-        const char *headers = span.headers + first * span.header_stride + group * span.header_group_stride;
-        add_group<ROWS, PANELS>(sums, acc, span, rows, group, headers);
-    }
-    int32_t *partial = rows.partial + first * PANEL;
-    QUNROLL
-    for (int r = 0; r < ROWS; ++r) {
-        QUNROLL
-        for (int v = 0; v < VECS; ++v) {
-            const int64_t at = r * GROUP_WIDTH + v * LANES;
-            if (span.ends_group) {
-                store(to + at, sums[r][v]);
-            } else {
-                store(reinterpret_cast<float *>(partial + at), as_float(acc[r][v]));
+        const char *w = panels.data + first * panels.stride + group * groups.stride;
+        for (int64_t left = panels.num_steps; left > 0; left -= STEPS_OF_BLOCK) {
+            ahead.fetch();
+            const char *end = w + min64(left, STEPS_OF_BLOCK) * LINE;
+            for (; w != end; w += LINE, x += Weights::WORDS * ROWS) {
+                prefetch_step<ROWS, PANELS, Weights::WORDS>(x, w, panels.stride);
+                Weights::template step<ROWS, PANELS>(acc, x, w, panels.stride);
             }
         }
+        const char *headers = groups.headers + first * groups.header_stride + group * groups.header_group_stride;
+        add_group<ROWS, PANELS>(rows.rows.sums + first * PANEL, acc, groups, rows, group, headers);
     }
 }
 
-template <bool IS_INT4, int ROWS>
-static void tiles(const Span &span, const RowTile &rows) {
+template <typename Weights, int ROWS>
+static void tiles(const Groups &groups, const IntegerTile &rows, Ahead ahead) {
     constexpr int MAX = max_panels(ROWS);
-    for (int done = 0; done < span.num_panels;) {
-        const int now = span.num_panels - done < MAX ? span.num_panels - done : MAX;
-        if (now == 1) tile<IS_INT4, ROWS, 1>(span, rows, done);
+    const int num_panels = groups.weights.num_panels;
+    const int64_t blocks = groups.count * ceil_div(groups.weights.num_steps, STEPS_OF_BLOCK);
+    ahead.spread(ceil_div(num_panels, MAX) * blocks * STEPS_OF_BLOCK);
+    for (int done = 0; done < num_panels; done += MAX) {
+        const int now = num_panels - done < MAX ? num_panels - done : MAX;
+        if (now == 1) tile<Weights, ROWS, 1>(groups, rows, done, ahead);
         if constexpr (MAX >= 2)
-            if (now == 2) tile<IS_INT4, ROWS, 2>(span, rows, done);
+            if (now == 2) tile<Weights, ROWS, 2>(groups, rows, done, ahead);
         if constexpr (MAX >= 3)
-            if (now == 3) tile<IS_INT4, ROWS, 3>(span, rows, done);
+            if (now == 3) tile<Weights, ROWS, 3>(groups, rows, done, ahead);
         if constexpr (MAX >= 4)
-            if (now == 4) tile<IS_INT4, ROWS, 4>(span, rows, done);
-        done += now;
+            if (now == 4) tile<Weights, ROWS, 4>(groups, rows, done, ahead);
     }
 }
 
-template <bool IS_INT4>
-static void row_tile(int height, const Span &span, const RowTile &rows) {
-    switch (height) {
-        case 1:
-            return tiles<IS_INT4, 1>(span, rows);
-        case 2:
-            return tiles<IS_INT4, 2>(span, rows);
-        case 3:
-            return tiles<IS_INT4, 3>(span, rows);
-#if defined(__AVX2__)
-        case 4:
-            return tiles<IS_INT4, 4>(span, rows);
-        case 5:
-            return tiles<IS_INT4, 5>(span, rows);
-        case 6:
-            return tiles<IS_INT4, 6>(span, rows);
-#endif
+// By the register tile of just that height.
+template <typename Weights, int ROWS>
+static void tiles_of(const Groups &groups, const IntegerTile &rows, const Ahead &ahead) {
+    if (rows.rows.height == ROWS) return tiles<Weights, ROWS>(groups, rows, ahead);
+    if constexpr (ROWS > 1) tiles_of<Weights, ROWS - 1>(groups, rows, ahead);
+}
+
+// Sums of a tile are complete: times the scale of each row.
+static void scale_rows(const Tile &tile, const float *scales, int num_panels) {
+    for (int r = 0; r < tile.height; ++r) {
+        const Vec scale = broadcast(scales[r]);
+        float *sums = tile.sums + r * GROUP_WIDTH;
+        for (int i = 0; i < num_panels * PANEL; i += LANES) store(sums + i, mul(load(sums + i), scale));
     }
 }
 
-// All rows of the block against a span that begins at input k; meanwhile the tiles fetch `next`.
-template <bool IS_INT4>
-static void multiply_rows(const InputRows &rows, const GemmBlock &block, int64_t all_groups, int64_t k, Span span,
-                          const Ahead &next) {
-    const Input *x = static_cast<const Input *>(rows.data) + block.first_row * rows.stride + k;
-    const int32_t *group_sums = rows.sums + block.first_row * all_groups + span.first_group;
-    const int64_t num_tiles = ceil_div(block.num_rows, TILE_ROWS);
-    for (int64_t t = 0; t < num_tiles; ++t) {
-        const int64_t r = tile_start(block.num_rows, num_tiles, t);
-        const RowTile tile{x + r * rows.stride,           rows.stride, group_sums + r * all_groups, all_groups,
-                           block.sums + r * GROUP_WIDTH, block.partial + r * GROUP_WIDTH};
-        span.ahead = next.share(num_tiles, t, span.num_groups * span.num_inputs / 4);
-        row_tile<IS_INT4>(static_cast<int>(tile_start(block.num_rows, num_tiles, t + 1) - r), span, tile);
+template <typename Weights>
+static void multiply_rows(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block,
+                          const Groups &groups) {
+    for (int64_t t = 0; t < block.num_tiles; ++t) {
+        const Tile now = tile_of(rows, block, block.first_tile + t);
+        const IntegerTile tile{now, rows.starts + now.row * groups.count};
+        tiles_of<Weights, TILE_ROWS>(groups, tile, ahead_of(weight, block, t));
+        scale_rows(now, rows.scales + now.row, block.num_panels);
     }
 }
 
-// One panel's half bytes of a span as bytes.
-static void expand_int4(const Span &span, const uint8_t *w, uint8_t *out) {
+// The half bytes of all groups of a panel as bytes.
+static void expand_int4(const Groups &groups, const char *panel, char *out) {
     const Bits mask = broadcast_bits(0x0f0f0f0fu);
-    for (int64_t group = 0; group < span.num_groups; ++group, w += span.group_stride) {
-        const uint8_t *from = w;
-        for (int64_t k = 0; k < span.num_inputs; k += 8, from += 4 * PANEL, out += 8 * PANEL) {
+    for (int64_t group = 0; group < groups.count; ++group, panel += groups.stride) {
+        const char *from = panel, *end = from + groups.weights.num_steps * LINE;
+        for (; from != end; from += LINE, out += 2 * LINE) {
             QUNROLL
             for (int v = 0; v < PANEL_VECS; ++v) {
                 const Bits both = load_bits(from + v * 4 * LANES);
@@ -242,61 +196,41 @@ static void expand_int4(const Span &span, const uint8_t *w, uint8_t *out) {
     }
 }
 
-// The span with its weights as bytes in the block's scratch.
-static Span expanded(const Span &span, const GemmBlock &block) {
-    uint8_t *to = static_cast<uint8_t *>(block.panels);
-    const int64_t stride = span.num_groups * span.num_inputs * PANEL;
-    for (int p = 0; p < span.num_panels; ++p) expand_int4(span, span.weights + p * span.stride, to + p * stride);
-    Span bytes = span;
-    bytes.weights = to;
-    bytes.stride = stride;
-    bytes.group_stride = span.num_inputs * PANEL;
+// The groups with their weights as bytes in the block's scratch.
+static Groups expanded(const Groups &groups, const GemmBlock &block) {
+    Groups bytes = groups;
+    char *to = static_cast<char *>(block.panels);
+    bytes.weights.num_steps = 2 * groups.weights.num_steps;
+    bytes.stride = bytes.weights.num_steps * LINE;
+    bytes.weights.stride = groups.count * bytes.stride;
+    bytes.weights.data = to;
+    for (int p = 0; p < groups.weights.num_panels; ++p) {
+        expand_int4(groups, groups.weights.data + p * groups.weights.stride, to + p * bytes.weights.stride);
+    }
     return bytes;
 }
 
-// `n` inputs from k on: whole groups, or a piece of one.
-static Span span_of(const LinearWeight &weight, const GemmBlock &block, int64_t k, int64_t n) {
-    const int64_t group_len = weight.padded_group(), group = k / group_len, from = k - group * group_len;
-    const int64_t num_groups = max64(1, n / group_len);
-    const char *data = weight.panel(block.first_panel) + group * weight.group_bytes();
-    return {reinterpret_cast<const uint8_t *>(data) + weight.header_bytes() + from * PANEL * weight.bits() / 8,
-            weight.panel_bytes(),
-            weight.group_bytes(),
-            data,
-            weight.panel_bytes(),
-            weight.group_bytes(),
-            block.num_panels,
-            n / num_groups,
+static Groups groups_of(const LinearWeight &weight, const GemmBlock &block) {
+    const char *data = weight.panel(block.first_panel);
+    const int64_t header = weight.header_bytes(), group = weight.group_bytes(), panel = weight.panel_bytes();
+    return {{data + header, panel, block.num_panels, (group - header) / LINE},
             group,
-            num_groups,
-            from == 0,
-            (from + n) % group_len == 0,
+            data,
+            panel,
+            group,
+            weight.num_groups(),
             weight.has_offsets,
-            static_cast<int32_t>(weight.zero_point()),
-            {}};
+            -1.0f / static_cast<float>(weight.zero_point())};
 }
 
 void gemm_integers(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block) {
-    const int64_t inputs = weight.padded_inputs(), group_len = weight.padded_group(), all_groups = weight.num_groups();
-    const bool is_one_tile = block.num_rows <= TILE_ROWS;
-    const int64_t most = is_one_tile ? inputs : INTEGER_CHUNK;
-    for (int64_t k = 0, n; k < inputs; k += n) {
-        const int64_t rest = group_len <= most ? inputs - k : group_len - k % group_len;  // of all, or of the group
-        n = min64(group_len <= most ? most / group_len * group_len : most, rest);
-        const Span span = span_of(weight, block, k, n);
-        const Ahead next = ahead_of(weight, block, k, n);
-        if (weight.format == WeightFormat::int8) {
-            multiply_rows<false>(rows, block, all_groups, k, span, next);
-        } else if (block.num_rows <= IN_PLACE_ROWS) {
-            multiply_rows<true>(rows, block, all_groups, k, span, next);
-        } else {
-            multiply_rows<false>(rows, block, all_groups, k, expanded(span, block), next);
-        }
-    }
-    for (int64_t r = 0; r < block.num_rows; ++r) {
-        const Vec scale = broadcast(rows.scales[block.first_row + r]);
-        float *sums = block.sums + r * GROUP_WIDTH;
-        for (int i = 0; i < block.num_panels * PANEL; i += LANES) store(sums + i, mul(load(sums + i), scale));
+    const Groups groups = groups_of(weight, block);
+    if (weight.format == WeightFormat::int8) {
+        multiply_rows<Bytes>(weight, rows, block, groups);
+    } else if (block.num_tiles == 1) {
+        multiply_rows<HalfBytes>(weight, rows, block, groups);
+    } else {
+        multiply_rows<Bytes>(weight, rows, block, expanded(groups, block));
     }
 }
 

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "activation.hpp"
+#include "gemm.hpp"
 #include "kernels.hpp"
 
 namespace quire::QUIRE_ISA {
@@ -62,41 +63,64 @@ static int32_t quantize_group(const T *x, int64_t n, int64_t padded, Vec scale, 
 
 // Scale max |x| / 127, or 0 where that is below the smallest normal number, and then the integers are 0 as well.
 template <typename T>
-static float quantize_row(const T *x, const LinearWeight &weight, Input *out, int32_t *sums) {
+static float quantize_row(const T *x, const LinearWeight &weight, Input *out, int32_t *starts) {
     const float scale = largest(x, weight.num_inputs) / 127.0f;
     const bool is_zero = !(scale >= FLT_MIN);
     const Vec divisor = broadcast(is_zero ? INFINITY : scale);  // a finite number over infinity is 0
     for (int64_t group = 0; group < weight.num_groups(); ++group) {
-        sums[group] = quantize_group(x + group * weight.group_size, weight.group_size, weight.padded_group(), divisor,
-                                     out + group * weight.padded_group());
+        starts[group] = -static_cast<int32_t>(weight.zero_point()) *
+                        quantize_group(x + group * weight.group_size, weight.group_size, weight.padded_group(), divisor,
+                                       out + group * weight.padded_group());
     }
     return scale < FLT_MIN ? 0.0f : scale;
 }
 
+// Row r of x, word after word.
 template <typename T>
-static void convert_as(const LinearWeight &weight, const T *x, int64_t first, int64_t last, const InputRows &out) {
-    for (int64_t r = first; r < last; ++r) {
-        const T *row = x + r * weight.num_inputs;
-        if (weight.has_int8_inputs) {
-            Input *to = static_cast<Input *>(const_cast<void *>(out.data)) + r * out.stride;
-            int32_t *sums = const_cast<int32_t *>(out.sums) + r * weight.num_groups();
-            const_cast<float *>(out.scales)[r] = quantize_row(row, weight, to, sums);
-        } else if (out.is_bf16) {
-            bf16 *to = static_cast<bf16 *>(const_cast<void *>(out.data)) + r * out.stride;
-            memcpy(to, row, weight.num_inputs * sizeof(bf16));
-            memset(to + weight.num_inputs, 0, (weight.padded_inputs() - weight.num_inputs) * sizeof(bf16));
-        } else {
-            convert_row(row, weight, static_cast<float *>(const_cast<void *>(out.data)) + r * out.stride);
+static void convert_one(const LinearWeight &weight, const T *x, int64_t r, const InputRows &out, uint32_t *words) {
+    const T *row = x + r * weight.num_inputs;
+    if (weight.has_int8_inputs) {
+        int32_t *starts = const_cast<int32_t *>(out.starts) + r * weight.num_groups();
+        const_cast<float *>(out.scales)[r] = quantize_row(row, weight, reinterpret_cast<Input *>(words), starts);
+    } else if (out.is_bf16) {
+        bf16 *to = reinterpret_cast<bf16 *>(words);
+        memcpy(to, row, weight.num_inputs * sizeof(bf16));
+        memset(to + weight.num_inputs, 0, (weight.padded_inputs() - weight.num_inputs) * sizeof(bf16));
+    } else {
+        convert_row(row, weight, reinterpret_cast<float *>(words));
+    }
+}
+
+// `height` rows [words] to [words][height].
+static void interleave(const uint32_t *rows, int height, int64_t words, uint32_t *out) {
+    static_assert(TILE_ROWS <= LANES);
+    for (int64_t at = 0; at < words; at += LANES) {
+        const int64_t count = min64(LANES, words - at);
+        Vec block[LANES];
+        for (int r = 0; r < height; ++r) {
+            block[r] = load_up_to(reinterpret_cast<const float *>(rows + r * words + at), count);
         }
+        for (int r = height; r < LANES; ++r) block[r] = broadcast(0.0f);
+        transpose(block);
+        for (int i = 0; i < count; ++i) store_up_to(reinterpret_cast<float *>(out + (at + i) * height), block[i], height);
     }
 }
 
 void convert_rows(const LinearWeight &weight, const void *x, DType dtype, int64_t first, int64_t last,
-                  const InputRows &out) {
-    if (dtype == DType::f32) {
-        convert_as(weight, static_cast<const float *>(x), first, last, out);
-    } else {
-        convert_as(weight, static_cast<const bf16 *>(x), first, last, out);
+                  const InputRows &out, uint32_t *spare) {
+    for (int64_t t = first; t < last; ++t) {
+        const int64_t row = tile_start(out.num_rows, out.num_tiles, t);
+        const int height = static_cast<int>(tile_start(out.num_rows, out.num_tiles, t + 1) - row);
+        uint32_t *to = static_cast<uint32_t *>(const_cast<void *>(out.data)) + row * out.row_words;
+        uint32_t *rows = height == 1 ? to : spare;
+        for (int r = 0; r < height; ++r) {
+            if (dtype == DType::f32) {
+                convert_one(weight, static_cast<const float *>(x), row + r, out, rows + r * out.row_words);
+            } else {
+                convert_one(weight, static_cast<const bf16 *>(x), row + r, out, rows + r * out.row_words);
+            }
+        }
+        if (height > 1) interleave(spare, height, out.row_words, to);
     }
 }
 

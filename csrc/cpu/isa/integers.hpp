@@ -2,8 +2,8 @@
 // saturates (which is why AVX2's multiply of bytes, whose 16-bit sums do, is not used on 8-bit weights).
 //
 // `Quad` is LANES outputs' weights of four inputs, unsigned bytes, ready to be multiplied; `InputQuad` is one row's four
-// inputs, for all lanes. Rows are stored in the form that `load_inputs` wants (`Input`, LANES of them written by
-// `store_inputs` from 32-bit integers).
+// inputs, for all lanes, from QUAD_WORDS words that lie `stride` words apart. Rows are stored in the form that
+// `load_inputs` wants (`Input`, LANES of them written by `store_inputs` from 32-bit integers).
 #pragma once
 
 #include "simd.hpp"
@@ -21,11 +21,7 @@ using Quad = Bits;
 using InputQuad = Bits;
 
 QINLINE Quad unpack(Bits bytes) { return bytes; }
-QINLINE InputQuad load_inputs(const Input *x) {
-    int32_t four;
-    memcpy(&four, x, sizeof four);
-    return _mm512_set1_epi32(four);
-}
+QINLINE InputQuad load_inputs(const uint32_t *x, int) { return broadcast_word(x); }
 QINLINE Bits multiply_add(Bits sums, Quad w, InputQuad x) { return _mm512_dpbusd_epi32(sums, w, x); }
 QINLINE void store_inputs(Input *out, Bits x) {
     _mm_storeu_si128(reinterpret_cast<__m128i *>(out), _mm512_cvtepi32_epi8(x));
@@ -60,11 +56,7 @@ QINLINE Quad unpack(Bits bytes) {
     const Bits mask = broadcast_bits(0x00ff00ffu);
     return {and_bits(bytes, mask), and_bits(shift_right<8>(bytes), mask)};
 }
-QINLINE InputQuad load_inputs(const Input *x) {
-    uint32_t pairs[2];
-    memcpy(pairs, x, sizeof pairs);
-    return {broadcast_bits(pairs[0]), broadcast_bits(pairs[1])};
-}
+QINLINE InputQuad load_inputs(const uint32_t *x, int stride) { return {broadcast_word(x), broadcast_word(x + stride)}; }
 QINLINE Bits multiply_add(Bits sums, Quad w, InputQuad x) {
     return add_bits(sums, add_bits(multiply_pairs(w.even, x.even), multiply_pairs(w.odd, x.odd)));
 }
@@ -79,5 +71,6 @@ QINLINE void store_inputs(Input *out, Bits x) {
 #endif
 
 constexpr int64_t INTEGER_BYTES = sizeof(Input);
+constexpr int QUAD_WORDS = sizeof(Input);  // four inputs are so many words
 
 }  // namespace quire::QUIRE_ISA

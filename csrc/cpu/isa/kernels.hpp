@@ -7,13 +7,13 @@
 
 namespace quire::QUIRE_ISA {
 
-// Rows per tile of the GEMM: with 4 panels of 16 outputs, 6 rows are 24 accumulators of AVX-512's 32 registers; with
-// one panel, 12 of AVX2's 16; 3 rows are 12 of SSE2's 16.
-constexpr int TILE_ROWS = LANES == 4 ? 3 : 6;
+// Rows per tile of the GEMM: with 2 panels of 16 outputs, 14 rows are 28 accumulators of AVX-512's 32 registers; with one
+// panel, 6 are 12 of AVX2's 16; 3 rows are 12 of SSE2's 16.
+constexpr int TILE_ROWS = LANES == 16 ? 14 : LANES == 8 ? 6 : 3;
 constexpr int PANEL_VECS = PANEL / LANES;
 
 void convert_rows(const LinearWeight &weight, const void *x, DType dtype, int64_t first, int64_t last,
-                  const InputRows &out);
+                  const InputRows &out, uint32_t *spare);
 void gemm(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block);
 void gemm_integers(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block);
 void store_sums(const float *sums, const float *bias, const OutputBlock &out);

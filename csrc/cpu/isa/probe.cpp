@@ -29,7 +29,9 @@ int64_t probe_integers(int64_t rounds) {
     QUNROLL
     for (int c = 0; c < PROBE_CHAINS; ++c) sums[c] = broadcast_bits(0);
     const Input ones[4] = {1, 1, 1, 1};
-    const InputQuad inputs = load_inputs(ones);
+    uint32_t words[QUAD_WORDS];
+    memcpy(words, ones, sizeof words);
+    const InputQuad inputs = load_inputs(words, 1);
     keep(bytes);
     const Quad weights = unpack(bytes);
     for (int64_t i = 0; i < rounds; ++i) {

@@ -50,6 +50,8 @@ QINLINE Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
 QINLINE Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 QINLINE Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 QINLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+// sum = fma(a, b, sum), in sum's register: left to itself, GCC 12 moves accumulators about and spills them.
+QINLINE void fma_into(Vec &sum, Vec a, Vec b) { asm("vfmadd231ps %1, %2, %0" : "+v"(sum) : "v"(a), "v"(b)); }
 // min and max return the second operand where either is not a number.
 QINLINE Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 QINLINE Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
@@ -166,6 +168,7 @@ QINLINE Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
 QINLINE Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
 QINLINE Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
 QINLINE Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+QINLINE void fma_into(Vec &sum, Vec a, Vec b) { sum = fma(a, b, sum); }
 QINLINE Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
 QINLINE Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 QINLINE Vec zero_where_less(Vec x, Vec limit, Vec value) {
@@ -268,6 +271,7 @@ QINLINE Vec sub(Vec a, Vec b) { return a - b; }
 QINLINE Vec mul(Vec a, Vec b) { return a * b; }
 QINLINE Vec div(Vec a, Vec b) { return a / b; }
 QINLINE Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }  // two roundings: the baseline has no fused operation
+QINLINE void fma_into(Vec &sum, Vec a, Vec b) { sum = fma(a, b, sum); }
 QINLINE Vec select(Mask where, Vec a, Vec b) { return (Vec)(((Mask)a & where) | ((Mask)b & ~where)); }
 QINLINE Vec min(Vec a, Vec b) { return select(a < b, a, b); }
 QINLINE Vec max(Vec a, Vec b) { return select(a > b, a, b); }
@@ -323,6 +327,18 @@ QINLINE Bits load_bytes(const void *p, int count) {
     return load_bits(bytes);
 }
 #endif
+
+// A 32-bit word in all lanes, as a float32 or as bits.
+QINLINE Vec broadcast_float(const uint32_t *word) {
+    float value;
+    memcpy(&value, word, sizeof value);
+    return broadcast(value);
+}
+QINLINE Bits broadcast_word(const uint32_t *word) {
+    uint32_t bits;
+    memcpy(&bits, word, sizeof bits);
+    return broadcast_bits(bits);
+}
 
 QINLINE Vec load_partial(const bf16 *p, int n) {
     bf16 lanes[LANES] = {};
