@@ -96,9 +96,10 @@ QINLINE void multiply(Vec (&sums)[ROWS][PANELS * PANEL_VECS], const uint32_t *x,
                       Ahead &ahead) {
     for (int64_t left = panels.num_steps; left > 0; left -= STEPS_OF_BLOCK) {
         ahead.fetch();
+        const int64_t distance = ahead.distance_at(left, (PANELS - 1) * panels.stride);
         const char *end = w + min64(left, STEPS_OF_BLOCK) * LINE;
         for (; w != end; w += LINE, x += Weights::WORDS * ROWS) {
-            prefetch_step<ROWS, PANELS, Weights::WORDS>(x, w, panels.stride);
+            prefetch_step<ROWS, PANELS, Weights::WORDS>(x, w, panels.stride, distance);
             Weights::template step<ROWS, PANELS>(sums, x, w, panels.stride);
         }
     }
@@ -155,7 +156,7 @@ static void multiply_rows(const LinearWeight &weight, const InputRows &rows, con
     for (int64_t t = 0; t < block.num_tiles; ++t) {
         Tile now = tile_of(rows, block, block.first_tile + t);
         now.x += word * now.height;
-        const Ahead ahead = word > 0 ? Ahead{nullptr, nullptr, 0} : ahead_of(weight, block, t);
+        const Ahead ahead = word > 0 ? Ahead{CACHE_AHEAD * LINE, false, nullptr, nullptr, 0} : ahead_of(weight, block, t);
         tiles_of<Weights, TILE_ROWS>(now, panels, word == 0, ahead);
     }
 }

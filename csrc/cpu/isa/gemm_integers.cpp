@@ -123,9 +123,11 @@ static void tile(const Groups &groups, const IntegerTile &rows, int first, Ahead
         const char *w = panels.data + first * panels.stride + group * groups.stride;
         for (int64_t left = panels.num_steps; left > 0; left -= STEPS_OF_BLOCK) {
             ahead.fetch();
+            const int64_t rest = left + (groups.count - 1 - group) * panels.num_steps;
+            const int64_t distance = ahead.distance_at(rest, (PANELS - 1) * panels.stride);
             const char *end = w + min64(left, STEPS_OF_BLOCK) * LINE;
             for (; w != end; w += LINE, x += Weights::WORDS * ROWS) {
-                prefetch_step<ROWS, PANELS, Weights::WORDS>(x, w, panels.stride);
+                prefetch_step<ROWS, PANELS, Weights::WORDS>(x, w, panels.stride, distance);
                 Weights::template step<ROWS, PANELS>(acc, x, w, panels.stride);
             }
         }

@@ -22,7 +22,11 @@ using InputQuad = Bits;
 
 QINLINE Quad unpack(Bits bytes) { return bytes; }
 QINLINE InputQuad load_inputs(const uint32_t *x, int) { return broadcast_word(x); }
-QINLINE Bits multiply_add(Bits sums, Quad w, InputQuad x) { return _mm512_dpbusd_epi32(sums, w, x); }
+// In the sums' register: left to itself, GCC 12 moves accumulators about and spills them.
+QINLINE Bits multiply_add(Bits sums, Quad w, InputQuad x) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(w), "v"(x));
+    return sums;
+}
 QINLINE void store_inputs(Input *out, Bits x) {
     _mm_storeu_si128(reinterpret_cast<__m128i *>(out), _mm512_cvtepi32_epi8(x));
 }
