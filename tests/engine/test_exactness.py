@@ -182,9 +182,7 @@ def _resumed_from_cache(make: MakeEngine) -> Answers:
 
 
 def _overlapped(make: MakeEngine) -> Answers:
-    engine = make(overlap="on")
-    _answers(engine)
-    return _answers(engine)
+    return _answers(make(overlap="on"))
 
 
 def _overlapped_in_little_memory(make: MakeEngine) -> Answers:
