@@ -1,7 +1,7 @@
 """How a request's answers are to be read: thoughts, text and calls told apart, whichever API then writes them down.
 
-Owns the joining of the two parsers, and the count of tokens that were thoughts. Where an answer must have a form from its first
-token on, nothing in it is a thought; where a request offers no tools, nothing is a call.
+Owns the joining of the two parsers, the count of tokens that were thoughts, and the room for thoughts before an answer's form.
+Where a request offers no tools, nothing is a call.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.core.structure import StructuredOutputsParams
+from quire.core.plan import Grammar
+from quire.core.structure import StructuredOutputsParams, lark_literal
+from quire.grammar.backend import embedded_schema
 from quire.server.errors import bad_request
 from quire.server.tools import ToolUse
 from quire.text.reasoning import ReasoningFormat, ReasoningParser, Thought
@@ -21,9 +23,10 @@ Event = Thought | Text | CallBegin | CallArguments
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """How a model marks its thoughts, and which token ends them, where it is one."""
+    """How a model marks its thoughts, and which tokens the marks are, where they are."""
 
     form: ReasoningFormat
+    begin_token_id: int | None = None
     end_token_id: int | None = None
     is_special: bool = False
     """Whether the marks are special tokens, which must not be hidden from the parser."""
@@ -52,13 +55,35 @@ class Reading:
         """The sampling parameters that the reading, and the form that `param` asks for, need. Raises ApiError 400."""
         given: dict[str, Any] = {"structured_outputs": form}
         grammar = None if self.tools is None else self.tools.grammar
+        if grammar is not None and form is not None:
+            raise bad_request(f"{param}: not together with tools that must be called", param=param)
+        if self.marks is not None and form is not None:
+            grammar = _behind_thoughts(_json_grammar(form.wire), self.marks, self.is_inside)
+        elif self.marks is not None and self.tools is not None and self.tools.is_enforced and grammar is not None:
+            grammar = _behind_thoughts(grammar.text, self.marks, self.is_inside)
         if grammar is not None:
-            if form is not None:
-                raise bad_request(f"{param}: not together with tools that must be called", param=param)
             given["structured_outputs"] = StructuredOutputsParams.of_grammar(grammar)
         if (self.tools is not None and self.tools.shows_special) or (self.marks is not None and self.marks.is_special):
             given["skip_special_tokens"] = False
         return given
+
+
+def _json_grammar(wire: Grammar) -> str:
+    return f"form: %json {embedded_schema(wire.text, is_compact=wire.kind == 'json_compact')}\nstart: form"
+
+
+def _behind_thoughts(text: str, marks: Marks, is_inside: bool) -> Grammar:
+    """A grammar of ours, which ends with the rule `start`, with room for thoughts before it, which a prompt that has begun them
+    demands."""
+    rules, _, start = text.rpartition("start: ")
+    end = lark_literal(marks.form.end)
+    lines = [f"thoughts[suffix={end}]: /(?s:.*)/"]
+    if marks.is_special:
+        lines = [f"thoughts: THOUGHT? <[{marks.end_token_id}]>", "THOUGHT: /(?s:.+)/"]
+    begin = f"<[{marks.begin_token_id}]>" if marks.is_special else lark_literal(marks.form.begin)
+    behind = f"thoughts BREAKS? {start}"
+    lines += ["BREAKS: /\\n{1,4}/", f"start: {behind}" if is_inside else f"start: {start} | {begin} {behind}"]
+    return Grammar("lark", rules + "\n".join(lines))
 
 
 class AnswerReader:

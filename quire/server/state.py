@@ -7,6 +7,7 @@ from pathlib import Path
 
 from quire.config.api import ApiConfig
 from quire.core.params import generation_defaults
+from quire.core.structure import StructuredOutputsParams
 from quire.engine.client import EngineClient
 from quire.server.admission import Admission
 from quire.server.cost import room_for_logprobs
@@ -51,13 +52,15 @@ class Api:
     def _marks(self, parser: str) -> Marks | None:
         is_auto = parser == "auto"
         form = reasoning_of_template(self.texts.template_source) if is_auto else REASONING_FORMATS.get(parser)
-        return None if form is None else Marks(form, *self._token(form.end))
+        return None if form is None else Marks(form, self._token(form.begin)[0], *self._token(form.end))
 
-    def reading(self, tools: ToolUse | None, prompt: str | None, continued: str | None = None) -> Reading:
-        """How the answers to a request are read. `prompt` is the rendered chat, None where a form leaves no room for thoughts;
-        `continued` is the message that the answer goes on with, if it does."""
-        marks = None if prompt is None or (tools is not None and tools.is_enforced) else self.marks
-        return Reading(marks, marks is not None and is_thinking(marks.form, prompt or "", continued), tools)
+    def reading(
+        self, tools: ToolUse | None, form: StructuredOutputsParams | None, prompt: str, continued: str | None = None
+    ) -> Reading:
+        """How the answers to a request are read. `prompt` is the rendered chat, `continued` the message that the answer goes on
+        with, if it does. Thoughts may come before JSON; forms of other kinds leave no room for them."""
+        marks = self.marks if form is None or form.wire.kind in ("json", "json_compact") else None
+        return Reading(marks, marks is not None and is_thinking(marks.form, prompt, continued), tools)
 
     @property
     def tool_notation(self) -> tuple[ToolFormat | None, int | None]:

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from quire.core.structure import StructuredOutputsParams
+from quire.grammar.backend import NativeVocabulary, Vocabulary, compile_grammar
 from quire.server.errors import ApiError
 from quire.server.reading import Marks, Reading
 from quire.server.tools import Demand, Function, Mode, ToolUse, settle_tools
@@ -18,15 +19,15 @@ from quire.text.tools import HERMES
 def test_tokens_up_to_the_second_mark_are_counted(size: int) -> None:
     pieces = ["<think>", "a", "b", "</think>", "c", "</think>"]
     token_ids = [1, 5, 6, 2, 7, 2]
-    reader = Reading(Marks(THINK, 2)).reader()
+    reader = Reading(Marks(THINK, 1, 2)).reader()
     for start in range(0, len(pieces), size):
         end = start + size
         reader.feed("".join(pieces[start:end]), token_ids[start:end], is_last=end >= len(pieces))
     assert reader.num_thought_tokens == 4
-    silent = Reading(Marks(THINK, 2)).reader()
+    silent = Reading(Marks(THINK, 1, 2)).reader()
     silent.feed("a", [5], is_last=True)
     assert silent.num_thought_tokens == 0
-    cut = Reading(Marks(THINK, 2), is_inside=True).reader()
+    cut = Reading(Marks(THINK, 1, 2), is_inside=True).reader()
     cut.feed("ab", [5, 6], is_last=True)
     assert cut.num_thought_tokens == 2
 
@@ -39,9 +40,44 @@ def tools(mode: Mode) -> ToolUse:
 
 def test_special_marks_are_shown_to_the_parser_and_a_form_excludes_demanded_tools() -> None:
     form = StructuredOutputsParams(json_object=True)
-    assert Reading(Marks(MISTRAL_THINK, 3, is_special=True)).constraints(None, "x")["skip_special_tokens"] is False
-    assert "skip_special_tokens" not in Reading(Marks(THINK, 3)).constraints(None, "x")
+    assert Reading(Marks(MISTRAL_THINK, 3, 4, is_special=True)).constraints(None, "x")["skip_special_tokens"] is False
+    assert "skip_special_tokens" not in Reading(Marks(THINK, 3, 4)).constraints(None, "x")
     assert Reading(tools=tools("auto")).constraints(form, "x")["structured_outputs"] is form
     with pytest.raises(ApiError) as caught:
         Reading(tools=tools("required")).constraints(form, "text.format")
     assert caught.value.param == "text.format"
+
+
+TOKENS = Vocabulary(
+    [*(bytes([byte]) for byte in range(256)), b"[THINK]", b"[/THINK]", b"<end>"], frozenset({256, 257, 258}), (258,)
+)
+PLAIN, SPECIAL = Marks(THINK), Marks(MISTRAL_THINK, 256, 257, is_special=True)
+JSON = StructuredOutputsParams(json={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+
+
+def accepts(reading: Reading, token_ids: list[int]) -> bool:
+    """Whether an answer with a form may be this."""
+    form = None if reading.tools is not None else JSON
+    matcher = compile_grammar(reading.constraints(form, "x")["structured_outputs"].wire, NativeVocabulary(TOKENS)).deep_copy()
+    return bool(matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting())
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.mark.parametrize("marks", [PLAIN, SPECIAL])
+def test_thoughts_may_come_before_a_form_and_must_end_where_the_prompt_began_them(marks: Marks, is_inside: bool) -> None:
+    begin, end = ([256], [257]) if marks.is_special else (list(b"<think>"), list(b"</think>"))
+    answer, thought = list(b'{"a": 1}'), list("Hm \u00e4, {2}\n".encode())
+    reading = Reading(marks, is_inside)
+    opening = [] if is_inside else begin
+    assert accepts(reading, [*opening, *thought, *end, *b"\n\n", *answer])
+    assert accepts(reading, [*opening, *end, *answer])
+    assert accepts(reading, answer) != is_inside
+    assert not accepts(reading, [*opening, *thought, *end])
+    assert not accepts(reading, [*opening, *thought, *end, *b"text"])
+
+
+def test_thoughts_may_come_before_calls_that_are_demanded() -> None:
+    call = b'<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    reading = Reading(PLAIN, tools=tools("required"))
+    assert accepts(reading, list(call)) and accepts(reading, [*b"<think>Hm</think>\n", *call])
+    assert not accepts(reading, [*b"Hm", *call])

@@ -138,7 +138,7 @@ class Messages:
         text, token_ids = await api.texts.encode_chat(messages, options)
         form = await settle(_asked_form(body))
         continued = str(messages[-1]["content"]) if is_continued else None
-        return token_ids, api.reading(tools, None if form is not None else text, continued), form
+        return token_ids, api.reading(tools, form, text, continued), form
 
     def _template_kwargs(self, call: Call, body: CountRequest) -> dict[str, Any] | None:
         """What the template is told of the thinking that is wanted; what it cannot be told is named in a header."""

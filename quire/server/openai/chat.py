@@ -129,7 +129,7 @@ class ChatCompletions:
         max_tokens = api.texts.max_tokens(len(token_ids), wanted, default=default, param=param)
         given: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": num_top}
         form = await settle([*from_response_format(body.response_format), *from_guided(body)])
-        reading = api.reading(tools, None if form is not None else text, _continued(body))
+        reading = api.reading(tools, form, text, _continued(body))
         given |= reading.constraints(form, "response_format")
         params = sampling_params(body, api.sampling_defaults, **given)
         job = Job(token_ids, params, text if body.echo else None, body.cache_salt, body.priority or 0)

@@ -165,7 +165,7 @@ class Responses:
         if body.truncation == "auto":
             token_ids = api.texts.truncate(token_ids, api.texts.max_model_len - (body.max_output_tokens or 1))
         form = await settle(_asked_form(body))
-        reading = api.reading(tools, None if form is not None else text)
+        reading = api.reading(tools, form, text)
         params = self._params(body, len(token_ids), reading, reading.constraints(form, "text.format"))
         job = Job(token_ids, params, None, body.cache_salt)
         names = TokenNames(api.client.tokenizer, as_ids=False, shows_special=False)

@@ -57,10 +57,13 @@ def test_thoughts_text_and_calls_are_told_apart() -> None:
         assert streamed(client, extra_body={"include_reasoning": False}) == {"content": hidden.content}
 
 
-def test_with_a_form_nothing_is_a_thought() -> None:
-    with talker(['{"a"', ": 1}"]) as client:
-        message = ask(client, response_format={"type": "json_object"}).choices[0].message
-        assert message.content == '{"a": 1}' and not hasattr(message, "reasoning")
+def test_thoughts_may_come_before_json_but_not_before_other_forms() -> None:
+    answer = '{"a": 1}'
+    with talker(["<think>Hm</think>\n", '{"a"', ": 1}"]) as client:
+        message: Any = ask(client, response_format={"type": "json_object"}).choices[0].message
+        assert (message.content, message.reasoning) == (answer, "Hm")
+        plain = ask(client, extra_body={"guided_regex": ".*"}).choices[0].message
+        assert plain.content == f"<think>Hm</think>\n{answer}" and not hasattr(plain, "reasoning")
 
 
 def test_thoughts_that_the_prompt_begins(tmp_path: Path) -> None:
