@@ -3,17 +3,24 @@ cache what another has put there."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
+from fake_client import FakeClient, Script
 from served import Served, frozen, until
+from servers import serve
 from timing import timed
+
+from quire.core.plan import Grammar
+from quire.grammar.judge import judge
 
 pytestmark = timed
 
@@ -114,6 +121,29 @@ def test_t23_who_leaves_is_not_computed_for(served: Served, phase: str, leave: C
     served.await_idle()
     PHASES[phase](served, leave)
     _stops_at_once(served)
+
+
+def test_t23_who_leaves_while_a_grammar_is_awaited_is_aborted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_asked, may_go_on = threading.Event(), threading.Event()
+
+    async def check(grammar: Grammar) -> None:
+        is_asked.set()
+        while not may_go_on.is_set():
+            await asyncio.sleep(0.005)
+
+    monkeypatch.setattr(judge, "check_async", check)
+    client = FakeClient(Script(begins=False))
+    body = b'{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}'
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    with serve(client) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+            connection.sendall(head + body)
+            assert is_asked.wait(30)
+        may_go_on.set()
+        deadline_s = time.monotonic() + 30
+        while client.num_aborted == 0 and time.monotonic() < deadline_s:
+            time.sleep(0.005)
+        assert (client.num_aborted, client.streams) == (1, [])
 
 
 def test_t23_a_reader_of_a_byte_at_a_time_gets_all_of_it_and_holds_nobody_up(served: Served) -> None:
