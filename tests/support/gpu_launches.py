@@ -127,6 +127,7 @@ def small(dtype: torch.dtype = BF16) -> None:
     table = torch.zeros(64, 2, 64)
     KERNELS.rope(both, ids, table)
     KERNELS.write_kv(both[:, 32:40], both[:, 40:], cache, cache.clone(), ids)
+    KERNELS.copy_blocks([cache, cache.clone()], ids[:2], ids[2:4])
     norm = NormWeights("rms", torch.zeros(128, dtype=dtype), None, 1e-6, 0.0)
     for norms in (None, norm):
         packed = KERNELS.pack_linear(x)
@@ -142,7 +143,7 @@ def sampling() -> None:
     kernels.cuts(logits, rows, Filters(ids, floats.double(), floats))
     for limit in (None, cuts):
         kernels.draw(logits, rows, limit, Keys(ids, ids))
-        kernels.score(logits, rows, limit, ids)
+        kernels.score(logits, rows, limit, ids, num_top=20)
     starts, tokens = torch.zeros(4, dtype=torch.int64), torch.zeros(9, dtype=torch.int32)
     kernels.penalise(logits, Penalties(ids, tokens, starts, ids, floats, floats, floats))
 

@@ -17,6 +17,11 @@ from quire.kernels.kv_cache import head_size_of
 from quire.kernels.triton.checks import check_caches, check_heads, check_indices, launch_options, require
 from quire.kernels.triton.kv_rows import kernel_view, store_row
 
+_COPY_BLOCK = 2048
+"""Words of a block that one program moves."""
+_COPY_BYTES = 64 << 20
+"""Held at most between reading and writing, unless the blocks of one cache take more."""
+
 
 @triton.jit
 def turned(first, second, cos_sin, position, pairs, is_pair, NUM_PAIRS: tl.constexpr):
@@ -116,6 +121,21 @@ def enter_kernel(
             store_row(key_cache, key_scales, row, rounded, dims, is_dim, HEAD_SIZE, FORMAT)
 
 
+@triton.jit
+def move_kernel(addresses, held, blocks, num_copies, num_words, IS_WRITE: tl.constexpr, BLOCK: tl.constexpr):
+    """A stretch of words of block `blocks[program_id(0)]` of the cache at `addresses[program_id(1)]` to `held`, or back."""
+    copy, cache = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    words = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    is_word = words < num_words
+    base = tl.load(addresses + cache).to(tl.pointer_type(held.dtype.element_ty))
+    there = base + tl.load(blocks + copy) * num_words + words
+    here = held + (cache * num_copies + copy) * num_words + words
+    if IS_WRITE:
+        tl.store(there, tl.load(here, mask=is_word), mask=is_word)
+    else:
+        tl.store(here, tl.load(there, mask=is_word), mask=is_word)
+
+
 def enter(projected: Tensor, weights: AttentionWeights, batch: AttentionBatch, caches: tuple[Tensor, Tensor]) -> Tensor:
     """Norms, RoPE and the cache write of `projected` [T, (heads + 2 * KV heads) * D]; gives the queries [T, heads, D].
 
@@ -177,7 +197,28 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
 
 
 def copy_blocks(caches: list[Tensor], sources: Tensor, destinations: Tensor) -> None:
-    """See `Kernels.copy_blocks`. Torch's gather, then its scatter: whole blocks lie in one piece, and all are read first."""
+    """See `Kernels.copy_blocks`: many caches by two launches, one that reads and one that writes."""
+    num_copies = sources.numel()
+    check_indices(sources, "sources", num_copies)
+    check_indices(destinations, "destinations", num_copies)
+    alike: dict[int, list[Tensor]] = {}
     for cache in caches:
-        whole = cache.view(torch.uint8) if cache.itemsize == 1 else cache  # torch does not index fp8
-        whole[destinations] = whole[sources]
+        require(cache.is_contiguous(), "copy_blocks: a cache is not contiguous", cache)
+        alike.setdefault(cache[0].nbytes if cache.shape[0] else 0, []).append(cache)
+    for num_bytes, group in alike.items():
+        at_once = max(1, _COPY_BYTES // max(1, num_bytes * num_copies))
+        for first in range(0, len(group) if num_bytes and num_copies else 0, at_once):
+            _copy_alike(group[first : first + at_once], num_bytes, sources, destinations)
+
+
+def _copy_alike(caches: list[Tensor], num_bytes: int, sources: Tensor, destinations: Tensor) -> None:
+    """Copy blocks of `num_bytes` each within each cache."""
+    is_even = num_bytes % 4 == 0
+    num_copies, num_words = sources.numel(), num_bytes // 4 if is_even else num_bytes
+    addresses = torch.tensor([cache.data_ptr() for cache in caches], dtype=torch.int64).to(sources.device)
+    shape = (len(caches), num_copies, num_words)
+    held = torch.empty(shape, dtype=torch.int32 if is_even else torch.uint8, device=sources.device)
+    for is_write, blocks in ((False, sources), (True, destinations)):
+        move_kernel[(num_copies, len(caches), triton.cdiv(num_words, _COPY_BLOCK))](
+            addresses, held, blocks, num_copies, num_words, IS_WRITE=is_write, BLOCK=_COPY_BLOCK, **launch_options(4)
+        )

@@ -2,7 +2,8 @@
 
 A program takes one asked row and walks along its vocabulary. Filters need no sort: the logit of the last token kept is found
 by bisection (as an integer of the same order), with a pass over the row at each of some 25 steps, which finds the row in the
-L2; its id then takes one pass more. Counts and weights are integers, so nothing depends on how a pass is cut into pieces.
+L2; its id then takes one pass more. The best alternatives are found in the same way, and only they are sorted. Counts and
+weights are integers, so nothing depends on how a pass is cut into pieces.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ _BLOCK = 2048
 _DRAW_BLOCK = 512
 """Counters, each of which makes the noise of four tokens."""
 _NUM_WARPS = 8
+_MAX_TOP = 1024
+"""More alternatives than this (the whole vocabulary, say) are sorted with all others."""
 _SEEN = tl.constexpr(1 << 30)
 _LEAST_KEY = tl.constexpr(-2147483648)
 _MAX_ID = tl.constexpr(9223372036854775807)
@@ -131,6 +134,45 @@ def cuts_kernel(
                 last_key, last_id = key, place
     tl.store(cut_value + asked, value_of(last_key))
     tl.store(cut_id + asked, last_id.to(tl.int64))
+
+
+@triton.jit
+def top_kernel(logits, row, peaks, found_ids, found_values, size, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """The COUNT best tokens of asked row program_id(0), in the order of ids: numbers, then -inf where they are too few."""
+    asked = tl.program_id(0)
+    line = logits + tl.load(row + asked) * size
+    peak = tl.load(peaks + asked)
+    num_finite = tl.zeros([BLOCK], tl.int32)
+    least_key = tl.full([BLOCK], 2147483647, tl.int32)
+    for first in range(0, size, BLOCK):
+        ids = first + tl.arange(0, BLOCK)
+        x = tl.load(line + ids, mask=ids < size, other=float("-inf"))
+        num_finite += (x > float("-inf")).to(tl.int32)
+        least_key = tl.minimum(least_key, tl.where(x > float("-inf"), key_of(x), 2147483647))
+    wanted = tl.minimum(tl.sum(num_finite, axis=0), COUNT)
+    limit_key = tl.zeros([], tl.int32) + _LEAST_KEY
+    limit_id = tl.zeros([], tl.int32) + size
+    floor = tl.zeros([], tl.float32) + float("-inf")
+    scale = tl.zeros([], tl.float32) + 1.0
+    least = tl.min(least_key, axis=0)
+    key, last_id = shortest(line, size, peak, scale, floor, limit_key, limit_id, least, wanted.to(tl.int64), BLOCK, False)
+    num_found = tl.zeros([], tl.int32)
+    num_empty = wanted
+    for first in range(0, size, BLOCK):
+        ids = first + tl.arange(0, BLOCK)
+        x = tl.load(line + ids, mask=ids < size, other=float("nan"))
+        keys = key_of(x)
+        is_best = (x > float("-inf")) & ((keys > key) | ((keys == key) & (ids <= last_id))) & (wanted > 0)
+        is_empty = x == float("-inf")
+        place = tl.where(
+            is_best, num_found + tl.cumsum(is_best.to(tl.int32), axis=0) - 1,
+            num_empty + tl.cumsum(is_empty.to(tl.int32), axis=0) - 1,
+        )  # fmt: skip
+        is_stored = (is_best | is_empty) & (place < COUNT)
+        tl.store(found_ids + asked * COUNT + place, ids.to(tl.int64), mask=is_stored)
+        tl.store(found_values + asked * COUNT + place, x + 0.0, mask=is_stored)
+        num_found += tl.sum(is_best.to(tl.int32), axis=0)
+        num_empty += tl.sum(is_empty.to(tl.int32), axis=0)
 
 
 @triton.jit
@@ -279,15 +321,23 @@ class TritonSampling:
                 _checked(logits), rows.row, rows.peak, rows.scale, *_cut_tensors(cuts, rows), token_ids, totals, ranks,
                 logits.shape[1], HAS_CUTS=cuts is not None, BLOCK=_block(logits), **_options(),
             )  # fmt: skip
-        return Scores(totals, ranks, best_ids(logits, rows.row, num_top))
+        return Scores(totals, ranks, best_ids(logits, rows, num_top))
 
 
-def best_ids(logits: Tensor, rows: Tensor, count: int) -> Tensor:
-    """int64 [n, count]: best first; a stable sort keeps equals in the order of their ids."""
-    if count == 0:
-        return torch.empty((rows.numel(), 0), dtype=torch.int64, device=logits.device)
-    values = logits[rows] + 0.0  # one zero
-    return torch.sort(values, dim=1, descending=True, stable=True).indices[:, :count].contiguous()
+def best_ids(logits: Tensor, rows: ScaledRows, count: int) -> Tensor:
+    """int64 [n, count]: best first; a stable sort, of those `count` alone, keeps equals in the order of their ids."""
+    num_rows = rows.row.numel()
+    if count > _MAX_TOP:
+        values = logits[rows.row] + 0.0  # one zero
+        return torch.sort(values, dim=1, descending=True, stable=True).indices[:, :count].contiguous()
+    ids = torch.empty((num_rows, count), dtype=torch.int64, device=logits.device)
+    found = torch.empty((num_rows, count), dtype=torch.float32, device=logits.device)
+    if not ids.numel():
+        return ids
+    top_kernel[(num_rows,)](
+        _checked(logits), rows.row, rows.peak, ids, found, logits.shape[1], COUNT=count, BLOCK=_block(logits), **_options()
+    )
+    return ids.gather(1, torch.sort(found, dim=1, descending=True, stable=True).indices)
 
 
 def _cut_tensors(cuts: Cuts | None, rows: ScaledRows) -> tuple[Tensor, Tensor]:

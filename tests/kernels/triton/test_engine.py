@@ -57,8 +57,9 @@ def ours(device: torch.device) -> dict[str, Any]:
 def test_greedy_tokens_are_the_references(model: str, device: torch.device, quantization: str | None) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
     prompts = PROMPTS if quantization is None else PROMPTS[1:2]
-    got = generate(model, prompts, params, quantization=quantization, **ours(device))
-    assert got == generate(model, prompts, params, quantization=quantization, kernels="reference")
+    options = {"quantization": quantization, "kv_cache_dtype": "auto" if quantization is None else "int8"}
+    got = generate(model, prompts, params, **options, **ours(device))
+    assert got == generate(model, prompts, params, **options, kernels="reference")
 
 
 @pytest.mark.usefixtures("kernels")

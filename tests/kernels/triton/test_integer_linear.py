@@ -90,11 +90,11 @@ def make_fp8(num_outputs: int, group: int, activations: Any) -> QuantizedWeight:
     return QuantizedWeight(values, scales, None, 8, group, activations)
 
 
-@pytest.mark.parametrize(("group", "activations"), [(128, "fp8"), (32, "fp8"), thorough(128, "float"), (32, "float")])
+@pytest.mark.parametrize(("group", "activations"), [thorough(128, "fp8"), (32, "fp8"), thorough(128, "float"), (32, "float")])
 def test_fp8_weights_agree_with_the_reference(
     kernels: Kernels, reference: Kernels, device: torch.device, group: int, activations: Any
 ) -> None:
-    weight, bias, x = make_fp8(48, group, activations), draw(48), draw(18, 128).to(torch.bfloat16)
+    weight, bias, x = make_fp8(32, group, activations), draw(32), draw(17, 128).to(torch.bfloat16)
     x[3], x[5, 7] = 0.0, torch.nan
     ours, theirs = kernels.pack_quantized(weight, bias), reference.pack_quantized(weight, bias)
     got = kernels.linear(x.to(device), ours, out_dtype="float32")

@@ -81,6 +81,18 @@ def test_odd_rows(sampling: SamplingKernels, device: torch.device, values: list[
     assert torch.equal(cuts.value.cpu(), expected.value) and torch.equal(cuts.token_id.cpu(), expected.token_id)
 
 
+@pytest.mark.parametrize("count", [1, 5, 9])
+def test_the_best_where_most_tokens_are_masked(sampling: SamplingKernels, device: torch.device, count: int) -> None:
+    logits = torch.full((3, 9), -math.inf)
+    logits[0, [2, 7, 4]] = torch.tensor([1.0, 1.0, 3.0])
+    logits[1, 8], logits[2] = 0.0, -0.0
+    logits[2, 5] = 0.0
+    rows = ScaledRows(torch.tensor([2, 0, 1]), torch.tensor([0.0, 3.0, 0.0]), torch.ones(3))
+    chosen = torch.tensor([5, 4, 8])
+    got = sampling.score(there(logits, device), there(rows, device), None, chosen.to(device), num_top=count)
+    assert torch.equal(got.top_ids.cpu(), REFERENCE.score(logits, rows, None, chosen, num_top=count).top_ids)
+
+
 def test_penalties(sampling: SamplingKernels, device: torch.device) -> None:
     logits, penalties = make_logits(6, 300), make_penalties()
     ours, theirs = logits.to(device, copy=True), logits.clone()
