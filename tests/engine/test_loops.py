@@ -333,3 +333,12 @@ def test_a_row_that_fails_fails_alone(make_engine: MakeEngine) -> None:
     assert outputs["bad"].error == NOT_FINITE and len(outputs["bad"].outputs[0].token_ids) == 5
     assert seen == [0, 21, 22, 23, 24, 25], "what was planned on the failed step was computed"
     assert outputs["good"].outputs == run_all(alone)["good"].outputs
+
+
+def test_an_idle_moment_takes_in_what_was_planned_ahead(loops: Callable[..., Audited]) -> None:
+    loop = loops(is_overlapped=True)
+    loop.scheduler.add(_request("a", [1, 2], 30, seed=3, stops=frozenset({4, 5, 6})))
+    loop.finish_all()
+    assert loop.scheduler.flights, "nothing is in flight: the test shows nothing"
+    assert loop.idle() and not loop.scheduler.flights
+    assert not loop.idle()

@@ -77,19 +77,17 @@ def test_the_back_end_knows_its_device(kernels: Kernels, device: torch.device) -
 @pytest.mark.usefixtures("kernels")
 def test_padded_and_replayed_steps_give_the_same_bits(model: str, device: torch.device) -> None:
     """Decodes beside pieces of prompts, with attention launched for longer contexts than there are."""
-    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=2)
-    options = {
-        "kv_cache_memory": "1MiB",
-        "max_num_seqs": 3,
-        "block_size": 8,
-        "max_num_batched_tokens": 5,
-        "max_model_len": 64,
-        **ours(device),
-    }
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    options = {"kv_cache_memory": "64KiB", "max_num_seqs": 3, "block_size": 8, "max_num_batched_tokens": 5, **ours(device)}
     answers = []
     for is_replayed in (False, True):
         llm = LLM(model, load_format="dummy", **options)
         graphs = replay_steps(llm.engine) if is_replayed else None
-        answers.append([output.outputs for output in llm.generate([[5, 6, 7], [7] * 6], params, use_tqdm=False)])
+        caches = [tensor for pair in llm.engine.executor.worker.memory.caches for tensor in pair]  # type: ignore[attr-defined]
+        for cache in caches:
+            cache.zero_()
+        outputs = llm.generate([[5, 6, 7], [7] * 6], params, use_tqdm=False)
         assert graphs is None or {shape.num_tokens for shape in graphs.shapes} == {1, 8}
+        blocks = [cache[: llm.engine.plan.limits.num_blocks].tolist() for cache in caches]
+        answers.append(([output.outputs for output in outputs], blocks))
     assert answers[0] == answers[1]
