@@ -32,10 +32,12 @@ static float largest(const T *x, int64_t n) {
     return reduce_max(most) + reduce_add(check);
 }
 
-// x / scale to the nearest integer, ties to even.
+// x / scale to the nearest integer, ties to even. What is not a number becomes -128, so that the sums of a row whose scale
+// is not a number cannot overflow.
 QINLINE Bits quantize(Vec x, Vec scale) {
     const Vec magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits
-    return add_bits(as_bits(add(div(x, scale), magic)), broadcast_bits(0u - 0x4b400000u));
+    const Vec quotient = max(div(x, scale), broadcast(-128.0f));
+    return add_bits(as_bits(add(quotient, magic)), broadcast_bits(0u - 0x4b400000u));
 }
 
 // One group, padded with zeros; returns the sum of its integers.
