@@ -21,7 +21,7 @@ test: $(VENV)/.dev  ## The fast suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal tests
 
 test-long: $(VENV)/.dev  ## The same with far more of everything that is drawn by chance: an hour or so
-	OMP_NUM_THREADS=1 QUIRE_FUZZ_SECONDS=600 QUIRE_SIM_SEEDS=20000 QUIRE_HYPOTHESIS_EXAMPLES=2500 QUIRE_TEST_KILLS=100 QUIRE_TEST_DAMAGED=100000 \
+	OMP_NUM_THREADS=1 QUIRE_FUZZ_SECONDS=600 QUIRE_SIM_SEEDS=20000 QUIRE_HYPOTHESIS_EXAMPLES=2500 QUIRE_TEST_KILLS=100 QUIRE_TEST_DAMAGED=100000 QUIRE_TEST_REQUESTS=10000 \
 	  $(BIN)/python -m pytest -q -n auto --dist worksteal --timeout 7200 tests/server/test_fuzz.py tests/server/test_cross_talk.py tests/sim \
 	  tests/core/kvcache/test_allocator_machine.py tests/engine/process tests/weights/gguf
 
