@@ -10,6 +10,9 @@ from quire.errors import ConfigError
 Policy = Literal["fcfs", "priority", "fair"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
+MAX_SCORED_ROWS = 64
+"""Rows of logits held at once while prompts are scored: a whole chunk's would take gigabytes with large vocabularies."""
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:

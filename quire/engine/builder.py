@@ -15,6 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from quire.common.heap import return_large_blocks
 from quire.config.engine import EngineConfig
 from quire.engine.gpu import FP8_CAPABILITY, require_gpu
 from quire.engine.machine import Machine
@@ -180,6 +181,7 @@ def build_executor(planned: PlannedModel) -> InlineExecutor:
     from quire.worker.worker import Worker
 
     plan = planned.plan
+    return_large_blocks()
     _set_num_threads(plan.num_threads)
     selection = select(plan)
     for reason in selection.reasons:

@@ -13,7 +13,7 @@ from quire.common.graph_shapes import NUM_TOKENS, num_shapes
 from quire.common.kv_formats import KV_FORMATS, OTHER_NAMES
 from quire.common.numbers import align_down, ceil_div, format_bytes, parse_bytes
 from quire.config.engine import EngineConfig
-from quire.config.limits import POLICIES, Policy, SchedulerLimits
+from quire.config.limits import MAX_SCORED_ROWS, POLICIES, Policy, SchedulerLimits
 from quire.engine import attention
 from quire.engine.machine import Machine
 from quire.errors import CapacityError, ConfigError
@@ -323,9 +323,9 @@ def _workspace_bytes(spec: DecoderSpec, num_batched_tokens: int, max_num_seqs: i
     """Peak of temporary tensors, computed in float32 to be on the safe side.
 
     Within a layer: the stream, its norm, the widest projection and its activation. At the end: logits of every sequence,
-    and an edited copy where requests ask for penalties or bias.
+    and an edited copy where requests ask for penalties or bias; or those of a prompt that is scored, and of the piece before.
     """
-    logits_bytes = 2 * min(max_num_seqs, num_batched_tokens) * spec.vocab_size * DTYPE_BYTES["float32"]
+    logits_bytes = 2 * min(max(max_num_seqs, MAX_SCORED_ROWS), num_batched_tokens) * spec.vocab_size * DTYPE_BYTES["float32"]
     return _layer_bytes(spec, num_batched_tokens) + logits_bytes
 
 

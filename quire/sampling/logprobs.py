@@ -23,9 +23,6 @@ from quire.core.plan import RowSampling, TokenLogprobs
 from quire.errors import RequestError
 from quire.kernels.sampling import WEIGHT_ONE, Cuts, SamplingKernels, ScaledRows
 
-PROMPT_CHUNK = 256
-"""Rows scored at a time where a whole prompt is; bounds what is held beside the logits."""
-
 
 @dataclass(frozen=True, slots=True)
 class Query:
@@ -140,16 +137,6 @@ def prompt_logprobs(
     A prompt is not processed: the raw and the processed modes agree on it. RequestError where a row holds NaN or
     +inf, or nothing but -inf.
     """
-    reports: list[TokenLogprobs] = []
-    for start in range(0, logits.shape[0], PROMPT_CHUNK):
-        chunk = slice(start, start + PROMPT_CHUNK)
-        reports += _score_prompt(kernels, logits[chunk], target_ids[chunk], sampling)
-    return tuple(reports)
-
-
-def _score_prompt(
-    kernels: SamplingKernels, logits: Tensor, target_ids: Sequence[int], sampling: RowSampling
-) -> list[TokenLogprobs]:
     peaks: list[float] = kernels.peaks(logits)[1].tolist()
     if not all(map(math.isfinite, peaks)):
         raise RequestError("the model's logits for a prompt token are not finite, so the prompt cannot be scored")
@@ -164,4 +151,4 @@ def _score_prompt(
         )
         for row, (peak, token_id) in enumerate(zip(peaks, target_ids, strict=True))
     ]
-    return describe(kernels, logits, queries)
+    return tuple(describe(kernels, logits, queries))

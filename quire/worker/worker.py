@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.common.failures import log_failure
+from quire.config.limits import MAX_SCORED_ROWS
 from quire.core.plan import NOT_FINITE, RowSampling, RowWork, StepPlan, StepResult, TokenLogprobs, WorkResult
 from quire.errors import RequestError
 from quire.nn.context import StepContext
@@ -28,10 +29,6 @@ from quire.worker.rows import RowTable
 from quire.worker.staging import Staging
 
 logger = logging.getLogger(__name__)
-
-
-_MAX_PROMPT_LOGITS_ROWS = 64
-"""Rows of logits held at once while prompts are scored: a whole chunk's would take gigabytes with large vocabularies."""
 
 
 _LOST = "the step before this one failed on this sequence"
@@ -171,8 +168,8 @@ class Worker:
         end = min(work.start + work.num_tokens + 1, int(self.rows.num_prompt_tokens[work.row]))
         tokens, sampling = self.rows.tokens(work.row), self.rows.sampling[work.row]
         records: list[TokenLogprobs] = []
-        for start in range(work.prompt_logprobs_from, end, _MAX_PROMPT_LOGITS_ROWS):
-            stop = min(end, start + _MAX_PROMPT_LOGITS_ROWS)
+        for start in range(work.prompt_logprobs_from, end, MAX_SCORED_ROWS):
+            stop = min(end, start + MAX_SCORED_ROWS)
             shift = first_row - work.start - 1
             logits = self.model.logits(hidden[start + shift : stop + shift])
             records += self.sampler.prompt_logprobs(logits, tokens[start:stop].tolist(), sampling)

@@ -10,7 +10,7 @@ import torch
 from quire.core.plan import RowSampling
 from quire.errors import RequestError
 from quire.kernels.reference.sampling import ReferenceSampling
-from quire.sampling.logprobs import PROMPT_CHUNK, Query, describe, num_alternatives, prompt_logprobs
+from quire.sampling.logprobs import Query, describe, num_alternatives, prompt_logprobs
 
 KERNELS = ReferenceSampling()
 
@@ -39,7 +39,7 @@ def test_num_alternatives(wanted: int, got: int) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_prompt_with_bad_logits_is_refused(bad: float) -> None:
-    logits = torch.zeros(PROMPT_CHUNK + 2, 3)
+    logits = torch.zeros(5, 3)
     logits[-1, 0] = bad
     with pytest.raises(RequestError, match="not finite"):
         prompt_logprobs(KERNELS, logits, [0] * len(logits), RowSampling(num_prompt_logprobs=0))
