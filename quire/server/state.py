@@ -52,7 +52,10 @@ class Api:
     def _marks(self, parser: str) -> Marks | None:
         is_auto = parser == "auto"
         form = reasoning_of_template(self.texts.template_source) if is_auto else REASONING_FORMATS.get(parser)
-        return None if form is None else Marks(form, self._token(form.begin)[0], *self._token(form.end))
+        if form is None:
+            return None
+        (begin, is_first_special), (end, is_last_special) = self._token(form.begin), self._token(form.end)
+        return Marks(form, begin, end, is_first_special and is_last_special)
 
     def reading(
         self, tools: ToolUse | None, form: StructuredOutputsParams | None, prompt: str, continued: str | None = None
