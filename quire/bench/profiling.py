@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.engine.engine import Engine
+from quire.engine.loops import PlainLoop
 from quire.kernels.cpu import kernel_times
 
 FORWARD_KERNELS = ("linear", "attention", "elementwise")
@@ -27,6 +28,8 @@ class StepProfile:
 
     def __init__(self, engine: Engine) -> None:
         self._taken = dict.fromkeys((*PHASES, "execute", "step"), 0.0)
+        engine.loop.close()
+        engine.loop = PlainLoop()  # phases that overlap have no sum
         scheduler, worker = engine.scheduler, getattr(engine.executor, "worker", None)
         scheduler.schedule = self._timed("schedule", scheduler.schedule)  # type: ignore[method-assign]
         scheduler.update = self._timed("update", scheduler.update)  # type: ignore[method-assign]

@@ -102,6 +102,14 @@ class Engine(StepLoop):
             self._start_over("interrupted")
             raise
 
+    def idle(self) -> bool:
+        """See `StepLoop.idle`; never raises for a bug or a broken executor."""
+        try:
+            return super().idle()
+        except Exception as error:
+            log_failure(logger, "the engine failed while it was idle", error)
+            return False
+
     def _start_over(self, message: str) -> list[RequestOutput | BeamSearchOutput]:
         """`start_over`, and the last output of everyone."""
         self.start_over(message)

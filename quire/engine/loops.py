@@ -125,23 +125,22 @@ def loop_of(plan: EnginePlan) -> Loop:
 
 
 _Outcome = StepResult | BaseException
+_Item = tuple[Callable[[StepPlan], StepResult], StepPlan] | None
 
 
 class StepThread:
     """A thread that computes steps in the order in which they are given to it. Begun by the first."""
 
     def __init__(self) -> None:
-        self._todo: queue.SimpleQueue[tuple[Callable[[StepPlan], StepResult], StepPlan] | None] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._num_pending = 0
 
     def submit(self, execute: Callable[[StepPlan], StepResult], plan: StepPlan) -> None:
         """Have a plan computed, after those given before."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="quire-steps", daemon=True)
             self._thread.start()
-        self._num_pending += 1
         self._todo.put((execute, plan))
 
     def collect(self) -> StepResult:
@@ -152,9 +151,13 @@ class StepThread:
         return outcome
 
     def drain(self) -> None:
-        """Wait for all of them and drop what they give."""
-        while self._num_pending:
-            self._next()
+        """Wait for all of them and drop what they give. Counts on nothing: a wait may have been interrupted anywhere."""
+        if self._thread is None:
+            return
+        marker = StepResult(-1)
+        self._todo.put((lambda plan: marker, StepPlan(-1)))
+        while self._thread is not None and self._next() is not marker:
+            pass
 
     def close(self) -> None:
         """End the thread, once the steps given to it are done. Idempotent."""
@@ -166,19 +169,23 @@ class StepThread:
     def _next(self) -> _Outcome:
         while True:
             try:
-                outcome = self._done.get(timeout=_LOOK_S)
+                return self._done.get(timeout=_LOOK_S)
             except queue.Empty:
-                if self._thread is not None and self._thread.is_alive():
-                    continue
-                self._thread, self._num_pending = None, 0
-                return EngineError("the thread that computes steps has died")
-            self._num_pending -= 1
-            return outcome
+                if self._thread is None or not self._thread.is_alive():
+                    self._thread = None
+                    return EngineError("the thread that computes steps has died")
 
     def _run(self) -> None:
-        while (item := self._todo.get()) is not None:
-            execute, plan = item
-            try:
-                self._done.put(execute(plan))
-            except BaseException as error:  # whoever waits for the step must hear of it
-                self._done.put(error)
+        while self._compute(self._todo.get()):
+            pass
+
+    def _compute(self, item: _Item) -> bool:
+        """Compute one step; False at the end. A call of its own, so that an idle thread holds on to no engine."""
+        if item is None:
+            return False
+        execute, plan = item
+        try:
+            self._done.put(execute(plan))
+        except BaseException as error:  # whoever waits for the step must hear of it
+            self._done.put(error)
+        return True
