@@ -11,8 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
+
+from quire.engine.attention import MODULES, AttentionNeeds, module_for, reasons_against
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
     from quire.kernels.interface import AttentionBatch
     from quire.kernels.triton.kernels import TritonKernels
+    from quire.kernels.triton.library_attention import LibraryAttention
 
 _FLUSH_BYTES = 256 << 20
 """More than any GPU's L2."""
@@ -50,7 +54,7 @@ class Case:
     num_ops: int = 0
     """Of matrix products; a multiplication and an addition are two."""
     torch_call: Callable[[], object] | None = None
-    """The nearest that torch has, where it has something."""
+    """The nearest that torch has, or for attention a library that is installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +133,7 @@ def render(limits: GpuLimits, times: Sequence[KernelTime]) -> Iterator[str]:
     rates = f"copies {limits.copy_bytes_per_s / 1e9:.0f} GB/s, bfloat16 {limits.matrix_ops_per_s / 1e12:.0f} TFLOP/s"
     yield f"{limits.name}: {rates}"
     yield ""
-    yield "| kernel | time (us) | torch (us) | GB/s | TFLOP/s | of the nearer limit |"
+    yield "| kernel | time (us) | torch or library (us) | GB/s | TFLOP/s | of the nearer limit |"
     yield "|---|---:|---:|---:|---:|---:|"
     for each in times:
         torch_us = "" if each.torch_seconds is None else f"{each.torch_seconds * 1e6:.1f}"
@@ -203,13 +207,38 @@ def attention_case(
     kernels.write_kv(rows, rows, keys, values, torch.arange(len(rows), device=kernels.device))
     query = torch.randn(sum(query_lens), _HEADS, head_size, device=kernels.device, dtype=dtype)
     batch = _batch(query_lens, contexts, torch.randperm(num_blocks).view(len(contexts), -1), kernels.device)
+    library = _library(kernels, kv_format)
+    theirs = None
+    if library is not None:
+        theirs = partial(library, query, (keys, values), batch, scale=head_size**-0.5, window=None, soft_cap=None)
     seen = sum(count * context - count * (count - 1) // 2 for count, context in zip(query_lens, contexts, strict=True))
     return Case(
         f"attention {kv_format}, {len(contexts)} x {query_lens[0]} queries over {contexts[0]}, heads of {head_size}",
         lambda: kernels.paged_attention(query, keys, values, batch, scale=head_size**-0.5),
         keys.nbytes + values.nbytes + 2 * query.nbytes,
         4 * seen * _HEADS * head_size,
+        theirs,
     )
+
+
+def _library(kernels: TritonKernels, kv_format: str) -> LibraryAttention | None:
+    """FlashInfer or FlashAttention 3, whichever is installed and fits the device; version 2 has no blocks of 16."""
+    from quire.kernels.triton.library_attention import load_attention
+
+    if kernels.device.type != "cuda" or kv_format != "bfloat16":
+        return None
+    needs = AttentionNeeds("bfloat16", "bfloat16", 16, frozenset({_HEAD_SIZE}), _capability(kernels.device), is_invariant=False)
+    for name in MODULES:
+        module = module_for(name, needs)
+        if module is not None and not reasons_against(name, needs):
+            return load_attention(module, kernels.device)
+    return None
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    import torch
+
+    return torch.cuda.get_device_capability(device)
 
 
 def _batch(query_lens: list[int], contexts: list[int], tables: Tensor, device: torch.device) -> AttentionBatch:

@@ -65,9 +65,9 @@ def test_greedy_tokens_are_the_references(model: str, device: torch.device, quan
 @pytest.mark.usefixtures("kernels")
 def test_company_and_chunks_change_no_token(model: str, device: torch.device) -> None:
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=2, ignore_eos=True)
-    together = generate(model, PROMPTS, params, dtype="bfloat16", **ours(device))
+    together = generate(model, PROMPTS[1:], params, dtype="bfloat16", **ours(device))
     alone = generate(model, PROMPTS[2:], params, dtype="bfloat16", max_num_batched_tokens=8, **ours(device))
-    assert alone == together[2:]
+    assert alone == together[1:]
 
 
 def test_the_back_end_knows_its_device(kernels: Kernels, device: torch.device) -> None:
