@@ -7,7 +7,6 @@ QUIRE_FUZZ_SECONDS asks for more than the suite's few seconds of each, QUIRE_FUZ
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
@@ -116,9 +115,9 @@ def test_t09_what_the_published_document_allows_and_what_it_forbids(watched: Ser
     some = settings(max_examples=40, deadline=None, phases=[Phase.generate], suppress_health_check=unbounded, database=None)
     deadline_s = time.monotonic() + SECONDS
     with session:
-        for number in itertools.count(SEED):
+        for number in range(SEED, SEED + 10_000):
             seed(number)(some(given(cases)(run)))()
-            if time.monotonic() > deadline_s:
+            if time.monotonic() > deadline_s and len(tried) > 15:  # a busy machine needs longer for as many
                 break
     assert len(tried) > 15, tried
 
