@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -252,6 +253,7 @@ PROMPTS = ("Once upon a time", "The king said", "One day a fox", "Nobody knew")
 def storytellers() -> Iterator[tuple[Engine, Engine]]:
     """The shipped model behind the plain loop, and behind the overlapped one."""
     options: dict[str, Any] = {"kv_cache_memory": "16MiB", "num_threads": 1, "max_num_batched_tokens": 16, "max_num_seqs": 8}
+    options["device"] = os.environ.get("QUIRE_TEST_DEVICE", "cpu")
     engines = [build_engine(EngineConfig(model="quire-storyteller", overlap=each, **options)) for each in ("off", "on")]
     yield engines[0], engines[1]
     for engine in engines:
