@@ -59,6 +59,10 @@ class _NoExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         raise AssertionError("requests that are only judged are never run")
 
+    def idle(self) -> bool:
+        """There is nothing to prepare."""
+        return False
+
     def register_processor(self, processor: Callable[..., Any]) -> str:
         return "unused"
 
