@@ -23,6 +23,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 watch()
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """More than there are cores: a third of the time a test waits for something that it has started."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return num_cores + (num_cores + 1) // 2
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder of shared models, traces and goldens; tests that need it are skipped where it is missing."""

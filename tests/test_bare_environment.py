@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.system
+
 CODE = """
 import sys
 BANNED = {"starlette", "uvicorn", "h11", "msgspec", "prometheus_client", "huggingface_hub", "multipart", "transformers"}

@@ -17,6 +17,8 @@ from quire.bench.bound import ideal_steps
 from quire.bench.workload import WORKLOADS, parallel_workload, random_workload, totals
 from quire.models.registry import declare
 
+pytestmark = pytest.mark.system
+
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "hidden_act": "silu",

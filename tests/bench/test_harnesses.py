@@ -20,6 +20,8 @@ from quire.bench.serving.exchange import Exchange
 from quire.bench.serving.load import LoadRun
 from quire.errors import ConfigError
 
+pytestmark = pytest.mark.system
+
 TEXT = """\
 # HELP a:lag_seconds x
 a:lag_seconds_bucket{le="0.01",model_name="m"} 50.0

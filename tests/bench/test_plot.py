@@ -11,6 +11,8 @@ import pytest
 from benchmarks import plot, tables
 from quire.bench.workload import WORKLOADS, totals
 
+pytestmark = pytest.mark.system
+
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 4096, "hidden_act": "silu",

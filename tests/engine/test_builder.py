@@ -9,6 +9,8 @@ import pytest
 
 from quire.engine.builder import _eos_token_ids
 
+pytestmark = pytest.mark.system
+
 FORK = """
 import os, signal, sys
 from quire import LLM, SamplingParams

@@ -20,6 +20,8 @@ from quire.core.params import SamplingParams
 from quire.server.cost import check_logprobs, room_for_logprobs
 from quire.server.errors import ApiError
 
+pytestmark = pytest.mark.system
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 MAX_RISE_BYTES = 64 << 20

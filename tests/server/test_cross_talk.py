@@ -14,7 +14,10 @@ import random
 from typing import Any
 
 import httpx
+import pytest
 from served import DEADLINE_S, Served
+
+pytestmark = pytest.mark.system
 
 NUM_REQUESTS = int(os.environ.get("QUIRE_TEST_REQUESTS", "160"))
 NUM_CLIENTS = 64

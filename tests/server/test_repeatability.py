@@ -9,8 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import pytest
 from served import Served, serving
 from timing import timed
+
+pytestmark = pytest.mark.system
 
 REQUESTS: list[dict[str, Any]] = [
     {"prompt": "Once upon a time", "seed": 11, "temperature": 1.3, "n": 3, "logprobs": 3},

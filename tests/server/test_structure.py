@@ -15,6 +15,8 @@ from timing import timed
 
 from quire.grammar import judge as judge_module
 
+pytestmark = pytest.mark.system
+
 LIMIT_S = 4.0
 """On a busy machine; alone, the slowest takes a tenth of it."""
 Case = tuple[str, Any]
