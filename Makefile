@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY := passive
 # The suite starts hundreds of processes; where Python is told to keep no bytecode, each would compile all it imports anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-system test-kernels gpu-test gpu-bench test-long check asan format clean sim soak
+.PHONY: demo test test-slow test-kernels gpu-test gpu-bench test-long check asan format clean sim soak
 
 demo: $(VENV)/.runtime  ## Generate stories with the model that ships in the package
 	$(BIN)/quire generate quire-storyteller --chat --max-tokens 260 \
@@ -18,10 +18,10 @@ demo: $(VENV)/.runtime  ## Generate stories with the model that ships in the pac
 	  -p "Tell me a story about a little girl and the moon."
 
 test: $(VENV)/.dev  ## The fast suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "not system" tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "not slow" tests
 
-test-system: $(VENV)/.dev  ## Servers, benchmarks and examples as their users run them, in processes of their own
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m system tests
+test-slow: $(VENV)/.dev  ## The others: servers, benchmarks and examples in processes of their own, and whatever takes seconds
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m slow tests
 
 test-long: $(VENV)/.dev  ## The same with far more of everything that is drawn by chance: an hour or so
 	OMP_NUM_THREADS=1 QUIRE_FUZZ_SECONDS=600 QUIRE_SIM_SEEDS=20000 QUIRE_HYPOTHESIS_EXAMPLES=2500 QUIRE_TEST_KILLS=100 QUIRE_TEST_DAMAGED=100000 QUIRE_TEST_REQUESTS=10000 \

@@ -17,7 +17,7 @@ from quire.bench.bound import ideal_steps
 from quire.bench.workload import WORKLOADS, parallel_workload, random_workload, totals
 from quire.models.registry import declare
 
-pytestmark = pytest.mark.system
+pytestmark = pytest.mark.slow
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,

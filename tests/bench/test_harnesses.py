@@ -20,7 +20,7 @@ from quire.bench.serving.exchange import Exchange
 from quire.bench.serving.load import LoadRun
 from quire.errors import ConfigError
 
-pytestmark = pytest.mark.system
+pytestmark = pytest.mark.slow
 
 TEXT = """\
 # HELP a:lag_seconds x

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import plot, tables
 from quire.bench.workload import WORKLOADS, totals
 
-pytestmark = pytest.mark.system
+pytestmark = pytest.mark.slow
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,

@@ -12,6 +12,8 @@ from quire.core.params import BeamSearchParams
 from quire.engine.prompts import Prompt
 from quire.llm import LLM
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[5, 9, 13, 17, 2, 30], [7], [11, 12] * 9]
 MAX_TOKENS = 12
 VOCAB_SIZE = 40

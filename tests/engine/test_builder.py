@@ -9,7 +9,7 @@ import pytest
 
 from quire.engine.builder import _eos_token_ids
 
-pytestmark = pytest.mark.system
+pytestmark = pytest.mark.slow
 
 FORK = """
 import os, signal, sys

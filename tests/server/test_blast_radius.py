@@ -32,6 +32,8 @@ from quire.server.responses import data_event
 from quire.text.chat import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 MARK = "unlucky"
 """In a victim's text or stop strings, for faults on the server's side."""
 ENGINE = (sys.executable, str(Path(faulty_engine.__file__)))

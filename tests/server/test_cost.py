@@ -20,7 +20,7 @@ from quire.core.params import SamplingParams
 from quire.server.cost import check_logprobs, room_for_logprobs
 from quire.server.errors import ApiError
 
-pytestmark = pytest.mark.system
+pytestmark = pytest.mark.slow
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from served import DEADLINE_S, Served
 
-pytestmark = pytest.mark.system
+pytestmark = pytest.mark.slow
 
 NUM_REQUESTS = int(os.environ.get("QUIRE_TEST_REQUESTS", "160"))
 NUM_CLIENTS = 64

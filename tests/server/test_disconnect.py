@@ -22,7 +22,7 @@ from timing import timed
 from quire.core.plan import Grammar
 from quire.grammar.judge import judge
 
-pytestmark = [timed, pytest.mark.system]
+pytestmark = [timed, pytest.mark.slow]
 
 COMPLETIONS = "/v1/completions"
 LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 480, "n": 24, "ignore_eos": True}

@@ -23,7 +23,7 @@ import pytest
 from served import DEADLINE_S, MODEL, OPTIONS, Served, frozen, is_alive, listening, serving, until
 from timing import timed
 
-pytestmark = [timed, pytest.mark.system]
+pytestmark = [timed, pytest.mark.slow]
 
 BODY = {"prompt": "Once upon a time", "stream": True, "ignore_eos": True, "seed": 5}
 

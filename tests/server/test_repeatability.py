@@ -13,7 +13,7 @@ import pytest
 from served import Served, serving
 from timing import timed
 
-pytestmark = pytest.mark.system
+pytestmark = pytest.mark.slow
 
 REQUESTS: list[dict[str, Any]] = [
     {"prompt": "Once upon a time", "seed": 11, "temperature": 1.3, "n": 3, "logprobs": 3},

@@ -15,7 +15,7 @@ from timing import timed
 
 from quire.grammar import judge as judge_module
 
-pytestmark = pytest.mark.system
+pytestmark = pytest.mark.slow
 
 LIMIT_S = 4.0
 """On a busy machine; alone, the slowest takes a tenth of it."""

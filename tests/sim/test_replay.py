@@ -13,7 +13,7 @@ from quire.config.limits import SchedulerLimits
 from quire.sim.replay import ReplayReport, StepCost, replay
 from quire.sim.traces import Trace, TraceRequest, read_trace
 
-pytestmark = pytest.mark.system
+pytestmark = pytest.mark.slow
 
 
 def _replay(trace: Trace, *, block_size: int = 16, num_blocks: int = 0, step_s: float = 0.01) -> ReplayReport:

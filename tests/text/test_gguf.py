@@ -16,6 +16,8 @@ from quire.text.tokenizer import Tokenizer
 from quire.weights.folder import resolve_model
 from quire.weights.gguf.file import read_gguf
 
+pytestmark = pytest.mark.slow
+
 TEXTS = [
     "Hello, world!", "  two spaces, a\ttab\nand a newline\n\n", "Ünïcödé ☃ 日本語 🙂🙂", "", " leading", "trailing ",
     "I'm 1234567 years old; they'll say don't.", "def f(x):\n    return x ** 2  # code", "<|im_start|>user\nhi<|im_end|>",

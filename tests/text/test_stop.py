@@ -110,6 +110,7 @@ def test_matching_takes_linear_time(chunk_len: int) -> None:
     assert seconds(8 * 8192) < 20 * seconds(8192) + 0.02
 
 
+@pytest.mark.slow
 @timed
 @pytest.mark.parametrize(
     "stop", [("a" * 1023 + "b",), ("ab" * 500, "ba" * 500 + "c"), ("bb", "ab" * 40, "a" * 70, "aa" * 32 + "c")]

@@ -262,6 +262,7 @@ def test_encoding_takes_linear_time(load: Load, name: str, unit: str) -> None:
     assert seconds(40_000) < 20 * seconds(5_000) + 0.02
 
 
+@pytest.mark.slow
 @timed
 @pytest.mark.parametrize("unit", ["a", " ", "ab ", "<|im_end|>"])
 def test_t12_a_megabyte_takes_linear_time(unit: str) -> None:

@@ -23,7 +23,7 @@ from quire.engine.process.client import ProcessClient, merge
 from quire.engine.process.supervisor import CONVICTED
 from quire.errors import InvalidParameterError, PromptTooLongError, UnavailableError
 
-pytestmark = [timed, pytest.mark.system]
+pytestmark = [timed, pytest.mark.slow]
 
 MakeClient = Callable[..., AbstractAsyncContextManager[ProcessClient]]
 DEADLINE_S = 60.0

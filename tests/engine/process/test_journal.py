@@ -21,6 +21,8 @@ from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.process.journal import Journal
 
+pytestmark = pytest.mark.slow
+
 MakeEngine = Callable[..., Engine]
 MakeRelay = Callable[..., Relay]
 

@@ -12,6 +12,8 @@ from examples.train_storyteller.grammar import GrammarTale, StoryGrammar, compos
 from examples.train_storyteller.kinds import ADJECTIVE_TRAITS
 from examples.train_storyteller.plots import read_plots
 
+pytestmark = pytest.mark.slow
+
 NUM_TALES = 2000
 
 

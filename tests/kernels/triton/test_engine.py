@@ -13,6 +13,8 @@ from replayed import replay_steps
 from quire import LLM, SamplingParams
 from quire.kernels.interface import Kernels
 
+pytestmark = pytest.mark.slow
+
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
