@@ -1,7 +1,7 @@
 """The C library's heap in a process that computes: memory that a step borrows is the system's again after it.
 
 glibc keeps freed blocks of up to 32 MiB for itself once it has seen such sizes, and what is kept lies in pieces that larger
-ones do not fit into. So a process that was planned for 290 MiB took 296 to 361, differently each time; with this it takes 300.
+ones do not fit into. So one process took 296 to 361 MiB for the same work, differently each time; with this it took 303 to 309.
 """
 
 from __future__ import annotations

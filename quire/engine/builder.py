@@ -15,9 +15,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from quire.common.capabilities import FP8_CAPABILITY
 from quire.common.heap import return_large_blocks
 from quire.config.engine import EngineConfig
-from quire.engine.gpu import FP8_CAPABILITY, require_gpu
+from quire.engine.gpu import require_gpu
 from quire.engine.machine import Machine
 from quire.engine.model_files import ModelFiles, find_model
 from quire.engine.planning import EnginePlan, GraphPlan, resolve

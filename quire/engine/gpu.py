@@ -14,12 +14,9 @@ from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
 
+from quire.common.capabilities import MIN_CAPABILITY
 from quire.errors import ConfigError
 
-MIN_CAPABILITY = (8, 0)
-"""Ampere: the first with bfloat16 matrix instructions."""
-FP8_CAPABILITY = (8, 9)
-"""Ada: the first with matrix instructions for e4m3."""
 _MAJOR, _MINOR = 75, 76
 """CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING
 
+from quire.common.capabilities import MIN_CAPABILITY
 from quire.errors import ConfigError
 from quire.kernels.triton.interpretation import correct_interpreter, is_interpreted
 
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from quire.kernels.triton.kernels import TritonKernels
 
 DTYPES = ("float32", "bfloat16", "float16")
-MIN_CAPABILITY = (8, 0)
-"""Ampere: the first with bfloat16 matrix instructions."""
 
 
 def reasons_against(device: str, dtype: torch.dtype) -> list[str]:

@@ -7,6 +7,7 @@ import logging
 import torch
 from torch import Tensor
 
+from quire.common.capabilities import FP8_CAPABILITY
 from quire.kernels.interface import (
     Activation,
     AttentionBatch,
@@ -26,9 +27,6 @@ from quire.kernels.triton.step import CompiledDecoder, reason_against
 from quire.kernels.triton.tuning import Tuning, tuning_for
 
 logger = logging.getLogger(__name__)
-
-_FP8_CAPABILITY = (8, 9)
-"""Ada: the first with matrix instructions for e4m3."""
 
 
 class TritonKernels:
@@ -133,7 +131,7 @@ class TritonKernels:
 
 def product_options(tuning: Tuning, device: torch.device, *, is_invariant: bool) -> ProductOptions:
     """What the tuning file and the device allow."""
-    has_fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY
+    has_fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
     if is_invariant:
         return ProductOptions(has_fp8=has_fp8)
     return ProductOptions(tuning.min_library_rows, tuning.min_scaled_rows, has_fp8)

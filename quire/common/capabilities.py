@@ -1,0 +1,8 @@
+"""What NVIDIA calls compute capabilities: from which one on a GPU has what these kernels ask for. Facts only."""
+
+from __future__ import annotations
+
+MIN_CAPABILITY = (8, 0)
+"""Ampere: the first with bfloat16 matrix instructions."""
+FP8_CAPABILITY = (8, 9)
+"""Ada: the first with matrix instructions for e4m3."""
