@@ -49,6 +49,8 @@ RESULT_SHAPE: dict[str, Any] = {
         "flops_share": Number,
         "bytes_share": Number,
         "roofline_share": Number,
+        "peak_flops_per_s": Number,
+        "peak_bytes_per_s": Number,
     },
 }
 

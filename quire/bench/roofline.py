@@ -1,7 +1,8 @@
 """What this machine can do at best, measured in the same run: read bandwidth and the rate of matrix products.
 
 Peaks are the best of several tries on as many threads as the engine has, so that noise makes them too low rather than too
-high; a share of a peak above one would show that.
+high; a share of a peak above one would show that. A shared machine's speed swings within minutes by as much as half, so that
+work is held against the peaks measured right before and right after it.
 """
 
 from __future__ import annotations
@@ -28,13 +29,23 @@ class Peaks(NamedTuple):
     """Best matrix product per dtype; the engine's own dtype decides, or a better one."""
 
     @property
+    def best_dtype(self) -> str:
+        """Of floating-point numbers, those with the quickest product."""
+        return max((dtype for dtype in self.gemm_flops_per_s if dtype != "int8"), key=self.gemm_flops_per_s.__getitem__)
+
+    @property
     def best_gemm(self) -> float:
         """The rate that operations are compared with: the best product of floating-point numbers."""
-        return max(rate for dtype, rate in self.gemm_flops_per_s.items() if dtype != "int8")
+        return self.gemm_flops_per_s[self.best_dtype]
+
+    def between(self, later: Peaks) -> Peaks:
+        """The mean of these and later ones, for what was done meanwhile; of the dtypes that both know."""
+        rates = {dtype: (self.gemm_flops_per_s[dtype] + rate) / 2 for dtype, rate in later.gemm_flops_per_s.items()}
+        return Peaks((self.read_bytes_per_s + later.read_bytes_per_s) / 2, rates)
 
 
 class Attained(NamedTuple):
-    """Work done against the machine's limits."""
+    """Work done against the machine's limits, and these limits."""
 
     flops: int
     num_bytes: int
@@ -44,6 +55,8 @@ class Attained(NamedTuple):
     """Rate of bytes over the whole time, as a share of the read bandwidth."""
     roofline_share: float
     """Time that the steps need at least, each the larger of its operations and its bytes at the peaks, over the time taken."""
+    peak_flops_per_s: float
+    peak_bytes_per_s: float
 
 
 def measure_peaks(dtypes: Sequence[str] = ("float32", "bfloat16", "int8"), device: str = "cpu") -> Peaks:
@@ -84,6 +97,8 @@ def attained(costs: Sequence[StepCost], wall_s: float, peaks: Peaks) -> Attained
         flops_share=flops / wall_s / peaks.best_gemm,
         bytes_share=num_bytes / wall_s / peaks.read_bytes_per_s,
         roofline_share=bound_s / wall_s,
+        peak_flops_per_s=peaks.best_gemm,
+        peak_bytes_per_s=peaks.read_bytes_per_s,
     )
 
 
