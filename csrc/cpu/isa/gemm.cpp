@@ -49,10 +49,6 @@ struct Floats {
         for (int v = 0; v < PANELS * PANEL_VECS; ++v) weights[v] = as_float(load_bits(line(w, v, stride)));
         accumulate<ROWS>(sums, x, weights);
     }
-
-    QINLINE const char *line(const char *w, int v, int64_t stride) {
-        return w + v / PANEL_VECS * stride + v % PANEL_VECS * 4 * LANES;
-    }
 };
 
 struct Bf16 {
@@ -63,7 +59,7 @@ struct Bf16 {
     QINLINE void step(Vec (&sums)[ROWS][PANELS * PANEL_VECS], const uint32_t *x, const char *w, int64_t stride) {
         Vec weights[PANELS * PANEL_VECS];
         QUNROLL
-        for (int v = 0; v < PANELS * PANEL_VECS; ++v) weights[v] = low_half(load_bits(Floats::line(w, v, stride)));
+        for (int v = 0; v < PANELS * PANEL_VECS; ++v) weights[v] = low_half(load_bits(line(w, v, stride)));
         accumulate<ROWS>(sums, x, weights);
         QUNROLL
         for (int v = 0; v < PANELS * PANEL_VECS; ++v) weights[v] = high_half(load_bits(Floats::line(w, v, stride)));

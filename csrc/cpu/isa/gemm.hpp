@@ -81,6 +81,11 @@ QINLINE Tile tile_of(const InputRows &rows, const GemmBlock &block, int64_t inde
     return {static_cast<int>(end - row), words + row * rows.row_words, block.sums + in_block * GROUP_WIDTH, row};
 }
 
+// Where vector `v` of a step's weights lies: panels side by side, a line of each.
+QINLINE const char *line(const char *w, int v, int64_t stride) {
+    return w + v / PANEL_VECS * stride + v % PANEL_VECS * 4 * LANES;
+}
+
 // Asks for what a later step needs: a line of each panel, and `WORDS` words of every row.
 template <int ROWS, int PANELS, int WORDS>
 QINLINE void prefetch_step(const uint32_t *x, const char *w, int64_t stride, int64_t distance) {

@@ -44,10 +44,6 @@ QINLINE void accumulate(Bits (&acc)[ROWS][VECS], const uint32_t *x, const Quad (
     }
 }
 
-QINLINE const char *line(const char *w, int v, int64_t stride) {
-    return w + v / PANEL_VECS * stride + v % PANEL_VECS * 4 * LANES;
-}
-
 // What a step does with its line of each panel: four inputs, or eight.
 struct Bytes {
     static constexpr int WORDS = QUAD_WORDS;
