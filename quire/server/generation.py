@@ -89,8 +89,8 @@ class _Progress:
     metrics: RequestMetrics | None = None
     num_tokens: dict[int, int] = field(default_factory=dict)
     """Output tokens by sequence."""
-    reasons: list[str] = field(default_factory=list)
-    """Why sequences ended."""
+    reasons: dict[int, str] = field(default_factory=dict)
+    """Why sequences ended, which every later output of the others repeats."""
     is_finished: bool = False
     last_output_s: float | None = None
 
@@ -251,6 +251,8 @@ class Run:
         for number, each in enumerate(self._progress):
             if not each.is_finished:
                 self._book(each)
+                num_sequences = self._jobs[number].params.num_sequences
+                self._generator.metrics.sequences_ended("abort", num_sequences - len(each.reasons))
                 self._trace(number, each, "aborted")
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -308,17 +310,24 @@ class Run:
             return True
 
     def _count(self, number: int, progress: _Progress, output: RequestOutput) -> None:
+        metrics = self._generator.metrics
+        if progress.metrics is None:
+            metrics.prompt_computed(len(output.prompt_token_ids), output.metrics.num_prefix_hit_tokens)
         progress.metrics = output.metrics
         is_delta = self._jobs[number].params.output_kind is RequestOutputKind.DELTA
+        num_new = 0
         for completion in output.outputs:
             before = progress.num_tokens.get(completion.index, 0) if is_delta else 0
             progress.num_tokens[completion.index] = before + len(completion.token_ids)
-            if completion.finish_reason is not None:
-                progress.reasons.append(completion.finish_reason)
+            num_new += len(completion.token_ids)
+            if completion.finish_reason is not None and completion.index not in progress.reasons:
+                progress.reasons[completion.index] = completion.finish_reason
+                metrics.sequences_ended(completion.finish_reason)
+        metrics.generated(num_new)
         if is_delta:
             now = time.monotonic()
             if progress.last_output_s is not None:
-                self._generator.metrics.inter_token(now - progress.last_output_s)
+                metrics.inter_token(now - progress.last_output_s)
             progress.last_output_s = now
 
     def _finish(self, number: int, progress: _Progress, output: RequestOutput) -> None:
@@ -332,7 +341,7 @@ class Run:
         if tracer is not None:
             job = self._jobs[number]
             counts = Usage(len(job.prompt_token_ids), 0, sum(progress.num_tokens.values()))
-            tracer.finished(Finished(self._call, job.params, progress.metrics, counts, tuple(progress.reasons), error))
+            tracer.finished(Finished(self._call, job.params, progress.metrics, counts, tuple(progress.reasons.values()), error))
 
     def _book(self, progress: _Progress) -> None:
         num_cached = progress.metrics.num_prefix_hit_tokens if progress.metrics is not None else 0

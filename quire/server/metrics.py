@@ -1,8 +1,8 @@
 """Prometheus metrics: what vLLM's dashboards know, under `quire:` (or `vllm:`), for all that exists here.
 
-Owns one registry per server. Counters and histograms are fed as requests end; gauges are read from the engine's status when
-somebody asks. Labels are the model's name, a tenant's name from the operator's file, or a fixed word: never what a client
-sent, so their number is bounded.
+Owns one registry per server. Tokens are counted as they come, also those of requests that end early; histograms are fed as
+requests end well; gauges are read from the engine's status when somebody asks. Labels are the model's name, a tenant's name
+from the operator's file, or a fixed word: never what a client sent, so their number is bounded.
 """
 
 from __future__ import annotations
@@ -58,9 +58,14 @@ _COUNTERS = {
     "prompt_tokens": "Prompt tokens.",
     "prompt_tokens_cached": "Prompt tokens that the prefix cache held.",
     "generation_tokens": "Output tokens.",
-    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
-    "prefix_cache_hits": "Prompt tokens found there.",
 }
+_SAME = {
+    "prefix_cache_queries": ("prompt_tokens", "Prompt tokens looked up in the prefix cache."),
+    "prefix_cache_hits": ("prompt_tokens_cached", "Prompt tokens found there."),
+}
+"""What vLLM counts apart, and is the same here: every prompt is looked up as a whole."""
+_REASONS = ("stop", "length", "abort", "error")
+"""Shown from the start, since the step from nothing to one is no rate."""
 
 
 NOT_FINITE_CODE = "not_finite"
@@ -88,14 +93,11 @@ class Metrics:
         self._model = model_name
         registry, label = self._registry, ("model_name",)
         self._histograms = {name: _Histogram(buckets) for name, (_, buckets) in _HISTOGRAMS.items()}
-        self._counters = {
-            name: Counter(f"{prefix}:{name}", text, label, registry=registry).labels(model_name)
-            for name, text in _COUNTERS.items()
-        }
+        self._counts = dict.fromkeys(_COUNTERS, 0)
         text = "Sequences that ended, by reason."
         self._success = Counter(f"{prefix}:request_success", text, ("model_name", "finished_reason"), registry=registry)
-        text = "Prompt tokens, by where their KV came from."
-        self._by_source = Counter(f"{prefix}:prompt_tokens_by_source", text, ("model_name", "source"), registry=registry)
+        for reason in _REASONS:
+            self._success.labels(model_name, reason)
         text = "Requests that ended because the model's numbers were not finite."
         self._corrupted = Counter(f"{prefix}:corrupted_requests", text, label, registry=registry).labels(model_name)
         text = "Requests that ended with an error, by code."
@@ -108,6 +110,7 @@ class Metrics:
         """To look a metric up by its labels costs as much as to count; these are as few as the metric's."""
         self._registry.register(_Live(prefix, model_name, source, admission))
         self._registry.register(_Histograms(prefix, model_name, self._histograms))
+        self._registry.register(_Counts(prefix, model_name, self._counts))
 
     def exposition(self) -> bytes:
         """Everything in Prometheus' text format."""
@@ -138,22 +141,24 @@ class Metrics:
         if code == NOT_FINITE_CODE:
             self._corrupted.inc()
 
+    def prompt_computed(self, num_tokens: int, num_cached: int) -> None:
+        """A request's prompt is in the KV cache: its first output is there."""
+        counts = self._counts
+        counts["prompt_tokens"] += num_tokens
+        counts["prompt_tokens_cached"] += num_cached
+
+    def generated(self, num_tokens: int) -> None:
+        """Output tokens came: a stream's as they are made, others at their end."""
+        self._counts["generation_tokens"] += num_tokens
+
+    def sequences_ended(self, reason: str, count: int = 1) -> None:
+        """Sequences ended; `reason` is one of our own words."""
+        self._success.labels(self._model, reason).inc(count)
+
     def request_finished(self, output: RequestOutput, params: SamplingParams, num_output_tokens: int, longest: int) -> None:
-        """Book a request's end."""
+        """Book the end of a request that went well."""
         metrics, histograms = output.metrics, self._histograms
         num_prompt, num_cached = len(output.prompt_token_ids), metrics.num_prefix_hit_tokens
-        for name, count in (
-            ("prompt_tokens", num_prompt),
-            ("prompt_tokens_cached", num_cached),
-            ("generation_tokens", num_output_tokens),
-            ("prefix_cache_queries", num_prompt),
-            ("prefix_cache_hits", num_cached),
-        ):
-            self._counters[name].inc(count)
-        self._by_source.labels(self._model, "local_compute").inc(num_prompt - num_cached)
-        self._by_source.labels(self._model, "local_cache_hit").inc(num_cached)
-        for completion in output.outputs:
-            self._success.labels(self._model, completion.finish_reason or "abort").inc()
         for name, value in (
             ("request_prompt_tokens", num_prompt),
             ("request_generation_tokens", num_output_tokens),
@@ -226,6 +231,29 @@ class _Histograms(Collector):
             family = HistogramMetricFamily(f"{self._prefix}:{name}", _HISTOGRAMS[name][0], labels=("model_name",))
             family.add_metric((self._model,), histogram.buckets(), histogram.total)
             yield family
+
+
+class _Counts(Collector):
+    """Counts of tokens, which grow with every one of them: as the histograms, without prometheus_client's locks."""
+
+    def __init__(self, prefix: str, model_name: str, counts: Mapping[str, int]) -> None:
+        self._prefix = prefix
+        self._model = model_name
+        self._counts = counts
+
+    def collect(self) -> Iterable[Metric]:
+        """As of now."""
+        texts = {name: (name, text) for name, text in _COUNTERS.items()} | _SAME
+        for name, (counted, text) in texts.items():
+            family = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=("model_name",))
+            family.add_metric((self._model,), self._counts[counted])
+            yield family
+        num_cached = self._counts["prompt_tokens_cached"]
+        text = "Prompt tokens, by where their KV came from."
+        family = CounterMetricFamily(f"{self._prefix}:prompt_tokens_by_source", text, labels=("model_name", "source"))
+        family.add_metric((self._model, "local_compute"), self._counts["prompt_tokens"] - num_cached)
+        family.add_metric((self._model, "local_cache_hit"), num_cached)
+        yield family
 
 
 def _num_tasks() -> float:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import httpx
 import pytest
-from fake_client import FakeClient
-from servers import serve
+from fake_client import FakeClient, Script
+from served import until
+from servers import serve, serve_model
 
 from quire.config.api import ApiConfig
 from quire.errors import ConfigError
@@ -64,6 +67,55 @@ def test_names_and_counts(prefix: str) -> None:
     assert float(values[f"{prefix}:request_queue_time_seconds_sum{label}"]) == 1.0
     assert float(values[f'{prefix}:request_success_total{{finished_reason="stop",model_name="fake"}}']) == 2
     assert float(values[f'{prefix}:http_requests_total{{handler="/v1/chat/completions",method="POST",status="200"}}']) == 2
+
+
+def test_tokens_are_counted_as_they_come_and_also_of_answers_that_end_early() -> None:
+    with serve(FakeClient(Script(pieces=["x"] * 5, pause_s=0.02))) as server:
+        body = {"messages": [{"role": "user", "content": "x"}], "n": 2, "stream": True}
+
+        def values() -> dict[str, float]:
+            lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+            return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
+
+        def ended(reason: str) -> str:
+            return f'quire:request_success_total{{finished_reason="{reason}",model_name="fake"}}'
+
+        assert values()[ended("abort")] == values()[ended("stop")] == 0
+        with httpx.stream("POST", f"{server.v1}/chat/completions", json=body) as response:
+            for number, _ in enumerate(response.iter_lines()):
+                if number == 6:  # two roles and a token of each
+                    break
+            began = values()
+            assert 2 <= began['quire:generation_tokens_total{model_name="fake"}'] < 10
+            prompt = began['quire:prompt_tokens_total{model_name="fake"}']
+            assert prompt > 0
+        until(lambda: values()[ended("abort")] == 2)
+        assert httpx.post(f"{server.v1}/chat/completions", json=body).status_code == 200
+        after = values()
+    assert after[ended("stop")] == after[ended("abort")] == 2 and after[ended("error")] == 0
+    assert after['quire:prompt_tokens_total{model_name="fake"}'] == 2 * prompt
+    assert after['quire:prompt_tokens_by_source_total{model_name="fake",source="local_compute"}'] == 2 * prompt
+    assert after['quire:prefix_cache_queries_total{model_name="fake"}'] == 2 * prompt
+
+
+def test_a_choice_that_ended_before_the_others_is_counted_once() -> None:
+    with serve_model() as server:
+        body = {
+            "prompt": "Once upon a time",
+            "n": 6,
+            "max_tokens": 40,
+            "stream": True,
+            "temperature": 1.5,
+            "seed": 4,
+            "stop": ".",
+        }
+        text = httpx.post(f"{server.v1}/completions", json=body, timeout=60).text
+        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    reasons = [choice["finish_reason"] for event in text.split("\n\n") if event.startswith("data: {")
+               for choice in json.loads(event[6:])["choices"] if choice["finish_reason"]]  # fmt: skip
+    assert len(reasons) == 6 and "stop" in reasons
+    counted = {line.split('"')[1]: float(line.rsplit(" ", 1)[1]) for line in lines if "request_success_total{" in line}
+    assert counted == {"stop": reasons.count("stop"), "length": reasons.count("length"), "abort": 0, "error": 0}
 
 
 def test_t39_bad_options_say_what_is_wrong() -> None:
