@@ -62,7 +62,7 @@ struct Bf16 {
         for (int v = 0; v < PANELS * PANEL_VECS; ++v) weights[v] = low_half(load_bits(line(w, v, stride)));
         accumulate<ROWS>(sums, x, weights);
         QUNROLL
-        for (int v = 0; v < PANELS * PANEL_VECS; ++v) weights[v] = high_half(load_bits(Floats::line(w, v, stride)));
+        for (int v = 0; v < PANELS * PANEL_VECS; ++v) weights[v] = high_half(load_bits(line(w, v, stride)));
         accumulate<ROWS>(sums, x + ROWS, weights);
     }
 };
