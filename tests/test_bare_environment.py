@@ -13,7 +13,8 @@ pytestmark = pytest.mark.slow
 
 CODE = """
 import sys
-BANNED = {"starlette", "uvicorn", "h11", "msgspec", "prometheus_client", "huggingface_hub", "multipart", "transformers"}
+SERVING = {"starlette", "uvicorn", "httptools", "h11", "msgspec", "prometheus_client", "multipart"}
+BANNED = SERVING | {"huggingface_hub", "transformers"}
 
 class Ban:
     def find_spec(self, name, path=None, target=None):
