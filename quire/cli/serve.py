@@ -57,9 +57,9 @@ def run(args: argparse.Namespace) -> int:
 
 def engine_defaults(api_config: ApiConfig, api_keys: str | None) -> dict[str, Any]:
     """Options that a server chooses otherwise than the engine alone, unless they are given: where requests come on different
-    accounts, none may be starved by another's crowd."""
+    accounts, none may be starved by another's crowd; and `priority` is to mean something wherever it may be asked for."""
     has_tenants = bool(api_config.api_keys_file or api_config.api_keys or api_keys)
-    return {"scheduling_policy": "fair"} if has_tenants else {}
+    return {"scheduling_policy": "fair" if has_tenants else "priority"}
 
 
 def _record(kind: type[Record], args: argparse.Namespace) -> Record:

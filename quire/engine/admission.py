@@ -67,5 +67,6 @@ def model_info(prepared: PreparedModel) -> ModelInfo:
             "cache_dtype": plan.config.kv_cache_dtype,
             "enable_prefix_caching": str(plan.limits.enable_prefix_caching),
         },
+        policy=plan.limits.policy,
         fingerprint=fingerprint(plan, prepared.planned.files),
     )

@@ -65,6 +65,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that the KV cache holds."""
     kv: dict[str, str] = {}
     """What describes the KV cache: `block_size`, `num_gpu_blocks` (all blocks, wherever they are), `cache_dtype`, ..."""
+    policy: str = "fcfs"
+    """The order of service, as the operator named it."""
     fingerprint: str
     """Changes whenever answers to the same request and seed may change; for `system_fingerprint`."""
 

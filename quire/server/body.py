@@ -66,12 +66,9 @@ async def read_json(request: Request, kind: type[_T], *, is_strict: bool) -> _T:
     except ClientDisconnect:
         raise ApiError(499, "the client went away") from None
     call = call_of(request)
-    call.num_body_bytes = len(body)
+    call.num_body_bytes, call.is_strict = len(body), is_strict
     value, unknown = decode(body, kind)
-    if unknown:
-        if is_strict:
-            raise bad_request(f"unknown field {unknown[0]!r}", param=unknown[0], code="unknown_parameter")
-        call.ignored_fields.extend(unknown)
+    call.ignore(unknown, "this field is unknown here")
     return value
 
 

@@ -6,13 +6,14 @@ A `Call` is made by the gate and travels in the ASGI scope.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.types import Scope
 
+from quire.server.errors import bad_request
 from quire.server.tenants import Tenant
 
 _SCOPE_KEY = "quire.call"
@@ -29,6 +30,8 @@ class Call:
     started_s: float = field(default_factory=time.monotonic)
     ignored_fields: list[str] = field(default_factory=list)
     """Fields of the body that have no effect here; named in a response header."""
+    is_strict: bool = False
+    """Whether such fields are refused instead."""
     deadline_s: float | None = None
     """On the monotonic clock."""
     queue_deadline_s: float | None = None
@@ -38,6 +41,13 @@ class Call:
     """Of a body that was decoded."""
     is_chat: bool = True
     """Whether what is asked for is a reply in a chat, not the continuation of a text."""
+
+    def ignore(self, names: Iterable[str], why: str) -> None:
+        """Note fields that have no effect. Raises ApiError 400 for the first of them, where they are refused."""
+        for name in names:
+            if self.is_strict:
+                raise bad_request(f"{name}: {why}", param=name, code="unknown_parameter")
+            self.ignored_fields.append(name)
 
     def response_headers(self) -> dict[str, str]:
         """Headers that every successful answer to this call has."""

@@ -26,7 +26,7 @@ from quire.engine.outputs import RequestOutput
 from quire.server.admission import Admission, Ticket
 from quire.server.call import Call
 from quire.server.cost import check_logprobs
-from quire.server.errors import ApiError, from_exception, overloaded, useless_to_retry
+from quire.server.errors import ApiError, bad_request, from_exception, overloaded, useless_to_retry
 from quire.server.metrics import NOT_FINITE_CODE, Metrics
 
 MAX_BUFFERED_OUTPUTS = 4096
@@ -46,7 +46,8 @@ class Job:
     params: SamplingParams
     prompt: str | None = None
     cache_salt: str | None = None
-    priority: int = 0
+    priority: int | None = None
+    """None: that of the tenant's class."""
 
 
 @dataclass(slots=True)
@@ -120,6 +121,7 @@ class Generator:
         """Admit and submit. Raises ApiError or a QuireError, with nothing left running."""
         costs = ((len(job.prompt_token_ids), job.params) for job in jobs)
         check_logprobs(costs, self._max_logprob_entries, self._vocab_size)
+        self._check_priorities(call, jobs)
         ticket = self.admission.admit(
             call.tenant,
             num_sequences=sum(job.params.num_sequences for job in jobs),
@@ -134,6 +136,18 @@ class Generator:
             await run.close()
             raise
         return run
+
+    def _check_priorities(self, call: Call, jobs: Sequence[Job]) -> None:
+        """A tenant's requests may not go before its class."""
+        for priority in {job.priority for job in jobs if job.priority is not None}:
+            if not call.tenant.may_ask_for(priority):
+                raise bad_request(
+                    f"priority: {priority} is before the class of this key, {call.tenant.priority}; the smaller is served first, "
+                    "so ask for that or more",
+                    param="priority",
+                )
+            if priority and self.client.model.policy == "fcfs":
+                call.ignore(["priority"], "this server serves in order of arrival (--scheduling-policy)")
 
 
 class Run:
@@ -179,7 +193,7 @@ class Run:
                 prompt_token_ids=job.prompt_token_ids,
                 params=job.params,
                 prompt=job.prompt,
-                priority=job.priority,
+                priority=self._call.tenant.priority if job.priority is None else job.priority,
                 tenant=self._call.tenant.name,
                 weight=self._call.tenant.weight,
                 cache_salt=self._call.tenant.cache_salt(job.cache_salt),

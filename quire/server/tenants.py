@@ -13,6 +13,7 @@ A keys file is TOML::
     tokens_per_minute = 200000
     requests_per_minute = 600
     max_concurrency = 16
+    priority = 0
     admin = false
 """
 
@@ -32,10 +33,11 @@ from quire.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
 _DIGEST = re.compile(r"sha256:[0-9a-fA-F]{64}\Z")
-_FIELDS = {"name", "keys", "weight", "tokens_per_minute", "requests_per_minute", "max_concurrency", "admin"}
+_FIELDS = {"name", "keys", "weight", "tokens_per_minute", "requests_per_minute", "max_concurrency", "priority", "admin"}
 MAX_KEYS = 4096
 """Every stored digest is compared for every request."""
 MAX_KEY_LEN = 512
+MAX_PRIORITY = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,13 @@ class Tenant:
     """Whether its cached prefixes are its own."""
     is_admin: bool = False
     """Whether it may see what is not its own: names and texts of everybody's requests."""
+
+    priority: int = 0
+    """Class of its requests, the smaller served first. A request may only ask for a later one, lest it go before others'."""
+
+    def may_ask_for(self, priority: int) -> bool:
+        """Whether a request may be of this class: of any, where there is nobody else or an operator asks."""
+        return self.is_admin or priority >= self.priority
 
     @property
     def has_rates(self) -> bool:
@@ -181,6 +190,9 @@ def _tenant(entry: Mapping[str, Any]) -> Tenant:
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ConfigError(f"tenant {name!r}: {field}={value!r} must be an integer of at least 1")
         limits[field] = value
+    priority = entry.get("priority", 0)
+    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
+        raise ConfigError(f"tenant {name!r}: priority={priority!r} must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}")
     is_admin = entry.get("admin", False)
     if not isinstance(is_admin, bool):
         raise ConfigError(f"tenant {name!r}: admin={is_admin!r} must be true or false")
@@ -191,6 +203,7 @@ def _tenant(entry: Mapping[str, Any]) -> Tenant:
         limits["max_concurrency"],
         limits["requests_per_minute"],
         is_admin=is_admin,
+        priority=priority,
     )
 
 

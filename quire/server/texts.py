@@ -27,6 +27,7 @@ _INLINE_BYTES = 64 << 10
 """Parts of smaller bodies are looked at where they are; 5 MB of tiny messages would take the event loop half a second."""
 _INLINE_MESSAGES = 512
 _THREADS = 2
+NOT_IN_TEMPLATE = "the chat template of this model does not read it"
 _MAX_CHARS_PER_TOKEN = 256
 """A text longer than the context times this is refused unread; the longest tokens of published vocabularies have 128."""
 _T = TypeVar("_T")
@@ -139,11 +140,11 @@ class Texts:
                 )
 
     def truncate(self, token_ids: list[int], keep: int | None) -> list[int]:
-        """The last `keep` tokens; -1 keeps what the context holds beside one token of output."""
+        """The last `keep` tokens, none of them with 0; -1 keeps what the context holds beside one token of output."""
         if keep is None:
             return token_ids
         keep = self.max_model_len - 1 if keep < 0 else keep
-        return token_ids[-keep:]
+        return token_ids[-keep:] if keep else []
 
     def max_tokens(self, num_prompt_tokens: int, wanted: int | None, *, default: int | None, param: str) -> int:
         """Output tokens of a request: what it wants if that fits, else `default` or the rest of the context.

@@ -174,6 +174,6 @@ def test_interrupt_is_clean(tiny: str) -> None:
 
 
 def test_a_server_with_tenants_shares_fairly_unless_told_otherwise() -> None:
-    assert engine_defaults(ApiConfig(), None) == {} == engine_defaults(ApiConfig(), "")
+    assert engine_defaults(ApiConfig(), None) == {"scheduling_policy": "priority"} == engine_defaults(ApiConfig(), "")
     for config, keys in ((ApiConfig(), "a=long-enough"), (ApiConfig(api_keys="k"), None), (ApiConfig(api_keys_file="f"), None)):
         assert engine_defaults(config, keys) == {"scheduling_policy": "fair"}

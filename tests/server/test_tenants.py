@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import httpx
 import pytest
+from fake_client import FakeClient
+from servers import serve
 
 from quire.errors import ConfigError
 from quire.server.tenants import EVERYBODY, Tenant, key_ring, keys_from_text, read_keys_file
@@ -39,6 +42,9 @@ def test_a_keys_file(tmp_path: Path) -> None:
         "[[tenant]]\nname = 'a'\nkeys = ['sk-clear-key']\nweight = 0",
         "[[tenant]]\nname = 'a'\nkeys = ['sk-clear-key']\nmax_concurrency = 0",
         "[[tenant]]\nname = 'a'\nkeys = ['sk-clear-key']\nwieght = 1",
+        "[[tenant]]\nname = 'a'\nkeys = ['sk-clear-key']\npriority = 1.5",
+        "[[tenant]]\nname = 'a'\nkeys = ['sk-clear-key']\npriority = true",
+        "[[tenant]]\nname = 'a'\nkeys = ['sk-clear-key']\npriority = 10000000",
         "[[tenant]]\nname = 'a'\nkeys = ['sk-clear-key', 'sk-clear-key']",
         "[[tenant]]\nname = 'a'\nkeys = ['sk-clear-key']\n[[tenant]]\nname = 'a'\nkeys = ['sk-other-key']",
         "sk-clear-key",
@@ -64,3 +70,34 @@ def test_a_salt_is_the_tenants_and_can_only_be_narrowed() -> None:
     salts = [tenant.cache_salt(wish) for tenant in tenants for wish in wishes]
     assert len(set(salts)) == len(salts)
     assert EVERYBODY.cache_salt(None) is None
+
+
+def test_a_class_of_priority_is_the_operators_and_a_request_may_only_ask_for_a_later_one(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(
+        '[[tenant]]\nname = "late"\nkeys = ["sk-late-key"]\npriority = 3\n'
+        '[[tenant]]\nname = "plain"\nkeys = ["sk-plain-key"]\n'
+        '[[tenant]]\nname = "chief"\nkeys = ["sk-chief-key"]\nadmin = true\n'
+    )
+    engine = FakeClient(policy="fair")
+    with serve(engine, keys=key_ring(read_keys_file(path))) as server:
+        for key, priority, served in (
+            ("sk-late-key", None, 3), ("sk-late-key", 3, 3), ("sk-late-key", 9, 9),
+            ("sk-late-key", 0, None), ("sk-late-key", 2, None),
+            ("sk-plain-key", None, 0), ("sk-plain-key", 0, 0), ("sk-plain-key", 7, 7), ("sk-plain-key", -1, None),
+            ("sk-chief-key", -7, -7),
+        ):  # fmt: skip
+            body = {"prompt": [5], "priority": priority}
+            answer = httpx.post(f"{server.v1}/completions", json=body, headers={"authorization": f"Bearer {key}"})
+            if served is None:
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, "priority")
+            else:
+                assert answer.status_code == 200 and engine.requests[-1].priority == served
+                assert "x-quire-ignored-fields" not in answer.headers
+
+
+def test_a_priority_is_named_where_it_has_no_effect() -> None:
+    with serve(FakeClient()) as server:
+        for priority, shown in ((4, "priority"), (-4, "priority"), (0, None)):
+            answer = httpx.post(f"{server.v1}/completions", json={"prompt": [5], "priority": priority})
+            assert answer.status_code == 200 and answer.headers.get("x-quire-ignored-fields") == shown

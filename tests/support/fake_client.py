@@ -87,6 +87,7 @@ class FakeClient:
     script: Script = field(default_factory=Script)
     state: EngineState = "ready"
     num_running: int = 0
+    policy: str = "fcfs"
     requests: list[GenerationRequest] = field(default_factory=list)
     streams: list[FakeStream] = field(default_factory=list)
     num_aborted: int = 0
@@ -105,6 +106,7 @@ class FakeClient:
             eos_token_ids=(2,),
             generation_config={},
             num_kv_slots=4096,
+            policy=self.policy,
             fingerprint="0123456789abcdef",
         )
 

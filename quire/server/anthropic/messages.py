@@ -21,13 +21,13 @@ from quire.server.body import read_json
 from quire.server.call import Call, call_of
 from quire.server.errors import ApiError, bad_request, unavailable_feature
 from quire.server.generation import Job, Run, Usage
-from quire.server.openai.fields import Count, asks_for_something
+from quire.server.openai.fields import NO_EFFECT, Count, asks_for_something
 from quire.server.openai.messages import text_of
 from quire.server.reading import Reading
 from quire.server.responses import EventStream, json_response, named_event
 from quire.server.state import Api
 from quire.server.structure import Asked, settle
-from quire.server.texts import ChatOptions
+from quire.server.texts import NOT_IN_TEMPLATE, ChatOptions
 from quire.server.tools import settle_tools
 
 MAX_STOPS = 16
@@ -151,14 +151,14 @@ class Messages:
             if "enable_thinking" in source:
                 kwargs["enable_thinking"] = is_wanted
             elif not is_wanted and self._api.marks is not None:
-                call.ignored_fields.append("thinking")
+                call.ignore(["thinking"], NOT_IN_TEMPLATE)
             if "budget_tokens" in body.thinking:
-                call.ignored_fields.append("thinking.budget_tokens")
+                call.ignore(["thinking.budget_tokens"], NO_EFFECT)
         effort = (body.output_config or {}).get("effort")
         if effort is not None and "reasoning_effort" in source:
             kwargs["reasoning_effort"] = effort
         elif effort is not None:
-            call.ignored_fields.append("output_config.effort")
+            call.ignore(["output_config.effort"], NOT_IN_TEMPLATE)
         return kwargs or None
 
     def _params(

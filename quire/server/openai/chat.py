@@ -19,7 +19,7 @@ from quire.server.call import Call, call_of
 from quire.server.errors import ApiError, bad_request, unavailable_feature
 from quire.server.generation import Job, Run, Usage
 from quire.server.openai.deltas import ChoiceReader
-from quire.server.openai.fields import Count, SamplingFields, check_fields, ignored_hints, sampling_params
+from quire.server.openai.fields import NO_EFFECT, Count, SamplingFields, check_fields, ignored_hints, sampling_params
 from quire.server.openai.logprobs import LogprobTracker, TokenNames, prompt_logprobs
 from quire.server.openai.messages import Message, for_template
 from quire.server.openai.tools import CHAT, read_tools
@@ -27,7 +27,7 @@ from quire.server.reading import Reading
 from quire.server.responses import DONE, EventStream, TextEvent, data_event, json_response, timings
 from quire.server.state import Api
 from quire.server.structure import from_guided, from_response_format, settle
-from quire.server.texts import ChatOptions
+from quire.server.texts import NOT_IN_TEMPLATE, ChatOptions
 from quire.server.tools import settle_tools
 
 
@@ -106,7 +106,7 @@ class ChatCompletions:
         started_s = time.monotonic()
         model = api.check_model(body.model)
         _check(body)
-        call.ignored_fields.extend(ignored_hints(body))
+        call.ignore(ignored_hints(body), NO_EFFECT)
         messages = await api.texts.digest(call.num_body_bytes, lambda: for_template(body.messages))
         functions, demand = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls, CHAT)
         tools = await settle_tools(functions, demand, api.tool_notation)
@@ -132,7 +132,7 @@ class ChatCompletions:
         reading = api.reading(tools, form, text, _continued(body))
         given |= reading.constraints(form, "response_format")
         params = sampling_params(body, api.sampling_defaults, **given)
-        job = Job(token_ids, params, text if body.echo else None, body.cache_salt, body.priority or 0)
+        job = Job(token_ids, params, text if body.echo else None, body.cache_salt, body.priority)
         names = TokenNames(
             api.client.tokenizer,
             as_ids=bool(body.return_tokens_as_token_ids),
@@ -172,7 +172,7 @@ def _template_kwargs(body: ChatRequest, source: str, call: Call) -> dict[str, An
         if "reasoning_effort" in source:
             kwargs.setdefault("reasoning_effort", body.reasoning_effort)
         else:
-            call.ignored_fields.append("reasoning_effort")
+            call.ignore(["reasoning_effort"], NOT_IN_TEMPLATE)
     return kwargs or None
 
 

@@ -21,7 +21,14 @@ from quire.server.call import Call, call_of
 from quire.server.errors import ApiError, bad_request, unavailable_feature
 from quire.server.generation import Job, Run, Usage
 from quire.server.openai.chat import answer_chars, stream_error, usage_body
-from quire.server.openai.fields import SamplingFields, asks_for_something, check_fields, ignored_hints, sampling_params
+from quire.server.openai.fields import (
+    NO_EFFECT,
+    SamplingFields,
+    asks_for_something,
+    check_fields,
+    ignored_hints,
+    sampling_params,
+)
 from quire.server.openai.logprobs import LogprobTracker, ScoredToken, TokenNames, legacy_logprobs, prompt_logprobs
 from quire.server.responses import DONE, EventStream, TextEvent, data_event, json_response, timings
 from quire.server.state import Api
@@ -108,7 +115,7 @@ class Completions:
         started_s = time.monotonic()
         model = api.check_model(body.model)
         _check(body)
-        call.ignored_fields.extend(ignored_hints(body))
+        call.ignore(ignored_hints(body), NO_EFFECT)
         prompts = await api.texts.work(_num_elements(body.prompt), lambda: split_prompts(body.prompt))
         num_sequences = len(prompts) * (body.best_of or body.n or 1)
         if len(prompts) > api.config.max_prompts or num_sequences > api.config.max_sequences:
@@ -159,7 +166,7 @@ class Completions:
         text = ""
         if body.echo:
             text = prompt if isinstance(prompt, str) and kept is token_ids else await texts.decode(kept)
-        return Job(kept, params, None, body.cache_salt, body.priority or 0), text
+        return Job(kept, params, None, body.cache_salt, body.priority), text
 
     async def run_body(self, call: Call, body: bytes) -> dict[str, Any]:
         """The answer to a body that did not come by HTTP (a batch's line); never a stream."""

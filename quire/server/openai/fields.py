@@ -48,6 +48,7 @@ UNAVAILABLE: Mapping[str, str] = {
     "use_beam_search": "beam search is available in Python (LLM.beam_search), not over HTTP",
     "logits_processors": "code is never taken from a request",
 }
+NO_EFFECT = "this has no effect here"
 HINTS = ("store", "prediction", "verbosity", "length_penalty", "early_stopping", "session_id")
 """Ignored, and named in a response header; `user`, `metadata` and the like ask for nothing and are not."""
 
@@ -157,7 +158,7 @@ def asks_for_something(value: object) -> bool:
 
 
 def ignored_hints(request: SamplingFields) -> list[str]:
-    """Hints that the request gives and that have no effect here, for the response header."""
+    """Hints that the request gives and that have no effect here, for `Call.ignore`."""
     return [name for name in HINTS if asks_for_something(getattr(request, name))]
 
 

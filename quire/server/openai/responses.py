@@ -19,7 +19,7 @@ from quire.server.body import read_json
 from quire.server.call import Call, call_of
 from quire.server.errors import ApiError, bad_request, unavailable_feature
 from quire.server.generation import Job, Run, Usage
-from quire.server.openai.fields import Count, asks_for_something
+from quire.server.openai.fields import NO_EFFECT, Count, asks_for_something
 from quire.server.openai.logprobs import LogprobTracker, TokenNames
 from quire.server.openai.messages import for_template
 from quire.server.openai.response_items import Item, OutputItems, input_items, is_whole, messages_of, new_id
@@ -29,7 +29,7 @@ from quire.server.reading import Reading
 from quire.server.responses import EventStream, json_response, named_event
 from quire.server.state import Api
 from quire.server.structure import Asked, from_named_schema, from_response_format, settle
-from quire.server.texts import ChatOptions
+from quire.server.texts import NOT_IN_TEMPLATE, ChatOptions
 from quire.server.tools import Function, settle_tools
 
 _UNAVAILABLE = {
@@ -146,7 +146,7 @@ class Responses:
         api = self._api
         model = api.check_model(body.model)
         _check(body)
-        call.ignored_fields.extend(name for name in _HINTS if asks_for_something(getattr(body, name)))
+        call.ignore((name for name in _HINTS if asks_for_something(getattr(body, name))), NO_EFFECT)
         functions, demand = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls, RESPONSES)
         tools = await settle_tools(functions, demand, api.tool_notation)
         items, asked = await api.texts.digest(call.num_body_bytes, lambda: _read_input(body.input))
@@ -234,7 +234,7 @@ def _effort(body: ResponseRequest, source: str, call: Call) -> dict[str, Any] | 
     if effort is not None and "reasoning_effort" in source:
         return {"reasoning_effort": effort}
     if asks_for_something(body.reasoning):
-        call.ignored_fields.append("reasoning")
+        call.ignore(["reasoning"], NOT_IN_TEMPLATE)
     return None
 
 

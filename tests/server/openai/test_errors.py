@@ -193,3 +193,8 @@ def test_15_unknown_fields_are_named_in_a_header_or_refused_in_strict_mode(serve
         response = httpx.post(strict.url + CHAT, json={"messages": HELLO["messages"], "sparkle": 1})
         assert response.status_code == 400
         assert error_of(response)["param"] == "sparkle"
+        for name, value in (("store", True), ("reasoning_effort", "low")):  # known, and without effect
+            response = httpx.post(strict.url + CHAT, json={"messages": HELLO["messages"], name: value})
+            assert response.status_code == 400 and error_of(response)["param"] == name
+        response = httpx.post(strict.url + CHAT, json={"messages": HELLO["messages"], "store": False, "user": "x"})
+        assert response.status_code == 200 and "x-quire-ignored-fields" not in response.headers
