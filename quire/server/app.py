@@ -40,7 +40,9 @@ def build_app(config: ApiConfig, client: EngineClient, keys: KeyRing, tracer: Tr
     api = Api(config, client, keys, tracer)
     chat, completions = ChatCompletions(api), Completions(api)
     files = Files(api, None if config.data_folder is None else FileStore(config.data_folder, config.max_stored_file_bytes))
-    batches = Batches(api, files, {"/v1/chat/completions": chat.run_body, "/v1/completions": completions.run_body})
+    responses = Responses(api)
+    runners = {"/v1/chat/completions": chat.run_body, "/v1/completions": completions.run_body}
+    batches = Batches(api, files, {**runners, "/v1/responses": responses.run_body})
 
     @asynccontextmanager
     async def lifespan(_: object) -> AsyncIterator[None]:
@@ -53,15 +55,15 @@ def build_app(config: ApiConfig, client: EngineClient, keys: KeyRing, tracer: Tr
         api.texts.close()
         probe.stop()
 
-    routes = [*_generation_routes(api, chat, completions), *_file_routes(files, batches), *_operation_routes(api)]
+    routes = [*_generation_routes(api, chat, completions, responses), *_file_routes(files, batches), *_operation_routes(api)]
     routes.append(_description_of(routes))
     page = [Route(path, static_page.get, methods=["GET"]) for path in static_page.PATHS]
     router = Router([*routes, *page], redirect_slashes=False, lifespan=lifespan)
     return Gate(Door(router, api.admission), config, keys, api.metrics)
 
 
-def _generation_routes(api: Api, chat: ChatCompletions, completions: Completions) -> list[Operation]:
-    models, tokens, responses, messages = Models(api), Tokens(api), Responses(api), Messages(api)
+def _generation_routes(api: Api, chat: ChatCompletions, completions: Completions, responses: Responses) -> list[Operation]:
+    models, tokens, messages = Models(api), Tokens(api), Messages(api)
     return [
         _post("/v1/chat/completions", chat.post, ChatRequest),
         _post("/v1/completions", completions.post, CompletionRequest),

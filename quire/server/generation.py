@@ -142,8 +142,8 @@ class Generator:
         for priority in {job.priority for job in jobs if job.priority is not None}:
             if not call.tenant.may_ask_for(priority):
                 raise bad_request(
-                    f"priority: {priority} is before the class of this key, {call.tenant.priority}; the smaller is served first, "
-                    "so ask for that or more",
+                    f"priority: {priority} is before the class of this key, {call.tenant.priority}; the smaller comes first: "
+                    "ask for that or more",
                     param="priority",
                 )
             if priority and self.client.model.policy == "fcfs":

@@ -17,7 +17,7 @@ import msgspec
 
 from quire.engine.client import ModelInfo
 from quire.errors import ConfigError
-from quire.server.errors import ApiError, bad_request
+from quire.server.errors import ApiError, bad_request, unavailable_feature
 from quire.text.chat import ChatTemplate, encode_chat
 from quire.text.tokenizer import Tokenizer
 
@@ -41,6 +41,7 @@ class ChatOptions:
     continue_final_message: bool = False
     template_kwargs: Mapping[str, object] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
     num_body_bytes: int = 0
     """Of the request that it came with."""
 
@@ -92,9 +93,11 @@ class Texts:
         if template is None:
             raise bad_request(f"this model cannot chat: {self._why_no_template}", param="messages")
         chosen = template
+        if options.documents and not chosen.reads_documents:
+            raise unavailable_feature("documents", f"{NOT_IN_TEMPLATE}; put their text into a message")
 
         def count() -> int:
-            num_chars = _num_chars(messages) + len(msgspec.json.encode(options.tools or ()))
+            num_chars = _num_chars(messages) + len(msgspec.json.encode([options.tools, options.documents]))
             self._check_chars(num_chars)
             return num_chars
 
@@ -104,6 +107,7 @@ class Texts:
                 add_generation_prompt=options.add_generation_prompt,
                 continue_final_message=options.continue_final_message,
                 tools=options.tools,
+                documents=options.documents,
                 template_kwargs=options.template_kwargs,
             )
             return "".join((text,)), encode_chat(tokenizer, text)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server.body import read_json
 from quire.server.call import call_of
 from quire.server.errors import bad_request
+from quire.server.openai.chat import MAX_DOCUMENTS
 from quire.server.openai.logprobs import TokenNames
 from quire.server.openai.messages import Message, for_template
+from quire.server.openai.tools import CHAT, read_tools
 from quire.server.responses import json_response
 from quire.server.state import Api
 from quire.server.texts import ChatOptions
+from quire.server.tools import Demand, settle_tools
 
 _MAX_DECODED = 1 << 16
 """Ids, or as many as the context holds: a million at once would keep the interpreter busy for half a second."""
@@ -31,6 +35,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Any = None
+    documents: Annotated[list[dict[str, Any]], Meta(max_length=MAX_DOCUMENTS)] | None = None
     return_token_strs: bool = False
 
 
@@ -57,10 +63,14 @@ class Tokens:
         if body.prompt is not None:
             token_ids = await texts.encode(body.prompt, add_special_tokens=body.add_special_tokens)
         else:
+            functions, _ = read_tools(body.tools, None, None, CHAT)
+            shown = await settle_tools(functions, Demand(), self._api.tool_notation)
             options = ChatOptions(
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message,
                 template_kwargs=body.chat_template_kwargs,
+                tools=None if shown is None else shown.shown,
+                documents=body.documents or None,
                 num_body_bytes=call_of(request).num_body_bytes,
             )
             num_bytes = options.num_body_bytes

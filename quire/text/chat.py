@@ -75,6 +75,11 @@ class ChatTemplate:
         self._limits = limits or RenderLimits()
         self._template = _compile(source, now)
 
+    @property
+    def reads_documents(self) -> bool:
+        """Whether documents that a chat refers to can have an effect."""
+        return "documents" in self.source
+
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer, name: str = "default") -> ChatTemplate:
         """The named template of a model. Raises ConfigError when it has none of that name."""
@@ -91,6 +96,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, object] | None = None,
     ) -> str:
         """The prompt's text, as transformers renders it; `encode_chat` turns the very string returned into tokens.
@@ -110,7 +116,7 @@ class ChatTemplate:
             **self._named_tokens,
             "messages": chat,
             "tools": None if tools is None else _copy(list(tools), 0),
-            "documents": None,
+            "documents": None if documents is None else _copy(list(documents), 0),
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
         rendered = self._run(variables)

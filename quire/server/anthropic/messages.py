@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -24,7 +25,7 @@ from quire.server.generation import Job, Run, Usage
 from quire.server.openai.fields import NO_EFFECT, Count, asks_for_something
 from quire.server.openai.messages import text_of
 from quire.server.reading import Reading
-from quire.server.responses import EventStream, json_response, named_event
+from quire.server.responses import EventStream, json_response, named_event, timings
 from quire.server.state import Api
 from quire.server.structure import Asked, settle
 from quire.server.texts import NOT_IN_TEMPLATE, ChatOptions
@@ -68,6 +69,9 @@ class MessageRequest(CountRequest, kw_only=True):
     metadata: Any = None
     service_tier: Any = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
+    timings: bool | None = None
 
 
 @dataclass(slots=True)
@@ -76,6 +80,7 @@ class _Prepared:
     job: Job
     model: str
     reading: Reading
+    prepare_s: float
     id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
 
     def body(self, content: list[Block], usage: dict[str, Any]) -> dict[str, Any]:
@@ -91,6 +96,13 @@ class _Prepared:
             "usage": usage,
         }
 
+    def timings(self, output: RequestOutput, usage: Usage) -> dict[str, Any]:
+        """Where the time went, if that was asked for."""
+        if not self.request.timings:
+            return {}
+        num_tokens = usage.num_output_tokens
+        return {"timings": timings(output.metrics, prepare_s=self.prepare_s, num_output_tokens=num_tokens)}
+
 
 class Messages:
     """The endpoints."""
@@ -102,10 +114,12 @@ class Messages:
         """Answer, in one piece or as a stream of events."""
         call = call_of(request)
         body = await read_json(request, MessageRequest, is_strict=self._api.config.strict_fields)
+        started_s = time.monotonic()
         model = self._api.check_model(body.model)
         token_ids, reading, form = await self._encode(call, body)
         params = self._params(body, len(token_ids), reading, form)
-        prepared = _Prepared(body, Job(token_ids, params), model, reading)
+        job = Job(token_ids, params, None, body.cache_salt, body.priority)
+        prepared = _Prepared(body, job, model, reading, time.monotonic() - started_s)
         if not body.stream:
             return json_response(call, await self._create(call, prepared, request.receive))
         run = await self._api.generator.start(call, [prepared.job], is_stream=True)
@@ -180,7 +194,8 @@ class Messages:
         completion = output.outputs[0]
         blocks = ContentBlocks(prepared.reading)
         blocks.take(completion)
-        return {**prepared.body(blocks.content, _usage(usage)), **_stop(completion, blocks)}
+        body = prepared.body(blocks.content, _usage(usage))
+        return {**body, **_stop(completion, blocks), **prepared.timings(output, usage)}
 
 
 def _asked_form(body: CountRequest) -> list[Asked]:
@@ -221,7 +236,7 @@ class _MessageEvents:
         self._call = call
         self._prepared = prepared
         self._run = run
-        self._last: CompletionOutput | None = None
+        self._last: RequestOutput | None = None
         self._blocks = ContentBlocks(prepared.reading)
 
     def take(self, number: int, output: RequestOutput) -> bytes:
@@ -230,13 +245,14 @@ class _MessageEvents:
         if self._last is None:
             usage = {**_usage(self._run.usage), "output_tokens": 0}
             opening = _event("message_start", message=self._prepared.body([], usage))
-        self._last = output.outputs[0]
-        return opening + b"".join(_event(each.kind, **each.fields) for each in self._blocks.take(self._last))
+        self._last = output
+        return opening + b"".join(_event(each.kind, **each.fields) for each in self._blocks.take(output.outputs[0]))
 
     def end(self) -> bytes:
         """See `Events`."""
         assert self._last is not None, "a run ends with an output"
-        delta = _event("message_delta", delta=_stop(self._last, self._blocks), usage=_usage(self._run.usage))
+        usage, stop = self._run.usage, _stop(self._last.outputs[0], self._blocks)
+        delta = _event("message_delta", delta=stop, usage=_usage(usage), **self._prepared.timings(self._last, usage))
         return delta + _event("message_stop")
 
     def fail(self, error: ApiError) -> bytes:

@@ -30,6 +30,8 @@ from quire.server.structure import from_guided, from_response_format, settle
 from quire.server.texts import NOT_IN_TEMPLATE, ChatOptions
 from quire.server.tools import settle_tools
 
+MAX_DOCUMENTS = 1024
+
 
 class ChatRequest(SamplingFields, kw_only=True):
     """The body."""
@@ -44,6 +46,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     modalities: list[Literal["text", "audio"]] | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: Annotated[list[dict[str, Any]], Meta(max_length=MAX_DOCUMENTS)] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
@@ -118,6 +121,7 @@ class ChatCompletions:
             continue_final_message=body.continue_final_message,
             template_kwargs=_template_kwargs(body, api.texts.template_source, call),
             tools=None if tools is None else tools.shown,
+            documents=body.documents or None,
             num_body_bytes=call.num_body_bytes,
         )
         text, token_ids = await api.texts.encode_chat(messages, options)
@@ -138,7 +142,11 @@ class ChatCompletions:
             as_ids=bool(body.return_tokens_as_token_ids),
             shows_special=not params.skip_special_tokens,
         )
-        return PreparedChat(body, job, model, api.fingerprint, names, time.monotonic() - started_s, reading)
+        prepare_s = time.monotonic() - started_s
+        prepared = PreparedChat(body, job, model, api.fingerprint, names, prepare_s, reading)
+        if body.request_id is not None:
+            prepared.id = f"chatcmpl-{body.request_id}"
+        return prepared
 
     async def run_body(self, call: Call, body: bytes) -> dict[str, Any]:
         """The answer to a body that did not come by HTTP (a batch's line); never a stream."""
@@ -156,7 +164,7 @@ class ChatCompletions:
 
 
 def _check(body: ChatRequest) -> None:
-    check_fields(body)
+    check_fields(body, exempt=frozenset({"documents"}))
     if body.modalities is not None and "audio" in body.modalities:
         raise unavailable_feature("modalities", "this model gives text alone")
     if body.top_logprobs is not None and not body.logprobs:

@@ -76,6 +76,10 @@ class PreparedCompletion:
         """Whether only the prompt is wanted: `max_tokens=0` with `echo`. One token is made and dropped."""
         return self.request.max_tokens == 0
 
+    def timings(self, output: RequestOutput, num_tokens: int) -> dict[str, Any]:
+        """Where one prompt's time went."""
+        return timings(output.metrics, prepare_s=self.prepare_s, num_output_tokens=num_tokens)
+
     def envelope(self) -> dict[str, Any]:
         """The fields of every answer and chunk."""
         return {
@@ -135,7 +139,11 @@ class Completions:
             as_ids=bool(body.return_tokens_as_token_ids),
             shows_special=body.skip_special_tokens is False,
         )
-        return PreparedCompletion(body, jobs, texts, model, api.fingerprint, names, time.monotonic() - started_s)
+        prepare_s = time.monotonic() - started_s
+        prepared = PreparedCompletion(body, jobs, texts, model, api.fingerprint, names, prepare_s)
+        if body.request_id is not None:
+            prepared.id = f"cmpl-{body.request_id}"
+        return prepared
 
     async def _job(
         self, body: CompletionRequest, prompt: str | list[int], structure: StructuredOutputsParams | None
@@ -247,14 +255,8 @@ def _answer(prepared: PreparedCompletion, outputs: Sequence[RequestOutput], usag
             choices.append(_choice(echo, completion, number * num_choices + completion.index))
     answer = {**prepared.envelope(), "choices": choices, "usage": usage}
     if request.timings:
-        answer["timings"] = [
-            timings(
-                output.metrics,
-                prepare_s=prepared.prepare_s,
-                num_output_tokens=sum(len(each.token_ids) for each in output.outputs),
-            )
-            for output in outputs
-        ]
+        counts = [sum(len(each.token_ids) for each in output.outputs) for output in outputs]
+        answer["timings"] = [prepared.timings(*each) for each in zip(outputs, counts, strict=True)]
     return answer
 
 
@@ -346,9 +348,9 @@ class _CompletionEvents:
         """See `Events`."""
         return stream_error(error)
 
-    def event(self, choice: dict[str, Any]) -> bytes:
+    def event(self, choice: dict[str, Any], **more: Any) -> bytes:
         """One choice's."""
-        chunk = {**self._envelope, "choices": [choice]}
+        chunk = {**self._envelope, "choices": [choice], **more}
         if self._has_usage:
             chunk["usage"] = self._prepared.usage(self._run.usage) if self.has_running_usage else None
         return data_event(chunk)
@@ -371,14 +373,20 @@ class _ChoiceStreams:
         self._texts: dict[int, TextEvent] = {}
         self._begun: set[int] = set()
         self._ended: set[int] = set()
+        self._num_tokens = 0
 
     def event(self, completion: CompletionOutput, output: RequestOutput) -> bytes:
         """Of what is new of a choice; empty if nothing is."""
+        self._num_tokens += len(completion.token_ids)
         if completion.finish_reason is None:
             text = self._texts.get(completion.index)
             if text is not None:
                 return text.around(completion.text) if completion.text else b""
-        return b"".join([self._events.event(choice) for choice in self._of(completion, output)])
+        choices = self._of(completion, output)
+        more: dict[str, Any] = {}
+        if self._prepared.request.timings and choices and output.finished and len(self._ended) == len(self._trackers):
+            more["timings"] = self._prepared.timings(output, self._num_tokens)
+        return b"".join([self._events.event(choice, **more) for choice in choices])
 
     def _of(self, completion: CompletionOutput, output: RequestOutput) -> list[dict[str, Any]]:
         prepared, index = self._prepared, completion.index
@@ -402,6 +410,8 @@ class _ChoiceStreams:
             "logprobs": self._echo.logprobs(tokens, has_prompt=has_prompt),
             "finish_reason": None,
         }
+        if is_first and request.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         if request.return_token_ids:
             choice["token_ids"] = ids
             if is_first:

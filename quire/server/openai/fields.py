@@ -35,7 +35,7 @@ UNAVAILABLE: Mapping[str, str] = {
     "function_call": "function calling is not available on this server",
     "audio": "this model has no audio",
     "web_search_options": "this server fetches nothing",
-    "documents": "documents are not available; put their text into a message",
+    "documents": "documents are for chats; put their text into the prompt",
     "chat_template": "a template is never taken from a request; the operator sets it",
     "prompt_embeds": "prompts of embeddings are not available",
     "mm_processor_kwargs": "this model takes text alone",
@@ -61,11 +61,10 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
-    """What both kinds of completion have."""
+class CommonFields(msgspec.Struct, kw_only=True):
+    """What every request for tokens in OpenAI's style may say of them: its names and vLLM's."""
 
     model: Annotated[str, Meta(max_length=256)] | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
@@ -74,7 +73,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     stop: str | list[str] | None = None
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
 
     top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -87,19 +85,26 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     spaces_between_special_tokens: bool | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=1 << 18)] | None = None
     bad_words: Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=256)] | None = None
-    logprob_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
-    logprobs_mode: LogprobsMode | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=-1, le=1 << 20)] | None = None
     skip_reading_prefix_cache: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
-    add_special_tokens: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
     request_id: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$")] | None = None
+    timings: bool | None = None
+
+
+class SamplingFields(CommonFields, kw_only=True):
+    """What both kinds of completion have."""
+
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    stream_options: StreamOptions | None = None
+    logprob_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
+    logprobs_mode: LogprobsMode | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=-1, le=1 << 20)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
+    add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     echo: bool | None = None
-    timings: bool | None = None
     include_reasoning: bool | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -147,6 +152,11 @@ def check_fields(request: SamplingFields, *, exempt: frozenset[str] = frozenset(
             raise unavailable_feature(name, reason)
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options: only with stream=true", param="stream_options")
+    check_common(request)
+
+
+def check_common(request: CommonFields) -> None:
+    """Refuse by name what is out of bounds and cannot be said in a type."""
     _check_stops(request.stop)
     if request.logit_bias is not None:
         _check_logit_bias(request.logit_bias)
@@ -180,14 +190,14 @@ def _check_logit_bias(biases: Mapping[str, float]) -> None:
             raise bad_request(f"logit_bias: {key[:40]!r} is not a token id", param="logit_bias")
 
 
-def sampling_params(request: SamplingFields, defaults: Mapping[str, Any], **given: Any) -> SamplingParams:
+def sampling_params(request: CommonFields, defaults: Mapping[str, Any], **given: Any) -> SamplingParams:
     """The engine's parameters: what the request says, else what the model's `generation_config.json` says, else the default.
 
     `given` are parameters that the kinds of request name differently; they win.
     """
     values = {name: value for name, value in defaults.items() if name != "max_tokens"}
     for name in _PASSED_ON:
-        value = getattr(request, name)
+        value = getattr(request, name, None)
         if value is not None:
             values[name] = value
     if values.get("top_p") == 0:

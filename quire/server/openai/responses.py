@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,18 +14,18 @@ from starlette.types import Receive
 
 from quire.core.params import SamplingParams
 from quire.engine.outputs import CompletionOutput, RequestOutput
-from quire.server.body import read_json
+from quire.server.body import decode, read_json
 from quire.server.call import Call, call_of
 from quire.server.errors import ApiError, bad_request, unavailable_feature
 from quire.server.generation import Job, Run, Usage
-from quire.server.openai.fields import NO_EFFECT, Count, asks_for_something
+from quire.server.openai.fields import NO_EFFECT, CommonFields, Count, asks_for_something, check_common, sampling_params
 from quire.server.openai.logprobs import LogprobTracker, TokenNames
 from quire.server.openai.messages import for_template
 from quire.server.openai.response_items import Item, OutputItems, input_items, is_whole, messages_of, new_id
 from quire.server.openai.response_store import ResponseStore, StoredResponse
 from quire.server.openai.tools import RESPONSES, read_tools
 from quire.server.reading import Reading
-from quire.server.responses import EventStream, json_response, named_event
+from quire.server.responses import EventStream, json_response, named_event, timings
 from quire.server.state import Api
 from quire.server.structure import Asked, from_named_schema, from_response_format, settle
 from quire.server.texts import NOT_IN_TEMPLATE, ChatOptions
@@ -42,18 +41,13 @@ _HINTS = ("max_tool_calls", "prompt_cache_retention")
 _LOGPROBS = "message.output_text.logprobs"
 
 
-class ResponseRequest(msgspec.Struct, kw_only=True):
+class ResponseRequest(CommonFields, kw_only=True):
     """The body."""
 
     input: str | list[dict[str, Any]]
-    model: Annotated[str, Meta(max_length=256)] | None = None
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
-    stream: bool | None = None
     store: bool | None = None
     previous_response_id: str | None = None
     include: list[str] | None = None
@@ -71,7 +65,6 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     stream_options: Any = None
     reasoning: dict[str, Any] | None = None
     max_tool_calls: Any = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
 
     background: Any = None
     conversation: Any = None
@@ -89,12 +82,19 @@ class _Prepared:
     names: TokenNames
     reading: Reading
     functions: list[Function]
+    prepare_s: float
     id: str = field(default_factory=lambda: new_id("resp"))
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def has_logprobs(self) -> bool:
         return self.job.params.logprobs is not None
+
+    def add_timings(self, answer: dict[str, Any], output: RequestOutput, usage: Usage) -> None:
+        """Where the time went, if that was asked for."""
+        if self.request.timings:
+            num_tokens = usage.num_output_tokens
+            answer["timings"] = timings(output.metrics, prepare_s=self.prepare_s, num_output_tokens=num_tokens)
 
     def tracker(self) -> LogprobTracker | None:
         return LogprobTracker(self.names, self.request.top_logprobs or 0) if self.has_logprobs else None
@@ -144,6 +144,7 @@ class Responses:
 
     async def _prepare(self, call: Call, body: ResponseRequest) -> _Prepared:
         api = self._api
+        started_s = time.monotonic()
         model = api.check_model(body.model)
         _check(body)
         call.ignore((name for name in _HINTS if asks_for_something(getattr(body, name))), NO_EFFECT)
@@ -167,9 +168,13 @@ class Responses:
         form = await settle(_asked_form(body))
         reading = api.reading(tools, form, text)
         params = self._params(body, len(token_ids), reading, reading.constraints(form, "text.format"))
-        job = Job(token_ids, params, None, body.cache_salt)
+        job = Job(token_ids, params, None, body.cache_salt, body.priority)
         names = TokenNames(api.client.tokenizer, as_ids=False, shows_special=False)
-        return _Prepared(body, job, model, messages, items, names, reading, functions)
+        prepare_s = time.monotonic() - started_s
+        prepared = _Prepared(body, job, model, messages, items, names, reading, functions, prepare_s)
+        if body.request_id is not None:
+            prepared.id = f"resp_{body.request_id}"
+        return prepared
 
     def _params(self, body: ResponseRequest, num_prompt_tokens: int, reading: Reading, given: dict[str, Any]) -> SamplingParams:
         api = self._api
@@ -180,20 +185,25 @@ class Responses:
         num_top = (body.top_logprobs or 0) if wants_logprobs else None
         default = api.default_max_tokens(num_top, 1)
         max_tokens = api.texts.max_tokens(num_prompt_tokens, body.max_output_tokens, default=default, param="max_output_tokens")
-        values = {name: value for name, value in api.sampling_defaults.items() if name != "max_tokens"}
-        for name in ("temperature", "top_p", "seed"):
-            value = getattr(body, name)
-            if value is not None:
-                values[name] = value or 1e-9 if name == "top_p" else value
-        return SamplingParams(**values, **given, max_tokens=max_tokens, logprobs=num_top)
+        return sampling_params(body, api.sampling_defaults, **given, max_tokens=max_tokens, logprobs=num_top)
 
-    async def _create(self, call: Call, prepared: _Prepared, receive: Receive) -> dict[str, Any]:
+    async def run_body(self, call: Call, body: bytes) -> dict[str, Any]:
+        """The answer to a body that did not come by HTTP (a batch's line); never a stream, and not kept to be continued."""
+        request, _ = decode(body, ResponseRequest)
+        call.num_body_bytes = len(body)
+        if request.stream:
+            raise bad_request("stream: a batch's line is answered in one piece", param="stream")
+        request.store = False
+        return await self._create(call, await self._prepare(call, request), None)
+
+    async def _create(self, call: Call, prepared: _Prepared, receive: Receive | None) -> dict[str, Any]:
         (output,), usage = await self._api.generator.answer(call, [prepared.job], receive)
         completion = output.outputs[0]
         tracker = prepared.tracker()
         items = OutputItems(prepared.reading)
         items.take(completion, tracker.take(completion) if tracker is not None else [])
         answer = _body(prepared, _status(completion), _usage(usage, items.num_thought_tokens), items.items)
+        prepared.add_timings(answer, output, usage)
         self._keep(call, prepared, answer)
         return answer
 
@@ -206,6 +216,7 @@ class Responses:
 
 
 def _check(body: ResponseRequest) -> None:
+    check_common(body)
     for name, reason in _UNAVAILABLE.items():
         if asks_for_something(getattr(body, name)):
             raise unavailable_feature(name, reason)
@@ -299,14 +310,14 @@ class _ResponseEvents:
         self._run = run
         self._keep = keep
         self._number = 0
-        self._last: CompletionOutput | None = None
+        self._last: RequestOutput | None = None
         self._items = OutputItems(prepared.reading)
         self._tracker = prepared.tracker()
 
     def take(self, number: int, output: RequestOutput) -> bytes:
         """See `Events`."""
         opening = self._opening() if self._last is None else b""
-        self._last = output.outputs[0]
+        self._last = output
         return opening + self._delta(output)
 
     def end(self) -> bytes:
@@ -330,9 +341,11 @@ class _ResponseEvents:
         tokens = self._tracker.take(completion) if self._tracker is not None else []
         return b"".join(self._event(each.kind, **each.fields) for each in self._items.take(completion, tokens))
 
-    def _closing(self, last: CompletionOutput) -> bytes:
-        usage = _usage(self._run.usage, self._items.num_thought_tokens)
-        body = _body(self._prepared, _status(last), usage, self._items.items)
+    def _closing(self, last: RequestOutput) -> bytes:
+        usage = self._run.usage
+        shown = _usage(usage, self._items.num_thought_tokens)
+        body = _body(self._prepared, _status(last.outputs[0]), shown, self._items.items)
+        self._prepared.add_timings(body, last, usage)
         self._keep(body)
         return self._event(f"response.{body['status']}", response=body)
 

@@ -44,9 +44,9 @@ def client_of(server: RunningServer, key: str = "key-of-a") -> openai.OpenAI:
     return openai.OpenAI(base_url=server.v1, api_key=key, max_retries=0)
 
 
-def begin(client: openai.OpenAI, text: str) -> Any:
+def begin(client: openai.OpenAI, text: str, endpoint: Any = "/v1/chat/completions") -> Any:
     file = client.files.create(file=("in.jsonl", text.encode()), purpose="batch")
-    return client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    return client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h")
 
 
 def wait(client: openai.OpenAI, batch_id: str, *wanted: str) -> Any:
@@ -105,6 +105,26 @@ def test_a_disk_that_takes_nothing_is_said_and_leaves_nothing_behind(
             lost.unlink()
         with pytest.raises(openai.NotFoundError):
             client.files.content(file.id)
+
+
+def test_every_endpoint_that_generates_can_be_run_in_a_batch(server: RunningServer) -> None:
+    with client_of(server) as client:
+        for url, body in (
+            ("/v1/completions", {"prompt": [5], "messages": None}),
+            ("/v1/responses", {"input": "x"}),
+        ):
+            lines = [
+                line("good", url, **body),
+                line("bad", url, **body, temperature=9),
+                line("stream", url, **body, stream=True),
+            ]
+            batch = wait(client, begin(client, "\n".join(lines), url).id, "completed")
+            assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 2)
+            answer = results(client, batch.output_file_id)["good"]["response"]["body"]
+            assert {entry["response"]["status_code"] for entry in results(client, batch.error_file_id).values()} == {400}
+        assert answer["object"] == "response" and answer["output"][0]["content"][0]["text"] == "one two three"
+        with pytest.raises(openai.NotFoundError):  # a batch's answers are in its file, and take nothing else's room
+            client.responses.retrieve(answer["id"])
 
 
 def test_a_tenants_files_are_bounded_together(tmp_path: Path) -> None:
