@@ -20,6 +20,7 @@ from quire.core.scheduler.stats import SchedulerStats
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.errors import EngineError
+from quire.executor.interface import Launched
 
 
 @dataclass(slots=True)
@@ -108,6 +109,8 @@ class _Watch:
         self._executor = engine.executor
         self.work: list[tuple[RowWork, ...]] = []
         self.execute_s = 0.0
+        """While any step was on its way."""
+        self._counted_until_s = 0.0
 
     def __enter__(self) -> _Watch:
         self._engine.executor = self
@@ -120,9 +123,26 @@ class _Watch:
         """Pass it on, and take the time."""
         started = time.perf_counter()
         result = self._executor.execute(plan)
-        self.execute_s += time.perf_counter() - started
-        self.work.append(plan.work)
+        self._count(plan, started)
         return result
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Pass it on, and take the time until its result is there."""
+        started = time.perf_counter()
+        launched = self._executor.launch(plan)
+
+        def result() -> StepResult:
+            found = launched()
+            self._count(plan, started)
+            return found
+
+        return result
+
+    def _count(self, plan: StepPlan, started_s: float) -> None:
+        now_s = time.perf_counter()
+        self.execute_s += now_s - max(started_s, self._counted_until_s)
+        self._counted_until_s = now_s
+        self.work.append(plan.work)
 
     def register_processor(self, processor: Callable[..., Any]) -> str:
         """Passed on."""

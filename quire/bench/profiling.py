@@ -36,6 +36,7 @@ class StepProfile:
         engine.step = self._timed("step", engine.step)  # type: ignore[method-assign]
         engine.executor.execute = self._timed("execute", engine.executor.execute)  # type: ignore[method-assign]
         if worker is not None:
+            worker.last_tokens = None  # nor have those that end when nobody looks
             worker.model = _Timed(
                 worker.model,
                 {

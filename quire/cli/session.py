@@ -13,6 +13,7 @@ from quire.engine.prompts import Prompt
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
+    from quire.executor.interface import Launched
 
 
 class Job(NamedTuple):
@@ -56,8 +57,11 @@ def run(engine: Engine, jobs: Sequence[Job], after_step: Callable[[], None] | No
 class _NoExecutor:
     """Stands in while requests are only judged."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> Launched:
         raise AssertionError("requests that are only judged are never run")
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self.launch(plan)()
 
     def idle(self) -> bool:
         """There is nothing to prepare."""

@@ -177,6 +177,7 @@ def build_executor(planned: PlannedModel) -> InlineExecutor:
     from quire.grammar.rows import RowMatchers
     from quire.grammar.table import GrammarTable
     from quire.sampling import Sampler, select_sampling
+    from quire.worker.last_tokens import PinnedReadback
     from quire.worker.memory import KVMemory, PoolShape
     from quire.worker.rows import RowTable
     from quire.worker.worker import Worker
@@ -196,6 +197,8 @@ def build_executor(planned: PlannedModel) -> InlineExecutor:
     matchers = RowMatchers(GrammarTable(partial(_vocabulary, planned._replace(head_start=None))))
     sampler = Sampler(select_sampling(selection.kernels), matchers=matchers)
     worker = Worker(model, memory, rows, sampler)
+    if selection.kernels.device.type == "cuda":
+        worker.read_late(PinnedReadback())
     if plan.graphs is not None:
         _use_graphs(worker, plan, plan.graphs)
     return InlineExecutor(worker)

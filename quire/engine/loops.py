@@ -1,7 +1,10 @@
 """How a step's three verbs follow each other: one after the other, or with the next step planned while one runs.
 
     plain       schedule 1, execute 1, update 1, schedule 2, execute 2, update 2, ...
-    overlapped  schedule 1, schedule 2, await 1, update 1, schedule 3, await 2, update 2, ...  while a thread executes 1, 2, 3
+    overlapped  schedule 1, schedule 2, await 1, update 1, schedule 3, await 2, update 2, ...  while a thread launches 1, 2, 3
+
+A device that computes beside the host has the next step launched behind the one that it is busy with: the thread that launches
+never asks what came of a step, only who takes it in does.
 
 Both give the same tokens: the overlapped loop counts on what the step in flight will have computed, never on which tokens come
 of it. It takes in each outcome while the next step runs, so whoever ends has had a step too many, whose outcome is dropped, and
@@ -20,6 +23,7 @@ from quire.core.plan import StepPlan, StepResult
 from quire.core.scheduler.scheduler import Progress
 from quire.engine.planning import EnginePlan
 from quire.errors import EngineError
+from quire.executor.interface import Launched
 
 _LOOK_S = 1.0
 """So often a waiting loop looks whether the thread that computes is still there."""
@@ -39,7 +43,11 @@ class Control(Protocol):
         ...
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Compute a step. Safe to call in another thread, one step at a time."""
+        """Compute a step."""
+        ...
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Begin to compute a step. Safe to call in another thread, one step at a time; so is the wait for what it gives."""
         ...
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Progress]:
@@ -86,7 +94,7 @@ class PlainLoop:
 
 
 class OverlappedLoop:
-    """Plans a step, and takes in another, while one is computed in a thread of its own."""
+    """Plans a step, and takes in another, while one is computed: by a device, or by the thread that launches it."""
 
     def __init__(self) -> None:
         self._in_flight: deque[StepPlan] = deque()
@@ -99,7 +107,7 @@ class OverlappedLoop:
         if ahead is not None:
             self._begin(control, ahead)
         try:
-            result = self._thread.collect()
+            result = self._thread.collect()()
         except Exception as error:
             plan = self._in_flight.popleft()
             self.forget()
@@ -116,7 +124,7 @@ class OverlappedLoop:
 
     def _begin(self, control: Control, plan: StepPlan) -> None:
         self._in_flight.append(plan)
-        self._thread.submit(control.execute, plan)
+        self._thread.submit(control.launch, plan)
 
 
 def loop_of(plan: EnginePlan) -> Loop:
@@ -124,27 +132,27 @@ def loop_of(plan: EnginePlan) -> Loop:
     return OverlappedLoop() if plan.is_overlapped else PlainLoop()
 
 
-_Outcome = StepResult | BaseException
-_Item = tuple[Callable[[StepPlan], StepResult], StepPlan] | None
+_Outcome = Launched | BaseException
+_Item = tuple[Callable[[StepPlan], Launched], StepPlan] | None
 
 
 class StepThread:
-    """A thread that computes steps in the order in which they are given to it. Begun by the first."""
+    """A thread that launches steps in the order in which they are given to it. Begun by the first."""
 
     def __init__(self) -> None:
         self._todo: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, execute: Callable[[StepPlan], StepResult], plan: StepPlan) -> None:
-        """Have a plan computed, after those given before."""
+    def submit(self, launch: Callable[[StepPlan], Launched], plan: StepPlan) -> None:
+        """Have a plan launched, after those given before."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="quire-steps", daemon=True)
             self._thread.start()
-        self._todo.put((execute, plan))
+        self._todo.put((launch, plan))
 
-    def collect(self) -> StepResult:
-        """Wait for the oldest step that was not collected; raises what it raised."""
+    def collect(self) -> Launched:
+        """Wait until the oldest step that was not collected is launched; raises what that raised."""
         outcome = self._next()
         if isinstance(outcome, BaseException):
             raise outcome
@@ -154,7 +162,10 @@ class StepThread:
         """Wait for all of them and drop what they give. Counts on nothing: a wait may have been interrupted anywhere."""
         if self._thread is None:
             return
-        marker = StepResult(-1)
+
+        def marker() -> StepResult:
+            return StepResult(-1)
+
         self._todo.put((lambda plan: marker, StepPlan(-1)))
         while self._thread is not None and self._next() is not marker:
             pass
@@ -176,16 +187,16 @@ class StepThread:
                     return EngineError("the thread that computes steps has died")
 
     def _run(self) -> None:
-        while self._compute(self._todo.get()):
+        while self._launch(self._todo.get()):
             pass
 
-    def _compute(self, item: _Item) -> bool:
-        """Compute one step; False at the end. A call of its own, so that an idle thread holds on to no engine."""
+    def _launch(self, item: _Item) -> bool:
+        """Launch one step; False at the end. A call of its own, so that an idle thread holds on to no engine."""
         if item is None:
             return False
-        execute, plan = item
+        launch, plan = item
         try:
-            self._done.put(execute(plan))
+            self._done.put(launch(plan))
         except BaseException as error:  # whoever waits for the step must hear of it
             self._done.put(error)
         return True

@@ -21,7 +21,7 @@ from quire.core.request import Request
 from quire.core.scheduler.scheduler import Progress, Scheduler
 from quire.engine.loops import Loop, PlainLoop
 from quire.engine.recorder import StepRecorder
-from quire.executor.interface import Executor
+from quire.executor.interface import Executor, Launched
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class StepLoop:
     # -- the verbs ---------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """See `quire.engine.loops.Control`, as for the next four."""
+        """See `quire.engine.loops.Control`, as for the next five."""
         now = self._clock()
         return self._begun(self.scheduler.schedule(now), now)
 
@@ -79,6 +79,9 @@ class StepLoop:
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.executor.execute(plan)
+
+    def launch(self, plan: StepPlan) -> Launched:
+        return self.executor.launch(plan)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Progress]:
         progress = self.scheduler.update(plan, result, self._clock())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quire.core.plan import StepPlan, StepResult
+from quire.executor.interface import Launched
 from quire.sampling.processors import Processor
 from quire.worker.worker import Worker
 
@@ -12,6 +13,10 @@ class InlineExecutor:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """See `Executor.launch`."""
+        return self.worker.launch(plan)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See `Executor.execute`."""

@@ -7,16 +7,24 @@ from typing import Any, Protocol
 
 from quire.core.plan import StepPlan, StepResult
 
+Launched = Callable[[], StepResult]
+"""A step on its way: waits for its result, and gives it. May be called in any thread, once."""
+
 
 class Executor(Protocol):
     """Carries out step plans, one after the other."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Apply the plan's row changes, compute its work, sample; blocks until the result is there.
+    def launch(self, plan: StepPlan) -> Launched:
+        """Apply the plan's row changes, begin to compute its work and to sample.
 
-        A row that fails alone (non-finite numbers, a processor that raises) is reported in its `WorkResult`. An exception
-        means that the executor itself is broken and must be replaced.
+        The next plan may be launched before the result of this one is asked for: it finds the rows as this one leaves them. A
+        row that fails alone (non-finite numbers, a processor that raises) is reported in its `WorkResult`. An exception, here
+        or from the wait, means that the executor itself is broken and must be replaced.
         """
+        ...
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """`launch`, and wait for the result."""
         ...
 
     def register_processor(self, processor: Callable[..., Any]) -> str:

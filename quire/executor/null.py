@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from quire.common.seeds import derive_seed, mix64
 from quire.core.plan import GrammarVerdict, RowSampling, RowWork, StepPlan, StepResult, TokenLogprobs, WorkResult
 from quire.errors import InvalidParameterError
+from quire.executor.interface import Launched
 from quire.worker.rows import RowTable
 
 Script = Callable[[str, int], int]
@@ -93,6 +94,11 @@ class NullExecutor:
         num_slots = num_blocks * block_size if script is None else 0
         self._slot_tokens: NDArray[np.int64] = np.full(num_slots, -1, np.int64)
         self._slot_histories: NDArray[np.uint64] = np.zeros(num_slots, np.uint64)
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """`execute` it; nothing is computed beside the host."""
+        result = self.execute(plan)
+        return lambda: result
 
     def execute(self, plan: StepPlan) -> StepResult:
         started = time.perf_counter()

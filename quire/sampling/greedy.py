@@ -12,14 +12,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from quire.core.plan import NOT_FINITE, RowSampling, WorkResult
-from quire.sampling.edits import is_edited
-from quire.sampling.rows import SampledRow
+from quire.sampling.plain import is_plain
 
 
 def is_plain_greedy(sampling: RowSampling) -> bool:
     """Whether the request takes the best token, edits no logits at any position, and asks for no log-probabilities."""
-    is_greedy = sampling.temperature == 0.0 and sampling.num_logprobs is None
-    return is_greedy and not is_edited(SampledRow(sampling, position=0))
+    return sampling.temperature == 0.0 and is_plain(sampling)
 
 
 def greedy_results(best: tuple[Tensor, Tensor], nums_samples: Sequence[int]) -> list[WorkResult]:

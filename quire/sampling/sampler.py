@@ -15,7 +15,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +24,7 @@ from quire.grammar.rows import RowMatchers
 from quire.kernels.sampling import Cuts, Filters, Keys, SamplingKernels, ScaledRows
 from quire.sampling.edits import RowEditor, is_edited
 from quire.sampling.logprobs import Query, describe, num_alternatives, prompt_logprobs
+from quire.sampling.plain import floor_of, has_filters, scale_of, signed
 from quire.sampling.processors import ProcessorTable
 from quire.sampling.rows import SampledRow
 
@@ -136,7 +136,7 @@ class Sampler:
                 continue
             if row.sampling.temperature == 0.0:
                 outcomes[i].token_ids = (surface.best_ids[j],) * row.num_samples
-            elif _has_filters(row.sampling, surface.logits.shape[1]):
+            elif has_filters(row.sampling, surface.logits.shape[1]):
                 filtered.append((i, j))
             else:
                 free.append((i, j))
@@ -154,7 +154,7 @@ class Sampler:
         filters = Filters(
             top_k=_integers([min(s.top_k or vocab_size, vocab_size) for s in samplings], device),
             top_p=torch.tensor([s.top_p for s in samplings], dtype=torch.float64, device=device),
-            floor=_floats([math.log(s.min_p) if s.min_p > 0.0 else -math.inf for s in samplings], device),
+            floor=_floats([floor_of(s) for s in samplings], device),
         )
         cuts = self.kernels.cuts(surface.logits, _scaled_rows(surface, members, rows), filters)
         for (i, _), value, token_id in zip(members, cuts.value.tolist(), cuts.token_id.tolist(), strict=True):
@@ -167,7 +167,7 @@ class Sampler:
         draws = [(i, j, n) for i, j in members for n in range(rows[i].num_samples)]
         device = surface.logits.device
         keys = Keys(
-            seed=_integers([_signed(derive_seed(rows[i].sampling.seed, n)) for i, _, n in draws], device),
+            seed=_integers([signed(derive_seed(rows[i].sampling.seed, n)) for i, _, n in draws], device),
             position=_integers([rows[i].position for i, _, _ in draws], device),
         )
         found = [cut for i, _, _ in draws if (cut := outcomes[i].cut) is not None]
@@ -196,21 +196,12 @@ class Sampler:
                 outcomes[i].reports.append(report if not rows[i].num_candidates else _possible(report))
 
 
-def _has_filters(sampling: RowSampling, vocab_size: int) -> bool:
-    return 0 < sampling.top_k < vocab_size or sampling.top_p < 1.0 or sampling.min_p > 0.0
-
-
-def _scale(sampling: RowSampling) -> float:
-    """1 / temperature as float32 has it; 1 for greedy rows."""
-    return 1.0 if sampling.temperature == 0.0 else float(np.float32(1.0 / sampling.temperature))
-
-
 def _scaled_rows(surface: _Surface, members: list[tuple[int, int]], rows: Sequence[SampledRow]) -> ScaledRows:
     device = surface.logits.device
     return ScaledRows(
         row=_integers([j for _, j in members], device),
         peak=_floats([surface.peaks[j] for _, j in members], device),
-        scale=_floats([_scale(rows[i].sampling) for i, _ in members], device),
+        scale=_floats([scale_of(rows[i].sampling) for i, _ in members], device),
     )
 
 
@@ -222,7 +213,7 @@ def _query(where: tuple[_Surface, int], row: SampledRow, token_id: int, cut: tup
         peak=surface.peaks[j],
         token_id=token_id,
         num_top=num_alternatives(sampling.num_logprobs or 0, surface.logits.shape[1]),
-        scale=1.0 if sampling.logprobs_mode.startswith("raw") else _scale(sampling),
+        scale=1.0 if sampling.logprobs_mode.startswith("raw") else scale_of(sampling),
         cut=cut,
         extra_ids=sampling.logprob_token_ids,
         is_logits=sampling.logprobs_mode.endswith("logits"),
@@ -235,7 +226,7 @@ def _candidates_query(surface: _Surface, j: int, row: SampledRow) -> Query:
         peak=surface.peaks[j],
         token_id=surface.best_ids[j],
         num_top=num_alternatives(row.num_candidates, surface.logits.shape[1]),
-        scale=_scale(row.sampling),
+        scale=scale_of(row.sampling),
     )
 
 
@@ -249,11 +240,6 @@ def _result(outcome: _Outcome) -> WorkResult:
     if outcome.error is not None:
         return WorkResult(error=outcome.error)
     return WorkResult(token_ids=outcome.token_ids, logprobs=tuple(outcome.reports))
-
-
-def _signed(bits: int) -> int:
-    """64 bits as the signed number that an int64 tensor holds."""
-    return bits - (1 << 64) if bits >> 63 else bits
 
 
 def _integers(values: list[int], device: torch.device) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from quire.core.plan import BlockCopy
 from quire.kernels.interface import Kernels
 from quire.kernels.kv_cache import empty_cache
 from quire.models.declaration import KVLayerSpec
+from quire.worker.staging import Staging
 
 
 class PoolShape(NamedTuple):
@@ -46,9 +48,8 @@ class KVMemory:
         """Size of all tensors, resident or not."""
         return sum(keys.nbytes + values.nbytes for keys, values in self.caches)
 
-    def copy_blocks(self, copies: Sequence[BlockCopy], kernels: Kernels) -> None:
+    def copy_blocks(self, copies: Sequence[BlockCopy], kernels: Kernels, stage: Staging) -> None:
         """Carry out a plan's block copies in every layer; all reads happen before any write."""
         if copies:
-            sources = torch.tensor([copy.source for copy in copies], dtype=torch.int64, device=kernels.device)
-            destinations = torch.tensor([copy.destination for copy in copies], dtype=torch.int64, device=kernels.device)
+            sources, destinations = stage([np.array(ids, np.int64) for ids in zip(*copies, strict=True)])
             kernels.copy_blocks([tensor for pair in self.caches for tensor in pair], sources, destinations)

@@ -53,6 +53,13 @@ class RowTable:
         self.token_ids[row, place] = token_id
         self.num_tokens[row] = place + 1
 
+    def append_unread(self, row: int) -> None:
+        """Add a token that was sampled but is on the device alone: -1 - row stands for it (see `quire.worker.last_tokens`).
+
+        It is computed as the row's last one or never: a row that starts anew has its tokens from the control plane.
+        """
+        self.append_token(row, -1 - row)
+
     def tokens(self, row: int) -> Int32Array:
         """A view of the row's known tokens."""
         return self.token_ids[row, : self.num_tokens[row]]

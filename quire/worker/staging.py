@@ -1,6 +1,7 @@
 """A step's small arrays on their way to the device: one pinned buffer, one copy, whatever their number.
 
-Owns the buffer and the moment when it may be written again. On the CPU arrays become tensors where they lie.
+Waits for nothing: each call has a buffer of its own, which torch keeps until its copy is done and then gives to a later call.
+On the CPU arrays become tensors where they lie. Holds no state.
 """
 
 from __future__ import annotations
@@ -25,19 +26,12 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._host = torch.empty(0, dtype=torch.uint8)
-        self._copied: torch.cuda.Event | None = None
 
     def __call__(self, arrays: Sequence[Array]) -> list[Tensor]:
         """The arrays as tensors on the device. Those of a GPU are views of one block, valid as any tensor is."""
         if self.device.type == "cpu":
             return [torch.from_numpy(array) for array in arrays]
-        host = self._room(packed_len(arrays))
-        pack(arrays, host)
-        there = host.to(self.device, non_blocking=True)
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._copied.record()
-        return unpack(arrays, there)
+        return unpack(arrays, _pinned(arrays).to(self.device, non_blocking=True))
 
     def into(self, arrays: Sequence[Array], place: Tensor) -> list[Tensor]:
         """The arrays at the beginning of `place` (uint8, on the device), which keeps its address: for captured steps."""
@@ -45,20 +39,16 @@ class Staging:
         if self.device.type == "cpu":
             pack(arrays, place)
         else:
-            host = self._room(num_bytes)
-            pack(arrays, host)
-            place[:num_bytes].copy_(host, non_blocking=True)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record()
+            place[:num_bytes].copy_(_pinned(arrays), non_blocking=True)
         return unpack(arrays, place)
 
-    def _room(self, num_bytes: int) -> Tensor:
-        """Pinned memory that no copy is reading any more: a step that failed may have left one under way."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        if len(self._host) < num_bytes:
-            self._host = torch.empty(max(_MIN_BYTES, 2 * num_bytes), dtype=torch.uint8, pin_memory=True)
-        return self._host[:num_bytes]
+
+def _pinned(arrays: Sequence[Array]) -> Tensor:
+    """Packed in pinned memory: rounded up, so that few sizes are asked for."""
+    num_bytes = packed_len(arrays)
+    host = torch.empty(max(_MIN_BYTES, num_bytes), dtype=torch.uint8, pin_memory=True)[:num_bytes]
+    pack(arrays, host)
+    return host
 
 
 def packed_len(arrays: Sequence[Array]) -> int:

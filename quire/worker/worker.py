@@ -1,6 +1,11 @@
 """The worker: carries out a plan on a model. Rows, inputs, forward pass, logits where they are needed, sampling.
 
 Owns its rows and its KV memory. It knows plans, rows and tensors; requests, texts and scheduling are none of its business.
+A step is *launched*, and its outcome asked for later. Where nothing else is said the outcome is there by then. A device that
+computes beside the host is asked for as little as can be (`read_late`): the next step may be launched before the tokens of
+this one have been read, if all that this one samples is plain; what needs tokens or logits on the host (edits of the logits,
+log-probabilities, beams, forks) waits for its own step, as it would without.
+
 What goes wrong for one row alone (numbers that are not finite, a failing processor, even a kernel that raises on it) becomes
 that row's error; the others' results are what they would have been without it.
 """
@@ -9,8 +14,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,15 +28,19 @@ from quire.errors import RequestError
 from quire.nn.context import StepContext
 from quire.nn.decoder import DecoderModel
 from quire.sampling import SampledRow, Sampler
-from quire.sampling.greedy import greedy_results, is_plain_greedy
-from quire.worker.batch import StepInputs, gather, move
+from quire.sampling.greedy import greedy_results
+from quire.sampling.plain import choose_plain, is_plain
+from quire.worker.batch import StepArrays, StepInputs, gather, move
 from quire.worker.graphs import GraphBackend, GraphSettings, ScratchBlock, StepGraphs
+from quire.worker.last_tokens import Arrival, LastTokens, Readback
 from quire.worker.memory import KVMemory
 from quire.worker.rows import RowTable
 from quire.worker.staging import Staging
 
 logger = logging.getLogger(__name__)
 
+Outcome = Callable[[], list[WorkResult]]
+"""The results of some work, in its order; waits for the device where it has to."""
 
 _LOST = "the step before this one failed on this sequence"
 
@@ -47,9 +58,14 @@ class Worker:
         self.sampler = sampler
         self._stage = Staging(model.kernels.device)
         self.graphs: StepGraphs | None = None
+        self.last_tokens: LastTokens | None = None
         self._has_failed = False
-        """Whether a row failed in the last step: it did not sample the token that a step planned ahead counts on."""
+        """Whether a row is known to have failed in the last step: it did not sample the token that the next one counts on."""
         self._plain: list[tuple[RowSampling | None, bool]] = [(None, False)] * len(rows.sampling)
+
+    def read_late(self, read: Readback) -> None:
+        """Keep sampled tokens on the device and read them with `read`. Before the first step and the first graph."""
+        self.last_tokens = LastTokens(len(self.rows.sampling), self.model.kernels.device, read)
 
     def use_graphs(self, backend: GraphBackend, settings: GraphSettings) -> None:
         """Record small steps and replay them; the last block of the memory must be in no pool."""
@@ -63,56 +79,120 @@ class Worker:
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         context = StepContext(inputs.batch, self.memory.caches)
-        return self.model.forward(inputs.token_ids, inputs.batch.positions, context)
+        token_ids = inputs.token_ids if self.last_tokens is None else self.last_tokens.fill_in(inputs.token_ids)
+        return self.model.forward(token_ids, inputs.batch.positions, context)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """`launch`, and wait."""
+        return self.launch(plan)()
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Apply a plan's changes, compute its work; see `quire.executor.interface`."""
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Apply a plan's changes, begin to compute its work; see `quire.executor.interface`."""
         started = time.perf_counter()
         matchers = self.sampler.matchers
         for row in plan.removed_rows:
             matchers.forget(self.rows.sampling[row])
         matchers.grammars.ask(plan.grammars)
         self.rows.apply(plan)
-        self.memory.copy_blocks(plan.copies, self.model.kernels)
-        results = self._compute_known(plan.work) if self._has_failed else self._compute_contained(plan.work)
-        self._has_failed = any(result.error is not None for result in results)
-        for work, result in zip(plan.work, results, strict=True):
-            if result.token_ids:
-                self.rows.append_token(work.row, result.token_ids[0])
+        self.memory.copy_blocks(plan.copies, self.model.kernels, self._stage)
+        had_failed, self._has_failed = self._has_failed, False
+        outcome = self._launch_known(plan.work) if had_failed else self._launch_contained(plan.work)
         verdicts = matchers.grammars.take_verdicts(0.0 if plan.work else _GRAMMAR_WAIT_S)
-        return StepResult(plan.step_id, tuple(results), time.perf_counter() - started, verdicts)
 
-    def _compute_known(self, work: Sequence[RowWork]) -> list[WorkResult]:
+        def result() -> StepResult:
+            results = tuple(outcome())
+            assert len(results) == len(plan.work)
+            return StepResult(plan.step_id, results, time.perf_counter() - started, verdicts)
+
+        return result
+
+    def _launch_known(self, work: Sequence[RowWork]) -> Outcome:
         """Compute what can be: not beyond the tokens that a row has."""
         known = [item.start + item.num_tokens <= self.rows.num_tokens[item.row] for item in work]
-        results = iter(self._compute_contained([item for item, is_known in zip(work, known, strict=True) if is_known]))
-        return [next(results) if is_known else WorkResult(error=_LOST) for is_known in known]
+        outcome = self._launch_contained([item for item, is_known in zip(work, known, strict=True) if is_known])
+        self._has_failed |= not all(known)
 
-    def _compute_contained(self, work: Sequence[RowWork]) -> list[WorkResult]:
+        def results() -> list[WorkResult]:
+            found = iter(outcome())
+            return [next(found) if is_known else WorkResult(error=_LOST) for is_known in known]
+
+        return results
+
+    def _launch_contained(self, work: Sequence[RowWork]) -> Outcome:
         """Compute everything together; if that raises, each row alone, so that only the culprit is blamed.
 
         Computing a row twice is harmless: the same numbers go to the same slots.
         """
         if not work:
-            return []
+            return list
         try:
-            return self._compute(work)
+            return self._launch(work)
         except Exception as error:
             log_failure(logger, f"a step of {len(work)} rows failed; computing each row alone", error)
-        results = []
+        outcomes = []
         for item in work:
             try:
-                results += self._compute([item])
+                outcomes.append(self._launch([item]))
             except Exception as error:
-                results.append(WorkResult(error=f"the model failed on this sequence: {type(error).__name__}"))
-        return results
+                self._has_failed = True
+                failed = WorkResult(error=f"the model failed on this sequence: {type(error).__name__}")
+                outcomes.append(partial(list, (failed,)))
+        return lambda: [result for outcome in outcomes for result in outcome()]
 
-    def _compute(self, work: Sequence[RowWork]) -> list[WorkResult]:
+    def _launch(self, work: Sequence[RowWork]) -> Outcome:
+        """Compute, and give each row the token that it sampled, once nothing can raise any more."""
+        if self.last_tokens is not None and all(map(self._can_be_read_late, work)):
+            return self._launch_late(work, self.last_tokens)
+        results = self._compute(work)
+        for item, result in zip(work, results, strict=True):
+            if result.token_ids:
+                self.rows.append_token(item.row, result.token_ids[0])
+            self._has_failed |= result.error is not None
+        return lambda: results
+
+    def _can_be_read_late(self, work: RowWork) -> bool:
+        """Whether nobody but the next step, on the device, needs the row's token or logits."""
+        is_alone = work.num_samples <= 1 and not work.num_candidates and work.prompt_logprobs_from < 0
+        return is_alone and (work.num_samples == 0 or self._is_plain(work))
+
+    def _launch_late(self, work: Sequence[RowWork], tokens: LastTokens) -> Outcome:
+        """As `_compute`, reading nothing back. A row that fails is heard of later; until then its tokens are any."""
+        arrays, hidden = self._hidden(work)
+        query_start = arrays.query_start.tolist()
+        sampled = [place for place, item in enumerate(work) if item.num_samples]
+        on_device = [torch.isfinite(hidden).all(dim=-1)]
+        if not sampled:
+            return partial(_late_results, tokens.read(on_device), query_start, sampled)
+        places = np.array([query_start[place + 1] - 1 for place in sampled], np.int64)
+        ends, rows = self._stage((places, np.array([work[place].row for place in sampled], np.int64)))
+        last = hidden if len(sampled) == len(hidden) else hidden.index_select(0, ends)
+        token_ids, peaks = self._choose_plain(last, [work[place] for place in sampled])
+        arrival = tokens.read([*on_device, token_ids, peaks])
+        tokens.put(rows, token_ids)
+        for place in sampled:
+            self.rows.append_unread(work[place].row)
+        return partial(_late_results, arrival, query_start, sampled)
+
+    def _choose_plain(self, hidden: Tensor, work: Sequence[RowWork]) -> tuple[Tensor, Tensor]:
+        """Ids and largest logits, on the device; see `choose_plain`."""
+        if all(self._is_plain_greedy(item) for item in work):
+            best = self.model.best_tokens(hidden)
+            if best is not None:
+                return best
+        rows = [self._sampled_row(item) for item in work]
+        return choose_plain(self.sampler.kernels, self.model.logits(hidden), rows, self._stage)
+
+    def _hidden(self, work: Sequence[RowWork]) -> tuple[StepArrays, Tensor]:
+        """The forward pass: its inputs, and hidden states [T, H] that are valid until the next one is launched."""
         arrays = gather(self.rows, work, shared_unit=self.model.kernels.shared_prefix_unit)
         hidden = None if self.graphs is None else self.graphs.forward(arrays)
         if hidden is None:
             hidden = self._forward(move(arrays, self.rows.block_size, self._stage))
+        return arrays, hidden
+
+    def _compute(self, work: Sequence[RowWork]) -> list[WorkResult]:
+        arrays, hidden = self._hidden(work)
         query_start = arrays.query_start.tolist()
         broken = frozenset() if self.model.kernels.is_finite(hidden) else _rows_not_finite(hidden, query_start)
         results = [WorkResult(error=NOT_FINITE if place in broken else None) for place in range(len(work))]
@@ -144,13 +224,16 @@ class Worker:
         return self.sampler.sample(self.model.logits(hidden), [self._sampled_row(item) for item in work])
 
     def _is_plain_greedy(self, work: RowWork) -> bool:
+        return self._is_plain(work) and self.rows.sampling[work.row].temperature == 0.0 and not work.num_candidates
+
+    def _is_plain(self, work: RowWork) -> bool:
         """Remembered for as long as the row keeps its sampling parameters, which is one object for the row's life."""
         sampling = self.rows.sampling[work.row]
-        known, is_plain = self._plain[work.row]
+        known, found = self._plain[work.row]
         if known is not sampling:
-            is_plain = is_plain_greedy(sampling)
-            self._plain[work.row] = (sampling, is_plain)
-        return is_plain and not work.num_candidates
+            found = is_plain(sampling)
+            self._plain[work.row] = (sampling, found)
+        return found
 
     def _sampled_row(self, work: RowWork) -> SampledRow:
         tokens, num_prompt = self.rows.tokens(work.row), int(self.rows.num_prompt_tokens[work.row])
@@ -174,6 +257,18 @@ class Worker:
             logits = self.model.logits(hidden[start + shift : stop + shift])
             records += self.sampler.prompt_logprobs(logits, tokens[start:stop].tolist(), sampling)
         return tuple(records)
+
+
+def _late_results(arrival: Arrival, query_start: Sequence[int], sampled: Sequence[int]) -> list[WorkResult]:
+    """What came of a step whose tokens were read late: those of each place that sampled, and who failed."""
+    is_finite, *chosen = arrival()
+    is_sound = np.logical_and.reduceat(is_finite.numpy(), query_start[:-1]).tolist()
+    results = [WorkResult(error=None if each else NOT_FINITE) for each in is_sound]
+    if chosen:
+        token_ids, peaks = chosen
+        for place, result in zip(sampled, greedy_results((token_ids, peaks), [1] * len(sampled)), strict=True):
+            results[place] = result if is_sound[place] else results[place]
+    return results
 
 
 def _rows_not_finite(hidden: Tensor, query_start: Sequence[int]) -> frozenset[int]:

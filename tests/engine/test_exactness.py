@@ -7,6 +7,7 @@ of each request alone in a fresh engine, its prompt in one piece, nothing cached
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 from engines import run_all
+from late_device import LateDevice
 from replayed import replay_steps
 
 from quire.common.kv_formats import KV_FORMATS
@@ -30,6 +32,7 @@ MakeEngine = Callable[..., Engine]
 Requests = Mapping[str, tuple[list[int], dict[str, Any]]]
 Answers = dict[str, tuple[Any, ...]]
 
+DEVICE = os.environ.get("QUIRE_TEST_DEVICE", "cpu")
 SHARED_PREFIX = [random.Random(7).randrange(3, 250) for _ in range(37)]
 
 
@@ -263,6 +266,29 @@ def test_bits_do_not_depend_on_circumstances(case: str, numbers: str, alone: Ans
     assert answers.keys() == alone.keys()
     for name, answer in answers.items():
         assert answer == alone[name], name
+
+
+@pytest.mark.parametrize(
+    ("is_replayed", "circumstances"),
+    [(True, {}), (False, {"num_blocks": 12, "max_num_batched_tokens": 50})],
+    ids=["replayed", "in little memory"],
+)
+def test_tokens_that_stay_on_the_device_are_the_same(
+    is_replayed: bool, circumstances: dict[str, Any], numbers: str, alone: Answers, make_engine: MakeEngine
+) -> None:
+    """Without log-probabilities most rows are plain; those that are not end early, and meanwhile tokens are read at once."""
+    engine = make_engine(**NUMBERS[numbers], **circumstances, overlap="on")
+    device = LateDevice(engine) if DEVICE == "cpu" else None
+    if is_replayed:
+        replay_steps(engine)
+    for name, (prompt, options) in REQUESTS.items():
+        is_edited = name in ("penalties", "biased", "json", "regex")
+        more = {"logprobs": None, "prompt_logprobs": None, "max_tokens": 6 if is_edited else 18}
+        engine.add_request(name, {"prompt_token_ids": prompt}, _params(options, **more))
+    for name, output in run_all(engine).items():
+        token_ids = output.outputs[0].token_ids
+        assert output.error is None and token_ids and token_ids == alone[name][0][0][: len(token_ids)], name
+    assert device is None or device.num_late > 5
 
 
 @pytest.mark.parametrize("circumstances", [{}, {"num_blocks": 12}, {"max_num_batched_tokens": 5, "max_num_seqs": 2}])

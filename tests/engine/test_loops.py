@@ -28,6 +28,7 @@ from quire.engine.engine import Engine
 from quire.engine.loops import OverlappedLoop, PlainLoop, StepThread
 from quire.engine.step_loop import StepLoop
 from quire.errors import EngineError
+from quire.executor.interface import Launched
 from quire.executor.null import NullExecutor
 
 MakeEngine = Callable[..., Engine]
@@ -182,6 +183,10 @@ class Failing:
             raise RuntimeError("lost")
         return self.inner.execute(plan)
 
+    def launch(self, plan: StepPlan) -> Launched:
+        result = self.execute(plan)
+        return lambda: result
+
     def close(self) -> None:
         self.inner.close()
 
@@ -227,7 +232,7 @@ def test_a_thread_that_died_is_reported(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("quire.engine.loops._LOOK_S", 0.01)
     thread = StepThread()
     monkeypatch.setattr(thread, "_run", lambda: None)
-    thread.submit(lambda plan: StepResult(plan.step_id), StepPlan(1))
+    thread.submit(lambda plan: lambda: StepResult(plan.step_id), StepPlan(1))
     with pytest.raises(EngineError, match="has died"):
         thread.collect()
     thread.drain()

@@ -16,6 +16,7 @@ from quire.config.engine import EngineConfig
 from quire.core.plan import StepPlan, StepResult
 from quire.engine.process.host import build_loop, main
 from quire.engine.step_loop import StepLoop
+from quire.executor.interface import Launched
 
 FAULTS = {
     "its inputs cannot be built": 3801,
@@ -50,6 +51,10 @@ class Saboteur:
         time.sleep(0.002)
         result: StepResult = self._inner.execute(plan)
         return result
+
+    def launch(self, plan: StepPlan) -> Launched:
+        result = self.execute(plan)
+        return lambda: result
 
     def close(self) -> None:
         self._inner.close()

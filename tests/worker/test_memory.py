@@ -51,7 +51,7 @@ def test_blocks_are_copied_whole(name: str, kv_format: str) -> None:
     for each in raw:
         each.copy_(torch.randint(256, each.shape, generator=generator))
     before = [each.clone() for each in raw]
-    memory.copy_blocks([BlockCopy(0, 1), BlockCopy(1, 2)], load(name))
+    memory.copy_blocks([BlockCopy(0, 1), BlockCopy(1, 2)], load(name), Staging(torch.device("cpu")))
     for each, old in zip(raw, before, strict=True):
         assert torch.equal(each, old[[0, 0, 1, 3, 4]])
 
