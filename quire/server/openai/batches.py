@@ -86,7 +86,6 @@ class Batches:
             "id": await asyncio.to_thread(store.new_id, call.tenant.name, "batch"),
             "object": "batch",
             "endpoint": body.endpoint,
-            "errors": None,
             "input_file_id": body.input_file_id,
             "completion_window": body.completion_window,
             "status": "validating",
@@ -97,7 +96,7 @@ class Batches:
         }
         await asyncio.to_thread(store.put, call.tenant.name, "batch", record)
         self._run(call.tenant, dict(record))
-        return json_response(call, record)
+        return json_response(call, _public(record))
 
     async def list(self, request: Request) -> Response:
         """All batches, newest first."""

@@ -89,6 +89,25 @@ def test_71_72_75_deltas_add_up_to_the_whole(http: httpx.Client, fields: dict[st
         assert [token for part in parts for token in part] == whole["logprobs"]["content"]
 
 
+WIDE = "na\u00efve \u732b\U0001f431 \U0001f468\u200d\U0001f469\u200d\U0001f467 \u0e01\u0e33 end"
+
+
+def test_37_72_characters_of_several_tokens_come_whole_also_before_a_stop(http: httpx.Client) -> None:
+    fields: dict[str, Any] = {"structured_outputs": {"choice": [WIDE]}, "max_tokens": 100, "logprobs": True}
+    chunks = events(http, **fields)
+    assert content(chunks) == WIDE
+    tokens = [
+        token for chunk in chunks for choice in chunk["choices"] for token in (choice["logprobs"] or {"content": []})["content"]
+    ]
+    assert any(b"\xf0" in bytes(token["bytes"]) and len(token["bytes"]) < 4 for token in tokens), "no character is in pieces"
+    assert b"".join(bytes(token["bytes"]) for token in tokens) == WIDE.encode()
+    for stop in ("\U0001f431", "\u200d", "\u732b\U0001f431 ", "n", "\u0e33 e"):
+        cut = WIDE[: WIDE.index(stop)]
+        assert content(events(http, **fields, stop=stop)) == cut
+        whole = http.post("/v1/chat/completions", json={**BODY, **fields, "stop": stop, "stream": False}).json()["choices"][0]
+        assert (whole["message"]["content"], whole["finish_reason"]) == (cut, "stop")
+
+
 def test_73_nothing_is_sent_while_a_stop_is_possible(http: httpx.Client) -> None:
     text = content(events(http))
     chunks = events(http, stop=text[2:20] + "\U0001f408")
@@ -184,6 +203,11 @@ def test_51_79_the_stream_helper(client: openai.OpenAI) -> None:
     assert {"chunk", "content.delta", "content.done", "logprobs.content.delta", "logprobs.content.done"} <= set(kinds)
     assert final.choices[0].message.content == text[: text.index(text[8:11])]
     assert final.choices[0].message.role == "assistant"
+    with client.chat.completions.stream(
+        **{**fields, "n": 3, "temperature": 1.5, "stop": "."}, max_completion_tokens=90
+    ) as stream:
+        texts = [choice.message.content for choice in stream.get_final_completion().choices]
+    assert len(set(texts)) == 3 and all(texts)
 
 
 def test_80_raw_and_streaming_responses(client: openai.OpenAI) -> None:
