@@ -11,6 +11,7 @@ import logging
 import re
 import secrets
 import time
+from itertools import chain
 from typing import Protocol
 
 import msgspec
@@ -44,8 +45,11 @@ _STREAMED_PATHS = ("/v1/files",)
 """Endpoints that read their own body, within limits of their own."""
 _TRACE_PARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}\Z")
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}\Z")
+_SECONDS = re.compile(rb"[0-9]{1,9}(\.[0-9]{1,6})?\Z")
 
 Headers = list[tuple[bytes, bytes]]
+Fields = dict[bytes, bytes]
+"""Headers by name; the last of those that have the same one. What must be there only once is looked for in `Headers`."""
 
 
 class HttpObserver(Protocol):
@@ -75,30 +79,28 @@ class Gate:
 
     async def enter(self, exchange: _Exchange) -> None:
         """Check, authenticate, bound, and hand on to the router."""
-        scope, headers = exchange.scope, exchange.headers
-        _check_size(scope, headers)
-        tenant = self._authenticate(scope, headers)
+        scope, fields = exchange.scope, exchange.fields
+        _check_size(scope, fields)
+        exchange.tenant = tenant = self._authenticate(scope)
         is_chat = not scope["path"].endswith("/v1/completions")
-        call = Call(exchange.request_id, tenant, trace_parent=_trace_parent(headers), is_chat=is_chat)
-        exchange.tenant = tenant
-        _read_deadlines(call, headers, self._config)
+        call = Call(exchange.request_id, tenant, trace_parent=_trace_parent(fields), is_chat=is_chat)
+        _set_deadlines(call, fields, self._config)
         attach(scope, call)
         scope["app"] = self._app
         receive: Receive = exchange.receive
         if not get_route_path(scope).startswith(_STREAMED_PATHS):
-            receive = await self._bounded(exchange, headers)
+            receive = await self._bounded(exchange)
         await self._app(scope, receive, exchange.send)
 
-    async def _bounded(self, exchange: _Exchange, headers: Headers) -> Receive:
+    async def _bounded(self, exchange: _Exchange) -> Receive:
         """A `receive` that gives the whole body at once, then waits for the client to leave."""
-        if any(name == b"content-encoding" and value.lower() != b"identity" for name, value in headers):
+        if exchange.fields.get(b"content-encoding", b"identity").lower() != b"identity":
             raise ApiError(415, "compressed request bodies are not supported; send it plain", code="unsupported_encoding")
         max_bytes = 0 if exchange.scope["method"] in _BODILESS else self._config.max_body_bytes
-        if _declared_length(headers) > max_bytes:
+        if exchange.declared_len > max_bytes:
             raise too_large(max_bytes)
-        has_body = _declared_length(headers) > 0 or any(name == b"transfer-encoding" for name, _ in headers)
         body = b""
-        if has_body:
+        if exchange.has_body:
             body = await read_body(exchange.receive, max_bytes=max_bytes, timeout_s=self._config.body_timeout_s)
         is_given = False
 
@@ -113,7 +115,7 @@ class Gate:
 
         return receive
 
-    def _authenticate(self, scope: Scope, headers: Headers) -> Tenant:
+    def _authenticate(self, scope: Scope) -> Tenant:
         raw_path: bytes = scope.get("raw_path") or scope["path"].encode()
         if self._root_path and raw_path.startswith(self._root_path + b"/"):  # a proxy that does not strip it
             raw_path = raw_path[len(self._root_path) :]
@@ -122,7 +124,7 @@ class Gate:
             return NOBODY
         if self._keys.is_open:
             return EVERYBODY
-        tenant = self._keys.find(_presented_key(headers))
+        tenant = self._keys.find(_presented_key(scope["headers"]))
         if tenant is None:
             raise ApiError(
                 401, "a valid API key is needed", code="invalid_api_key", headers={"www-authenticate": 'Bearer realm="quire"'}
@@ -163,8 +165,10 @@ class _Exchange:
         self._send = send
         self._receive = receive
         self.scope = scope
-        self.headers: Headers = scope["headers"]
-        self.request_id = _request_id(self.headers)
+        self.fields: Fields = dict(scope["headers"])
+        self.declared_len = _declared_len(self.fields)
+        self.has_body = self.declared_len > 0 or b"transfer-encoding" in self.fields
+        self.request_id = _request_id(self.fields)
         self.tenant = NOBODY
         self.started_s = time.monotonic()
         self.status = 0
@@ -225,8 +229,7 @@ class _Exchange:
 
     async def _drain(self, error: ApiError) -> None:
         """Take what is left of a small body, so that the connection stays usable; else announce that it will be closed."""
-        has_body = _declared_length(self.headers) > 0 or any(name == b"transfer-encoding" for name, _ in self.headers)
-        if self.is_body_read or not has_body or error.status == 408:
+        if self.is_body_read or not self.has_body or error.status == 408:
             return
         try:
             await read_body(_dropping(self.receive), max_bytes=1, timeout_s=_DRAIN_S)
@@ -256,28 +259,26 @@ async def send_json(send: Send, status: int, body: object, headers: dict[str, st
     await send({"type": "http.response.body", "body": data})
 
 
-def _check_size(scope: Scope, headers: Headers) -> None:
+def _check_size(scope: Scope, fields: Fields) -> None:
+    headers: Headers = scope["headers"]
     raw_path: bytes = scope.get("raw_path") or b""
     if len(raw_path) + len(scope.get("query_string", b"")) > MAX_URL_LEN:
         raise ApiError(414, f"the URL is longer than {MAX_URL_LEN} bytes", code="url_too_long")
-    if len(headers) > MAX_HEADERS or sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
+    if len(headers) > MAX_HEADERS or sum(map(len, chain.from_iterable(headers))) > MAX_HEADER_BYTES:
         raise ApiError(
             431,
             f"there are more than {MAX_HEADERS} headers or {MAX_HEADER_BYTES} bytes of them",
             code="headers_too_large",
             headers={"connection": "close"},
         )
-    names = [name for name, _ in headers]
-    if names.count(b"content-length") > 1 or (b"content-length" in names and b"transfer-encoding" in names):
+    if b"content-length" in fields and b"transfer-encoding" in fields:  # the protocol refuses it, too, and two of either
         raise ApiError(400, "the request's length is given twice", code="ambiguous_length", headers={"connection": "close"})
 
 
-def _declared_length(headers: Headers) -> int:
+def _declared_len(fields: Fields) -> int:
     """What `content-length` says; more than any limit where that is no number of bytes."""
-    for name, value in headers:
-        if name == b"content-length":
-            return int(value) if value.isdigit() and len(value) <= 18 else 1 << 62
-    return 0
+    value = fields.get(b"content-length", b"0")
+    return int(value) if value.isdigit() and len(value) <= 18 else 1 << 62
 
 
 def _presented_key(headers: Headers) -> bytes:
@@ -292,36 +293,33 @@ def _presented_key(headers: Headers) -> bytes:
     return key.strip()[: MAX_KEY_LEN + 1] if scheme.lower() == b"bearer" else b""
 
 
-def _request_id(headers: Headers) -> str:
-    for wanted in (b"x-client-request-id", b"x-request-id"):
-        for name, value in headers:
-            if name == wanted and _SAFE_ID.match(value):
-                return value.decode()
+def _request_id(fields: Fields) -> str:
+    for name in (b"x-client-request-id", b"x-request-id"):
+        if _SAFE_ID.match(fields.get(name, b"")):
+            return fields[name].decode()
     return f"req_{secrets.token_hex(12)}"
 
 
-def _trace_parent(headers: Headers) -> str | None:
+def _trace_parent(fields: Fields) -> str | None:
     """The header `traceparent` where it looks like one; whoever traces reads it."""
-    for name, value in headers:
-        if name == b"traceparent" and _TRACE_PARENT.match(value):
-            return value.decode()
-    return None
+    value = fields.get(b"traceparent", b"")
+    return value.decode() if _TRACE_PARENT.match(value) else None
 
 
-def _read_deadlines(call: Call, headers: Headers, config: ApiConfig) -> None:
+def _set_deadlines(call: Call, fields: Fields, config: ApiConfig) -> None:
     """The operator's deadlines, which a client may only bring forward."""
-    limits = {b"x-request-timeout-s": config.request_timeout_s, b"x-queue-timeout-s": config.queue_timeout_s}
-    for name, value in headers:
-        if name in limits:
-            limits[name] = min(limits[name], _seconds(name.decode(), value))
-    call.deadline_s = call.started_s + limits[b"x-request-timeout-s"]
-    call.queue_deadline_s = call.started_s + limits[b"x-queue-timeout-s"]
+    call.deadline_s = call.started_s + _seconds("x-request-timeout-s", fields, config.request_timeout_s)
+    call.queue_deadline_s = call.started_s + _seconds("x-queue-timeout-s", fields, config.queue_timeout_s)
 
 
-def _seconds(name: str, value: bytes) -> float:
-    if not re.fullmatch(rb"[0-9]{1,9}(\.[0-9]{1,6})?", value.strip()) or float(value) <= 0:
+def _seconds(name: str, fields: Fields, most: float) -> float:
+    """What the header `name` says, and `most` at most."""
+    value = fields.get(name.encode())
+    if value is None:
+        return most
+    if not _SECONDS.match(value.strip()) or float(value) <= 0:
         raise bad_request(f"the header {name} must be a number of seconds above 0", param=name, code="invalid_header")
-    return float(value)
+    return min(most, float(value))
 
 
 def _from_http(error: HTTPException, scope: Scope) -> ApiError:
