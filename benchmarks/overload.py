@@ -4,7 +4,8 @@
     python -m benchmarks.overload --seconds 10 --peak-seconds 6
 
 First the peak: as many clients at once as the server has seats, each request upon the answer to the last. Then arrivals at ten
-times that rate, whatever becomes of them, with a queue that is bounded. Goodput counts the tokens of requests that were
+times that rate, whatever becomes of them, with a queue that is bounded: once to warm up, so that buffers for the most that can
+be there at once are no growth of memory, and once to be measured. Goodput counts the tokens of requests that were
 answered to their end, in the time after the first seconds. Exit code 1 if a promise is broken.
 
 The clients run on the server's own cores, and to be refused ten times costs them more than to be answered once. What that takes
@@ -62,12 +63,14 @@ async def measure(server: Server, args: argparse.Namespace) -> dict[str, Any]:
         bench = _Bench(server, Target(client, (await ask_server(client, None)).model), args)
         cost_s = await bench.refusal_cost_s()
         peak = await bench.closed()
-        before = memory(server)  # when every block of the cache has been written to
         peak_requests = peak.goodput / float(args.output_len)
         rate, burn = args.factor * peak_requests, ((args.factor - 1) * peak_requests, cost_s)
         beside = await bench.closed(burn)
         print(f"peak: {peak.goodput:,.0f} tokens/s, {peak_requests:.1f} requests/s; now {rate:.0f} a second", file=sys.stderr)
-        overload = await bench.open(rate)
+        await bench.open(rate, args.warm_seconds)
+        await _await_idle(server)
+        before = memory(server)
+        overload = await bench.open(rate, args.seconds)
         idle_s = await _await_idle(server)
         after = memory(server)
         beside_again, again = await bench.closed(burn), await bench.closed()
@@ -89,7 +92,8 @@ async def measure(server: Server, args: argparse.Namespace) -> dict[str, Any]:
         "ttft_s": spread([each.ttft_s for each in exchanges if each.is_ok], (50, 90, 95, 99)),
         "e2e_s": spread([each.e2e_s for each in exchanges if each.is_ok], (50, 90, 95, 99)),
         "idle_after_s": idle_s,
-        "rss_bytes": {"before": before, "after": after},
+        "rss_bytes": {"before": sum(before), "after": sum(after)},
+        "http_rss_bytes": {"before": before[0], "after": after[0]},
     }
 
 
@@ -121,9 +125,9 @@ class _Bench:
             if burning is not None:
                 burning.cancel()
 
-    async def open(self, rate: float) -> Phase:
+    async def open(self, rate: float, seconds: float) -> Phase:
         """So many requests a second, whatever becomes of them."""
-        arrivals = Arrivals(rate).times(int(rate * self._args.seconds), 1)
+        arrivals = Arrivals(rate).times(int(rate * seconds), 1)
         return await self._watched(run_load(self._target, _requests(self._args, len(arrivals), 2), arrivals, LoadOptions()))
 
     async def _watched(self, load: Awaitable[LoadRun]) -> Phase:
@@ -185,9 +189,10 @@ async def _await_idle(server: Server) -> float:
     return time.monotonic() - began_s
 
 
-def memory(server: Server) -> int:
-    """Bytes that the server's processes hold."""
-    return sum(rss_bytes(pid) for pid in descendants(server.pid))
+def memory(server: Server) -> tuple[int, int]:
+    """Bytes that the process that answers HTTP holds, and those below it."""
+    http = rss_bytes(server.pid)
+    return http, sum(rss_bytes(pid) for pid in descendants(server.pid)) - http
 
 
 def broken_promises(figures: dict[str, Any], num_seats: int, max_queued: int) -> list[str]:
@@ -213,6 +218,7 @@ def broken_promises(figures: dict[str, Any], num_seats: int, max_queued: int) ->
 def render(figures: dict[str, Any]) -> list[str]:
     """For people."""
     refusal, rss, total = figures["refusal_s"], figures["rss_bytes"], figures["e2e_s"]
+    http_rss = figures["http_rss_bytes"]
     lines = [
         f"peak         {figures['peak_tokens_per_s']:,.0f} output tokens/s, {figures['peak_requests_per_s']:.1f} requests/s; "
         f"{figures['peak_beside_tokens_per_s']:,.0f} beside clients as busy as under overload "
@@ -221,8 +227,8 @@ def render(figures: dict[str, Any]) -> list[str]:
         f"goodput      {figures['goodput_tokens_per_s']:,.0f} tokens/s, {figures['goodput_share']:.1%} of the peak beside such "
         f"clients, {figures['goodput_share_of_plain_peak']:.1%} of the plain one; afterwards the peak is "
         f"{figures['recovered_share']:.1%} of what it was",
-        f"memory       {rss['before'] / 2**20:.0f} MiB before, {rss['after'] / 2**20:.0f} after; idle after "
-        f"{figures['idle_after_s']:.1f} s",
+        f"memory       {rss['before'] / 2**20:.0f} MiB before, {rss['after'] / 2**20:.0f} after, of which the HTTP process "
+        f"{http_rss['before'] / 2**20:.1f}, {http_rss['after'] / 2**20:.1f}; idle after {figures['idle_after_s']:.1f} s",
     ]
     for name, shares in figures["cores"].items():
         lines.append(f"cores        {name}: " + ", ".join(f"{who} {share:.0%}" for who, share in shares.items()))
@@ -239,6 +245,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add_server_options(parser)
     parser.add_argument("--seconds", type=float, default=60.0, help="of overload (default: 60)")
     parser.add_argument("--peak-seconds", type=float, default=20.0, help="of each look at the peak (default: 20)")
+    parser.add_argument("--warm-seconds", type=float, default=15.0, help="of overload before memory is read (default: 15)")
     parser.add_argument("--settle-seconds", type=float, default=5.0, help="that do not count (default: 5)")
     parser.add_argument("--factor", type=float, default=10.0, help="arrivals over capacity (default: 10)")
     parser.add_argument("--seats", type=int, default=64, help="sequences that the engine computes at once (default: 64)")

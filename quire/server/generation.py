@@ -259,6 +259,7 @@ class Run:
             task.cancel()
         # A stream may be closed only when nobody waits in it.
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()  # each holds, by what ended it, this run: nobody would free them before the cycle collector
         for each in self._progress:
             with contextlib.suppress(Exception):  # an engine that is gone has nothing to abort
                 await each.stream.aclose()

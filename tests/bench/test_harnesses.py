@@ -140,6 +140,8 @@ def test_overload_in_short() -> None:
     options = [
         "--seconds",
         "1.5",
+        "--warm-seconds",
+        "0.5",
         "--peak-seconds",
         "1",
         "--seats",

@@ -243,6 +243,7 @@ class _Stream:
         return output
 
     async def aclose(self) -> None:
+        self._take = None  # which knows this stream: nobody would free either before the cycle collector
         if not self._is_finished:
             self._is_finished = True
             self._client.leave(self)
