@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         from quire.engine.builder import prepare_model
         from quire.server.lifecycle import Settings, run_server
-        from quire.server.logs import use_json_logs
+        from quire.server.logs import say_as_json, use_json_logs
     except ModuleNotFoundError as error:
         if str(error.name).startswith("quire"):
             raise
@@ -52,7 +52,11 @@ def run(args: argparse.Namespace) -> int:
         use_json_logs()
     prepared = prepare_model(config, is_for_here=False)
     settings = Settings(serve_config, api_config, os.environ.get(API_KEYS_VARIABLE))
-    return run_server(prepared, settings, lambda text: print(f"quire: {text}", file=sys.stderr, flush=True))
+    return run_server(prepared, settings, say_as_json if api_config.json_logs else _say)
+
+
+def _say(text: str) -> None:
+    print(f"quire: {text}", file=sys.stderr, flush=True)
 
 
 def engine_defaults(api_config: ApiConfig, api_keys: str | None) -> dict[str, Any]:

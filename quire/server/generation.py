@@ -23,6 +23,7 @@ from quire.core.plan import NOT_FINITE
 from quire.core.request import RequestMetrics
 from quire.engine.client import CallingStream, EngineClient, GenerationRequest, OutputStream
 from quire.engine.outputs import RequestOutput
+from quire.engine.process.supervisor import CONVICTED
 from quire.server.admission import Admission, Ticket
 from quire.server.call import Call
 from quire.server.cost import check_logprobs
@@ -418,7 +419,8 @@ def _error_of(output: RequestOutput) -> ApiError | None:
     reasons = {completion.finish_reason for completion in output.outputs}
     if output.error is not None or "error" in reasons:
         code = NOT_FINITE_CODE if output.error == NOT_FINITE else "engine_error"
-        return ApiError(500, f"the request failed: {output.error or 'unknown reason'}", code=code)
+        answer = ApiError(500, f"the request failed: {output.error or 'unknown reason'}", code=code)
+        return useless_to_retry(answer) if output.error == CONVICTED else answer
     if "abort" in reasons:
         return ApiError(503, "the request was ended by the server", code="aborted", headers={"retry-after": "1"})
     return None

@@ -40,3 +40,9 @@ def use_json_logs(level: int = logging.INFO) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.getLogger("quire").handlers.clear()  # the command line's own, which would write each line once more, and plain
+
+
+def say_as_json(text: str) -> None:
+    """What a server says of itself on its way, as a line among the others."""
+    logging.getLogger("quire.server").info(text)

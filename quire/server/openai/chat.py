@@ -81,7 +81,10 @@ class PreparedChat:
 
     def tracker(self) -> LogprobTracker | None:
         """Log-probabilities of one choice, where they are wanted."""
-        return LogprobTracker(self.names, self.request.top_logprobs or 0) if self.request.logprobs else None
+        request = self.request
+        if not request.logprobs:
+            return None
+        return LogprobTracker(self.names, request.top_logprobs or 0, asked=request.logprob_token_ids or ())
 
 
 class ChatCompletions:
@@ -169,6 +172,8 @@ def _check(body: ChatRequest) -> None:
         raise unavailable_feature("modalities", "this model gives text alone")
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs: only with logprobs=true", param="top_logprobs")
+    if body.logprob_token_ids and not body.logprobs:
+        raise bad_request("logprob_token_ids: only with logprobs=true", param="logprob_token_ids")
     if body.continue_final_message and body.messages and body.messages[-1].role != "assistant":
         raise bad_request("continue_final_message: the last message must be the assistant's", param="continue_final_message")
 

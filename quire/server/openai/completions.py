@@ -233,6 +233,8 @@ def _check(body: CompletionRequest) -> None:
         raise unavailable_feature("suffix", "this model was not trained to fill in the middle")
     if body.return_token_offsets:
         raise unavailable_feature("return_token_offsets", "ask for logprobs: their text_offset says the same")
+    if body.logprob_token_ids and body.logprobs is None:
+        raise bad_request("logprob_token_ids: only with logprobs", param="logprob_token_ids")
     if body.max_tokens == 0 and not body.echo:
         raise bad_request("max_tokens: 0 is possible only with echo=true; give at least 1", param="max_tokens")
     if body.best_of is not None:
@@ -285,7 +287,8 @@ class _Echo:
     def tracker(self) -> LogprobTracker | None:
         """Of one choice's own tokens."""
         count = self.prepared.request.logprobs
-        return None if count is None else LogprobTracker(self.prepared.names, count, self.first_offset)
+        asked = self.prepared.request.logprob_token_ids or ()
+        return None if count is None else LogprobTracker(self.prepared.names, count, self.first_offset, asked)
 
     def logprobs(self, tokens: Sequence[ScoredToken], *, has_prompt: bool) -> dict[str, Any] | None:
         """OpenAI's four lists."""
@@ -293,7 +296,8 @@ class _Echo:
         if count is None:
             return None
         shown = [*self.tokens, *tokens] if has_prompt else list(tokens)
-        return legacy_logprobs(shown, has_top=count > 0, is_first_unknown=has_prompt and bool(self.tokens))
+        has_top = count > 0 or bool(self.prepared.request.logprob_token_ids)
+        return legacy_logprobs(shown, has_top=has_top, is_first_unknown=has_prompt and bool(self.tokens))
 
 
 def _choice(echo: _Echo, completion: CompletionOutput, index: int) -> dict[str, Any]:

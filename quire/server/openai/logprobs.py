@@ -7,6 +7,7 @@ in order, so a stream's parts add up to the whole answer's list.
 
 from __future__ import annotations
 
+import math
 from codecs import getincrementaldecoder
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -87,11 +88,12 @@ class TokenNames:
 
 
 class LogprobTracker:
-    """One sequence's tokens on their way out. `num_top`: alternatives to show."""
+    """One sequence's tokens on their way out. `num_top`: alternatives to show; `asked`: and these, whatever their rank."""
 
-    def __init__(self, names: TokenNames, num_top: int, first_offset: int = 0) -> None:
+    def __init__(self, names: TokenNames, num_top: int, first_offset: int = 0, asked: Iterable[int] = ()) -> None:
         self._names = names
         self._num_top = num_top
+        self._asked = frozenset(asked)
         self._decoder = getincrementaldecoder("utf-8")("replace")
         self._num_chars = first_offset
         self._num_bytes = 0
@@ -122,12 +124,12 @@ class LogprobTracker:
         record = record or {}
         mine = record.get(token_id)
         ranked = sorted(
-            (each.rank, other, each.logprob)
+            (math.inf if each.rank is None else each.rank, -each.logprob, other)
             for other, each in record.items()
-            if each.rank is not None and each.rank <= self._num_top
+            if (each.rank is not None and each.rank <= self._num_top) or other in self._asked
         )
         names = self._names
-        top = tuple(Alternative(names.name(other), names.data(other), finite(logprob)) for _, other, logprob in ranked)
+        top = tuple(Alternative(names.name(other), names.data(other), finite(-negated)) for _, negated, other in ranked)
         return ScoredToken(
             token_id, self._names.name(token_id), data, MIN_LOGPROB if mine is None else finite(mine.logprob), top, offset
         )

@@ -13,6 +13,7 @@ from servers import MODEL, RunningServer, serve
 from timing import timed
 
 from quire.config.api import ApiConfig
+from quire.engine.process.supervisor import CONVICTED
 from quire.errors import EngineError, UnavailableError
 from quire.server.tenants import Tenant, key_ring
 
@@ -175,6 +176,19 @@ def test_13_a_useless_retry_is_discouraged() -> None:
         assert response.status_code == 504
         assert response.headers["x-should-retry"] == "false"
         error_of(response)
+
+
+def test_13_what_killed_three_engines_is_not_to_be_asked_again() -> None:
+    """OpenAI's client repeats every 5xx twice: two more times three engines."""
+    for error, is_useless in ((CONVICTED, True), ("anything else", False)):
+        engine = FakeClient(Script(pieces=(), error=error))
+        with (
+            serve(engine) as server,
+            openai.OpenAI(base_url=server.v1, api_key="x") as client,
+            pytest.raises(openai.InternalServerError),
+        ):
+            client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "x"}])
+        assert len(engine.requests) == (1 if is_useless else 3)
 
 
 def test_15_unknown_fields_are_named_in_a_header_or_refused_in_strict_mode(server: RunningServer) -> None:
