@@ -60,8 +60,9 @@ class BoundedProtocol(HttpToolsProtocol):
         """What has come and was not parsed: an unfinished head, or what was sent ahead."""
         self._is_deaf = False
         """Whether nothing more is read: the connection ends with the answer under way."""
-        self._is_in_head = self._is_in_body = False
-        self._keeps_alive = False
+        self._is_in_head = self._is_in_body = self._keeps_alive = False
+        self._has_served = False
+        """Whether there has been a request."""
         self._body_left: int | None = None
         """Bytes of the body that are to come; None where it says so itself, chunk by chunk."""
         self._num_chunks = self._num_framing_bytes = 0
@@ -204,7 +205,7 @@ class BoundedProtocol(HttpToolsProtocol):
         cycle.more_body = self._is_in_body
         if not cycle.more_body:
             cycle.message_event.set()
-        self.cycle = cycle
+        self.cycle, self._has_served = cycle, True
         task = self.loop.create_task(cycle.run_asgi(self.app))
         task.add_done_callback(self.tasks.discard)
         self.tasks.add(task)
@@ -296,11 +297,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if self._is_answering:
             self._stop_timer()
-        elif self._held or self._is_in_body or self.cycle is None:
+        elif self._held or self._is_in_body or not self._has_served:
             if self._header_timer is None:
                 self._start_timer()
         else:
             self._stop_timer()
+            self.cycle, self.headers = None, []  # clients keep hundreds of connections that do nothing
             self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def _start_timer(self) -> None:
