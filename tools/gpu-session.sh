@@ -23,7 +23,8 @@ run_tests() {
   if "$PYTHON" -c 'import xdist' 2> /dev/null; then PARALLEL="-n 8 --dist worksteal"; fi
   # Without pyproject.toml's options: its plugins may be missing here. Torch's and Triton's own warnings are none of ours.
   QUIRE_TEST_DEVICE=cuda "$PYTHON" -m pytest -q -c /dev/null --rootdir=. --import-mode=importlib -p no:cacheprovider \
-    $PARALLEL tests/kernels/triton tests/nn tests/worker/test_graphs.py tests/engine/test_loops.py tests/engine/test_exactness.py \
+    $PARALLEL tests/kernels/triton tests/nn tests/worker/test_graphs.py tests/worker/test_last_tokens.py \
+    tests/engine/test_loops.py tests/engine/test_exactness.py \
     2>&1 | tee "$OUT/tests.txt" | tail -n 40
   ! grep -Eq '^(FAILED|ERROR)|[0-9]+ (failed|error)' "$OUT/tests.txt"
 }

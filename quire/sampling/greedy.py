@@ -1,7 +1,7 @@
-"""Greedy rows that nothing is to be done to: the best token of the model's own logits is the answer, and all of it.
+"""Rows whose tokens are known from elsewhere than the sampler, with their largest logits: the form of their results.
 
-Owns the question which rows these are, and the answer's form. The logits need not exist for them; where they do, `Sampler`
-gives the same tokens and the same errors. Holds no state.
+Of plain greedy rows (`quire.sampling.plain`) the best token is all of the answer. The logits need not exist for them; where
+they do, `Sampler` gives the same tokens and the same errors. Holds no state.
 """
 
 from __future__ import annotations
@@ -11,17 +11,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from quire.core.plan import NOT_FINITE, RowSampling, WorkResult
-from quire.sampling.plain import is_plain
-
-
-def is_plain_greedy(sampling: RowSampling) -> bool:
-    """Whether the request takes the best token, edits no logits at any position, and asks for no log-probabilities."""
-    return sampling.temperature == 0.0 and is_plain(sampling)
+from quire.core.plan import NOT_FINITE, WorkResult
 
 
 def greedy_results(best: tuple[Tensor, Tensor], nums_samples: Sequence[int]) -> list[WorkResult]:
-    """What `Sampler.sample` gives for rows of which `is_plain_greedy` holds: best tokens int64 [R], their logits [R]."""
+    """What `Sampler.sample` gives for plain rows: their tokens int64 [R], and their largest logits [R]."""
     token_ids, peaks = best
     return [
         WorkResult((token_id,) * num_samples) if math.isfinite(peak) else WorkResult(error=NOT_FINITE)

@@ -33,14 +33,17 @@ def is_plain(sampling: RowSampling) -> bool:
 def choose_plain(kernels: SamplingKernels, logits: Tensor, rows: Sequence[SampledRow], stage: Stage) -> tuple[Tensor, Tensor]:
     """One token for each row of logits, ids int64 [R] below V, and each row's largest logit, float32 [R].
 
-    Where that is not finite the token means nothing: the row has failed.
+    Where that is not finite the row has failed: its token means nothing, and its logits are overwritten.
     """
     logits = logits.contiguous()
     token_ids, peaks = kernels.peaks(logits)
-    sound_peaks = torch.where(torch.isfinite(peaks), peaks, 0.0)
     drawn = [place for place, row in enumerate(rows) if row.sampling.temperature != 0.0]
     filtered = [place for place in drawn if has_filters(rows[place].sampling, logits.shape[1])]
     free = [place for place in drawn if not has_filters(rows[place].sampling, logits.shape[1])]
+    if drawn:  # the kernels count on rows whose largest logit is a number, and nobody can leave the others out
+        is_odd = ~torch.isfinite(peaks)
+        logits.masked_fill_(is_odd[:, None], 0.0)
+        sound_peaks = peaks.masked_fill(is_odd, 0.0)
     for places in filter(None, (free, filtered)):
         row, scale, seed, position, *limits = stage(_arrays(rows, places, logits.shape[1], is_filtered=places is filtered))
         scaled = ScaledRows(row, sound_peaks.index_select(0, row), scale)

@@ -7,14 +7,22 @@ other mark. It knows rows and tensors; whether a step can do without its tokens 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from quire.errors import EngineError
+
 Arrival = Callable[[], list[Tensor]]
 """Waits until tensors have arrived, and gives them: on the host, as often as it is called."""
+
+_LOOK_S = 50e-6
+"""So often a waiting host looks. The next step is queued behind the one that is waited for: nothing is lost meanwhile."""
+_DEADLINE_S = 120.0
+"""A step takes a second at most; what takes longer than this does not come."""
 
 
 class Readback(Protocol):
@@ -39,10 +47,19 @@ class PinnedReadback:
         copied.record()
 
         def wait() -> list[Tensor]:
-            copied.synchronize()
+            wait_until(copied.query)
             return hosts
 
         return wait
+
+
+def wait_until(is_done: Callable[[], bool]) -> None:
+    """Wait for the device; EngineError after a time in which any step would have ended."""
+    deadline_s = time.monotonic() + _DEADLINE_S
+    while not is_done():
+        if time.monotonic() > deadline_s:
+            raise EngineError(f"the device has not finished a step within {_DEADLINE_S:.0f} s; restart the engine")
+        time.sleep(_LOOK_S)
 
 
 class LastTokens:

@@ -1,6 +1,7 @@
 """Launches of every Triton kernel with the shapes of real models, for `gpu_compiler`: `python gpu_launches.py 90 [NAME ...]`.
 
 Prints one line for each kernel: registers a thread, bytes of stack, shared memory, matrix instructions. Without names, all.
+Fails where a kernel wants more shared memory than a program can have, which the assembler does not notice but a launch does.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from quire.kernels.triton.kernels import TritonKernels
 from quire.kernels.triton.linear import ProductOptions
 from quire.kernels.triton.sampling import TritonSampling
 from quire.kernels.triton.tuning import FOLDER, Tuning
+
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
+"""Of one program, by compute capability: CUDA C++ programming guide, technical specifications."""
 
 KERNELS = TritonKernels(torch.device("cpu"), Tuning.read(FOLDER / "default.json"))
 BF16 = torch.bfloat16
@@ -190,6 +194,8 @@ def main(arguments: list[str]) -> None:
             found = describe(key, kernel)
             sizes = f"{found.num_registers:4} {found.stack_bytes:5} {found.shared_bytes:7}"
             print(f"{name:18} {found.name:20} {sizes}  {', '.join(sorted(found.instructions)) or '-'}")
+            if found.shared_bytes > SHARED_BYTES[int(capability)]:
+                sys.exit(f"{found.name} wants more shared memory than there is ({SHARED_BYTES[int(capability)]} bytes)")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,10 +16,13 @@ from quire.config.engine import EngineConfig
 from quire.core.plan import NOT_FINITE, AppendedBlocks, NewRow, RowSampling, RowWork, StepPlan
 from quire.engine.builder import build_engine
 from quire.engine.engine import Engine
-from quire.worker.last_tokens import Arrival, LastTokens
+from quire.errors import EngineError
+from quire.worker.last_tokens import Arrival, LastTokens, PinnedReadback, wait_until
 from quire.worker.rows import RowTable
 from quire.worker.worker import Worker
 
+DEVICE = os.environ.get("QUIRE_TEST_DEVICE", "cpu")
+"""`make gpu-test` asks for a GPU, where torch itself tells of what waits."""
 READING = ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__array__")
 """What waits for a GPU that a tensor is on."""
 SAMPLINGS = (
@@ -35,7 +39,7 @@ def _at_once(tensors: Sequence[Tensor]) -> Arrival:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    engine = build_engine(EngineConfig(model="quire-storyteller", kv_cache_memory="4MiB", num_threads=1, max_num_seqs=4))
+    engine = build_engine(EngineConfig(model="quire-storyteller", kv_cache_memory="4MiB", max_num_seqs=4, device=DEVICE))
     yield engine
     engine.close()
 
@@ -44,7 +48,7 @@ def _worker(engine: Engine, *, is_late: bool) -> Worker:
     inner: Worker = engine.executor.worker  # type: ignore[attr-defined]
     worker = Worker(inner.model, inner.memory, RowTable(4, engine.plan.limits.block_size), inner.sampler)
     if is_late:
-        worker.read_late(_at_once)
+        worker.read_late(_at_once if DEVICE == "cpu" else PinnedReadback())
     return worker
 
 
@@ -55,7 +59,13 @@ def _nothing_is_read() -> Iterator[None]:
         for name in READING:
             patch.setattr(torch.Tensor, name, _refuse, raising=False)
         patch.setattr(torch, "tensor", _refuse)
-        yield
+        if DEVICE != "cpu":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            if DEVICE != "cpu":
+                torch.cuda.set_sync_debug_mode("default")
 
 
 def _refuse(*_: Any, **__: Any) -> Any:
@@ -76,17 +86,27 @@ def _decode(step: int, rows: Sequence[int]) -> StepPlan:
 
 
 def test_ids_that_were_not_read_are_filled_in_on_the_device() -> None:
-    tokens = LastTokens(4, torch.device("cpu"), _at_once)
-    tokens.put(torch.tensor([2, 0]), torch.tensor([77, 88]))
+    tokens = LastTokens(4, torch.device(DEVICE), _at_once)
+    tokens.put(*torch.tensor([[2, 0], [77, 88]], device=DEVICE))
     rows = RowTable(4, 16)
     for row in (0, 2):
         rows.append_token(row, 5)
         rows.append_unread(row)
     ids = torch.from_numpy(np.array([rows.tokens(0)[1], 9, rows.tokens(2)[1], rows.tokens(2)[0], 0], np.int64))
+    ids = ids.to(DEVICE)
     assert ids.tolist() == [-1, 9, -3, 5, 0]
     assert tokens.fill_in(ids).tolist() == [88, 9, 77, 5, 0]
-    tokens.put(torch.tensor([2]), torch.tensor([6]))
+    tokens.put(*torch.tensor([[2], [6]], device=DEVICE))
     assert tokens.fill_in(ids).tolist() == [88, 9, 6, 5, 0]
+
+
+def test_a_device_that_never_ends_is_not_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter([False, False, True])
+    wait_until(lambda: next(looks))
+    assert next(looks, None) is None
+    monkeypatch.setattr("quire.worker.last_tokens._DEADLINE_S", 0.01)
+    with pytest.raises(EngineError, match="not finished a step"):
+        wait_until(lambda: False)
 
 
 def test_steps_are_launched_without_a_look_at_the_one_before(engine: Engine) -> None:

@@ -215,7 +215,8 @@ def _copy_alike(caches: list[Tensor], num_bytes: int, sources: Tensor, destinati
     """Copy blocks of `num_bytes` each within each cache."""
     is_even = num_bytes % 4 == 0
     num_copies, num_words = sources.numel(), num_bytes // 4 if is_even else num_bytes
-    addresses = torch.tensor([cache.data_ptr() for cache in caches], dtype=torch.int64).to(sources.device)
+    pinned = torch.tensor([cache.data_ptr() for cache in caches], dtype=torch.int64, pin_memory=sources.is_cuda)
+    addresses = pinned.to(sources.device, non_blocking=True)  # else the host would wait for the steps launched before
     shape = (len(caches), num_copies, num_words)
     held = torch.empty(shape, dtype=torch.int32 if is_even else torch.uint8, device=sources.device)
     for is_write, blocks in ((False, sources), (True, destinations)):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from late_device import LateDevice
 from replayed import replay_steps
 
 from quire import LLM, SamplingParams
@@ -92,4 +93,21 @@ def test_padded_and_replayed_steps_give_the_same_bits(model: str, device: torch.
         assert graphs is None or {shape.num_tokens for shape in graphs.shapes} == {1, 8}
         blocks = [cache[: llm.engine.plan.limits.num_blocks].tolist() for cache in caches]
         answers.append(([output.outputs for output in outputs], blocks))
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.usefixtures("kernels")
+def test_tokens_that_stay_on_the_device_are_the_same(model: str, device: torch.device) -> None:
+    """Where there is no GPU, on a stand-in whose results are late; padded steps fill in tokens as they were recorded."""
+    params = [SamplingParams(temperature=float(seed > 1), seed=seed, max_tokens=3, ignore_eos=True) for seed in (1, 2)]
+    answers = []
+    for overlap in ("off", "on"):
+        options = {"max_num_seqs": 2, "block_size": 8, "kv_cache_memory": "64KiB", "overlap": overlap, **ours(device)}
+        llm = LLM(model, load_format="dummy", **options)
+        late = LateDevice(llm.engine) if overlap == "on" and device.type == "cpu" else None
+        if overlap == "on":
+            replay_steps(llm.engine)
+        outputs = llm.generate([[5, 6, 7], [20, 21]], params, use_tqdm=False)
+        answers.append([output.outputs for output in outputs])
+        assert late is None or late.num_late > 1
     assert answers[0] == answers[1]

@@ -12,10 +12,13 @@ from kernel_cases import thorough
 from sampling_cases import make_filters, make_keys, make_logits, make_penalties, make_rows
 from torch import Tensor
 
+from quire.core.plan import RowSampling
 from quire.kernels.interface import Kernels
 from quire.kernels.reference.sampling import ReferenceSampling
 from quire.kernels.sampling import Filters, SamplingKernels, ScaledRows
-from quire.sampling import select_sampling
+from quire.sampling import SampledRow, Sampler, select_sampling
+from quire.sampling.greedy import greedy_results
+from quire.sampling.plain import choose_plain
 
 REFERENCE = ReferenceSampling()
 
@@ -108,3 +111,18 @@ def test_logits_that_do_not_fit_are_refused(sampling: SamplingKernels) -> None:
 
 def test_it_is_chosen_beside_the_triton_kernels(kernels: Kernels, device: torch.device) -> None:
     assert select_sampling(kernels).name == "triton"
+
+
+@pytest.mark.slow
+def test_plain_rows_are_chosen_without_a_look_from_the_host(sampling: SamplingKernels, device: torch.device) -> None:
+    """Rows that are not finite end in some token, not in a kernel that never ends."""
+    logits = make_logits(12, 65)
+    logits[3:6, 5], logits[6:9, 5], logits[9:] = math.nan, math.inf, -math.inf
+    kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.7}, {"top_k": 7, "top_p": 0.8, "min_p": 0.01}]
+    rows = [SampledRow(RowSampling(seed=i, **kinds[i % 3]), position=i) for i in range(12)]
+    token_ids, peaks = choose_plain(
+        sampling, logits.clone().to(device), rows, lambda arrays: [torch.from_numpy(array).to(device) for array in arrays]
+    )
+    expected = Sampler(REFERENCE).sample(logits, rows)
+    assert greedy_results((token_ids, peaks), [1] * 12) == expected and all(each.token_ids for each in expected[:3])
+    assert ((token_ids >= 0) & (token_ids < 65)).all()
