@@ -72,51 +72,45 @@ static int64_t cost(const AttentionTask &task) {
     return (task.num_rows() + 8) * (task.first_position + task.num_positions - task.first_split * int64_t{SPLIT});
 }
 
+static int64_t memory_of_thread(const KernelTable &table, const AttentionProblem &problem) {
+    return round_up(table.attention_scratch(problem.cache.head_size) + 1024, 16);
+}
+
+// Neighbouring tasks by the same thread, which asks for the next one's keys before it has finished with one.
+static void attend_all(const KernelTable &table, const AttentionProblem &problem,
+                       const std::vector<AttentionTask> &tasks, int team) {
+    const int64_t per_thread = memory_of_thread(table, problem), num_tasks = static_cast<int64_t>(tasks.size());
+    float *memory = scratch(ATTENTION, per_thread * team);
+    Shares shares(num_tasks, team);
+#pragma omp parallel num_threads(team)
+    for (int64_t i; (i = shares.take(thread_index())) >= 0;) {
+        const AttentionTask *next = i + 1 < num_tasks ? &tasks[i + 1] : nullptr;
+        table.attend(problem, tasks[i], next, memory + per_thread * thread_index());
+    }
+}
+
 // Few tasks over long contexts (a lone sequence decoding): one piece per split, so that all threads have work.
 static void attend_in_splits(const KernelTable &table, const AttentionProblem &problem,
-                             const std::vector<AttentionTask> &tasks) {
+                             const std::vector<AttentionTask> &tasks, int64_t num_pieces, int team) {
     const int64_t state = table.state_size(problem.cache.head_size) * MAX_ROWS;
+    float *partials = scratch(PARTIAL_STATES, num_pieces * state), *partial = partials;
     std::vector<AttentionTask> pieces;
     for (const AttentionTask &task : tasks) {
-        for (int32_t split = task.first_split; split < task.last_split; ++split) {
+        for (int32_t split = task.first_split; split < task.last_split; ++split, partial += state) {
             pieces.push_back(task);
             pieces.back().first_split = split;
             pieces.back().last_split = split + 1;
+            pieces.back().partial = partial;
         }
     }
-    float *partials = scratch(PARTIAL_STATES, pieces.size() * state);
-    const int team = num_threads();
-    const int64_t per_thread = round_up(table.attention_scratch(problem.cache.head_size) + 1024, 16);
-    float *memory = scratch(ATTENTION, per_thread * team);
-    const int64_t num_pieces = static_cast<int64_t>(pieces.size());
-#pragma omp parallel num_threads(team)
-    {
-        float *own = memory + per_thread * thread_index();
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < num_pieces; ++i) {
-            pieces[i].partial = partials + i * state;
-            table.attend(problem, pieces[i], own);
-        }
-    }
-    float *partial = partials;
+    attend_all(table, problem, pieces, team);
+    float *memory = scratch(ATTENTION, memory_of_thread(table, problem));
+    partial = partials;
     for (AttentionTask task : tasks) {
         task.partial = partial;
         const int count = task.last_split - task.first_split;
         table.finish_rows(problem, task, count, state, memory);
         partial += count * state;
-    }
-}
-
-static void attend_whole(const KernelTable &table, const AttentionProblem &problem,
-                         const std::vector<AttentionTask> &tasks, int team) {
-    const int64_t per_thread = round_up(table.attention_scratch(problem.cache.head_size) + 1024, 16);
-    float *memory = scratch(ATTENTION, per_thread * team);
-    const int64_t num_tasks = static_cast<int64_t>(tasks.size());
-#pragma omp parallel num_threads(team)
-    {
-        float *own = memory + per_thread * thread_index();
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < num_tasks; ++i) table.attend(problem, tasks[i], own);
     }
 }
 
@@ -135,11 +129,11 @@ void paged_attention(const AttentionProblem &problem, const Sequences &sequences
     const int team = team_size(total * problem.cache.head_size);
     const int64_t num_tasks = static_cast<int64_t>(tasks.size());
     if (team > 1 && num_tasks < 4 * team && num_pieces > num_tasks && num_pieces <= 1024) {
-        return attend_in_splits(table, problem, tasks);
+        return attend_in_splits(table, problem, tasks, num_pieces, team);
     }
     std::stable_sort(tasks.begin(), tasks.end(),
                      [](const AttentionTask &a, const AttentionTask &b) { return cost(a) > cost(b); });
-    attend_whole(table, problem, tasks, team);
+    attend_all(table, problem, tasks, team);
 }
 
 static void attend(uintptr_t query, uintptr_t out, int dtype, uintptr_t key_cache, uintptr_t value_cache, int format,

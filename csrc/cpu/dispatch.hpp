@@ -128,7 +128,9 @@ struct KernelTable {
     // attention
     int64_t (*attention_scratch)(int64_t head_size);  // floats that attend needs
     int64_t (*state_size)(int64_t head_size);         // floats of one row's softmax state
-    void (*attend)(const AttentionProblem &problem, const AttentionTask &task, float *scratch);
+    // `next_task`: what the caller's thread will probably attend to next; its keys are asked for. Null: unknown
+    void (*attend)(const AttentionProblem &problem, const AttentionTask &task, const AttentionTask *next_task,
+                   float *scratch);
     void (*finish_rows)(const AttentionProblem &problem, const AttentionTask &task, int num_partials,
                         int64_t partial_stride, float *scratch);
     void (*store_kv_row)(const void *row, DType dtype, void *to, KVFormat format, int64_t head_size);

@@ -6,10 +6,13 @@ D elements and the four bytes of its float32 scale. Knows nothing of layers or o
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from quire.common.kv_formats import KV_FORMATS
+from quire.kernels.host_memory import empty_bytes
 
 CPU = torch.device("cpu")
 
@@ -22,8 +25,11 @@ def empty_cache(
 ) -> Tensor:
     """An uninitialised cache for keys, or for values, in one of `KV_FORMATS`. Its pages are untouched."""
     chosen = KV_FORMATS[kv_format]
-    width = head_size + chosen.scale_bytes // chosen.element_bytes
-    return torch.empty((num_blocks, num_kv_heads, block_size, width), dtype=_DTYPES[kv_format], device=device)
+    dtype, width = _DTYPES[kv_format], head_size + chosen.scale_bytes // chosen.element_bytes
+    shape = (num_blocks, num_kv_heads, block_size, width)
+    if device.type == "cpu":
+        return empty_bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def head_size_of(cache: Tensor) -> int:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from quire.common.numbers import align_up
 from quire.common.openmp import torch_library
+from quire.common.pages import reserve
 from quire.errors import CheckpointError
 from quire.kernels.cpu import _native
 from quire.models.declaration import LinearSpec, TensorSpec
 from quire.weights.checkpoint import SafetensorsCheckpoint, StoredRows
-from quire.weights.region import reserve
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,9 +20,9 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from quire.common.pages import reserve
 from quire.errors import CheckpointError
 from quire.models.declaration import LinearSpec, TensorSpec
-from quire.weights.region import reserve
 from quire.weights.source import WeightSource
 from quire.weights.tensor_file import TensorFile
 

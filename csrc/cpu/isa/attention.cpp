@@ -118,7 +118,7 @@ static void locate(const AttentionProblem &problem, const AttentionTask &task, i
 
 // The next tile's keys and values, asked for a few rows at a time while this tile is computed: blocks are scattered, so
 // the hardware cannot foresee them. Measured before tiles had 64 keys and a direct way: decoding eight sequences of 1024
-// gained a factor of about 1.5 from it.
+// gained a factor of about 1.5 from it. After a task's last tile comes the next task's first.
 struct Prefetcher {
     const TileRows &tile;
     int64_t row_bytes;
@@ -555,30 +555,54 @@ static void merge(float *max_to, float *total_to, float *out_to, const float *ma
     }
 }
 
-static void attend_tiles(const AttentionProblem &problem, const AttentionTask &task, int64_t begin, int64_t end,
-                         const Workspace &w) {
-    TileRows tiles[2];
-    if (begin < end) locate(problem, task, begin, tiles[0]);
-    for (int64_t base = begin, turn = 0; base < end; base += TILE, turn ^= 1) {
-        TileRows &following = tiles[turn ^ 1];
-        Prefetcher next{following, problem.cache.row_bytes(), 2 * TILE};
-        if (base + TILE < end) {
-            locate(problem, task, base + TILE, following);
-            next.row = 0;
-        }
-        Range ranges[MAX_ROWS];
-        attend_tile(task, base, Turn{problem, w, tiles[turn], next, ranges}, ranges);
-    }
+// The positions of a task's tiles begin at multiples of TILE, from the first that any of its rows sees.
+static int64_t first_tile(const AttentionProblem &problem, const AttentionTask &task) {
+    const int64_t first_seen = problem.window > 0 ? max64(0, task.first_position - problem.window + 1) : 0;
+    return max64(task.first_split * int64_t{SPLIT}, first_seen / TILE * TILE);
 }
 
-static void attend_split(const AttentionProblem &problem, const AttentionTask &task, int64_t split, int64_t padded,
-                         const Workspace &w) {
-    const int64_t last_position = task.first_position + task.num_positions - 1;
-    const int64_t first_seen = problem.window > 0 ? max64(0, task.first_position - problem.window + 1) : 0;
-    const int64_t begin = max64(split * SPLIT, first_seen / TILE * TILE);
-    const int64_t end = min64((split + 1) * SPLIT, last_position + 1);
+static int64_t end_of_tiles(const AttentionTask &task) {
+    return min64(task.last_split * int64_t{SPLIT}, task.first_position + task.num_positions);
+}
+
+// The tiles of a task in order; while one is computed, the next is asked for, the first of `next_task` (null: none) last.
+struct TileWalk {
+    const AttentionProblem &problem;
+    const AttentionTask &task, *next_task;
+    int64_t base;  // the position at which the present tile begins
+    TileRows tiles[2];
+    int turn = 0;
+
+    TileWalk(const AttentionProblem &of, const AttentionTask &now, const AttentionTask *then)
+        : problem(of), task(now), next_task(then), base(first_tile(of, now)) {
+        if (base < end_of_tiles(task)) locate(problem, task, base, tiles[0]);
+    }
+
+    void attend_until(int64_t end, const Workspace &w) {
+        for (; base < end; base += TILE, turn ^= 1) {
+            Prefetcher next{tiles[turn ^ 1], problem.cache.row_bytes(), locate_next(tiles[turn ^ 1]) ? 0 : 2 * TILE};
+            Range ranges[MAX_ROWS];
+            attend_tile(task, base, Turn{problem, w, tiles[turn], next, ranges}, ranges);
+        }
+    }
+
+   private:
+    bool locate_next(TileRows &tile) const {
+        if (base + TILE < end_of_tiles(task)) {
+            locate(problem, task, base + TILE, tile);
+        } else if (next_task != nullptr) {
+            locate(problem, *next_task, first_tile(problem, *next_task), tile);
+        } else {
+            return false;
+        }
+        return true;
+    }
+};
+
+static void attend_split(TileWalk &walk, int64_t split, int64_t padded, const Workspace &w) {
+    const AttentionTask &task = walk.task;
     clear(w.split, task.num_rows(), padded);
-    attend_tiles(problem, task, begin, end, w);
+    walk.attend_until(min64((split + 1) * SPLIT, end_of_tiles(task)), w);
     for (int64_t r = 0; r < task.num_rows(); ++r) {
         merge(w.running.max + r, w.running.total + r * LANES, w.running.out + r * padded, w.split.max + r,
               w.split.total + r * LANES, w.split.out + r * padded, padded);
@@ -611,7 +635,7 @@ static States partial_states(float *memory, int64_t rows) {
     return States{memory, memory + rows, memory + rows * (1 + LANES)};
 }
 
-void attend(const AttentionProblem &problem, const AttentionTask &task, float *scratch) {
+void attend(const AttentionProblem &problem, const AttentionTask &task, const AttentionTask *next_task, float *scratch) {
     const int64_t padded = padded_head(problem.cache.head_size), rows = task.num_rows();
     Workspace w = lay_out(scratch, problem.cache.head_size);
     if (task.partial != nullptr) w.running = partial_states(task.partial, rows);
@@ -621,9 +645,8 @@ void attend(const AttentionProblem &problem, const AttentionTask &task, float *s
         gather_query<bf16>(problem, task, w.query);
     }
     clear(w.running, rows, padded);
-    for (int64_t split = task.first_split; split < task.last_split; ++split) {
-        attend_split(problem, task, split, padded, w);
-    }
+    TileWalk walk(problem, task, next_task);
+    for (int64_t split = task.first_split; split < task.last_split; ++split) attend_split(walk, split, padded, w);
     if (task.partial == nullptr) finish(problem, task, w.running, padded);
 }
 

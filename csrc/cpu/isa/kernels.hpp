@@ -22,7 +22,7 @@ void store_gated(const float *gate, const float *up, const float *gate_bias, con
 
 int64_t attention_scratch(int64_t head_size);
 int64_t state_size(int64_t head_size);
-void attend(const AttentionProblem &problem, const AttentionTask &task, float *scratch);
+void attend(const AttentionProblem &problem, const AttentionTask &task, const AttentionTask *next_task, float *scratch);
 void finish_rows(const AttentionProblem &problem, const AttentionTask &task, int num_partials, int64_t partial_stride,
                  float *scratch);
 void store_kv_row(const void *row, DType dtype, void *to, KVFormat format, int64_t head_size);

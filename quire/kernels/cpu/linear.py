@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.errors import ConfigError
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.checks import activation_code, address, float_code, require
+from quire.kernels.host_memory import empty_bytes
 from quire.kernels.interface import Activation, PackedLinear, QuantizedWeight
 
 LAYOUT_VERSION: str = _native.WEIGHT_LAYOUT
@@ -93,7 +94,7 @@ def table_of(weight: PackedLinear) -> PackedTable | None:
 def _allocate(layout: PackedLayout, bias: Tensor | None) -> CpuLinear:
     """The weight with its bytes still to be written."""
     own_bias = None if bias is None else bias.detach().to("cpu", torch.float32, copy=True).contiguous()
-    return CpuLinear(layout, torch.empty(layout.num_bytes, dtype=torch.uint8), own_bias)
+    return CpuLinear(layout, empty_bytes(layout.num_bytes), own_bias)
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None = None) -> CpuLinear:

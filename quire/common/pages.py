@@ -1,4 +1,4 @@
-"""Memory that weights are read into: anonymous pages, large ones where the system has them."""
+"""Memory for weights and KV caches: anonymous pages, large ones where the system has them."""
 
 from __future__ import annotations
 
