@@ -7,20 +7,42 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import quire.quant
 from quire.common.version import __version__
+from quire.engine.machine import instruction_sets
 from quire.engine.model_files import ModelFiles
 from quire.engine.planning import EnginePlan
 from quire.weights.packed_cache import CacheName
 
+_NUM_SAMPLES = 256
+_SAMPLE_BYTES = 4096
+"""Of each file: a megabyte, which takes a millisecond where it was read before. Weights that were trained further differ almost
+everywhere, and of a change to a twentieth of a file the samples miss one in half a million."""
+
 
 def fingerprint(plan: EnginePlan, files: ModelFiles) -> str:
-    """Changes whenever answers may: Quire's version, the model's declaration and files, dtypes and kernels."""
-    sizes = [(path.name, path.stat().st_size) for path in _weight_files(files)]
-    return _digest([*_forms(plan), dict(files.config), plan.kv_format, plan.config.kernels, sizes])
+    """Changes whenever answers may: Quire's version, the model's declaration and files, dtypes, kernels, and what this
+    machine's processor makes them compute with. The same files on a machine of the same class have the same."""
+    where = [plan.device, plan.config.kernels, plan.attention_module, plan.config.batch_invariant, instruction_sets()]
+    tokenizer = Path(plan.config.tokenizer or files.folder) / "tokenizer.json"
+    read = [*_weight_files(files), *([tokenizer] if tokenizer.is_file() else [])]
+    samples = [(path.name, *_samples(path)) for path in read]
+    return _digest([*_forms(plan), dict(files.config), plan.kv_format, where, samples])
+
+
+def _samples(path: Path) -> tuple[int, str]:
+    """A file's size, and a digest of pieces all over it: the whole of a small one."""
+    digest = hashlib.blake2b(digest_size=12)
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        for place in range(0, size, max(_SAMPLE_BYTES, size // _NUM_SAMPLES)):
+            file.seek(place)
+            digest.update(file.read(_SAMPLE_BYTES))
+    return size, digest.hexdigest()
 
 
 def cache_name(plan: EnginePlan, files: ModelFiles) -> CacheName:

@@ -16,6 +16,10 @@ from quire.engine.gpu import Gpu
 
 _UNLIMITED = 1 << 60
 _MAX_CPUS = 1 << 16
+_DECISIVE_FLAGS = frozenset(
+    {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"}
+    | {"amx_int8", "asimd", "bf16", "i8mm"}
+)
 _GUESSED_MEMORY = 4 << 30
 """Where no file and no system call tells."""
 
@@ -164,6 +168,17 @@ def _cpu_name(root: Path) -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def instruction_sets(root: Path = Path("/")) -> str:
+    """What kernels are chosen by, as one word for each class of processors: bits are the same within one, not between two."""
+    found: set[str] = set()
+    for line in _lines(root / "proc/cpuinfo"):
+        name, _, flags = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            found.update(_DECISIVE_FLAGS & set(flags.split()))
+            break
+    return "+".join([platform.machine(), *sorted(found)])
 
 
 def _lines(path: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from pathlib import Path
 
@@ -41,6 +42,8 @@ class Api:
         self.generator = Generator(client, self.admission, self.metrics, config.max_logprob_entries)
         self.generator.tracer = tracer
         self.sampling_defaults = generation_defaults(info.generation_config)
+        decisive = f"{info.fingerprint} {sorted(self.sampling_defaults.items())} {self.texts.template_source}"
+        self._fingerprint = f"fp_{hashlib.blake2b(decisive.encode(), digest_size=12).hexdigest()}"
 
     def default_max_tokens(self, num_top_logprobs: int | None, num_sequences: int) -> int | None:
         """The limit of an answer whose request gives none, besides the context: the model's own, or what its
@@ -80,8 +83,8 @@ class Api:
 
     @property
     def fingerprint(self) -> str:
-        """OpenAI's `system_fingerprint`."""
-        return f"fp_{self.client.model.fingerprint[:24]}"
+        """OpenAI's `system_fingerprint`: of the engine, and of the template that makes its prompts."""
+        return self._fingerprint
 
     def check_model(self, name: str | None) -> str:
         """The name to answer under. Raises ApiError 404 for a model that is not served here."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from quire.engine.client import EngineClient, GenerationRequest
 from quire.engine.local_client import LocalClient
 from quire.engine.outputs import RequestOutput
 from quire.errors import InvalidParameterError, PromptTooLongError, UnavailableError
+from quire.weights.folder import resolve_model
 
 OPTIONS: dict[str, Any] = {"load_format": "dummy", "kv_cache_memory": "512KiB", "num_threads": 1, "max_num_seqs": 16}
 
@@ -87,6 +89,31 @@ def test_the_fingerprint_changes_with_the_numbers_and_not_with_the_limits(tiny_c
 
     assert fingerprint() == fingerprint(max_num_seqs=4, block_size=32)
     assert len({fingerprint(), fingerprint(dtype="bfloat16"), fingerprint(seed=5)}) == 3
+
+
+def test_the_fingerprint_changes_with_the_weights_the_tokenizer_and_the_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quire.engine.admission import model_info
+
+    def fingerprint(folder: Path) -> str:
+        return model_info(prepare_model(EngineConfig(model=str(folder), kv_cache_memory="4MiB"))).fingerprint
+
+    model = resolve_model("quire-storyteller")
+    same, other = tmp_path / "same", tmp_path / "other"
+    for copy in (same, other):
+        shutil.copytree(model, copy)
+    (weights,) = other.glob("*.safetensors")
+    content = bytearray(weights.read_bytes())
+    half = len(content) // 2
+    content[half:] = bytes(len(content) - half)  # of the same size and form, trained to nothing
+    weights.write_bytes(content)
+    alone = fingerprint(model)
+    assert fingerprint(same) == alone != fingerprint(other)
+    (same / "tokenizer.json").write_text((same / "tokenizer.json").read_text() + "\n")
+    assert fingerprint(same) != alone
+    monkeypatch.setattr("quire.engine.fingerprint.instruction_sets", lambda: "x86_64+avx2")
+    assert fingerprint(model) != alone
 
 
 def test_the_server_side_imports_no_torch() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.machine import Machine
+from quire.engine.machine import Machine, instruction_sets
 
 GIB = 1 << 30
 MEMINFO = "MemTotal: 33554432 kB\nMemFree: 1048576 kB\nMemAvailable: 16777216 kB\nCached: 2097152 kB\nHugePages_Total: 0\n"
@@ -130,3 +130,17 @@ def test_a_quota_below_the_cores_is_the_reason(tmp_path: Path) -> None:
 @pytest.mark.parametrize("allowed", ["", "x", "3-", "-3", "0-99999999", "1,,2"])
 def test_a_list_of_cpus_that_makes_no_sense_limits_nothing(allowed: str, tmp_path: Path) -> None:
     assert _machine(tmp_path, _cpus(allowed, {}, {})).num_cores == Machine.inspect(tmp_path / "nothing").num_cores
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ("model name : x\nflags\t\t: fpu avx2 sse fma avx512f\nflags : amx_tile\n", ["avx2", "avx512f", "fma"]),
+        ("Features\t: fp asimd crc32 i8mm\n", ["asimd", "i8mm"]),
+        ("", []),
+    ],
+)
+def test_processors_of_one_class_have_one_word(tmp_path: Path, lines: str, found: list[str]) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text(lines)
+    assert instruction_sets(tmp_path).split("+")[1:] == found

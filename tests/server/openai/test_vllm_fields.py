@@ -146,6 +146,8 @@ def test_documents_reach_templates_that_read_them(with_documents: httpx.Client, 
     assert 2 not in ids, "a special token that a user spelt out is text"
     answer = with_documents.post("/v1/chat/completions", json={**CHAT, **body})
     assert answer.json()["usage"]["prompt_tokens"] == len(ids)
+    plain = http.post("/v1/chat/completions", json=CHAT).json()
+    assert plain["system_fingerprint"] != answer.json()["system_fingerprint"], "another template, other answers"
     refused = http.post("/v1/chat/completions", json={**CHAT, **body})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "documents")
     assert http.post("/v1/chat/completions", json={**CHAT, "documents": []}).status_code == 200
