@@ -11,8 +11,7 @@ import gc
 _THRESHOLDS = (10_000, 5, 10)
 """New objects before the youngest are looked at, and how many such looks before an older generation's. One step of 200 streams
 makes some 1,500 objects that the next one frees without any collector: with Python's 700, the collector took 7 % of the HTTP
-process. With more than these, what fails in cycles lies about longer: 5,600 refusals left the process 31 MiB larger with
-(20,000, 20, 20), and 23 with these."""
+process. With more than these, what is left in cycles lies about longer."""
 
 
 def settle() -> None:

@@ -151,15 +151,18 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _parse_head(self, head: bytes) -> None:
         """Raises HttpParserError, or HttpParserUpgrade of CONNECT."""
-        self._is_in_head = True
         try:
-            self.parser.feed_data(head)
+            self._feed_head(head)
         except httptools.HttpParserUpgrade:
             # Ignored, as a server may. llhttp would take the request's body for the other protocol's bytes.
             self.parser = httptools.HttpRequestParser(self)
-            self.parser.feed_data(_UPGRADE.sub(b"", head))
-        finally:
-            self._is_in_head = False
+            self._feed_head(_UPGRADE.sub(b"", head))
+
+    def _feed_head(self, head: bytes) -> None:
+        self._is_in_head = True
+        self.parser.feed_data(head)
+        if self._is_in_head:
+            raise httptools.HttpParserError("a head without its end")
 
     def _scope(self, method: bytes, target: bytes, version: bytes) -> dict[str, Any]:
         """What ASGI says of a request. The path is as it was sent: that of `http://x/livez` is not `/livez`."""
@@ -221,6 +224,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self.parser.feed_data(mine)
             if self._num_framing_bytes > MAX_FRAMING_BYTES + _CHUNK_FRAMING_BYTES * self._num_chunks:
                 raise httptools.HttpParserError("too many bytes around the chunks")
+            if self._body_left == 0 and self._is_in_body:
+                raise httptools.HttpParserError("a body of another length")
         except httptools.HttpParserError:
             if self._is_in_body:
                 self._break_off()
@@ -245,6 +250,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Note what llhttp forgets at a message's end."""
+        self._is_in_head = False
         self._keeps_alive = self.parser.should_keep_alive()
 
     def on_chunk_header(self) -> None:
@@ -267,7 +273,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """The request is complete."""
         self._is_in_body = False
-        if self.cycle is not None and not self._is_in_head:
+        if self.cycle is not None:
             self.cycle.more_body = False
             self.cycle.message_event.set()
 
