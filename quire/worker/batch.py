@@ -58,11 +58,6 @@ class StepArrays:
         return StepInputs(token_ids, batch, self.query_start.tolist())
 
 
-def build_inputs(rows: RowTable, work: Sequence[RowWork], stage: Staging, *, shared_unit: int | None = None) -> StepInputs:
-    """`gather`, then `move`."""
-    return move(gather(rows, work, shared_unit=shared_unit), rows.block_size, stage)
-
-
 def move(arrays: StepArrays, block_size: int, stage: Staging) -> StepInputs:
     """To the device of `stage`."""
     query_start = arrays.query_start.tolist()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire.core.plan import NewRow, RowSampling, RowWork, StepPlan
-from quire.worker.batch import build_inputs
+from quire.worker.batch import gather, move
 from quire.worker.rows import RowTable
 from quire.worker.staging import Staging
 
@@ -36,7 +36,7 @@ def rows() -> RowTable:
 
 
 def _check(rows: RowTable, work: list[RowWork]) -> None:
-    inputs = build_inputs(rows, work, Staging(torch.device("cpu")))
+    inputs = move(gather(rows, work), BLOCK_SIZE, Staging(torch.device("cpu")))
     expected = [(item.row, position) for item in work for position in range(item.start, item.start + item.num_tokens)]
     assert inputs.token_ids.tolist() == [100 * row + position for row, position in expected]
     assert inputs.batch.positions.tolist() == [position for _, position in expected]

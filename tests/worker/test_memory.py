@@ -14,7 +14,7 @@ from quire.engine.builder import build_engine
 from quire.kernels import load
 from quire.models.declaration import KVLayerSpec
 from quire.nn.context import StepContext
-from quire.worker.batch import build_inputs
+from quire.worker.batch import gather, move
 from quire.worker.memory import KVMemory, PoolShape
 from quire.worker.staging import Staging
 
@@ -70,7 +70,8 @@ def _distributions(kv_format: str) -> torch.Tensor:
         token_ids = tuple(tokenizer.encode(story))
         row = NewRow(0, "story", token_ids, len(token_ids), tuple(range(20)), RowSampling())
         worker.rows.apply(StepPlan(0, new_rows=(row,)))
-        inputs = build_inputs(worker.rows, [RowWork(0, 0, len(token_ids))], Staging(torch.device("cpu")))
+        work = [RowWork(0, 0, len(token_ids))]
+        inputs = move(gather(worker.rows, work), worker.rows.block_size, Staging(torch.device("cpu")))
         context = StepContext(inputs.batch, worker.memory.caches)
         hidden = worker.model.forward(inputs.token_ids, inputs.batch.positions, context)
         found.append(worker.model.logits(hidden).double().log_softmax(-1))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire.core.plan import NewRow, RowSampling, RowWork, StepPlan
-from quire.worker.batch import build_inputs
+from quire.worker.batch import gather, move
 from quire.worker.prefixes import Run, find_runs, run_arrays
 from quire.worker.rows import RowTable
 from quire.worker.staging import Staging
@@ -46,9 +46,9 @@ def test_a_batch_says_what_is_shared_where_a_back_end_asks() -> None:
     rows.apply(StepPlan(0, new_rows=new))
     work = [RowWork(0, 9, 1), RowWork(1, 8, 2), RowWork(2, 0, 10)]
     stage = Staging(torch.device("cpu"))
-    assert build_inputs(rows, work, stage).batch.shared is None
-    assert build_inputs(rows, work, stage, shared_unit=6).batch.shared is None  # not whole blocks
-    shared = build_inputs(rows, work, stage, shared_unit=8).batch.shared
+    assert move(gather(rows, work), 4, stage).batch.shared is None
+    assert move(gather(rows, work, shared_unit=6), 4, stage).batch.shared is None  # not whole blocks
+    shared = move(gather(rows, work, shared_unit=8), 4, stage).batch.shared
     assert shared is not None
     assert shared.query_start.tolist() == [0, 3, 13] and shared.shared_len.tolist() == [8, 0]
     assert shared.context_len.tolist() == [11, 10] and shared.known_len.tolist() == [8, 8, 0]
