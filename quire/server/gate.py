@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.common.failures import log_failure
 from quire.config.api import ApiConfig
+from quire.errors import UnavailableError
 from quire.server.body import read_body, too_large
 from quire.server.call import Call, attach
 from quire.server.errors import ApiError, bad_request, from_exception
@@ -188,7 +189,7 @@ class _Exchange:
             await self._fail(error)
         except Exception as error:
             answer = from_exception(error)
-            if answer.status >= 500:
+            if answer.status >= 500 and not isinstance(error, UnavailableError):  # draining, say, is no failure
                 log_failure(logger, f"request {self.request_id} failed", error)
             await self._fail(answer)
         finally:

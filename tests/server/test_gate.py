@@ -15,6 +15,7 @@ from servers import routes_of, serve
 from timing import timed
 
 from quire.config.api import ApiConfig
+from quire.errors import UnavailableError
 from quire.server.app import build_app
 from quire.server.logs import JsonFormatter
 from quire.server.tenants import Tenant, key_ring
@@ -124,6 +125,16 @@ def test_t16_neither_errors_nor_logs_hold_texts_keys_or_paths(caplog: pytest.Log
     for text in (*lines, *(answer.text for answer in answers)):
         for leak in (secret, "sk-right-key", "Traceback", "/root", "0x7f", ".py"):
             assert leak not in text
+
+
+@pytest.mark.parametrize(
+    ("error", "num_failures"), [(UnavailableError("going down", state="draining"), 0), (ValueError("a bug"), 1)]
+)
+def test_a_refusal_is_not_logged_as_a_failure(caplog: pytest.LogCaptureFixture, error: Exception, num_failures: int) -> None:
+    with serve(FakeClient(Script(raises=error))) as server:
+        answer = httpx.post(server.url + CHAT, json={"messages": [{"role": "user", "content": "x"}]})
+    assert answer.status_code >= 500
+    assert sum(record.levelno >= logging.ERROR for record in caplog.records) == num_failures
 
 
 def test_t04_nothing_is_ever_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
