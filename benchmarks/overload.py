@@ -1,7 +1,7 @@
 """Ten times more than a server can take: what it still delivers, how fast it refuses the rest, how it is afterwards.
 
     python -m benchmarks.overload                  60 seconds at 10 times the capacity
-    python -m benchmarks.overload --seconds 10 --peak-seconds 6
+    python -m benchmarks.overload --rounds 6 --seconds 15 --peak-seconds 10      in turns, where the machine's speed swings
 
 First the peak: as many clients at once as the server has seats, each request upon the answer to the last. Then arrivals at ten
 times that rate, whatever becomes of them, with a queue that is bounded: once to warm up, so that buffers for the most that can
@@ -59,42 +59,74 @@ class Phase:
 
 
 async def measure(server: Server, args: argparse.Namespace) -> dict[str, Any]:
-    """Peak, overload, rest, peak again; each peak alone, and beside a generator as busy as that of the overload."""
+    """Peak and overload in turns, a peak last; each peak alone, and beside a generator as busy as that of the overload."""
     async with HttpClient(server.url, timeout_s=300) as client:
         bench = _Bench(server, Target(client, (await ask_server(client, None)).model), args)
         cost_s = await bench.refusal_cost_s()
-        peak = await bench.closed()
-        peak_requests = peak.goodput / float(args.output_len)
+        peaks, overloads, idle_s = [await bench.closed()], [], 0.0
+        peak_requests = peaks[0].goodput / float(args.output_len)
         rate, burn = args.factor * peak_requests, ((args.factor - 1) * peak_requests, cost_s)
-        beside = await bench.closed(burn)
-        print(f"peak: {peak.goodput:,.0f} tokens/s, {peak_requests:.1f} requests/s; now {rate:.0f} a second", file=sys.stderr)
+        print(
+            f"peak: {peaks[0].goodput:,.0f} tokens/s, {peak_requests:.1f} requests/s; now {rate:.0f} a second", file=sys.stderr
+        )
         await bench.open(rate, args.warm_seconds)
         await _await_idle(server)
-        before = memory(server)
-        overload = await bench.open(rate, args.seconds)
-        idle_s = await _await_idle(server)
-        after = memory(server)
-        beside_again, again = await bench.closed(burn), await bench.closed()
-    exchanges = overload.run.exchanges
-    # A machine's speed swings: what lies between two peaks is held against their mean.
+        before = after = memory(server)
+        besides = [await bench.closed(burn)]
+        for _ in range(args.rounds):
+            overloads.append(await bench.open(rate, args.seconds))
+            idle_s = max(idle_s, await _await_idle(server))
+            after = memory(server)
+            besides.append(await bench.closed(burn))
+            peaks.append(await bench.closed())
     return {
-        "peak_tokens_per_s": peak.goodput,
         "peak_requests_per_s": peak_requests,
-        "peak_beside_tokens_per_s": (beside.goodput + beside_again.goodput) / 2,
-        "goodput_tokens_per_s": overload.goodput,
-        "goodput_share": 2 * overload.goodput / (beside.goodput + beside_again.goodput),
-        "goodput_share_of_plain_peak": 2 * overload.goodput / (peak.goodput + again.goodput),
-        "recovered_share": again.goodput / peak.goodput,
         "refusal_client_s": cost_s,
-        "cores": {"peak": peak.shares, "beside": beside.shares, "overload": overload.shares, "again": again.shares},
-        "num_sent": len(exchanges),
-        "statuses": _statuses(overload.run),
-        "refusal_s": spread([each.e2e_s for each in exchanges if each.status == "429"], (50, 90, 95, 99)),
-        "ttft_s": spread([each.ttft_s for each in exchanges if each.is_ok], (50, 90, 95, 99)),
-        "e2e_s": spread([each.e2e_s for each in exchanges if each.is_ok], (50, 90, 95, 99)),
         "idle_after_s": idle_s,
         "rss_bytes": {"before": sum(before), "after": sum(after)},
         "http_rss_bytes": {"before": before[0], "after": after[0]},
+        **compare(peaks, besides, overloads),
+        **_fates([each for phase in overloads for each in phase.run.exchanges]),
+    }
+
+
+def compare(peaks: Sequence[Phase], besides: Sequence[Phase], overloads: Sequence[Phase]) -> dict[str, Any]:
+    """Overloads against the peaks around them: a machine's speed swings, so what lies between two is held against the mean."""
+    return {
+        "peaks_tokens_per_s": [each.goodput for each in peaks],
+        "peaks_beside_tokens_per_s": [each.goodput for each in besides],
+        "goodputs_tokens_per_s": [each.goodput for each in overloads],
+        "goodput_share": _sum(overloads) / _sum_between(besides),
+        "goodput_share_of_plain_peak": _sum(overloads) / _sum_between(peaks),
+        "recovered_share": _sum(peaks[1:]) / _sum(peaks[:-1]),
+        "cores": {
+            "peak": _mean_shares(peaks),
+            "beside": _mean_shares(besides),
+            "overload": _mean_shares(overloads),
+        },
+    }
+
+
+def _sum(phases: Sequence[Phase]) -> float:
+    return sum(each.goodput for each in phases)
+
+
+def _sum_between(phases: Sequence[Phase]) -> float:
+    return (_sum(phases[:-1]) + _sum(phases[1:])) / 2
+
+
+def _mean_shares(phases: Sequence[Phase]) -> dict[str, float]:
+    return {who: sum(each.shares[who] for each in phases) / len(phases) for who in phases[0].shares}
+
+
+def _fates(exchanges: Sequence[Exchange]) -> dict[str, Any]:
+    """What became of the overloads' requests."""
+    return {
+        "num_sent": len(exchanges),
+        "statuses": _statuses(exchanges),
+        "refusal_s": spread([each.e2e_s for each in exchanges if each.status == "429"], (50, 90, 95, 99)),
+        "ttft_s": spread([each.ttft_s for each in exchanges if each.is_ok], (50, 90, 95, 99)),
+        "e2e_s": spread([each.e2e_s for each in exchanges if each.is_ok], (50, 90, 95, 99)),
     }
 
 
@@ -176,9 +208,9 @@ def _window(run: LoadRun, args: argparse.Namespace) -> tuple[float, float]:
     return min(args.settle_seconds, last_s / 3), last_s
 
 
-def _statuses(run: LoadRun) -> dict[str, int]:
+def _statuses(exchanges: Sequence[Exchange]) -> dict[str, int]:
     counts: dict[str, int] = {}
-    for each in run.exchanges:
+    for each in exchanges:
         counts[each.status] = counts.get(each.status, 0) + 1
     return counts
 
@@ -221,12 +253,12 @@ def render(figures: dict[str, Any]) -> list[str]:
     refusal, rss, total = figures["refusal_s"], figures["rss_bytes"], figures["e2e_s"]
     http_rss = figures["http_rss_bytes"]
     lines = [
-        f"peak         {figures['peak_tokens_per_s']:,.0f} output tokens/s, {figures['peak_requests_per_s']:.1f} requests/s; "
-        f"{figures['peak_beside_tokens_per_s']:,.0f} beside clients as busy as under overload "
+        f"peaks        {_listed(figures['peaks_tokens_per_s'])} output tokens/s; "
+        f"{_listed(figures['peaks_beside_tokens_per_s'])} beside clients as busy as under overload "
         f"({1e6 * figures['refusal_client_s']:.0f} us a refusal)",
         f"overload     {figures['num_sent']:,} requests: {figures['statuses']}",
-        f"goodput      {figures['goodput_tokens_per_s']:,.0f} tokens/s, {figures['goodput_share']:.1%} of the peak beside such "
-        f"clients, {figures['goodput_share_of_plain_peak']:.1%} of the plain one; afterwards the peak is "
+        f"goodput      {_listed(figures['goodputs_tokens_per_s'])} tokens/s, {figures['goodput_share']:.1%} of the peaks "
+        f"beside such clients, {figures['goodput_share_of_plain_peak']:.1%} of the plain; afterwards it is "
         f"{figures['recovered_share']:.1%} of what it was",
         f"memory       {rss['before'] / 2**20:.0f} MiB before, {rss['after'] / 2**20:.0f} after, of which the HTTP process "
         f"{http_rss['before'] / 2**20:.1f}, {http_rss['after'] / 2**20:.1f}; idle after {figures['idle_after_s']:.1f} s",
@@ -240,11 +272,16 @@ def render(figures: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _listed(rates: Sequence[float]) -> str:
+    return ", ".join(f"{rate:,.0f}" for rate in rates)
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], prog="python -m benchmarks.overload")
     add_server_options(parser)
     parser.add_argument("--seconds", type=float, default=60.0, help="of overload (default: 60)")
+    parser.add_argument("--rounds", type=int, default=1, help="overloads, with a peak between two (default: 1)")
     parser.add_argument("--peak-seconds", type=float, default=20.0, help="of each look at the peak (default: 20)")
     parser.add_argument("--warm-seconds", type=float, default=15.0, help="of overload before memory is read (default: 15)")
     parser.add_argument("--settle-seconds", type=float, default=5.0, help="that do not count (default: 5)")

@@ -59,6 +59,16 @@ def test_goodput_counts_answered_tokens_within_the_window() -> None:
     assert overload.goodput(run, args_of("--settle-seconds", "2")) == pytest.approx(2 * 4 / 7)
 
 
+def test_an_overload_is_held_against_the_peaks_around_it() -> None:
+    def phases(*rates: float) -> list[overload.Phase]:
+        return [overload.Phase(rate, LoadRun([], 1.0, 0, []), {"http": rate / 1000}) for rate in rates]
+
+    seen = overload.compare(phases(100, 200, 300), phases(100, 100, 300), phases(90, 190))
+    assert seen["goodput_share"] == pytest.approx(280 / (100 + 200)) and seen["cores"]["overload"] == {"http": 0.14}
+    assert seen["goodput_share_of_plain_peak"] == pytest.approx(280 / (150 + 250))
+    assert seen["recovered_share"] == pytest.approx(500 / 300)
+
+
 GOOD: dict[str, Any] = {
     "goodput_share": 0.97, "recovered_share": 1.0, "refusal_s": {"p99": 0.02}, "statuses": {"ok": 3, "429": 9},
     "rss_bytes": {"before": 100, "after": 200}, "peak_requests_per_s": 10.0, "e2e_s": {"p99": 5.0},

@@ -88,7 +88,7 @@ def test_a_failed_request_is_reported_and_gives_exit_code_1(
     from quire.core.plan import WorkResult
     from quire.worker.worker import Worker
 
-    monkeypatch.setattr(Worker, "_compute_contained", lambda self, work: [WorkResult(error="broken") for _ in work])
+    monkeypatch.setattr(Worker, "_launch_contained", lambda self, work: lambda: [WorkResult(error="broken") for _ in work])
     assert main(["generate", tiny, "-p", START, *GREEDY]) == 1
     captured = capsys.readouterr()
     assert "[failed: broken]" in captured.out and "failed: 1 of 1 request" in captured.err
