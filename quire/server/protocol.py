@@ -187,7 +187,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _start(self, scope: Any) -> None:
         """Begin an exchange. Raises HttpParserError where llhttp is content with a head that is not."""
         fields, is_current = dict(self.headers), scope["http_version"] == "1.1"
-        _check_fields(self.headers, fields, is_current=is_current)
+        _check_fields(self.headers, is_current=is_current)
         self._body_left = None if b"transfer-encoding" in fields else int(fields.get(b"content-length", 0))
         self._num_chunks = self._num_framing_bytes = 0
         cycle = Exchange(
@@ -345,13 +345,13 @@ def _is_hopeless(data: bytes, begin: int) -> bool:
     return _BEGINNING.match(data) is None or (line_end > 0 and data[line_end - 1 : line_end] != b"\r")
 
 
-def _check_fields(headers: list[tuple[bytes, bytes]], fields: dict[bytes, bytes], *, is_current: bool) -> None:
+def _check_fields(headers: list[tuple[bytes, bytes]], *, is_current: bool) -> None:
     """Raises HttpParserError for what a request of HTTP/1.1 (`is_current`) or 1.0 must not be without or have."""
     num_hosts = sum([name == b"host" for name, _ in headers])
     if num_hosts > 1 or (is_current and num_hosts == 0):
         raise httptools.HttpParserError("not one Host")
-    coding = fields.get(b"transfer-encoding")
-    if coding is not None and (coding.lower() != b"chunked" or not is_current):
+    codings = [value.lower() for name, value in headers if name == b"transfer-encoding"]
+    if codings and (codings != [b"chunked"] or not is_current):  # llhttp looks at the last line alone
         raise httptools.HttpParserError("a coding that is not chunked")
 
 

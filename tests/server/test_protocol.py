@@ -133,6 +133,14 @@ def test_what_is_refused(server: RunningServer, request_bytes: bytes) -> None:
     assert b" 200 OK" in say(server, GET + b"\r\n")
 
 
+@pytest.mark.parametrize(
+    "value", [b" gzip, chunked", b" gzip\r\ntransfer-encoding: chunked", b" chunked\r\ntransfer-encoding: gzip"]
+)
+def test_other_codings_reach_no_route(server: RunningServer, value: bytes) -> None:
+    answer = say(server, with_coding(value))
+    assert num_answers(answer) == 1 and b'"invalid_http"' in answer, answer[:200]
+
+
 def num_answers(answer: bytes) -> int:
     """How many there are."""
     return len(re.findall(rb"HTTP/1\.1 [1-5]", answer))
