@@ -44,7 +44,7 @@ class Staging:
 
 
 def _pinned(arrays: Sequence[Array]) -> Tensor:
-    """Packed in pinned memory: rounded up, so that few sizes are asked for."""
+    """Packed in pinned memory of `_MIN_BYTES` at least, so that the small ones, which most are, have one size."""
     num_bytes = packed_len(arrays)
     host = torch.empty(max(_MIN_BYTES, num_bytes), dtype=torch.uint8, pin_memory=True)[:num_bytes]
     pack(arrays, host)
