@@ -113,6 +113,14 @@ class Request:
                 return False
         return True
 
+    def release(self) -> None:
+        """Forget the sequences of a finished request, once nobody asks for them again.
+
+        They refer to it as it does to them, so that without this all of it would stay until the collector of cycles looks.
+        """
+        assert self.is_finished
+        self.sequences.clear()
+
     @property
     def scoring(self) -> ScoringKey | None:
         """How prompt log-probabilities are wanted, or None where they are not."""

@@ -81,10 +81,13 @@ class Engine(StepLoop):
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request at once; returns what there is of it. Unknown and finished ids are ignored."""
-        self.scheduler.abort(request_id)
+        request = self.scheduler.abort(request_id)
         self._beams.pop(request_id, None)
         self._forget_processors(request_id)
-        return self._outputs.forget(request_id)
+        output = self._outputs.forget(request_id)
+        if request is not None:
+            request.release()
+        return output
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -128,6 +131,7 @@ class Engine(StepLoop):
                 self._forget_processors(request_id)
                 if request_id in self._beams:
                     outputs.append(beam_output(self._beams.pop(request_id), self.tokenizer))
+                sequence.request.release()
         return outputs
 
     def close(self) -> None:

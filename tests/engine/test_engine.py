@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from cycles import no_cycles_of
 from engines import run_all
 
 from quire.core.params import BeamSearchParams, SamplingParams
 from quire.core.plan import NOT_FINITE, StepPlan, StepResult
+from quire.core.request import Request
+from quire.core.request import Sequence as TokenSequence
 from quire.engine.engine import Engine
 from quire.engine.outputs import BeamSearchOutput, RequestOutput
 from quire.engine.prompts import Prompt, PromptDict
@@ -491,3 +494,17 @@ def test_a_closed_engine_refuses(make_engine: MakeEngine) -> None:
     assert not engine.has_work
     with pytest.raises(EngineError):
         engine.add_request("y", PROMPT, _params())
+
+
+def test_a_request_that_is_over_is_gone_at_once_however_it_ended(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    with no_cycles_of(Request, TokenSequence):
+        _add_neighbours(engine)
+        engine.add_request("several", PROMPT, _params(n=2, temperature=1.0))
+        engine.add_request("beams", PROMPT, BeamSearchParams(beam_width=2, max_tokens=4))
+        engine.add_request("aborted", PROMPT, _params(max_tokens=100))
+        for _ in range(4):
+            engine.step()
+        engine.abort("aborted")
+        while engine.has_work:
+            engine.step()

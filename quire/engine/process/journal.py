@@ -232,4 +232,5 @@ class Journal:
             if output.finished:
                 entry = self._by_id.pop(output.request_id)
                 del self.entries[entry.number]
+                entry.request.release()
         return outputs

@@ -113,11 +113,12 @@ class Service:
     def _end(self, number: int) -> None:
         request = self._requests.get(number)
         if request is not None:
-            self._forget(request)
             self.loop.scheduler.abort(request.request_id)
+            self._forget(request)
 
     def _forget(self, request: Request) -> None:
         del self._requests[self._numbers.pop(request.request_id)]
+        request.release()
 
     def _gains(self, progress: list[Progress]) -> Iterator[Gain]:
         by_sequence: dict[Sequence, list[Progress]] = {}

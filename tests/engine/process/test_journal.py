@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cycles import no_cycles_of
 from relay import Relay
 
 from quire.config.engine import EngineConfig
 from quire.core.params import RequestOutputKind, SamplingParams
-from quire.core.request import FinishReason
+from quire.core.request import FinishReason, Request, Sequence
 from quire.engine.admission import Admission
 from quire.engine.builder import prepare_model
 from quire.engine.client import GenerationRequest
@@ -177,3 +178,16 @@ def test_messages_are_smaller_than_json(make_relay: MakeRelay) -> None:
     [entry] = relay.journal.entries.values()
     message = entry.to_message()
     assert len(msgspec.msgpack.encode(message)) < len(json.dumps(msgspec.to_builtins(message)))
+
+
+def test_a_request_that_is_over_is_gone_at_once_on_both_sides(make_relay: MakeRelay) -> None:
+    relay = make_relay()
+    with no_cycles_of(Request, Sequence):
+        for place, kind in enumerate(("greedy", "scored", "forked", "best")):
+            relay.add(_request(kind, kind, 9 + place))
+        relay.add(_request("aborted", "hot", 20, max_tokens=100))
+        for _ in range(5):
+            relay.step()
+        relay.journal.end(relay.journal.entries[5], FinishReason.ABORT)
+        relay.run()
+        relay.service.loop.record_steps()

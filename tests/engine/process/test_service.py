@@ -1,0 +1,75 @@
+"""An engine as its process serves it, without a process: what it tells, and what it keeps."""
+
+from __future__ import annotations
+
+import pytest
+from cycles import no_cycles_of
+
+from quire.config.limits import SchedulerLimits
+from quire.core.plan import RowSampling
+from quire.core.request import Request, Sequence
+from quire.engine.process.messages import Abort, Add, Finish
+from quire.engine.process.service import Service
+from quire.engine.step_loop import StepLoop
+from quire.executor.null import NullExecutor
+
+
+@pytest.fixture
+def service() -> Service:
+    limits = SchedulerLimits(num_blocks=64, max_num_seqs=8, max_model_len=256)
+    return Service(StepLoop(limits, NullExecutor(8, 64, 16, vocab_size=50), lambda: 0.0))
+
+
+def _add(service: Service, number: int, *, max_tokens: int = 5, num_sequences: int = 1) -> None:
+    message = Add(
+        number=number,
+        request_id=f"r{number}",
+        prompt_token_ids=(1, 2, 3, number),
+        sampling=RowSampling(seed=number),
+        num_sequences=num_sequences,
+        max_tokens=max_tokens,
+        stop_token_ids=(),
+        namespace=(),
+        priority=0,
+        tenant="",
+        weight=1.0,
+        reads_cache=True,
+        arrival_s=0.0,
+    )
+    assert service.obey(message) is None
+
+
+def _run(service: Service) -> None:
+    for _ in range(100):
+        if not service.has_work:
+            return
+        service.step()
+    raise AssertionError("still busy after 100 steps")
+
+
+def test_a_request_that_is_over_is_gone_at_once_however_it_ended(service: Service) -> None:
+    _add(service, 0)
+    _run(service)
+    with no_cycles_of(Request, Sequence):
+        for number in range(1, 5):
+            _add(service, number, max_tokens=2 + 20 * number, num_sequences=number)
+        for _ in range(4):
+            service.step()
+        service.obey(Abort(2))
+        service.obey(Finish(3, 0))
+        service.obey(Finish(4, 0))
+        service.obey(Finish(4, 3))
+        _run(service)
+        service.loop.record_steps()  # what the recorder keeps to be looked at is dropped with it
+    assert not service._requests and not service._numbers
+
+
+def test_a_sequence_that_met_its_stop_string_ends_and_its_siblings_go_on(service: Service) -> None:
+    _add(service, 1, max_tokens=10, num_sequences=2)
+    for _ in range(3):
+        service.step()
+    service.obey(Finish(1, 1))
+    gains = [gain for _ in range(10) for gain in getattr(service.step(), "gains", ())]
+    assert {gain.index for gain in gains if gain.token_ids} == {0}
+    assert [(gain.index, gain.finish_reason) for gain in gains if gain.finish_reason] == [(0, "length")], "it was told"
+    assert not service.has_work
