@@ -11,6 +11,9 @@ answered to their end, in the time after the first seconds. Exit code 1 if a pro
 The clients run on the server's own cores, and to be refused ten times costs them more than to be answered once. What that takes
 is no fault of the server's, so the peak is also measured beside a generator that burns as much: a client's processor time for
 one refusal, measured first, at as many moments a second. The promise is held against that; the share of the plain peak is told.
+
+The prefix cache is off: prompts that come again, as those of a second peak do, would make the peaks 10 % higher than loads of
+prompts that do not.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ GROWTH_BYTES = 12 << 20
 allocator does. What one leaves once is no growth: some 700 idle connections are 7 MiB."""
 _IDLE_S = 60.0
 _VOCAB_SIZE = 4096
+_COUNTED = ("engine_steps_total", "generation_tokens_total", "num_preemptions_total", "prefix_cache_hits_total")
 _NUM_PROBES = 200
 """Refusals by which their cost to the client is measured."""
 
@@ -56,6 +60,8 @@ class Phase:
     run: LoadRun
     shares: dict[str, float]
     """Of a core: the clients' process, the one that answers HTTP, the engine's."""
+    engine: dict[str, float]
+    """What the engine counted, by metric: were it of another kind at the peak, the two could not be compared."""
 
 
 async def measure(server: Server, args: argparse.Namespace) -> dict[str, Any]:
@@ -92,6 +98,7 @@ async def measure(server: Server, args: argparse.Namespace) -> dict[str, Any]:
 
 def compare(peaks: Sequence[Phase], besides: Sequence[Phase], overloads: Sequence[Phase]) -> dict[str, Any]:
     """Overloads against the peaks around them: a machine's speed swings, so what lies between two is held against the mean."""
+    phases = {"peak": peaks, "beside": besides, "overload": overloads}
     return {
         "peaks_tokens_per_s": [each.goodput for each in peaks],
         "peaks_beside_tokens_per_s": [each.goodput for each in besides],
@@ -99,11 +106,8 @@ def compare(peaks: Sequence[Phase], besides: Sequence[Phase], overloads: Sequenc
         "goodput_share": _sum(overloads) / _sum_between(besides),
         "goodput_share_of_plain_peak": _sum(overloads) / _sum_between(peaks),
         "recovered_share": _sum(peaks[1:]) / _sum(peaks[:-1]),
-        "cores": {
-            "peak": _mean_shares(peaks),
-            "beside": _mean_shares(besides),
-            "overload": _mean_shares(overloads),
-        },
+        "cores": {name: _mean([each.shares for each in of]) for name, of in phases.items()},
+        "engine": {name: _mean([each.engine for each in of]) for name, of in phases.items()},
     }
 
 
@@ -115,8 +119,8 @@ def _sum_between(phases: Sequence[Phase]) -> float:
     return (_sum(phases[:-1]) + _sum(phases[1:])) / 2
 
 
-def _mean_shares(phases: Sequence[Phase]) -> dict[str, float]:
-    return {who: sum(each.shares[who] for each in phases) / len(phases) for who in phases[0].shares}
+def _mean(figures: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(each[name] for each in figures) / len(figures) for name in figures[0]}
 
 
 def _fates(exchanges: Sequence[Exchange]) -> dict[str, Any]:
@@ -165,12 +169,14 @@ class _Bench:
 
     async def _watched(self, load: Awaitable[LoadRun]) -> Phase:
         pids = descendants(self._server.pid)
-        before = {pid: cpu_s(pid) for pid in pids}
+        before, counted = {pid: cpu_s(pid) for pid in pids}, self._server.metrics()
         run = await load
         used = {pid: (cpu_s(pid) - before[pid]) / run.wall_s for pid in pids}
         http = used.pop(self._server.pid)
         shares = {"clients": run.client_cpu_s / run.wall_s, "http": http, "engine": sum(used.values())}
-        return Phase(goodput(run, self._args), run, shares)
+        now = self._server.metrics()
+        engine = {name: metric(now, f"quire:{name}") - metric(counted, f"quire:{name}") for name in _COUNTED}
+        return Phase(goodput(run, self._args), run, shares, engine)
 
 
 async def _burn(rate: float, cost_s: float) -> None:
@@ -265,6 +271,8 @@ def render(figures: dict[str, Any]) -> list[str]:
     ]
     for name, shares in figures["cores"].items():
         lines.append(f"cores        {name}: " + ", ".join(f"{who} {share:.0%}" for who, share in shares.items()))
+    for name, counts in figures["engine"].items():
+        lines.append(f"engine       {name}: " + ", ".join(f"{count:,.0f} {what}" for what, count in counts.items()))
     if refusal is not None:
         lines.append(f"refusals     {1e3 * refusal['p50']:.1f} ms median, {1e3 * refusal['p99']:.1f} p99")
     if total is not None:
@@ -300,6 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, judge, print."""
     args = parse(argv)
     own = ["--max-num-seqs", str(args.seats), "--max-queued-requests", str(args.queue), "--kv-cache-memory", "128MiB"]
+    own.append("--no-enable-prefix-caching")
     with running(launch_of(args, *own)) as server:
         figures = asyncio.run(measure(server, args))
     report(figures, render(figures), args.json)

@@ -61,7 +61,7 @@ def test_goodput_counts_answered_tokens_within_the_window() -> None:
 
 def test_an_overload_is_held_against_the_peaks_around_it() -> None:
     def phases(*rates: float) -> list[overload.Phase]:
-        return [overload.Phase(rate, LoadRun([], 1.0, 0, []), {"http": rate / 1000}) for rate in rates]
+        return [overload.Phase(rate, LoadRun([], 1.0, 0, []), {"http": rate / 1000}, {"steps": rate}) for rate in rates]
 
     seen = overload.compare(phases(100, 200, 300), phases(100, 100, 300), phases(90, 190))
     assert seen["goodput_share"] == pytest.approx(280 / (100 + 200)) and seen["cores"]["overload"] == {"http": 0.14}
