@@ -15,6 +15,7 @@ from quire.common.version import __version__
 if TYPE_CHECKING:
     from quire.config.engine import EngineConfig
     from quire.core.params import BeamSearchParams, SamplingParams
+    from quire.core.repetition import RepetitionDetectionParams
     from quire.engine.async_llm import AsyncLLM
     from quire.engine.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
     from quire.errors import QuireError
@@ -26,6 +27,7 @@ _HOMES = {
     "EngineConfig": "quire.config.engine",
     "SamplingParams": "quire.core.params",
     "BeamSearchParams": "quire.core.params",
+    "RepetitionDetectionParams": "quire.core.repetition",
     "RequestOutput": "quire.engine.outputs",
     "CompletionOutput": "quire.engine.outputs",
     "BeamSearchOutput": "quire.engine.outputs",
@@ -42,6 +44,7 @@ __all__ = [
     "EngineConfig",
     "Logprob",
     "QuireError",
+    "RepetitionDetectionParams",
     "RequestOutput",
     "SamplingParams",
     "__version__",

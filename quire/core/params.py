@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from numbers import Real
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, NamedTuple, NoReturn, Self
 
 from quire.core.plan import RowSampling
+from quire.core.repetition import RepetitionDetectionParams
 from quire.core.structure import StructuredOutputsParams
 from quire.errors import InvalidParameterError
 
@@ -74,6 +75,15 @@ class RequestOutputKind(Enum):
     """Nothing: only the finished output is delivered."""
 
 
+class ThinkingMarks(NamedTuple):
+    """What a model writes around its thoughts."""
+
+    begin: str
+    end: str
+    is_open: bool | None = None
+    """Whether the prompt has begun the thoughts; None leaves it to the prompt's end."""
+
+
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
     """How to choose a request's tokens and when to stop. Names and defaults are vLLM's.
@@ -126,6 +136,13 @@ class SamplingParams:
     """Called for each token with (output ids, logits) or (prompt ids, output ids, logits); see `LogitsProcessor`."""
     structured_outputs: StructuredOutputsParams | None = None
     """The form that the output must have. A mapping of its fields is accepted, too."""
+    thinking_token_budget: int | None = None
+    """Tokens that a model may generate between the marks around its thoughts; then the second mark is written for it. -1 is
+    None: no limit."""
+    thinking_marks: ThinkingMarks | None = None
+    """None leaves them to the model's chat template."""
+    repetition_detection: RepetitionDetectionParams | None = None
+    """When an answer that repeats itself is ended. A mapping of its fields is accepted, too."""
     skip_reading_prefix_cache: bool | None = None
     """None leaves it to the engine."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -149,6 +166,9 @@ class SamplingParams:
         self.min_tokens = _integer("min_tokens", self.min_tokens, 0, MAX_TOKENS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _refuse("min_tokens", self.min_tokens, f"an integer from 0 to max_tokens={self.max_tokens}")
+        if self.thinking_token_budget is not None:
+            budget = _integer("thinking_token_budget", self.thinking_token_budget, -1, MAX_TOKENS)
+            self.thinking_token_budget = None if budget == -1 else budget
 
     def _check_distribution(self) -> None:
         self.temperature = _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
@@ -173,6 +193,9 @@ class SamplingParams:
                 "use stop_token_ids, or leave detokenize on",
                 param="stop",
             )
+        loops = self.repetition_detection
+        if loops is not None and not isinstance(loops, RepetitionDetectionParams):
+            self.repetition_detection = RepetitionDetectionParams.from_mapping(loops)
 
     def _check_logprobs(self) -> None:
         if self.logprobs is not None:

@@ -34,6 +34,33 @@ class GrammarVerdict(NamedTuple):
     error: str | None = None
 
 
+ANY_STATE = -1
+
+
+class MarkSpelling(NamedTuple):
+    """How tokens spell the two marks around a model's thoughts: automata whose states count the bytes of a mark spelt so far.
+
+    Steps are (state, token id, next state), or with `ANY_STATE` a step from every state that has none for that token. The first
+    mark is not there where no step leads on; where none leads on in the second one, its state is 0 again.
+    """
+
+    begin_steps: tuple[tuple[int, int, int], ...]
+    begin_len: int
+    """The state in which the first mark is complete; the second one is where it has passed all states of `end_token_ids`."""
+    end_steps: tuple[tuple[int, int, int], ...]
+    end_token_ids: tuple[int, ...]
+    """By state: the token that goes on with the second mark."""
+
+
+class ThinkingBudget(NamedTuple):
+    """How much a row may think: behind so many tokens of thoughts the second mark is written for the model."""
+
+    max_tokens: int
+    is_open: bool
+    """Whether the prompt has begun the thoughts, so that they need no first mark."""
+    marks: MarkSpelling
+
+
 class RowSampling(NamedTuple):
     """All that the sampler must know of one row: plain values, checked by `SamplingParams` before they get here."""
 
@@ -66,6 +93,7 @@ class RowSampling(NamedTuple):
     """Names of per-request logits processors registered with the executor."""
     grammar: Grammar | None = None
     """Only tokens that continue an output of this form can be sampled; the end of sequence only where it is complete."""
+    thinking: ThinkingBudget | None = None
 
 
 class NewRow(NamedTuple):

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 from quire.core.kvcache.manager import BlockTable
 from quire.core.kvcache.prefix import ChainKeys, Namespace, ScoringKey
 from quire.core.plan import RowSampling, TokenLogprobs, WorkResult
+from quire.core.repetition import RepetitionWatch
 
 Rank = tuple[int, int, int]
 """(priority, arrival number, sequence index): the smaller goes first."""
@@ -41,6 +42,7 @@ class FinishReason(Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    REPETITION = "repetition"
 
 
 @dataclass(slots=True)
@@ -85,6 +87,8 @@ class Request:
     """Output tokens per sequence, already bounded by the context length."""
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end a sequence: the request's own and, unless it ignores them, the model's end-of-sequence tokens."""
+    repetition: tuple[int, int, int] | None = None
+    """Ends a sequence that repeats itself; see `RepetitionDetectionParams.rule`."""
     priority: int = 0
     """The smaller goes first; only under the policies `priority` and `fair`."""
     tenant: str = ""
@@ -165,6 +169,12 @@ class Sequence:
     waits_for: str | None = None
     """While waiting: why it was not admitted when it was last considered."""
     rank: Rank = (0, 0, 0)
+    watch: RepetitionWatch | None = field(init=False, default=None)
+    """Where the request asks for it: sees whether the output repeats itself."""
+
+    def __post_init__(self) -> None:
+        if self.request.repetition is not None:
+            self.watch = RepetitionWatch(self.request.repetition, len(self.request.prompt_token_ids))
 
     @property
     def num_prompt_tokens(self) -> int:

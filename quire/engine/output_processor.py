@@ -23,6 +23,9 @@ from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+REPETITION_DETECTED = "repetition_detected"
+"""vLLM's `stop_reason` of an answer that repeated itself."""
+
 
 class Ends(Protocol):
     """Where sequences are ended: the scheduler, or whoever stands for one in another process."""
@@ -204,12 +207,14 @@ class OutputProcessor:
             cumulative_logprob=sequence.cumulative_logprob if has_logprobs else None,
             logprobs=mine.logprobs[first:] if mine.logprobs is not None else None,
             finish_reason=reason.value if reason is not None and sequence.status is SequenceStatus.FINISHED else None,
-            stop_reason=None if sequence.stop_reason is None else self._visible_stop(state, sequence),
+            stop_reason=self._visible_stop(state, sequence),
         )
 
     def _visible_stop(self, state: RequestState, sequence: TokenSequence) -> int | str | None:
         """The stop that the user asked for; the model's own end of sequence is not worth a mention."""
         reason = sequence.stop_reason
+        if sequence.finish_reason is FinishReason.REPETITION:
+            return REPETITION_DETECTED
         return None if isinstance(reason, int) and reason not in (state.params.stop_token_ids or ()) else reason
 
     def _prompt_logprobs(self, state: RequestState) -> list[LogprobsByToken | None] | None:

@@ -31,7 +31,7 @@ class CompletionOutput:
     logprobs: list[LogprobsByToken] | None = None
     """One dict per output token."""
     finish_reason: str | None = None
-    """"stop", "length", "abort", "error", or None while unfinished."""
+    """"stop", "length", "repetition", "abort", "error", or None while unfinished."""
     stop_reason: int | str | None = None
     """The stop token or stop string that ended it; None for the model's end-of-sequence token."""
 

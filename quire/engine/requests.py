@@ -13,12 +13,18 @@ from quire.common.seeds import mix64
 from quire.core.beam import BeamDecoder, BeamSettings
 from quire.core.decoding import SamplingDecoder
 from quire.core.kvcache.prefix import Namespace
-from quire.core.params import BeamSearchParams, SamplingParams
+from quire.core.params import BeamSearchParams, SamplingParams, ThinkingMarks
+from quire.core.plan import ThinkingBudget
 from quire.core.request import Request
 from quire.engine.planning import EnginePlan
 from quire.engine.prompts import ParsedPrompt
+from quire.engine.spelling import spell_marks
 from quire.errors import InvalidParameterError
+from quire.text.reasoning import ReasoningFormat, is_thinking, reasoning_of_template
 from quire.text.tokenizer import Tokenizer
+
+_TAIL = 64
+"""Tokens at a prompt's end among which a mark that begins thoughts is looked for."""
 
 
 class RequestBuilder:
@@ -43,6 +49,7 @@ class RequestBuilder:
         sampling = params.to_row_sampling(
             seed=self._seed(params), eos_token_ids=self.eos_token_ids, bad_words=self._bad_words(params)
         )
+        sampling = sampling._replace(thinking=self._thinking(params, prompt))
         if params.num_sequences > params.n and sampling.num_logprobs is None:
             sampling = sampling._replace(num_logprobs=0)  # best_of ranks by log-probability
         eos = frozenset() if params.ignore_eos else self.eos_token_ids
@@ -53,6 +60,7 @@ class RequestBuilder:
             decoder=SamplingDecoder(params.num_sequences),
             max_tokens=params.max_tokens or self._plan.limits.max_model_len,
             stop_token_ids=eos | frozenset(params.stop_token_ids or ()),
+            repetition=None if params.repetition_detection is None else params.repetition_detection.rule,
             namespace=_namespace(prompt),
             reads_cache=not params.skip_reading_prefix_cache,
         )
@@ -104,6 +112,27 @@ class RequestBuilder:
             return params.seed
         self._num_unseeded += 1
         return mix64(self._plan.config.seed ^ mix64(self._num_unseeded))
+
+    def _thinking(self, params: SamplingParams, prompt: ParsedPrompt) -> ThinkingBudget | None:
+        """The budget for thoughts, with the marks as this model's tokens spell them."""
+        if params.thinking_token_budget is None:
+            return None
+        tokenizer, marks = self._tokenizer, params.thinking_marks
+        if marks is None and tokenizer is not None:
+            form = reasoning_of_template(tokenizer.chat_template or "")
+            marks = None if form is None else ThinkingMarks(form.begin, form.end)
+        if tokenizer is None or marks is None:
+            raise InvalidParameterError(
+                f"thinking_token_budget={params.thinking_token_budget}: what this model thinks is not told apart from its "
+                "answers (its chat template has no marks such as <think>), so it cannot be counted; leave the budget out",
+                param="thinking_token_budget",
+            )
+        is_open = marks.is_open
+        if is_open is None:
+            tail = tokenizer.decode(prompt.token_ids[-_TAIL:], skip_special_tokens=False)
+            is_open = is_thinking(ReasoningFormat("", marks.begin, marks.end), tail)
+        spelling = spell_marks(tokenizer, (marks.begin, marks.end), self._plan.spec.vocab_size)
+        return ThinkingBudget(params.thinking_token_budget, is_open, spelling)
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Each bad word as it is tokenized at the start of a text and after a space."""

@@ -1,9 +1,11 @@
 """What a request does to its logits before they are sampled: bans, biases, processors and penalties, in vLLM's order.
 
 Owns the order: allowed ids, bad words, `min_tokens`, `logit_bias`, processors, penalties (repetition over prompt and output,
-frequency and presence over the output), and last the grammar, so that nothing before it can let through what it forbids. Rows
-that ask for none of these are never touched; those that do are edited in a copy, with the bans, biases and penalties of all
-rows in one pass each. Arithmetic is elementwise, so a row's result does not depend on its company.
+frequency and presence over the output), and last what the row must have: the end of thoughts whose budget is spent, and the
+grammar, so that nothing before it can let through what it forbids. Where the two disagree (in the midst of a character, for
+grammars know no halves of one) the grammar goes first. Rows that ask for none of these are never touched; those that do are
+edited in a copy, with the bans, biases and penalties of all rows in one pass each. Arithmetic is elementwise, so a row's result
+does not depend on its company.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from quire.grammar.rows import RowMatchers
 from quire.kernels.sampling import Penalties, SamplingKernels
 from quire.sampling.processors import ProcessorTable
 from quire.sampling.rows import RowError, SampledRow
+from quire.sampling.thinking import ThinkingWatch
 
 MAX_TABLES = 4096
 """Requests whose id lists are kept as arrays; more than any batch holds."""
@@ -41,6 +44,7 @@ def is_edited(row: SampledRow) -> bool:
         or sampling.logit_bias
         or sampling.processors
         or sampling.grammar is not None
+        or sampling.thinking is not None
         or _is_too_short(row)
         or _is_penalised(sampling)
     )
@@ -65,10 +69,12 @@ class _Tables:
     biases: NDArray[np.float32]
     bad_words: dict[int, list[tuple[Ids, int]]]
     """By the length of the part that must have been generated: that part, and the token then forbidden."""
+    thinking: ThinkingWatch | None
 
     @property
     def num_ids(self) -> int:
-        return len(self.allowed) + len(self.stops) + len(self.bias_ids) + sum(map(len, self.sampling.bad_words))
+        num_steps = 0 if self.sampling.thinking is None else sum(map(len, self.sampling.thinking.marks[::2]))
+        return len(self.allowed) + len(self.stops) + len(self.bias_ids) + sum(map(len, self.sampling.bad_words)) + num_steps
 
 
 class RowEditor:
@@ -106,17 +112,25 @@ class RowEditor:
         penalties = _penalties(rows, logits.device)
         if penalties is not None:
             self._kernels.penalise(logits, penalties)
-        self._keep_to_grammars(logits, rows, errors)
+        self._keep_to_duties(logits, rows, errors)
         return errors
 
-    def _keep_to_grammars(self, logits: Tensor, rows: Sequence[SampledRow], errors: dict[int, str]) -> None:
+    def _keep_to_duties(self, logits: Tensor, rows: Sequence[SampledRow], errors: dict[int, str]) -> None:
         for i, row in enumerate(rows):
-            if row.sampling.grammar is None or i in errors:
+            if (row.sampling.grammar is None and row.sampling.thinking is None) or i in errors:
                 continue
             try:
-                _forbid(logits[i], self._allowed(row))
+                allowed = None if row.sampling.grammar is None else self._allowed(row)
             except RequestError as error:
                 errors[i] = str(error)
+                continue
+            watch = self._tables_of(row.sampling, logits.shape[1]).thinking
+            forced = None if watch is None else watch.forced(row.output_token_ids)
+            if forced is not None and (allowed is None or allowed[forced]):
+                logits[i] = -torch.inf
+                logits[i, forced] = 0.0
+            elif allowed is not None:
+                _forbid(logits[i], allowed)
 
     def _allowed(self, row: SampledRow) -> NDArray[np.bool_]:
         return self._matchers.of(row.sampling).allowed(np.asarray(row.output_token_ids, np.int64))
@@ -182,6 +196,8 @@ def _make_tables(sampling: RowSampling, vocab_size: int) -> _Tables:
     for word in sampling.bad_words:
         *before, last = _checked("bad_words", word, vocab_size).tolist()
         bad_words.setdefault(len(before), []).append((np.array(before, dtype=np.int64), last))
+    if sampling.thinking is not None:
+        _checked("thinking", sampling.thinking.marks.end_token_ids, vocab_size)
     return _Tables(
         sampling=sampling,
         allowed=_checked("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size),
@@ -189,6 +205,7 @@ def _make_tables(sampling: RowSampling, vocab_size: int) -> _Tables:
         bias_ids=_checked("logit_bias", [token_id for token_id, _ in sampling.logit_bias], vocab_size),
         biases=np.array([bias for _, bias in sampling.logit_bias], dtype=np.float32),
         bad_words=bad_words,
+        thinking=None if sampling.thinking is None else ThinkingWatch(sampling.thinking),
     )
 
 

@@ -64,7 +64,7 @@ _SAME = {
     "prefix_cache_hits": ("prompt_tokens_cached", "Prompt tokens found there."),
 }
 """What vLLM counts apart, and is the same here: every prompt is looked up as a whole."""
-_REASONS = ("stop", "length", "abort", "error")
+_REASONS = ("stop", "length", "repetition", "abort", "error")
 """Shown from the start, since the step from nothing to one is no rate."""
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import time
 from pathlib import Path
+from typing import Any
 
 from quire.config.api import ApiConfig
-from quire.core.params import generation_defaults
+from quire.core.params import ThinkingMarks, generation_defaults
 from quire.core.structure import StructuredOutputsParams
 from quire.engine.client import EngineClient
+from quire.engine.spelling import spell_marks
 from quire.server.admission import Admission
 from quire.server.cost import room_for_logprobs
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, unavailable_feature
 from quire.server.generation import Generator, Tracer
 from quire.server.metrics import Metrics
 from quire.server.reading import Marks, Reading
@@ -67,6 +69,26 @@ class Api:
         with, if it does. Thoughts may come before JSON; forms of other kinds leave no room for them."""
         marks = self.marks if form is None or form.wire.kind in ("json", "json_compact") else None
         return Reading(marks, marks is not None and is_thinking(marks.form, prompt, continued), tools)
+
+    async def thinking(
+        self, budget: int | None, reading: Reading | None = None, param: str = "thinking_token_budget"
+    ) -> dict[str, Any]:
+        """The sampling parameters that a budget for thoughts needs, for an answer that is read so, or not read at all.
+
+        None and -1 are no budget. Raises ApiError 400 for a model whose thoughts cannot be told apart.
+        """
+        if budget is None or budget < 0:
+            return {}
+        tokenizer = self.client.tokenizer
+        if self.marks is None or tokenizer is None:
+            why = "what this model thinks is not told apart from its answers, so it cannot be counted"
+            raise unavailable_feature(param, f"{why} (the operator can say how it marks its thoughts: --reasoning-parser)")
+        if reading is not None and reading.marks is None:  # the form that is asked for leaves no room for thoughts
+            return {}
+        marks = ThinkingMarks(self.marks.form.begin, self.marks.form.end, None if reading is None else reading.is_inside)
+        num_tokens = self.client.model.vocab_size
+        await self.texts.work(num_tokens, lambda: spell_marks(tokenizer, marks[:2], num_tokens))
+        return {"thinking_token_budget": budget, "thinking_marks": marks}
 
     @property
     def tool_notation(self) -> tuple[ToolFormat | None, int | None]:

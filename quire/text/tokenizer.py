@@ -143,6 +143,12 @@ class Tokenizer:
             self._bytes[token_id] = data
         return data
 
+    def read_bytes(self, token_id: int) -> bytes:
+        """As `token_bytes`, and nothing is kept: for a walk over the whole vocabulary."""
+        token = self._backend.id_to_token(token_id)
+        piece = None if token is None else self.decoder_rules.piece(token)
+        return piece.encode() if isinstance(piece, str) else piece or b""
+
     def token_piece(self, token_id: int) -> Piece | None:
         """What a token contributes when it is not the first of a text, or None for an id without a token."""
         try:

@@ -21,7 +21,7 @@ from replayed import replay_steps
 from quire.common.kv_formats import KV_FORMATS
 from quire.common.seeds import derive_seed
 from quire.config.engine import EngineConfig
-from quire.core.params import SamplingParams
+from quire.core.params import SamplingParams, ThinkingMarks
 from quire.core.scheduler.preemption import assess
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.builder import build_engine
@@ -47,6 +47,8 @@ PERSON = {
     "required": ["name", "age"],
 }
 
+LOOP = {"max_pattern_size": 3, "min_pattern_size": 2, "min_count": 3}
+
 # Lengths around block edges, every kind of sampling, shared prefixes of whole blocks and of part of one.
 REQUESTS: Requests = {
     "greedy-1": (_prompt(1, 1), {"temperature": 0.0}),
@@ -64,6 +66,11 @@ REQUESTS: Requests = {
         _prompt(12, 5),
         {"temperature": 0.0, "ignore_eos": False, "structured_outputs": {"regex": "[a-f]{3,9}(-[0-9])*"}},
     ),
+    "thinking": (
+        _prompt(14, 26),
+        {"seed": 18, "thinking_token_budget": 5, "thinking_marks": ThinkingMarks("<think>", "</think>", is_open=True)},
+    ),
+    "loop": (_prompt(13, 12), {"seed": 17, "temperature": 3.0, "allowed_token_ids": [5, 6], "repetition_detection": LOOP}),
 }
 COMMON = {"max_tokens": 18, "logprobs": 3, "prompt_logprobs": 2, "ignore_eos": True}
 
@@ -282,7 +289,7 @@ def test_tokens_that_stay_on_the_device_are_the_same(
     if is_replayed:
         replay_steps(engine)
     for name, (prompt, options) in REQUESTS.items():
-        is_edited = name in ("penalties", "biased", "json", "regex")
+        is_edited = name in ("penalties", "biased", "json", "regex", "thinking", "loop")
         more = {"logprobs": None, "prompt_logprobs": None, "max_tokens": 6 if is_edited else 18}
         engine.add_request(name, {"prompt_token_ids": prompt}, _params(options, **more))
     for name, output in run_all(engine).items():

@@ -273,7 +273,7 @@ class Scheduler:
                 self._num_prefill_publications += work.num_tokens > 1
             if work.num_samples or work.num_candidates:
                 sequence.request.decoder.absorb(self, sequence, outcome)
-                if sequence.status is _RUNNING and sequence.request.decoder.is_plain:
+                if sequence.status is _RUNNING and sequence.request.decoder.is_plain and sequence.watch is None:
                     sequence.quiet_end = self._quiet_end(sequence)
         except Exception as error:
             log_failure(logger, f"request {sequence.name} failed while its step was taken in", error)
@@ -306,13 +306,15 @@ class Scheduler:
             self.waiting.push(sequence)
 
     def _end_if_due(self, sequence: Sequence, token_id: int) -> None:
-        """End a sequence whose newest token is a stop token, or the last one allowed."""
+        """End a sequence whose newest token is a stop token, the last one allowed, or once more what came before it."""
         request = sequence.request
         num_output = len(sequence.token_ids) - len(request.prompt_token_ids)
         if token_id in request.stop_token_ids and num_output > sequence.sampling.min_tokens:
             self.finish(sequence, FinishReason.STOP, token_id)
         elif num_output >= request.max_tokens:
             self.finish(sequence, FinishReason.LENGTH)
+        elif sequence.watch is not None and sequence.watch.is_looping(sequence.token_ids, sequence.sampling.min_tokens):
+            self.finish(sequence, FinishReason.REPETITION)
 
     def fork(self, parent: Sequence, index: int) -> Sequence:
         """A new sequence with the parent's tokens; it shares the parent's blocks if a row is free, else it waits."""

@@ -82,6 +82,7 @@ class Entry:
             weight=request.weight,
             reads_cache=request.reads_cache,
             arrival_s=request.metrics.arrival_s,
+            repetition=request.repetition,
             resumed=resumed,
         )
 

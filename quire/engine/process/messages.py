@@ -15,7 +15,7 @@ from quire.core.plan import RowSampling, TokenLogprobs
 from quire.engine.counters import EngineCounters
 from quire.engine.inspection import BlockContent, Inspection
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Both ends come from one installation; a difference means that it was replaced under a running server."""
 
 
@@ -56,6 +56,7 @@ class Add(_Message, frozen=True):
     weight: float
     reads_cache: bool
     arrival_s: float
+    repetition: tuple[int, int, int] | None = None
     resumed: tuple[Resumed, ...] = ()
 
 

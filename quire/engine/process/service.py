@@ -141,6 +141,7 @@ def _request(message: Add) -> Request:
         decoder=SamplingDecoder(message.num_sequences, is_forked=bool(message.resumed)),
         max_tokens=message.max_tokens,
         stop_token_ids=frozenset(message.stop_token_ids),
+        repetition=message.repetition,
         priority=message.priority,
         tenant=message.tenant,
         weight=message.weight,

@@ -22,7 +22,7 @@ from quire.server.body import read_json
 from quire.server.call import Call, call_of
 from quire.server.errors import ApiError, bad_request, unavailable_feature
 from quire.server.generation import Job, Run, Usage
-from quire.server.openai.fields import NO_EFFECT, Count, asks_for_something
+from quire.server.openai.fields import Count, asks_for_something
 from quire.server.openai.messages import text_of
 from quire.server.reading import Reading
 from quire.server.responses import EventStream, json_response, named_event, timings
@@ -117,7 +117,8 @@ class Messages:
         started_s = time.monotonic()
         model = self._api.check_model(body.model)
         token_ids, reading, form = await self._encode(call, body)
-        params = self._params(body, len(token_ids), reading, form)
+        given = reading.constraints(form, "output_format" if body.output_format is not None else "output_config.format")
+        params = self._params(body, len(token_ids), given | await self._budget(body, reading))
         job = Job(token_ids, params, None, body.cache_salt, body.priority)
         prepared = _Prepared(body, job, model, reading, time.monotonic() - started_s)
         if not body.stream:
@@ -166,8 +167,6 @@ class Messages:
                 kwargs["enable_thinking"] = is_wanted
             elif not is_wanted and self._api.marks is not None:
                 call.ignore(["thinking"], NOT_IN_TEMPLATE)
-            if "budget_tokens" in body.thinking:
-                call.ignore(["thinking.budget_tokens"], NO_EFFECT)
         effort = (body.output_config or {}).get("effort")
         if effort is not None and "reasoning_effort" in source:
             kwargs["reasoning_effort"] = effort
@@ -175,9 +174,7 @@ class Messages:
             call.ignore(["output_config.effort"], NOT_IN_TEMPLATE)
         return kwargs or None
 
-    def _params(
-        self, body: MessageRequest, num_prompt_tokens: int, reading: Reading, form: StructuredOutputsParams | None
-    ) -> SamplingParams:
+    def _params(self, body: MessageRequest, num_prompt_tokens: int, given: dict[str, Any]) -> SamplingParams:
         values = {name: value for name, value in self._api.sampling_defaults.items() if name != "max_tokens"}
         for name in ("temperature", "top_k", "seed"):
             value = getattr(body, name)
@@ -186,8 +183,17 @@ class Messages:
         if body.top_p is not None:
             values["top_p"] = body.top_p or 1e-9
         max_tokens = self._api.texts.max_tokens(num_prompt_tokens, body.max_tokens, default=None, param="max_tokens")
-        given = reading.constraints(form, "output_format" if body.output_format is not None else "output_config.format")
         return SamplingParams(**values, **given, max_tokens=max_tokens, stop=body.stop_sequences)
+
+    async def _budget(self, body: MessageRequest, reading: Reading) -> dict[str, Any]:
+        """The sampling parameters for `thinking.budget_tokens`; where nothing is to be thought there is none."""
+        thinking = body.thinking or {}
+        budget = thinking.get("budget_tokens")
+        if budget is None or thinking.get("type") == "disabled":
+            return {}
+        if isinstance(budget, bool) or not isinstance(budget, int) or not 0 <= budget < 1 << 31:
+            raise bad_request("thinking.budget_tokens: it must be an integer, 0 or above", param="thinking")
+        return await self._api.thinking(budget, reading, "thinking.budget_tokens")
 
     async def _create(self, call: Call, prepared: _Prepared, receive: Receive) -> dict[str, Any]:
         (output,), usage = await self._api.generator.answer(call, [prepared.job], receive)

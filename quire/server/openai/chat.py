@@ -138,6 +138,7 @@ class ChatCompletions:
         form = await settle([*from_response_format(body.response_format), *from_guided(body)])
         reading = api.reading(tools, form, text, _continued(body))
         given |= reading.constraints(form, "response_format")
+        given |= await api.thinking(body.thinking_token_budget, reading)
         params = sampling_params(body, api.sampling_defaults, **given)
         job = Job(token_ids, params, text if body.echo else None, body.cache_salt, body.priority)
         names = TokenNames(

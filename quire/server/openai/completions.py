@@ -168,6 +168,7 @@ class Completions:
             scored = max(body.logprobs, scored or 0) if scored != -1 else -1
         given: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": body.logprobs, "prompt_logprobs": scored}
         given["structured_outputs"] = structure
+        given |= await self._api.thinking(body.thinking_token_budget)
         if is_scoring:
             given |= {"min_tokens": 0, "stop": None}
         params = sampling_params(body, self._api.sampling_defaults, best_of=body.best_of, **given)

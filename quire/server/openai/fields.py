@@ -29,6 +29,8 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_LIST)]
 Count = Annotated[int, Meta(ge=1, lt=1 << 31)]
+Budget = Annotated[int, Meta(ge=-1, lt=1 << 31)]
+"""-1 is no limit."""
 
 UNAVAILABLE: Mapping[str, str] = {
     "functions": "function calling is not available on this server",
@@ -42,8 +44,6 @@ UNAVAILABLE: Mapping[str, str] = {
     "kv_transfer_params": "KV transfer is not available",
     "ec_transfer_params": "encoder transfer is not available",
     "vllm_xargs": "custom processors are not available",
-    "thinking_token_budget": "reasoning budgets are not available",
-    "repetition_detection": "loop detection is not available",
     "watermarking": "watermarks are not available",
     "use_beam_search": "beam search is available in Python (LLM.beam_search), not over HTTP",
     "logits_processors": "code is never taken from a request",
@@ -105,6 +105,8 @@ class SamplingFields(CommonFields, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     echo: bool | None = None
+    thinking_token_budget: Budget | None = None
+    repetition_detection: dict[str, Any] | None = None
     include_reasoning: bool | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -124,8 +126,6 @@ class SamplingFields(CommonFields, kw_only=True):
     kv_transfer_params: Any = None
     ec_transfer_params: Any = None
     vllm_xargs: Any = None
-    thinking_token_budget: Any = None
-    repetition_detection: Any = None
     watermarking: Any = None
     use_beam_search: Any = None
     logits_processors: Any = None
@@ -211,5 +211,5 @@ _PASSED_ON = (
     "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stop", "top_k", "min_p",
     "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
     "spaces_between_special_tokens", "allowed_token_ids", "bad_words", "logprob_token_ids", "logprobs_mode", "prompt_logprobs",
-    "skip_reading_prefix_cache",
+    "skip_reading_prefix_cache", "repetition_detection",
 )  # fmt: skip

@@ -106,7 +106,8 @@ class LogprobTracker:
         for token_id, record in zip(completion.token_ids, completion.logprobs or (), strict=False):
             self._waiting.append((self._num_bytes, self.score(token_id, record)))
         shown: list[ScoredToken] = []
-        is_cut = completion.finish_reason is None or isinstance(completion.stop_reason, str)
+        is_stopped = completion.finish_reason == "stop" and isinstance(completion.stop_reason, str)
+        is_cut = completion.finish_reason is None or is_stopped
         while self._waiting:
             start, token = self._waiting[0]
             if start >= self._num_shown_bytes and (is_cut or not token.data):

@@ -18,7 +18,15 @@ from quire.server.body import decode, read_json
 from quire.server.call import Call, call_of
 from quire.server.errors import ApiError, bad_request, unavailable_feature
 from quire.server.generation import Job, Run, Usage
-from quire.server.openai.fields import NO_EFFECT, CommonFields, Count, asks_for_something, check_common, sampling_params
+from quire.server.openai.fields import (
+    NO_EFFECT,
+    Budget,
+    CommonFields,
+    Count,
+    asks_for_something,
+    check_common,
+    sampling_params,
+)
 from quire.server.openai.logprobs import LogprobTracker, TokenNames
 from quire.server.openai.messages import for_template
 from quire.server.openai.response_items import Item, OutputItems, input_items, is_whole, messages_of, new_id
@@ -64,6 +72,7 @@ class ResponseRequest(CommonFields, kw_only=True):
     service_tier: str | None = None
     stream_options: Any = None
     reasoning: dict[str, Any] | None = None
+    thinking_token_budget: Budget | None = None
     max_tool_calls: Any = None
 
     background: Any = None
@@ -167,7 +176,8 @@ class Responses:
             token_ids = api.texts.truncate(token_ids, api.texts.max_model_len - (body.max_output_tokens or 1))
         form = await settle(_asked_form(body))
         reading = api.reading(tools, form, text)
-        params = self._params(body, len(token_ids), reading, reading.constraints(form, "text.format"))
+        given = reading.constraints(form, "text.format") | await api.thinking(body.thinking_token_budget, reading)
+        params = self._params(body, len(token_ids), reading, given)
         job = Job(token_ids, params, None, body.cache_salt, body.priority)
         names = TokenNames(api.client.tokenizer, as_ids=False, shows_special=False)
         prepare_s = time.monotonic() - started_s

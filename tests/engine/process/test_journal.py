@@ -13,7 +13,7 @@ from cycles import no_cycles_of
 from relay import Relay
 
 from quire.config.engine import EngineConfig
-from quire.core.params import RequestOutputKind, SamplingParams
+from quire.core.params import RequestOutputKind, SamplingParams, ThinkingMarks
 from quire.core.request import FinishReason, Request, Sequence
 from quire.engine.admission import Admission
 from quire.engine.builder import prepare_model
@@ -27,6 +27,8 @@ pytestmark = pytest.mark.slow
 MakeEngine = Callable[..., Engine]
 MakeRelay = Callable[..., Relay]
 
+LOOP = {"max_pattern_size": 2, "min_count": 3}
+
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "hot": {"seed": 3, "temperature": 2.0, "top_k": 40, "min_p": 0.01},
@@ -36,6 +38,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "forked": {"seed": 7, "n": 3, "logprobs": 1},
     "best": {"seed": 8, "n": 2, "best_of": 4, "stop_token_ids": [17, 33, 60]},
     "unseeded": {},
+    "looping": {"seed": 4, "n": 2, "allowed_token_ids": [5, 6], "repetition_detection": LOOP},
+    "thinking": {"seed": 5, "n": 2, "thinking_token_budget": 2, "thinking_marks": ThinkingMarks("<th>", "</th>", True)},
     "formed": {"seed": 9, "n": 2, "ignore_eos": False, "structured_outputs": {"regex": "[a-d]{4,}[0-9]{3}"}},
 }
 

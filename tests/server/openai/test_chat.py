@@ -214,6 +214,7 @@ def test_t08_special_tokens_in_a_users_text_are_text(http: httpx.Client) -> None
         ({"modalities": ["audio"]}, "modalities"),
         ({"vllm_xargs": {"a": 1}}, "vllm_xargs"),
         ({"thinking_token_budget": 0}, "thinking_token_budget"),
+        ({"watermarking": True}, "watermarking"),
         ({"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs"),
     ],
 )

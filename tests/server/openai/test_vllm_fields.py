@@ -125,6 +125,25 @@ def test_log_probabilities_of_chosen_tokens(http: httpx.Client) -> None:
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprob_token_ids")
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_an_answer_that_goes_round_in_circles_is_ended(http: httpx.Client, path: str) -> None:
+    fields = {"allowed_token_ids": [300], "max_tokens": 60, "return_token_ids": True, "logprobs": path[4:6] == "ch" or 1}
+    loops = {"max_pattern_size": 4, "min_pattern_size": 2, "min_count": 3}
+    for number, more in ((6, {}), (9, {"min_tokens": 9}), (60, {"repetition_detection": None}), (6, {"n": 2, "seed": 4})):
+        for choice in ask(http, path, **{**fields, "repetition_detection": loops, **more})["choices"]:
+            assert choice["token_ids"] == [300] * number
+            ended = ("length", None) if number == 60 else ("repetition", "repetition_detected")
+            assert (choice["finish_reason"], choice["stop_reason"]) == ended
+            assert len(choice["logprobs"].get("content") or choice["logprobs"]["tokens"]) == number
+    streamed = http.post(path, json={**BODIES[path], **fields, "repetition_detection": loops, "stream": True}).text
+    chunks = [json.loads(line[6:])["choices"][0] for line in streamed.splitlines() if line.startswith("data: {")]
+    assert [chunk["finish_reason"] for chunk in chunks if chunk["finish_reason"]] == ["repetition"]
+    assert sum(len(chunk.get("token_ids") or ()) for chunk in chunks) == 6
+    refused = http.post(path, json={**BODIES[path], "repetition_detection": {"max_pattern_size": 2, "min_count": 1}})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "repetition_detection")
+    assert 'finished_reason="repetition"' in http.get("/metrics").text
+
+
 @pytest.fixture(scope="module")
 def with_documents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """A server whose chat template reads documents."""

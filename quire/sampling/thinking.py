@@ -1,0 +1,62 @@
+"""A budget for thoughts: where a row's output stands with its marks, and which token it must get once the budget is spent.
+
+Like a matcher of a grammar, a watch only saves work: what it says is a function of the output's tokens alone, and a new one
+catches up wherever one is missing (after a preemption, on another engine, in a fork).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.core.plan import ANY_STATE, ThinkingBudget
+from quire.sampling.rows import TokenIds
+
+_BEFORE, _WITHIN, _BEHIND = "before", "within", "behind"
+_NOWHERE = -1
+
+
+class ThinkingWatch:
+    """Follows one row."""
+
+    def __init__(self, budget: ThinkingBudget) -> None:
+        self._budget = budget
+        marks = budget.marks
+        self._begin = {(state, token_id): to for state, token_id, to in marks.begin_steps}
+        self._end = {(state, token_id): to for state, token_id, to in marks.end_steps}
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._where = _WITHIN if self._budget.is_open else _BEFORE
+        self._state = 0
+        """How much of the first mark, or of the second one, has been spelt."""
+        self._num_spent = 0
+        self._num_seen = 0
+        self._last = _NOWHERE
+
+    def forced(self, output_token_ids: TokenIds) -> int | None:
+        """The token that must come now; None where any may."""
+        token_ids = np.asarray(output_token_ids, np.int64)
+        seen = self._num_seen
+        if seen > len(token_ids) or (seen and token_ids[seen - 1] != self._last):
+            self._start_over()
+        for token_id in token_ids[self._num_seen :].tolist():
+            self._take(token_id)
+            self._last = token_id
+        self._num_seen = len(token_ids)
+        is_spent = self._where is _WITHIN and self._num_spent >= self._budget.max_tokens
+        return self._budget.marks.end_token_ids[self._state] if is_spent else None
+
+    def _take(self, token_id: int) -> None:
+        marks = self._budget.marks
+        if self._where is _BEFORE:
+            self._state = self._begin.get((self._state, token_id), _NOWHERE)
+            if self._state == _NOWHERE:
+                self._where = _BEHIND
+            elif self._state == marks.begin_len:
+                self._where, self._state = _WITHIN, 0
+        elif self._where is _WITHIN:
+            self._num_spent += 1
+            usual = self._end.get((ANY_STATE, token_id), 0)
+            self._state = self._end.get((self._state, token_id), usual)
+            if self._state == len(marks.end_token_ids):
+                self._where = _BEHIND
