@@ -3,7 +3,7 @@
 VENV   ?= .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
-NATIVE := $(wildcard csrc/cpu/*.cpp csrc/cpu/*.hpp csrc/cpu/isa/*.cpp csrc/cpu/isa/*.hpp) CMakeLists.txt pyproject.toml
+NATIVE := $(wildcard csrc/cpu/*.cpp csrc/cpu/*.hpp csrc/cpu/isa/*.cpp csrc/cpu/isa/*.hpp csrc/cpu/partial/*.cpp csrc/cpu/partial/*.hpp) CMakeLists.txt pyproject.toml
 # Tests run one process per core, so each uses one thread, and idle threads sleep instead of spinning.
 export OMP_WAIT_POLICY := passive
 # The suite starts hundreds of processes; where Python is told to keep no bytecode, each would compile all it imports anew.

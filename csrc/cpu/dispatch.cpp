@@ -11,6 +11,14 @@
 
 #include "bindings.hpp"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace quire {
 
 #define QUIRE_DECLARE(name)         \
@@ -30,12 +38,34 @@ QUIRE_DECLARE(avx512)
 QUIRE_DECLARE(avx512vnni)
 #endif
 
-#ifdef QUIRE_WITH_avx512bf16
-QUIRE_DECLARE(avx512bf16)
+// Those that extend another set's table make it when they are asked, since they do so with instructions of their own: on a
+// machine without them, the start of the program would be too early.
+#define QUIRE_DECLARE_EXTENSION(name)      \
+    namespace name {                       \
+    const KernelTable &extended_table();   \
+    }
+QUIRE_DECLARE_EXTENSION(avx512bf16)
+QUIRE_DECLARE_EXTENSION(avx512bf16emulated)
+QUIRE_DECLARE_EXTENSION(amx)
+QUIRE_DECLARE_EXTENSION(amxemulated)
+
+// Whether the processor has AMX for bfloat16 and bytes, the system saves its tiles, and this process may use them: Linux
+// wants to be asked once, for all threads, since a thread's state grows by 8 KiB.
+[[maybe_unused]] static bool has_amx() {
+#if defined(__x86_64__) && defined(__linux__)
+    constexpr unsigned BF16 = 1u << 22, TILES = 1u << 24, BYTES = 1u << 25, OSXSAVE = 1u << 27;  // leaf 7: EDX, leaf 1: ECX
+    constexpr unsigned TILE_STATES = 3u << 17;                                                 // XTILECFG, XTILEDATA
+    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;                                // ARCH_REQ_XCOMP_PERM
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & OSXSAVE) == 0) return false;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (~d & (BF16 | TILES | BYTES)) != 0) return false;
+    unsigned states = 0, high = 0;
+    asm volatile("xgetbv" : "=a"(states), "=d"(high) : "c"(0));
+    return (~states & TILE_STATES) == 0 && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+    return false;
 #endif
-#ifdef QUIRE_WITH_avx512bf16emulated
-QUIRE_DECLARE(avx512bf16emulated)
-#endif
+}
 
 // From the plainest to the best.
 static std::vector<const KernelTable *> find_supported() {
@@ -56,7 +86,11 @@ static std::vector<const KernelTable *> find_supported() {
     const bool has_vnni = has_avx512 && __builtin_cpu_supports("avx512vnni");
     if (has_vnni) tables.push_back(&avx512vnni::table);
 #ifdef QUIRE_WITH_avx512bf16
-    if (has_vnni && __builtin_cpu_supports("avx512bf16")) tables.push_back(&avx512bf16::table);
+    const bool has_bf16 = has_vnni && __builtin_cpu_supports("avx512bf16");
+    if (has_bf16) tables.push_back(&avx512bf16::extended_table());
+#ifdef QUIRE_WITH_amx
+    if (has_bf16 && has_amx()) tables.push_back(&amx::extended_table());
+#endif
 #endif
 #endif
 #endif
@@ -65,10 +99,13 @@ static std::vector<const KernelTable *> find_supported() {
 
 // Sets that this machine lacks and can act out: for tests only, never chosen.
 static std::vector<const KernelTable *> find_emulated() {
-#ifdef QUIRE_WITH_avx512bf16emulated
-    if (__builtin_cpu_supports("avx512vnni")) return {&avx512bf16emulated::table};
+    std::vector<const KernelTable *> tables;
+#if defined(QUIRE_WITH_avx512bf16emulated) && defined(QUIRE_WITH_amxemulated)
+    if (__builtin_cpu_supports("avx512vnni")) {
+        tables = {&avx512bf16emulated::extended_table(), &amxemulated::extended_table()};
+    }
 #endif
-    return {};
+    return tables;
 }
 
 static const std::vector<const KernelTable *> &supported() {

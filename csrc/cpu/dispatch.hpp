@@ -22,17 +22,27 @@ constexpr int CHUNK = 512;  // inputs that are made float32 at a time, where wei
 
 // Rows of x as the GEMM wants them, in 32-bit words: a float32 input, two of bfloat16 (where both sides are, and the
 // instruction set multiplies pairs of them), or integers in whatever form the instruction set multiplies (four or two to
-// a word); each group padded with zeros as in the weight. Rows are divided evenly into tiles of at most `tile_rows`; a
-// tile of h rows, the first of them row r, begins at word r * row_words and holds word 0 of its h rows, then word 1, and
-// so on.
+// a word); each group padded with zeros as in the weight. Rows are divided evenly into tiles of at most `tile_rows`, as a
+// tile of few rows is slower by row; a tile of h rows, the first of them row r, begins at word r * row_words and holds word
+// 0 of its h rows, then word 1, and so on.
+//
+// For tiles of matrices (`depth` above 0) every tile but the last has `tile_rows` rows, each group is padded to whole
+// blocks of `depth` words, and a tile holds the first block of its rows, row after row, then the second, and so on.
 struct InputRows {
     const void *data;
     int64_t row_words;
+    int tile_rows, depth;
     bool is_bf16;
     const float *scales;    // [T], with integers: x = scale * integer
     const int32_t *starts;  // [T][groups], with integers: the sum of each group, times -(the weight's zero point)
     int64_t num_rows, num_tiles;
+
+    int64_t first_row(int64_t tile) const {
+        return depth > 0 ? min64(tile * tile_rows, num_rows) : num_rows * tile / num_tiles;
+    }
 };
+
+constexpr int MATRIX_ROWS = 16;  // of x in a tile of a matrix, at most: AMX's
 
 // The block of float32 sums that one call computes. All scratch is the calling thread's.
 struct GemmBlock {
@@ -114,10 +124,12 @@ struct AttentionTask {
 struct KernelTable {
     const char *name;
     // projections
-    int tile_rows;          // of a tile, at most
+    int tile_rows;          // of a tile, at most, unless it is one of matrices
     int64_t integer_bytes;  // of one element of quantized rows
     bool has_bf16_dots;     // multiplies pairs of bfloat16 with pairs of bfloat16
-    // Rows of x [T, K] to tiles [first, last) of `out`; `spare`: tile_rows * row_words words of scratch.
+    // The `depth` of InputRows that this projection of so many rows wants; null: always 0
+    int (*matrix_depth)(const LinearWeight &weight, bool is_bf16, int64_t num_rows);
+    // Rows of x [T, K] to tiles [first, last) of `out`; `spare`: out.tile_rows * row_words words of scratch.
     void (*convert_rows)(const LinearWeight &weight, const void *x, DType dtype, int64_t first, int64_t last,
                          const InputRows &out, uint32_t *spare);
     void (*gemm)(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block);

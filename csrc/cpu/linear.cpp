@@ -12,8 +12,8 @@
 
 namespace quire {
 
-constexpr int64_t BLOCK_ROWS = 126;  // a multiple of every table's tile_rows (3, 6 and 14)
-constexpr int64_t PASS_ROWS = 4 * BLOCK_ROWS;  // rows converted at a time, so that scratch stays small
+constexpr int64_t BLOCK_ROWS = 128;  // so many whole tiles (of 3, 6, 14 or 16 rows) as fit
+constexpr int64_t PASS_BLOCKS = 4;   // whose rows are converted at a time, so that scratch stays small
 constexpr int64_t BLOCK_SUMS = BLOCK_ROWS * GROUP_WIDTH;
 constexpr int64_t TILE_PANELS = 2;  // of a block of several tiles: as wide as the widest tile of many rows
 constexpr int64_t FEW_ITEMS = 16;   // so few for a thread are made a multiple of the threads: one more would be noticed
@@ -32,7 +32,6 @@ struct Projection {
     InputRows rows;
     Destination out;
 
-    int64_t first_row(int64_t tile) const { return rows.num_rows * tile / rows.num_tiles; }
     int64_t num_columns() const { return out.is_gated ? weight.num_outputs / 2 : weight.num_outputs; }
     int64_t num_panels() const { return ceil_div(num_columns(), PANEL); }  // of `out`
     // A block of gated columns whose `up` rows do not begin with a panel needs one panel more of them.
@@ -59,7 +58,7 @@ static void multiply(const Projection &task, const Block &block, int64_t first_p
 static void compute(const Projection &task, const Block &block) {
     float *memory = scratch(GEMM_BLOCK, 2 * BLOCK_SUMS + expanded_bytes(task.weight) / sizeof(float));
     const int64_t columns = task.num_columns(), first = block.first_panel * PANEL;
-    const int64_t row = task.first_row(block.first_tile), end = task.first_row(block.first_tile + block.num_tiles);
+    const int64_t row = task.rows.first_row(block.first_tile), end = task.rows.first_row(block.first_tile + block.num_tiles);
     const OutputBlock out{offset(task.out.data, row * columns, task.out.dtype), task.out.dtype, columns, first,
                           min64(block.num_panels * PANEL, columns - first), end - row};
     const float *bias = task.weight.bias == nullptr ? nullptr : task.weight.bias + first;
@@ -78,7 +77,7 @@ static int64_t share(int64_t count, int64_t parts, int64_t index) { return count
 // Blocks of the same panels are neighbours, so that a thread has them from its cache.
 static void multiply_all(const Projection &task) {
     const int team = team_size(task.work());
-    const int64_t panels = task.num_panels(), row_blocks = ceil_div(task.rows.num_tiles, BLOCK_ROWS / task.table.tile_rows);
+    const int64_t panels = task.num_panels(), row_blocks = ceil_div(task.rows.num_tiles, BLOCK_ROWS / task.rows.tile_rows);
     int64_t groups = ceil_div(panels, task.max_panels());
     if (groups * row_blocks < FEW_ITEMS * team) groups = min64(panels, round_up(groups, team));
     Shares shares(groups * row_blocks, team);
@@ -91,26 +90,38 @@ static void multiply_all(const Projection &task) {
     }
 }
 
+// The form in which so many rows are multiplied; they are not there yet.
+static InputRows form_of(const KernelTable &table, const LinearWeight &weight, DType dtype, int64_t num_rows) {
+    const bool is_bf16 = table.has_bf16_dots && weight.format == WeightFormat::bf16 && dtype == DType::bf16;
+    const int64_t element = weight.has_int8_inputs ? table.integer_bytes : size_of(is_bf16 ? DType::bf16 : DType::f32);
+    const int depth = table.matrix_depth == nullptr ? 0 : table.matrix_depth(weight, is_bf16, num_rows);
+    const int tile_rows = depth > 0 ? MATRIX_ROWS : table.tile_rows;
+    const int64_t group_words = weight.padded_group() * element / int64_t{sizeof(float)};
+    return {nullptr, weight.num_groups() * (depth > 0 ? round_up(group_words, depth) : group_words), tile_rows, depth,
+            is_bf16, nullptr, nullptr, num_rows, ceil_div(num_rows, tile_rows)};
+}
+
 // Rows in the form that is multiplied: x itself where it is that already.
 static InputRows convert(const KernelTable &table, const LinearWeight &weight, const void *x, DType dtype,
                          int64_t num_rows) {
-    const int64_t padded = weight.padded_inputs(), num_tiles = ceil_div(num_rows, table.tile_rows);
-    const bool is_bf16 = table.has_bf16_dots && weight.format == WeightFormat::bf16 && dtype == DType::bf16;
-    const bool is_ready = !weight.has_int8_inputs && (dtype == DType::f32 || is_bf16) && weight.num_inputs == padded;
-    const int64_t element = weight.has_int8_inputs ? table.integer_bytes : size_of(is_bf16 ? DType::bf16 : DType::f32);
-    InputRows rows{x, padded * element / int64_t{sizeof(float)}, is_bf16, nullptr, nullptr, num_rows, num_tiles};
-    if (is_ready && num_rows == 1) return rows;
+    InputRows rows = form_of(table, weight, dtype, num_rows);
+    const bool is_own_dtype = !weight.has_int8_inputs && dtype == (rows.is_bf16 ? DType::bf16 : DType::f32);
+    rows.data = x;
+    if (num_rows == 1 && is_own_dtype && rows.row_words * int64_t{sizeof(float)} == weight.num_inputs * size_of(dtype)) {
+        return rows;
+    }
     rows.data = scratch(INPUT_ROWS, num_rows * rows.row_words);
     if (weight.has_int8_inputs) {
         float *scales = scratch(INPUT_SCALES, num_rows * (1 + weight.num_groups()));
         rows.scales = scales;
         rows.starts = reinterpret_cast<int32_t *>(scales + num_rows);
     }
-    const int team = team_size(num_rows * padded);
+    const int team = team_size(num_rows * weight.padded_inputs());
 #pragma omp parallel for schedule(static) num_threads(team)
     for (int part = 0; part < team; ++part) {
-        uint32_t *spare = reinterpret_cast<uint32_t *>(scratch(GEMM_BLOCK, table.tile_rows * rows.row_words));
-        table.convert_rows(weight, x, dtype, share(num_tiles, team, part), share(num_tiles, team, part + 1), rows, spare);
+        uint32_t *spare = reinterpret_cast<uint32_t *>(scratch(GEMM_BLOCK, rows.tile_rows * rows.row_words));
+        table.convert_rows(weight, x, dtype, share(rows.num_tiles, team, part), share(rows.num_tiles, team, part + 1), rows,
+                           spare);
     }
     return rows;
 }
@@ -120,8 +131,10 @@ static void project(const LinearWeight &weight, const void *x, DType x_dtype, in
     const Stopwatch stopwatch(KernelClass::linear);
     const KernelTable &table = kernels();
     const int64_t columns = out.is_gated ? weight.num_outputs / 2 : weight.num_outputs;
-    for (int64_t row = 0; row < num_rows; row += PASS_ROWS) {
-        const int64_t count = min64(PASS_ROWS, num_rows - row);
+    const int64_t tile_rows = form_of(table, weight, x_dtype, num_rows).tile_rows;
+    const int64_t pass_rows = PASS_BLOCKS * (BLOCK_ROWS / tile_rows * tile_rows);
+    for (int64_t row = 0; row < num_rows; row += pass_rows) {
+        const int64_t count = min64(pass_rows, num_rows - row);
         const InputRows rows = convert(table, weight, offset(x, row * weight.num_inputs, x_dtype), x_dtype, count);
         Destination pass = out;
         pass.data = offset(out.data, row * columns, out.dtype);

@@ -23,9 +23,6 @@ constexpr int64_t INPUT_LINES_AHEAD = 8;  // rows that are too many for the seco
 constexpr int64_t STEPS_OF_BLOCK = 8;     // steps between two looks at what is to be asked for
 constexpr int FEW_ROWS = 6;               // so few rows stay in the first-level cache
 
-// Where tile `index` of `num_tiles` begins: heights differ by one at most, as a tile of few rows is slower by row.
-QINLINE int64_t tile_start(int64_t num_rows, int64_t num_tiles, int64_t index) { return num_rows * index / num_tiles; }
-
 // What is asked for: lines `distance` bytes ahead, and of panels that follow from [next, end) `num_lines` every
 // STEPS_OF_BLOCK steps.
 struct Ahead {
@@ -74,9 +71,8 @@ struct Tile {
 };
 
 QINLINE Tile tile_of(const InputRows &rows, const GemmBlock &block, int64_t index) {
-    const int64_t row = tile_start(rows.num_rows, rows.num_tiles, index);
-    const int64_t end = tile_start(rows.num_rows, rows.num_tiles, index + 1);
-    const int64_t in_block = row - tile_start(rows.num_rows, rows.num_tiles, block.first_tile);
+    const int64_t row = rows.first_row(index), end = rows.first_row(index + 1);
+    const int64_t in_block = row - rows.first_row(block.first_tile);
     const uint32_t *words = static_cast<const uint32_t *>(rows.data);
     return {static_cast<int>(end - row), words + row * rows.row_words, block.sums + in_block * GROUP_WIDTH, row};
 }

@@ -1,12 +1,12 @@
 // The GEMM in integers: int8 inputs times int8 or int4 weights (layout in weight.hpp).
 //
 // The sum of a group's products is an exact 32-bit integer, so neither the instructions nor the order in which it is
-// made can change it; groups are then added in ascending order in float32, a multiplication and an addition each, which
-// every instruction set rounds alike. So results are equal bit for bit everywhere.
+// made can change it; what is done with the sums of groups (groups.hpp) every instruction set rounds alike. So results are
+// equal bit for bit everywhere.
 //
 // Weights are stored as unsigned bytes, value + zero point: a group's sum starts at -zero * (sum of the row's inputs).
 // The registers hold a group's integers; the float32 sums of several groups lie in the first-level cache.
-#include "gemm.hpp"
+#include "groups.hpp"
 #include "kernels.hpp"
 
 namespace quire::QUIRE_ISA {
@@ -17,17 +17,6 @@ constexpr int max_panels(int rows) {
     if (LANES == 8) return rows <= 2 ? 2 : 1;
     return 1;
 }
-
-// Weights as they are multiplied, and the scales (then offsets) of each group.
-struct Groups {
-    Panels weights;  // num_steps: of one group
-    int64_t stride;  // bytes from a group's weights to the next one's
-    const char *headers;
-    int64_t header_stride, header_group_stride;  // bytes from a panel's to the next one's, from a group's to the next one's
-    int64_t count;
-    bool has_offsets;
-    float per_start;  // what a group's start is multiplied with to give the sum of its inputs
-};
 
 struct IntegerTile {
     Tile rows;
@@ -75,35 +64,6 @@ struct HalfBytes {
     }
 };
 
-// A group is complete: sums += scale * integers, then sums += offset * sum of the inputs.
-template <int ROWS, int PANELS>
-QINLINE void add_group(float *sums, const Bits (&acc)[ROWS][PANELS * PANEL_VECS], const Groups &groups,
-                       const IntegerTile &tile, int64_t group, const char *headers) {
-    constexpr int VECS = PANELS * PANEL_VECS;
-    Vec scales[VECS];
-    QUNROLL
-    for (int v = 0; v < VECS; ++v) scales[v] = as_float(load_bits(line(headers, v, groups.header_stride)));
-    QUNROLL
-    for (int r = 0; r < ROWS; ++r) {
-        QUNROLL
-        for (int v = 0; v < VECS; ++v) {
-            float *to = sums + r * GROUP_WIDTH + v * LANES;
-            store(to, add(group == 0 ? broadcast(0.0f) : load(to), mul(scales[v], to_float(acc[r][v]))));
-        }
-    }
-    if (!groups.has_offsets) return;
-    const char *offsets = headers + PANEL * sizeof(float);
-    QUNROLL
-    for (int r = 0; r < ROWS; ++r) {
-        const Vec inputs = broadcast(static_cast<float>(tile.starts[r * groups.count + group]) * groups.per_start);
-        QUNROLL
-        for (int v = 0; v < VECS; ++v) {
-            float *to = sums + r * GROUP_WIDTH + v * LANES;
-            store(to, add(load(to), mul(as_float(load_bits(line(offsets, v, groups.header_stride))), inputs)));
-        }
-    }
-}
-
 template <typename Weights, int ROWS, int PANELS>
 static void tile(const Groups &groups, const IntegerTile &rows, int first, Ahead &ahead) {
     const Panels &panels = groups.weights;
@@ -128,7 +88,7 @@ static void tile(const Groups &groups, const IntegerTile &rows, int first, Ahead
             }
         }
         const char *headers = groups.headers + first * groups.header_stride + group * groups.header_group_stride;
-        add_group<ROWS, PANELS>(rows.rows.sums + first * PANEL, acc, groups, rows, group, headers);
+        add_group<ROWS, PANELS>(rows.rows.sums + first * PANEL, acc, groups, rows.starts, group, headers);
     }
 }
 
@@ -157,15 +117,6 @@ static void tiles_of(const Groups &groups, const IntegerTile &rows, const Ahead 
     if constexpr (ROWS > 1) tiles_of<Weights, ROWS - 1>(groups, rows, ahead);
 }
 
-// Sums of a tile are complete: times the scale of each row.
-static void scale_rows(const Tile &tile, const float *scales, int num_panels) {
-    for (int r = 0; r < tile.height; ++r) {
-        const Vec scale = broadcast(scales[r]);
-        float *sums = tile.sums + r * GROUP_WIDTH;
-        for (int i = 0; i < num_panels * PANEL; i += LANES) store(sums + i, mul(load(sums + i), scale));
-    }
-}
-
 template <typename Weights>
 static void multiply_rows(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block,
                           const Groups &groups) {
@@ -175,50 +126,6 @@ static void multiply_rows(const LinearWeight &weight, const InputRows &rows, con
         tiles_of<Weights, TILE_ROWS>(groups, tile, ahead_of(weight, block, t));
         scale_rows(now, rows.scales + now.row, block.num_panels);
     }
-}
-
-// The half bytes of all groups of a panel as bytes.
-static void expand_int4(const Groups &groups, const char *panel, char *out) {
-    const Bits mask = broadcast_bits(0x0f0f0f0fu);
-    for (int64_t group = 0; group < groups.count; ++group, panel += groups.stride) {
-        const char *from = panel, *end = from + groups.weights.num_steps * LINE;
-        for (; from != end; from += LINE, out += 2 * LINE) {
-            QUNROLL
-            for (int v = 0; v < PANEL_VECS; ++v) {
-                const Bits both = load_bits(from + v * 4 * LANES);
-                float *low = reinterpret_cast<float *>(out + v * 4 * LANES), *high = low + PANEL;
-                store(low, as_float(and_bits(both, mask)));
-                store(high, as_float(and_bits(shift_right<4>(both), mask)));
-            }
-        }
-    }
-}
-
-// The groups with their weights as bytes in the block's scratch.
-static Groups expanded(const Groups &groups, const GemmBlock &block) {
-    Groups bytes = groups;
-    char *to = static_cast<char *>(block.panels);
-    bytes.weights.num_steps = 2 * groups.weights.num_steps;
-    bytes.stride = bytes.weights.num_steps * LINE;
-    bytes.weights.stride = groups.count * bytes.stride;
-    bytes.weights.data = to;
-    for (int p = 0; p < groups.weights.num_panels; ++p) {
-        expand_int4(groups, groups.weights.data + p * groups.weights.stride, to + p * bytes.weights.stride);
-    }
-    return bytes;
-}
-
-static Groups groups_of(const LinearWeight &weight, const GemmBlock &block) {
-    const char *data = weight.panel(block.first_panel);
-    const int64_t header = weight.header_bytes(), group = weight.group_bytes(), panel = weight.panel_bytes();
-    return {{data + header, panel, block.num_panels, (group - header) / LINE},
-            group,
-            data,
-            panel,
-            group,
-            weight.num_groups(),
-            weight.has_offsets,
-            -1.0f / static_cast<float>(weight.zero_point())};
 }
 
 void gemm_integers(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block) {

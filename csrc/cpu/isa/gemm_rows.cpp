@@ -108,21 +108,50 @@ static void interleave(const uint32_t *rows, int height, int64_t words, uint32_t
     }
 }
 
+template <typename T>
+static void convert_tile(const LinearWeight &weight, const T *x, int64_t row, int height, const InputRows &out,
+                         uint32_t *spare, uint32_t *to) {
+    uint32_t *rows = height == 1 ? to : spare;
+    for (int r = 0; r < height; ++r) convert_one(weight, x, row + r, out, rows + r * out.row_words);
+    if (height > 1) interleave(spare, height, out.row_words, to);
+}
+
+// One row of a tile of `height` for tiles of matrices: from words as the weight pads them to padded blocks.
+static void store_blocks(const uint32_t *words, int64_t num_groups, int64_t group_words, int height, int depth,
+                         uint32_t *to) {
+    for (int64_t group = 0; group < num_groups; ++group, words += group_words) {
+        for (int64_t at = 0; at < group_words; at += depth, to += int64_t{height} * depth) {
+            const int64_t count = min64(depth, group_words - at);
+            memcpy(to, words + at, count * sizeof(uint32_t));
+            memset(to + count, 0, (depth - count) * sizeof(uint32_t));
+        }
+    }
+}
+
+template <typename T>
+static void convert_blocks(const LinearWeight &weight, const T *x, int64_t row, int height, const InputRows &out,
+                           uint32_t *spare, uint32_t *to) {
+    const int64_t element = weight.has_int8_inputs ? INTEGER_BYTES : int64_t{sizeof(bf16)};
+    const int64_t group_words = weight.padded_group() * element / int64_t{sizeof(uint32_t)};
+    for (int r = 0; r < height; ++r) {
+        convert_one(weight, x, row + r, out, spare);
+        store_blocks(spare, weight.num_groups(), group_words, height, out.depth, to + int64_t{r} * out.depth);
+    }
+}
+
 void convert_rows(const LinearWeight &weight, const void *x, DType dtype, int64_t first, int64_t last,
                   const InputRows &out, uint32_t *spare) {
     for (int64_t t = first; t < last; ++t) {
-        const int64_t row = tile_start(out.num_rows, out.num_tiles, t);
-        const int height = static_cast<int>(tile_start(out.num_rows, out.num_tiles, t + 1) - row);
+        const int64_t row = out.first_row(t);
+        const int height = static_cast<int>(out.first_row(t + 1) - row);
         uint32_t *to = static_cast<uint32_t *>(const_cast<void *>(out.data)) + row * out.row_words;
-        uint32_t *rows = height == 1 ? to : spare;
-        for (int r = 0; r < height; ++r) {
-            if (dtype == DType::f32) {
-                convert_one(weight, static_cast<const float *>(x), row + r, out, rows + r * out.row_words);
-            } else {
-                convert_one(weight, static_cast<const bf16 *>(x), row + r, out, rows + r * out.row_words);
-            }
+        if (dtype == DType::f32) {
+            const auto convert_some = out.depth > 0 ? convert_blocks<float> : convert_tile<float>;
+            convert_some(weight, static_cast<const float *>(x), row, height, out, spare, to);
+        } else {
+            const auto convert_some = out.depth > 0 ? convert_blocks<bf16> : convert_tile<bf16>;
+            convert_some(weight, static_cast<const bf16 *>(x), row, height, out, spare, to);
         }
-        if (height > 1) interleave(spare, height, out.row_words, to);
     }
 }
 

@@ -15,6 +15,7 @@ const KernelTable table = {
     TILE_ROWS,
     INTEGER_BYTES,
     HAS_BF16_DOTS,
+    nullptr,  // matrix_depth
     convert_rows,
     gemm,
     store_sums,

@@ -5,7 +5,7 @@
 #define QUIRE_NAME(name) QUIRE_STRING(name)
 
 namespace quire::avx512vnni {
-extern const KernelTable table;  // constants, so it is there before this file's own table is made
+extern const KernelTable table;
 }
 
 namespace quire::QUIRE_ISA {
@@ -21,7 +21,9 @@ static KernelTable make_table() {
     return made;
 }
 
-extern const KernelTable table;
-const KernelTable table = make_table();
+const KernelTable &extended_table() {
+    static const KernelTable made = make_table();
+    return made;
+}
 
 }  // namespace quire::QUIRE_ISA

@@ -25,8 +25,17 @@ def test_instruction_sets() -> None:
     assert names[0] == "portable"
     assert cpu.isa() == names[-1]
     assert not set(names) & set(cpu.emulated_isas()), "what is acted out is never chosen"
+    if "avx512vnni" in names:
+        assert cpu.emulated_isas() == ("avx512bf16emulated", "amxemulated")
     with pytest.raises(ConfigError, match="'sse9' is not one of portable"):
         cpu.set_isa("sse9")
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs /proc")
+def test_tiles_of_matrices_need_a_processor_that_has_them() -> None:
+    flags = Path("/proc/cpuinfo").read_text().split()
+    assert "amx" not in cpu.supported_isas() or {"amx_tile", "amx_bf16", "amx_int8", "avx512_bf16"} <= set(flags)
 
 
 @pytest.mark.usefixtures("native")

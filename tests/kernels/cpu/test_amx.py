@@ -1,0 +1,110 @@
+"""Products of tiles, acted out: against an independent statement of what Intel's manual says that the instruction computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels import cpu
+from quire.kernels.interface import Kernels, QuantizedWeight
+
+NAME = "amxemulated"
+pytestmark = pytest.mark.skipif(
+    cpu.IMPORT_ERROR is not None or NAME not in cpu.emulated_isas(), reason="needs native kernels and AVX512-VNNI"
+)
+
+Doubles = npt.NDArray[np.float64]
+TINY = 2.0**-126
+
+
+@pytest.fixture
+def amx(native: Kernels) -> Iterator[Kernels]:
+    before = cpu.isa()
+    cpu.set_isa(NAME)
+    yield native
+    cpu.set_isa(before)
+
+
+def _flushed(x: Doubles) -> Doubles:
+    return np.where(np.abs(x) < TINY, 0.0, x)
+
+
+def _rounded_sum(a: Doubles, b: Doubles) -> Doubles:
+    """a + b rounded once to float32, without subnormal numbers.
+
+    The sum in float64 is rounded to odd (the error of it is exact, by Knuth's two-sum), so that rounding it again is harmless.
+    """
+    total = a + b
+    part = total - a
+    error = (a - (total - part)) + (b - part)
+    is_even = (total.view(np.int64) & 1) == 0
+    odd = np.where((error != 0) & is_even, np.nextafter(total, np.where(error > 0, np.inf, -np.inf)), total)
+    return _flushed(odd.astype(np.float32).astype(np.float64))
+
+
+def _tdpbf16ps(sums: Doubles, x: Doubles, w: Doubles) -> Doubles:
+    """sums [M, N] + x [M, 2 K] @ w [2 K, N]; products of two bfloat16 are exact in float64."""
+    first, second = np.zeros_like(sums), np.zeros_like(sums)
+    for k in range(0, x.shape[1], 2):
+        first = _rounded_sum(first, x[:, k, None] * w[k])
+        second = _rounded_sum(second, x[:, k + 1, None] * w[k + 1])
+    return _rounded_sum(sums, _rounded_sum(first, second))
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T, cut at the words where the kernel cuts: 16 to a tile, or fewer that divide all inputs evenly."""
+    num_words = -(-x.shape[1] // 2)
+    steps = -(-num_words // 16)
+    depth = num_words // steps if num_words % steps == 0 else 16
+    padding = (0, 2 * steps * depth - x.shape[1])
+    left, right = (_flushed(torch.nn.functional.pad(each, padding).double().numpy()) for each in (x, weight))
+    sums = np.zeros((x.shape[0], weight.shape[0]))
+    for k in range(0, left.shape[1], 2 * depth):
+        sums = _tdpbf16ps(sums, left[:, k : k + 2 * depth], right[:, k : k + 2 * depth].T)
+    return torch.from_numpy(sums)
+
+
+def _draw(*shape: int, exponents: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    scales = torch.randint(-exponents, 1, shape, generator=generator)
+    return torch.ldexp(torch.randn(shape, generator=generator), scales).bfloat16()
+
+
+@pytest.mark.parametrize("exponents", [1, 75])  # 75: products and sums, some inputs too, are often subnormal
+@pytest.mark.parametrize("num_inputs", [1, 31, 32, 33, 40, 130, 301])
+def test_pairs_are_multiplied_as_the_manual_says(amx: Kernels, num_inputs: int, exponents: int) -> None:
+    x, weight = _draw(37, num_inputs, exponents=exponents), _draw(50, num_inputs, exponents=exponents)
+    if exponents > 1:
+        x[:, ::5] *= 2.0**-60
+    want, packed = _product(x, weight), amx.pack_linear(weight)
+    for rows in (slice(0, 37), slice(3, 4), slice(5, 21), slice(2, 19)):
+        got = amx.linear(x[rows].contiguous(), packed, out_dtype="float32")
+        assert torch.equal(got.double(), want[rows]), rows
+
+
+def test_the_instruction_is_used_for_one_row(amx: Kernels) -> None:
+    """Chains of first and of second numbers, and one chain through both, differ in bits."""
+    x, weight = _draw(1, 256, exponents=1), _draw(64, 256, exponents=1)
+    got = amx.linear(x, amx.pack_linear(weight), out_dtype="float32")
+    cpu.set_isa("avx512bf16emulated")
+    assert not torch.equal(got, amx.linear(x, amx.pack_linear(weight), out_dtype="float32"))
+
+
+@pytest.mark.parametrize("num_rows", [14, 15, 16, 17, 33])
+def test_sums_of_bytes_may_leave_32_bits_on_the_way(amx: Kernels, reference: Kernels, num_rows: int) -> None:
+    """Unsigned weights' sums exceed 2^31 where the signed ones' do not."""
+    num_inputs = 70_000
+    values = torch.full((3, num_inputs), 127, dtype=torch.int8)
+    values[1] = -128
+    weight = QuantizedWeight(values, torch.full((3, 1), 2.0**-20), None, 8, num_inputs, "int8")
+    x = torch.ones(num_rows, num_inputs)
+    x[3], x[5, ::3] = -1.0, 0.25
+    want = reference.linear(x[:6].contiguous(), reference.pack_quantized(weight))
+    got = amx.linear(x, amx.pack_quantized(weight))
+    assert torch.equal(got[:6], want)
+    assert torch.equal(got[6:], want[:1].expand(num_rows - 6, -1))
