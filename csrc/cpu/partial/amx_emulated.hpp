@@ -124,9 +124,11 @@ static void add_quads() {
         uint32_t row[16];
         memcpy(row, sums.bytes[r], sizeof row);
         for (int k = 0; k < weights.rows; ++k) {
-            for (int i = 0; i < sums.row_bytes; ++i) {
-                const int product = static_cast<int8_t>(x.bytes[r][4 * k + i % 4]) * int{weights.bytes[k][i]};
-                row[i / 4] += static_cast<uint32_t>(product);
+            int8_t inputs[4];
+            memcpy(inputs, x.bytes[r] + 4 * k, sizeof inputs);
+            for (int n = 0; n < sums.row_bytes / 4; ++n) {
+                const uint8_t *w = weights.bytes[k] + 4 * n;
+                row[n] += static_cast<uint32_t>(inputs[0] * w[0] + inputs[1] * w[1] + inputs[2] * w[2] + inputs[3] * w[3]);
             }
         }
         memcpy(sums.bytes[r], row, sizeof row);
