@@ -143,11 +143,16 @@ class Texts:
                     f"{param}: token id {_short(token_id)} is not in the model's vocabulary of {self._vocab_size}", param=param
                 )
 
-    def truncate(self, token_ids: list[int], keep: int | None) -> list[int]:
-        """The last `keep` tokens, none of them with 0; -1 keeps what the context holds beside one token of output."""
+    def truncate(self, token_ids: list[int], keep: int | None, side: str | None = None) -> list[int]:
+        """The last `keep` tokens, or the first ones where the `side` to cut is "right"; none of them with 0.
+
+        -1 keeps what the context holds beside one token of output.
+        """
         if keep is None:
             return token_ids
         keep = self.max_model_len - 1 if keep < 0 else keep
+        if side == "right":
+            return token_ids[:keep]
         return token_ids[-keep:] if keep else []
 
     def max_tokens(self, num_prompt_tokens: int, wanted: int | None, *, default: int | None, param: str) -> int:
@@ -202,6 +207,15 @@ def _num_chars(messages: Sequence[Mapping[str, Any]]) -> int:
         else:
             num_chars += 1
     return num_chars
+
+
+def effort_kwargs(source: str, effort: str) -> dict[str, Any]:
+    """What a chat template is told of a wished effort of reasoning, as vLLM tells it: its degree, and whether to think at all.
+
+    Empty for a template that knows neither.
+    """
+    known = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    return {name: value for name, value in known.items() if name in source}
 
 
 def read_template(path: str | None) -> str | None:

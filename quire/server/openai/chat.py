@@ -27,7 +27,7 @@ from quire.server.reading import Reading
 from quire.server.responses import DONE, EventStream, TextEvent, data_event, json_response, timings
 from quire.server.state import Api
 from quire.server.structure import from_guided, from_response_format, settle
-from quire.server.texts import NOT_IN_TEMPLATE, ChatOptions
+from quire.server.texts import NOT_IN_TEMPLATE, ChatOptions, effort_kwargs
 from quire.server.tools import settle_tools
 
 MAX_DOCUMENTS = 1024
@@ -128,7 +128,7 @@ class ChatCompletions:
             num_body_bytes=call.num_body_bytes,
         )
         text, token_ids = await api.texts.encode_chat(messages, options)
-        token_ids = api.texts.truncate(token_ids, body.truncate_prompt_tokens)
+        token_ids = api.texts.truncate(token_ids, body.truncate_prompt_tokens, body.truncation_side)
         if not token_ids:
             raise bad_request("messages: the prompt is empty", param="messages")
         num_top = (body.top_logprobs or 0) if body.logprobs else None
@@ -183,9 +183,9 @@ def _template_kwargs(body: ChatRequest, source: str, call: Call) -> dict[str, An
     """What the template gets besides the messages; a reasoning effort reaches those that know it."""
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
-        if "reasoning_effort" in source:
-            kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-        else:
+        found = effort_kwargs(source, body.reasoning_effort)
+        kwargs = {**found, **kwargs}
+        if not found:
             call.ignore(["reasoning_effort"], NOT_IN_TEMPLATE)
     return kwargs or None
 

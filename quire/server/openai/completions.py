@@ -53,7 +53,6 @@ class CompletionRequest(SamplingFields, kw_only=True):
     best_of: Annotated[int, Meta(ge=1, le=MAX_BEST_OF)] | None = None
     suffix: str | None = None
     response_format: Any = None
-    return_token_offsets: bool | None = None
 
 
 @dataclass(slots=True)
@@ -154,7 +153,7 @@ class Completions:
             token_ids = await texts.encode(prompt, add_special_tokens=add_special)
         else:
             token_ids = prompt
-        kept = texts.truncate(token_ids, body.truncate_prompt_tokens)
+        kept = texts.truncate(token_ids, body.truncate_prompt_tokens, body.truncation_side)
         if not kept:
             raise bad_request("prompt: it is empty; give at least one token", param="prompt")
         is_scoring = body.max_tokens == 0
@@ -232,8 +231,6 @@ def _check(body: CompletionRequest) -> None:
         raise unavailable_feature("tools", "tools are for chats; use /v1/chat/completions")
     if body.suffix:
         raise unavailable_feature("suffix", "this model was not trained to fill in the middle")
-    if body.return_token_offsets:
-        raise unavailable_feature("return_token_offsets", "ask for logprobs: their text_offset says the same")
     if body.logprob_token_ids and body.logprobs is None:
         raise bad_request("logprob_token_ids: only with logprobs", param="logprob_token_ids")
     if body.max_tokens == 0 and not body.echo:

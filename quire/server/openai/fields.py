@@ -44,7 +44,9 @@ UNAVAILABLE: Mapping[str, str] = {
     "kv_transfer_params": "KV transfer is not available",
     "ec_transfer_params": "encoder transfer is not available",
     "vllm_xargs": "custom processors are not available",
-    "watermarking": "watermarks are not available",
+    "watermarking": "watermarks are not available: no detector would know this server's",
+    "return_token_offsets": "offsets come with log-probabilities (text_offset); /tokenize shows a prompt's tokens",
+    "return_weight_versions": "the weights of this server never change; system_fingerprint says which they are",
     "use_beam_search": "beam search is available in Python (LLM.beam_search), not over HTTP",
     "logits_processors": "code is never taken from a request",
 }
@@ -101,6 +103,7 @@ class SamplingFields(CommonFields, kw_only=True):
     logprobs_mode: LogprobsMode | None = None
     prompt_logprobs: Annotated[int, Meta(ge=-1, le=1 << 20)] | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -127,6 +130,8 @@ class SamplingFields(CommonFields, kw_only=True):
     ec_transfer_params: Any = None
     vllm_xargs: Any = None
     watermarking: Any = None
+    return_token_offsets: Any = None
+    return_weight_versions: Any = None
     use_beam_search: Any = None
     logits_processors: Any = None
 

@@ -36,7 +36,7 @@ from quire.server.reading import Reading
 from quire.server.responses import EventStream, json_response, named_event, timings
 from quire.server.state import Api
 from quire.server.structure import Asked, from_named_schema, from_response_format, settle
-from quire.server.texts import NOT_IN_TEMPLATE, ChatOptions
+from quire.server.texts import NOT_IN_TEMPLATE, ChatOptions, effort_kwargs
 from quire.server.tools import Function, settle_tools
 
 _UNAVAILABLE = {
@@ -252,8 +252,9 @@ def _asked_form(body: ResponseRequest) -> list[Asked]:
 def _effort(body: ResponseRequest, source: str, call: Call) -> dict[str, Any] | None:
     """The wished effort of reasoning, for templates that know it."""
     effort = (body.reasoning or {}).get("effort")
-    if effort is not None and "reasoning_effort" in source:
-        return {"reasoning_effort": effort}
+    found = effort_kwargs(source, effort) if isinstance(effort, str) else {}
+    if found:
+        return found
     if asks_for_something(body.reasoning):
         call.ignore(["reasoning"], NOT_IN_TEMPLATE)
     return None

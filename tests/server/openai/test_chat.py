@@ -215,6 +215,8 @@ def test_t08_special_tokens_in_a_users_text_are_text(http: httpx.Client) -> None
         ({"vllm_xargs": {"a": 1}}, "vllm_xargs"),
         ({"thinking_token_budget": 0}, "thinking_token_budget"),
         ({"watermarking": True}, "watermarking"),
+        ({"return_token_offsets": True}, "return_token_offsets"),
+        ({"return_weight_versions": True}, "return_weight_versions"),
         ({"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs"),
     ],
 )

@@ -191,6 +191,19 @@ def test_a_budget_where_the_model_may_or_may_not_think(thinker: httpx.Client) ->
     assert spelt(thinker, choice["token_ids"][2:]).startswith(END)
 
 
+@pytest.mark.parametrize("effort", ["none", "low"])
+def test_an_effort_says_whether_to_think_at_all(thinker: httpx.Client, effort: str) -> None:
+    """To a template that knows no degrees of it; what it is told itself goes before."""
+    is_wanted = effort != "none"
+    (choice,) = think(thinker, None, reasoning_effort=effort)["choices"]
+    (told,) = think(thinker, None, chat_template_kwargs={"enable_thinking": is_wanted}, reasoning_effort="high")["choices"]
+    assert choice == told and ("reasoning" in choice["message"]) == is_wanted
+    body: dict[str, Any] = {"model": MODEL, "input": "Once upon a time", "temperature": 0, "max_output_tokens": 5}
+    answer = thinker.post("/v1/responses", json={**body, "reasoning": {"effort": effort}})
+    assert [item["type"] for item in answer.json()["output"]] == ["reasoning" if is_wanted else "message"]
+    assert "x-quire-ignored-fields" not in answer.headers
+
+
 def test_a_budget_on_the_other_endpoints(thinker: httpx.Client) -> None:
     body: dict[str, Any] = {"model": MODEL, "input": "Once upon a time", "temperature": 0, "max_output_tokens": 30}
     answer = thinker.post("/v1/responses", json={**body, "thinking_token_budget": 5}).json()

@@ -99,6 +99,8 @@ def test_prompts_are_cut_and_their_tokens_shown(http: httpx.Client) -> None:
         def prompt(answer: dict[str, Any]) -> list[int]:
             return list(answer.get("prompt_token_ids") or answer["choices"][0]["prompt_token_ids"])
 
+        first = ask(http, path, return_token_ids=True, truncate_prompt_tokens=2, truncation_side="right")
+        assert prompt(first) == prompt(whole)[:2]
         assert prompt(cut) == prompt(whole)[-2:] and len(whole["choices"][0]["token_ids"]) == 8
         refused = http.post(path, json={**BODIES[path], "truncate_prompt_tokens": 0})
         assert refused.status_code == 400
