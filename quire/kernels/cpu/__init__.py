@@ -9,6 +9,8 @@ is not imported here, since the extension packs weights while that is going on.
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.common.openmp import load_runtime_of_torch
@@ -43,9 +45,18 @@ def reasons_against(device: str, dtype: torch.dtype) -> list[str]:
         reasons.append(
             f"the extension was not built or cannot be loaded ({IMPORT_ERROR}); reinstall with a C++ compiler present"
         )
-    elif not hasattr(native, "is_finite"):
-        reasons.append("the extension is from an older build; reinstall")
+    elif differences := _differences():
+        found = "; ".join(differences[:3])
+        reasons.append(f"the native library was built from other sources ({found}); rebuild it with `pip install -e .`")
     return reasons
+
+
+@functools.cache
+def _differences() -> list[str]:
+    """What the extension lacks of `_native.pyi`: an editable install keeps it while the files around it change."""
+    from quire.kernels.cpu.declarations import differences
+
+    return differences(native, Path(__file__).with_name("_native.pyi").read_text())
 
 
 def load(device: str = "cpu") -> Kernels:

@@ -53,3 +53,16 @@ def test_a_missing_extension_is_explained(monkeypatch: pytest.MonkeyPatch) -> No
     assert "not built" in reasons[0]
     with pytest.raises(ConfigError, match="C\\+\\+ compiler"):
         load("cpu")
+
+
+@pytest.mark.usefixtures("native")
+def test_an_extension_of_other_sources_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an editable install has one, when the files around it have changed."""
+    assert cpu.reasons_against("cpu", torch.float32) == []
+    monkeypatch.delattr("quire.kernels.cpu._native.is_finite")
+    cpu._differences.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=r"built from other sources \(no is_finite\); rebuild it with `pip install -e .`"):
+            load("cpu")
+    finally:
+        cpu._differences.cache_clear()
