@@ -43,11 +43,12 @@ def run(args: argparse.Namespace) -> int:
     try:
         from quire.engine.builder import prepare_model
         from quire.server.lifecycle import Settings, run_server
-        from quire.server.logs import say_as_json, use_json_logs
     except ModuleNotFoundError as error:
         if str(error.name).startswith("quire"):
             raise
         raise ConfigError(f"quire serve needs the package {error.name}, which is not installed: pip install quire") from error
+    from quire.common.json_logs import say_as_json, use_json_logs
+
     if api_config.json_logs:
         use_json_logs()
     prepared = prepare_model(config, is_for_here=False)

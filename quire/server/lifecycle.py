@@ -136,7 +136,7 @@ class Lifecycle:
         watch = WatchConfig(
             silence_timeout_s=config.silence_timeout, step_timeout_s=config.step_timeout, max_restarts=config.max_restarts
         )
-        client = ProcessClient(prepared, watch)
+        client = ProcessClient(prepared, watch, has_json_logs=self._settings.api.json_logs)
         client.start()  # first of all: the model loads while the rest is imported
         self._handle_signals()
         try:

@@ -14,10 +14,10 @@ from fake_client import FakeClient, Script
 from servers import routes_of, serve
 from timing import timed
 
+from quire.common.json_logs import JsonFormatter
 from quire.config.api import ApiConfig
 from quire.errors import UnavailableError
 from quire.server.app import build_app
-from quire.server.logs import JsonFormatter
 from quire.server.tenants import Tenant, key_ring
 
 pytestmark = timed

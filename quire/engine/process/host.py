@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 from quire.common import garbage
 from quire.common.failures import log_failure
+from quire.common.json_logs import use_json_logs
 from quire.config.engine import EngineConfig
 from quire.engine.builder import begin_loading, build_executor, plan_engine
 from quire.engine.loops import loop_of
@@ -153,14 +154,17 @@ def die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def main(fileno: int, parent_pid: int, build: BuildLoop = build_loop) -> int:
+def main(fileno: int, parent_pid: int, build: BuildLoop = build_loop, *, has_json_logs: bool = False) -> int:
     """Run an engine's process on an inherited socket."""
     die_with_parent()
     if os.getppid() != parent_pid:  # it died before the kernel was asked
         return 0
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    logging.basicConfig(format="quire: engine: %(levelname)s: %(message)s")
+    if has_json_logs:
+        use_json_logs(logging.WARNING)
+    else:
+        logging.basicConfig(format="quire: engine: %(levelname)s: %(message)s")
     with socket.socket(fileno=fileno) as sock:
         Host(Channel(sock, Down), build).run()
     return 0

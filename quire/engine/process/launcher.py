@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from quire.engine.process.channel import Channel, ChannelClosed
-from quire.engine.process.messages import Start, Up
+from quire.engine.process.messages import JSON_LOGS, Start, Up
 from quire.errors import EngineError
 
 _KILL_TIMEOUT_S = 10.0
@@ -22,15 +22,15 @@ _COMMAND = (sys.executable, "-P", "-m", "quire.engine.process")
 class EngineProcess:
     """A running engine's process, and the channel to it: one end of a socket pair, whose other end the process inherits.
 
-    A pair has no name, so there is nothing that anybody else could connect to.
+    A pair has no name, so there is nothing that anybody else could connect to. With `has_json_logs`, what it logs is JSON.
     """
 
-    def __init__(self, start: Start, command: Sequence[str] = _COMMAND) -> None:
+    def __init__(self, start: Start, command: Sequence[str] = _COMMAND, *, has_json_logs: bool = False) -> None:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
                 self._process = subprocess.Popen(
-                    [*command, str(theirs.fileno()), str(os.getpid())],
+                    [*command, str(theirs.fileno()), str(os.getpid()), *([JSON_LOGS] if has_json_logs else [])],
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,  # a terminal's Ctrl-C is for the server, which decides what becomes of the engine

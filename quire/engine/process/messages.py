@@ -17,6 +17,8 @@ from quire.engine.inspection import BlockContent, Inspection
 
 PROTOCOL_VERSION = 3
 """Both ends come from one installation; a difference means that it was replaced under a running server."""
+JSON_LOGS = "json-logs"
+"""The argument by which an engine is told to log as JSON: before the first message, which may go wrong already."""
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):

@@ -1,15 +1,16 @@
-"""Log lines as JSON: one object a line, with the request's id and tenant where there is one.
+"""Log lines as JSON, Python's warnings among them: one object a line, with the request's id and tenant where there is one.
 
 Never a prompt, an answer, a key or a traceback: fields are taken from a fixed list, and of an exception only its type.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from typing import Any
-
-import msgspec
+import warnings
+from pathlib import PurePath
+from typing import Any, TextIO
 
 _FIELDS = ("request_id", "tenant", "method", "route", "status", "elapsed_ms")
 
@@ -32,15 +33,29 @@ class JsonFormatter(logging.Formatter):
                 line[name] = value
         if record.exc_info and record.exc_info[0] is not None:
             line["exception"] = record.exc_info[0].__name__
-        return msgspec.json.encode(line).decode()
+        return json.dumps(line, ensure_ascii=False, separators=(",", ":"))
 
 
 def use_json_logs(level: int = logging.INFO) -> None:
-    """Let every logger write JSON to standard error."""
+    """Let every logger write JSON to standard error, and Python's warnings go to one of them, for good."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)
     logging.getLogger("quire").handlers.clear()  # the command line's own, which would write each line once more, and plain
+    warnings.showwarning = _log_warning
+
+
+def _log_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """As `logging.captureWarnings` does, but on one line, without the source and where it lies."""
+    where = f"{PurePath(filename).name}:{lineno}"
+    logging.getLogger("py.warnings").warning("%s: %s (%s)", category.__name__, message, where)
 
 
 def say_as_json(text: str) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from collections.abc import Iterator
 
 import pytest
 
 from quire.cli.main import _configure_streams
-from quire.server.logs import say_as_json, use_json_logs
+from quire.common import json_logs
+from quire.common.json_logs import say_as_json, use_json_logs
 
 
 @pytest.fixture
-def loggers() -> Iterator[None]:
-    """The loggers' handlers, put back at the end."""
+def loggers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The loggers' handlers and where warnings go, put back at the end."""
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     chosen = (logging.getLogger(), logging.getLogger("quire"))
     before = [(logger, logger.handlers[:], logger.level) for logger in chosen]
     for logger in chosen:
@@ -38,3 +41,14 @@ def test_every_line_is_an_object_and_said_once(loggers: None, capsys: pytest.Cap
     assert [line["message"] for line in lines] == ["listening", "request", "it failed"]
     assert (lines[1]["request_id"], lines[1]["status"], lines[2]["exception"]) == ("r", 200, "ValueError")
     assert "a secret" not in json.dumps(lines)
+
+
+def test_a_warning_is_a_line_like_others(loggers: None, capsys: pytest.CaptureFixture[str]) -> None:
+    use_json_logs()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = json_logs._log_warning  # pytest has put its own there
+        warnings.warn("odd,\nvery odd", UserWarning, stacklevel=1)
+    [line] = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert (line["level"], line["logger"]) == ("warning", "py.warnings")
+    assert line["message"].startswith("UserWarning: odd,\nvery odd (test_json_logs.py:")
