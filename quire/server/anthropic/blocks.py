@@ -9,7 +9,7 @@ import msgspec
 
 from quire.engine.outputs import CompletionOutput
 from quire.server.errors import ApiError, bad_request
-from quire.server.openai.messages import MAX_CALLS_OF_MESSAGE, arguments_of, part_text, text_of
+from quire.server.openai.messages import MAX_CALLS_OF_MESSAGE, arguments_of, part_text, string_field, text_of
 from quire.server.reading import Event, Reading
 from quire.server.responses import StreamEvent
 from quire.server.tools import call_id
@@ -60,7 +60,7 @@ def _user_messages(blocks: Sequence[Block], where: str) -> list[dict[str, Any]]:
         if not isinstance(content, str | list | None):
             raise bad_request(f"{place}.content: it must be a text, or a list of texts", param=f"{place}.content")
         text = text_of(content or "", f"{place}.content")
-        results.append({"role": "tool", "tool_call_id": _string(block, "tool_use_id", place), "content": text})
+        results.append({"role": "tool", "tool_call_id": string_field(block, "tool_use_id", place), "content": text})
     return [*results, {"role": "user", "content": "\n".join(texts)}] if texts else results
 
 
@@ -72,7 +72,7 @@ def _assistant_message(blocks: Sequence[Block], where: str) -> dict[str, Any]:
         if block.get("type") == "tool_use":
             calls.append(_call(block, place))
         elif block.get("type") == "thinking":
-            texts["thinking"].append(_string(block, "thinking", place, is_long=True))
+            texts["thinking"].append(string_field(block, "thinking", place, max_len=None))
         else:
             texts["text"].append(part_text(block, place))
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts["text"])}
@@ -89,16 +89,8 @@ def _call(block: Block, place: str) -> dict[str, Any]:
     arguments = block.get("input")
     if not isinstance(arguments, dict):
         raise bad_request(f"{place}.input: it must be an object", param=f"{place}.input")
-    function = {"name": _string(block, "name", place), "arguments": arguments}
-    return {"id": _string(block, "id", place), "type": "function", "function": function}
-
-
-def _string(block: Block, name: str, place: str, *, is_long: bool = False) -> str:
-    value = block.get(name)
-    if not isinstance(value, str) or not (is_long or 1 <= len(value) <= 128):
-        what = "a text" if is_long else "a text of 1 to 128 characters"
-        raise bad_request(f"{place}.{name}: it must be {what}", param=f"{place}.{name}")
-    return value
+    function = {"name": string_field(block, "name", place), "arguments": arguments}
+    return {"id": string_field(block, "id", place), "type": "function", "function": function}
 
 
 # -- what an answer brings -----------------------------------------------------------------------------------------------

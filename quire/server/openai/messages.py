@@ -5,7 +5,7 @@ Text parts are joined with line breaks. What is not text is refused by name: thi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -15,6 +15,7 @@ from quire.server.errors import bad_request, unavailable_feature
 
 MAX_MESSAGES = 4096
 MAX_CALLS_OF_MESSAGE = 128
+MAX_ID_LEN = 128
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
@@ -96,6 +97,15 @@ def part_text(part: dict[str, Any], where: str) -> str:
     if not isinstance(text, str):
         raise bad_request(f"{where}: its {field} must be a string", param=f"{where}.{field}")
     return text
+
+
+def string_field(fields: Mapping[str, Any], name: str, where: str, *, max_len: int | None = MAX_ID_LEN) -> str:
+    """A field that must be there as a text: of 1 to `max_len` characters, or with None of any length. Raises ApiError 400."""
+    value = fields.get(name)
+    if not isinstance(value, str) or not (max_len is None or 1 <= len(value) <= max_len):
+        what = "a text" if max_len is None else f"a text of 1 to {max_len} characters"
+        raise bad_request(f"{where}.{name}: it must be {what}", param=f"{where}.{name}")
+    return value
 
 
 def _call(call: ToolCall, where: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from quire.engine.outputs import CompletionOutput
 from quire.server.body import convert
 from quire.server.errors import ApiError, bad_request, unavailable_feature
 from quire.server.openai.logprobs import ScoredToken
-from quire.server.openai.messages import MAX_CALLS_OF_MESSAGE, Message, arguments_of, text_of
+from quire.server.openai.messages import MAX_CALLS_OF_MESSAGE, Message, arguments_of, string_field, text_of
 from quire.server.reading import Event, Reading
 from quire.server.responses import StreamEvent
 from quire.server.tools import call_id
@@ -18,7 +18,6 @@ from quire.text.reasoning import Thought
 from quire.text.tools import CallArguments, CallBegin, Text
 
 Item = dict[str, Any]
-_MAX_ID_LEN = 128
 
 
 def new_id(prefix: str) -> str:
@@ -46,16 +45,16 @@ def _input_item(item: Item, where: str) -> Item:
         content = item.get("content") or []
         return {"id": new_id("rs"), "type": kind, "summary": [], "content": _reasoning_parts(content, where)}
     if kind == "function_call":
-        arguments = _string(item, "arguments", where, max_len=1 << 20)
+        arguments = string_field(item, "arguments", where, max_len=1 << 20)
         arguments_of(arguments, f"{where}.arguments")
-        names = {name: _string(item, name, where) for name in ("call_id", "name")}
+        names = {name: string_field(item, name, where) for name in ("call_id", "name")}
         return {"id": new_id("fc"), "type": kind, **names, "arguments": arguments, "status": "completed"}
     if kind == "function_call_output":
         output = item.get("output")
         text = text_of(output, f"{where}.output") if isinstance(output, str | list) else None
         if text is None:
             raise bad_request(f"{where}.output: it must be a text, or a list of texts", param=f"{where}.output")
-        called = _string(item, "call_id", where)
+        called = string_field(item, "call_id", where)
         return {"id": new_id("fco"), "type": kind, "call_id": called, "output": text, "status": "completed"}
     raise unavailable_feature(where, f"items of type {str(kind)[:40]!r} are not possible here")
 
@@ -75,13 +74,6 @@ def _reasoning_parts(content: Any, where: str) -> list[Item]:
     if any(not isinstance(text, str) for text in texts):
         raise bad_request(f"{param}: it must be a list of parts with a text", param=param)
     return [{"type": "reasoning_text", "text": text} for text in texts]
-
-
-def _string(item: Item, name: str, where: str, *, max_len: int = _MAX_ID_LEN) -> str:
-    value = item.get(name)
-    if not isinstance(value, str) or not 1 <= len(value) <= max_len:
-        raise bad_request(f"{where}.{name}: it must be a text of 1 to {max_len} characters", param=f"{where}.{name}")
-    return value
 
 
 def messages_of(items: Sequence[Item]) -> list[Message]:
