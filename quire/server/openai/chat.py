@@ -136,7 +136,7 @@ class ChatCompletions:
         max_tokens = api.texts.max_tokens(len(token_ids), wanted, default=default, param=param)
         given: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": num_top}
         form = await settle([*from_response_format(body.response_format), *from_guided(body)])
-        reading = api.reading(tools, form, text, _continued(body))
+        reading = api.reading(tools, form, text, _continued(body, messages))
         given |= reading.constraints(form, "response_format")
         given |= await api.thinking(body.thinking_token_budget, reading)
         params = sampling_params(body, api.sampling_defaults, **given)
@@ -190,9 +190,9 @@ def _template_kwargs(body: ChatRequest, source: str, call: Call) -> dict[str, An
     return kwargs or None
 
 
-def _continued(body: ChatRequest) -> str | None:
-    """The text that the answer goes on with, where it goes on with a message."""
-    return str(for_template(body.messages[-1:])[0]["content"]) if body.continue_final_message else None
+def _continued(body: ChatRequest, messages: list[dict[str, Any]]) -> str | None:
+    """The text that the answer goes on with, where it goes on with the last of these messages."""
+    return str(messages[-1]["content"]) if body.continue_final_message else None
 
 
 # -- the answer in one piece ---------------------------------------------------------------------------------------------
