@@ -180,12 +180,16 @@ class OutputProcessor:
     # -- outputs -----------------------------------------------------------------------------------------------------
 
     def _snapshot(self, state: RequestState) -> RequestOutput:
-        request = state.request
+        request, shown = state.request, _shown(state)
+        outputs = [self._completion(state, each, index) for index, each in shown]
+        if state.is_delta:  # only now: where one of them cannot be made, none is delivered
+            for (_, sequence), made in zip(shown, outputs, strict=True):
+                state.sequences[sequence.index].num_delivered += len(made.token_ids)
         return RequestOutput(
             request_id=request.request_id,
             prompt=state.prompt,
             prompt_token_ids=state.prompt_token_ids,
-            outputs=[self._completion(state, each, index) for index, each in _shown(state)],
+            outputs=outputs,
             finished=request.is_finished,
             prompt_logprobs=self._prompt_logprobs(state) if state.is_scored else None,
             metrics=request.metrics,
@@ -195,9 +199,8 @@ class OutputProcessor:
     def _completion(self, state: RequestState, sequence: TokenSequence, index: int) -> CompletionOutput:
         mine = self._state_of(state, sequence)
         is_delta = state.is_delta
-        first = mine.num_delivered if is_delta else 0
+        first = mine.num_delivered
         token_ids = sequence.token_ids[len(state.prompt_token_ids) + first :]
-        mine.num_delivered = first + len(token_ids)
         has_logprobs = mine.logprobs is not None
         reason = sequence.finish_reason
         return CompletionOutput(
@@ -246,19 +249,22 @@ class OutputProcessor:
         return text
 
 
-def _shown(state: RequestState) -> Iterable[tuple[int, TokenSequence]]:
+def _shown(state: RequestState) -> list[tuple[int, TokenSequence]]:
     """The sequences to be shown, with the index that each is shown under."""
     sequences = state.request.sequences
     if state.is_ranked:
-        return enumerate(sorted(sequences, key=lambda sequence: -sequence.cumulative_logprob)[: state.params.n])
+        return list(enumerate(sorted(sequences, key=lambda sequence: -sequence.cumulative_logprob)[: state.params.n]))
     return [(each.index, each) for each in sequences]
 
 
 def _bare_output(state: RequestState) -> RequestOutput:
     """What can be said of a request of which not even an output can be made."""
     request = state.request
+    delivered = {index: each.num_delivered for index, each in state.sequences.items()}
     outputs = [
-        CompletionOutput(each.index, "", each.output_token_ids, finish_reason=FinishReason.ERROR.value)
+        CompletionOutput(
+            each.index, "", each.output_token_ids[delivered.get(each.index, 0) :], finish_reason=FinishReason.ERROR.value
+        )
         for each in request.sequences[: state.params.n]
     ]
     return RequestOutput(

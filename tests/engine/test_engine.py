@@ -12,7 +12,7 @@ import torch
 from cycles import no_cycles_of
 from engines import run_all
 
-from quire.core.params import BeamSearchParams, SamplingParams
+from quire.core.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.core.plan import NOT_FINITE, StepPlan, StepResult
 from quire.core.request import Request
 from quire.core.request import Sequence as TokenSequence
@@ -227,6 +227,35 @@ def _break_output(engine: Engine) -> None:
         return _fail() if state.request.request_id == "victim" else snapshot(state)
 
     processor._snapshot = fail  # type: ignore[method-assign]
+
+
+def _stream(engine: Engine) -> tuple[dict[int, list[int]], str | None]:
+    """The tokens of two sequences as a stream brings them, and the error that it ends with."""
+    engine.add_request("a", PROMPT, _params(n=2, seed=1, temperature=1.0, output_kind=RequestOutputKind.DELTA))
+    seen: dict[int, list[int]] = {0: [], 1: []}
+    error = None
+    while engine.has_work:
+        for output in engine.step():
+            assert isinstance(output, RequestOutput)
+            error = output.error
+            for each in output.outputs:
+                seen[each.index] += each.token_ids
+    return seen, error
+
+
+def test_a_stream_whose_output_cannot_be_made_has_each_token_once(make_engine: MakeEngine) -> None:
+    """Also those of the sequence whose share of that output had been made."""
+    undisturbed, _ = _stream(make_engine())
+    engine = make_engine()
+    processor = engine._outputs
+    complete = processor._completion
+
+    def fail(state: Any, sequence: Any, index: int) -> Any:
+        return _fail() if sequence.index == 1 and sequence.num_output_tokens == 4 else complete(state, sequence, index)
+
+    processor._completion = fail  # type: ignore[method-assign]
+    seen, error = _stream(engine)
+    assert error is not None and seen == {index: tokens[:4] for index, tokens in undisturbed.items()}
 
 
 FAULTS: dict[str, Callable[[Engine], None]] = {
