@@ -222,8 +222,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_framing_bytes += len(mine)  # less what turns out to be the body's
         try:
             self.parser.feed_data(mine)
-            if self._num_framing_bytes > MAX_FRAMING_BYTES + _CHUNK_FRAMING_BYTES * self._num_chunks:
-                raise httptools.HttpParserError("too many bytes around the chunks")
             if self._body_left == 0 and self._is_in_body:
                 raise httptools.HttpParserError("a body of another length")
         except httptools.HttpParserError:
@@ -231,6 +229,9 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._break_off()
             else:  # a request right behind a chunked body: it may be sent again on another connection
                 self._end_after_answer()
+        else:
+            if self._num_framing_bytes > MAX_FRAMING_BYTES + _CHUNK_FRAMING_BYTES * self._num_chunks:
+                self._break_off()  # also where all of it has come at once
         return data[len(mine) :]
 
     def on_message_begin(self) -> None:

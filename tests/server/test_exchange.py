@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from clock_loop import ClockLoop, run_in_clock_loop
 from fake_client import FakeClient, Script
 from uvicorn.server import ServerState
 
 from quire.config.api import ApiConfig
 from quire.server.app import build_app
-from quire.server.protocol import BoundedProtocol, uvicorn_config
+from quire.server.protocol import IDLE_S, BoundedProtocol, uvicorn_config
 from quire.server.tenants import key_ring
 
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -135,6 +136,48 @@ def test_what_is_out_of_order_makes_no_second_answer(messages: list[dict[str, An
 def test_some_answers_have_no_body(method: bytes, status: int) -> None:
     [written], is_closed = answer([start(status=status), body(b"text")], GET.replace(b"GET", method))
     assert written.endswith(b"\r\n\r\n") and b"transfer-encoding" not in written and not is_closed
+
+
+def test_a_body_that_comes_after_its_answer_does_not_end_the_connection() -> None:
+    """The clock for the next request's headers once ran from there on, and closed connections in the middle of their rest."""
+
+    async def run(loop: ClockLoop) -> None:
+        protocol, pipe = connection = connect(App(start((b"content-length", b"2")), body(b"ok")))
+        header_timeout_s = ApiConfig().header_timeout_s
+        late = GET.replace(b"\r\n\r\n", b"\r\ncontent-length: 2\r\n\r\n")
+        assert len(await ask(connection, late)) == 1
+        await loop.pass_time(header_timeout_s - 1)
+        protocol.data_received(b"{}")
+        await loop.pass_time(header_timeout_s + 1)
+        assert header_timeout_s + 1 < IDLE_S and not pipe.is_closed
+        assert len(await ask(connection, late)) == 1
+        await loop.pass_time(header_timeout_s + 1)
+        assert pipe.is_closed, "the rest of a body is waited for as long as headers are"
+        protocol.connection_lost(None)
+
+    run_in_clock_loop(run)
+
+
+def test_an_answer_that_takes_its_time_is_not_cut_off_by_the_clocks() -> None:
+    async def run(loop: ClockLoop) -> None:
+        may_answer = asyncio.Event()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await may_answer.wait()
+            await App(start((b"content-length", b"2")), body(b"ok"))(scope, receive, send)
+
+        protocol, pipe = connect(app)
+        protocol.data_received(GET)
+        await loop.pass_time(10 * IDLE_S)
+        assert pipe.written == [] and not pipe.is_closed
+        may_answer.set()
+        await asyncio.gather(*protocol.tasks)
+        assert len(pipe.written) == 1 and not pipe.is_closed
+        await loop.pass_time(IDLE_S + 1)
+        assert pipe.is_closed
+        protocol.connection_lost(None)
+
+    run_in_clock_loop(run)
 
 
 def test_neither_a_refusal_nor_an_answer_leaves_anything_for_the_cycle_collector() -> None:
