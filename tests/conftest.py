@@ -1,4 +1,4 @@
-"""Shared by all tests: where the shared data lies, and interrupts that reach the programs under test."""
+"""Shared by all tests: where the shared data lies, draws without a deadline, interrupts that reach the programs under test."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 
+import hypothesis
 import pytest
 from code_in_data import watch
 
@@ -19,6 +20,9 @@ if os.environ.get("QUIRE_TEST_DEVICE", "cpu") == "cpu":
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# What is drawn must hold however long it takes: by default an example that a busy machine holds up for 200 ms is a failure.
+hypothesis.settings.register_profile("quire", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("quire")
 
 watch()
 

@@ -6,14 +6,15 @@ import importlib.util
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -32,28 +33,34 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    """Where a server listens that was started by the README's command, on a port that is free."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    words = SERVE.replace("8000", str(port)).split()
-    assert words[0] == "quire"
-    with subprocess.Popen([sys.executable, "-m", *words], env=ENVIRONMENT, stderr=subprocess.DEVNULL) as process:
+    """Where a server listens that was started by the README's command, but for its port: one that is free."""
+    words = SERVE.replace("8000", "0").split()
+    assert words[0] == "quire" and words[-2:] == ["--port", "0"]
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen([sys.executable, "-m", *words], env=ENVIRONMENT, stderr=log) as process,
+    ):
         try:
             began_s = time.monotonic()
-            while not _is_ready(port):
+            while not (found := _ready_port(log)):
                 assert process.poll() is None and time.monotonic() - began_s < DEADLINE_S
                 time.sleep(0.1)
-            yield port
+            yield found
         finally:
             process.kill()
 
 
-def _is_ready(port: int) -> bool:
+def _ready_port(log: TextIO) -> int | None:
+    """The port that is told of in the log, once the server is ready."""
+    log.seek(0)
+    found = re.search(r"listening on http://[^:]+:(\d+)", log.read())
+    if found is None:
+        return None
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=5):
-            return True
+        with urllib.request.urlopen(f"http://127.0.0.1:{found[1]}/readyz", timeout=60):
+            return int(found[1])
     except (OSError, urllib.error.URLError):
-        return False
+        return None
 
 
 def _run(command: list[str]) -> str:

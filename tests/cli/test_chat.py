@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+from stuck_output import stuck_output
 
 from quire.cli.main import main
 
@@ -67,15 +70,16 @@ def test_without_a_template_the_chat_is_refused(capsys: pytest.CaptureFixture[st
 
 def test_interrupt_stops_the_answer_but_not_the_chat(tiny: str, chat_template: str) -> None:
     argv = [sys.executable, "-u", "-m", "quire", "chat", tiny, "--chat-template", chat_template, "--ignore-eos"]
-    process = subprocess.Popen(
-        [*argv, "--max-tokens", "450"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.write("Once upon a time\n")
-    process.stdin.flush()
-    process.stdout.read(8)
-    process.send_signal(signal.SIGINT)
-    rest = process.stdout.readline()
-    assert rest.endswith("[stopped]\n")
-    _, err = process.communicate("/reset\n/quit\n", timeout=60)
+    argv += ["--max-tokens", "450"]
+    with stuck_output() as out:
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": out.write_end, "stderr": subprocess.PIPE}
+        process = subprocess.Popen(argv, text=True, **pipes)
+        os.close(out.write_end)
+        assert process.stdin is not None
+        process.stdin.write("Once upon a time\n")
+        process.stdin.flush()
+        out.await_words()
+        process.send_signal(signal.SIGINT)
+        assert out.reader.readline().endswith("[stopped]\n")
+        _, err = process.communicate("/reset\n/quit\n", timeout=60)
     assert process.returncode == 0 and "(forgotten)" in err and "Traceback" not in err

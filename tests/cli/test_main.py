@@ -7,11 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from stuck_output import stuck_output
 from timing import timed
 
 from quire.cli.main import COMMANDS, main
@@ -135,12 +135,10 @@ def test_unsupported_architecture_is_refused(capsys: pytest.CaptureFixture[str],
     assert "BrandNewForCausalLM" in refusal(capsys, ["plan", str(tmp_path)])
 
 
-@timed
-def test_wrong_model_is_refused_quickly(quire: Quire) -> None:
-    started = time.perf_counter()
+def test_wrong_model_is_refused(quire: Quire) -> None:
+    """How quickly is another test's matter (tests/weights/test_folder.py)."""
     done = quire("generate", "nobody/nothing", "-p", "x", env=dict(os.environ, HF_HUB_OFFLINE="1"))
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "nobody/nothing" in done.stderr
-    assert time.perf_counter() - started < 6  # 2 s on an idle machine
 
 
 def test_closed_pipe_ends_quietly(tiny: str) -> None:
@@ -164,11 +162,13 @@ def test_full_disk_is_one_clear_line(
 
 def test_interrupt_is_clean(tiny: str) -> None:
     argv = [sys.executable, "-m", "quire", "generate", tiny, "-p", "Once", "--ignore-eos", "--n", "64", "--max-tokens", "500"]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    process.stdout.read(5)  # it has begun
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    with stuck_output() as out:
+        process = subprocess.Popen(argv, stdout=out.write_end, stderr=subprocess.PIPE, text=True)
+        os.close(out.write_end)
+        out.await_words()
+        process.send_signal(signal.SIGINT)
+        out.reader.read()
+        _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert err.splitlines()[-1] == "quire: interrupted" and "Traceback" not in err
 

@@ -148,8 +148,8 @@ def test_row_is_given_back_while_suspended() -> None:
     body = (
         "import os, signal, subprocess\n"
         "with status_line() as status:\n status.show('busy')\n"
-        " waker = subprocess.Popen(['sh', '-c', f'sleep 0.5; kill -CONT {os.getpid()}'])\n"
-        " os.kill(os.getpid(), signal.SIGTSTP)\n waker.wait()"
+        " waker = subprocess.Popen(['sh', '-c', f'while sleep 0.3; do kill -CONT {os.getpid()}; done'])\n"
+        " os.kill(os.getpid(), signal.SIGTSTP)\n waker.kill()\n waker.wait()"
     )
     code, written = run_on_terminal(script(body))
     assert code == 0

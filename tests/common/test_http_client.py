@@ -23,11 +23,20 @@ Handle = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 @asynccontextmanager
 async def served(handle: Handle, **options: Any) -> AsyncIterator[HttpClient]:
     """A client of a server that does `handle` with each connection."""
-    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    handlers: set[asyncio.Task[Any]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        handlers.add(task)
+        await handle(reader, writer)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     async with server, HttpClient(f"http://127.0.0.1:{port}/base/", **options) as client:
         yield client
-    await asyncio.sleep(0.01)  # in which the server notices and lets its end go
+    await asyncio.wait_for(asyncio.gather(*handlers), 60)  # the server notices, and lets its end go
+    await asyncio.sleep(0)
 
 
 def raw(*answers: bytes, heads: list[bytes] | None = None, piece: int | None = None) -> Handle:
@@ -139,10 +148,11 @@ def test_silence_has_a_limit_but_a_slow_stream_is_not_silent() -> None:
 
 def test_a_cancelled_request_closes_its_connection() -> None:
     async def ask() -> None:
-        is_closed = asyncio.Event()
+        has_come, is_closed = asyncio.Event(), asyncio.Event()
 
         async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.readuntil(b"\r\n\r\n")
+            has_come.set()
             with contextlib.suppress(ConnectionError):
                 assert await reader.read() == b""
             is_closed.set()
@@ -150,9 +160,9 @@ def test_a_cancelled_request_closes_its_connection() -> None:
 
         async with served(handle) as client:
             task = asyncio.create_task(client.request(GET))
-            await asyncio.sleep(0.05)
+            await asyncio.wait_for(has_come.wait(), 60)
             task.cancel()
-            await asyncio.wait_for(is_closed.wait(), 5)
+            await asyncio.wait_for(is_closed.wait(), 60)
 
     asyncio.run(ask())
 

@@ -13,8 +13,10 @@ def test_a_hold_up_is_seen_as_long_as_it_was() -> None:
         seen: list[float] = []
         probe = LoopLagProbe(seen.append, interval_s=0.01)
         probe.start()
-        await asyncio.sleep(0.1)
-        time.sleep(0.2)
+        for count in (5, 10):
+            while len(seen) < count:
+                await asyncio.sleep(0.01)
+            time.sleep(0.2)
         await asyncio.sleep(0.05)
         probe.stop()
         probe.stop()
@@ -24,4 +26,4 @@ def test_a_hold_up_is_seen_as_long_as_it_was() -> None:
         return seen
 
     seen = asyncio.run(hold_up())
-    assert max(seen) >= 0.185 and sorted(seen)[len(seen) // 2] < 0.1
+    assert max(seen) >= 0.185 and min(seen) < 0.1

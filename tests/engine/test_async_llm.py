@@ -6,8 +6,10 @@ import asyncio
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from engines import hold_after
 
 from quire.core.params import RequestOutputKind, SamplingParams
 from quire.engine.async_llm import AsyncLLM
@@ -76,11 +78,9 @@ def test_leaving_early_frees_the_request(llm: AsyncLLM) -> None:
         async for _ in stream:
             break
         await stream.aclose()  # type: ignore[attr-defined]
-        for _ in range(200):
-            if not llm._engine.has_work:
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError("the request is still running")
+        async with asyncio.timeout(60):
+            while llm._engine.has_work:
+                await asyncio.sleep(0.01)
 
     asyncio.run(leave())
     assert llm._engine.scheduler.manager.pool.num_used == 0
@@ -110,21 +110,25 @@ def test_an_id_in_use_is_refused_without_harm_to_its_owner(llm: AsyncLLM) -> Non
 
 
 def test_a_dead_engine_ends_every_stream(llm: AsyncLLM, caplog: pytest.LogCaptureFixture) -> None:
-    def die() -> list[RequestOutput]:
-        raise SystemExit("killed")
+    make_step, num_steps = llm._engine.step, 0
 
-    async def run() -> None:
-        stream = llm.generate({"prompt_token_ids": [3, 4]}, _params(max_tokens=200))
-        async for _ in stream:
-            llm._engine.step = die  # type: ignore[method-assign, assignment]
+    def die_on_the_third() -> Sequence[Any]:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 3:
+            raise SystemExit("killed")
+        return make_step()
 
+    llm._engine.step = die_on_the_third  # type: ignore[method-assign, assignment]
     with pytest.raises(EngineError, match="the engine died"):
-        asyncio.run(run())
+        asyncio.run(_collect(llm, [3, 4], _params(max_tokens=200)))
     with pytest.raises(EngineError):
         asyncio.run(_collect(llm, [3], _params()))
 
 
 def test_close_ends_open_streams(llm: AsyncLLM) -> None:
+    hold_after(llm, 3)
+
     async def run() -> None:
         async for _ in llm.generate({"prompt_token_ids": [3, 4]}, _params(max_tokens=200)):
             await asyncio.get_running_loop().run_in_executor(None, llm.close)

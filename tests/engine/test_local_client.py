@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engines import hold_after
 
 from quire.config.engine import EngineConfig
 from quire.core.params import RequestOutputKind, SamplingParams
@@ -71,6 +72,7 @@ def test_leaving_early_ends_the_request(client: EngineClient) -> None:
 def test_a_closed_client_ends_streams_and_refuses(client: EngineClient) -> None:
     async def close() -> tuple[RequestOutput, bool]:
         stream = await client.generate(_request("a", max_tokens=200))
+        hold_after(client._llm, 3)  # type: ignore[attr-defined]
         await anext(stream)
         is_empty = await client.drain(0.0)
         with pytest.raises(UnavailableError, match="shutting down"):

@@ -10,6 +10,9 @@ import pytest
 from served import Served, serving
 from servers import RunningServer, serve_model
 
+# httpx gives up after five seconds by default, which a busy machine may need; all its functions share this object.
+vars(httpx._config.DEFAULT_TIMEOUT_CONFIG).update(dict.fromkeys(("connect", "read", "write", "pool"), 60.0))
+
 KEYS = "first=sk-key-of-first,second=sk-key-of-second"
 
 
@@ -32,7 +35,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
     """OpenAI's client, without retries."""
-    with openai.OpenAI(base_url=server.v1, api_key="unused", max_retries=0, timeout=30) as client:
+    with openai.OpenAI(base_url=server.v1, api_key="unused", max_retries=0, timeout=60) as client:
         yield client
 
 

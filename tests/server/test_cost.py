@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from served import MODEL, Served, resident_bytes
+from served import MODEL, Served, cpu_s, resident_bytes, until
 from timing import timed
 
 from quire.core.params import SamplingParams
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.slow
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 MAX_RISE_BYTES = 64 << 20
+NUM_GAPS = 800
 NUMBERS = [0, -1, 1, 2**31, 2**63 - 1, 2**63, -(2**63), 10**30, 1e308, 1e-320, 0.5]
 FIELDS = (
     "n", "best_of", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "seed",
@@ -59,7 +61,7 @@ class Gaps:
     def close(self) -> list[float]:
         """End it; the gaps in order of size."""
         self._is_over.set()
-        self._thread.join(30)
+        self._thread.join(60)
         assert not self._thread.is_alive()
         return sorted(self.gaps_s)
 
@@ -168,7 +170,7 @@ BOMBS: dict[str, tuple[str, dict[str, Any]]] = {
 @timed
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_t10_t20_what_multiplies_is_bounded_and_the_loop_answers_others(warm: Served, bomb: str) -> None:
-    """Refused or served; meanwhile /livez answers, within a time that a loaded machine of two cores can keep."""
+    """Refused or served; meanwhile /livez answers, after no more work than the machine does in a moment."""
     path, body = BOMBS[bomb]
     content = json.dumps(body).encode()
     answers: list[httpx.Response] = []
@@ -183,7 +185,9 @@ def test_t10_t20_what_multiplies_is_bounded_and_the_loop_answers_others(warm: Se
         thread = threading.Thread(target=drop)
         thread.start()
         while thread.is_alive():
-            waits_s.append(http.get("/livez").elapsed.total_seconds())
+            before_s = cpu_s(warm.process.pid)
+            wait_s = http.get("/livez").elapsed.total_seconds()
+            waits_s.append(min(wait_s, cpu_s(warm.process.pid) - before_s + 0.02))  # the server's doing, not the machine's
             thread.join(0.01)
     assert answers and answers[0].status_code in (200, 400), answers[0].text[:500]
     assert sorted(waits_s)[-2:][0] < 0.3, sorted(waits_s)[-5:]  # but for one hiccup of the machine
@@ -192,19 +196,22 @@ def test_t10_t20_what_multiplies_is_bounded_and_the_loop_answers_others(warm: Se
 @timed
 def test_t10_the_others_streams_keep_their_pace(warm: Served) -> None:
     """While bodies are refused and long texts encoded one after another, the median gap of a stream less than doubles."""
-    calm = Gaps(warm)
-    time.sleep(1.5)
-    usual = calm.close()
+    usual = _calm_gaps(warm)
     with warm.client() as http:
         busy = Gaps(warm)
-        deadline_s = time.monotonic() + 1.5
-        while time.monotonic() < deadline_s:
+        while len(busy.gaps_s) < NUM_GAPS:
             for bomb in ("the whole vocabulary", "a megabyte of text", "large arguments", "many stop tokens"):
                 path, body = BOMBS[bomb]
                 http.post(path, json=body)
         disturbed = busy.close()
-    assert len(disturbed) > 50
-    assert disturbed[len(disturbed) // 2] < 2 * usual[len(usual) // 2] + 0.005
+    usual_s = max(statistics.median(usual), statistics.median(_calm_gaps(warm)))  # the machine's pace changes, too
+    assert statistics.median(disturbed) < 2 * usual_s + 0.005
+
+
+def _calm_gaps(served: Served) -> list[float]:
+    calm = Gaps(served)
+    until(lambda: len(calm.gaps_s) >= NUM_GAPS)
+    return calm.close()
 
 
 def test_the_bound_of_log_probabilities_counts_every_factor() -> None:

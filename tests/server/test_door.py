@@ -6,6 +6,7 @@ import threading
 
 import httpx
 from fake_client import FakeClient, Script
+from served import until
 from servers import serve
 from timing import timed
 
@@ -23,8 +24,7 @@ def test_a_full_queue_refuses_before_the_body_is_read_and_lets_everything_else_p
         assert http.post("/v1/chat/completions", content=b"{").status_code == 400
         waiting = threading.Thread(target=lambda: httpx.post(f"{server.v1}/chat/completions", json=CHAT, timeout=60))
         waiting.start()
-        while not client.streams:
-            threading.Event().wait(0.005)
+        until(lambda: client.streams)
         for path in GENERATING_PATHS:
             refused = http.post(path, content=b"{")
             assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1, path

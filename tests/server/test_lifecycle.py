@@ -3,6 +3,7 @@ that freezes (T19), and that a bad configuration is one line, soon (T39)."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -29,23 +30,20 @@ BODY = {"prompt": "Once upon a time", "stream": True, "ignore_eos": True, "seed"
 
 
 class Stream:
-    """A stream that is read in a thread of its own."""
+    """A stream that is read in a thread of its own. With `has_begun`, its first event is there."""
 
-    def __init__(self, served: Served, **fields: Any) -> None:
+    def __init__(self, served: Served, *, has_begun: bool = True, **fields: Any) -> None:
         self.lines: list[str] = []
         self._url, self._headers, self._body = served.url, served.headers, {**BODY, **fields}
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
-        until(lambda: self.lines or not self._thread.is_alive(), DEADLINE_S)
+        if has_begun:
+            until(lambda: self.lines or not self._thread.is_alive(), DEADLINE_S)
 
     def _read(self) -> None:
         client = httpx.Client(base_url=self._url, headers=self._headers, timeout=DEADLINE_S)
         with client, client.stream("POST", "/v1/completions", json=self._body) as response:
             self.lines.extend(line for line in response.iter_lines() if line)
-
-    @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
 
     def events(self) -> list[dict[str, Any]]:
         """All events but `[DONE]`, once the stream has ended."""
@@ -61,19 +59,24 @@ class Stream:
         return texts
 
 
+def _is_draining(served: Served) -> bool:
+    answer = served.get("/readyz")
+    return answer.status_code == 503 and answer.json()["error"]["code"] == "draining"
+
+
 def test_t02_t38_it_answers_while_it_loads_listens_once_and_drains_when_told() -> None:
-    with serving() as served:
+    with serving("--silence-timeout", "300") as served:
         assert served.get("/livez").status_code == 200
         served.await_ready()
         engine = served.engine_pid
         assert len(listening(served.process.pid)) == 1
         assert listening(engine) == []
-        stream = Stream(served, max_tokens=400)
-        served.process.send_signal(signal.SIGTERM)
-        refusals = set()
-        while stream.is_running and 503 not in refusals:
-            refusals.add(served.get("/readyz").status_code)
-        refused = httpx.post(f"{served.url}/v1/completions", json={"prompt": "a"}, timeout=60)
+        with frozen(engine):  # so that the stream does not end before all has been seen
+            stream = Stream(served, has_begun=False, max_tokens=100)
+            until(lambda: served.progress()["num_requests"] == 1)
+            served.process.send_signal(signal.SIGTERM)
+            until(lambda: _is_draining(served))
+            refused = httpx.post(f"{served.url}/v1/completions", json={"prompt": "a"}, timeout=60)
         events = stream.events()
         assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
         assert stream.lines[-1] == "data: [DONE]" and not any("error" in event for event in events)
@@ -93,19 +96,17 @@ def _stuck_client(served: Served) -> Iterator[None]:
 
 
 def test_t38_a_second_sigterm_ends_everything_at_once_also_with_a_client_that_is_stuck() -> None:
-    with serving("--drain-timeout", "300", "--write-timeout-s", "300") as served:
+    with serving("--drain-timeout", "300", "--write-timeout-s", "300", "--silence-timeout", "300") as served:
         served.await_ready()
         engine = served.engine_pid
         with _stuck_client(served):
             os.kill(engine, signal.SIGSTOP)  # nor does the engine do anything any more
             served.process.send_signal(signal.SIGTERM)
-            until(lambda: served.get("/readyz").status_code == 503)
+            until(lambda: _is_draining(served))
             time.sleep(0.3)
             assert served.process.poll() is None
             served.process.send_signal(signal.SIGTERM)
-            began_s = time.monotonic()
-            assert served.process.wait(DEADLINE_S) == 1
-            assert time.monotonic() - began_s < 3.0
+            assert served.process.wait(DEADLINE_S) == 1  # neither timeout is over by then
         until(lambda: not is_alive(engine))
 
 
@@ -113,22 +114,21 @@ def test_t38_a_drain_that_is_too_short_ends_streams_with_an_error_and_waits_for_
     with serving("--drain-timeout", "0", "--write-timeout-s", "300") as served:
         served.await_ready()
         with _stuck_client(served):
-            stream = Stream(served, max_tokens=450)
+            stream = Stream(served, max_tokens=450, n=24)
+            os.kill(served.engine_pid, signal.SIGSTOP)  # seconds before its natural end
             served.process.send_signal(signal.SIGTERM)
-            began_s = time.monotonic()
             assert any("error" in event for event in stream.events())
-            assert served.process.wait(DEADLINE_S) == 0
-            assert time.monotonic() - began_s < 15.0
+            assert served.process.wait(DEADLINE_S) == 0  # the timeout of writes is not over by then
 
 
 def test_t19_an_engine_that_freezes_is_replaced_and_costs_no_answer() -> None:
-    with serving("--silence-timeout", "1.5") as served:
+    with serving("--silence-timeout", "4") as served:
         served.await_ready()
         calm = Stream(served, max_tokens=300, n=2).texts()
         stream = Stream(served, max_tokens=300, n=2)
         lost = served.engine_pid
         os.kill(lost, signal.SIGSTOP)
-        assert until(lambda: served.get("/readyz").status_code == 503) < 4
+        until(lambda: served.get("/readyz").status_code == 503)
         assert served.get("/livez").status_code == 200
         assert stream.texts() == calm
         served.await_ready()
@@ -179,17 +179,23 @@ def _failed_start(*options: str) -> subprocess.CompletedProcess[str]:
 
 def test_t13_more_connections_than_files_are_refused_and_the_rest_is_served() -> None:
     """A server that may open few files: those who come when all are taken are told so, and nobody else notices."""
-    with serving("--header-timeout-s", "30", few_files=200) as served:
+    with serving("--header-timeout-s", "300", few_files=200) as served:
         assert served.process.stderr is not None
         served.await_ready()
         crowd = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(150)]
         try:
-            time.sleep(0.5)
-            refused = [connection for connection in crowd if _says(connection, b" 503 ")]
-            assert 60 <= len(refused) <= 100
+            refused: set[socket.socket] = set()
+
+            def are_refused() -> bool:
+                refused.update(connection for connection in crowd if _says(connection, b" 503 "))
+                return len(refused) >= 60
+
+            until(are_refused)
             stream = crowd[0]
             stream.sendall(b"GET /readyz HTTP/1.1\r\nhost: x\r\n\r\n")
             assert b" 200 " in _received(stream, b'"ready"}')
+            are_refused()
+            assert len(refused) <= 100
             os.kill(served.engine_pid, signal.SIGKILL)  # there must be files left for the next one
             stream.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 29\r\n\r\n")
             stream.sendall(b'{"prompt":"a","max_tokens":2}')
@@ -198,7 +204,13 @@ def test_t13_more_connections_than_files_are_refused_and_the_rest_is_served() ->
         finally:
             for connection in crowd:
                 connection.close()
-        until(lambda: served.get("/livez").status_code == 200)
+        until(lambda: _is_live(served))
+
+
+def _is_live(served: Served) -> bool:
+    with contextlib.suppress(httpx.TransportError):  # refused before it has said all
+        return served.get("/livez").status_code == 200
+    return False
 
 
 def _received(connection: socket.socket, end: bytes) -> bytes:
@@ -216,7 +228,7 @@ def _says(connection: socket.socket, wanted: bytes) -> bool:
     except BlockingIOError:
         return False
     finally:
-        connection.settimeout(5)
+        connection.settimeout(DEADLINE_S)
 
 
 def test_t02_no_socket_has_a_name_that_others_could_open(served: Served) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import httpx
 import pytest
@@ -70,7 +71,8 @@ def test_names_and_counts(prefix: str) -> None:
 
 
 def test_tokens_are_counted_as_they_come_and_also_of_answers_that_end_early() -> None:
-    with serve(FakeClient(Script(pieces=["x"] * 5, pause_s=0.02))) as server:
+    gate = threading.Event()
+    with serve(FakeClient(Script(pieces=["x"] * 5, gate=gate, num_before_gate=3))) as server:
         body = {"messages": [{"role": "user", "content": "x"}], "n": 2, "stream": True}
 
         def values() -> dict[str, float]:
@@ -90,6 +92,7 @@ def test_tokens_are_counted_as_they_come_and_also_of_answers_that_end_early() ->
             prompt = began['quire:prompt_tokens_total{model_name="fake"}']
             assert prompt > 0
         until(lambda: values()[ended("abort")] == 2)
+        gate.set()
         assert httpx.post(f"{server.v1}/chat/completions", json=body).status_code == 200
         after = values()
     assert after[ended("stop")] == after[ended("abort")] == 2 and after[ended("error")] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,7 +65,7 @@ def test_what_failed_says_so(spans: Any) -> None:
 
 
 def test_a_client_that_leaves_is_a_span_too(spans: Any) -> None:
-    client = FakeClient(Script(pieces=("x",) * 50, pause_s=0.05))
+    client = FakeClient(Script(pieces=("x", "y"), gate=threading.Event(), num_before_gate=1))
     with serve(client, tracer=spans.tracer) as server:
         with httpx.stream("POST", f"{server.v1}/chat/completions", json={**CHAT, "stream": True}) as answer:
             next(answer.iter_lines())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from typing import Any
 
+from quire.engine.async_llm import AsyncLLM
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 
@@ -22,3 +25,18 @@ def run_all(engine: Engine, after_step: Callable[[], None] = lambda: None) -> di
         if engine.has_work:
             after_step()
     raise AssertionError(f"still busy after {MAX_STEPS} steps")
+
+
+def hold_after(llm: AsyncLLM, num_steps: int) -> None:
+    """From now on the engine makes so many steps and then no other, however much there is to do."""
+    make_step, left = llm._engine.step, num_steps
+
+    def step() -> Any:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            return make_step()
+        time.sleep(0.002)
+        return []
+
+    llm._engine.step = step  # type: ignore[method-assign]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,9 @@ class Script:
     pieces: Sequence[str] = ("one", " two", " three")
     pause_s: float = 0.0
     """Before each piece."""
+    gate: threading.Event | None = None
+    """Where there is one, no more than `num_before_gate` pieces come until it is set."""
+    num_before_gate: int = 0
     begins: bool = True
     """False: nothing ever comes."""
     error: str | None = None
@@ -51,12 +55,12 @@ class FakeStream:
         if not self.script.begins:
             await asyncio.Event().wait()
         if self.request.params.output_kind is RequestOutputKind.FINAL_ONLY:
-            for _ in self.script.pieces:
-                await asyncio.sleep(self.script.pause_s)
+            for number in range(len(self.script.pieces)):
+                await self._wait(number)
             return self._last("".join(self.script.pieces), len(self.script.pieces))
         if self.position == len(self.script.pieces):
             return self._last("", 0)
-        await asyncio.sleep(self.script.pause_s)
+        await self._wait(self.position)
         self.position += 1
         return self._output(self.script.pieces[self.position - 1], 1, None)
 
@@ -64,6 +68,13 @@ class FakeStream:
         if not self.is_closed:
             self.is_closed = True
             self.closed(self)
+
+    async def _wait(self, number: int) -> None:
+        """Until a piece may come."""
+        gate = self.script.gate
+        while gate is not None and number >= self.script.num_before_gate and not gate.is_set():
+            await asyncio.sleep(0.002)
+        await asyncio.sleep(self.script.pause_s)
 
     def _last(self, text: str, num_tokens: int) -> RequestOutput:
         self.is_finished = True

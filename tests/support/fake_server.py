@@ -101,12 +101,12 @@ class FakeServer:
         is_up, stop = threading.Event(), asyncio.Event()
         thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._run(is_up, stop)))
         thread.start()
-        is_up.wait(10)
+        assert is_up.wait(60)
         try:
             yield self
         finally:
             self._loop.call_soon_threadsafe(stop.set)
-            thread.join(10)
+            thread.join(60)
             self._loop.close()
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.config.limits import SchedulerLimits
@@ -19,14 +20,23 @@ DEADLY_TOKEN = 7
 """A prompt that begins with it kills the engine as it is computed."""
 ENDLESS_TOKEN = 8
 """A prompt that begins with it makes a step that never ends."""
+SLOW_TOKEN = 6
+"""With a prompt that begins with it, a step takes `SLOW_STEP_S`: nobody has to hurry to be in time for the others."""
 STEP_S = 0.002
+SLOW_STEP_S = 0.1
 
 
 class Executor(NullExecutor):
     """Steps take time, as a model's do, and some prompts are deadly."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._slow_rows: set[int] = set()
+
     def execute(self, plan: StepPlan) -> StepResult:
-        time.sleep(STEP_S)
+        self._slow_rows -= {row.row for row in plan.new_rows}
+        self._slow_rows |= {row.row for row in plan.new_rows if row.token_ids[0] == SLOW_TOKEN}
+        time.sleep(SLOW_STEP_S if any(item.row in self._slow_rows for item in plan.work) else STEP_S)
         for row in plan.new_rows:
             if row.token_ids[0] == DEADLY_TOKEN:
                 os.kill(os.getpid(), signal.SIGSEGV)

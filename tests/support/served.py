@@ -125,6 +125,12 @@ def resident_bytes(pid: int, what: str = "VmRSS") -> int:
     return int(line.split()[1]) << 10
 
 
+def cpu_s(pid: int) -> float:
+    """Processor time that a process has taken, in seconds: what other work on the machine does not lengthen."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def listening(pid: int) -> list[str]:
     """TCP addresses on which a process listens."""
     fds = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -53,7 +54,7 @@ class RunningServer:
         async def call() -> Any:
             return await make()
 
-        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(30)
+        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(100)
 
 
 def routes_of(app: Any) -> list[Any]:
@@ -103,6 +104,22 @@ def serve(
             loop.run_until_complete(loop.shutdown_default_executor())
         loop.close()
         listener.close()
+
+
+@contextmanager
+def held(server: RunningServer) -> Iterator[None]:
+    """The model of this server takes in whatever comes, and computes nothing of it until the block ends."""
+    engine = server.client._llm._engine  # type: ignore[attr-defined]
+
+    def wait() -> list[Any]:
+        time.sleep(0.002)
+        return []
+
+    engine.step = wait
+    try:
+        yield
+    finally:
+        del engine.step
 
 
 @contextmanager

@@ -94,20 +94,20 @@ SWELLING = [
 @timed
 @pytest.mark.parametrize("source", SPINNING + SWELLING)
 def test_templates_are_stopped_in_time_and_space(source: str) -> None:
-    start, memory = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start, memory = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     template = ChatTemplate(source, limits=RenderLimits(max_steps=200_000))
     with pytest.raises(RequestError, match="chat template"):
         template.render(MESSAGES)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 256 << 10, "KiB"
 
 
 @timed
 def test_the_default_limits_end_an_endless_loop() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(RequestError, match="stopped: it takes too"):
         ChatTemplate(SPINNING[0]).render(MESSAGES)
-    assert time.perf_counter() - start < 15
+    assert time.process_time() - start < 15
 
 
 @timed

@@ -280,24 +280,19 @@ def test_t12_a_megabyte_takes_linear_time(unit: str) -> None:
     assert cost_s(1 << 20) < 15.6 * cost_s(1 << 17) + 0.02
 
 
-@timed
 def test_encoding_lets_other_threads_run(load: Load) -> None:
-    tokenizer, pauses, done = load("qwen3"), [0.0], threading.Event()
+    tokenizer, done, num_turns = load("qwen3"), threading.Event(), 0
     text = "some words and 漢字 " * 20_000
     tokenizer.encode("warm")
 
     def watch() -> None:
-        last = time.perf_counter()
+        nonlocal num_turns
         while not done.wait(0.001):
-            now = time.perf_counter()
-            pauses.append(now - last)
-            last = now
+            num_turns += 1
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    start = time.perf_counter()
     tokenizer.encode(text)
-    duration = time.perf_counter() - start
     done.set()
     watcher.join()
-    assert max(pauses) < duration / 2, "the interpreter was held for the whole call"
+    assert num_turns > 5, "the interpreter was held for the whole call"

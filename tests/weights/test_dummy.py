@@ -59,6 +59,6 @@ def test_filling_is_quick() -> None:
     """50 million values in well under the seconds that drawing each would take."""
     out = torch.empty(5000, 10_000, dtype=torch.bfloat16)
     weights = DummyWeights()
-    start = time.perf_counter()
+    start = time.process_time()
     weights.fill(out, TensorSpec("big.weight", (5000, 10_000)))
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0

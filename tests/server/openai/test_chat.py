@@ -10,7 +10,8 @@ import httpx
 import openai
 import pytest
 from openai.types.chat import ChatCompletion
-from servers import MODEL, RunningServer, serve_model
+from served import until
+from servers import MODEL, RunningServer, held, serve_model
 
 CAT: list[Any] = [{"role": "user", "content": "Tell me of a cat."}]
 
@@ -262,7 +263,9 @@ def test_timings_tell_where_the_time_went_and_why() -> None:
     }
     with serve_model(max_num_seqs=1, kv_cache_memory="8MiB") as server:
         with ThreadPoolExecutor(4) as pool, httpx.Client(timeout=60) as http:
-            posts = [pool.submit(http.post, f"{server.v1}/chat/completions", json=body) for _ in range(4)]
+            with held(server):
+                posts = [pool.submit(http.post, f"{server.v1}/chat/completions", json=body) for _ in range(4)]
+                until(lambda: server.client.status().num_waiting == 4)
             answers = [post.result().json()["timings"] for post in posts]
         first, *_, second = sorted(answers, key=lambda each: float(each["queue_ms"]))
         with httpx.stream("POST", f"{server.v1}/chat/completions", json={**body, "stream": True}, timeout=60) as answer:

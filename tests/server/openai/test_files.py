@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import httpx
 import openai
 import pytest
 from fake_client import FakeClient, Script
+from served import until
 from servers import RunningServer, serve
 
 from quire.config.api import ApiConfig
@@ -50,10 +50,14 @@ def begin(client: openai.OpenAI, text: str, endpoint: Any = "/v1/chat/completion
 
 
 def wait(client: openai.OpenAI, batch_id: str, *wanted: str) -> Any:
-    deadline = time.monotonic() + 10
-    while (batch := client.batches.retrieve(batch_id)).status not in wanted:
-        assert time.monotonic() < deadline, batch
-        time.sleep(0.02)
+    batch: Any = None
+
+    def is_there() -> bool:
+        nonlocal batch
+        batch = client.batches.retrieve(batch_id)
+        return batch.status in wanted
+
+    until(is_there)
     return batch
 
 
