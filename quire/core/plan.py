@@ -17,6 +17,11 @@ from typing import NamedTuple
 PLAN_VERSION = 2
 NOT_FINITE = "the model computed numbers that are not finite (NaN or infinity) for this sequence; it cannot go on"
 """The error of a row whose numbers went wrong."""
+NO_TOKEN_LEFT = (
+    "no token is left to sample: allowed_token_ids, bad_words, min_tokens, processors and structured_outputs forbid all of "
+    "them together"
+)
+"""The error of a row that asked for too much at once."""
 
 
 class Grammar(NamedTuple):

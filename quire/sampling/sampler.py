@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quire.common.seeds import derive_seed
-from quire.core.plan import NOT_FINITE, RowSampling, TokenLogprobs, WorkResult
+from quire.core.plan import NO_TOKEN_LEFT, NOT_FINITE, RowSampling, TokenLogprobs, WorkResult
 from quire.grammar.rows import RowMatchers
 from quire.kernels.sampling import Cuts, Filters, Keys, SamplingKernels, ScaledRows
 from quire.sampling.edits import RowEditor, is_edited
@@ -28,10 +28,6 @@ from quire.sampling.plain import floor_of, has_filters, scale_of, signed
 from quire.sampling.processors import ProcessorTable
 from quire.sampling.rows import SampledRow
 
-_NO_TOKEN = (
-    "no token is left to sample: allowed_token_ids, bad_words, min_tokens, processors and structured_outputs forbid all of "
-    "them together"
-)
 _BAD_EDIT = "the logits became NaN or +inf under this request's logit_bias, processors or penalties"
 
 
@@ -112,7 +108,7 @@ class Sampler:
         edited = self._surface(logits)
         for j, i in enumerate(indices):
             if not math.isfinite(edited.peaks[j]):
-                errors.setdefault(j, _NO_TOKEN if edited.peaks[j] == -math.inf else _BAD_EDIT)
+                errors.setdefault(j, NO_TOKEN_LEFT if edited.peaks[j] == -math.inf else _BAD_EDIT)
             if j in errors:
                 outcomes[i].error = errors[j]
             else:

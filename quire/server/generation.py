@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from quire.core.params import RequestOutputKind, SamplingParams
-from quire.core.plan import NOT_FINITE
+from quire.core.plan import NO_TOKEN_LEFT, NOT_FINITE
 from quire.core.request import RequestMetrics
 from quire.engine.client import CallingStream, EngineClient, GenerationRequest, OutputStream
 from quire.engine.outputs import RequestOutput
@@ -417,6 +417,8 @@ class Run:
 def _error_of(output: RequestOutput) -> ApiError | None:
     """What an output says went wrong, if it does."""
     reasons = {completion.finish_reason for completion in output.outputs}
+    if output.error == NO_TOKEN_LEFT:  # nobody's mistake but the sender's, though it shows only under way
+        return bad_request(f"the request cannot be answered: {output.error}", code="no_token_left")
     if output.error is not None or "error" in reasons:
         code = NOT_FINITE_CODE if output.error == NOT_FINITE else "engine_error"
         answer = ApiError(500, f"the request failed: {output.error or 'unknown reason'}", code=code)
