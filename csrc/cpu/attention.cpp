@@ -40,11 +40,16 @@ static void check(const AttentionProblem &problem, const Sequences &sequences) {
     }
 }
 
-// All tasks of one sequence: per KV head, groups of at most MAX_ROWS rows.
-static void add_tasks(const AttentionProblem &problem, const Sequences &sequences, int64_t s,
+// Rows of a task, at most. More of them share the widening of keys and values; fewer leave every thread some tasks.
+static int64_t max_task_rows(const AttentionProblem &problem, const Sequences &sequences, int team) {
+    return sequences.num_tokens * problem.num_heads >= int64_t{4} * team * MAX_ROWS ? MAX_ROWS : MAX_ROWS / 2;
+}
+
+// All tasks of one sequence: per KV head, groups of at most `max_rows` rows.
+static void add_tasks(const AttentionProblem &problem, const Sequences &sequences, int64_t s, int64_t max_rows,
                       std::vector<AttentionTask> &tasks) {
     const int64_t group = problem.num_heads / problem.cache.num_kv_heads;
-    const int64_t heads = min64(group, MAX_ROWS), positions = MAX_ROWS / heads;
+    const int64_t heads = min64(group, max_rows), positions = max_rows / heads;
     const int64_t start = sequences.query_start[s], rows = sequences.query_start[s + 1] - start;
     const int64_t context = sequences.context_len[s];
     for (int64_t kv_head = 0; kv_head < problem.cache.num_kv_heads; ++kv_head) {
@@ -92,7 +97,9 @@ static void attend_all(const KernelTable &table, const AttentionProblem &problem
 // Few tasks over long contexts (a lone sequence decoding): one piece per split, so that all threads have work.
 static void attend_in_splits(const KernelTable &table, const AttentionProblem &problem,
                              const std::vector<AttentionTask> &tasks, int64_t num_pieces, int team) {
-    const int64_t state = table.state_size(problem.cache.head_size) * MAX_ROWS;
+    int64_t max_rows = 0;
+    for (const AttentionTask &task : tasks) max_rows = max64(max_rows, task.num_rows());
+    const int64_t state = table.state_size(problem.cache.head_size) * max_rows;
     float *partials = scratch(PARTIAL_STATES, num_pieces * state), *partial = partials;
     std::vector<AttentionTask> pieces;
     for (const AttentionTask &task : tasks) {
@@ -119,12 +126,12 @@ void paged_attention(const AttentionProblem &problem, const Sequences &sequences
     check(problem, sequences);
     const KernelTable &table = kernels();
     std::vector<AttentionTask> tasks;
-    for (int64_t s = 0; s < sequences.count; ++s) add_tasks(problem, sequences, s, tasks);
-    int64_t total = 0, num_pieces = 0, num_rows = 0;
+    const int64_t max_rows = max_task_rows(problem, sequences, num_threads());
+    for (int64_t s = 0; s < sequences.count; ++s) add_tasks(problem, sequences, s, max_rows, tasks);
+    int64_t total = 0, num_pieces = 0;
     for (const AttentionTask &task : tasks) {
         total += cost(task);
         num_pieces += task.last_split - task.first_split;
-        num_rows += task.num_rows();
     }
     const int team = team_size(total * problem.cache.head_size);
     const int64_t num_tasks = static_cast<int64_t>(tasks.size());

@@ -68,9 +68,9 @@ struct OutputBlock {
 
 // ---- attention (attention.cpp) ----
 
-constexpr int TILE = 64;      // key positions per step of the online softmax, aligned to absolute positions
-constexpr int SPLIT = 1024;   // positions whose tiles share one softmax state before states are merged, in order
-constexpr int MAX_ROWS = 96;  // query rows (positions x heads of one KV head) of a task
+constexpr int TILE = 64;       // key positions per step of the online softmax, aligned to absolute positions
+constexpr int SPLIT = 1024;    // positions whose tiles share one softmax state before states are merged, in order
+constexpr int MAX_ROWS = 192;  // query rows (positions x heads of one KV head) of a task
 constexpr int MAX_HEAD_SIZE = 512;
 
 // How the cache stores a row: the keys, or the values, of one token and one KV head. int8 and fp8 (e4m3) rows are their

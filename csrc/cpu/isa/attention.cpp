@@ -26,6 +26,9 @@ constexpr int OUT_VECS = LANES == 16 ? 4 : 2;
 // Tasks of up to so many rows take the direct way: accumulators and a transposed block share the registers.
 constexpr int DIRECT_ROWS = LANES == 16 ? 8 : SCORE_ROWS;
 
+// Rows of the cache that each register tile asks for: memory answers a few at a time.
+constexpr int ASKED_AT_ONCE = 4;
+
 constexpr int64_t MAX_WORD_ELEMENTS = 4;
 static_assert(MAX_ROWS % SCORE_ROWS == 0 && MAX_ROWS % OUT_ROWS == 0 && TILE % KEYS == 0 && SPLIT % TILE == 0);
 
@@ -135,12 +138,24 @@ struct Prefetcher {
 struct Range {
     int from, to;
     bool is_empty() const { return from == to; }
+    bool is_whole() const { return from == 0 && to == TILE; }
 };
 
 static Range visible(const AttentionProblem &problem, int64_t position, int64_t base) {
     const int64_t first = problem.window > 0 ? max64(0, position - problem.window + 1 - base) : 0;
     const int64_t end = min64(position + 1 - base, TILE);
     return first < end ? Range{static_cast<int>(first), static_cast<int>(end)} : Range{0, 0};
+}
+
+// What each row of a task sees of a tile; returns whether that is all of it, for all rows.
+static bool find_ranges(const AttentionProblem &problem, const AttentionTask &task, int64_t base, Range *ranges) {
+    bool is_whole = true;
+    for (int64_t p = 0; p < task.num_positions; ++p) {
+        const Range seen = visible(problem, task.first_position + p, base);
+        is_whole = is_whole && seen.is_whole();
+        for (int64_t head = 0; head < task.num_heads; ++head) *ranges++ = seen;
+    }
+    return is_whole;
 }
 
 // What some rows see between them.
@@ -161,23 +176,57 @@ struct Turn {
     const TileRows &tile;
     Prefetcher &next;
     const Range *ranges;  // of each row
+    bool is_whole;        // all rows see all of it
+
+    // What rows [first, first + count) see between them.
+    Range seen_by(int64_t first, int64_t count) const { return is_whole ? Range{0, TILE} : hull(ranges + first, count); }
 };
 
 // ---- gathering ----
 
-// Row r of a task is query position r / num_heads, head r % num_heads.
+// What rows are multiplied by, so that their products with keys are scores in powers of two (or, where these are capped,
+// what the hyperbolic tangent is taken of).
+constexpr float LOG2_E = 1.44269504088896341f;
+static float query_factor(const AttentionProblem &problem) {
+    return problem.soft_cap > 0.0f ? problem.scale / problem.soft_cap : problem.scale * LOG2_E;
+}
+
+// Row r of a task is query position r / num_heads, head r % num_heads; this walks through them without dividing.
+struct RowWalk {
+    const AttentionTask &task;
+    int64_t row, head = 0;  // of the query; within the task
+
+    explicit RowWalk(const AttentionTask &of) : task(of), row(of.first_row) {}
+    int64_t query_head() const { return task.first_head + head; }
+    void step() {
+        if (++head < task.num_heads) return;
+        head = 0;
+        ++row;
+    }
+};
+
+// The query's rows as register tiles of scores read them: SCORE_ROWS elements of different rows side by side.
 template <typename T>
 static void gather_query(const AttentionProblem &problem, const AttentionTask &task, float *query) {
-    const int64_t head_size = problem.cache.head_size, padded = padded_keys(head_size);
-    memset(query, 0, round_up(task.num_rows(), SCORE_ROWS) * padded * sizeof(float));
-    for (int64_t r = 0; r < task.num_rows(); ++r) {
-        const int64_t row = task.first_row + r / task.num_heads, head = task.first_head + r % task.num_heads;
-        const T *from = static_cast<const T *>(problem.query) + row * problem.query_stride + head * head_size;
-        float *to = query + r / SCORE_ROWS * SCORE_ROWS * padded + r % SCORE_ROWS;
+    const int64_t head_size = problem.cache.head_size, num_rows = task.num_rows();
+    const Vec factor = broadcast(query_factor(problem));
+    memset(query, 0, round_up(num_rows, SCORE_ROWS) * padded_keys(head_size) * sizeof(float));
+    RowWalk walk(task);
+    for (int64_t r = 0; r < num_rows; r += SCORE_ROWS, query += SCORE_ROWS * padded_keys(head_size)) {
+        const int64_t count = min64(SCORE_ROWS, num_rows - r);
+        const T *rows[SCORE_ROWS];
+        for (int64_t i = 0; i < count; ++i, walk.step()) {
+            rows[i] = static_cast<const T *>(problem.query) + walk.row * problem.query_stride + walk.query_head() * head_size;
+        }
         for (int64_t d = 0; d < head_size; d += LANES) {
-            float lanes[LANES];
-            store(lanes, load_up_to(from + d, head_size - d));
-            for (int64_t i = 0; i < min64(LANES, head_size - d); ++i) to[(d + i) * SCORE_ROWS] = lanes[i];
+            Vec block[LANES];
+            for (int64_t i = 0; i < LANES; ++i) {
+                block[i] = i < count ? mul(load_up_to(rows[i] + d, head_size - d), factor) : broadcast(0.0f);
+            }
+            transpose(block);
+            for (int64_t i = 0; i < min64(LANES, head_size - d); ++i) {
+                store_partial(query + (d + i) * SCORE_ROWS, block[i], SCORE_ROWS);
+            }
         }
     }
 }
@@ -213,7 +262,6 @@ static void gather_keys(const Turn &turn) {
                 if constexpr (PER > 2) store(to + (PER * i + 2) * KEYS, key_element<F, 2>(block[i], scales));
                 if constexpr (PER > 2) store(to + (PER * i + 3) * KEYS, key_element<F, 3>(block[i], scales));
             }
-            turn.next.ask(4);
         }
     }
 }
@@ -231,14 +279,13 @@ static void gather_values(const Turn &turn) {
                 store(to + d, load_elements<F>(row, first + d, head_size, scale));
             }
         }
-        if (i % 2 == 0) turn.next.ask(1);
     }
 }
 
 // ---- scores ----
 
 template <int ROWS>
-static void score_tile(const float *query, const float *keys, int64_t head_size, float scale, float *scores) {
+static void score_tile(const float *query, const float *keys, int64_t head_size, float *scores) {
     Vec sums[ROWS][KEY_VECS];
     QUNROLL
     for (int r = 0; r < ROWS; ++r) {
@@ -259,16 +306,15 @@ static void score_tile(const float *query, const float *keys, int64_t head_size,
     QUNROLL
     for (int r = 0; r < ROWS; ++r) {
         QUNROLL
-        for (int v = 0; v < KEY_VECS; ++v) store(scores + r * TILE + v * LANES, mul(sums[r][v], broadcast(scale)));
+        for (int v = 0; v < KEY_VECS; ++v) store(scores + r * TILE + v * LANES, sums[r][v]);
     }
 }
 
 // `rows` <= ROWS rows, by the register tile of just that height.
 template <int ROWS>
-static void score_few(int64_t rows, const float *query, const float *keys, int64_t head_size, float scale,
-                      float *scores) {
-    if (rows == ROWS) return score_tile<ROWS>(query, keys, head_size, scale, scores);
-    if constexpr (ROWS > 1) score_few<ROWS - 1>(rows, query, keys, head_size, scale, scores);
+static void score_few(int64_t rows, const float *query, const float *keys, int64_t head_size, float *scores) {
+    if (rows == ROWS) return score_tile<ROWS>(query, keys, head_size, scores);
+    if constexpr (ROWS > 1) score_few<ROWS - 1>(rows, query, keys, head_size, scores);
 }
 
 // Keys in pieces on the outside, so that a piece stays in the first-level cache.
@@ -277,10 +323,11 @@ static void score_all(const Turn &turn, int64_t num_rows) {
     for (int first = 0; first < TILE; first += KEYS) {
         for (int64_t r = 0; r < num_rows; r += SCORE_ROWS) {
             const int64_t count = min64(SCORE_ROWS, num_rows - r);
-            const Range seen = hull(turn.ranges + r, count);
+            const Range seen = turn.seen_by(r, count);
             if (seen.to <= first || seen.from >= first + KEYS) continue;
+            turn.next.ask(ASKED_AT_ONCE);
             score_few<SCORE_ROWS>(count, turn.w.query + r * padded, turn.w.keys + first * padded, head_size,
-                                  turn.problem.scale, turn.w.scores + r * TILE + first);
+                                  turn.w.scores + r * TILE + first);
         }
     }
 }
@@ -296,7 +343,7 @@ template <KVFormat F, int ROWS>
 static void score_directly(const Turn &turn) {
     constexpr int PER = PER_WORD<F>;
     const int64_t head_size = turn.problem.cache.head_size, num_bytes = head_size * kv_element_bytes(F);
-    const Range seen = hull(turn.ranges, ROWS);
+    const Range seen = turn.seen_by(0, ROWS);
     for (int first = seen.from / LANES * LANES; first < seen.to; first += LANES) {
         const char *const *rows = turn.tile.rows + first;
         const Vec scales = load_scales<F>(rows, head_size);
@@ -317,55 +364,81 @@ static void score_directly(const Turn &turn) {
             turn.next.ask(4);
         }
         QUNROLL
-        for (int r = 0; r < ROWS; ++r) {
-            store(turn.w.scores + r * TILE + first, mul(sums[r], broadcast(turn.problem.scale)));
-        }
+        for (int r = 0; r < ROWS; ++r) store(turn.w.scores + r * TILE + first, sums[r]);
     }
 }
 
 // ---- softmax ----
 
-// Scores of one row to weights, its state's max and total brought up to date; returns what its outputs are rescaled by.
-static float soften(float *scores, Range range, float soft_cap, float *max_seen, float *total) {
-    Vec x[TILE_VECS];
-    if (soft_cap > 0.0f) {
-        const Vec cap = broadcast(soft_cap);
-        QUNROLL
-        for (int v = 0; v < TILE_VECS; ++v)
-            store(scores + v * LANES, mul(tanh(div(load(scores + v * LANES), cap)), cap));
-    }
-    for (int i = 0; i < range.from; ++i) scores[i] = NONE;
-    for (int i = range.to; i < TILE; ++i) scores[i] = NONE;
-    Vec highest = broadcast(*max_seen);
+static void cap_scores(float *scores, float soft_cap) {
+    for (int i = 0; i < TILE; i += LANES) store(scores + i, mul(tanh(load(scores + i)), broadcast(soft_cap * LOG2_E)));
+}
+
+static void hide(float *scores, Range seen) {
+    for (int i = 0; i < seen.from; ++i) scores[i] = NONE;
+    for (int i = seen.to; i < TILE; ++i) scores[i] = NONE;
+}
+
+QINLINE Vec highest_scores(const float *scores) {
+    Vec highest = load(scores);
     QUNROLL
-    for (int v = 0; v < TILE_VECS; ++v) {
-        x[v] = load(scores + v * LANES);
-        highest = max(x[v], highest);
+    for (int v = 1; v < TILE_VECS; ++v) highest = max(load(scores + v * LANES), highest);
+    return highest;
+}
+
+// The highest score of `count` <= LANES rows, one in a lane; many of them by a transposition.
+QINLINE Vec highest_of_rows(const float *scores, int64_t count) {
+    if (count < LANES) {
+        float lanes[LANES] = {};
+        for (int64_t r = 0; r < count; ++r) lanes[r] = reduce_max(highest_scores(scores + r * TILE));
+        return load(lanes);
     }
-    const float new_max = reduce_max(highest);
+    Vec block[LANES];
+    QUNROLL
+    for (int r = 0; r < LANES; ++r) block[r] = highest_scores(scores + r * TILE);
+    transpose(block);
+    Vec highest = block[0];
+    QUNROLL
+    for (int i = 1; i < LANES; ++i) highest = max(block[i], highest);
+    return highest;
+}
+
+// Scores of one row to weights; their sum joins the row's total.
+QINLINE void soften_row(float *scores, float highest, float rescale, float *total) {
     Vec sum = broadcast(0.0f);
     QUNROLL
     for (int v = 0; v < TILE_VECS; ++v) {
-        x[v] = exp(sub(x[v], broadcast(new_max)));
-        store(scores + v * LANES, x[v]);
-        sum = add(sum, x[v]);
+        const Vec weights = exp2(sub(load(scores + v * LANES), broadcast(highest)));
+        store(scores + v * LANES, weights);
+        sum = add(sum, weights);
     }
-    const Vec rescale = exp(broadcast(*max_seen - new_max));
-    store(total, fma(load(total), rescale, sum));
-    *max_seen = new_max;
-    float lanes[LANES];
-    store(lanes, rescale);
-    return lanes[0];
+    store(total, fma(load(total), broadcast(rescale), sum));
+}
+
+// Scores of `count` <= LANES rows from `first` on to weights, their states' max and total brought up to date, and what their
+// outputs are rescaled by.
+static void soften_rows(const Turn &turn, int64_t first, int64_t count) {
+    const Workspace &w = turn.w;
+    float *scores = w.scores + first * TILE, *max_seen = w.split.max + first, *rescale = w.rescale + first;
+    const Range *ranges = turn.ranges + first;
+    for (int64_t r = 0; r < count; ++r) {
+        if (turn.problem.soft_cap > 0.0f) cap_scores(scores + r * TILE, turn.problem.soft_cap);
+        if (!turn.is_whole) hide(scores + r * TILE, ranges[r]);
+    }
+    const Vec before = load(max_seen), now = max(highest_of_rows(scores, count), before);
+    store(max_seen, now);
+    store(rescale, exp2(sub(before, now)));
+    for (int64_t r = 0; r < count; ++r) {
+        if (ranges[r].is_empty()) {
+            rescale[r] = 1.0f;
+        } else {
+            soften_row(scores + r * TILE, max_seen[r], rescale[r], w.split.total + (first + r) * LANES);
+        }
+    }
 }
 
 static void soften_all(const Turn &turn, int64_t num_rows) {
-    const Workspace &w = turn.w;
-    for (int64_t r = 0; r < num_rows; ++r) {
-        w.rescale[r] = 1.0f;
-        if (turn.ranges[r].is_empty()) continue;
-        w.rescale[r] = soften(w.scores + r * TILE, turn.ranges[r], turn.problem.soft_cap, w.split.max + r,
-                              w.split.total + r * LANES);
-    }
+    for (int64_t r = 0; r < num_rows; r += LANES) soften_rows(turn, r, min64(LANES, num_rows - r));
 }
 
 // ---- outputs ----
@@ -477,10 +550,11 @@ static void weigh_all(const Turn &turn, const Values &values, int64_t first, int
     const Workspace &w = turn.w;
     for (int64_t r = 0; r < num_rows; r += OUT_ROWS) {
         const int64_t count = min64(OUT_ROWS, num_rows - r);
-        const Range seen = hull(turn.ranges + r, count);
+        const Range seen = turn.seen_by(r, count);
         if (seen.is_empty()) continue;
         const OutRows rows{w.scores + r * TILE, turn.ranges + r, w.rescale + r, w.split.out + r * w.padded + first,
                            w.padded};
+        turn.next.ask(ASKED_AT_ONCE);
         weigh_few<OUT_ROWS>(count, width / LANES, values, rows, seen);
     }
 }
@@ -497,6 +571,7 @@ static void attend_gathered(const Turn &turn, int64_t num_rows) {
         const int64_t width = min64(OUT_VECS * LANES, turn.w.padded - first);
         weigh_all(turn, GatheredValues{turn.w.values + first * TILE, width}, first, width, num_rows);
     }
+    turn.next.ask(2 * TILE);
 }
 
 template <KVFormat F, int ROWS>
@@ -523,11 +598,7 @@ static void attend_format(const Turn &turn, int64_t num_rows) {
     num_rows <= DIRECT_ROWS ? attend_directly<F>(turn, num_rows) : attend_gathered<F>(turn, num_rows);
 }
 
-static void attend_tile(const AttentionTask &task, int64_t base, const Turn &turn, Range *ranges) {
-    const int64_t num_rows = task.num_rows();
-    for (int64_t r = 0; r < num_rows; ++r) {
-        ranges[r] = visible(turn.problem, task.first_position + r / task.num_heads, base);
-    }
+static void attend_tile(const Turn &turn, int64_t num_rows) {
     switch (turn.problem.cache.format) {
         case KVFormat::f32: return attend_format<KVFormat::f32>(turn, num_rows);
         case KVFormat::bf16: return attend_format<KVFormat::bf16>(turn, num_rows);
@@ -547,7 +618,7 @@ static void merge(float *max_to, float *total_to, float *out_to, const float *ma
         return;
     }
     const float highest = *max_from > *max_to ? *max_from : *max_to;
-    const Vec to = exp(broadcast(*max_to - highest)), from = exp(broadcast(*max_from - highest));
+    const Vec to = exp2(broadcast(*max_to - highest)), from = exp2(broadcast(*max_from - highest));
     *max_to = highest;
     store(total_to, fma(load(total_from), from, mul(load(total_to), to)));
     for (int64_t d = 0; d < padded; d += LANES) {
@@ -582,7 +653,8 @@ struct TileWalk {
         for (; base < end; base += TILE, turn ^= 1) {
             Prefetcher next{tiles[turn ^ 1], problem.cache.row_bytes(), locate_next(tiles[turn ^ 1]) ? 0 : 2 * TILE};
             Range ranges[MAX_ROWS];
-            attend_tile(task, base, Turn{problem, w, tiles[turn], next, ranges}, ranges);
+            const bool is_whole = find_ranges(problem, task, base, ranges);
+            attend_tile(Turn{problem, w, tiles[turn], next, ranges, is_whole}, task.num_rows());
         }
     }
 
@@ -612,9 +684,10 @@ static void attend_split(TileWalk &walk, int64_t split, int64_t padded, const Wo
 template <typename T>
 static void store_rows(const AttentionProblem &problem, const AttentionTask &task, const States &states,
                        int64_t padded) {
-    for (int64_t r = 0; r < task.num_rows(); ++r) {
-        const int64_t row = task.first_row + r / task.num_heads, head = task.first_head + r % task.num_heads;
-        T *to = static_cast<T *>(problem.out) + (row * problem.num_heads + head) * problem.cache.head_size;
+    RowWalk walk(task);
+    for (int64_t r = 0; r < task.num_rows(); ++r, walk.step()) {
+        T *to = static_cast<T *>(problem.out) +
+                (walk.row * problem.num_heads + walk.query_head()) * problem.cache.head_size;
         const Vec inverse = broadcast(1.0f / reduce_add(load(states.total + r * LANES)));
         for (int64_t d = 0; d < problem.cache.head_size; d += LANES) {
             store_up_to(to + d, mul(load(states.out + r * padded + d), inverse), problem.cache.head_size - d);

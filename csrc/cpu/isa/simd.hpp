@@ -391,6 +391,31 @@ QINLINE Vec exp(Vec x) {
     return zero_where_less(x, broadcast(-87.33f), mul(p, scale));
 }
 
+// 2^r for r in [-1/2, 1/2]: minimax in relative error (9.3e-8) among the polynomials of degree 5 that are 1 at 0.
+QINLINE Vec exp2_near_zero(Vec r) {
+    Vec p = broadcast(1.3269521296e-3f);
+    p = fma(p, r, broadcast(9.6712913364e-3f));
+    p = fma(p, r, broadcast(5.5507108569e-2f));
+    p = fma(p, r, broadcast(2.4022246897e-1f));
+    p = fma(p, r, broadcast(6.9314700365e-1f));
+    return fma(p, r, broadcast(1.0f));
+}
+
+// 2^x for x up to 127: relative error below 2^-22, and 2^0 is 1. 0 below -126 (denormals are flushed), not-a-number where x
+// is. Half the operations of `exp`, which matters to the softmax alone.
+QINLINE Vec exp2(Vec x) {
+    const Vec lowest = broadcast(-126.0f);
+#if defined(__AVX512F__)
+    const Vec r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);  // x less its nearest integer
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, lowest, _CMP_NLT_UQ), exp2_near_zero(r), sub(x, r));
+#else
+    const Vec clamped = max(lowest, x), magic = broadcast(12582912.0f);  // as in `exp`
+    const Vec shifted = add(clamped, magic), r = sub(clamped, sub(shifted, magic));
+    const Vec scale = as_float(add_bits(shift_left<23>(as_bits(shifted)), broadcast_bits(127u << 23)));
+    return zero_where_less(x, lowest, mul(exp2_near_zero(r), scale));
+#endif
+}
+
 QINLINE Vec negate(Vec x) { return sub(broadcast(0.0f), x); }
 
 // tanh(x) as (1 - e) / (1 + e), e = exp(-2 |x|), with x's sign: absolute error below 1e-7.
