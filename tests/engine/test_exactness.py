@@ -27,6 +27,7 @@ from quire.engine.async_llm import AsyncLLM
 from quire.engine.builder import build_engine
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
+from quire.kernels import cpu
 
 MakeEngine = Callable[..., Engine]
 Requests = Mapping[str, tuple[list[int], dict[str, Any]]]
@@ -273,6 +274,25 @@ def test_bits_do_not_depend_on_circumstances(case: str, numbers: str, alone: Ans
     assert answers.keys() == alone.keys()
     for name, answer in answers.items():
         assert answer == alone[name], name
+
+
+@pytest.mark.slow  # instructions and engines alike take their time
+@pytest.mark.skipif(DEVICE != "cpu", reason="instruction sets of the CPU")
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+@pytest.mark.parametrize("isa", cpu.emulated_isas() if cpu.IMPORT_ERROR is None else [])
+def test_nor_do_they_where_instructions_are_acted_out(isa: str, kind: str, make_engine: MakeEngine) -> None:
+    requests = {name: REQUESTS[name] for name in ("greedy-1", "greedy-17", "shared-33", "shared-49", "hot")}
+    before = cpu.isa()
+    cpu.set_isa(isa)
+    try:
+        alone: Answers = {}
+        for name, request in requests.items():
+            alone |= _answers(make_engine(**NUMBERS[kind], enable_prefix_caching=False), {name: request})
+        assert _answers(make_engine(**NUMBERS[kind]), requests) == alone
+        chunked = make_engine(**NUMBERS[kind], max_num_batched_tokens=7, max_num_seqs=3, num_threads=2)
+        assert _answers(chunked, requests) == alone
+    finally:
+        cpu.set_isa(before)
 
 
 @pytest.mark.parametrize(
