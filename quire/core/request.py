@@ -87,8 +87,6 @@ class Request:
     """Output tokens per sequence, already bounded by the context length."""
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end a sequence: the request's own and, unless it ignores them, the model's end-of-sequence tokens."""
-    repetition: tuple[int, int, int] | None = None
-    """Ends a sequence that repeats itself; see `RepetitionDetectionParams.rule`."""
     priority: int = 0
     """The smaller goes first; only under the policies `priority` and `fair`."""
     tenant: str = ""
@@ -108,6 +106,8 @@ class Request:
     error: str | None = None
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     """One entry per prompt token scored so far; the first is None, since nothing predicts the first token."""
+    repetition: tuple[int, int, int] | None = None
+    """Ends a sequence that repeats itself; see `RepetitionDetectionParams.rule`."""
 
     @property
     def is_finished(self) -> bool:
