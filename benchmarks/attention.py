@@ -4,7 +4,8 @@
 
 Shapes are those of well-known models' layers; keys and values are random, blocks scattered over the pool. Each figure is the
 best of several calls of `paged_attention`, so it holds everything that a layer spends on attention but the cache write.
-Operations count the causal half only (what must be computed), bytes the keys and values that must be read.
+Operations count the causal half only (what must be computed), bytes the keys and values that must be read; where sequences share
+blocks, once for all of them.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ class Shape(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A batch: query tokens and context of each sequence."""
+    """A batch: query tokens and context of each sequence; of so many in a row the first tokens are in the same blocks."""
 
     name: str
     lens: tuple[tuple[int, int], ...]
+    family: int = 1
+    num_shared: int = 0
 
 
 SHAPES = (Shape("Qwen3-0.6B", 16, 8, 128), Shape("SmolLM2-135M", 9, 3, 64), Shape("Llama-3.2-1B", 32, 8, 64))
@@ -51,6 +54,9 @@ DECODES = (
     Case("decode 1 x 32k", ((1, 32768),)),
     Case("decode 8 x 1k", ((1, 1024),) * 8),
     Case("decode 64 x 300", ((1, 300),) * 64),
+    Case("8 share 256", ((1, 300),) * 64, 8, 256),
+    Case("decode 64 x 1.1k", ((1, 1100),) * 64),
+    Case("64 share 1024", ((1, 1100),) * 64, 64, 1024),
 )
 
 
@@ -62,6 +68,8 @@ def draw(shape: Shape, case: Case, kv: str, kernels: Kernels) -> tuple[Tensor, T
     tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
     for row, blocks in enumerate(torch.split(order, counts)):
         tables[row, : len(blocks)] = blocks
+        shared = case.num_shared // BLOCK_SIZE
+        tables[row, :shared] = tables[row // case.family * case.family, :shared]
     caches = [empty_cache(sum(counts), shape.num_kv_heads, BLOCK_SIZE, shape.head_size, kv) for _ in range(2)]
     slots = torch.arange(sum(counts) * BLOCK_SIZE)
     rows = torch.randn(2, len(slots), shape.num_kv_heads, shape.head_size, generator=generator).bfloat16()
@@ -98,7 +106,9 @@ def measure(shape: Shape, case: Case, kv: str, kernels: Kernels) -> tuple[float,
     query, keys, values, batch = draw(shape, case, kv, kernels)
     seconds = best_s(lambda: kernels.paged_attention(query, keys, values, batch, scale=shape.head_size**-0.5))
     pairs = sum(q * c - q * (q - 1) // 2 for q, c in case.lens)
-    return seconds, 4 * pairs * shape.num_heads * shape.head_size, keys.nbytes + values.nbytes
+    num_read = sum(c for _, c in case.lens) - (len(case.lens) - len(case.lens) // case.family) * case.num_shared
+    num_bytes = (keys.nbytes + values.nbytes) // keys.shape[0] // BLOCK_SIZE * num_read
+    return seconds, 4 * pairs * shape.num_heads * shape.head_size, num_bytes
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -11,6 +11,7 @@
 #include "attention.hpp"
 #include "bindings.hpp"
 #include "scratch.hpp"
+#include "shared_prefixes.hpp"
 #include "threads.hpp"
 #include "timing.hpp"
 
@@ -45,36 +46,89 @@ static int64_t max_task_rows(const AttentionProblem &problem, const Sequences &s
     return sequences.num_tokens * problem.num_heads >= int64_t{4} * team * MAX_ROWS ? MAX_ROWS : MAX_ROWS / 2;
 }
 
-// All tasks of one sequence: per KV head, groups of at most `max_rows` rows.
-static void add_tasks(const AttentionProblem &problem, const Sequences &sequences, int64_t s, int64_t max_rows,
-                      std::vector<AttentionTask> &tasks) {
+// The tasks of a batch, and what those of several sequences point into.
+struct Division {
+    std::vector<SharedPrefix> prefixes;
+    std::vector<AttentionTask> tasks;
+};
+
+// Per KV head, `add(task)` for each group of at most `max_heads` query heads.
+template <typename Add>
+static void for_head_groups(const AttentionProblem &problem, int64_t max_heads, Add add) {
     const int64_t group = problem.num_heads / problem.cache.num_kv_heads;
-    const int64_t heads = min64(group, max_rows), positions = max_rows / heads;
-    const int64_t start = sequences.query_start[s], rows = sequences.query_start[s + 1] - start;
-    const int64_t context = sequences.context_len[s];
     for (int64_t kv_head = 0; kv_head < problem.cache.num_kv_heads; ++kv_head) {
-        for (int64_t head = 0; head < group; head += heads) {
-            for (int64_t p = 0; p < rows; p += positions) {
-                AttentionTask task{};
-                task.sequence = static_cast<int32_t>(s);
-                task.kv_head = static_cast<int32_t>(kv_head);
-                task.first_head = static_cast<int32_t>(kv_head * group + head);
-                task.num_heads = static_cast<int32_t>(min64(heads, group - head));
-                task.num_positions = static_cast<int32_t>(min64(positions, rows - p));
-                task.first_row = start + p;
-                task.first_position = context - rows + p;
-                task.context_len = context;
-                const int64_t seen = problem.window > 0 ? max64(0, task.first_position - problem.window + 1) : 0;
-                task.first_split = static_cast<int32_t>(seen / SPLIT);
-                task.last_split = static_cast<int32_t>(ceil_div(task.first_position + task.num_positions, SPLIT));
-                tasks.push_back(task);
-            }
+        for (int64_t head = 0; head < group; head += max_heads) {
+            AttentionTask task{};
+            task.kv_head = static_cast<int32_t>(kv_head);
+            task.first_head = static_cast<int32_t>(kv_head * group + head);
+            task.num_heads = static_cast<int32_t>(min64(max_heads, group - head));
+            add(task);
         }
     }
 }
 
-static int64_t cost(const AttentionTask &task) {
-    return (task.num_rows() + 8) * (task.first_position + task.num_positions - task.first_split * int64_t{SPLIT});
+// All tasks of one sequence: per group of heads, at most `max_rows` rows.
+static void add_tasks(const AttentionProblem &problem, const Sequences &sequences, int64_t s, int64_t max_rows,
+                      std::vector<AttentionTask> &tasks) {
+    const int64_t heads = min64(problem.num_heads / problem.cache.num_kv_heads, max_rows), positions = max_rows / heads;
+    const int64_t start = sequences.query_start[s], rows = sequences.query_start[s + 1] - start;
+    const int64_t context = sequences.context_len[s];
+    for_head_groups(problem, heads, [&](AttentionTask task) {
+        for (int64_t p = 0; p < rows; p += positions) {
+            task.sequence = static_cast<int32_t>(s);
+            task.num_positions = static_cast<int32_t>(min64(positions, rows - p));
+            task.first_row = start + p;
+            task.first_position = context - rows + p;
+            task.context_len = context;
+            const int64_t seen = problem.window > 0 ? max64(0, task.first_position - problem.window + 1) : 0;
+            task.first_split = static_cast<int32_t>(seen / SPLIT);
+            task.last_split = static_cast<int32_t>(ceil_div(task.first_position + task.num_positions, SPLIT));
+            tasks.push_back(task);
+        }
+    });
+}
+
+static void add_shared_tasks(const AttentionProblem &problem, const SharedPrefix &prefix, int64_t max_heads,
+                             std::vector<AttentionTask> &tasks) {
+    const Member &first = prefix.members[0];
+    for_head_groups(problem, max_heads, [&](AttentionTask task) {
+        task.sequence = first.sequence;
+        task.num_positions = static_cast<int32_t>(prefix.members.size());
+        task.first_row = first.row;
+        task.first_position = first.position;
+        task.context_len = task.shared_end = prefix.end;
+        task.members = prefix.members.data();
+        tasks.push_back(task);
+    });
+}
+
+static Division divide(const AttentionProblem &problem, const Sequences &sequences, int team) {
+    const int64_t max_rows = max_task_rows(problem, sequences, team);
+    const int64_t group = problem.num_heads / problem.cache.num_kv_heads, heads = min64(group, max_rows);
+    // As few as leave each thread four tasks or so.
+    const int64_t num_alone = sequences.count * problem.cache.num_kv_heads * ceil_div(group, heads);
+    const int64_t max_members = min64(max_rows / heads, num_alone / (int64_t{4} * team));
+    Division division{find_shared_prefixes(problem, sequences, max_members), {}};
+    std::vector<bool> is_member(sequences.count);
+    for (const SharedPrefix &prefix : division.prefixes) {
+        for (const Member &member : prefix.members) is_member[member.sequence] = true;
+        add_shared_tasks(problem, prefix, heads, division.tasks);
+    }
+    for (int64_t s = 0; s < sequences.count; ++s) {
+        if (!is_member[s]) add_tasks(problem, sequences, s, max_rows, division.tasks);
+    }
+    return division;
+}
+
+static int64_t cost_of(const AttentionTask &task) {
+    if (task.members == nullptr) {
+        return (task.num_rows() + 8) * (task.first_position + task.num_positions - task.first_split * int64_t{SPLIT});
+    }
+    int64_t total = (task.num_rows() + 8) * task.shared_end;
+    for (int64_t p = 0; p < task.num_positions; ++p) {
+        total += (task.num_heads + 8) * (task.position(p) + 1 - task.shared_end);
+    }
+    return total;
 }
 
 static int64_t memory_of_thread(const KernelTable &table, const AttentionProblem &problem) {
@@ -125,21 +179,22 @@ void paged_attention(const AttentionProblem &problem, const Sequences &sequences
     const Stopwatch stopwatch(KernelClass::attention);
     check(problem, sequences);
     const KernelTable &table = kernels();
-    std::vector<AttentionTask> tasks;
-    const int64_t max_rows = max_task_rows(problem, sequences, num_threads());
-    for (int64_t s = 0; s < sequences.count; ++s) add_tasks(problem, sequences, s, max_rows, tasks);
+    Division division = divide(problem, sequences, num_threads());
+    std::vector<AttentionTask> &tasks = division.tasks;
     int64_t total = 0, num_pieces = 0;
-    for (const AttentionTask &task : tasks) {
-        total += cost(task);
+    for (AttentionTask &task : tasks) {
+        task.cost = cost_of(task);
+        total += task.cost;
         num_pieces += task.last_split - task.first_split;
     }
     const int team = team_size(total * problem.cache.head_size);
     const int64_t num_tasks = static_cast<int64_t>(tasks.size());
-    if (team > 1 && num_tasks < 4 * team && num_pieces > num_tasks && num_pieces <= 1024) {
+    const bool is_shared = !division.prefixes.empty();
+    if (team > 1 && !is_shared && num_tasks < 4 * team && num_pieces > num_tasks && num_pieces <= 1024) {
         return attend_in_splits(table, problem, tasks, num_pieces, team);
     }
     std::stable_sort(tasks.begin(), tasks.end(),
-                     [](const AttentionTask &a, const AttentionTask &b) { return cost(a) > cost(b); });
+                     [](const AttentionTask &a, const AttentionTask &b) { return a.cost > b.cost; });
     attend_all(table, problem, tasks, team);
 }
 

@@ -107,7 +107,14 @@ struct AttentionProblem {
     int64_t window;         // 0: none
 };
 
-// Some query rows of one sequence that share a KV head, against the keys of splits [first_split, last_split).
+// A decoding sequence of several that begin with the same blocks.
+struct Member {
+    int32_t sequence;
+    int64_t row, position;  // of its one query
+};
+
+// Some query rows of one sequence that share a KV head, against the keys of splits [first_split, last_split); or one row of
+// each of several sequences, against the keys that they share and then, sequence by sequence, their own.
 struct AttentionTask {
     int32_t sequence, kv_head;
     int32_t first_head, num_heads;  // query heads
@@ -117,8 +124,28 @@ struct AttentionTask {
     int64_t context_len;
     int32_t first_split, last_split;
     float *partial;  // null: finish the rows; else store their softmax states here, for finish_rows
+    const Member *members;  // [num_positions], or null: one sequence. Blocks are looked up in the first one's table
+    int64_t shared_end;     // of the keys that the members share: a multiple of TILE that each of them sees whole
+    int64_t begin;          // keys before it have been attended to
+    int64_t cost;           // an estimate, in rows times keys
 
     int64_t num_rows() const { return int64_t{num_heads} * num_positions; }
+    int64_t row(int64_t p) const { return members != nullptr ? members[p].row : first_row + p; }
+    int64_t position(int64_t p) const { return members != nullptr ? members[p].position : first_position + p; }
+
+    // What is left of a member behind the shared keys.
+    AttentionTask rest_of(int64_t p) const {
+        AttentionTask rest = *this;
+        rest.sequence = members[p].sequence;
+        rest.num_positions = 1;
+        rest.first_row = members[p].row;
+        rest.first_position = members[p].position;
+        rest.context_len = members[p].position + 1;
+        rest.last_split = static_cast<int32_t>((members[p].position + SPLIT) / SPLIT);
+        rest.members = nullptr;
+        rest.begin = shared_end;
+        return rest;
+    }
 };
 
 struct KernelTable {

@@ -1,4 +1,5 @@
-// Paged attention of one task: some query rows of one sequence that share a KV head.
+// Paged attention of one task: some query rows of one sequence that share a KV head, or of several sequences that begin with
+// the same blocks, whose keys are then read once for all of them.
 //
 // Keys are visited in tiles of TILE absolute positions, whatever the block size. A row's scores are chains over the head's
 // elements, its outputs chains over the tile's positions that it sees, both ascending; its online softmax (Milakov and
@@ -51,6 +52,7 @@ struct Workspace {
     float *scores;   // [MAX_ROWS][TILE]: scores, then weights
     float *rescale;  // [MAX_ROWS]
     States split, running;
+    States shared_split, shared_running;  // of all members, while their own keys are attended to
 };
 
 static float *take(float *&memory, int64_t count) {
@@ -76,12 +78,14 @@ static Workspace lay_out(float *memory, int64_t head_size) {
     w.rescale = take(memory, MAX_ROWS);
     w.split = take_states(memory, padded);
     w.running = take_states(memory, padded);
+    w.shared_split = take_states(memory, padded);
+    w.shared_running = take_states(memory, padded);
     return w;
 }
 
 int64_t attention_scratch(int64_t head_size) {
-    return (MAX_ROWS + TILE) * padded_keys(head_size) + (2 * MAX_ROWS + TILE) * padded_head(head_size) +
-           MAX_ROWS * (TILE + 2 * LANES + 3) + 16;
+    return (MAX_ROWS + TILE) * padded_keys(head_size) + (4 * MAX_ROWS + TILE) * padded_head(head_size) +
+           MAX_ROWS * (TILE + 4 * LANES + 5) + 16;
 }
 
 int64_t state_size(int64_t head_size) { return padded_head(head_size) + LANES + 1; }
@@ -151,7 +155,7 @@ static Range visible(const AttentionProblem &problem, int64_t position, int64_t 
 static bool find_ranges(const AttentionProblem &problem, const AttentionTask &task, int64_t base, Range *ranges) {
     bool is_whole = true;
     for (int64_t p = 0; p < task.num_positions; ++p) {
-        const Range seen = visible(problem, task.first_position + p, base);
+        const Range seen = visible(problem, task.position(p), base);
         is_whole = is_whole && seen.is_whole();
         for (int64_t head = 0; head < task.num_heads; ++head) *ranges++ = seen;
     }
@@ -194,14 +198,15 @@ static float query_factor(const AttentionProblem &problem) {
 // Row r of a task is query position r / num_heads, head r % num_heads; this walks through them without dividing.
 struct RowWalk {
     const AttentionTask &task;
-    int64_t row, head = 0;  // of the query; within the task
+    int64_t place = 0, head = 0;  // among the task's positions; within the task
 
-    explicit RowWalk(const AttentionTask &of) : task(of), row(of.first_row) {}
+    explicit RowWalk(const AttentionTask &of) : task(of) {}
+    int64_t row() const { return task.row(place); }
     int64_t query_head() const { return task.first_head + head; }
     void step() {
         if (++head < task.num_heads) return;
         head = 0;
-        ++row;
+        ++place;
     }
 };
 
@@ -216,7 +221,7 @@ static void gather_query(const AttentionProblem &problem, const AttentionTask &t
         const int64_t count = min64(SCORE_ROWS, num_rows - r);
         const T *rows[SCORE_ROWS];
         for (int64_t i = 0; i < count; ++i, walk.step()) {
-            rows[i] = static_cast<const T *>(problem.query) + walk.row * problem.query_stride + walk.query_head() * head_size;
+            rows[i] = static_cast<const T *>(problem.query) + walk.row() * problem.query_stride + walk.query_head() * head_size;
         }
         for (int64_t d = 0; d < head_size; d += LANES) {
             Vec block[LANES];
@@ -629,10 +634,11 @@ static void merge(float *max_to, float *total_to, float *out_to, const float *ma
 // The positions of a task's tiles begin at multiples of TILE, from the first that any of its rows sees.
 static int64_t first_tile(const AttentionProblem &problem, const AttentionTask &task) {
     const int64_t first_seen = problem.window > 0 ? max64(0, task.first_position - problem.window + 1) : 0;
-    return max64(task.first_split * int64_t{SPLIT}, first_seen / TILE * TILE);
+    return max64(task.begin, max64(task.first_split * int64_t{SPLIT}, first_seen / TILE * TILE));
 }
 
 static int64_t end_of_tiles(const AttentionTask &task) {
+    if (task.members != nullptr) return task.shared_end;
     return min64(task.last_split * int64_t{SPLIT}, task.first_position + task.num_positions);
 }
 
@@ -671,13 +677,24 @@ struct TileWalk {
     }
 };
 
-static void attend_split(TileWalk &walk, int64_t split, int64_t padded, const Workspace &w) {
-    const AttentionTask &task = walk.task;
-    clear(w.split, task.num_rows(), padded);
-    walk.attend_until(min64((split + 1) * SPLIT, end_of_tiles(task)), w);
-    for (int64_t r = 0; r < task.num_rows(); ++r) {
+// The states of a split's rows join the running ones; nothing where no key has been seen since the last time.
+static void end_split(const Workspace &w, int64_t rows) {
+    const int64_t padded = w.padded;
+    for (int64_t r = 0; r < rows; ++r) {
         merge(w.running.max + r, w.running.total + r * LANES, w.running.out + r * padded, w.split.max + r,
               w.split.total + r * LANES, w.split.out + r * padded, padded);
+    }
+    clear(w.split, rows, padded);
+}
+
+// All tiles of a task; the last split is left open.
+static void attend_tiles(const AttentionProblem &problem, const AttentionTask &task, const AttentionTask *next_task,
+                         const Workspace &w) {
+    TileWalk walk(problem, task, next_task);
+    for (const int64_t end = end_of_tiles(task); walk.base < end;) {
+        const int64_t split_end = (walk.base / SPLIT + 1) * SPLIT;
+        walk.attend_until(min64(split_end, end), w);
+        if (walk.base == split_end) end_split(w, task.num_rows());
     }
 }
 
@@ -687,7 +704,7 @@ static void store_rows(const AttentionProblem &problem, const AttentionTask &tas
     RowWalk walk(task);
     for (int64_t r = 0; r < task.num_rows(); ++r, walk.step()) {
         T *to = static_cast<T *>(problem.out) +
-                (walk.row * problem.num_heads + walk.query_head()) * problem.cache.head_size;
+                (walk.row() * problem.num_heads + walk.query_head()) * problem.cache.head_size;
         const Vec inverse = broadcast(1.0f / reduce_add(load(states.total + r * LANES)));
         for (int64_t d = 0; d < problem.cache.head_size; d += LANES) {
             store_up_to(to + d, mul(load(states.out + r * padded + d), inverse), problem.cache.head_size - d);
@@ -708,19 +725,60 @@ static States partial_states(float *memory, int64_t rows) {
     return States{memory, memory + rows, memory + rows * (1 + LANES)};
 }
 
-void attend(const AttentionProblem &problem, const AttentionTask &task, const AttentionTask *next_task, float *scratch) {
-    const int64_t padded = padded_head(problem.cache.head_size), rows = task.num_rows();
-    Workspace w = lay_out(scratch, problem.cache.head_size);
-    if (task.partial != nullptr) w.running = partial_states(task.partial, rows);
+static void gather(const AttentionProblem &problem, const AttentionTask &task, float *query) {
     if (problem.dtype == DType::f32) {
-        gather_query<float>(problem, task, w.query);
+        gather_query<float>(problem, task, query);
     } else {
-        gather_query<bf16>(problem, task, w.query);
+        gather_query<bf16>(problem, task, query);
     }
-    clear(w.running, rows, padded);
-    TileWalk walk(problem, task, next_task);
-    for (int64_t split = task.first_split; split < task.last_split; ++split) attend_split(walk, split, padded, w);
-    if (task.partial == nullptr) finish(problem, task, w.running, padded);
+}
+
+static void copy_states(const States &from, int64_t first, int64_t count, int64_t padded, const States &to) {
+    memcpy(to.max, from.max + first, count * sizeof(float));
+    memcpy(to.total, from.total + first * LANES, count * LANES * sizeof(float));
+    memcpy(to.out, from.out + first * padded, count * padded * sizeof(float));
+}
+
+// Each member goes on alone behind the shared keys, with the states that its rows have then.
+static void attend_members(const AttentionProblem &problem, const AttentionTask &task, const AttentionTask *next_task,
+                           const Workspace &w) {
+    AttentionTask rest = task.rest_of(0), after{};
+    for (int64_t p = 0; p < task.num_positions; ++p, rest = after) {
+        const bool is_last = p + 1 == task.num_positions;
+        if (!is_last) after = task.rest_of(p + 1);
+        gather(problem, rest, w.query);
+        copy_states(w.shared_split, p * task.num_heads, task.num_heads, w.padded, w.split);
+        copy_states(w.shared_running, p * task.num_heads, task.num_heads, w.padded, w.running);
+        attend_tiles(problem, rest, is_last ? next_task : &after, w);
+        end_split(w, task.num_heads);
+        finish(problem, rest, w.running, w.padded);
+    }
+}
+
+static void attend_shared(const AttentionProblem &problem, const AttentionTask &task, const AttentionTask *next_task,
+                          const Workspace &w) {
+    Workspace shared = w;
+    shared.split = w.shared_split;
+    shared.running = w.shared_running;
+    clear(shared.split, task.num_rows(), w.padded);
+    clear(shared.running, task.num_rows(), w.padded);
+    gather(problem, task, w.query);
+    const AttentionTask first = task.rest_of(0);
+    attend_tiles(problem, task, &first, shared);
+    attend_members(problem, task, next_task, w);
+}
+
+void attend(const AttentionProblem &problem, const AttentionTask &task, const AttentionTask *next_task, float *scratch) {
+    const int64_t rows = task.num_rows();
+    Workspace w = lay_out(scratch, problem.cache.head_size);
+    if (task.members != nullptr) return attend_shared(problem, task, next_task, w);
+    if (task.partial != nullptr) w.running = partial_states(task.partial, rows);
+    clear(w.split, rows, w.padded);
+    clear(w.running, rows, w.padded);
+    gather(problem, task, w.query);
+    attend_tiles(problem, task, next_task, w);
+    end_split(w, rows);
+    if (task.partial == nullptr) finish(problem, task, w.running, w.padded);
 }
 
 // Merge a task's partial states (one per split, ascending) in order, and store its rows.

@@ -149,6 +149,17 @@ def paged_attention(
     soft_cap: float,
     /,
 ) -> None: ...
+def shared_prefixes(
+    query_start: int,
+    context_len: int,
+    num_sequences: int,
+    block_tables: int,
+    table_stride: int,
+    block_size: int,
+    window: int,
+    max_members: int,
+    /,
+) -> list[tuple[int, list[int]]]: ...
 def sampling_peaks(logits: int, num_rows: int, num_tokens: int, ids: int, values: int, /) -> None: ...
 def sampling_penalise(
     logits: int,

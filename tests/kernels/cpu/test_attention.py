@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.kernels import cpu
@@ -144,6 +147,129 @@ def test_company_changes_no_bit(native_isa: Kernels, paged: type[Paged]) -> None
         alone = replace(case, lens=((count, context),), keys=(case.keys[index],), values=(case.values[index],))
         assert torch.equal(attend(native_isa, alone, query[start : start + count]), together[start : start + count]), index
         start += count
+
+
+def forks(
+    paged: type[Paged], families: Sequence[tuple[int, Sequence[tuple[int, int]]]], **form: Any
+) -> tuple[Paged, list[int]]:
+    """Sequences of which each family begins with as many tokens of its first; and where each one's family begins."""
+    lens = tuple(each for _, members in families for each in members)
+    case = paged.random(lens, **form)
+    leaders: list[int] = []
+    for num_shared, members in families:
+        leader = len(leaders)
+        for index in range(leader, leader + len(members)):
+            leaders.append(leader)
+            for kind in (case.keys, case.values):
+                kind[index][:num_shared] = kind[leader][:num_shared]
+    return case, leaders
+
+
+def share(
+    batch: AttentionBatch, families: Sequence[tuple[int, Sequence[Any]]], leaders: list[int], block_size: int
+) -> AttentionBatch:
+    """The same batch, with one copy of what a family shares."""
+    tables = batch.block_tables.clone()
+    shared = [num_shared for num_shared, members in families for _ in members]
+    for index, leader in enumerate(leaders):
+        count = shared[index] // block_size
+        tables[index, :count] = tables[leader, :count]
+    return replace(batch, block_tables=tables)
+
+
+FAMILIES = (
+    (200, ((1, 201), (1, 260), (1, 317), (1, 200), (2, 230), (1, 205))),
+    (0, ((1, 40), (9, 70))),
+    (1300, ((1, 1301), (1, 1403), (1, 1300))),
+    (64, ((1, 64), (1, 64))),
+)
+"""Ends of tiles, splits and blocks on both sides of where sequences part."""
+
+
+@pytest.mark.usefixtures("restore_threads")
+@pytest.mark.parametrize("soft_cap", [None, 20.0])
+@pytest.mark.parametrize("window", [None, 1320])
+@pytest.mark.parametrize(("block_size", "kv_format"), [(16, "float32"), (8, "int8"), (64, "bfloat16"), (40, "fp8")])
+def test_shared_blocks_change_no_bit(
+    native_isa: Kernels, paged: type[Paged], block_size: int, kv_format: str, window: int | None, soft_cap: float | None
+) -> None:
+    case, leaders = forks(paged, FAMILIES, num_kv_heads=2, head_size=24)
+    query = draw_query(case, 6)
+    keys, values, batch = case.pages(block_size, kv_format)
+    shared = share(batch, FAMILIES, leaders, block_size)
+    for threads in (1, 2):
+        cpu.set_num_threads(threads)
+        outputs = [
+            native_isa.paged_attention(query, keys, values, each, scale=0.2, window=window, soft_cap=soft_cap)
+            for each in (batch, shared)
+        ]
+        assert torch.equal(*outputs)
+
+
+def test_what_is_not_finite_stays_with_its_member(native_isa: Kernels, paged: type[Paged]) -> None:
+    families = ((128, ((1, 140), (1, 150), (1, 160), (1, 170))),)
+    case, leaders = forks(paged, families, num_kv_heads=4, head_size=16)
+    query = draw_query(case, 8)
+    keys, values, batch = case.pages(16)
+    shared = share(batch, families, leaders, 16)
+    clean = native_isa.paged_attention(query, keys, values, shared, scale=0.25)
+    query[1, 3, 5] = float("nan")
+    got = native_isa.paged_attention(query, keys, values, shared, scale=0.25)
+    assert got[1, 3].isnan().all()
+    got[1, 3] = clean[1, 3]
+    assert torch.equal(got, clean)
+
+
+def found_prefixes(tables: Tensor, contexts: list[int], window: int = 0, max_members: int = 99) -> list[tuple[int, list[int]]]:
+    """Groups of decoding sequences, blocks of 16."""
+    starts, lens = torch.arange(len(contexts) + 1, dtype=torch.int32), torch.tensor(contexts, dtype=torch.int32)
+    pointers = (starts.data_ptr(), lens.data_ptr(), len(contexts), tables.data_ptr(), tables.shape[1], 16)
+    return sorted((end, sorted(each)) for end, each in cpu.native.shared_prefixes(*pointers, window, max_members))
+
+
+def test_those_who_share_are_found_wherever_they_stand(native: Kernels) -> None:
+    tables = torch.arange(6 * 20, dtype=torch.int32).view(6, 20)
+    tables[4, :10], tables[2, :9] = tables[0, :10], tables[0, :9]
+    tables[5, :4] = tables[3, :4]
+    tables[1, 1:4] = tables[0, 1:4]  # not from the beginning
+    contexts = [320, 320, 200, 100, 300, 64]
+    assert found_prefixes(tables, contexts) == [(64, [3, 5]), (128, [0, 2, 4])]
+    assert found_prefixes(tables, contexts, max_members=2) == [(64, [3, 5]), (128, [0, 4])]
+    assert found_prefixes(tables, contexts, max_members=1) == []
+    assert found_prefixes(tables, contexts, window=120) == [(64, [3, 5])]
+    assert found_prefixes(tables, [320, 320, 120, 100, 300, 63]) == [(128, [0, 4])]
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=2, max_size=7), st.integers(2, 4))
+@settings(max_examples=60)
+def test_no_other_division_into_runs_reads_less(paths: list[list[int]], max_members: int) -> None:
+    """Sequences as paths in a tree: the groups found save as many tiles as the best division of the sorted ones does."""
+    if cpu.IMPORT_ERROR is not None:
+        pytest.skip(cpu.IMPORT_ERROR)
+    nodes: dict[tuple[int, ...], int] = {}
+    tables = torch.full((len(paths), 24), -1, dtype=torch.int32)
+    for index, path in enumerate(paths):
+        for depth in range(len(path)):  # a tile of 64 is 4 blocks
+            number = 4 * nodes.setdefault(tuple(path[: depth + 1]), len(nodes))
+            tables[index, 4 * depth : 4 * depth + 4] = torch.arange(number, number + 4)
+    groups = found_prefixes(tables, [64 * len(path) for path in paths], max_members=max_members)
+    by_block = sorted([nodes[tuple(path[: depth + 1])] for depth in range(len(path))] for path in paths)
+    for end, members in groups:
+        assert 2 <= len(members) <= max_members
+        assert len({tuple(paths[each][: end // 64]) for each in members}) == 1
+        assert all(64 * len(paths[each]) >= end for each in members)
+    assert len({each for _, members in groups for each in members}) == sum(len(members) for _, members in groups)
+    assert sum((len(members) - 1) * end // 64 for end, members in groups) == _most_saved(by_block, max_members)
+
+
+def _most_saved(paths: list[list[int]], max_members: int) -> int:
+    """By trying every length of the first run."""
+    lengths = range(1, min(max_members, len(paths)) + 1)
+    return max(((n - 1) * _shared_len(paths[:n]) + _most_saved(paths[n:], max_members) for n in lengths), default=0)
+
+
+def _shared_len(paths: list[list[int]]) -> int:
+    return next((depth for depth, nodes in enumerate(zip(*paths, strict=False)) if len(set(nodes)) > 1), min(map(len, paths)))
 
 
 @pytest.mark.usefixtures("restore_threads")
