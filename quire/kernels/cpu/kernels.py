@@ -12,7 +12,7 @@ class CpuKernels:
 
     name = "cpu"
     device = torch.device("cpu")
-    shared_prefix_unit: int | None = None
+    shared_prefix_unit: int | None = None  # native code finds those who share by itself (csrc/cpu/shared_prefixes.hpp)
 
     pack_linear = staticmethod(linear.pack_linear)
     pack_quantized = staticmethod(linear.pack_quantized)
