@@ -222,9 +222,11 @@ def test_what_is_not_finite_stays_with_its_member(native_isa: Kernels, paged: ty
 
 def found_prefixes(tables: Tensor, contexts: list[int], window: int = 0, max_members: int = 99) -> list[tuple[int, list[int]]]:
     """Groups of decoding sequences, blocks of 16."""
+    from quire.kernels.cpu import _native
+
     starts, lens = torch.arange(len(contexts) + 1, dtype=torch.int32), torch.tensor(contexts, dtype=torch.int32)
     pointers = (starts.data_ptr(), lens.data_ptr(), len(contexts), tables.data_ptr(), tables.shape[1], 16)
-    return sorted((end, sorted(each)) for end, each in cpu.native.shared_prefixes(*pointers, window, max_members))
+    return sorted((end, sorted(each)) for end, each in _native.shared_prefixes(*pointers, window, max_members))
 
 
 def test_those_who_share_are_found_wherever_they_stand(native: Kernels) -> None:
