@@ -4,8 +4,8 @@
 
 Shapes are those of well-known models' layers; keys and values are random, blocks scattered over the pool. Each figure is the
 best of several calls of `paged_attention`, so it holds everything that a layer spends on attention but the cache write.
-Operations count the causal half only (what must be computed), bytes the keys and values that must be read; where sequences share
-blocks, once for all of them.
+Operations count the causal half only (what must be computed), bytes the keys and values that must be read, once where sequences
+share blocks.
 """
 
 from __future__ import annotations
