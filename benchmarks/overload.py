@@ -12,8 +12,7 @@ The clients run on the server's own cores, and to be refused ten times costs the
 is no fault of the server's, so the peak is also measured beside a generator that burns as much: a client's processor time for
 one refusal, measured first, at as many moments a second. The promise is held against that; the share of the plain peak is told.
 
-The prefix cache is off: prompts that come again, as those of a second peak do, would make the peaks 10 % higher than loads of
-prompts that do not.
+The prefix cache is off: prompts come again at each peak and would be found there, so that peaks and overloads did unlike work.
 """
 
 from __future__ import annotations
