@@ -1,7 +1,7 @@
 """Ten times more than a server can take: what it still delivers, how fast it refuses the rest, how it is afterwards.
 
     python -m benchmarks.overload                  60 seconds at 10 times the capacity
-    python -m benchmarks.overload --rounds 6 --seconds 15 --peak-seconds 10      in turns, where the machine's speed swings
+    python -m benchmarks.overload --rounds 24 --seconds 14 --peak-seconds 8      in turns, where the machine's speed swings
 
 First the peak: as many clients at once as the server has seats, each request upon the answer to the last. Then arrivals at ten
 times that rate, whatever becomes of them, with a queue that is bounded: once to warm up, so that buffers for the most that can
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import statistics
 import sys
 import time
 from collections.abc import Awaitable, Sequence
@@ -98,12 +99,15 @@ async def measure(server: Server, args: argparse.Namespace) -> dict[str, Any]:
 def compare(peaks: Sequence[Phase], besides: Sequence[Phase], overloads: Sequence[Phase]) -> dict[str, Any]:
     """Overloads against the peaks around them: a machine's speed swings, so what lies between two is held against the mean."""
     phases = {"peak": peaks, "beside": besides, "overload": overloads}
+    shares = [2 * each.goodput / _sum(besides[turn : turn + 2]) for turn, each in enumerate(overloads)]
     return {
         "peaks_tokens_per_s": [each.goodput for each in peaks],
         "peaks_beside_tokens_per_s": [each.goodput for each in besides],
         "goodputs_tokens_per_s": [each.goodput for each in overloads],
         "goodput_share": _sum(overloads) / _sum_between(besides),
         "goodput_share_of_plain_peak": _sum(overloads) / _sum_between(peaks),
+        "goodput_shares": shares,
+        "goodput_share_error": statistics.stdev(shares) / len(shares) ** 0.5 if len(shares) > 1 else None,
         "recovered_share": _sum(peaks[1:]) / _sum(peaks[:-1]),
         "cores": {name: _mean([each.shares for each in of]) for name, of in phases.items()},
         "engine": {name: _mean([each.engine for each in of]) for name, of in phases.items()},
@@ -256,6 +260,7 @@ def broken_promises(figures: dict[str, Any], num_seats: int, max_queued: int) ->
 def render(figures: dict[str, Any]) -> list[str]:
     """For people."""
     refusal, rss, total = figures["refusal_s"], figures["rss_bytes"], figures["e2e_s"]
+    error, turns = figures["goodput_share_error"], ", ".join(f"{share:.0%}" for share in figures["goodput_shares"])
     http_rss = figures["http_rss_bytes"]
     lines = [
         f"peaks        {_listed(figures['peaks_tokens_per_s'])} output tokens/s; "
@@ -265,6 +270,7 @@ def render(figures: dict[str, Any]) -> list[str]:
         f"goodput      {_listed(figures['goodputs_tokens_per_s'])} tokens/s, {figures['goodput_share']:.1%} of the peaks "
         f"beside such clients, {figures['goodput_share_of_plain_peak']:.1%} of the plain; afterwards it is "
         f"{figures['recovered_share']:.1%} of what it was",
+        f"turns        {turns}" + ("" if error is None else f"; the standard error of their mean is {error:.1%}"),
         f"memory       {rss['before'] / 2**20:.0f} MiB before, {rss['after'] / 2**20:.0f} after, of which the HTTP process "
         f"{http_rss['before'] / 2**20:.1f}, {http_rss['after'] / 2**20:.1f}; idle after {figures['idle_after_s']:.1f} s",
     ]
