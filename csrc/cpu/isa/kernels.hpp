@@ -5,7 +5,12 @@
 #include "integers.hpp"
 #include "simd.hpp"
 
+#define QUIRE_STRING(name) #name
+#define QUIRE_NAME(name) QUIRE_STRING(name)
+
 namespace quire::QUIRE_ISA {
+
+constexpr const char *ISA_NAME = QUIRE_NAME(QUIRE_ISA);
 
 // Rows per tile of the GEMM: with 2 panels of 16 outputs, 14 rows are 28 accumulators of AVX-512's 32 registers; with one
 // panel, 6 are 12 of AVX2's 16; 3 rows are 12 of SSE2's 16.

@@ -2,16 +2,13 @@
 #include "../sampling.hpp"
 #include "kernels.hpp"
 
-#define QUIRE_STRING(name) #name
-#define QUIRE_NAME(name) QUIRE_STRING(name)
-
 namespace quire::QUIRE_ISA {
 
 extern const SamplingTable sampling_table;  // sampling.cpp
 
 extern const KernelTable table;
 const KernelTable table = {
-    QUIRE_NAME(QUIRE_ISA),
+    ISA_NAME,
     TILE_ROWS,
     INTEGER_BYTES,
     HAS_BF16_DOTS,

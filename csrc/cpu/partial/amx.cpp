@@ -19,13 +19,7 @@
 // registers holds, which reads the weight once, and memory bounds that on any machine. That bound is reasoned, not measured.
 #include "../isa/groups.hpp"
 #include "amx_tiles.hpp"
-
-#define QUIRE_STRING(name) #name
-#define QUIRE_NAME(name) QUIRE_STRING(name)
-
-namespace quire::avx512vnni {
-extern const KernelTable table;
-}
+#include "extension.hpp"
 
 namespace quire::QUIRE_ISA {
 
@@ -272,17 +266,12 @@ void gemm(const LinearWeight &weight, const InputRows &rows, const GemmBlock &bl
     multiply_rows(weight, rows, block, Integers{expanded(groups, block), rows, nullptr});
 }
 
-static KernelTable make_table() {
-    KernelTable made = avx512vnni::table;
-    made.name = QUIRE_NAME(QUIRE_ISA);
-    made.has_bf16_dots = true;
-    made.matrix_depth = matrix_depth;
-    made.gemm = gemm;
-    return made;
-}
-
 const KernelTable &extended_table() {
-    static const KernelTable made = make_table();
+    static const KernelTable made = extend([](KernelTable &table) {
+        table.has_bf16_dots = true;
+        table.matrix_depth = matrix_depth;
+        table.gemm = gemm;
+    });
     return made;
 }
 

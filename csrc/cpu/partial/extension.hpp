@@ -1,0 +1,21 @@
+// What the tables of instruction sets have in common that differ from AVX512-VNNI in the projections only.
+#pragma once
+
+#include "../isa/kernels.hpp"
+
+namespace quire::avx512vnni {
+extern const KernelTable table;
+}
+
+namespace quire::QUIRE_ISA {
+
+// For static initialisers: AVX512-VNNI's table under this set's name, as `change(table)` leaves it.
+template <typename Change>
+static KernelTable extend(Change change) {
+    KernelTable made = avx512vnni::table;
+    made.name = ISA_NAME;
+    change(made);
+    return made;
+}
+
+}  // namespace quire::QUIRE_ISA
