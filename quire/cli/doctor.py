@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -28,6 +28,13 @@ Status = Literal["ok", "warning", "failure"]
 REQUIRED = ("torch", "numpy", "safetensors", "tokenizers", "jinja2", "tqdm", "huggingface_hub")
 OPTIONAL = {"transformers": "for benchmarks against it", "triton": "for GPU kernels"}
 _ISA_FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm")
+_FLAGS_OF_ISAS = {
+    "avx2": {"avx2", "fma"},
+    "avx512vnni": {"avx512_vnni"},
+    "avx512bf16": {"avx512_bf16"},
+    "amx": {"amx_bf16", "amx_int8"},
+}
+"""What a processor has that can run kernels of these names."""
 _MARKS = {"ok": "ok  ", "warning": "warn", "failure": "FAIL"}
 
 EXAMPLES = """\
@@ -137,6 +144,9 @@ def _check_kernels() -> Iterator[Finding]:
             yield Finding(name, "warning", f"not used, so slow reference kernels are: {'; '.join(reasons)}")
         else:
             yield Finding(name, "ok", f"{cpu.isa()} (of {', '.join(cpu.supported_isas())})")
+            unused = unused_isas(_cpu_flags(), cpu.supported_isas())
+            if unused:
+                yield Finding(name, "warning", f"the processor has what {', '.join(unused)} needs; {_advice(unused)}")
     pools = openmp_pools()
     if len(pools) > 1:
         detail = f"{len(pools)} pools will fight over the cores: {', '.join(pools)}; is one preloaded?"
@@ -201,6 +211,17 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     _check_models,
     _check_cache,
 )
+
+
+def unused_isas(flags: set[str], supported: Sequence[str]) -> list[str]:
+    """Instruction sets that the processor has and the kernels do not use."""
+    return [name for name, needed in _FLAGS_OF_ISAS.items() if needed <= flags and name not in supported]
+
+
+def _advice(unused: Sequence[str]) -> str:
+    compiler = "the compiler that built Quire did not know it: build again with one that does (GCC 11, Clang 12 or later)"
+    tiles = "the system denies this process the tiles (a sandbox, a virtual machine, or Linux before 5.16)"
+    return f"{compiler}, or {tiles}" if "amx" in unused else compiler
 
 
 def openmp_pools() -> list[str]:

@@ -67,6 +67,8 @@ def test_an_overload_is_held_against_the_peaks_around_it() -> None:
     assert seen["goodput_share"] == pytest.approx(280 / (100 + 200)) and seen["cores"]["overload"] == {"http": 0.14}
     assert seen["goodput_share_of_plain_peak"] == pytest.approx(280 / (150 + 250))
     assert seen["recovered_share"] == pytest.approx(500 / 300)
+    assert seen["goodput_shares"] == pytest.approx([0.9, 0.95]) and seen["goodput_share_error"] == pytest.approx(0.025)
+    assert overload.compare(phases(1, 1), phases(1, 1), phases(1))["goodput_share_error"] is None
 
 
 GOOD: dict[str, Any] = {

@@ -77,3 +77,11 @@ def test_a_gpu_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
         (finding,) = doctor._check_gpu()
         assert finding.status == status and finding.detail.startswith("NVIDIA X (compute capability 9.0), 70.0 GiB free")
         assert all(reason in finding.detail for reason in reasons)
+
+
+def test_an_instruction_set_that_is_there_and_unused_is_told() -> None:
+    flags = {"avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8"}
+    assert doctor.unused_isas(flags, ("portable", "avx2", "avx512", "avx512vnni", "avx512bf16")) == ["amx"]
+    assert doctor.unused_isas(flags - {"amx_int8"}, ("portable", "avx2")) == ["avx512vnni", "avx512bf16"]
+    assert doctor.unused_isas({"avx2"}, ("portable",)) == []
+    assert "tiles" in doctor._advice(["amx"]) and "tiles" not in doctor._advice(["avx512bf16"])
