@@ -2,6 +2,7 @@
 
     python -m benchmarks.overload                  60 seconds at 10 times the capacity
     python -m benchmarks.overload --rounds 24 --seconds 14 --peak-seconds 8      in turns, where the machine's speed swings
+    python -m benchmarks.overload --model ./folder --output-len 64               of another model than the shipped one
 
 First the peak: as many clients at once as the server has seats, each request upon the answer to the last. Then arrivals at ten
 times that rate, whatever becomes of them, with a queue that is bounded: once to warm up, so that buffers for the most that can
@@ -77,20 +78,20 @@ async def measure(server: Server, args: argparse.Namespace) -> dict[str, Any]:
         )
         await bench.open(rate, args.warm_seconds)
         await _await_idle(server)
-        before = after = memory(server)
+        memories = [memory(server)]
         besides = [await bench.closed(burn)]
         for _ in range(args.rounds):
             overloads.append(await bench.open(rate, args.seconds))
             idle_s = max(idle_s, await _await_idle(server))
-            after = memory(server)
+            memories.append(memory(server))
             besides.append(await bench.closed(burn))
             peaks.append(await bench.closed())
     return {
         "peak_requests_per_s": peak_requests,
         "refusal_client_s": cost_s,
         "idle_after_s": idle_s,
-        "rss_bytes": {"before": sum(before), "after": sum(after)},
-        "http_rss_bytes": {"before": before[0], "after": after[0]},
+        "rss_bytes": [http + engine for http, engine in memories],
+        "http_rss_bytes": [http for http, _ in memories],
         **compare(peaks, besides, overloads),
         **_fates([each for phase in overloads for each in phase.run.exchanges]),
     }
@@ -247,8 +248,9 @@ def broken_promises(figures: dict[str, Any], num_seats: int, max_queued: int) ->
         found.append("nothing was refused" if refusal is None else f"refusals take {1e3 * refusal['p99']:.0f} ms in the p99")
     if set(figures["statuses"]) - {"ok", "429"}:
         found.append(f"requests ended otherwise than answered or refused: {figures['statuses']}")
-    if rss["after"] - rss["before"] > GROWTH_BYTES:
-        found.append(f"memory grew by {(rss['after'] - rss['before']) / 2**20:.0f} MiB")
+    for growth, when in ((rss[1] - rss[0], "in one overload"), (rss[-1] - rss[len(rss) // 2], "in the later ones")):
+        if growth > GROWTH_BYTES:
+            found.append(f"memory grew by {growth / 2**20:.0f} MiB {when}")
     patience_s = 2 * (num_seats + max_queued) / figures["peak_requests_per_s"]
     if figures["e2e_s"] is not None and figures["e2e_s"]["p99"] > patience_s:
         found.append(f"accepted requests took {figures['e2e_s']['p99']:.1f} s in the p99, more than {patience_s:.1f}")
@@ -271,8 +273,8 @@ def render(figures: dict[str, Any]) -> list[str]:
         f"beside such clients, {figures['goodput_share_of_plain_peak']:.1%} of the plain; afterwards it is "
         f"{figures['recovered_share']:.1%} of what it was",
         f"turns        {turns}" + ("" if error is None else f"; the standard error of their mean is {error:.1%}"),
-        f"memory       {rss['before'] / 2**20:.0f} MiB before, {rss['after'] / 2**20:.0f} after, of which the HTTP process "
-        f"{http_rss['before'] / 2**20:.1f}, {http_rss['after'] / 2**20:.1f}; idle after {figures['idle_after_s']:.1f} s",
+        f"memory       before and after each: {_mebibytes(rss)} MiB, of which the HTTP process {_mebibytes(http_rss)}; "
+        f"idle after {figures['idle_after_s']:.1f} s",
     ]
     for name, shares in figures["cores"].items():
         lines.append(f"cores        {name}: " + ", ".join(f"{who} {share:.0%}" for who, share in shares.items()))
@@ -283,6 +285,10 @@ def render(figures: dict[str, Any]) -> list[str]:
     if total is not None:
         lines.append(f"accepted     {total['p50']:.1f} s median, {total['p99']:.1f} p99 to the end")
     return lines
+
+
+def _mebibytes(counts: Sequence[int]) -> str:
+    return ", ".join(f"{count / 2**20:.0f}" for count in counts)
 
 
 def _listed(rates: Sequence[float]) -> str:

@@ -1,0 +1,325 @@
+// One tile: scores of a task's rows, and their outputs once the softmax has made weights of these.
+//
+// There are two ways through a tile, with the same operations for a row. Many rows: keys and values are widened to float32
+// once for all of them (keys transposed), in pieces that stay in the first-level cache while all rows pass over them. Few
+// rows (decoding): registers are filled from the cache's rows directly, so that nothing is written on the way.
+#include "attention_tile.hpp"
+#include "kv_rows.hpp"
+
+namespace quire::QUIRE_ISA {
+
+// ---- gathering ----
+
+template <KVFormat F>
+QINLINE Vec load_scales(const char *const *rows, int64_t head_size) {
+    float scales[LANES];
+    for (int i = 0; i < LANES; ++i) scales[i] = scale_of<F>(rows[i], head_size);
+    return load(scales);
+}
+
+template <KVFormat F, int J>
+QINLINE Vec key_element(Vec word, Vec scales) {
+    const Vec x = element_of<F, J>(as_bits(word));
+    return is_scaled(F) ? mul(x, scales) : x;
+}
+
+template <KVFormat F>
+static void gather_keys(const Turn &turn) {
+    constexpr int PER = PER_WORD<F>;
+    const int64_t head_size = turn.problem.cache.head_size, num_bytes = head_size * kv_element_bytes(F);
+    for (int first = 0; first < TILE; first += LANES) {
+        const char *const *rows = turn.tile.rows + first;
+        const Vec scales = load_scales<F>(rows, head_size);
+        float *to = turn.w.keys + first / KEYS * KEYS * padded_keys(head_size) + first % KEYS;
+        for (int64_t at = 0; at < num_bytes; at += 4 * LANES, to += PER * LANES * KEYS) {
+            Vec block[LANES];
+            load_words(rows, at, num_bytes, block);
+            QUNROLL
+            for (int i = 0; i < LANES; ++i) {
+                store(to + PER * i * KEYS, key_element<F, 0>(block[i], scales));
+                if constexpr (PER > 1) store(to + (PER * i + 1) * KEYS, key_element<F, 1>(block[i], scales));
+                if constexpr (PER > 2) store(to + (PER * i + 2) * KEYS, key_element<F, 2>(block[i], scales));
+                if constexpr (PER > 2) store(to + (PER * i + 3) * KEYS, key_element<F, 3>(block[i], scales));
+            }
+        }
+    }
+}
+
+template <KVFormat F>
+static void gather_values(const Turn &turn) {
+    const int64_t head_size = turn.problem.cache.head_size, padded = turn.w.padded;
+    for (int i = 0; i < TILE; ++i) {
+        const char *row = turn.tile.rows[TILE + i];
+        const float scale = scale_of<F>(row, head_size);
+        for (int64_t first = 0; first < padded; first += OUT_VECS * LANES) {
+            const int64_t width = min64(OUT_VECS * LANES, padded - first);
+            float *to = turn.w.values + first * TILE + i * width;
+            for (int64_t d = 0; d < width; d += LANES) {
+                store(to + d, load_elements<F>(row, first + d, head_size, scale));
+            }
+        }
+    }
+}
+
+// ---- scores ----
+
+template <int ROWS>
+static void score_tile(const float *query, const float *keys, int64_t head_size, float *scores) {
+    Vec sums[ROWS][KEY_VECS];
+    QUNROLL
+    for (int r = 0; r < ROWS; ++r) {
+        QUNROLL
+        for (int v = 0; v < KEY_VECS; ++v) sums[r][v] = broadcast(0.0f);
+    }
+    for (int64_t d = 0; d < head_size; ++d) {
+        Vec key[KEY_VECS];
+        QUNROLL
+        for (int v = 0; v < KEY_VECS; ++v) key[v] = load(keys + d * KEYS + v * LANES);
+        QUNROLL
+        for (int r = 0; r < ROWS; ++r) {
+            const Vec value = broadcast(query[d * SCORE_ROWS + r]);
+            QUNROLL
+            for (int v = 0; v < KEY_VECS; ++v) sums[r][v] = fma(value, key[v], sums[r][v]);
+        }
+    }
+    QUNROLL
+    for (int r = 0; r < ROWS; ++r) {
+        QUNROLL
+        for (int v = 0; v < KEY_VECS; ++v) store(scores + r * TILE + v * LANES, sums[r][v]);
+    }
+}
+
+// `rows` <= ROWS rows, by the register tile of just that height.
+template <int ROWS>
+static void score_few(int64_t rows, const float *query, const float *keys, int64_t head_size, float *scores) {
+    if (rows == ROWS) return score_tile<ROWS>(query, keys, head_size, scores);
+    if constexpr (ROWS > 1) score_few<ROWS - 1>(rows, query, keys, head_size, scores);
+}
+
+// Keys in pieces on the outside, so that a piece stays in the first-level cache.
+static void score_all(const Turn &turn, int64_t num_rows) {
+    const int64_t head_size = turn.problem.cache.head_size, padded = padded_keys(head_size);
+    for (int first = 0; first < TILE; first += KEYS) {
+        for (int64_t r = 0; r < num_rows; r += SCORE_ROWS) {
+            const int64_t count = min64(SCORE_ROWS, num_rows - r);
+            const Range seen = turn.seen_by(r, count);
+            if (seen.to <= first || seen.from >= first + KEYS) continue;
+            turn.next.ask(turn.next.share);
+            score_few<SCORE_ROWS>(count, turn.w.query + r * padded, turn.w.keys + first * padded, head_size,
+                                  turn.w.scores + r * TILE + first);
+        }
+    }
+}
+
+template <int ROWS>
+QINLINE void add_key(const float *query, Vec key, Vec (&sums)[ROWS]) {
+    QUNROLL
+    for (int r = 0; r < ROWS; ++r) sums[r] = fma(broadcast(query[r]), key, sums[r]);
+}
+
+// Keys straight from the cache. Elements past the head's end are zeros, and add nothing.
+template <KVFormat F, int ROWS>
+static void score_directly(const Turn &turn) {
+    constexpr int PER = PER_WORD<F>;
+    const int64_t head_size = turn.problem.cache.head_size, num_bytes = head_size * kv_element_bytes(F);
+    const Range seen = turn.seen_by(0, ROWS);
+    for (int first = seen.from / LANES * LANES; first < seen.to; first += LANES) {
+        const char *const *rows = turn.tile.rows + first;
+        const Vec scales = load_scales<F>(rows, head_size);
+        Vec sums[ROWS];
+        QUNROLL
+        for (int r = 0; r < ROWS; ++r) sums[r] = broadcast(0.0f);
+        const float *query = turn.w.query;
+        for (int64_t at = 0; at < num_bytes; at += 4 * LANES) {
+            Vec block[LANES];
+            load_words(rows, at, num_bytes, block);
+            QUNROLL
+            for (int i = 0; i < LANES; ++i, query += PER * SCORE_ROWS) {
+                add_key(query, key_element<F, 0>(block[i], scales), sums);
+                if constexpr (PER > 1) add_key(query + SCORE_ROWS, key_element<F, 1>(block[i], scales), sums);
+                if constexpr (PER > 2) add_key(query + 2 * SCORE_ROWS, key_element<F, 2>(block[i], scales), sums);
+                if constexpr (PER > 2) add_key(query + 3 * SCORE_ROWS, key_element<F, 3>(block[i], scales), sums);
+            }
+            turn.next.ask(LANES * 4 * LANES);
+        }
+        QUNROLL
+        for (int r = 0; r < ROWS; ++r) store(turn.w.scores + r * TILE + first, sums[r]);
+    }
+}
+
+// ---- outputs ----
+
+// Values of a piece that were gathered before, or straight from the cache: vector v of position i.
+struct GatheredValues {
+    const float *values;
+    int64_t width;
+    QINLINE_MEMBER void ask_ahead(int) const {}
+    QINLINE_MEMBER const float *at(int i) const { return values + i * width; }
+    QINLINE_MEMBER Vec load_vec(const float *row, int v, float) const { return load(row + v * LANES); }
+    QINLINE_MEMBER float scale(const float *) const { return 1.0f; }
+};
+
+template <KVFormat F>
+struct CachedValues {
+    const char *const *rows;
+    int64_t first, head_size;
+    Prefetcher &next;
+    QINLINE_MEMBER void ask_ahead(int num_vecs) const { next.ask(num_vecs * LANES * kv_element_bytes(F)); }
+    QINLINE_MEMBER const char *at(int i) const { return rows[i]; }
+    QINLINE_MEMBER Vec load_vec(const char *row, int v, float scale) const {
+        return load_elements<F>(row, first + v * LANES, head_size, scale);
+    }
+    QINLINE_MEMBER float scale(const char *row) const { return scale_of<F>(row, head_size); }
+};
+
+// Some rows' outputs, and what they are made of: the tile's weights and what each row sees.
+struct OutRows {
+    const float *weights;  // [rows][TILE]
+    const Range *ranges;
+    const float *rescale;
+    float *out;  // rows `padded` elements apart
+    int64_t padded;
+};
+
+// Positions that all rows see.
+template <int ROWS, int VECS, typename Values>
+QINLINE void add_positions(const Values &values, const OutRows &rows, int from, int to, Vec (&sums)[ROWS][VECS]) {
+    for (int i = from; i < to; ++i) {
+        const auto *row = values.at(i);
+        const float scale = values.scale(row);
+        Vec value[VECS];
+        QUNROLL
+        for (int v = 0; v < VECS; ++v) value[v] = values.load_vec(row, v, scale);
+        QUNROLL
+        for (int r = 0; r < ROWS; ++r) {
+            const Vec weight = broadcast(rows.weights[r * TILE + i]);
+            QUNROLL
+            for (int v = 0; v < VECS; ++v) sums[r][v] = fma(weight, value[v], sums[r][v]);
+        }
+        values.ask_ahead(VECS);
+    }
+}
+
+// Positions that only some of the rows see.
+template <int ROWS, int VECS, typename Values>
+QINLINE void add_few(const Values &values, const OutRows &rows, int from, int to, Vec (&sums)[ROWS][VECS]) {
+    for (int i = from; i < to; ++i) {
+        const auto *row = values.at(i);
+        const float scale = values.scale(row);
+        QUNROLL
+        for (int r = 0; r < ROWS; ++r) {
+            if (i < rows.ranges[r].from || i >= rows.ranges[r].to) continue;
+            const Vec weight = broadcast(rows.weights[r * TILE + i]);
+            QUNROLL
+            for (int v = 0; v < VECS; ++v) sums[r][v] = fma(weight, values.load_vec(row, v, scale), sums[r][v]);
+        }
+    }
+}
+
+// out = out * rescale + weights @ values for ROWS rows and a piece of VECS vectors, each row over what it sees.
+template <int ROWS, int VECS, typename Values>
+static void weigh_tile(const Values &values, const OutRows &rows, Range seen) {
+    Vec sums[ROWS][VECS];
+    Range common = seen;
+    QUNROLL
+    for (int r = 0; r < ROWS; ++r) {
+        QUNROLL
+        for (int v = 0; v < VECS; ++v) {
+            sums[r][v] = mul(load(rows.out + r * rows.padded + v * LANES), broadcast(rows.rescale[r]));
+        }
+        common.from = rows.ranges[r].from > common.from ? rows.ranges[r].from : common.from;
+        common.to = rows.ranges[r].to < common.to ? rows.ranges[r].to : common.to;
+    }
+    if (common.from >= common.to) common.from = common.to = seen.to;
+    add_few<ROWS, VECS>(values, rows, seen.from, common.from, sums);
+    add_positions<ROWS, VECS>(values, rows, common.from, common.to, sums);
+    add_few<ROWS, VECS>(values, rows, common.to, seen.to, sums);
+    QUNROLL
+    for (int r = 0; r < ROWS; ++r) {
+        QUNROLL
+        for (int v = 0; v < VECS; ++v) store(rows.out + r * rows.padded + v * LANES, sums[r][v]);
+    }
+}
+
+template <int ROWS, int VECS, typename Values>
+static void weigh_narrow(int64_t num_vecs, const Values &values, const OutRows &rows, Range seen) {
+    if (num_vecs == VECS) return weigh_tile<ROWS, VECS>(values, rows, seen);
+    if constexpr (VECS > 1) weigh_narrow<ROWS, VECS - 1>(num_vecs, values, rows, seen);
+}
+
+// `num_rows` <= ROWS rows.
+template <int ROWS, typename Values>
+static void weigh_few(int64_t num_rows, int64_t num_vecs, const Values &values, const OutRows &rows, Range seen) {
+    if (num_rows == ROWS) return weigh_narrow<ROWS, OUT_VECS>(num_vecs, values, rows, seen);
+    if constexpr (ROWS > 1) weigh_few<ROWS - 1>(num_rows, num_vecs, values, rows, seen);
+}
+
+// One piece of the head for all rows.
+template <typename Values>
+static void weigh_all(const Turn &turn, const Values &values, int64_t first, int64_t width, int64_t num_rows) {
+    const Workspace &w = turn.w;
+    for (int64_t r = 0; r < num_rows; r += OUT_ROWS) {
+        const int64_t count = min64(OUT_ROWS, num_rows - r);
+        const Range seen = turn.seen_by(r, count);
+        if (seen.is_empty()) continue;
+        const OutRows rows{w.scores + r * TILE, turn.ranges + r, w.rescale + r, w.split.out + r * w.padded + first,
+                           w.padded};
+        turn.next.ask(turn.next.share);
+        weigh_few<OUT_ROWS>(count, width / LANES, values, rows, seen);
+    }
+}
+
+// ---- one tile ----
+
+// Register tiles of all rows' scores and outputs.
+static int64_t num_register_tiles(int64_t num_rows, int64_t padded) {
+    return TILE / KEYS * ceil_div(num_rows, SCORE_ROWS) + ceil_div(padded, OUT_VECS * LANES) * ceil_div(num_rows, OUT_ROWS);
+}
+
+template <KVFormat F>
+static void attend_gathered(const Turn &turn, int64_t num_rows) {
+    turn.next.share = ceil_div(2 * TILE * turn.next.row_bytes, num_register_tiles(num_rows, turn.w.padded));
+    gather_keys<F>(turn);
+    score_all(turn, num_rows);
+    soften_all(turn, num_rows);
+    gather_values<F>(turn);
+    for (int64_t first = 0; first < turn.w.padded; first += OUT_VECS * LANES) {
+        const int64_t width = min64(OUT_VECS * LANES, turn.w.padded - first);
+        weigh_all(turn, GatheredValues{turn.w.values + first * TILE, width}, first, width, num_rows);
+    }
+    turn.next.ask_for_rest();
+}
+
+template <KVFormat F, int ROWS>
+static void score_rows_directly(const Turn &turn, int64_t num_rows) {
+    if (num_rows == ROWS) return score_directly<F, ROWS>(turn);
+    if constexpr (ROWS > 1) score_rows_directly<F, ROWS - 1>(turn, num_rows);
+}
+
+template <KVFormat F>
+static void attend_directly(const Turn &turn, int64_t num_rows) {
+    score_rows_directly<F, DIRECT_ROWS>(turn, num_rows);
+    soften_all(turn, num_rows);
+    const int64_t head_size = turn.problem.cache.head_size;
+    for (int64_t first = 0; first < turn.w.padded; first += OUT_VECS * LANES) {
+        const int64_t width = min64(OUT_VECS * LANES, turn.w.padded - first);
+        weigh_all(turn, CachedValues<F>{turn.tile.rows + TILE, first, head_size, turn.next}, first, width, num_rows);
+    }
+    turn.next.ask_for_rest();
+}
+
+template <KVFormat F>
+static void attend_format(const Turn &turn, int64_t num_rows) {
+    num_rows <= DIRECT_ROWS ? attend_directly<F>(turn, num_rows) : attend_gathered<F>(turn, num_rows);
+}
+
+void attend_tile(const Turn &turn, int64_t num_rows) {
+    switch (turn.problem.cache.format) {
+        case KVFormat::f32: return attend_format<KVFormat::f32>(turn, num_rows);
+        case KVFormat::bf16: return attend_format<KVFormat::bf16>(turn, num_rows);
+        case KVFormat::int8: return attend_format<KVFormat::int8>(turn, num_rows);
+        case KVFormat::fp8: return attend_format<KVFormat::fp8>(turn, num_rows);
+    }
+}
+
+}  // namespace quire::QUIRE_ISA
