@@ -1,5 +1,5 @@
 // Paged attention and cache movement: checks of the indices, and the division of a batch into tasks and threads.
-// The arithmetic is in isa/attention.cpp.
+// The arithmetic is in isa/attention*.cpp.
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>

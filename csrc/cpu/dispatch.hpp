@@ -66,7 +66,7 @@ struct OutputBlock {
     int64_t stride, first, width, num_rows;
 };
 
-// ---- attention (attention.cpp) ----
+// ---- attention (isa/attention.cpp, isa/attention_tile.cpp) ----
 
 constexpr int TILE = 64;       // key positions per step of the online softmax, aligned to absolute positions
 constexpr int SPLIT = 1024;    // positions whose tiles share one softmax state before states are merged, in order
