@@ -137,6 +137,7 @@ def _check_kernels() -> Iterator[Finding]:
     from quire.kernels import cpu
 
     yield Finding("torch threads", "ok", f"{torch.get_num_threads()} by default; the engine sets its own number")
+    usable: tuple[str, ...] | None = None
     for dtype in cpu.DTYPES:
         reasons = cpu.reasons_against("cpu", getattr(torch, dtype))
         name = f"native kernels, {dtype}"
@@ -144,9 +145,11 @@ def _check_kernels() -> Iterator[Finding]:
             yield Finding(name, "warning", f"not used, so slow reference kernels are: {'; '.join(reasons)}")
         else:
             yield Finding(name, "ok", f"{cpu.isa()} (of {', '.join(cpu.supported_isas())})")
-            unused = unused_isas(_cpu_flags(), cpu.supported_isas())
-            if unused:
-                yield Finding(name, "warning", f"the processor has what {', '.join(unused)} needs; {_advice(unused)}")
+            usable = cpu.supported_isas()
+    unused = [] if usable is None else unused_isas(_cpu_flags(), usable)
+    if unused:
+        detail = f"the processor has what {', '.join(unused)} needs, and the kernels do not use it; {_advice(unused)}"
+        yield Finding("instructions", "warning", detail)
     pools = openmp_pools()
     if len(pools) > 1:
         detail = f"{len(pools)} pools will fight over the cores: {', '.join(pools)}; is one preloaded?"
