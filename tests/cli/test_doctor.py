@@ -85,3 +85,12 @@ def test_an_instruction_set_that_is_there_and_unused_is_told() -> None:
     assert doctor.unused_isas(flags - {"amx_int8"}, ("portable", "avx2")) == ["avx512vnni", "avx512bf16"]
     assert doctor.unused_isas({"avx2"}, ("portable",)) == []
     assert "tiles" in doctor._advice(["amx"]) and "tiles" not in doctor._advice(["avx512bf16"])
+
+
+def test_unused_instruction_sets_are_one_finding_whatever_the_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.kernels.cpu.reasons_against", lambda device, dtype: [])
+    monkeypatch.setattr("quire.kernels.cpu.isa", lambda: "avx2")
+    monkeypatch.setattr("quire.kernels.cpu.supported_isas", lambda: ("portable", "avx2"))
+    monkeypatch.setattr(doctor, "_cpu_flags", lambda: {"avx2", "fma", "avx512_vnni"})
+    (finding,) = [each for each in doctor._check_kernels() if each.name == "instructions"]
+    assert finding.status == "warning" and "avx512vnni" in finding.detail and "compiler" in finding.detail
