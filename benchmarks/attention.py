@@ -3,9 +3,9 @@
     python -m benchmarks.attention [--kv bfloat16 float32 int8 fp8] [--threads 2]
 
 Shapes are those of well-known models' layers; keys and values are random, blocks scattered over the pool. Each figure is the
-best of several calls of `paged_attention`, so it holds everything that a layer spends on attention but the cache write.
+mean of several calls of `paged_attention`, so it holds everything that a layer spends on attention but the cache write.
 Operations count the causal half only (what must be computed), bytes the keys and values that must be read, once where sequences
-share blocks.
+share blocks. The limits are sampled right before and right after each case.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.bench.roofline import measure_peaks
+from quire.bench.limits import limit_sampler, sustained
 from quire.kernels import cpu, load
 from quire.kernels.interface import AttentionBatch, Kernels
 from quire.kernels.kv_cache import empty_cache
@@ -89,22 +89,20 @@ def draw(shape: Shape, case: Case, kv: str, kernels: Kernels) -> tuple[Tensor, T
     return query, caches[0], caches[1], batch
 
 
-def best_s(work: Callable[[], object], budget_s: float = 0.4) -> float:
-    """The quickest of at least three calls."""
+def mean_s(work: Callable[[], object], budget_s: float = 0.4) -> float:
+    """The mean time of at least three calls after a first one."""
     work()
-    best, calls, started = float("inf"), 0, time.perf_counter()
+    calls, started = 0, time.perf_counter()
     while calls < 3 or time.perf_counter() - started < budget_s:
-        before = time.perf_counter()
         work()
-        best = min(best, time.perf_counter() - before)
         calls += 1
-    return best
+    return (time.perf_counter() - started) / calls
 
 
 def measure(shape: Shape, case: Case, kv: str, kernels: Kernels) -> tuple[float, int, int]:
     """Seconds, operations and bytes of one call."""
     query, keys, values, batch = draw(shape, case, kv, kernels)
-    seconds = best_s(lambda: kernels.paged_attention(query, keys, values, batch, scale=shape.head_size**-0.5))
+    seconds = mean_s(lambda: kernels.paged_attention(query, keys, values, batch, scale=shape.head_size**-0.5))
     pairs = sum(q * c - q * (q - 1) // 2 for q, c in case.lens)
     num_read = sum(c for _, c in case.lens) - (len(case.lens) - len(case.lens) // case.family) * case.num_shared
     num_bytes = (keys.nbytes + values.nbytes) // keys.shape[0] // BLOCK_SIZE * num_read
@@ -119,18 +117,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     cpu.set_num_threads(options.threads)
-    peaks, kernels = measure_peaks(), load("cpu")
-    print(f"peaks: {peaks.best_gemm / 1e9:.0f} GFLOP/s (best GEMM), {peaks.read_bytes_per_s / 1e9:.1f} GB/s")
+    sampler, kernels = limit_sampler(), load("cpu")
+    samples = [sampler.sample()]
     print(f"{'shape':14} {'KV':9} {'case':20} {'ms':>9} {'GFLOP/s':>9} {'of GEMM':>8} {'GB/s':>7} {'of read':>8}")
     for kv in options.kv:
         for shape in SHAPES:
             for case in (*PREFILLS, *DECODES):
                 seconds, flops, num_bytes = measure(shape, case, kv, kernels)
+                samples.append(sampler.sample())
+                peaks = sustained(samples[-2:])
                 rate, bandwidth = flops / seconds, num_bytes / seconds
                 print(
                     f"{shape.name:14} {kv:9} {case.name:20} {seconds * 1e3:9.3f} {rate / 1e9:9.1f} "
                     f"{rate / peaks.best_gemm:8.0%} {bandwidth / 1e9:7.1f} {bandwidth / peaks.read_bytes_per_s:8.0%}"
                 )
+    peaks = sustained(samples)
+    print(f"limits: {peaks.best_gemm / 1e9:.0f} GFLOP/s (best GEMM), {peaks.read_bytes_per_s / 1e9:.1f} GB/s")
 
 
 if __name__ == "__main__":

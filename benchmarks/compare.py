@@ -2,9 +2,10 @@
 
 Each engine has a process of its own, which loads the model, warms up and then waits for work. In every round the engines come
 one after another, each with all workloads (with `--resident` all stay loaded and take turns workload by workload, so that a
-disturbance of the machine meets all of them alike); medians over the rounds are compared. The limits of the machine are
-measured in every round. Every run is written down at once: a comparison that is ended, by its budget or otherwise, goes on
-where it was when the same command is given again. Writes the record (docs/benchmarks/README.md); prints tables.
+disturbance of the machine meets all of them alike); medians over the rounds are compared. The machine's limits are sampled
+around and during every run, while its engine stands still (benchmarks/referee.py). Every run is written down at once: a
+comparison that is ended, by its budget or otherwise, goes on where it was when the same command is given again. Writes the
+record (docs/benchmarks/README.md); prints tables.
 
     python -m benchmarks.compare                             SmolLM2-135M's configuration, random weights, all that is installed
     python -m benchmarks.compare --model models/M1,models/M2 --json "cpu-{model}.json" --budget 300
@@ -35,6 +36,7 @@ from typing import Any
 
 from benchmarks.journal import SCHEMA, Cell, Journal, record_of
 from benchmarks.models import CONFIGS, write_random_model
+from benchmarks.referee import Referee, watched_run
 from benchmarks.tables import render, summarize
 from benchmarks.variants import ENGINES, Engines, PeerProcess, Seat, Variant, installed
 from quire.bench.record import describe_machine, describe_versions, timestamp
@@ -42,8 +44,6 @@ from quire.bench.workload import WORKLOADS, BenchRequest, totals
 from quire.engine.machine import Machine
 from quire.errors import QuireError
 
-_PEAKS = "import json, sys, torch; from quire.bench.roofline import measure_peaks as m; torch.set_num_threads(int(sys.argv[1]))"
-_PEAKS += "; print(json.dumps(m()._asdict()))"
 _UNFINISHED = 3
 
 
@@ -146,6 +146,7 @@ class Comparison:
             _say(f"left out: {each}")
         self._variants: list[str] = [variant.name for variant in found]
         self._engines = Engines(seat, is_resident=args.resident)
+        self._referee: Referee | None = None
         self._failed: set[str] = set()
 
     def run(self) -> int:
@@ -187,8 +188,10 @@ class Comparison:
         return {**record, "summary": summarize(record)}
 
     def close(self) -> None:
-        """End the engines; write the record."""
+        """End the engines and the referee; write the record."""
         self._engines.close()
+        if self._referee is not None:
+            self._referee.close()
         if self._json is not None:
             self._json.write_text(json.dumps(self.record(), indent=1) + "\n")
 
@@ -211,9 +214,8 @@ class Comparison:
     def _measure(self, cell: Cell, hold: _Hold) -> None:
         process = self._engines.find(cell.variant) or self._open(cell.variant, hold)
         hold.renew()
-        if not self.journal.has_peaks(cell.round):
-            self.journal.add("peaks", round=cell.round, **_peaks(self._args.threads))
-        result = process.run(self._requests(cell.workload, cell.round))
+        self._referee = self._referee or Referee(self._args.threads)
+        result = watched_run(process, self._requests(cell.workload, cell.round), self._referee)
         result |= {"load_1min": os.getloadavg()[0], "was_held": hold.is_held, "at": timestamp(), "commit": self._commit}
         self.journal.add("run", **cell._asdict(), **result)
         _say(f"round {cell.round + 1}/{self._args.rounds} {cell.workload} {cell.variant}: {result['wall_s']:.2f} s")
@@ -232,15 +234,6 @@ class Comparison:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _peaks(num_threads: int) -> dict[str, Any]:
-    """The machine's limits, measured in a process of its own, so that this one stays small and quiet."""
-    env = dict(os.environ, OMP_NUM_THREADS=str(num_threads))
-    command = [sys.executable, "-c", _PEAKS, str(num_threads)]
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
-    peaks: dict[str, Any] = json.loads(done.stdout)
-    return peaks
 
 
 _HOLD_S = 60.0

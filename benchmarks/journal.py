@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from quire.errors import QuireError
 
-SCHEMA = "quire-compare/3"
+SCHEMA = "quire-compare/4"
 _IDENTITY = ("schema", "model", "config", "num_threads", "first_requests")
 """What must be the same for runs to be one comparison; and the machine's processor."""
 
@@ -59,14 +59,10 @@ class Journal:
         """The cells measured."""
         return {_cell(line) for line in self.lines if line["kind"] == "run"}
 
-    def has_peaks(self, number: int) -> bool:
-        """Whether the machine's limits were measured in a round."""
-        return any(line["kind"] == "peaks" and line["round"] == number for line in self.lines)
-
     def expected_s(self, cell: Cell) -> float:
-        """Longest time that this workload took this variant in any round; 0 if it never ran."""
-        same = [line["wall_s"] for line in self.lines if line["kind"] == "run" and _cell(line)[1:] == cell[1:]]
-        return max(same, default=0.0)
+        """Longest time that this workload took this variant in any round, with pauses; 0 if it never ran."""
+        same = [line for line in self.lines if line["kind"] == "run" and _cell(line)[1:] == cell[1:]]
+        return max((line["wall_s"] + line["paused_s"] for line in same), default=0.0)
 
     def expected_ready_s(self, variant: str) -> float:
         """Longest time until this variant was ready, warm-up included; 0 if it was never opened."""
@@ -103,7 +99,7 @@ def record_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The record (docs/benchmarks/README.md) without its summary.
 
     A variant is described as it was last; `ready_s` is the median over its processes. `failures` has the last failure of a
-    variant that has never run since; `commits` are Quire's at the runs.
+    variant that has never run since; `commits` are Quire's at the runs. Lines of schema 3 have `peaks`, measured once a round.
     """
     header = {name: value for name, value in lines[0].items() if name != "kind"}
     record: dict[str, Any] = {**header, "variants": {}, "peaks": [], "measurements": [], "failures": {}, "commits": []}

@@ -113,13 +113,14 @@ def draw_roofline(axis: Any, record: Record) -> None:
     """Operations per second against operations per byte of the ideal schedule, below the machine's roofs."""
     peaks, spec = best_peaks(record), declare(record["config"])
     ink = axis.xaxis.label.get_color()
-    for dtype, style in (("float32", "-"), ("int8", ":")):
-        roof = max(peaks["float32"], peaks["bfloat16"]) if dtype == "float32" else peaks[dtype]
-        knee = roof / peaks["bandwidth"]
-        axis.plot([0.5, knee, 3e4], [0.5 * peaks["bandwidth"] / 1e9, roof / 1e9, roof / 1e9], style, color=ink, linewidth=1)
+    bandwidth = peaks.read_bytes_per_s
+    for dtype, style in ((peaks.best_dtype, "-"), ("int8", ":")):
+        roof = peaks.gemm_flops_per_s[dtype]
+        knee = roof / bandwidth
+        axis.plot([0.5, knee, 3e4], [0.5 * bandwidth / 1e9, roof / 1e9, roof / 1e9], style, color=ink, linewidth=1)
         axis.annotate(f"{dtype} {roof / 1e9:,.0f} GFLOP/s", (3e4, roof / 1e9), ha="right", va="bottom", fontsize=7)
-    bandwidth = f"{peaks['bandwidth'] / 1e9:.0f} GB/s"
-    axis.annotate(bandwidth, (0.6, 0.6 * peaks["bandwidth"] / 1e9), xytext=(6, -3), textcoords="offset points", fontsize=7)
+    text, corner = f"{bandwidth / 1e9:.0f} GB/s", (0.6, 0.6 * bandwidth / 1e9)
+    axis.annotate(text, corner, xytext=(6, -3), textcoords="offset points", fontsize=7)
     labelled: set[str] = set()
     for workload, rows in record["summary"].items():
         if workload not in MARKERS:

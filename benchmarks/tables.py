@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.journal import read_lines, record_of
 from benchmarks.variants import Variant
-from quire.bench.bound import MachineRates, bandwidth_s, compute_s, ideal_steps, roofline_s
+from quire.bench.bound import IdealStep, MachineRates, bandwidth_s, compute_s, ideal_steps, roofline_s
+from quire.bench.roofline import Peaks
 from quire.bench.workload import WORKLOADS
 from quire.models.registry import declare
 
@@ -25,9 +26,10 @@ _EIGHT_BIT_PRODUCTS = ("w8a8", "int8", "q8_0", "int4", "q4_0")
 def summarize(record: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
     """By workload and variant: medians and ranges over the rounds, and shares of what the machine allows.
 
-    `compute_share` is the time that the operations of an ideal schedule take at the best rate measured, over the median
-    time; `bandwidth_share` the same for its bytes; `roofline_share` for the longer of the two in each step. For a single
-    sequence, the shares of `token_s` leave the prompt out.
+    `compute_share` is the time that the operations of an ideal schedule take at the limits of the same run, over the time
+    taken, in the median of the rounds; `bandwidth_share` the same for its bytes; `roofline_share` for the longer of the two in
+    each step. For a single sequence, the shares of `token_s` leave the prompt out. Records older than limits of runs have the
+    median time held against the best limits of the record.
     """
     summary: dict[str, dict[str, dict[str, Any]]] = {}
     for name in record["workloads"]:  # none, if nothing was measured
@@ -40,47 +42,72 @@ def summarize(record: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]
     return summary
 
 
-def best_peaks(record: Mapping[str, Any]) -> dict[str, float]:
-    """The best of each limit over the rounds."""
-    bandwidth = max(each["read_bytes_per_s"] for each in record["peaks"])
-    gemms = [each["gemm_flops_per_s"] for each in record["peaks"]]
-    return {"bandwidth": bandwidth, **{dtype: max(each[dtype] for each in gemms) for dtype in gemms[0]}}
+def limits_of(record: Mapping[str, Any]) -> list[Peaks]:
+    """All limits of a record: of each run, in older ones of each round."""
+    runs = [Peaks(**each["limits"]) for each in record["measurements"] if "limits" in each]
+    return runs or [Peaks(each["read_bytes_per_s"], each["gemm_flops_per_s"], {}, 1) for each in record["peaks"]]
 
 
-def rates_of(record: Mapping[str, Any], variant: Variant) -> MachineRates:
+def best_peaks(record: Mapping[str, Any]) -> Peaks:
+    """The best of each limit over the runs."""
+    limits = limits_of(record)
+    gemms = [each.gemm_flops_per_s for each in limits]
+    best = {dtype: max(each.get(dtype, 0.0) for each in gemms) for dtype in {name: None for each in gemms for name in each}}
+    return Peaks(max(each.read_bytes_per_s for each in limits), best, {}, sum(each.num_samples for each in limits))
+
+
+def rates_of(peaks: Peaks, variant: Variant) -> MachineRates:
     """The limits that a variant is held against: the best float product, or for 8-bit forms the best of any type."""
-    peaks = best_peaks(record)
-    floats = max(peaks["float32"], peaks["bfloat16"])
-    linear = max(floats, peaks.get("int8", 0.0)) if variant.form in _EIGHT_BIT_PRODUCTS else floats
-    return MachineRates(linear, floats, peaks["bandwidth"])
+    linear = peaks.best_product if variant.form in _EIGHT_BIT_PRODUCTS else peaks.best_gemm
+    return MachineRates(linear, peaks.best_gemm, peaks.read_bytes_per_s)
 
 
 def _row(record: Mapping[str, Any], which: tuple[str, str], runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     name, variant = which[0], Variant.parse(which[1])
     spec, counts = declare(record["config"]), record["workloads"][name]
     requests = WORKLOADS[name].requests(0, record["config"]["vocab_size"])[: record["first_requests"]]
-    steps, rates = ideal_steps(spec, requests, variant.bytes_per_weight), rates_of(record, variant)
-    wall_s = median(each["wall_s"] for each in runs)
-    rates_seen = [counts["num_output_tokens"] / each["wall_s"] for each in runs]
+    steps = ideal_steps(spec, requests, variant.bytes_per_weight)
+    walls = [each["wall_s"] for each in runs]
+    rates_seen = [counts["num_output_tokens"] / each for each in walls]
+
+    def share(least_s: Callable[[Sequence[IdealStep], MachineRates], float], seconds: Sequence[float] = walls) -> float:
+        held = _held(record, variant, runs, seconds)
+        return median(least_s(steps, rates) / taken_s for taken_s, rates in held)
+
     row: dict[str, Any] = {
         "num_rounds": len(runs),
-        "wall_s": wall_s,
+        "wall_s": median(walls),
         "output_tokens_per_s": median(rates_seen),
         "lowest": min(rates_seen),
         "highest": max(rates_seen),
         "cpu_s": median(each["cpu_s"] for each in runs),
         "peak_rss_bytes": max(each["peak_rss_bytes"] for each in runs),
-        "compute_share": compute_s(steps, rates) / wall_s,
-        "bandwidth_share": bandwidth_s(steps, rates) / wall_s,
-        "roofline_share": roofline_s(steps, rates) / wall_s,
+        "compute_share": share(compute_s),
+        "bandwidth_share": share(bandwidth_s),
+        "roofline_share": share(roofline_s),
     }
-    streams = [each["token_s"] for each in runs if each["token_s"]]
-    if streams:
+    if all(each["token_s"] for each in runs):
+        streams = [each["token_s"] for each in runs]
         row["ttft_s"] = median(each[0] for each in streams)
         if len(streams[0]) > 1:
-            row["token_s"] = median((each[-1] - each[0]) / (len(each) - 1) for each in streams)
-            row["token_bandwidth_share"] = bandwidth_s(steps[1:], rates) / len(steps[1:]) / row["token_s"]
+            token_s = [(each[-1] - each[0]) / (len(each) - 1) for each in streams]
+            row["token_s"] = median(token_s)
+            row["token_bandwidth_share"] = share(_token_bandwidth_s, token_s)
     return row
+
+
+def _token_bandwidth_s(steps: Sequence[IdealStep], rates: MachineRates) -> float:
+    """Of a token after the first."""
+    return bandwidth_s(steps[1:], rates) / len(steps[1:])
+
+
+def _held(
+    record: Mapping[str, Any], variant: Variant, runs: Sequence[Mapping[str, Any]], seconds: Sequence[float]
+) -> list[tuple[float, MachineRates]]:
+    """Times that the runs took, each with its own limits; of older records the median time with the best limits."""
+    if "limits" in runs[0]:
+        return [(each, rates_of(Peaks(**run["limits"]), variant)) for each, run in zip(seconds, runs, strict=True)]
+    return [(median(seconds), rates_of(best_peaks(record), variant))]
 
 
 # -- Markdown ------------------------------------------------------------------------------------------------------------
@@ -90,18 +117,37 @@ def render(record: Mapping[str, Any]) -> str:
     """The whole record as Markdown."""
     if not record["measurements"]:
         return "\n".join([f"{record['model']}: nothing was measured", *_notes(record)])
-    machine, versions, peaks = record["machine"], record["versions"], best_peaks(record)
-    products = ", ".join(f"{dtype} {peaks[dtype] / 1e9:,.0f}" for dtype in record["peaks"][0]["gemm_flops_per_s"])
+    machine, versions = record["machine"], record["versions"]
     lines = [
         f"{record['model']} on {machine['cpu']}, threads: {record['num_threads']}; quire {versions['quire']} "
-        f"({versions['commit']}), torch {versions['torch']}; {record['started_at']}. Limits measured: {products} GFLOP/s, "
-        f"{peaks['bandwidth'] / 1e9:.1f} GB/s.",
+        f"({versions['commit']}), torch {versions['torch']}; {record['started_at']}. {_limits(record)}",
         *_notes(record),
     ]
     lines += ["", *overview(record)]
     for name in record["summary"]:
         lines += ["", *render_workload(record, name)]
     return "\n".join(lines)
+
+
+def _limits(record: Mapping[str, Any]) -> str:
+    """What the machine allowed: the range over the runs, in older records the best of the rounds."""
+    if "limits" not in record["measurements"][0]:
+        peaks = best_peaks(record)
+        products = ", ".join(f"{dtype} {rate / 1e9:,.0f}" for dtype, rate in peaks.gemm_flops_per_s.items())
+        return f"Limits measured: {products} GFLOP/s, {peaks.read_bytes_per_s / 1e9:.1f} GB/s."
+    limits = limits_of(record)
+    floats, products, reads = (
+        f"{min(rates) / 1e9:,.{digits}f} to {max(rates) / 1e9:,.{digits}f}"
+        for digits, rates in (
+            (0, [each.best_gemm for each in limits]),
+            (0, [each.best_product for each in limits]),
+            (1, [each.read_bytes_per_s for each in limits]),
+        )
+    )
+    return (
+        f"Limits sampled during the runs: {floats} GFLOP/s in floating point, {products} Gop/s in the best of any type, "
+        f"{reads} GB/s."
+    )
 
 
 def _notes(record: Mapping[str, Any]) -> list[str]:

@@ -7,17 +7,14 @@ with `.gguf` at the end, a file) if that exists, else `M2` itself.
 
 from __future__ import annotations
 
-import json
 import os
-import select
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.processes import JsonProcess
 from quire.bench.workload import BenchRequest
 
 ENGINES = ("quire", "transformers", "vllm", "openvino", "llamacpp")
@@ -32,9 +29,8 @@ USUAL = {
 _MODULES = {"vllm": "vllm", "openvino": "openvino_genai", "transformers": "transformers"}
 BITS = {"float32": 32, "bfloat16": 16, "bf16": 16, "int8": 8, "w8a8": 8, "q8_0": 8.5, "int4": 4.5, "q4_0": 4.5}
 """The forms, and bits a weight, with those of scales where they count."""
-_ANSWER_S = 1800.0
+ANSWER_S = 1800.0
 """An engine that is silent for so long has failed; compiling a model can take minutes."""
-_ROOT = Path(__file__).parent.parent
 
 
 class Variant(NamedTuple):
@@ -131,11 +127,10 @@ class Engines:
             self.drop(variant)
 
 
-class PeerProcess:
+class PeerProcess(JsonProcess):
     """An engine in a process of its own, loaded and warmed up; idle between runs."""
 
     def __init__(self, variant: Variant, seat: Seat) -> None:
-        self.variant = variant
         program = seat.programs.get(variant.engine, sys.executable)
         python = sys.executable if variant.engine == "llamacpp" else program
         command = [python, "-m", f"benchmarks.peers.{variant.engine}", "--model", str(variant.files(seat.folder)), "--form"]
@@ -145,41 +140,11 @@ class PeerProcess:
         env = dict(os.environ, OMP_NUM_THREADS=str(seat.num_threads), HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
         if variant.engine in seat.preloads:
             env["LD_PRELOAD"] = seat.preloads[variant.engine]
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
-        self._process = subprocess.Popen(command, cwd=_ROOT, env=env, text=True, **pipes)
-        self.description: dict[str, Any] = self._answer()
+        super().__init__(variant.name, command, env)
+        self.description: dict[str, Any] = self.answer(ANSWER_S)
         """`ready_s`, `version`, `settings`."""
 
     def run(self, requests: Sequence[BenchRequest]) -> dict[str, Any]:
-        """One timed run: `wall_s`, `cpu_s`, `token_s` (of a single sequence), `peak_rss_bytes`."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(requests) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def close(self) -> None:
-        """End it; once more does no harm."""
-        if self._errors.closed:
-            return
-        try:
-            self._process.communicate(timeout=30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.communicate()
-        self._errors.close()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        is_ready, _, _ = select.select([self._process.stdout], [], [], _ANSWER_S)
-        line = self._process.stdout.readline() if is_ready else ""
-        if not line:
-            if not is_ready:
-                self._process.kill()
-            self._process.communicate()
-            self._errors.seek(0)
-            errors = self._errors.read()[-3000:].decode(errors="replace")
-            self._errors.close()
-            raise RuntimeError(f"{self.variant.name} failed with exit code {self._process.returncode}:\n{errors}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        """One timed run: `started_s`, `wall_s`, `cpu_s`, `token_s` (of a single sequence), `peak_rss_bytes`."""
+        self.send(requests)
+        return self.answer(ANSWER_S)

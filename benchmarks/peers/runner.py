@@ -93,7 +93,7 @@ def _options() -> tuple[Options, int]:
 
 
 def _measured(engine: PeerEngine, requests: Sequence[BenchRequest]) -> dict[str, Any]:
-    """One run: wall time, processor time of all processes, and for a single sequence the time of each token."""
+    """One run: when it began, wall time, processor time of all processes, and for a single sequence the time of each token."""
     is_single = len(requests) == 1 and requests[0].num_sequences == 1
     started, cpu_started = time.perf_counter(), sum(_cpu_s(pid) for pid in process_tree(os.getpid()))
     token_s: list[float] | None = None
@@ -109,7 +109,7 @@ def _measured(engine: PeerEngine, requests: Sequence[BenchRequest]) -> dict[str,
     pids = list(process_tree(os.getpid()))
     cpu_s = sum(_cpu_s(pid) for pid in pids) - cpu_started
     peak = sum(_peak_bytes(pid) for pid in pids)
-    return {"wall_s": wall_s, "cpu_s": cpu_s, "token_s": token_s, "peak_rss_bytes": peak}
+    return {"started_s": started, "wall_s": wall_s, "cpu_s": cpu_s, "token_s": token_s, "peak_rss_bytes": peak}
 
 
 def process_tree(root: int) -> Iterator[int]:

@@ -105,7 +105,7 @@ def measure_linear(kind: str, shape: tuple[int, int], rows: Sequence[int], limit
 
     if kind not in KINDS:
         raise ConfigError(f"there are no weights called {kind!r}; choose among {', '.join(KINDS)}")
-    packed = _pack(KINDS[kind], shape)
+    packed = pack_random(KINDS[kind], shape)
     num_copies = 1 + _READ_BYTES // packed.num_bytes
     copies = [packed, *(CpuLinear(packed.layout, packed.data.clone()) for _ in range(num_copies - 1))]
     peak = limits.integer_ops_per_s if KINDS[kind].has_int8_inputs else limits.float_ops_per_s
@@ -133,8 +133,8 @@ def render(limits: Limits, times: Sequence[LinearTime]) -> Iterator[str]:
         )
 
 
-def _pack(kind: WeightKind, shape: tuple[int, int]) -> CpuLinear:
-    """Made-up values: they compute as fast as trained ones."""
+def pack_random(kind: WeightKind, shape: tuple[int, int]) -> CpuLinear:
+    """A packed weight [outputs, inputs] of made-up values: they compute as fast as trained ones."""
     import torch
 
     from quire.kernels.cpu.linear import pack_linear, pack_quantized

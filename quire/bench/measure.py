@@ -1,6 +1,7 @@
 """One measured run of requests through an engine: every token's time, every step's work, the scheduler's counters.
 
-All requests are there at the start. Token times are taken after each step, as a program that streams sees them.
+All requests are there at the start. Token times are taken after each step, as a program that streams sees them. The machine's
+limits may be sampled between steps: that time is no part of the run, whose clock stands still meanwhile.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from quire.bench.limits import LimitSampler, Sample
 from quire.bench.operations import CostModel, StepCost
 from quire.bench.spread import spread
 from quire.bench.workload import BenchRequest
@@ -18,6 +20,7 @@ from quire.core.params import RequestOutputKind, SamplingParams
 from quire.core.plan import RowWork, StepPlan, StepResult
 from quire.core.scheduler.stats import SchedulerStats
 from quire.engine.engine import Engine
+from quire.engine.loops import PlainLoop
 from quire.engine.outputs import RequestOutput
 from quire.errors import EngineError
 from quire.executor.interface import Launched
@@ -44,6 +47,8 @@ class Run:
     requests: list[RequestTimes]
     stats: SchedulerStats
     costs: list[StepCost]
+    samples: list[Sample]
+    """Of the machine's limits, before, during and after the run; none unless asked for."""
 
     @property
     def num_prompt(self) -> int:
@@ -56,27 +61,31 @@ class Run:
         return sum(each.num_output for each in self.requests)
 
 
-def measure(engine: Engine, requests: Sequence[BenchRequest]) -> Run:
+def measure(engine: Engine, requests: Sequence[BenchRequest], sampler: LimitSampler | None = None) -> Run:
     """Run the requests together. The engine must be idle; its counters start anew."""
     assert not engine.has_work
     engine.scheduler.stats = stats = SchedulerStats()
     times = [RequestTimes(num_prompt=len(each.token_ids)) for each in requests]
-    with _Watch(engine) as watch:
-        started = time.perf_counter()
+    sampling = _Sampling(engine, sampler)
+    sampling.take()
+    clock = RunClock()
+    with _Watch(engine, clock) as watch:
         for number, each in enumerate(requests):
             engine.add_request(str(number), {"prompt_token_ids": each.token_ids}, params_of(each))
         while engine.has_work:
             outputs = engine.step()
-            now = time.perf_counter() - started
+            now = clock.now()
             for output in outputs:
                 assert isinstance(output, RequestOutput)
                 _note(times[int(output.request_id)], output, now)
-        wall_s = time.perf_counter() - started
+            sampling.take_if_due(clock)
+        wall_s = clock.now()
+    sampling.take()
     for request, seen in zip(requests, times, strict=True):
         if seen.num_output != request.num_output * request.num_sequences:
             raise EngineError(f"a request ended after {seen.num_output} of {request.num_output} tokens; that is no measurement")
     costs = CostModel(engine.plan.spec, engine.plan.dtype, engine.plan.kv_format)
-    return Run(wall_s, watch.execute_s, times, stats, [costs.step(work) for work in watch.work])
+    return Run(wall_s, watch.execute_s, times, stats, [costs.step(work) for work in watch.work], sampling.samples)
 
 
 def params_of(request: BenchRequest) -> SamplingParams:
@@ -101,11 +110,55 @@ def _note(seen: RequestTimes, output: RequestOutput, now_s: float) -> None:
         seen.num_prefix_hits = output.metrics.num_prefix_hit_tokens
 
 
+class RunClock:
+    """Seconds since it was made, without those that were spent aside."""
+
+    def __init__(self, read: Callable[[], float] = time.perf_counter) -> None:
+        self._read = read
+        self._zero_s = read()
+
+    def now(self) -> float:
+        """In seconds."""
+        return self._read() - self._zero_s
+
+    def aside(self, work: Callable[[], None]) -> None:
+        """Do something while the clock stands still."""
+        before = self._read()
+        try:
+            work()
+        finally:
+            self._zero_s += self._read() - before
+
+
+class _Sampling:
+    """Takes samples of the machine's limits around and, where that is possible, in between the steps of a run."""
+
+    def __init__(self, engine: Engine, sampler: LimitSampler | None) -> None:
+        self.samples: list[Sample] = []
+        self._sampler = sampler
+        # Steps that overlap leave no moment in which nothing computes.
+        has_gaps = isinstance(engine.loop, PlainLoop)
+        self._every_s = sampler.every_s if sampler is not None and has_gaps else float("inf")
+        self._due_s = self._every_s
+
+    def take(self) -> None:
+        """One more."""
+        if self._sampler is not None:
+            self.samples.append(self._sampler.sample())
+
+    def take_if_due(self, clock: RunClock) -> None:
+        """One more if the last one was long ago, while the run's clock stands still."""
+        if clock.now() >= self._due_s:
+            clock.aside(self.take)
+            self._due_s = clock.now() + self._every_s
+
+
 class _Watch:
     """Notes the work and the time of every call of an engine's executor."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, clock: RunClock) -> None:
         self._engine = engine
+        self._clock = clock
         self._executor = engine.executor
         self.work: list[tuple[RowWork, ...]] = []
         self.execute_s = 0.0
@@ -121,14 +174,14 @@ class _Watch:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Pass it on, and take the time."""
-        started = time.perf_counter()
+        started = self._clock.now()
         result = self._executor.execute(plan)
         self._count(plan, started)
         return result
 
     def launch(self, plan: StepPlan) -> Launched:
         """Pass it on, and take the time until its result is there."""
-        started = time.perf_counter()
+        started = self._clock.now()
         launched = self._executor.launch(plan)
 
         def result() -> StepResult:
@@ -139,7 +192,7 @@ class _Watch:
         return result
 
     def _count(self, plan: StepPlan, started_s: float) -> None:
-        now_s = time.perf_counter()
+        now_s = self._clock.now()
         self.execute_s += now_s - max(started_s, self._counted_until_s)
         self._counted_until_s = now_s
         self.work.append(plan.work)

@@ -19,7 +19,7 @@ from quire import __version__
 from quire.engine.machine import Machine
 from quire.engine.planning import EnginePlan
 
-SCHEMA = "quire-bench/1"
+SCHEMA = "quire-bench/2"
 
 Number = (int, float)
 _SPREAD = {"mean": Number, "p50": Number, "p90": Number, "p99": Number}
@@ -51,6 +51,7 @@ RESULT_SHAPE: dict[str, Any] = {
         "roofline_share": Number,
         "peak_flops_per_s": Number,
         "peak_bytes_per_s": Number,
+        "num_samples": Number,
     },
 }
 
@@ -82,7 +83,7 @@ SHAPE: dict[str, Any] = {
         "decisions": dict,
     },
     "workload": {"name": str, "parameters": dict, "totals": dict},
-    "peaks": {"read_bytes_per_s": Number, "gemm_flops_per_s": dict},
+    "peaks": {"read_bytes_per_s": Number, "gemm_flops_per_s": dict, "products": dict, "num_samples": int},
     "num_repetitions": int,
     "repetitions": list,
     "median": RESULT_SHAPE,

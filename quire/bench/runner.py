@@ -1,4 +1,4 @@
-"""A whole benchmark: engine, peaks, warm-up, repetitions, medians, record."""
+"""A whole benchmark: engine, warm-up, repetitions with the machine's limits sampled in between, medians, record."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from quire.bench import record as records
+from quire.bench.limits import LimitSampler, Sample, limit_sampler, sustained
 from quire.bench.measure import measure, medians, results
 from quire.bench.profiling import OUTER_PHASES, StepProfile
-from quire.bench.roofline import Peaks, attained, measure_peaks
+from quire.bench.roofline import attained
 from quire.bench.workload import Workload, random_workload, totals
 from quire.engine.builder import PreparedModel, assemble, build_executor, select
 from quire.engine.engine import Engine
@@ -43,10 +43,11 @@ def run_benchmark(
     tell("loading the model")
     engine = assemble(prepared, build_executor(prepared.planned))
     try:
-        tell("measuring the machine's limits")
-        peaks = measure_peaks(device=plan.device)
+        tell("looking for the machine's limits")
+        sampler = limit_sampler(plan.device)
+        sampler.sample()
         profile = StepProfile(engine) if options.is_profiled else None
-        repetitions = _repeat(engine, workload, (options, peaks, profile), tell)
+        repetitions, samples = _repeat(engine, workload, (options, sampler, profile), tell)
     finally:
         engine.close()
     name = type(select(plan).kernels).__name__.removesuffix("Kernels").lower()
@@ -63,7 +64,7 @@ def run_benchmark(
             "parameters": workload.parameters,
             "totals": totals(workload.requests(0, plan.spec.vocab_size)),
         },
-        "peaks": peaks._asdict(),
+        "peaks": sustained(samples)._asdict(),
         "num_repetitions": len(repetitions),
         "repetitions": repetitions,
         "median": medians(repetitions),
@@ -74,11 +75,11 @@ def run_benchmark(
 def _repeat(
     engine: Engine,
     workload: Workload,
-    settings: tuple[BenchOptions, Peaks, StepProfile | None],
+    settings: tuple[BenchOptions, LimitSampler, StepProfile | None],
     tell: Callable[[str], None],
-) -> list[dict[str, Any]]:
-    """Warm-ups have negative numbers, so that their tokens differ from those of every counted repetition."""
-    options, peaks, profile = settings
+) -> tuple[list[dict[str, Any]], list[Sample]]:
+    """Results and all samples. Warm-ups have negative numbers: their tokens differ from those of counted repetitions."""
+    options, sampler, profile = settings
     vocab_size = engine.plan.spec.vocab_size
     tell("warming up")
     measure(engine, _WARMUP.requests(0, vocab_size))
@@ -86,17 +87,15 @@ def _repeat(
         measure(engine, workload.requests(-1 - number, vocab_size))
     if profile is not None:
         profile.reset()
-    again = partial(measure_peaks, [peaks.best_dtype], engine.plan.device)
-    repetitions, before = [], again()
+    repetitions, samples = [], list[Sample]()
     for number in range(options.num_repetitions):
-        run = measure(engine, workload.requests(number, vocab_size))
-        after = again()
+        run = measure(engine, workload.requests(number, vocab_size), sampler)
+        samples += run.samples
         outcome = results(run, num_blocks=engine.plan.limits.num_blocks)
-        outcome["roofline"] = attained(run.costs, run.wall_s, before.between(after))._asdict()
-        before = after
+        outcome["roofline"] = attained(run.costs, run.wall_s, sustained(run.samples))._asdict()
         repetitions.append(outcome)
         tell(f"repetition {number + 1} of {options.num_repetitions}: {outcome['output_tokens_per_s']:,.1f} output tokens/s")
-    return repetitions
+    return repetitions, samples
 
 
 def render(record: dict[str, Any]) -> list[str]:
@@ -116,7 +115,7 @@ def render(record: dict[str, Any]) -> list[str]:
         f"{median['num_preemptions']:.0f} preemptions",
         f"overhead     {1e3 * median['step_overhead_s']:.2f} ms a step outside the model, "
         f"{median['overhead_share']:.1%} of the time",
-        f"roofline     {roof['roofline_share']:.1%} of what the machine allows: {roof['flops_share']:.1%} of "
+        f"roofline     {roof['roofline_share']:.1%} of the limits sampled meanwhile: {roof['flops_share']:.1%} of "
         f"{roof['peak_flops_per_s'] / 1e9:,.1f} GFLOP/s, {roof['bytes_share']:.1%} of "
         f"{roof['peak_bytes_per_s'] / 1e9:.1f} GB/s",
     ]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from stopped import state_of
 
 from benchmarks import compare, tables, variants
 from benchmarks.models import CONFIGS, main, write_random_model
 from quire.bench.bound import ideal_steps
+from quire.bench.limits import Sample, sustained
 from quire.bench.workload import WORKLOADS, parallel_workload, random_workload, totals
 from quire.models.registry import declare
 
@@ -127,6 +130,23 @@ def test_summary_takes_medians_and_shares() -> None:
     assert f"| vllm:float32 | 274.1 tok/s, {rows['vllm:float32']['compute_share']:.0%} of compute |" in text
 
 
+def test_each_run_is_held_against_its_own_limits() -> None:
+    record = _record({"quire:bfloat16": (2.0, 4.0, 4.0), "quire:int8": (1.0,)}, "W1")
+    old = tables.summarize(record)["W1"]
+    for run, speed in zip(record["measurements"], (4, 2, 1, 1), strict=True):
+        gemms = {"bfloat16": speed * 1e9, "int8": speed * 4e9}
+        run["limits"] = {"read_bytes_per_s": speed * 1e9, "gemm_flops_per_s": gemms, "products": {}, "num_samples": 3}
+    del record["peaks"]
+    rows = record["summary"] = tables.summarize(record)["W1"]
+    # The same work took 8, 8 and 4 times what the first record's limits allow in a second: the median counts.
+    assert rows["quire:bfloat16"]["compute_share"] == pytest.approx(old["quire:bfloat16"]["compute_share"] * 4 / 8)
+    assert rows["quire:bfloat16"]["roofline_share"] == pytest.approx(old["quire:bfloat16"]["roofline_share"] * 4 / 8)
+    assert rows["quire:int8"]["compute_share"] == pytest.approx(old["quire:int8"]["compute_share"])
+    text = tables.render({**record, "summary": {"W1": rows}})
+    assert "1 to 4 GFLOP/s in floating point, 4 to 16 Gop/s in the best of any type, 1.0 to 4.0 GB/s" in text
+    assert "Limits measured" not in text
+
+
 def test_a_single_sequence_is_held_against_the_bandwidth() -> None:
     record = _record({"quire:bfloat16": (1.28,), "quire:int8": (0.64,)}, "W3")
     rows = tables.summarize(record)["W3"]
@@ -189,14 +209,34 @@ def test_an_engine_that_fails_says_why(tmp_path: Path) -> None:
         variants.PeerProcess(variants.Variant.parse("quire:float32"), variants.Seat(tmp_path, 128, 1, {}, {}))
 
 
+LIMITS = Sample(1e9, {"float32": {"f": 1e9}, "int8": {"i": 4e9}})
+
+
+class FakeReferee:
+    """Knows the limits without measuring them, and sees that nobody computes meanwhile."""
+
+    samples: ClassVar[list[list[int]]] = []
+
+    def __init__(self, num_threads: int) -> None:
+        assert num_threads == 1
+        self.samples.clear()
+
+    def sample(self, stopped: list[int]) -> Sample:
+        assert stopped and all(state_of(pid) == "T" for pid in stopped)
+        self.samples.append(stopped)
+        return LIMITS
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
 @pytest.fixture
-def peaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measuring the machine's limits takes longer than all the rest; it has a test of its own."""
-    found = {"read_bytes_per_s": 1e9, "gemm_flops_per_s": {"float32": 1e9, "bfloat16": 5e8, "int8": 4e9}}
-    monkeypatch.setattr(compare, "_peaks", lambda num_threads: found)
+def limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampling the machine's limits takes longer than all the rest; it has tests of its own."""
+    monkeypatch.setattr(compare, "Referee", FakeReferee)
 
 
-@pytest.mark.usefixtures("peaks")
+@pytest.mark.usefixtures("limits")
 def test_a_whole_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     out = tmp_path / "result.json"
@@ -204,13 +244,15 @@ def test_a_whole_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert compare.main([*command, "--first-requests", "2", "--rounds", "2", "--threads", "1", "--workloads", "W4"]) == 0
     record = json.loads(out.read_text())
     assert list(record["variants"]) == ["quire:float32"]
-    assert set(record["summary"]) == {"W4"} and len(record["measurements"]) == len(record["peaks"]) == 2
+    assert set(record["summary"]) == {"W4"} and len(record["measurements"]) == 2
+    limits = record["measurements"][0]["limits"]
+    assert limits["num_samples"] >= 2 and limits == sustained([LIMITS] * limits["num_samples"])._asdict()
     assert record["workloads"]["W4"]["num_sequences"] == 16
     assert "| quire:float32 |" in capsys.readouterr().out
 
 
 FAKE = f"""#!{sys.executable} -IS
-import json, os, sys
+import json, os, sys, time
 name = sys.argv[sys.argv.index("--form") + 1]
 with open(os.environ["FAKE_LOG"], "a") as log:
     print("open", name, file=log)
@@ -220,7 +262,8 @@ with open(os.environ["FAKE_LOG"], "a") as log:
             sys.exit("out of memory")
         num_requests = len(json.loads(line))
         print("run", name, num_requests, file=log, flush=True)
-        answer = {{"wall_s": num_requests * 1e3, "cpu_s": 1.0, "token_s": None, "peak_rss_bytes": 1}}
+        answer = {{"started_s": time.perf_counter(), "wall_s": num_requests * 1e3}}
+        answer |= {{"cpu_s": 1.0, "token_s": None, "peak_rss_bytes": 1}}
         print(json.dumps(answer), flush=True)
     print("close", name, file=log)
 """
@@ -243,7 +286,7 @@ def compare_fakes(folder: Path, *options: str) -> int:
     return compare.main([*command, "--json", str(folder / "{model}.json"), "--threads", "1", "--rounds", "2", *options])
 
 
-@pytest.mark.usefixtures("peaks")
+@pytest.mark.usefixtures("limits")
 def test_engines_come_one_after_another_and_another_begins_each_round(fakes: Path) -> None:
     assert compare_fakes(fakes, "--workloads", "W1,W4") == 0
     runs = [f"{do} {name}{rest}" for name in ("bfloat16", "w8a8", "w8a8", "bfloat16") for do, rest in (
@@ -255,7 +298,7 @@ def test_engines_come_one_after_another_and_another_begins_each_round(fakes: Pat
     assert record["summary"]["W4"]["vllm:w8a8"]["wall_s"] == 8e3 and len(record["measurements"]) == 8
 
 
-@pytest.mark.usefixtures("peaks")
+@pytest.mark.usefixtures("limits")
 def test_resident_engines_take_turns_within_a_workload(fakes: Path) -> None:
     assert compare_fakes(fakes, "--workloads", "W1,W4", "--resident") == 0
     runs = [line for line in (fakes / "log").read_text().split("\n") if line.startswith("run")]
@@ -263,7 +306,7 @@ def test_resident_engines_take_turns_within_a_workload(fakes: Path) -> None:
     assert runs == [*first, first[1], first[0], first[3], first[2]]
 
 
-@pytest.mark.usefixtures("peaks")
+@pytest.mark.usefixtures("limits")
 def test_an_engine_that_fails_costs_nobody_else_and_is_tried_again(fakes: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = fakes / "log.broken"
     broken.touch()
@@ -278,7 +321,7 @@ def test_an_engine_that_fails_costs_nobody_else_and_is_tried_again(fakes: Path, 
     assert (fakes / "log").read_text().count("run bfloat16") == 2
 
 
-@pytest.mark.usefixtures("peaks")
+@pytest.mark.usefixtures("limits")
 def test_a_budget_ends_a_comparison_and_it_goes_on(fakes: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # The fakes say that W1 took 64,000 s and W4 8,000, so that after the first round only W4 fits.
     assert compare_fakes(fakes, "--workloads", "W1,W4", "--budget", "20000") == 3
@@ -293,7 +336,22 @@ def test_a_budget_ends_a_comparison_and_it_goes_on(fakes: Path, capsys: pytest.C
     assert "Peers: vllm 9" in tables_again
 
 
-@pytest.mark.usefixtures("peaks")
+@pytest.mark.usefixtures("limits")
+def test_an_interrupted_comparison_leaves_nobody_stopped(fakes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: FakeReferee, stopped: list[int]) -> Sample:
+        FakeReferee.samples.append(stopped)
+        signal.raise_signal(signal.SIGINT)
+        return LIMITS
+
+    monkeypatch.setattr(FakeReferee, "sample", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compare_fakes(fakes, "--workloads", "W4")
+    assert len(FakeReferee.samples) == 1
+    assert (fakes / "log").read_text() == "open bfloat16\nclose bfloat16\n"  # it went on, and saw its input end
+    assert json.loads((fakes / "M.json").read_text())["measurements"] == []
+
+
+@pytest.mark.usefixtures("limits")
 def test_the_files_of_others_are_left_alone(fakes: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare_fakes(fakes, "--workloads", "W4") == 0
     assert compare_fakes(fakes, "--workloads", "W4", "--first-requests", "2") == 1

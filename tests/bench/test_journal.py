@@ -18,9 +18,8 @@ HEADER: dict[str, Any] = {
 
 def begin(folder: Path) -> Journal:
     journal = Journal(folder / "runs.jsonl", HEADER)
-    journal.add("peaks", round=0, read_bytes_per_s=1.0)
     journal.add("ready", variant="quire:int8", opening_s=3.0, ready_s=1.0, version="1")
-    journal.add("run", round=0, workload="W1", variant="quire:int8", wall_s=5.0, commit="a")
+    journal.add("run", round=0, workload="W1", variant="quire:int8", wall_s=5.0, paused_s=0.5, commit="a")
     return journal
 
 
@@ -30,16 +29,16 @@ def test_a_run_that_was_ended_while_it_wrote_goes_on(tmp_path: Path) -> None:
     for length in range(len(whole) - 40, len(whole), 4):
         path.write_text(whole[:length])
         again = Journal(path, HEADER)
-        assert not again.done() and again.has_peaks(0) and not again.has_peaks(1)
-        again.add("run", round=0, workload="W1", variant="quire:int8", wall_s=7.0, commit="b")
-        assert [line["kind"] for line in read_lines(path)] == ["header", "peaks", "ready", "run"]
+        assert not again.done()
+        again.add("run", round=0, workload="W1", variant="quire:int8", wall_s=7.0, paused_s=0.0, commit="b")
+        assert [line["kind"] for line in read_lines(path)] == ["header", "ready", "run"]
         assert Journal(path, HEADER).done() == {Cell(0, "W1", "quire:int8")}
 
 
 def test_the_longest_time_is_expected_again(tmp_path: Path) -> None:
     journal = begin(tmp_path)
-    journal.add("run", round=1, workload="W1", variant="quire:int8", wall_s=4.0, commit="a")
-    assert journal.expected_s(Cell(2, "W1", "quire:int8")) == 5.0
+    journal.add("run", round=1, workload="W1", variant="quire:int8", wall_s=4.0, paused_s=0.0, commit="a")
+    assert journal.expected_s(Cell(2, "W1", "quire:int8")) == 5.5  # with its pauses
     assert journal.expected_s(Cell(2, "W3", "quire:int8")) == journal.expected_s(Cell(2, "W1", "quire:int4")) == 0.0
     assert journal.expected_ready_s("quire:int8") == 3.0 and journal.expected_ready_s("vllm:int8") == 0.0
 
@@ -49,7 +48,7 @@ def test_lines_amount_to_a_record(tmp_path: Path) -> None:
     journal.add("failed", round=0, workload="W1", variant="vllm:w8a8", error="no memory")
     journal.add("failed", round=0, workload="W3", variant="quire:int8", error="killed")
     journal.add("ready", variant="quire:int8", opening_s=9.0, ready_s=2.0, version="2")
-    journal.add("run", round=0, workload="W3", variant="quire:int8", wall_s=4.0, commit="b")
+    journal.add("run", round=0, workload="W3", variant="quire:int8", wall_s=4.0, paused_s=0.0, commit="b")
     record = record_of(journal.lines)
     assert {name: record[name] for name in ("model", "config", "num_threads")} == {
         "model": "m",
@@ -57,9 +56,14 @@ def test_lines_amount_to_a_record(tmp_path: Path) -> None:
         "num_threads": 2,
     }
     assert record["variants"] == {"quire:int8": {"opening_s": 9.0, "ready_s": 1.5, "version": "2"}}
-    assert [run["wall_s"] for run in record["measurements"]] == [5.0, 4.0] and len(record["peaks"]) == 1
+    assert [run["wall_s"] for run in record["measurements"]] == [5.0, 4.0]
     assert record["failures"] == {"vllm:w8a8": "no memory"}  # the other has run since
     assert record["commits"] == ["a", "b"] and list(record["workloads"]) == ["W1", "W3"]
+
+
+def test_older_lines_have_the_limits_of_rounds(tmp_path: Path) -> None:
+    lines = [*begin(tmp_path).lines, {"kind": "peaks", "round": 0, "read_bytes_per_s": 1.0}]
+    assert record_of(lines)["peaks"] == [{"round": 0, "read_bytes_per_s": 1.0}]
 
 
 @pytest.mark.parametrize(

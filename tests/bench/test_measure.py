@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
 from timing import timed
 
-from quire.bench.measure import measure, medians
+from quire.bench.limits import LimitSampler, Pace, Work
+from quire.bench.measure import RunClock, measure, medians
 from quire.bench.profiling import FORWARD_KERNELS, PHASES, StepProfile
 from quire.bench.workload import parallel_workload, prefix_workload, random_workload
 from quire.config.engine import EngineConfig
 from quire.engine.builder import build_engine
 from quire.engine.engine import Engine
+from quire.engine.loops import OverlappedLoop
 from quire.errors import EngineError
 
 
@@ -64,6 +67,60 @@ def test_profile_adds_up_to_the_steps(engine: Engine) -> None:
     assert sum(seconds[phase] for phase in (*FORWARD_KERNELS, "forward")) > seconds["schedule"]
     profile.reset()
     assert sum(profile.seconds().values()) == 0
+
+
+def test_a_clock_stands_still_aside() -> None:
+    now_s = [10.0]
+
+    def wait(seconds: float) -> None:
+        now_s[0] += seconds
+
+    clock = RunClock(lambda: now_s[0])
+    wait(2)
+    clock.aside(lambda: wait(5))
+    wait(1)
+    assert clock.now() == 3
+
+
+def test_time_aside_that_ends_in_an_error_does_not_count_either() -> None:
+    now_s = [0.0]
+
+    def fail() -> None:
+        now_s[0] += 4
+        raise ValueError
+
+    clock = RunClock(lambda: now_s[0])
+    with pytest.raises(ValueError):
+        clock.aside(fail)
+    assert clock.now() == 0
+
+
+def slow_sampler(every_s: float) -> LimitSampler:
+    """Samples that take far longer than a step of the tiny model."""
+    work = Work("read", "r", 1, lambda: lambda: time.sleep(0.05))
+    sampler = LimitSampler([work], Pace(every_s, 1, keeps_operands=True))
+    sampler.sample()
+    return sampler
+
+
+def test_limits_are_sampled_between_steps_and_outside_of_the_time(engine: Engine) -> None:
+    requests = random_workload(1, (4, 4), (8, 8)).requests(3, 512)
+    num_steps = measure(engine, requests).stats.num_steps
+    started = time.perf_counter()
+    run = measure(engine, requests, slow_sampler(every_s=0.0))
+    taken_s = time.perf_counter() - started
+    assert len(run.samples) == num_steps + 2  # after each step, and around the run
+    aside_s = 0.05 * len(run.samples)
+    assert 0 < run.execute_s < run.wall_s < taken_s - aside_s
+    assert run.requests[0].token_s[-1] <= run.wall_s and run.requests[0].token_s == sorted(run.requests[0].token_s)
+
+
+def test_steps_that_overlap_are_not_interrupted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = OverlappedLoop()
+    monkeypatch.setattr(engine, "loop", loop)
+    run = measure(engine, random_workload(1, (4, 4), (4, 4)).requests(4, 512), slow_sampler(every_s=0.0))
+    loop.close()
+    assert len(run.samples) == 2
 
 
 def test_medians_reach_into_groups() -> None:
