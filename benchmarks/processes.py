@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.peers.runner import process_tree
 
 _ROOT = Path(__file__).parent.parent
-_CLOSE_S = 30.0
+_CLOSE_S, _TERMINATE_S = 30.0, 10.0
 _STOP_S = 10.0
 """A process that computes stops within milliseconds; one that is writing to a disk may take longer."""
 _LOOK_S, _ALIVE_S = 0.0005, 1.0
@@ -34,6 +34,8 @@ class JsonProcess:
 
     def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> None:
         self.name = name
+        self._is_asked = True
+        """Whether an answer is due: it says that it is ready without being asked."""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
         self._process = subprocess.Popen(command, cwd=_ROOT, env=env, text=True, **pipes)
@@ -46,6 +48,7 @@ class JsonProcess:
     def send(self, command: object) -> None:
         """One line. RuntimeError with what the child said, if it has ended."""
         assert self._process.stdin is not None
+        self._is_asked = True
         try:
             self._process.stdin.write(json.dumps(command) + "\n")
             self._process.stdin.flush()
@@ -66,6 +69,7 @@ class JsonProcess:
         line = self._process.stdout.readline() if self._has_line(0) else ""
         if not line:
             raise self._failure()
+        self._is_asked = False
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -74,8 +78,11 @@ class JsonProcess:
         if self._errors.closed:
             return
         try:
-            self._process.communicate(timeout=_CLOSE_S)
-        except subprocess.TimeoutExpired:  # in the middle of its work
+            if self._is_asked:  # in the middle of its work
+                self._terminate()
+            else:
+                self._process.communicate(timeout=_CLOSE_S)
+        except subprocess.TimeoutExpired:
             self._terminate()
         self._close_files()
 
@@ -98,7 +105,7 @@ class JsonProcess:
         """Ask it to end, so that it ends what it has started; kill all of them if it does not."""
         self._process.terminate()
         try:
-            self._process.wait(_CLOSE_S)
+            self._process.wait(_TERMINATE_S)
         except subprocess.TimeoutExpired:
             for pid in list(process_tree(self.pid)):
                 _send(pid, signal.SIGKILL)
