@@ -42,7 +42,8 @@ struct LinearWeight {
     int64_t bits() const { return 32 >> static_cast<int>(format); }
     int64_t unit() const { return int64_t{1} << static_cast<int>(format); }  // inputs that are packed together
     int64_t zero_point() const { return format == WeightFormat::int8 ? 128 : 8; }
-    int64_t num_groups() const { return num_inputs / group_size; }
+    // Mostly one, and a division costs as much as thirty multiplications.
+    int64_t num_groups() const { return group_size == num_inputs ? 1 : num_inputs / group_size; }
     int64_t padded_group() const { return round_up(group_size, unit()); }
     int64_t padded_inputs() const { return num_groups() * padded_group(); }
     int64_t header_bytes() const { return is_integer() ? (has_offsets ? 2 : 1) * PANEL * int64_t{sizeof(float)} : 0; }

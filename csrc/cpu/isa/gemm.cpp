@@ -24,13 +24,20 @@ constexpr int max_panels(int rows) {
     return rows == 1 ? 2 : 1;
 }
 
+// Of a tall tile every other input is broadcast by the multiplications themselves, where the instruction set can: fewer
+// instructions, which counts where another hyperthread takes its share of them. With all inputs, loads bound the speed.
 template <int ROWS, int VECS>
 QINLINE void accumulate(Vec (&sums)[ROWS][VECS], const uint32_t *x, const Vec (&w)[VECS]) {
     QUNROLL
     for (int r = 0; r < ROWS; ++r) {
-        const Vec value = broadcast_float(x + r);
-        QUNROLL
-        for (int v = 0; v < VECS; ++v) fma_into(sums[r][v], value, w[v]);
+        if (ROWS > FEW_ROWS && r % 2 == 1) {
+            QUNROLL
+            for (int v = 0; v < VECS; ++v) fma_into(sums[r][v], x + r, w[v]);
+        } else {
+            const Vec value = broadcast_float(x + r);
+            QUNROLL
+            for (int v = 0; v < VECS; ++v) fma_into(sums[r][v], value, w[v]);
+        }
     }
 }
 
@@ -38,9 +45,10 @@ QINLINE void accumulate(Vec (&sums)[ROWS][VECS], const uint32_t *x, const Vec (&
 QINLINE Vec low_half(Bits pairs) { return as_float(shift_left<16>(pairs)); }
 QINLINE Vec high_half(Bits pairs) { return as_float(and_bits(pairs, broadcast_bits(0xffff0000u))); }
 
-// What a step does with its line of each panel. WORDS: words of a row that it takes.
+// What a step does with its line of each panel. WORDS: words of a row that it takes. ASKS: for the lines of a later step.
 struct Floats {
     static constexpr int WORDS = 1;
+    static constexpr bool ASKS = true;
 
     template <int ROWS, int PANELS>
     QINLINE void step(Vec (&sums)[ROWS][PANELS * PANEL_VECS], const uint32_t *x, const char *w, int64_t stride) {
@@ -53,6 +61,7 @@ struct Floats {
 
 struct Bf16 {
     static constexpr int WORDS = 2;
+    static constexpr bool ASKS = true;
 
     // Loaded twice: with 14 rows there are no registers to keep the words in.
     template <int ROWS, int PANELS>
@@ -67,10 +76,16 @@ struct Bf16 {
     }
 };
 
+// In the second-level cache, and in tall tiles: a step takes so long that the processor fetches the next lines by itself.
+struct CachedBf16 : Bf16 {
+    static constexpr bool ASKS = false;
+};
+
 #if defined(QUIRE_BF16_DOTS)
 // Two inputs in one instruction.
 struct Bf16Pairs {
     static constexpr int WORDS = 1;
+    static constexpr bool ASKS = true;
 
     template <int ROWS, int PANELS>
     QINLINE void step(Vec (&sums)[ROWS][PANELS], const uint32_t *x, const char *w, int64_t stride) {
@@ -95,7 +110,7 @@ QINLINE void multiply(Vec (&sums)[ROWS][PANELS * PANEL_VECS], const uint32_t *x,
         const int64_t distance = ahead.distance_at(left, (PANELS - 1) * panels.stride);
         const char *end = w + min64(left, STEPS_OF_BLOCK) * LINE;
         for (; w != end; w += LINE, x += Weights::WORDS * ROWS) {
-            prefetch_step<ROWS, PANELS, Weights::WORDS>(x, w, panels.stride, distance);
+            if constexpr (Weights::ASKS) prefetch_step<PANELS>(w, panels.stride, distance);
             Weights::template step<ROWS, PANELS>(sums, x, w, panels.stride);
         }
     }
@@ -149,10 +164,12 @@ static void tiles_of(const Tile &rows, const Panels &panels, bool is_first, cons
 template <typename Weights>
 static void multiply_rows(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block, int64_t word,
                           const Panels &panels) {
+    const Following following = following_of(weight, block);
+    Tiles tiles(rows, block);
     for (int64_t t = 0; t < block.num_tiles; ++t) {
-        Tile now = tile_of(rows, block, block.first_tile + t);
+        Tile now = tiles.next();
         now.x += word * now.height;
-        const Ahead ahead = word > 0 ? Ahead{CACHE_AHEAD * LINE, false, nullptr, nullptr, 0} : ahead_of(weight, block, t);
+        const Ahead ahead = word > 0 ? Ahead{CACHE_AHEAD * LINE, false, nullptr, nullptr, 0} : ahead_of(following, block, t);
         tiles_of<Weights, TILE_ROWS>(now, panels, word == 0, ahead);
     }
 }
@@ -263,7 +280,8 @@ void gemm(const LinearWeight &weight, const InputRows &rows, const GemmBlock &bl
     } else if (weight.format == WeightFormat::f32) {
         use_in_place<Floats>(weight, rows, block);
     } else if (weight.format == WeightFormat::bf16) {
-        use_in_place<Bf16>(weight, rows, block);
+        const bool is_tall = LANES == 16 && block.num_tiles > 1;
+        is_tall ? use_in_place<CachedBf16>(weight, rows, block) : use_in_place<Bf16>(weight, rows, block);
     } else {
         use_expanded(weight, rows, block);
     }

@@ -83,7 +83,7 @@ static void tile(const Groups &groups, const IntegerTile &rows, int first, Ahead
             const int64_t distance = ahead.distance_at(rest, (PANELS - 1) * panels.stride);
             const char *end = w + min64(left, STEPS_OF_BLOCK) * LINE;
             for (; w != end; w += LINE, x += Weights::WORDS * ROWS) {
-                prefetch_step<ROWS, PANELS, Weights::WORDS>(x, w, panels.stride, distance);
+                prefetch_step<PANELS>(w, panels.stride, distance);
                 Weights::template step<ROWS, PANELS>(acc, x, w, panels.stride);
             }
         }
@@ -120,10 +120,12 @@ static void tiles_of(const Groups &groups, const IntegerTile &rows, const Ahead 
 template <typename Weights>
 static void multiply_rows(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block,
                           const Groups &groups) {
+    const Following following = following_of(weight, block);
+    Tiles tiles(rows, block);
     for (int64_t t = 0; t < block.num_tiles; ++t) {
-        const Tile now = tile_of(rows, block, block.first_tile + t);
+        const Tile now = tiles.next();
         const IntegerTile tile{now, rows.starts + now.row * groups.count};
-        tiles_of<Weights, TILE_ROWS>(groups, tile, ahead_of(weight, block, t));
+        tiles_of<Weights, TILE_ROWS>(groups, tile, ahead_of(following, block, t));
         scale_rows(now, rows.scales + now.row, block.num_panels);
     }
 }

@@ -52,6 +52,10 @@ QINLINE Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 QINLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 // sum = fma(a, b, sum), in sum's register: left to itself, GCC 12 moves accumulators about and spills them.
 QINLINE void fma_into(Vec &sum, Vec a, Vec b) { asm("vfmadd231ps %1, %2, %0" : "+v"(sum) : "v"(a), "v"(b)); }
+// The same with a float in memory for all lanes: one instruction to decode where a register needs two.
+QINLINE void fma_into(Vec &sum, const uint32_t *word, Vec b) {
+    asm("vfmadd231ps %1%{1to16%}, %2, %0" : "+v"(sum) : "m"(*word), "v"(b));
+}
 // min and max return the second operand where either is not a number.
 QINLINE Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 QINLINE Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
@@ -334,6 +338,9 @@ QINLINE Vec broadcast_float(const uint32_t *word) {
     memcpy(&value, word, sizeof value);
     return broadcast(value);
 }
+#if !defined(__AVX512F__)
+QINLINE void fma_into(Vec &sum, const uint32_t *word, Vec b) { fma_into(sum, broadcast_float(word), b); }
+#endif
 QINLINE Bits broadcast_word(const uint32_t *word) {
     uint32_t bits;
     memcpy(&bits, word, sizeof bits);

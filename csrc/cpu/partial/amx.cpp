@@ -239,13 +239,15 @@ static void run_panels(const Kind &kind, const RowPair &rows, Ahead ahead) {
 
 template <typename Kind>
 static void multiply_rows(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block, const Kind &kind) {
+    const Following following = following_of(weight, block);
+    Tiles tiles(rows, block);
     Shapes shapes(rows.depth);
     for (int64_t t = 0; t < block.num_tiles; t += 2) {
-        RowPair pair{{tile_of(rows, block, block.first_tile + t), {}}, 1};
-        Ahead ahead = ahead_of(weight, block, t);
+        RowPair pair{{tiles.next(), {}}, 1};
+        Ahead ahead = ahead_of(following, block, t);
         if (t + 1 < block.num_tiles) {
-            pair.tiles[pair.count++] = tile_of(rows, block, block.first_tile + t + 1);
-            ahead.end = ahead_of(weight, block, t + 1).end;
+            pair.tiles[pair.count++] = tiles.next();
+            ahead.end = ahead_of(following, block, t + 1).end;
         }
         shapes.set(pair.tiles[0].height, pair.tiles[1].height);
         pair.count == 2 ? run_panels<2>(kind, pair, ahead) : run_panels<1>(kind, pair, ahead);
