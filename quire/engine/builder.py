@@ -107,6 +107,8 @@ def prepare_model(config: EngineConfig, *, is_for_here: bool = True) -> Prepared
     Not `is_for_here`: the model itself will run in another process, so none of its weights is read in this one.
     """
     planned = plan_engine(config)
+    if not config.skip_tokenizer_init:
+        import tokenizers  # noqa: F401  # before torch's libraries load in the background: only one can load at a time
     return _describe(begin_loading(planned) if is_for_here else planned)
 
 
