@@ -97,8 +97,9 @@ static InputRows form_of(const KernelTable &table, const LinearWeight &weight, D
     const int depth = table.matrix_depth == nullptr ? 0 : table.matrix_depth(weight, is_bf16, num_rows);
     const int tile_rows = depth > 0 ? MATRIX_ROWS : table.tile_rows;
     const int64_t group_words = weight.padded_group() * element / int64_t{sizeof(float)};
+    const int64_t num_tiles = ceil_div(num_rows, tile_rows);
     return {nullptr, weight.num_groups() * (depth > 0 ? round_up(group_words, depth) : group_words), tile_rows, depth,
-            is_bf16, nullptr, nullptr, num_rows, ceil_div(num_rows, tile_rows)};
+            is_bf16, nullptr, nullptr, num_rows, num_tiles, num_rows / num_tiles, num_rows % num_tiles};
 }
 
 // Rows in the form that is multiplied: x itself where it is that already.
@@ -128,6 +129,7 @@ static InputRows convert(const KernelTable &table, const LinearWeight &weight, c
 
 static void project(const LinearWeight &weight, const void *x, DType x_dtype, int64_t num_rows,
                     const Destination &out) {
+    if (num_rows == 0) return;
     const Stopwatch stopwatch(KernelClass::linear);
     const KernelTable &table = kernels();
     const int64_t columns = out.is_gated ? weight.num_outputs / 2 : weight.num_outputs;
