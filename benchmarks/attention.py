@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.bench.limits import limit_sampler, sustained
+from quire.bench.limits import limit_sampler, typical
 from quire.kernels import cpu, load
 from quire.kernels.interface import AttentionBatch, Kernels
 from quire.kernels.kv_cache import empty_cache
@@ -125,13 +125,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for case in (*PREFILLS, *DECODES):
                 seconds, flops, num_bytes = measure(shape, case, kv, kernels)
                 samples.append(sampler.sample())
-                peaks = sustained(samples[-2:])
+                peaks = typical(samples[-2:])
                 rate, bandwidth = flops / seconds, num_bytes / seconds
                 print(
                     f"{shape.name:14} {kv:9} {case.name:20} {seconds * 1e3:9.3f} {rate / 1e9:9.1f} "
                     f"{rate / peaks.best_gemm:8.0%} {bandwidth / 1e9:7.1f} {bandwidth / peaks.read_bytes_per_s:8.0%}"
                 )
-    peaks = sustained(samples)
+    peaks = typical(samples)
     print(f"limits: {peaks.best_gemm / 1e9:.0f} GFLOP/s (best GEMM), {peaks.read_bytes_per_s / 1e9:.1f} GB/s")
 
 

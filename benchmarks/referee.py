@@ -16,11 +16,12 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.processes import JsonProcess, let_go_on, standing_still
 from benchmarks.variants import ANSWER_S, PeerProcess
-from quire.bench.limits import Sample, limit_sampler, sustained
+from quire.bench.limits import Sample, limit_sampler, typical
 from quire.bench.workload import BenchRequest
 from quire.errors import QuireError
 
@@ -66,7 +67,7 @@ class Referee:
 
 
 def watched_run(process: PeerProcess, requests: Sequence[BenchRequest], referee: Referee) -> dict[str, Any]:
-    """A run's result, its `wall_s` without the time in which the engine was stopped, with `paused_s` and `limits`."""
+    """A run's result, its `wall_s` without the time in which the engine was stopped; with `paused_s`, `limits`, `stolen_s`."""
     is_single = len(requests) == 1 and requests[0].num_sequences == 1
     num_around = _NUM_AROUND_SINGLE if is_single else 1
     samples: list[Sample] = []
@@ -80,21 +81,30 @@ def watched_run(process: PeerProcess, requests: Sequence[BenchRequest], referee:
 
     for _ in range(num_around):
         sample()
+    stolen_before_s = stolen_s()
     process.send(requests)
     deadline = time.monotonic() + ANSWER_S
     while not is_single and time.monotonic() < deadline and not process.has_answer(_EVERY_S):
         sample()
     result = process.answer(max(0.0, deadline - time.monotonic()))
+    taken_s = stolen_s() - stolen_before_s
     started_s = result.pop("started_s")
     paused_s = overlap_s(pauses, (started_s, started_s + result["wall_s"]))
     for _ in range(num_around):
         sample()
-    return {**result, "wall_s": result["wall_s"] - paused_s, "paused_s": paused_s, "limits": sustained(samples)._asdict()}
+    wall_s, limits = result["wall_s"] - paused_s, typical(samples)._asdict()
+    return {**result, "wall_s": wall_s, "paused_s": paused_s, "limits": limits, "stolen_s": taken_s}
 
 
 def overlap_s(pauses: Sequence[Interval], run: Interval) -> float:
     """How much of a run lies in the pauses: one may begin when the run has just ended and its result is on the way."""
     return sum(max(0.0, min(end, run[1]) - max(start, run[0])) for start, end in pauses)
+
+
+def stolen_s() -> float:
+    """Processor time that the host of this virtual machine has taken away since its start, while somebody here wanted it."""
+    _, *fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    return int(fields[7]) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:

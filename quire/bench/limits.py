@@ -2,8 +2,9 @@
 
 A shared machine's speed swings by half within seconds. The best of a burst is a rate that nothing could sustain over the
 seconds of a run, and holding one against the other makes any work look poor. So limits are sampled in between the work that is
-held against them, each once and briefly, and what the samples amount to is the rate that was sustained over them: all
-operations over all the time that they took (a harmonic mean of rates).
+held against them, each once and briefly, and what the samples amount to is the median of their rates: what the machine did
+most of the time. The host may take a processor away for a second or more. Such a moment costs the work its full length, and
+hits few of the samples, or none: a mean over these would say more about that chance than about the machine.
 
 Owns the products, their operands and these sums. The products are torch's own and Quire's packed projections: the limit is the
 best that anyone has. Never stops anybody's work: who samples sees to it that nothing else computes meanwhile.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from statistics import harmonic_mean
+from statistics import median
 from typing import NamedTuple
 
 from quire.bench.roofline import Peaks
@@ -147,14 +148,14 @@ def limit_sampler(device: str = "cpu") -> LimitSampler:
     return LimitSampler(works, GPU_PACE if is_gpu else CPU_PACE)
 
 
-def sustained(samples: Sequence[Sample]) -> Peaks:
-    """What the machine sustained over samples of one sampler, of each data type with the product that was best at it."""
+def typical(samples: Sequence[Sample]) -> Peaks:
+    """The medians over samples of one sampler, of each data type with the product that was best at it."""
     rates, products = {}, {}
     for dtype, names in samples[0].ops_per_s.items():
-        means = {name: harmonic_mean([each.ops_per_s[dtype][name] for each in samples]) for name in names}
-        products[dtype] = max(means, key=means.__getitem__)
-        rates[dtype] = means[products[dtype]]
-    return Peaks(harmonic_mean([each.read_bytes_per_s for each in samples]), rates, products, len(samples))
+        medians = {name: median(each.ops_per_s[dtype][name] for each in samples) for name in names}
+        products[dtype] = max(medians, key=medians.__getitem__)
+        rates[dtype] = medians[products[dtype]]
+    return Peaks(median(each.read_bytes_per_s for each in samples), rates, products, len(samples))
 
 
 def _torch_products(shapes: Sequence[tuple[int, int, int]], device: str) -> Iterator[Work]:

@@ -12,7 +12,7 @@ from quire.bench.operations import StepCost
 
 
 class Peaks(NamedTuple):
-    """Limits, as they were sustained over all samples of some seconds."""
+    """Limits, the medians over the samples of some seconds."""
 
     read_bytes_per_s: float
     gemm_flops_per_s: Mapping[str, float]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.bench import record as records
-from quire.bench.limits import LimitSampler, Sample, limit_sampler, sustained
+from quire.bench.limits import LimitSampler, Sample, limit_sampler, typical
 from quire.bench.measure import measure, medians, results
 from quire.bench.profiling import OUTER_PHASES, StepProfile
 from quire.bench.roofline import attained
@@ -64,7 +64,7 @@ def run_benchmark(
             "parameters": workload.parameters,
             "totals": totals(workload.requests(0, plan.spec.vocab_size)),
         },
-        "peaks": sustained(samples)._asdict(),
+        "peaks": typical(samples)._asdict(),
         "num_repetitions": len(repetitions),
         "repetitions": repetitions,
         "median": medians(repetitions),
@@ -92,7 +92,7 @@ def _repeat(
         run = measure(engine, workload.requests(number, vocab_size), sampler)
         samples += run.samples
         outcome = results(run, num_blocks=engine.plan.limits.num_blocks)
-        outcome["roofline"] = attained(run.costs, run.wall_s, sustained(run.samples))._asdict()
+        outcome["roofline"] = attained(run.costs, run.wall_s, typical(run.samples))._asdict()
         repetitions.append(outcome)
         tell(f"repetition {number + 1} of {options.num_repetitions}: {outcome['output_tokens_per_s']:,.1f} output tokens/s")
     return repetitions, samples

@@ -16,7 +16,7 @@ from stopped import state_of
 from benchmarks import compare, tables, variants
 from benchmarks.models import CONFIGS, main, write_random_model
 from quire.bench.bound import ideal_steps
-from quire.bench.limits import Sample, sustained
+from quire.bench.limits import Sample, typical
 from quire.bench.workload import WORKLOADS, parallel_workload, random_workload, totals
 from quire.models.registry import declare
 
@@ -246,7 +246,7 @@ def test_a_whole_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert list(record["variants"]) == ["quire:float32"]
     assert set(record["summary"]) == {"W4"} and len(record["measurements"]) == 2
     limits = record["measurements"][0]["limits"]
-    assert limits["num_samples"] >= 2 and limits == sustained([LIMITS] * limits["num_samples"])._asdict()
+    assert limits["num_samples"] >= 2 and limits == typical([LIMITS] * limits["num_samples"])._asdict()
     assert record["workloads"]["W4"]["num_sequences"] == 16
     assert "| quire:float32 |" in capsys.readouterr().out
 

@@ -18,7 +18,7 @@ from benchmarks import referee
 from benchmarks.processes import JsonProcess, standing_still
 from benchmarks.referee import Referee, RefereeError, overlap_s, watched_run
 from benchmarks.variants import PeerProcess
-from quire.bench.limits import Sample, sustained
+from quire.bench.limits import Sample, typical
 from quire.bench.workload import parallel_workload, random_workload
 
 ENGINE = """\
@@ -70,7 +70,8 @@ def test_a_run_is_sampled_around_and_during_and_its_pauses_are_taken_off(engine:
     result = watched_run(engine, random_workload(2, (4, 4), (2, 2)).requests(0, 128), judge)
     assert len(judge.samples) >= 4  # one on either side, and two meanwhile
     assert result["paused_s"] > 0 and result["wall_s"] == pytest.approx(result["cpu_s"] - result["paused_s"])
-    assert result["limits"] == sustained(judge.samples)._asdict() and "started_s" not in result
+    assert result["limits"] == typical(judge.samples)._asdict() and "started_s" not in result
+    assert result["stolen_s"] >= 0.0
 
 
 def test_a_single_sequence_is_not_interrupted(engine: PeerProcess, judge: Any) -> None:
