@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -75,7 +76,7 @@ def test_a_run_is_sampled_around_and_during_and_its_pauses_are_taken_off(engine:
 
 def test_a_single_sequence_is_not_interrupted(engine: PeerProcess, judge: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     judge.last = 5
-    monkeypatch.setattr(referee, "stolen_s", iter([3.0, 5.5]).__next__)  # before and after
+    monkeypatch.setattr(referee, "stolen_s", itertools.count(3.0, 2.5).__next__)  # at each look
     result = watched_run(engine, random_workload(1, (4, 4), (2, 2)).requests(0, 128), judge)
     assert len(judge.samples) == 10 and result["paused_s"] == 0 and result["wall_s"] == result["cpu_s"]
     assert result["stolen_s"] == 2.5
