@@ -7,7 +7,7 @@
 
 #include "attention.hpp"
 #include "bindings.hpp"
-#include "threads.hpp"
+#include "elementwise.hpp"
 #include "timing.hpp"
 
 namespace quire {
@@ -27,28 +27,37 @@ KVCache make_cache(uintptr_t keys, uintptr_t values, int format, int64_t num_blo
                    num_blocks, num_kv_heads, block_size, head_size};
 }
 
-// All heads of one token's keys, or values.
-static void write_token(const KernelTable &table, const void *row, DType dtype, const KVCache &cache, void *rows,
-                        int64_t slot) {
-    const int64_t block = slot / cache.block_size, within = slot % cache.block_size, row_bytes = cache.row_bytes();
-    char *to = static_cast<char *>(rows) + (block * cache.num_kv_heads * cache.block_size + within) * row_bytes;
-    for (int64_t head = 0; head < cache.num_kv_heads; ++head, to += cache.block_size * row_bytes) {
-        table.store_kv_row(offset(row, head * cache.head_size, dtype), dtype, to, cache.format, cache.head_size);
+void check_slots(const KVRows &rows, const KVCache &cache) {
+    check_indices("write_kv: slot", rows.slots, rows.num_tokens, cache.num_slots());
+}
+
+// The first head's row of a token's keys, or values; the others' follow at `row_stride(cache)` bytes.
+static char *row_of(const KVCache &cache, void *rows, int64_t slot) {
+    const int64_t block = slot / cache.block_size, within = slot % cache.block_size;
+    return static_cast<char *>(rows) + (block * cache.num_kv_heads * cache.block_size + within) * cache.row_bytes();
+}
+
+static int64_t row_stride(const KVCache &cache) { return cache.block_size * cache.row_bytes(); }
+
+static void write_token(const KernelTable &table, const void *row, DType dtype, const KVCache &cache, char *to) {
+    table.store_kv_rows(row, dtype, cache.num_kv_heads, cache.head_size, cache.format, to, row_stride(cache));
+}
+
+void write_tokens(const KVRows &rows, const KVCache &cache, int64_t first, int64_t last) {
+    const KernelTable &table = kernels();
+    for (int64_t t = first; t < last; ++t) {
+        const void *key = offset(rows.key, t * rows.key_stride, rows.dtype);
+        const void *value = offset(rows.value, t * rows.value_stride, rows.dtype);
+        write_token(table, key, rows.dtype, cache, row_of(cache, cache.keys, rows.slots[t]));
+        write_token(table, value, rows.dtype, cache, row_of(cache, cache.values, rows.slots[t]));
     }
 }
 
 void write_kv(const KVRows &rows, const KVCache &cache) {
     const Stopwatch stopwatch(KernelClass::elementwise);
-    check_indices("write_kv: slot", rows.slots, rows.num_tokens, cache.num_slots());
-    const KernelTable &table = kernels();
-    const int team = team_size(rows.num_tokens * cache.num_kv_heads * cache.head_size);
-#pragma omp parallel for schedule(static) num_threads(team)
-    for (int64_t token = 0; token < rows.num_tokens; ++token) {
-        const void *key = offset(rows.key, token * rows.key_stride, rows.dtype);
-        const void *value = offset(rows.value, token * rows.value_stride, rows.dtype);
-        write_token(table, key, rows.dtype, cache, cache.keys, rows.slots[token]);
-        write_token(table, value, rows.dtype, cache, cache.values, rows.slots[token]);
-    }
+    check_slots(rows, cache);
+    over_rows(rows.num_tokens, cache.num_kv_heads * cache.head_size,
+              [&](int64_t first, int64_t last) { write_tokens(rows, cache, first, last); });
 }
 
 static void write(uintptr_t key, uintptr_t value, uintptr_t key_cache, uintptr_t value_cache, uintptr_t slots,

@@ -174,7 +174,9 @@ struct KernelTable {
                    float *scratch);
     void (*finish_rows)(const AttentionProblem &problem, const AttentionTask &task, int num_partials,
                         int64_t partial_stride, float *scratch);
-    void (*store_kv_row)(const void *row, DType dtype, void *to, KVFormat format, int64_t head_size);
+    // A token's keys, or values, one head after the other; `to`: the first one's row, the others `stride` bytes apart
+    void (*store_kv_rows)(const void *rows, DType dtype, int64_t num_rows, int64_t head_size, KVFormat format, void *to,
+                          int64_t stride);
     // rows [first, last) of elementwise operations
     void (*rms_norm)(const struct NormRows &norm, int64_t first, int64_t last);
     void (*layer_norm)(const struct NormRows &norm, int64_t first, int64_t last);
@@ -185,6 +187,7 @@ struct KernelTable {
     void (*gated)(const void *gate_up, void *out, DType dtype, Activation activation, int64_t width, int64_t first,
                   int64_t last);
     void (*rope)(const struct RopeRows &rope, int64_t first, int64_t last);
+    void (*prepare_heads)(const struct HeadRows &rows, int64_t first, int64_t last);
     void (*convert)(const void *from, DType from_dtype, void *to, DType to_dtype, int64_t count);
     const struct SamplingTable *sampling;  // sampling.hpp
     // rooflines: operations done in so many rounds, and a reading of memory (probe.cpp)
@@ -211,6 +214,13 @@ struct RopeRows {
     DType dtype;
     int64_t stride, num_heads, head_size, half;
     bool is_interleaved;
+};
+
+// Queries and then keys of each token. RMS norm of each head (weight null: none), RoPE (cos_sin null: none).
+struct HeadRows {
+    RopeRows rope;
+    NormRows query_norm, key_norm;  // x and out are not looked at
+    int64_t num_query_heads;
 };
 
 const KernelTable &kernels();  // of the instruction set in use

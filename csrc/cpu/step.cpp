@@ -28,6 +28,8 @@ void Arena::Free::operator()(char *data) const { std::free(data); }
 
 namespace {
 
+constexpr int64_t TOKENS_AT_ONCE = 4;  // of which a product of queries, keys and values takes some 32 KiB
+
 // The activations of one layer; the next layer uses the same memory.
 struct Activations {
     void *total;     // [T, H] what has been summed so far
@@ -71,7 +73,7 @@ class Pass {
    private:
     const void *enter(const NormWeight &norm);
     void attend(const AttentionWeights &attention, const KVCache &cache, const void *x);
-    void prepare(const AttentionWeights &attention, int64_t stride);
+    void prepare(const AttentionWeights &attention, const KVRows &kv, const KVCache &cache);
     void feed_forward(const MlpWeights &mlp, const void *x);
     void leave(const NormWeight &norm);
 
@@ -176,10 +178,9 @@ void Pass::run(const BlockWeights &block, const KVCache &cache) {
 void Pass::attend(const AttentionWeights &attention, const KVCache &cache, const void *x) {
     linear(attention.qkv, x, dtype_, num_tokens_, to_.wide, dtype_);
     const int64_t stride = attention.qkv.num_outputs;
-    prepare(attention, stride);
     const void *key = offset(to_.wide, attention.query_width(), dtype_);
     const void *value = offset(key, attention.key_width(), dtype_);
-    write_kv(KVRows{key, value, dtype_, num_tokens_, stride, stride, step_.slots}, cache);
+    prepare(attention, KVRows{key, value, dtype_, num_tokens_, stride, stride, step_.slots}, cache);
     AttentionProblem problem{};
     problem.query = to_.wide;
     problem.out = to_.attended;
@@ -196,24 +197,38 @@ void Pass::attend(const AttentionWeights &attention, const KVCache &cache, const
     linear(attention.output, to_.attended, dtype_, num_tokens_, to_.pending, dtype_);
 }
 
-// Norms of queries and keys, then RoPE, in place, a token's row at a time.
-void Pass::prepare(const AttentionWeights &attention, int64_t stride) {
-    const bool has_norms = attention.query_norm.is_present() || attention.key_norm.is_present();
-    if (!has_norms && attention.rope == nullptr) return;
+// Whether it is applied to each head by itself, as `prepare_heads` does.
+static bool is_of_heads(const NormWeight &norm, int64_t head_size) {
+    return norm.is_present() && !norm.is_layer && norm.width == head_size;
+}
+
+// Norms of queries and keys, then RoPE, in place, then keys and values to the cache: so few tokens at a time that their
+// rows stay in the first-level cache.
+void Pass::prepare(const AttentionWeights &attention, const KVRows &kv, const KVCache &cache) {
     const Stopwatch stopwatch(KernelClass::elementwise);
-    const int64_t num_heads = attention.num_heads + attention.num_kv_heads;
-    const int64_t query_width = attention.query_width(), key_width = attention.key_width();
-    const RopeRows rope{to_.wide, step_.positions, attention.rope, dtype_, stride, num_heads, attention.head_size,
-                        attention.rope_half, false};
-    const auto norm_part = [&](const NormWeight &norm, void *part, int64_t width) {
-        if (norm.is_present()) norm_rows(norm, rows_of(norm, part, part), 0, width / norm.width);
+    check_slots(kv, cache);
+    const int64_t stride = kv.key_stride, query_width = attention.query_width(), key_width = attention.key_width();
+    const NormWeight &query_norm = attention.query_norm, &key_norm = attention.key_norm;
+    HeadRows heads{};
+    heads.rope = RopeRows{to_.wide, step_.positions, attention.rope, dtype_, stride,
+                          attention.num_heads + attention.num_kv_heads, attention.head_size, attention.rope_half, false};
+    heads.num_query_heads = attention.num_heads;
+    if (is_of_heads(query_norm, attention.head_size)) heads.query_norm = rows_of(query_norm, nullptr, nullptr);
+    if (is_of_heads(key_norm, attention.head_size)) heads.key_norm = rows_of(key_norm, nullptr, nullptr);
+    const auto norm_part = [&](const NormWeight &norm, int64_t t, int64_t start, int64_t width) {
+        if (!norm.is_present() || is_of_heads(norm, attention.head_size)) return;
+        void *part = offset(to_.wide, t * stride + start, dtype_);
+        norm_rows(norm, rows_of(norm, part, part), 0, width / norm.width);
     };
-    over_rows(num_tokens_, (has_norms ? 2 : 1) * (query_width + key_width), [&](int64_t first, int64_t last) {
-        for (int64_t t = first; t < last; ++t) {
-            void *row = offset(to_.wide, t * stride, dtype_);
-            norm_part(attention.query_norm, row, query_width);
-            norm_part(attention.key_norm, offset(row, query_width, dtype_), key_width);
-            if (rope.cos_sin != nullptr) table_.rope(rope, t, t + 1);
+    over_rows(num_tokens_, 2 * stride, [&](int64_t first, int64_t last) {
+        for (int64_t t = first; t < last; t += TOKENS_AT_ONCE) {
+            const int64_t end = min64(last, t + TOKENS_AT_ONCE);
+            for (int64_t i = t; i < end; ++i) {
+                norm_part(query_norm, i, 0, query_width);
+                norm_part(key_norm, i, query_width, key_width);
+            }
+            table_.prepare_heads(heads, t, end);
+            write_tokens(kv, cache, t, end);
         }
     });
 }

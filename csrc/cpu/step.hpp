@@ -2,7 +2,7 @@
 //
 // It calls the very kernels that the Python walk calls one by one, row for row, so both give the same bits; what it saves
 // are the calls, the allocations (one arena for the activations of all layers) and passes over memory (norms of queries
-// and keys, RoPE and the cache write go through a token's row while it is in the cache).
+// and keys, RoPE and the cache write are one).
 #pragma once
 
 #include <cstdint>

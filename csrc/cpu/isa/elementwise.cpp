@@ -1,15 +1,20 @@
 // Norms, activations, rotary embedding and conversion, on rows [first, last). A row's sums run over its own elements in
 // an order fixed by its length alone; everything else is elementwise, and a partial vector does what a whole one does.
-#include <cmath>
-
 #include "activation.hpp"
 #include "kernels.hpp"
+#include "norms.hpp"
 
 namespace quire::QUIRE_ISA {
 
 // ---- norms ----
 
-constexpr int CHAINS = 4;  // independent sums, to hide the latency of an addition
+// `work(i, left)` for each vector of a row; `left` is a constant for all that are whole, which costs no question then.
+template <typename Work>
+QINLINE void over_vectors(int64_t width, Work work) {
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) work(i, int64_t{LANES});
+    if (i < width) work(i, width - i);
+}
 
 template <typename Term>
 QINLINE float sum_row(int64_t width, Term term) {
@@ -19,45 +24,63 @@ QINLINE float sum_row(int64_t width, Term term) {
     int64_t i = 0;
     for (; i + CHAINS * LANES <= width; i += CHAINS * LANES) {
         QUNROLL
-        for (int c = 0; c < CHAINS; ++c) sums[c] = term(sums[c], i + c * LANES);
+        for (int c = 0; c < CHAINS; ++c) sums[c] = term(sums[c], i + c * LANES, int64_t{LANES});
     }
-    for (; i < width; i += LANES) sums[0] = term(sums[0], i);
-    return reduce_add(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+    for (; i < width; i += LANES) sums[0] = term(sums[0], i, width - i);
+    return sum_chains(sums);
 }
 
 template <typename T>
-static void add_row(const T *x, const T *residual, T *sum, int64_t width) {
-    for (int64_t i = 0; i < width; i += LANES) {
-        const int64_t left = width - i;
-        store_up_to(sum + i, add(load_up_to(x + i, left), load_up_to(residual + i, left)), left);
-    }
+QINLINE Vec store_rounded_up_to(T *p, Vec x, int64_t n) {
+    if (n >= LANES) return store_rounded(p, x);
+    store_partial(p, x, static_cast<int>(n));
+    return load_partial(p, static_cast<int>(n));
+}
+
+template <typename T, typename W>
+QINLINE void scale_row(const T *x, const W *weight, T *out, const NormRows &norm, float squares) {
+    const Vec scale = broadcast(inverse_root(squares, norm.width, norm.eps)), offset = broadcast(norm.weight_offset);
+    over_vectors(norm.width, [&](int64_t i, int64_t left) __attribute__((always_inline)) {
+        const Vec gain = add(load_up_to(weight + i, left), offset);
+        store_up_to(out + i, mul(mul(load_up_to(x + i, left), scale), gain), left);
+    });
 }
 
 template <typename T, typename W>
 static void rms_norm_row(const T *x, const W *weight, T *out, const NormRows &norm) {
-    const int64_t width = norm.width;
-    const float squares = sum_row(width, [&](Vec sum, int64_t i) __attribute__((always_inline)) {
-        const Vec value = load_up_to(x + i, width - i);
+    const float squares = sum_row(norm.width, [&](Vec sum, int64_t i, int64_t left) __attribute__((always_inline)) {
+        const Vec value = load_up_to(x + i, left);
         return fma(value, value, sum);
     });
-    const Vec scale = broadcast(1.0f / sqrtf(squares / static_cast<float>(width) + norm.eps));
-    const Vec offset = broadcast(norm.weight_offset);
-    for (int64_t i = 0; i < width; i += LANES) {
-        const int64_t left = width - i;
-        const Vec gain = add(load_up_to(weight + i, left), offset);
-        store_up_to(out + i, mul(mul(load_up_to(x + i, left), scale), gain), left);
-    }
+    scale_row(x, weight, out, norm, squares);
+}
+
+// The same of x + residual, which is stored first and so rounded.
+template <typename T, typename W>
+static void add_rms_norm_row(const T *x, const T *residual, T *total, const W *weight, T *out, const NormRows &norm) {
+    const float squares = sum_row(norm.width, [&](Vec sum, int64_t i, int64_t left) __attribute__((always_inline)) {
+        const Vec value = add(load_up_to(x + i, left), load_up_to(residual + i, left));
+        const Vec held = store_rounded_up_to(total + i, value, left);
+        return fma(held, held, sum);
+    });
+    scale_row(total, weight, out, norm, squares);
+}
+
+template <typename T>
+static void add_row(const T *x, const T *residual, T *sum, int64_t width) {
+    over_vectors(width, [&](int64_t i, int64_t left) __attribute__((always_inline)) {
+        store_up_to(sum + i, add(load_up_to(x + i, left), load_up_to(residual + i, left)), left);
+    });
 }
 
 template <typename T, typename W>
 static void layer_norm_row(const T *x, const W *weight, const W *bias, T *out, const NormRows &norm) {
     const int64_t width = norm.width;
-    const float total = sum_row(width, [&](Vec sum, int64_t i) __attribute__((always_inline)) {
-        return add(sum, load_up_to(x + i, width - i));
+    const float total = sum_row(width, [&](Vec sum, int64_t i, int64_t left) __attribute__((always_inline)) {
+        return add(sum, load_up_to(x + i, left));
     });
     const Vec mean = broadcast(total / static_cast<float>(width));
-    const float squares = sum_row(width, [&](Vec sum, int64_t i) __attribute__((always_inline)) {
-        const int64_t left = width - i;
+    const float squares = sum_row(width, [&](Vec sum, int64_t i, int64_t left) __attribute__((always_inline)) {
         Vec value = sub(load_up_to(x + i, left), mean);
         if (left < LANES) {  // lanes beyond the row hold 0 - mean
             float lanes[LANES];
@@ -66,12 +89,27 @@ static void layer_norm_row(const T *x, const W *weight, const W *bias, T *out, c
         }
         return fma(value, value, sum);
     });
-    const Vec scale = broadcast(1.0f / sqrtf(squares / static_cast<float>(width) + norm.eps));
-    for (int64_t i = 0; i < width; i += LANES) {
-        const int64_t left = width - i;
+    const Vec scale = broadcast(inverse_root(squares, width, norm.eps));
+    over_vectors(width, [&](int64_t i, int64_t left) __attribute__((always_inline)) {
         Vec value = mul(mul(sub(load_up_to(x + i, left), mean), scale), load_up_to(weight + i, left));
         if (bias != nullptr) value = add(value, load_up_to(bias + i, left));
         store_up_to(out + i, value, left);
+    });
+}
+
+template <typename T, typename W>
+static void rms_norm_rows(const NormRows &norm, int64_t first, int64_t last) {
+    const W *weight = static_cast<const W *>(norm.weight);
+    for (int64_t r = first; r < last; ++r) {
+        const int64_t at = r * norm.width;
+        const T *x = static_cast<const T *>(norm.x) + at;
+        T *out = static_cast<T *>(norm.out) + at;
+        if (norm.residual == nullptr) {
+            rms_norm_row(x, weight, out, norm);
+        } else {
+            add_rms_norm_row(x, static_cast<const T *>(norm.residual) + at, static_cast<T *>(norm.sum) + at, weight, out,
+                             norm);
+        }
     }
 }
 
@@ -83,15 +121,6 @@ static const T *norm_input(const NormRows &norm, int64_t at) {
     T *sum = static_cast<T *>(norm.sum) + at;
     add_row(x, static_cast<const T *>(norm.residual) + at, sum, norm.width);
     return sum;
-}
-
-template <typename T, typename W>
-static void rms_norm_rows(const NormRows &norm, int64_t first, int64_t last) {
-    for (int64_t r = first; r < last; ++r) {
-        const int64_t at = r * norm.width;
-        rms_norm_row(norm_input<T>(norm, at), static_cast<const W *>(norm.weight), static_cast<T *>(norm.out) + at,
-                     norm);
-    }
 }
 
 template <typename T, typename W>

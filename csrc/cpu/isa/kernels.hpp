@@ -30,7 +30,8 @@ int64_t state_size(int64_t head_size);
 void attend(const AttentionProblem &problem, const AttentionTask &task, const AttentionTask *next_task, float *scratch);
 void finish_rows(const AttentionProblem &problem, const AttentionTask &task, int num_partials, int64_t partial_stride,
                  float *scratch);
-void store_kv_row(const void *row, DType dtype, void *to, KVFormat format, int64_t head_size);
+void store_kv_rows(const void *rows, DType dtype, int64_t num_rows, int64_t head_size, KVFormat format, void *to,
+                   int64_t stride);
 
 void rms_norm(const NormRows &norm, int64_t first, int64_t last);
 void layer_norm(const NormRows &norm, int64_t first, int64_t last);
@@ -41,6 +42,7 @@ void activate(const void *x, void *out, DType dtype, Activation activation, int6
 void gated(const void *gate_up, void *out, DType dtype, Activation activation, int64_t width, int64_t first,
            int64_t last);
 void rope(const RopeRows &rope, int64_t first, int64_t last);
+void prepare_heads(const HeadRows &rows, int64_t first, int64_t last);
 void convert(const void *from, DType from_dtype, void *to, DType to_dtype, int64_t count);
 
 int64_t probe_floats(int64_t rounds);

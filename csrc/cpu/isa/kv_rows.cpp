@@ -50,10 +50,7 @@ static void to_fp8(const float *x, float scale, int64_t size, uint8_t *out) {
     }
 }
 
-void store_kv_row(const void *row, DType dtype, void *to, KVFormat format, int64_t head_size) {
-    if (!is_scaled(format)) {
-        return convert(row, dtype, to, format == KVFormat::f32 ? DType::f32 : DType::bf16, head_size);
-    }
+static void store_scaled(const void *row, DType dtype, int64_t head_size, KVFormat format, void *to) {
     float x[MAX_HEAD_SIZE];
     convert(row, dtype, x, DType::f32, head_size);
     const float magnitude = largest_magnitude(x, head_size);
@@ -62,6 +59,19 @@ void store_kv_row(const void *row, DType dtype, void *to, KVFormat format, int64
     uint8_t *out = static_cast<uint8_t *>(to);
     format == KVFormat::int8 ? to_int8(x, scale, head_size, out) : to_fp8(x, scale, head_size, out);
     memcpy(out + head_size, &scale, sizeof scale);
+}
+
+void store_kv_rows(const void *rows, DType dtype, int64_t num_rows, int64_t head_size, KVFormat format, void *to,
+                   int64_t stride) {
+    char *out = static_cast<char *>(to);
+    for (int64_t r = 0; r < num_rows; ++r, out += stride) {
+        const void *row = offset(rows, r * head_size, dtype);
+        if (is_scaled(format)) {
+            store_scaled(row, dtype, head_size, format, out);
+        } else {
+            convert(row, dtype, out, format == KVFormat::f32 ? DType::f32 : DType::bf16, head_size);
+        }
+    }
 }
 
 }  // namespace quire::QUIRE_ISA

@@ -87,6 +87,12 @@ QINLINE Bits round_to_bf16_bits(Vec x) {  // nearest, ties to even; the result i
 QINLINE void store(bf16 *p, Vec x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtepi32_epi16(round_to_bf16_bits(x)));
 }
+QINLINE Vec store_rounded(bf16 *p, Vec x) {
+    const Bits bits = round_to_bf16_bits(x);
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtepi32_epi16(bits));
+    return as_float(shift_left<16>(bits));
+}
+QINLINE Vec round_to_bf16(Vec x) { return as_float(shift_left<16>(round_to_bf16_bits(x))); }
 QINLINE float reduce_max(Vec x) { return _mm512_reduce_max_ps(x); }
 
 // sum + x.high * w.high, then + x.low * w.low, for the pairs of bfloat16 in each lane: two fused multiply-adds that round to
@@ -330,7 +336,25 @@ QINLINE Bits load_bytes(const void *p, int count) {
     memcpy(bytes, p, count < 4 * LANES ? count : 4 * LANES);
     return load_bits(bytes);
 }
+QINLINE Vec store_rounded(bf16 *p, Vec x) {
+    store(p, x);
+    return load(p);
+}
+QINLINE Vec round_to_bf16(Vec x) {
+    bf16 lanes[LANES];
+    return store_rounded(lanes, x);
+}
 #endif
+
+// Stores x and gives what a load would: x as T holds it.
+QINLINE Vec store_rounded(float *p, Vec x) {
+    store(p, x);
+    return x;
+}
+template <typename T>
+QINLINE Vec rounded_to(Vec x) {
+    return sizeof(T) == sizeof(float) ? x : round_to_bf16(x);
+}
 
 // A 32-bit word in all lanes, as a float32 or as bits.
 QINLINE Vec broadcast_float(const uint32_t *word) {
@@ -366,7 +390,16 @@ QINLINE void store_up_to(T *p, Vec x, int64_t n) {
     n >= LANES ? store(p, x) : store_partial(p, x, static_cast<int>(n));
 }
 
-QINLINE float reduce_add(Vec x) {  // a fixed tree: halves, quarters, ...
+// The sum of all lanes, in a fixed tree: halves, quarters, ...
+#if defined(__AVX512F__)
+QINLINE float reduce_add(Vec x) {
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+    __m128 sum = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+    return _mm_cvtss_f32(_mm_add_ss(sum, _mm_shuffle_ps(sum, sum, 1)));
+}
+#else
+QINLINE float reduce_add(Vec x) {
     float lanes[LANES];
     store(lanes, x);
     QUNROLL
@@ -376,6 +409,7 @@ QINLINE float reduce_add(Vec x) {  // a fixed tree: halves, quarters, ...
     }
     return lanes[0];
 }
+#endif
 
 // exp(x) by range reduction to r in [-ln2/2, ln2/2] and the degree-5 polynomial of Cephes' expf (S. Moshier): relative
 // error below 2^-23 where the result is a normal number. 0 below -87.33 (denormals are flushed), infinity above 88.37,

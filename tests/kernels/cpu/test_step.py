@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from quire.kernels import cpu
-from quire.kernels.interface import AttentionBatch, DecoderWeights, NormWeights
+from quire.kernels.interface import AttentionBatch, DecoderWeights, ForwardPass, Kernels, NormWeights
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.selection import load
 from quire.models.registry import declare
 from quire.nn.builder import build_decoder
+from quire.nn.context import StepContext
 from quire.nn.decoder import DecoderModel
 from quire.weights.dummy import DummyWeights
 
@@ -38,12 +39,14 @@ def model() -> DecoderModel:
     return build_decoder(declare(LLAMA), DummyWeights(), load("cpu"), dtype="bfloat16", max_model_len=64)
 
 
-def _caches(dtype: torch.dtype = torch.bfloat16, num_kv_heads: int = 2) -> Caches:
-    shape = (NUM_BLOCKS, num_kv_heads, BLOCK_SIZE, 16)
+def _caches(dtype: torch.dtype = torch.bfloat16, num_kv_heads: int = 2, head_size: int = 16) -> Caches:
+    shape = (NUM_BLOCKS, num_kv_heads, BLOCK_SIZE, head_size)
     return [(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(2)]
 
 
-def _run(model: DecoderModel, caches: Caches, start: int = 0, num_tokens: int = 9) -> Tensor:
+def _run(
+    model: DecoderModel, caches: Caches, start: int = 0, num_tokens: int = 9, forward: ForwardPass | None = None
+) -> Tensor:
     """Hidden states of one sequence's tokens from `start` on; its blocks are 7, 6, 5 ..."""
     positions = torch.arange(start, start + num_tokens)
     table = torch.arange(NUM_BLOCKS - 1, -1, -1, dtype=torch.int32)
@@ -56,8 +59,23 @@ def _run(model: DecoderModel, caches: Caches, start: int = 0, num_tokens: int = 
         max_query_len=num_tokens,
         max_context_len=start + num_tokens,
     )
-    assert model.compiled is not None
-    return model.compiled(positions * 7 % 101, positions, batch, caches)
+    forward = forward or model.compiled
+    assert forward is not None
+    return forward(positions * 7 % 101, positions, batch, caches)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("head_size", [16, 64, 128, 256])
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+def test_heads_have_the_bits_of_the_walk(native_isa: Kernels, architecture: str, head_size: int, dtype: str) -> None:
+    """With and without norms of heads, for sizes that stay in registers and one that does not, more tokens than go at once."""
+    config = LLAMA | {"architectures": [architecture], "head_dim": head_size, "num_hidden_layers": 1}
+    model = build_decoder(declare(config), DummyWeights(), native_isa, dtype=dtype, max_model_len=64)
+    results = []
+    for forward in (model.compiled, lambda ids, places, batch, caches: model.walk(ids, places, StepContext(batch, caches))):
+        caches = _caches(model.dtype, head_size=head_size)[:1]
+        results.append((_run(model, caches, num_tokens=19, forward=forward), *caches[0]))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
 
 
 def test_each_call_uses_the_caches_that_it_is_given(model: DecoderModel) -> None:
