@@ -46,13 +46,22 @@ struct InputRows {
 
 constexpr int MATRIX_ROWS = 16;  // of x in a tile of a matrix, at most: AMX's
 
+// Takes sums of some rows of a block, `first` the first of them, [count][GROUP_WIDTH].
+struct SumsTaker {
+    virtual void take(const float *sums, int64_t first, int64_t count) const = 0;
+
+   protected:
+    ~SumsTaker() = default;
+};
+
 // The block of float32 sums that one call computes. All scratch is the calling thread's.
 struct GemmBlock {
     int64_t first_tile, num_tiles;
     int64_t first_panel;
-    int num_panels;  // <= GROUP_PANELS
-    float *sums;     // out: [rows of the tiles][GROUP_WIDTH], without bias
-    void *panels;    // scratch for weights in the form that is multiplied: expanded_bytes(weight)
+    int num_panels;          // <= GROUP_PANELS
+    float *sums;             // out: [rows of the tiles][GROUP_WIDTH], without bias
+    void *panels;            // scratch for weights in the form that is multiplied: expanded_bytes(weight)
+    const SumsTaker *taker;  // tiles of matrices: gets the rows as they are finished, and sums are not kept. Null: they are
 };
 
 // What the weights of one call take where they are not used as they lie.

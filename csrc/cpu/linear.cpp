@@ -14,7 +14,7 @@ namespace quire {
 
 constexpr int64_t BLOCK_ROWS = 128;  // so many whole tiles (of 3, 6, 14 or 16 rows) as fit
 constexpr int64_t PASS_BLOCKS = 4;   // whose rows are converted at a time, so that scratch stays small
-constexpr int64_t BLOCK_SUMS = BLOCK_ROWS * GROUP_WIDTH;
+constexpr int64_t PASS_BYTES = 768 << 10;  // of rows that are multiplied as matrices: they stay in the second-level cache
 constexpr int64_t TILE_PANELS = 2;  // of a block of several tiles: as wide as the widest tile of many rows
 constexpr int64_t FEW_ITEMS = 16;   // so few for a thread are made a multiple of the threads: one more would be noticed
 
@@ -34,11 +34,13 @@ struct Projection {
 
     int64_t num_columns() const { return out.is_gated ? weight.num_outputs / 2 : weight.num_outputs; }
     int64_t num_panels() const { return ceil_div(num_columns(), PANEL); }  // of `out`
+    bool has_matrices() const { return rows.depth > 0; }
     // A block of gated columns whose `up` rows do not begin with a panel needs one panel more of them.
     int64_t max_panels() const {
-        if (rows.num_tiles > 1) return TILE_PANELS;
+        if (rows.num_tiles > 1 && !has_matrices()) return TILE_PANELS;
         return out.is_gated && num_columns() % PANEL != 0 ? GROUP_PANELS - 1 : GROUP_PANELS;
     }
+    int64_t block_tiles() const { return has_matrices() ? rows.num_tiles : BLOCK_ROWS / rows.tile_rows; }
     int64_t work() const { return rows.num_rows * weight.num_outputs * weight.padded_inputs(); }
 };
 
@@ -47,28 +49,53 @@ struct Block {
     int64_t first_tile, num_tiles, first_panel, num_panels;
 };
 
-// Sums of `num_panels` panels into `sums`.
+// Puts finished sums into the columns of a block.
+struct Store final : SumsTaker {
+    const Projection &task;
+    OutputBlock out;
+    const float *bias, *gate;  // gate: its sums, of all rows; null where columns are not gated
+    int64_t up_column;         // where the block's columns begin in the sums of `up`
+
+    Store(const Projection &task, const OutputBlock &out, const float *bias, const float *gate, int64_t up_column)
+        : task(task), out(out), bias(bias), gate(gate), up_column(up_column) {}
+
+    void take(const float *sums, int64_t first, int64_t count) const override {
+        OutputBlock part = out;
+        part.data = offset(out.data, first * out.stride, out.dtype);
+        part.num_rows = count;
+        if (gate == nullptr) return task.table.store_sums(sums, bias, part);
+        const float *up_bias = bias == nullptr ? nullptr : bias + task.num_columns();
+        task.table.store_gated(gate + first * GROUP_WIDTH, sums + up_column, bias, up_bias, task.out.activation, part);
+    }
+};
+
+// Sums of `num_panels` panels into `sums`, or to `store`.
 static void multiply(const Projection &task, const Block &block, int64_t first_panel, int64_t num_panels, float *sums,
-                     float *memory) {
-    const GemmBlock gemm{block.first_tile, block.num_tiles, first_panel,
-                         static_cast<int>(num_panels), sums, memory + 2 * BLOCK_SUMS};
+                     void *expanded, const Store *store) {
+    const bool stores_at_once = task.has_matrices() && store != nullptr;
+    const GemmBlock gemm{block.first_tile, block.num_tiles, first_panel, static_cast<int>(num_panels), sums, expanded,
+                         stores_at_once ? store : nullptr};
     task.table.gemm(task.weight, task.rows, gemm);
+    if (store != nullptr && !stores_at_once) store->take(sums, 0, store->out.num_rows);
 }
 
 static void compute(const Projection &task, const Block &block) {
-    float *memory = scratch(GEMM_BLOCK, 2 * BLOCK_SUMS + expanded_bytes(task.weight) / sizeof(float));
     const int64_t columns = task.num_columns(), first = block.first_panel * PANEL;
     const int64_t row = task.rows.first_row(block.first_tile), end = task.rows.first_row(block.first_tile + block.num_tiles);
+    const int64_t num_sums = (end - row) * GROUP_WIDTH;
+    float *memory = scratch(GEMM_BLOCK, 2 * num_sums + expanded_bytes(task.weight) / sizeof(float));
     const OutputBlock out{offset(task.out.data, row * columns, task.out.dtype), task.out.dtype, columns, first,
                           min64(block.num_panels * PANEL, columns - first), end - row};
     const float *bias = task.weight.bias == nullptr ? nullptr : task.weight.bias + first;
-    multiply(task, block, block.first_panel, block.num_panels, memory, memory);
-    if (!task.out.is_gated) return task.table.store_sums(memory, bias, out);
+    float *up_sums = memory + num_sums, *expanded = up_sums + num_sums;
+    if (!task.out.is_gated) {
+        const Store store(task, out, bias, nullptr, 0);
+        return multiply(task, block, block.first_panel, block.num_panels, memory, expanded, &store);
+    }
+    multiply(task, block, block.first_panel, block.num_panels, memory, expanded, nullptr);
     const int64_t up = columns + first, up_panel = up / PANEL, up_end = ceil_div(up + out.width, PANEL);
-    float *up_sums = memory + BLOCK_SUMS;
-    multiply(task, block, up_panel, up_end - up_panel, up_sums, memory);
-    task.table.store_gated(memory, up_sums + up % PANEL, bias, bias == nullptr ? nullptr : bias + columns,
-                           task.out.activation, out);
+    const Store store(task, out, bias, memory, up % PANEL);
+    multiply(task, block, up_panel, up_end - up_panel, up_sums, expanded, &store);
 }
 
 // Even shares of whole items: item `index` of `parts` begins here.
@@ -77,7 +104,7 @@ static int64_t share(int64_t count, int64_t parts, int64_t index) { return count
 // Blocks of the same panels are neighbours, so that a thread has them from its cache.
 static void multiply_all(const Projection &task) {
     const int team = team_size(task.work());
-    const int64_t panels = task.num_panels(), row_blocks = ceil_div(task.rows.num_tiles, BLOCK_ROWS / task.rows.tile_rows);
+    const int64_t panels = task.num_panels(), row_blocks = ceil_div(task.rows.num_tiles, task.block_tiles());
     int64_t groups = ceil_div(panels, task.max_panels());
     if (groups * row_blocks < FEW_ITEMS * team) groups = min64(panels, round_up(groups, team));
     Shares shares(groups * row_blocks, team);
@@ -127,14 +154,21 @@ static InputRows convert(const KernelTable &table, const LinearWeight &weight, c
     return rows;
 }
 
+// Rows that are converted at a time. Products of tiles are so fast that the third-level cache cannot keep up with them, so
+// each pass goes through the whole weight with rows that stay nearer.
+static int64_t rows_of_pass(const InputRows &rows) {
+    const int64_t block = BLOCK_ROWS / rows.tile_rows * rows.tile_rows;
+    if (rows.depth == 0) return PASS_BLOCKS * block;
+    return block * max64(1, min64(PASS_BLOCKS, PASS_BYTES / (block * rows.row_words * int64_t{sizeof(uint32_t)})));
+}
+
 static void project(const LinearWeight &weight, const void *x, DType x_dtype, int64_t num_rows,
                     const Destination &out) {
     if (num_rows == 0) return;
     const Stopwatch stopwatch(KernelClass::linear);
     const KernelTable &table = kernels();
     const int64_t columns = out.is_gated ? weight.num_outputs / 2 : weight.num_outputs;
-    const int64_t tile_rows = form_of(table, weight, x_dtype, num_rows).tile_rows;
-    const int64_t pass_rows = PASS_BLOCKS * (BLOCK_ROWS / tile_rows * tile_rows);
+    const int64_t pass_rows = rows_of_pass(form_of(table, weight, x_dtype, num_rows));
     for (int64_t row = 0; row < num_rows; row += pass_rows) {
         const int64_t count = min64(pass_rows, num_rows - row);
         const InputRows rows = convert(table, weight, offset(x, row * weight.num_inputs, x_dtype), x_dtype, count);

@@ -122,8 +122,10 @@ static void store_blocks(const uint32_t *words, int64_t num_groups, int64_t grou
     for (int64_t group = 0; group < num_groups; ++group, words += group_words) {
         for (int64_t at = 0; at < group_words; at += depth, to += int64_t{height} * depth) {
             const int64_t count = min64(depth, group_words - at);
-            memcpy(to, words + at, count * sizeof(uint32_t));
-            memset(to + count, 0, (depth - count) * sizeof(uint32_t));
+            for (int64_t i = 0; i < depth; i += LANES) {
+                const Vec block = load_up_to(reinterpret_cast<const float *>(words + at + i), max64(0, count - i));
+                store_up_to(reinterpret_cast<float *>(to + i), block, depth - i);
+            }
         }
     }
 }
@@ -133,9 +135,11 @@ static void convert_blocks(const LinearWeight &weight, const T *x, int64_t row, 
                            uint32_t *spare, uint32_t *to) {
     const int64_t element = weight.has_int8_inputs ? INTEGER_BYTES : int64_t{sizeof(bf16)};
     const int64_t group_words = weight.padded_group() * element / int64_t{sizeof(uint32_t)};
+    const bool is_ready = out.is_bf16 && weight.num_inputs == weight.padded_inputs();
     for (int r = 0; r < height; ++r) {
-        convert_one(weight, x, row + r, out, spare);
-        store_blocks(spare, weight.num_groups(), group_words, height, out.depth, to + int64_t{r} * out.depth);
+        if (!is_ready) convert_one(weight, x, row + r, out, spare);
+        const uint32_t *words = is_ready ? reinterpret_cast<const uint32_t *>(x + (row + r) * weight.num_inputs) : spare;
+        store_blocks(words, weight.num_groups(), group_words, height, out.depth, to + int64_t{r} * out.depth);
     }
 }
 

@@ -26,6 +26,8 @@ namespace quire::QUIRE_ISA {
 constexpr int MAX_DEPTH = 16;  // lines of a tile
 constexpr int X = 4;           // tiles 4 and 5 are rows of x, 6 and 7 weights, and 2 t + p the sums of rows t and panel p
 constexpr int WEIGHTS = 6;
+constexpr int64_t PAIR_AHEAD = 2048;      // bytes; from 1024 to 8192 all are alike
+constexpr int64_t KEPT_BYTES = 40 << 10;  // of 48 KiB
 
 // Words that a tile takes of a group of so many: 16, or fewer where the group then divides evenly.
 static int depth_of(int64_t group_words) {
@@ -69,13 +71,26 @@ class Shapes {
     int depth_, heights_[2] = {};
 };
 
+// What the first-level cache keeps of a block's sides: what is multiplied again soon, and no more than it holds. The other
+// side goes by without leaving a line there.
+struct Reuse {
+    bool keeps_x, keeps_weights;
+    const char *last_fetch;  // one pair of tiles asks for its own lines ahead, up to here
+};
+
+static Reuse reuse_of(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block, int64_t panel_bytes) {
+    const int64_t row_bytes = rows.row_words * int64_t{sizeof(uint32_t)};
+    if (block.num_tiles > 2) return {false, 2 * panel_bytes <= KEPT_BYTES, nullptr};
+    return {block.num_tiles * MATRIX_ROWS * row_bytes <= KEPT_BYTES, false, weight.panel(weight.num_panels())};
+}
+
 // Where a product of tiles finds its sides. It moves on along the rows.
 struct Sides {
     const char *x[2];   // blocks of one or two tiles of rows
     int64_t x_step[2];  // bytes from a block to the next
     int depth;
-    int64_t stride;          // bytes from a panel to the next
-    const char *last_fetch;  // lines from here on are not asked for
+    int64_t stride;  // bytes from a panel to the next
+    Reuse reuse;
 };
 
 struct Pairs {
@@ -92,33 +107,25 @@ struct Quads {
     }
 };
 
-template <typename Words, int TALL, int WIDE>
-QINLINE void step(Sides &at, const char *w, int64_t stride) {
-    const int64_t row_bytes = at.depth * int64_t{sizeof(uint32_t)};
-    load_tile<WEIGHTS>(w, LINE);
-    load_tile<X>(at.x[0], row_bytes);
-    Words::template add<0, X, WEIGHTS>();
-    at.x[0] += at.x_step[0];
-    if constexpr (WIDE == 2) {
-        load_tile<WEIGHTS + 1>(w + stride, LINE);
-        Words::template add<1, X, WEIGHTS + 1>();
-    }
-    if constexpr (TALL == 2) {
-        load_tile<X + 1>(at.x[1], row_bytes);
-        Words::template add<2, X + 1, WEIGHTS>();
-        if constexpr (WIDE == 2) Words::template add<3, X + 1, WEIGHTS + 1>();
-        at.x[1] += at.x_step[1];
+template <int TILE, bool KEEPS>
+QINLINE void load(const char *data, int64_t stride) {
+    if constexpr (KEEPS) {
+        load_tile<TILE>(data, stride);
+    } else {
+        stream_tile<TILE>(data, stride);
     }
 }
 
-// Asks for the lines of the next step, which are the next of each panel.
-template <int WIDE>
-QINLINE void fetch_step(const Sides &at, const char *w) {
-    if (w + (WIDE - 1) * at.stride + at.depth * LINE > at.last_fetch) return;
-    for (int i = 0; i < at.depth; ++i) {
-        __builtin_prefetch(w + i * LINE);
-        if constexpr (WIDE == 2) __builtin_prefetch(w + at.stride + i * LINE);
-    }
+template <typename Words, int TALL, int WIDE, bool KEEPS_X, bool KEEPS_WEIGHTS>
+QINLINE void step(const char *x, const char *second_x, int64_t x_stride, const char *w, int64_t stride) {
+    load<X, KEEPS_X>(x, x_stride);
+    if constexpr (TALL == 2) load<X + 1, KEEPS_X>(second_x, x_stride);
+    load<WEIGHTS, KEEPS_WEIGHTS>(w, LINE);
+    if constexpr (WIDE == 2) load<WEIGHTS + 1, KEEPS_WEIGHTS>(w + stride, LINE);
+    Words::template add<0, X, WEIGHTS>();
+    if constexpr (TALL == 2) Words::template add<2, X + 1, WEIGHTS>();
+    if constexpr (WIDE == 2) Words::template add<1, X, WEIGHTS + 1>();
+    if constexpr (TALL == 2 && WIDE == 2) Words::template add<3, X + 1, WEIGHTS + 1>();
 }
 
 // The last lines of a group, fewer than a tile has. (The blocks of x are padded as well.)
@@ -129,7 +136,35 @@ QINLINE void last_step(Sides &at, const char *w, int64_t num_lines) {
         memcpy(lines[p], w + p * at.stride, num_lines * LINE);
         memset(lines[p] + num_lines * LINE, 0, (at.depth - num_lines) * LINE);
     }
-    step<Words, TALL, WIDE>(at, lines[0], sizeof lines[0]);
+    step<Words, TALL, WIDE, true, true>(at.x[0], at.x[1], at.depth * int64_t{sizeof(uint32_t)}, lines[0], sizeof lines[0]);
+    for (int i = 0; i < TALL; ++i) at.x[i] += at.x_step[i];
+}
+
+template <int WIDE>
+QINLINE void fetch_lines(const char *w, int64_t num_bytes, int64_t stride) {
+    for (int64_t at = 0; at < num_bytes; at += LINE) {
+        __builtin_prefetch(w + at);
+        if constexpr (WIDE == 2) __builtin_prefetch(w + stride + at);
+    }
+}
+
+// Whole tiles. Everything in registers: a store to the stack in each step would stand in the way of the loads of lines
+// at the same place of a page.
+template <typename Words, int TALL, int WIDE, bool KEEPS_X, bool KEEPS_WEIGHTS>
+QINLINE void multiply_steps(Sides &at, const char *w, int64_t num_steps, Ahead &ahead) {
+    const char *x = at.x[0], *second_x = at.x[TALL - 1], *next = ahead.next;
+    const int64_t stride = at.stride, x_step = at.x_step[0], second_step = at.x_step[TALL - 1];
+    const int64_t x_stride = at.depth * int64_t{sizeof(uint32_t)}, w_step = at.depth * LINE;
+    const int64_t num_lines = ahead.num_lines;
+    const char *end = ahead.end, *last_fetch = at.reuse.last_fetch;
+    for (; num_steps > 0; --num_steps, w += w_step, x += x_step, second_x += second_step) {
+        for (int64_t i = 0; i < num_lines && next < end; ++i, next += LINE) __builtin_prefetch(next, 0, 2);
+        if (w + (WIDE - 1) * stride + PAIR_AHEAD + w_step <= last_fetch) fetch_lines<WIDE>(w + PAIR_AHEAD, w_step, stride);
+        step<Words, TALL, WIDE, KEEPS_X, KEEPS_WEIGHTS>(x, second_x, x_stride, w, stride);
+    }
+    at.x[0] = x;
+    if constexpr (TALL == 2) at.x[1] = second_x;
+    ahead.next = next;
 }
 
 // Sums of a group of `num_lines` words, in the tiles.
@@ -139,12 +174,16 @@ QINLINE void multiply(Sides &at, const char *w, int64_t num_lines, Ahead &ahead)
     if constexpr (WIDE == 2) zero_tile<1>();
     if constexpr (TALL == 2) zero_tile<2>();
     if constexpr (TALL == 2 && WIDE == 2) zero_tile<3>();
-    for (; num_lines >= at.depth; num_lines -= at.depth, w += at.depth * LINE) {
-        ahead.fetch();
-        fetch_step<WIDE>(at, w + at.depth * LINE);
-        step<Words, TALL, WIDE>(at, w, at.stride);
+    const int64_t num_steps = num_lines / at.depth;
+    if (at.reuse.keeps_weights) {
+        multiply_steps<Words, TALL, WIDE, false, true>(at, w, num_steps, ahead);
+    } else if (at.reuse.keeps_x) {
+        multiply_steps<Words, TALL, WIDE, true, false>(at, w, num_steps, ahead);
+    } else {
+        multiply_steps<Words, TALL, WIDE, false, false>(at, w, num_steps, ahead);
     }
-    if (num_lines > 0) last_step<Words, TALL, WIDE>(at, w, num_lines);
+    const int64_t left = num_lines - num_steps * at.depth;
+    if (left > 0) last_step<Words, TALL, WIDE>(at, w + num_steps * at.depth * LINE, left);
 }
 
 // The tiles of sums, rows `stride` bytes apart.
@@ -161,8 +200,8 @@ struct RowPair {
     Tile tiles[2];
     int count;
 
-    Sides sides(int depth, int64_t stride, const char *last_fetch) const {
-        Sides at{{}, {}, depth, stride, last_fetch};
+    Sides sides(int depth, int64_t stride, const Reuse &reuse) const {
+        Sides at{{}, {}, depth, stride, reuse};
         for (int i = 0; i < count; ++i) {
             at.x[i] = reinterpret_cast<const char *>(tiles[i].x);
             at.x_step[i] = int64_t{tiles[i].height} * depth * int64_t{sizeof(uint32_t)};
@@ -176,14 +215,14 @@ struct RowPair {
 struct Floats {
     Panels panels;
     int depth;
-    const char *end;  // of the weight
+    Reuse reuse;
 
     int num_panels() const { return panels.num_panels; }
     int64_t num_steps() const { return ceil_div(panels.num_steps, depth); }
 
     template <int TALL, int WIDE>
     void run(const RowPair &rows, int first, Ahead &ahead) const {
-        Sides at = rows.sides(depth, panels.stride, end);
+        Sides at = rows.sides(depth, panels.stride, reuse);
         multiply<Pairs, TALL, WIDE>(at, panels.data + first * panels.stride, panels.num_steps, ahead);
         store_tiles<TALL, WIDE>(rows.tiles[0].sums + first * PANEL, rows.tiles[TALL - 1].sums + first * PANEL,
                                 GROUP_WIDTH * int64_t{sizeof(float)});
@@ -196,7 +235,7 @@ struct Floats {
 struct Integers {
     Groups groups;
     const InputRows &rows;
-    const char *end;
+    Reuse reuse;
 
     int num_panels() const { return groups.weights.num_panels; }
     int64_t num_steps() const { return groups.count * ceil_div(groups.weights.num_steps, rows.depth); }
@@ -204,7 +243,7 @@ struct Integers {
     template <int TALL, int WIDE>
     void run(const RowPair &pair, int first, Ahead &ahead) const {
         alignas(64) uint32_t sums[TALL][MATRIX_ROWS][WIDE * PANEL];
-        Sides at = pair.sides(rows.depth, groups.weights.stride, end);
+        Sides at = pair.sides(rows.depth, groups.weights.stride, reuse);
         const char *w = groups.weights.data + first * groups.weights.stride;
         for (int64_t group = 0; group < groups.count; ++group, w += groups.stride) {
             multiply<Quads, TALL, WIDE>(at, w, groups.weights.num_steps, ahead);
@@ -229,6 +268,13 @@ struct Integers {
 
 // ---- blocks ----
 
+// What tiles [first, last) of all rows ask for: their share of the panels behind the block's, so that they are in the
+// second-level cache when their turn comes.
+static Ahead share_of(const Following &following, const InputRows &rows, int64_t first, int64_t last) {
+    const auto line = [&](int64_t tile) { return following.data + following.num_lines * tile / rows.num_tiles * LINE; };
+    return {0, false, line(first), line(last), 0};
+}
+
 template <int TALL, typename Kind>
 static void run_panels(const Kind &kind, const RowPair &rows, Ahead ahead) {
     ahead.spread(ceil_div(kind.num_panels(), 2) * kind.num_steps() * STEPS_OF_BLOCK);
@@ -244,28 +290,29 @@ static void multiply_rows(const LinearWeight &weight, const InputRows &rows, con
     Shapes shapes(rows.depth);
     for (int64_t t = 0; t < block.num_tiles; t += 2) {
         RowPair pair{{tiles.next(), {}}, 1};
-        Ahead ahead = ahead_of(following, block, t);
-        if (t + 1 < block.num_tiles) {
-            pair.tiles[pair.count++] = tiles.next();
-            ahead.end = ahead_of(following, block, t + 1).end;
-        }
+        if (t + 1 < block.num_tiles) pair.tiles[pair.count++] = tiles.next();
+        const int64_t first = block.first_tile + t;
+        const Ahead ahead = block.num_tiles <= 2 ? Ahead{} : share_of(following, rows, first, first + pair.count);
         shapes.set(pair.tiles[0].height, pair.tiles[1].height);
         pair.count == 2 ? run_panels<2>(kind, pair, ahead) : run_panels<1>(kind, pair, ahead);
         for (int i = 0; i < pair.count; ++i) kind.finish(pair.tiles[i]);
+        if (block.taker != nullptr) {
+            block.taker->take(pair.tiles[0].sums, t * MATRIX_ROWS, pair.tiles[0].height + pair.tiles[1].height);
+            tiles.reuse_sums(block.sums);
+        }
     }
 }
 
 void gemm(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block) {
     if (rows.depth == 0) return avx512vnni::table.gemm(weight, rows, block);
-    const char *end = weight.panel(weight.num_panels());
     if (rows.is_bf16) {
         const Panels panels{weight.panel(block.first_panel), weight.panel_bytes(), block.num_panels,
                             weight.panel_bytes() / LINE};
-        return multiply_rows(weight, rows, block, Floats{panels, rows.depth, end});
+        return multiply_rows(weight, rows, block, Floats{panels, rows.depth, reuse_of(weight, rows, block, panels.stride)});
     }
-    const Groups groups = groups_of(weight, block);
-    if (weight.format == WeightFormat::int8) return multiply_rows(weight, rows, block, Integers{groups, rows, end});
-    multiply_rows(weight, rows, block, Integers{expanded(groups, block), rows, nullptr});
+    const Groups packed = groups_of(weight, block);
+    const Groups groups = weight.format == WeightFormat::int8 ? packed : expanded(packed, block);
+    multiply_rows(weight, rows, block, Integers{groups, rows, reuse_of(weight, rows, block, groups.weights.stride)});
 }
 
 const KernelTable &extended_table() {

@@ -1,5 +1,5 @@
 // AMX acted out on plain memory, for tests on machines without it: what Intel's manual says that each instruction does
-// ("Intel 64 and IA-32 Architectures Software Developer's Manual", volume 2: LDTILECFG, TILELOADD, TDPBF16PS, TDPBSUD),
+// ("Intel 64 and IA-32 Architectures Software Developer's Manual", volume 2: LDTILECFG, TILELOADD, TILELOADDT1, TDPBF16PS, TDPBSUD),
 // and what it refuses, where this stops with an illegal instruction as the processor does.
 #pragma once
 
@@ -47,6 +47,10 @@ static void load_tile(const void *data, int64_t stride) {
     EmulatedTile &to = tile<TILE>();
     memset(to.bytes, 0, sizeof to.bytes);
     for (int r = 0; r < to.rows; ++r) memcpy(to.bytes[r], static_cast<const uint8_t *>(data) + r * stride, to.row_bytes);
+}
+template <int TILE>
+static void stream_tile(const void *data, int64_t stride) {
+    load_tile<TILE>(data, stride);
 }
 template <int TILE>
 static void store_tile(void *data, int64_t stride) {

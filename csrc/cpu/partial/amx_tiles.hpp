@@ -36,6 +36,11 @@ template <int TILE>
 QINLINE void load_tile(const void *data, int64_t stride) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(data), "r"(stride), "i"(TILE) : "memory");
 }
+// The same for data that the first-level cache need not keep.
+template <int TILE>
+QINLINE void stream_tile(const void *data, int64_t stride) {
+    asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(data), "r"(stride), "i"(TILE) : "memory");
+}
 template <int TILE>
 QINLINE void store_tile(void *data, int64_t stride) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(data), "r"(stride), "i"(TILE) : "memory");
