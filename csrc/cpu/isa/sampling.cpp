@@ -10,11 +10,13 @@
 namespace quire::QUIRE_ISA {
 
 constexpr int BLOCK = 64;  // tokens; 16 Philox counters
+constexpr int SPAN = 128;  // tokens that a draw passes over together, where none of them can win
 constexpr float MINUS_INFINITY = -__builtin_inff();
 
 // GCC's generic vectors, as wide as simd.hpp's Vec.
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint64_t Longs __attribute__((vector_size(4 * LANES)));
 constexpr int LONG_LANES = LANES / 2;
 
@@ -52,23 +54,46 @@ QINLINE Longs even_pairs(Longs a, Longs b) { return Longs{a[0], b[0]}; }
 QINLINE Longs odd_pairs(Longs a, Longs b) { return Longs{a[1], b[1]}; }
 #endif
 
-// The words of 2 * LANES tokens from 4 * first_counter on, in order. Lane 2 q holds counter q and lane 2 q + 1 counter
-// q + LONG_LANES / 2, so that pairing the even lanes, then the odd ones, puts the words in order.
-QINLINE void philox(uint64_t first_counter, const DrawKey &key, uint32_t *words) {
-    Longs c0, c1 = Longs{} + key.position, c2 = Longs{} + (key.position >> 32), c3{};
-    for (int lane = 0; lane < LONG_LANES; ++lane) c0[lane] = first_counter + lane / 2 + lane % 2 * (LONG_LANES / 2);
-    uint32_t k0 = static_cast<uint32_t>(key.seed), k1 = static_cast<uint32_t>(key.seed >> 32);
+constexpr int NUM_ROUNDS = 10;
+
+// What the counters of one draw have in common: their upper words and the keys of all rounds.
+struct Rounds {
+    Longs position_low, position_high, keys[NUM_ROUNDS][2];
+
+    explicit Rounds(const DrawKey &key) : position_low(Longs{} + key.position), position_high(Longs{} + (key.position >> 32)) {
+        uint32_t k0 = static_cast<uint32_t>(key.seed), k1 = static_cast<uint32_t>(key.seed >> 32);
+        for (int round = 0; round < NUM_ROUNDS; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
+            keys[round][0] = Longs{} + uint64_t{k0};
+            keys[round][1] = Longs{} + uint64_t{k1};
+        }
+    }
+};
+
+struct Counters {
+    Longs words[4];
+};
+
+// LONG_LANES counters from `first` on: lane 2 q holds counter q and lane 2 q + 1 counter q + LONG_LANES / 2, so that pairing
+// the even lanes, then the odd ones, puts their words in order.
+QINLINE Counters encrypted(uint64_t first, const Rounds &rounds) {
+    static const uint64_t STEPS[] = {0, LONG_LANES / 2, 1, LONG_LANES / 2 + 1, 2, LONG_LANES / 2 + 2, 3, LONG_LANES / 2 + 3};
+    Longs c0 = load_as<Longs>(STEPS) + first, c1 = rounds.position_low, c2 = rounds.position_high, c3{};
     const Longs multiplier0 = Longs{} + 0xD2511F53u, multiplier1 = Longs{} + 0xCD9E8D57u;
-    QUNROLL for (int round = 0; round < 10; ++round) {
+    QUNROLL for (int round = 0; round < NUM_ROUNDS; ++round) {
         const Longs product0 = multiply_low(c0, multiplier0), product1 = multiply_low(c2, multiplier1);
-        c0 = (product1 >> 32) ^ c1 ^ uint64_t{k0};
-        c2 = (product0 >> 32) ^ c3 ^ uint64_t{k1};
+        c0 = (product1 >> 32) ^ c1 ^ rounds.keys[round][0];
+        c2 = (product0 >> 32) ^ c3 ^ rounds.keys[round][1];
         c1 = product1;
         c3 = product0;
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
     }
-    const Longs first = (c0 & 0xFFFFFFFFu) | (c1 << 32), second = (c2 & 0xFFFFFFFFu) | (c3 << 32);
+    return {{c0, c1, c2, c3}};
+}
+
+// The words of 2 * LANES tokens from 4 * first_counter on, in order.
+QINLINE void philox(uint64_t first_counter, const Rounds &rounds, uint32_t *words) {
+    const Counters c = encrypted(first_counter, rounds);
+    const Longs first = (c.words[0] & 0xFFFFFFFFu) | (c.words[1] << 32);
+    const Longs second = (c.words[2] & 0xFFFFFFFFu) | (c.words[3] << 32);
     store_as(words, even_pairs(first, second));
     store_as(words + LANES, odd_pairs(first, second));
 }
@@ -111,16 +136,17 @@ QINLINE Floats gumbel(Ints word) {
     return -log_reduced(exponential.f, exponential.exponent);
 }
 
-QINLINE void block_words(int64_t first_token, const DrawKey &key, uint32_t *words) {
+QINLINE void block_words(int64_t first_token, const Rounds &rounds, uint32_t *words) {
     const uint64_t counter = static_cast<uint64_t>(first_token) >> 2;
-    QUNROLL for (int i = 0; i < BLOCK; i += 2 * LANES) philox(counter + i / 4, key, words + i);
+    QUNROLL for (int i = 0; i < BLOCK; i += 2 * LANES) philox(counter + i / 4, rounds, words + i);
 }
 
 static void noise(int64_t num_tokens, const DrawKey &key, float *out) {
+    const Rounds rounds(key);
     alignas(64) uint32_t words[BLOCK];
     alignas(64) float block[BLOCK];
     for (int64_t start = 0; start < num_tokens; start += BLOCK) {
-        block_words(start, key, words);
+        block_words(start, rounds, words);
         QUNROLL for (int i = 0; i < BLOCK; i += LANES) store_as(block + i, gumbel(load_as<Ints>(words + i)));
         for (int i = 0; i < BLOCK && start + i < num_tokens; ++i) out[start + i] = block[i];
     }
@@ -177,53 +203,107 @@ static int64_t count_above(const float *logits, int64_t num_tokens, float value)
 
 constexpr float LARGEST_NOISE = 23.0f;  // above 33 log(2), the noise of the word 2^32 - 1
 
-// Whether some word's noise may exceed `least`. As -log(1 - x) > x, noise above t needs a word r with
+// 2^x, or up to 6.2 % more, for x between -126 and 127: the bits of a float, read as an integer, are nearly its logarithm.
+QINLINE float exp2_bound(float x) {
+    const int32_t bits = static_cast<int32_t>((x + 127.0f) * 0x1p23f);
+    float bound;
+    __builtin_memcpy(&bound, &bits, sizeof bound);
+    return bound;
+}
+
+// Words below this one have less noise than `noise`. As -log(1 - x) > x, noise above t needs a word r with
 // (2^32 - 1 - r) / 2^32 < exp(-t); a margin covers rounding. Saves most logarithms, since few tokens can still win.
-QINLINE bool may_exceed(const uint32_t *words, float least) {
-    if (!(least >= 0.5f)) return true;  // also where it is not a number: nothing was drawn yet
-    const uint32_t bound = static_cast<uint32_t>(__builtin_expf(-least) * 0x1.001p32f) + 2;
+QINLINE uint32_t least_word(float noise) {
+    if (!(noise >= 0.5f)) return 0;  // also where it is not a number: nothing was drawn yet
+    return ~(static_cast<uint32_t>(exp2_bound(noise * -0x1.715476p+0f) * 0x1.001p32f) + 2);
+}
+
+QINLINE Words larger(Words a, Words b) { return a > b ? a : b; }
+
+QINLINE bool any_reaches(const uint32_t *words, int count, uint32_t least) {
     int32_t any = 0;
-    for (int i = 0; i < BLOCK; ++i) any |= static_cast<int32_t>(~words[i] <= bound);
+    for (int i = 0; i < count; ++i) any |= static_cast<int32_t>(words[i] >= least);
     return any != 0;
 }
 
-QINLINE float largest(const float *block) {
-    Floats most = load_as<Floats>(block);
-    QUNROLL for (int i = LANES; i < BLOCK; i += LANES) {
-        const Floats x = load_as<Floats>(block + i);
-        most = x > most ? x : most;
+// Whether some word of SPAN tokens reaches `least`, which is above 0. Their order does not matter, so they are not put in one.
+QINLINE bool span_reaches(int64_t first_token, const Rounds &rounds, uint32_t least) {
+    const uint64_t counter = static_cast<uint64_t>(first_token) >> 2;
+    Words most{};
+    QUNROLL for (int i = 0; i < SPAN / 4; i += LONG_LANES) {
+        const Counters c = encrypted(counter + i, rounds);
+        most = larger(most, larger(larger((Words)c.words[0], (Words)c.words[1]), larger((Words)c.words[2], (Words)c.words[3])));
     }
-    float lanes[LANES];
-    store_as(lanes, most);
-    QUNROLL for (int width = LANES / 2; width > 0; width /= 2) {
-        QUNROLL for (int i = 0; i < width; ++i) lanes[i] = lanes[i + width] > lanes[i] ? lanes[i + width] : lanes[i];
-    }
-    return lanes[0];
+    uint32_t words[LANES];
+    store_as(words, (Longs)most & 0xFFFFFFFFu);
+    return any_reaches(words, LANES, least);
 }
 
-static int64_t draw(const ScaledRow &row, const Cut *cut, const DrawKey &key) {
-    alignas(64) float padded[BLOCK], score[BLOCK];
-    alignas(64) int32_t kept[BLOCK];
-    alignas(64) uint32_t words[BLOCK];
-    float best_score = MINUS_INFINITY;
-    int64_t best = 0;
-    for (int64_t start = 0; start < row.num_tokens; start += BLOCK) {
-        const float *block = block_at(row.logits, start, row.num_tokens, padded);
-        if (cut != nullptr && !mark_kept(block, start, *cut, kept)) continue;
-        const float missing = best_score - (largest(block) - row.peak) * row.scale;  // noise that would draw level
-        if (missing > LARGEST_NOISE) continue;
-        block_words(start, key, words);
-        if (!may_exceed(words, missing)) continue;
+template <int COUNT>
+QINLINE float largest(const float *logits) {
+    Floats most = load_as<Floats>(logits);
+    QUNROLL for (int i = LANES; i < COUNT; i += LANES) {
+        const Floats x = load_as<Floats>(logits + i);
+        most = x > most ? x : most;
+    }
+    return reduce_max((Vec)most);
+}
+
+// The best token by distance and noise.
+class Draw {
+public:
+    Draw(const ScaledRow &row, const Cut *cut, const DrawKey &key) : row_(row), cut_(cut), rounds_(key) {}
+
+    int64_t best() {
+        int64_t start = 0;
+        for (; start + SPAN <= row_.num_tokens; start += SPAN) {
+            if (!may_win(start)) continue;
+            for (int64_t block = start; block < start + SPAN; block += BLOCK) try_block(block);
+        }
+        for (; start < row_.num_tokens; start += BLOCK) try_block(start);
+        return best_;
+    }
+
+private:
+    // The noise that would draw level with the best so far, for a token with this logit.
+    float missing(float logit) const { return best_score_ - (logit - row_.peak) * row_.scale; }
+
+    bool may_win(int64_t start) const {
+        const float most = largest<SPAN>(row_.logits + start);
+        if (cut_ != nullptr && most < cut_->value) return false;
+        const float noise = missing(most);
+        if (noise > LARGEST_NOISE) return false;
+        const uint32_t least = least_word(noise);
+        return least == 0 || span_reaches(start, rounds_, least);
+    }
+
+    void try_block(int64_t start) {
+        alignas(64) float padded[BLOCK], score[BLOCK];
+        alignas(64) int32_t kept[BLOCK];
+        alignas(64) uint32_t words[BLOCK];
+        const float *block = block_at(row_.logits, start, row_.num_tokens, padded);
+        if (cut_ != nullptr && !mark_kept(block, start, *cut_, kept)) return;
+        const float noise = missing(largest<BLOCK>(block));
+        if (noise > LARGEST_NOISE) return;
+        block_words(start, rounds_, words);
+        if (!any_reaches(words, BLOCK, least_word(noise))) return;
         QUNROLL for (int i = 0; i < BLOCK; i += LANES) {
-            const Floats distance = (load_as<Floats>(block + i) - row.peak) * row.scale;
+            const Floats distance = (load_as<Floats>(block + i) - row_.peak) * row_.scale;
             store_as(score + i, distance + gumbel(load_as<Ints>(words + i)));
         }
         for (int i = 0; i < BLOCK; ++i) {
-            if (score[i] > best_score && (cut == nullptr || kept[i])) best_score = score[i], best = start + i;
+            if (score[i] > best_score_ && (cut_ == nullptr || kept[i])) best_score_ = score[i], best_ = start + i;
         }
     }
-    return best;
-}
+
+    const ScaledRow &row_;
+    const Cut *cut_;
+    const Rounds rounds_;
+    float best_score_ = MINUS_INFINITY;
+    int64_t best_ = 0;
+};
+
+static int64_t draw(const ScaledRow &row, const Cut *cut, const DrawKey &key) { return Draw(row, cut, key).best(); }
 
 // ---- weights ----
 
