@@ -1,7 +1,11 @@
-// The best output of a projection for each row, without a place for all outputs: greedy decoding needs no more of the
-// logits, and those of 64 rows over 152k tokens are 39 MB to write and to read again.
+// The best output of a projection for each row, or one that is drawn, without a place for all outputs: the logits of 64 rows
+// over 152k tokens are 39 MB to find room for, to write and to read again.
 //
 // Outputs are computed slice by slice by the projection itself, so the sums are those that it would have stored.
+#include <stdexcept>
+#include <string>
+#include <vector>
+
 #include "bindings.hpp"
 #include "elementwise.hpp"
 #include "linear.hpp"
@@ -23,30 +27,117 @@ static LinearWeight slice(const LinearWeight &weight, int64_t first, int64_t cou
     return part;
 }
 
-static void linear_peaks(const LinearWeight &weight, uintptr_t x, int x_dtype, int64_t num_rows, uintptr_t ids,
-                         uintptr_t values) {
+// One token to be drawn from a row. Scores depend on the row's largest logit, which is known at the end: until then they are
+// taken to the largest so far, and whoever comes within rounding of the best is remembered.
+class RunningDraw {
+public:
+    RunningDraw(float scale, const DrawKey &key) : scale_(scale), key_(key) {}
+
+    void see(const SamplingTable &table, const float *logits, int64_t first_id, int64_t num_tokens, float peak) {
+        const ScaledRow row{logits, num_tokens, peak, scale_};
+        float least = -__builtin_inff();
+        for (const Rival &rival : rivals_) least = max_of(least, score(rival, peak) - MARGIN);
+        Hit hit = table.next_hit(row, first_id, key_, 0, least);
+        while (hit.index < num_tokens) {
+            rivals_.push_back({first_id + hit.index, logits[hit.index], hit.noise});
+            least = max_of(least, hit.score - MARGIN);
+            hit = table.next_hit(row, first_id, key_, hit.index + 1, least);
+        }
+    }
+
+    // The lowest id of the best score.
+    int64_t token_id(float peak) const {
+        Rival best{0, -__builtin_inff(), 0.0f};
+        for (const Rival &rival : rivals_) {
+            if (score(rival, peak) > score(best, peak)) best = rival;
+        }
+        return best.token_id;
+    }
+
+private:
+    // A score is rounded three times. Who can win is less than 54 from the peak at any time, as noise is between -4 and 23, so
+    // two scores are off by less than 54 * 6 * 2^-24 together.
+    static constexpr float MARGIN = 1e-4f;
+
+    struct Rival {
+        int64_t token_id;
+        float logit, noise;
+    };
+
+    static float max_of(float a, float b) { return a > b ? a : b; }
+    float score(const Rival &rival, float peak) const { return (rival.logit - peak) * scale_ + rival.noise; }
+
+    float scale_;
+    DrawKey key_;
+    std::vector<Rival> rivals_;
+};
+
+// What is asked of the rows: tokens drawn from some of them.
+struct Draws {
+    std::vector<RunningDraw> running;
+    const int64_t *rows;
+};
+
+static void see(const LinearWeight &part, int64_t first_id, const float *sums, int64_t num_rows, Peak *peaks, Draws &draws) {
+    const Stopwatch stopwatch(KernelClass::sampling);
     const SamplingTable &table = sampling_kernels();
+    const int64_t width = part.num_outputs;
+    over_rows(num_rows, width, [&](int64_t from, int64_t to) {
+        for (int64_t r = from; r < to; ++r) peaks[r] = raised(table, peaks[r], sums + r * width, first_id, width);
+    });
+    const int64_t num_draws = static_cast<int64_t>(draws.running.size());
+    over_rows(num_draws, width, [&](int64_t from, int64_t to) {
+        for (int64_t i = from; i < to; ++i) {
+            const int64_t r = draws.rows[i];
+            draws.running[i].see(table, sums + r * width, first_id, width, peaks[r].value);
+        }
+    });
+}
+
+static std::vector<Peak> see_all(const LinearWeight &weight, const void *x, DType dtype, int64_t num_rows, Draws &draws) {
+    std::vector<Peak> peaks(num_rows, NO_PEAK);
     const int64_t panels = max64(MIN_SLICE_PANELS, SLICE_ELEMENTS / PANEL / max64(num_rows, 1));
-    int64_t *best = reinterpret_cast<int64_t *>(ids);
-    float *peaks = reinterpret_cast<float *>(values);
-    for (int64_t r = 0; r < num_rows; ++r) best[r] = NO_PEAK.token_id, peaks[r] = NO_PEAK.value;
     for (int64_t first = 0; first < weight.num_panels(); first += panels) {
         const LinearWeight part = slice(weight, first, min64(panels, weight.num_panels() - first));
         float *sums = scratch(LOGITS, num_rows * part.num_outputs);
-        linear(part, reinterpret_cast<const void *>(x), static_cast<DType>(x_dtype), num_rows, sums, DType::f32);
-        const Stopwatch stopwatch(KernelClass::sampling);
-        over_rows(num_rows, part.num_outputs, [&](int64_t from, int64_t to) {
-            for (int64_t r = from; r < to; ++r) {
-                const float *row = sums + r * part.num_outputs;
-                const Peak peak = raised(table, Peak{best[r], peaks[r]}, row, first * PANEL, part.num_outputs);
-                best[r] = peak.token_id;
-                peaks[r] = peak.value;
-            }
-        });
+        linear(part, x, dtype, num_rows, sums, DType::f32);
+        see(part, first * PANEL, sums, num_rows, peaks.data(), draws);
+    }
+    return peaks;
+}
+
+// Each row's best output, its id and value, and `num_draws` tokens, each drawn from one of the rows.
+static void linear_draws(const LinearWeight &weight, uintptr_t x, int x_dtype, int64_t num_rows, uintptr_t ids,
+                         uintptr_t values, int64_t num_draws, uintptr_t rows, uintptr_t scales, uintptr_t seeds,
+                         uintptr_t positions, uintptr_t drawn) {
+    Draws draws{{}, reinterpret_cast<const int64_t *>(rows)};
+    for (int64_t i = 0; i < num_draws; ++i) {
+        if (draws.rows[i] < 0 || draws.rows[i] >= num_rows) {
+            throw std::invalid_argument("row " + std::to_string(draws.rows[i]) + " of " + std::to_string(num_rows));
+        }
+        const DrawKey key{reinterpret_cast<const uint64_t *>(seeds)[i], reinterpret_cast<const uint64_t *>(positions)[i]};
+        draws.running.emplace_back(reinterpret_cast<const float *>(scales)[i], key);
+    }
+    const std::vector<Peak> peaks =
+        see_all(weight, reinterpret_cast<const void *>(x), static_cast<DType>(x_dtype), num_rows, draws);
+    for (int64_t r = 0; r < num_rows; ++r) {
+        reinterpret_cast<int64_t *>(ids)[r] = peaks[r].token_id;
+        reinterpret_cast<float *>(values)[r] = peaks[r].value;
+    }
+    for (int64_t i = 0; i < num_draws; ++i) {
+        reinterpret_cast<int64_t *>(drawn)[i] = draws.running[i].token_id(peaks[draws.rows[i]].value);
     }
 }
 
-static void bind_head(nb::module_ &m) { m.def("linear_peaks", &linear_peaks, nb::call_guard<nb::gil_scoped_release>()); }
+static void linear_peaks(const LinearWeight &weight, uintptr_t x, int x_dtype, int64_t num_rows, uintptr_t ids,
+                         uintptr_t values) {
+    linear_draws(weight, x, x_dtype, num_rows, ids, values, 0, 0, 0, 0, 0, 0);
+}
+
+static void bind_head(nb::module_ &m) {
+    m.def("linear_peaks", &linear_peaks, nb::call_guard<nb::gil_scoped_release>());
+    m.def("linear_draws", &linear_draws, nb::call_guard<nb::gil_scoped_release>());
+}
 static const Registration registration(bind_head);
 
 }  // namespace quire

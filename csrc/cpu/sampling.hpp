@@ -25,6 +25,12 @@ struct DrawKey {
     uint64_t seed, position;
 };
 
+// A token that may be drawn: its score is its scaled distance and its noise.
+struct Hit {
+    int64_t index;
+    float score, noise;
+};
+
 constexpr int NUM_BUCKETS = 2048;
 constexpr float BUCKETS_PER_NAT = 64.0f;  // the last bucket holds all that is 32 nats or more below the peak
 
@@ -41,6 +47,9 @@ struct SamplingTable {
     int64_t (*next_above)(const float *logits, int64_t start, int64_t num_tokens, float threshold);
     int64_t (*count_above)(const float *logits, int64_t num_tokens, float value);
     int64_t (*draw)(const ScaledRow &row, const Cut *cut, const DrawKey &key);  // cut may be null
+    // In logits of tokens first_id, first_id + 1, ... (first_id a multiple of 4): the first one at or after `start` whose score is
+    // above `least`; num_tokens where there is none.
+    Hit (*next_hit)(const ScaledRow &row, int64_t first_id, const DrawKey &key, int64_t start, float least);
     int64_t (*total)(const ScaledRow &row, const Cut *cut);
     void (*histogram)(const ScaledRow &row, float floor, Histogram &out);
     // Ids of a bucket's tokens, ascending; returns their number.

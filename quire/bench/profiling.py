@@ -43,6 +43,7 @@ class StepProfile:
                     "forward": self._timed("forward", self._split(worker.model.forward)),
                     "logits": self._timed("logits", worker.model.logits),
                     "best_tokens": self._timed("logits", worker.model.best_tokens),
+                    "drawn_tokens": self._timed("logits", worker.model.drawn_tokens),
                 },
             )
             worker.sampler = _Timed(worker.sampler, {"sample": self._timed("sampling", worker.sampler.sample)})

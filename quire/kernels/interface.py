@@ -19,6 +19,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from quire.kernels.sampling import Draws
+
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 InputFormat = Literal["int8", "fp8", "float"]
 """What the inputs of a quantized weight are multiplied as."""
@@ -231,6 +233,12 @@ class Kernels(Protocol):
     def linear_peaks(self, x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor]:
         """`SamplingKernels.peaks` of `linear(x, weight, out_dtype="float32")`: each row's largest output, the lowest of
         equals: ids int64 [T], values float32 [T]. A back end need not store the products for it.
+        """
+        ...
+
+    def linear_draws(self, x: Tensor, weight: PackedLinear, draws: Draws) -> tuple[Tensor, Tensor, Tensor] | None:
+        """`linear_peaks`, and the tokens int64 [n] that `SamplingKernels.draw` gives for those products without cuts (for rows
+        whose peak is not finite, any). None where a back end has no way to it that is better than those two.
         """
         ...
 

@@ -86,6 +86,17 @@ class Keys:
 
 
 @dataclass(frozen=True, slots=True)
+class Draws:
+    """n tokens to be drawn from whole rows, any number from one."""
+
+    row: Tensor
+    """int64 [n]: from which row."""
+    scale: Tensor
+    """float32 [n]: as in `ScaledRows`."""
+    keys: Keys
+
+
+@dataclass(frozen=True, slots=True)
 class Penalties:
     """Penalties of n different rows for the tokens of their prompts and outputs, which lie one after another."""
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.interface import DecoderWeights, EmbeddingTable, ForwardPass, Kernels, PackedLinear
+from quire.kernels.sampling import Draws
 from quire.models.declaration import DecoderSpec
 from quire.nn.context import StepContext
 from quire.nn.layers import Block, Norm, Stream
@@ -79,6 +80,12 @@ class DecoderModel:
         if self.spec.final_soft_cap is not None:
             return None
         return self.kernels.linear_peaks(self.final_norm(self.kernels, hidden.contiguous()), self.head)
+
+    def drawn_tokens(self, hidden: Tensor, draws: Draws) -> tuple[Tensor, Tensor, Tensor] | None:
+        """`best_tokens`, and what `SamplingKernels.draw` gives for `logits(hidden)`, int64 [n]. None where it takes those."""
+        if self.spec.final_soft_cap is not None:
+            return None
+        return self.kernels.linear_draws(self.final_norm(self.kernels, hidden.contiguous()), self.head, draws)
 
     @property
     def projections(self) -> tuple[PackedLinear, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.common.seeds import derive_seed
 from quire.core.plan import RowSampling
-from quire.kernels.sampling import Cuts, Filters, Keys, SamplingKernels, ScaledRows
+from quire.kernels.sampling import Cuts, Draws, Filters, Keys, SamplingKernels, ScaledRows
 from quire.sampling.edits import is_edited
 from quire.sampling.rows import SampledRow
 
@@ -67,6 +67,20 @@ def _arrays(rows: Sequence[SampledRow], places: Sequence[int], vocab_size: int, 
         arrays.append(np.array([each.top_p for each in samplings], np.float64))
         arrays.append(np.array([floor_of(each) for each in samplings], np.float32))
     return arrays
+
+
+def draws_of(rows: Sequence[SampledRow]) -> Draws:
+    """The draws of rows that are not greedy, `num_samples` for each, row after row."""
+    drawn = [(place, row) for place, row in enumerate(rows) if row.sampling.temperature != 0.0]
+    chosen = [(place, row, index) for place, row in drawn for index in range(row.num_samples)]
+    arrays = (
+        np.array([place for place, _, _ in chosen], np.int64),
+        np.array([scale_of(row.sampling) for _, row, _ in chosen], np.float32),
+        np.array([signed(derive_seed(row.sampling.seed, index)) for _, row, index in chosen], np.int64),
+        np.array([row.position for _, row, _ in chosen], np.int64),
+    )
+    row, scale, seed, position = map(torch.from_numpy, arrays)
+    return Draws(row, scale, Keys(seed, position))
 
 
 def has_filters(sampling: RowSampling, vocab_size: int) -> bool:

@@ -28,8 +28,8 @@ from quire.errors import RequestError
 from quire.nn.context import StepContext
 from quire.nn.decoder import DecoderModel
 from quire.sampling import SampledRow, Sampler
-from quire.sampling.greedy import greedy_results
-from quire.sampling.plain import choose_plain, is_plain
+from quire.sampling.known import drawn_results, greedy_results
+from quire.sampling.plain import choose_plain, draws_of, has_filters, is_plain
 from quire.worker.batch import StepArrays, StepInputs, gather, move
 from quire.worker.graphs import GraphBackend, GraphSettings, ScratchBlock, StepGraphs
 from quire.worker.last_tokens import Arrival, LastTokens, Readback
@@ -221,10 +221,20 @@ class Worker:
             best = self.model.best_tokens(hidden)
             if best is not None:
                 return greedy_results(best, [item.num_samples for item in work])
-        return self.sampler.sample(self.model.logits(hidden), [self._sampled_row(item) for item in work])
+        rows = [self._sampled_row(item) for item in work]
+        if all(map(self._is_free, work)):
+            drawn = self.model.drawn_tokens(hidden, draws_of(rows))
+            if drawn is not None:
+                return drawn_results(drawn, rows)
+        return self.sampler.sample(self.model.logits(hidden), rows)
 
     def _is_plain_greedy(self, work: RowWork) -> bool:
         return self._is_plain(work) and self.rows.sampling[work.row].temperature == 0.0 and not work.num_candidates
+
+    def _is_free(self, work: RowWork) -> bool:
+        """Whether its tokens are drawn from all of the model's own logits, or are the best of them."""
+        filters = has_filters(self.rows.sampling[work.row], self.model.head.num_outputs)
+        return not filters and self._is_plain(work) and not work.num_candidates
 
     def _is_plain(self, work: RowWork) -> bool:
         """Remembered for as long as the row keeps its sampling parameters, which is one object for the row's life."""

@@ -12,7 +12,7 @@ from quire.core.plan import RowSampling
 from quire.kernels import load
 from quire.kernels.sampling import SamplingKernels
 from quire.sampling import SampledRow, Sampler, select_sampling
-from quire.sampling.greedy import greedy_results
+from quire.sampling.known import greedy_results
 from quire.sampling.plain import choose_plain, is_plain
 
 NOT_PLAIN: list[dict[str, Any]] = [

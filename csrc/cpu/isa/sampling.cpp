@@ -249,61 +249,80 @@ QINLINE float largest(const float *logits) {
     return reduce_max((Vec)most);
 }
 
-// The best token by distance and noise.
-class Draw {
+// The search for tokens by distance and noise, in one row or a part of it.
+class Search {
 public:
-    Draw(const ScaledRow &row, const Cut *cut, const DrawKey &key) : row_(row), cut_(cut), rounds_(key) {}
+    Search(const ScaledRow &row, int64_t first_id, const Cut *cut, const DrawKey &key)
+        : row_(row), first_id_(first_id), cut_(cut), rounds_(key) {}
 
-    int64_t best() {
-        int64_t start = 0;
-        for (; start + SPAN <= row_.num_tokens; start += SPAN) {
-            if (!may_win(start)) continue;
-            for (int64_t block = start; block < start + SPAN; block += BLOCK) try_block(block);
+    // The first token at or after `start` whose score is above `least`.
+    Hit next(int64_t start, float least) const {
+        while (start < row_.num_tokens) {
+            if (start % SPAN == 0 && start + SPAN <= row_.num_tokens && !may_win(start, least)) {
+                start += SPAN;
+                continue;
+            }
+            const int64_t block = start / BLOCK * BLOCK;
+            const Hit hit = next_in_block(block, start, least);
+            if (hit.index < row_.num_tokens) return hit;
+            start = block + BLOCK;
         }
-        for (; start < row_.num_tokens; start += BLOCK) try_block(start);
-        return best_;
+        return {row_.num_tokens, 0.0f, 0.0f};
     }
 
 private:
-    // The noise that would draw level with the best so far, for a token with this logit.
-    float missing(float logit) const { return best_score_ - (logit - row_.peak) * row_.scale; }
+    // The noise that a token with this logit needs.
+    float missing(float logit, float least) const { return least - (logit - row_.peak) * row_.scale; }
 
-    bool may_win(int64_t start) const {
+    bool may_win(int64_t start, float least) const {
         const float most = largest<SPAN>(row_.logits + start);
         if (cut_ != nullptr && most < cut_->value) return false;
-        const float noise = missing(most);
+        const float noise = missing(most, least);
         if (noise > LARGEST_NOISE) return false;
-        const uint32_t least = least_word(noise);
-        return least == 0 || span_reaches(start, rounds_, least);
+        const uint32_t word = least_word(noise);
+        return word == 0 || span_reaches(first_id_ + start, rounds_, word);
     }
 
-    void try_block(int64_t start) {
-        alignas(64) float padded[BLOCK], score[BLOCK];
+    Hit next_in_block(int64_t start, int64_t from, float least) const {
+        const Hit none{row_.num_tokens, 0.0f, 0.0f};
+        alignas(64) float padded[BLOCK], noise[BLOCK], score[BLOCK];
         alignas(64) int32_t kept[BLOCK];
         alignas(64) uint32_t words[BLOCK];
         const float *block = block_at(row_.logits, start, row_.num_tokens, padded);
-        if (cut_ != nullptr && !mark_kept(block, start, *cut_, kept)) return;
-        const float noise = missing(largest<BLOCK>(block));
-        if (noise > LARGEST_NOISE) return;
-        block_words(start, rounds_, words);
-        if (!any_reaches(words, BLOCK, least_word(noise))) return;
+        if (cut_ != nullptr && !mark_kept(block, start, *cut_, kept)) return none;
+        const float needed = missing(largest<BLOCK>(block), least);
+        if (needed > LARGEST_NOISE) return none;
+        block_words(first_id_ + start, rounds_, words);
+        if (!any_reaches(words, BLOCK, least_word(needed))) return none;
         QUNROLL for (int i = 0; i < BLOCK; i += LANES) {
             const Floats distance = (load_as<Floats>(block + i) - row_.peak) * row_.scale;
-            store_as(score + i, distance + gumbel(load_as<Ints>(words + i)));
+            store_as(noise + i, gumbel(load_as<Ints>(words + i)));
+            store_as(score + i, distance + load_as<Floats>(noise + i));
         }
-        for (int i = 0; i < BLOCK; ++i) {
-            if (score[i] > best_score_ && (cut_ == nullptr || kept[i])) best_score_ = score[i], best_ = start + i;
+        for (int i = static_cast<int>(from - start); i < BLOCK; ++i) {
+            if (score[i] > least && (cut_ == nullptr || kept[i])) return {start + i, score[i], noise[i]};
         }
+        return none;
     }
 
     const ScaledRow &row_;
+    const int64_t first_id_;
     const Cut *cut_;
     const Rounds rounds_;
-    float best_score_ = MINUS_INFINITY;
-    int64_t best_ = 0;
 };
 
-static int64_t draw(const ScaledRow &row, const Cut *cut, const DrawKey &key) { return Draw(row, cut, key).best(); }
+static int64_t draw(const ScaledRow &row, const Cut *cut, const DrawKey &key) {
+    const Search search(row, 0, cut, key);
+    Hit best{0, MINUS_INFINITY, 0.0f};
+    for (Hit hit = search.next(0, best.score); hit.index < row.num_tokens; hit = search.next(hit.index + 1, best.score)) {
+        best = hit;
+    }
+    return best.index;
+}
+
+static Hit next_hit(const ScaledRow &row, int64_t first_id, const DrawKey &key, int64_t start, float least) {
+    return Search(row, first_id, nullptr, key).next(start, least);
+}
 
 // ---- weights ----
 
@@ -410,7 +429,7 @@ static void weigh(const ScaledRow &row, const int32_t *ids, int64_t count, int64
 
 extern const SamplingTable sampling_table;
 const SamplingTable sampling_table = {
-    next_above, count_above, draw, total, histogram, collect, weigh, noise,
+    next_above, count_above, draw, next_hit, total, histogram, collect, weigh, noise,
 };
 
 }  // namespace quire::QUIRE_ISA

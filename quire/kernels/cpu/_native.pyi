@@ -43,6 +43,21 @@ def linear_gated(
     weight: LinearWeight, activation: int, x: int, x_dtype: int, num_rows: int, out: int, out_dtype: int, /
 ) -> None: ...
 def linear_peaks(weight: LinearWeight, x: int, x_dtype: int, num_rows: int, ids: int, values: int, /) -> None: ...
+def linear_draws(
+    weight: LinearWeight,
+    x: int,
+    x_dtype: int,
+    num_rows: int,
+    ids: int,
+    values: int,
+    num_draws: int,
+    rows: int,
+    scales: int,
+    seeds: int,
+    positions: int,
+    drawn: int,
+    /,
+) -> None: ...
 
 class Loading:
     """Reads weights out of files and packs them on threads that need no interpreter; see csrc/cpu/loading.cpp."""

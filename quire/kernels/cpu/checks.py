@@ -72,3 +72,10 @@ def require(condition: bool, message: str, *tensors: Tensor | None) -> None:
     if not condition:
         shapes = ", ".join("None" if tensor is None else str(list(tensor.shape)) for tensor in tensors)
         raise ValueError(f"{message}; got {shapes}" if shapes else message)
+
+
+def vector_address(tensor: Tensor, name: str, dtype: torch.dtype, count: int) -> int:
+    """Of [count] of this dtype."""
+    if tensor.dtype != dtype or tensor.shape != (count,):
+        raise TypeError(f"{name} is {tensor.dtype} {list(tensor.shape)}; expected {dtype} [{count}]")
+    return address(tensor, name)

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.kernels.cpu import _native
-from quire.kernels.cpu.checks import activation_code, address, float_code, require
+from quire.kernels.cpu.checks import activation_code, address, float_code, indices_address, require, vector_address
 from quire.kernels.host_memory import empty_bytes
 from quire.kernels.interface import Activation, PackedLinear, QuantizedWeight
+from quire.kernels.sampling import Draws
 
 LAYOUT_VERSION: str = _native.WEIGHT_LAYOUT
 """Bytes packed under another version cannot be read."""
@@ -177,6 +178,29 @@ def linear_peaks(x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor]:
     ids, values = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.float32)
     _native.linear_peaks(packed.native, address(x, "x"), float_code(x, "x"), num_rows, ids.data_ptr(), values.data_ptr())
     return ids, values
+
+
+def linear_draws(x: Tensor, weight: PackedLinear, draws: Draws) -> tuple[Tensor, Tensor, Tensor]:
+    """`linear_peaks`, and tokens drawn slice by slice as well."""
+    packed = _checked(x, weight)
+    num_rows, num_draws = x.shape[0], draws.row.numel()
+    ids, values = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.float32)
+    drawn = torch.empty(num_draws, dtype=torch.int64)
+    _native.linear_draws(
+        packed.native,
+        address(x, "x"),
+        float_code(x, "x"),
+        num_rows,
+        ids.data_ptr(),
+        values.data_ptr(),
+        num_draws,
+        indices_address(draws.row, "row", num_draws),
+        vector_address(draws.scale, "scale", torch.float32, num_draws),
+        indices_address(draws.keys.seed, "seed", num_draws),
+        indices_address(draws.keys.position, "position", num_draws),
+        drawn.data_ptr(),
+    )
+    return ids, values, drawn
 
 
 def _checked(x: Tensor, weight: PackedLinear) -> CpuLinear:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu import IMPORT_ERROR
-from quire.kernels.cpu.checks import address, indices_address, int32_address
+from quire.kernels.cpu.checks import address, indices_address, int32_address, vector_address
 from quire.kernels.sampling import Cuts, Filters, Keys, Penalties, ScaledRows, Scores
 
 if IMPORT_ERROR is None:
@@ -38,9 +38,9 @@ class NativeSampling:
             penalties.token_ids.numel(),
             indices_address(penalties.start, "start", count + 1),
             indices_address(penalties.output_start, "output_start", count),
-            _vector_address(penalties.repetition, "repetition", torch.float32, count),
-            _vector_address(penalties.frequency, "frequency", torch.float32, count),
-            _vector_address(penalties.presence, "presence", torch.float32, count),
+            vector_address(penalties.repetition, "repetition", torch.float32, count),
+            vector_address(penalties.frequency, "frequency", torch.float32, count),
+            vector_address(penalties.presence, "presence", torch.float32, count),
         )
 
     def cuts(self, logits: Tensor, rows: ScaledRows, filters: Filters) -> Cuts:
@@ -49,8 +49,8 @@ class NativeSampling:
         _native.sampling_cuts(
             *_rows_arguments(logits, rows),
             indices_address(filters.top_k, "top_k", count),
-            _vector_address(filters.top_p, "top_p", torch.float64, count),
-            _vector_address(filters.floor, "floor", torch.float32, count),
+            vector_address(filters.top_p, "top_p", torch.float64, count),
+            vector_address(filters.floor, "floor", torch.float32, count),
             cuts.value.data_ptr(),
             cuts.token_id.data_ptr(),
         )
@@ -102,8 +102,8 @@ def _rows_arguments(logits: Tensor, rows: ScaledRows) -> tuple[int, ...]:
     return (
         *_logits_arguments(logits),
         indices_address(rows.row, "row", count),
-        _vector_address(rows.peak, "peak", torch.float32, count),
-        _vector_address(rows.scale, "scale", torch.float32, count),
+        vector_address(rows.peak, "peak", torch.float32, count),
+        vector_address(rows.scale, "scale", torch.float32, count),
         count,
     )
 
@@ -112,12 +112,6 @@ def _cuts_arguments(cuts: Cuts | None, count: int) -> tuple[int, int]:
     if cuts is None:
         return 0, 0
     return (
-        _vector_address(cuts.value, "cut value", torch.float32, count),
+        vector_address(cuts.value, "cut value", torch.float32, count),
         indices_address(cuts.token_id, "cut token_id", count),
     )
-
-
-def _vector_address(tensor: Tensor, name: str, dtype: torch.dtype, count: int) -> int:
-    if tensor.dtype != dtype or tensor.shape != (count,):
-        raise TypeError(f"{name} is {tensor.dtype} {list(tensor.shape)}; expected {dtype} [{count}]")
-    return address(tensor, name)

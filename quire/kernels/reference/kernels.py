@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from quire.kernels.interface import DecoderWeights
+from quire.kernels.interface import DecoderWeights, PackedLinear
 from quire.kernels.reference import attention, elementwise, linear
+from quire.kernels.sampling import Draws
 
 
 class ReferenceKernels:
@@ -32,6 +34,9 @@ class ReferenceKernels:
     write_kv = staticmethod(attention.write_kv)
     copy_blocks = staticmethod(attention.copy_blocks)
     paged_attention = staticmethod(attention.paged_attention)
+
+    def linear_draws(self, x: Tensor, weight: PackedLinear, draws: Draws) -> None:
+        """See `Kernels.linear_draws`."""
 
     def compile_decoder(self, decoder: DecoderWeights) -> None:
         """The reference is what operations give one by one."""

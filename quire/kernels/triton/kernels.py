@@ -17,6 +17,7 @@ from quire.kernels.interface import (
     PackedLinear,
     QuantizedWeight,
 )
+from quire.kernels.sampling import Draws
 from quire.kernels.triton import attention, cache, elementwise, integer_linear, linear
 from quire.kernels.triton.activation import NO_ACTIVATION
 from quire.kernels.triton.integer_linear import IntegerLinear
@@ -94,6 +95,9 @@ class TritonKernels:
         if isinstance(weight, FloatLinear):
             return linear.float_peaks(x, weight)
         return tile_peaks(self.linear(x, weight, out_dtype="float32"), None)
+
+    def linear_draws(self, x: Tensor, weight: PackedLinear, draws: Draws) -> None:
+        """See `Kernels.linear_draws`."""
 
     def embedding(self, token_ids: Tensor, table: EmbeddingTable) -> Tensor:
         """See `Kernels.embedding`; the tables of this back end are tensors."""

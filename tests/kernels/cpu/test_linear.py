@@ -11,9 +11,11 @@ from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.kernels import cpu
+from quire.kernels.cpu.sampling import NativeSampling
 from quire.kernels.interface import Activation, Kernels, QuantizedWeight
 from quire.kernels.reference.linear import dequantized
 from quire.kernels.reference.sampling import ReferenceSampling
+from quire.kernels.sampling import Draws, Keys, ScaledRows
 
 ACTIVATIONS = get_args(Activation)
 
@@ -296,6 +298,34 @@ def test_the_lowest_of_equal_peaks_wins_across_slices(native: Kernels) -> None:
     weight[[700, 1500, 2900]] = 1.0
     ids, values = native.linear_peaks(torch.ones(900, 4), native.pack_linear(weight))
     assert set(ids.tolist()) == {700} and set(values.tolist()) == {4.0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [3, 600])
+def test_draws_are_those_from_the_products(native_isa: Kernels, num_rows: int, dtype: torch.dtype) -> None:
+    """Over several slices, in which the largest output grows, at any temperature; most rows are drawn from twice."""
+    x, weight = draw(num_rows, 24, dtype=dtype), draw(2900, 24, dtype=dtype)
+    weight *= torch.linspace(0.1, 2.0, 2900, dtype=dtype)[:, None]
+    x[0] = torch.nan
+    x[1] = 0.0  # all tokens are equal
+    packed = native_isa.pack_linear(weight)
+    row = torch.cat([torch.arange(num_rows), torch.arange(1, num_rows)])
+    keys = Keys(torch.arange(len(row)) * 7919 - 5, torch.arange(len(row)) % 50)
+    logits = native_isa.linear(x, packed, out_dtype="float32")
+    best, peaks = NativeSampling().peaks(logits)
+    for scale in (1e-6, 0.3, 1.0, 1e4):
+        scales = torch.full((len(row),), scale)
+        rows = ScaledRows(row, peaks.nan_to_num(0.0)[row], scales)
+        want = NativeSampling().draw(logits.nan_to_num(0.0), rows, None, keys)
+        found = native_isa.linear_draws(x, packed, Draws(row, scales, keys))
+        assert found is not None and found[0][1:].equal(best[1:]) and found[1][1:].equal(peaks[1:])
+        assert found[1][0].isnan() and found[2][row > 0].equal(want[row > 0])
+
+
+def test_draws_from_rows_that_are_not_there_are_refused(native: Kernels) -> None:
+    one = torch.tensor([2])
+    with pytest.raises(ValueError, match="row 2 of 2"):
+        native.linear_draws(draw(2, 8), native.pack_linear(draw(5, 8)), Draws(one, torch.ones(1), Keys(one, one)))
 
 
 @pytest.mark.skipif(not cpu.emulated_isas() and "avx512bf16" not in cpu.supported_isas(), reason="needs AVX512-VNNI at least")

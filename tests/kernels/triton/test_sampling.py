@@ -17,7 +17,7 @@ from quire.kernels.interface import Kernels
 from quire.kernels.reference.sampling import ReferenceSampling
 from quire.kernels.sampling import Filters, SamplingKernels, ScaledRows
 from quire.sampling import SampledRow, Sampler, select_sampling
-from quire.sampling.greedy import greedy_results
+from quire.sampling.known import greedy_results
 from quire.sampling.plain import choose_plain
 
 REFERENCE = ReferenceSampling()
