@@ -73,8 +73,9 @@ static void expand_int4(const Groups &groups, const char *panel, char *out) {
     }
 }
 
-// The groups with their weights as bytes in the block's scratch.
-static Groups expanded(const Groups &groups, const GemmBlock &block) {
+// The groups with their weights as bytes in the block's scratch, as `expand_panel` makes them.
+template <typename ExpandPanel>
+static Groups expanded(const Groups &groups, const GemmBlock &block, ExpandPanel expand_panel) {
     Groups bytes = groups;
     char *to = static_cast<char *>(block.panels);
     bytes.weights.num_steps = 2 * groups.weights.num_steps;
@@ -82,7 +83,7 @@ static Groups expanded(const Groups &groups, const GemmBlock &block) {
     bytes.weights.stride = groups.count * bytes.stride;
     bytes.weights.data = to;
     for (int p = 0; p < groups.weights.num_panels; ++p) {
-        expand_int4(groups, groups.weights.data + p * groups.weights.stride, to + p * bytes.weights.stride);
+        expand_panel(groups, groups.weights.data + p * groups.weights.stride, to + p * bytes.weights.stride);
     }
     return bytes;
 }

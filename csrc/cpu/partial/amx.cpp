@@ -107,6 +107,13 @@ struct Quads {
     }
 };
 
+struct SignedQuads {
+    template <int SUMS, int ROWS, int PANEL_TILE>
+    QINLINE void add() {
+        add_signed_quads<SUMS, ROWS, PANEL_TILE>();
+    }
+};
+
 template <int TILE, bool KEEPS>
 QINLINE void load(const char *data, int64_t stride) {
     if constexpr (KEEPS) {
@@ -242,13 +249,17 @@ struct Integers {
 
     template <int TALL, int WIDE>
     void run(const RowPair &pair, int first, Ahead &ahead) const {
-        alignas(64) uint32_t sums[TALL][MATRIX_ROWS][WIDE * PANEL];
+        alignas(64) uint32_t sums[2][TALL][MATRIX_ROWS][WIDE * PANEL];
         Sides at = pair.sides(rows.depth, groups.weights.stride, reuse);
         const char *w = groups.weights.data + first * groups.weights.stride;
-        for (int64_t group = 0; group < groups.count; ++group, w += groups.stride) {
-            multiply<Quads, TALL, WIDE>(at, w, groups.weights.num_steps, ahead);
-            store_tiles<TALL, WIDE>(sums[0], sums[TALL - 1], sizeof sums[0][0]);
-            for (int i = 0; i < TALL; ++i) add<WIDE>(pair.tiles[i], sums[i], first, group);
+        for (int64_t group = 0; group <= groups.count; ++group, w += groups.stride) {
+            if (group < groups.count) {
+                auto &now = sums[group % 2];
+                multiply<Quads, TALL, WIDE>(at, w, groups.weights.num_steps, ahead);
+                store_tiles<TALL, WIDE>(now[0], now[TALL - 1], sizeof now[0][0]);
+            }
+            if (group == 0) continue;
+            for (int i = 0; i < TALL; ++i) add<WIDE>(pair.tiles[i], sums[(group - 1) % 2][i], first, group - 1);
         }
     }
     // A group's sums of products, which begin at `starts`, to the sums of the rows.
@@ -303,6 +314,119 @@ static void multiply_rows(const LinearWeight &weight, const InputRows &rows, con
     }
 }
 
+// ---- int4 in small groups ----
+
+// A tile of rows and a panel at a time, so that the registers hold the float32 sums of all its groups: adding a group's
+// integers to sums in memory takes longer than multiplying them. Half bytes become signed bytes, which saves an addition
+// for each of the integers. The weights of so many inputs stay in the first-level cache while all rows pass by.
+constexpr int64_t CHUNK_INPUTS = 512;
+constexpr int64_t SMALL_GROUP = 64;  // larger ones gain nothing
+
+// A group's products are read when two more are under way: a load straight after the store of a tile waits for it, which
+// takes half as long as all else together (groups of 32 inputs, 29 ns each and 20 ns).
+constexpr int LAG = 2, RING = 4;
+
+using Products = uint32_t[MATRIX_ROWS][PANEL];
+
+// Half bytes hold value + 8.
+static void expand_signed(const Groups &groups, const char *panel, char *out) {
+    const __m512i mask = _mm512_set1_epi8(15), zero_point = _mm512_set1_epi8(8);
+    for (int64_t group = 0; group < groups.count; ++group, panel += groups.stride) {
+        const char *from = panel, *end = from + groups.weights.num_steps * LINE;
+        for (; from != end; from += LINE, out += 2 * LINE) {
+            const __m512i low = _mm512_loadu_si512(from), high = _mm512_srli_epi32(low, 4);
+            _mm512_storeu_si512(out, _mm512_sub_epi8(_mm512_and_si512(low, mask), zero_point));
+            _mm512_storeu_si512(out + LINE, _mm512_sub_epi8(_mm512_and_si512(high, mask), zero_point));
+        }
+    }
+}
+
+// One tile of rows and one panel, whose weights are signed bytes.
+struct TileAndPanel {
+    const Groups &groups;
+    const InputRows &rows;
+    const Tile &tile;
+    const char *weights, *headers;
+
+    int64_t block_bytes() const { return int64_t{tile.height} * rows.depth * int64_t{sizeof(uint32_t)}; }
+    const char *block(int64_t group) const {
+        const int64_t index = group * ceil_div(groups.weights.num_steps, rows.depth);
+        return reinterpret_cast<const char *>(tile.x) + index * block_bytes();
+    }
+    const int32_t *starts() const { return rows.starts + tile.row * groups.count; }
+};
+
+static void multiply_group(const TileAndPanel &at, int64_t group, Products &products) {
+    const char *x = at.block(group), *w = at.weights + group * at.groups.stride;
+    const int depth = at.rows.depth;
+    const int64_t block_bytes = at.block_bytes();
+    int64_t left = at.groups.weights.num_steps;
+    zero_tile<0>();
+    for (; left >= depth; left -= depth, w += depth * LINE, x += block_bytes) {
+        step<SignedQuads, 1, 1, true, true>(x, x, depth * int64_t{sizeof(uint32_t)}, w, 0);
+    }
+    if (left > 0) {
+        Sides sides{{x, nullptr}, {block_bytes, 0}, depth, 0, {}};
+        last_step<SignedQuads, 1, 1>(sides, w, left);
+    }
+    store_tile<0>(products, LINE);
+}
+
+// As add_group (groups.hpp), with sums in registers.
+QINLINE void add_products(const TileAndPanel &at, int64_t group, const Products &products, Vec (&sums)[MATRIX_ROWS]) {
+    const float *header = reinterpret_cast<const float *>(at.headers + group * at.groups.header_group_stride);
+    const Vec scale = load(header);
+    QUNROLL
+    for (int r = 0; r < MATRIX_ROWS; ++r) sums[r] = add(sums[r], mul(scale, to_float(load_bits(products[r]))));
+    if (!at.groups.has_offsets) return;
+    const Vec offset = load(header + PANEL);
+    QUNROLL
+    for (int r = 0; r < MATRIX_ROWS; ++r) {
+        const int32_t start = at.starts()[(r < at.tile.height ? r : 0) * at.groups.count + group];
+        sums[r] = add(sums[r], mul(offset, broadcast(static_cast<float>(start) * at.groups.per_start)));
+    }
+}
+
+// The tile's sums += groups [first, last), and all is scaled where these are the last ones.
+static void add_groups(const TileAndPanel &at, int64_t first, int64_t last, float *to) {
+    alignas(64) Products products[RING];
+    if (at.tile.height < MATRIX_ROWS) memset(products, 0, sizeof products);
+    Vec sums[MATRIX_ROWS];
+    QUNROLL
+    for (int r = 0; r < MATRIX_ROWS; ++r) {
+        sums[r] = first == 0 || r >= at.tile.height ? broadcast(0.0f) : load(to + r * GROUP_WIDTH);
+    }
+    for (int64_t group = first; group < last + LAG; ++group) {
+        if (group < last) multiply_group(at, group, products[group % RING]);
+        if (group - LAG >= first) add_products(at, group - LAG, products[(group - LAG) % RING], sums);
+    }
+    const bool is_complete = last == at.groups.count;
+    QUNROLL
+    for (int r = 0; r < MATRIX_ROWS; ++r) {
+        if (r >= at.tile.height) continue;
+        store(to + r * GROUP_WIDTH, is_complete ? mul(sums[r], broadcast(at.rows.scales[at.tile.row + r])) : sums[r]);
+    }
+}
+
+static void multiply_groups(const InputRows &rows, const GemmBlock &block, const Groups &groups) {
+    const int64_t chunk = max64(1, CHUNK_INPUTS / (4 * groups.weights.num_steps));
+    Shapes shapes(rows.depth);
+    for (int64_t first = 0; first < groups.count; first += chunk) {
+        const int64_t last = min64(groups.count, first + chunk);
+        Tiles tiles(rows, block);
+        for (int64_t t = 0; t < block.num_tiles; ++t) {
+            const Tile tile = tiles.next();
+            shapes.set(tile.height, 0);
+            for (int p = 0; p < groups.weights.num_panels; ++p) {
+                const TileAndPanel at{groups, rows, tile, groups.weights.data + p * groups.weights.stride,
+                                      groups.headers + p * groups.header_stride};
+                add_groups(at, first, last, tile.sums + p * PANEL);
+            }
+            if (last == groups.count && block.taker != nullptr) block.taker->take(tile.sums, t * MATRIX_ROWS, tile.height);
+        }
+    }
+}
+
 void gemm(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block) {
     if (rows.depth == 0) return avx512vnni::table.gemm(weight, rows, block);
     if (rows.is_bf16) {
@@ -310,9 +434,11 @@ void gemm(const LinearWeight &weight, const InputRows &rows, const GemmBlock &bl
                             weight.panel_bytes() / LINE};
         return multiply_rows(weight, rows, block, Floats{panels, rows.depth, reuse_of(weight, rows, block, panels.stride)});
     }
-    const Groups packed = groups_of(weight, block);
-    const Groups groups = weight.format == WeightFormat::int8 ? packed : expanded(packed, block);
-    multiply_rows(weight, rows, block, Integers{groups, rows, reuse_of(weight, rows, block, groups.weights.stride)});
+    const Groups groups = groups_of(weight, block);
+    const bool is_int4 = weight.format == WeightFormat::int4;
+    if (is_int4 && weight.group_size <= SMALL_GROUP) return multiply_groups(rows, block, expanded(groups, block, expand_signed));
+    const Groups bytes = is_int4 ? expanded(groups, block, expand_int4) : groups;
+    multiply_rows(weight, rows, block, Integers{bytes, rows, reuse_of(weight, rows, block, bytes.weights.stride)});
 }
 
 const KernelTable &extended_table() {

@@ -1,5 +1,5 @@
 // AMX acted out on plain memory, for tests on machines without it: what Intel's manual says that each instruction does
-// ("Intel 64 and IA-32 Architectures Software Developer's Manual", volume 2: LDTILECFG, TILELOADD, TILELOADDT1, TDPBF16PS, TDPBSUD),
+// ("Intel 64 and IA-32 Architectures Software Developer's Manual", volume 2: LDTILECFG, TILELOADD, TILELOADDT1, TDPBF16PS, TDPBSUD, TDPBSSD),
 // and what it refuses, where this stops with an illegal instruction as the processor does.
 #pragma once
 
@@ -119,9 +119,9 @@ static void add_pairs() {
     }
 }
 
-// Exact, modulo 2^32.
-template <int SUMS, int X, int WEIGHTS>
-static void add_quads() {
+// Exact, modulo 2^32. Byte: of the weights.
+template <typename Byte, int SUMS, int X, int WEIGHTS>
+static void add_quads_of() {
     EmulatedTile &sums = tile<SUMS>(), &x = tile<X>(), &weights = tile<WEIGHTS>();
     require_product(sums, x, weights);
     for (int r = 0; r < sums.rows; ++r) {
@@ -131,12 +131,21 @@ static void add_quads() {
             int8_t inputs[4];
             memcpy(inputs, x.bytes[r] + 4 * k, sizeof inputs);
             for (int n = 0; n < sums.row_bytes / 4; ++n) {
-                const uint8_t *w = weights.bytes[k] + 4 * n;
+                Byte w[4];
+                memcpy(w, weights.bytes[k] + 4 * n, sizeof w);
                 row[n] += static_cast<uint32_t>(inputs[0] * w[0] + inputs[1] * w[1] + inputs[2] * w[2] + inputs[3] * w[3]);
             }
         }
         memcpy(sums.bytes[r], row, sizeof row);
     }
+}
+template <int SUMS, int X, int WEIGHTS>
+static void add_quads() {
+    add_quads_of<uint8_t, SUMS, X, WEIGHTS>();
+}
+template <int SUMS, int X, int WEIGHTS>
+static void add_signed_quads() {
+    add_quads_of<int8_t, SUMS, X, WEIGHTS>();
 }
 
 }  // namespace quire::QUIRE_ISA

@@ -51,7 +51,8 @@ QINLINE void zero_tile() {
 }
 
 // sums += x times weights: x has a row's words side by side, weights have a word of 16 outputs in each row. A word is two
-// bfloat16, or four bytes: signed ones of x, unsigned ones of the weights. (AT&T syntax: the last source comes first.)
+// bfloat16, or four bytes: signed ones of x, unsigned or signed ones of the weights. (AT&T syntax: the last source comes
+// first.)
 template <int SUMS, int X, int WEIGHTS>
 QINLINE void add_pairs() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(X), "i"(WEIGHTS));
@@ -59,6 +60,10 @@ QINLINE void add_pairs() {
 template <int SUMS, int X, int WEIGHTS>
 QINLINE void add_quads() {
     asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(X), "i"(WEIGHTS));
+}
+template <int SUMS, int X, int WEIGHTS>
+QINLINE void add_signed_quads() {
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(X), "i"(WEIGHTS));
 }
 
 }  // namespace quire::QUIRE_ISA
