@@ -1,4 +1,7 @@
-"""Products of tiles, acted out: against an independent statement of what Intel's manual says that the instruction computes."""
+"""Products of tiles, acted out: against an independent statement of what Intel's manual says that the instruction computes.
+
+And the instructions themselves, where the processor has them, against what is acted out.
+"""
 
 from __future__ import annotations
 
@@ -108,3 +111,27 @@ def test_sums_of_bytes_may_leave_32_bits_on_the_way(amx: Kernels, reference: Ker
     got = amx.linear(x, amx.pack_quantized(weight))
     assert torch.equal(got[:6], want)
     assert torch.equal(got[6:], want[:1].expand(num_rows - 6, -1))
+
+
+def _bits(kernels: Kernels, num_rows: int, num_inputs: int) -> list[Tensor]:
+    """What products of several kinds come to."""
+    x, weight = _draw(num_rows, num_inputs, exponents=75), _draw(70, num_inputs, exponents=40)
+    values = torch.randint(-8, 8, (70, num_inputs), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
+    results = [kernels.linear(x, kernels.pack_linear(weight), out_dtype="float32")]
+    for bits, size in ((8, num_inputs), (4, num_inputs), (4, 32)):
+        scales = torch.rand(70, num_inputs // size, generator=torch.Generator().manual_seed(2))
+        quantized = QuantizedWeight(values, scales, None, bits, size, "int8")  # type: ignore[arg-type]
+        results.append(kernels.linear(x.float(), kernels.pack_quantized(quantized)))
+    return results
+
+
+@pytest.mark.parametrize("name", ["avx512bf16", "amx"])
+@pytest.mark.parametrize(("num_rows", "num_inputs"), [(1, 64), (17, 96), (40, 1344), (300, 160)])
+def test_a_processor_gives_the_bits_of_the_twin(amx: Kernels, name: str, num_rows: int, num_inputs: int) -> None:
+    if name not in cpu.supported_isas():
+        pytest.skip(f"this processor has no {name}")
+    cpu.set_isa(f"{name}emulated")
+    want = _bits(amx, num_rows, num_inputs)
+    cpu.set_isa(name)
+    for index, (got, acted) in enumerate(zip(_bits(amx, num_rows, num_inputs), want, strict=True)):
+        assert torch.equal(got, acted), index
