@@ -14,7 +14,8 @@ namespace quire {
 
 constexpr int64_t BLOCK_ROWS = 128;  // so many whole tiles (of 3, 6, 14 or 16 rows) as fit
 constexpr int64_t PASS_BLOCKS = 4;   // whose rows are converted at a time, so that scratch stays small
-constexpr int64_t PASS_BYTES = 768 << 10;  // of rows that are multiplied as matrices: they stay in the second-level cache
+// Of rows that are multiplied as matrices: half of the second-level cache, whose other half weights pass through.
+constexpr int64_t PASS_BYTES = 1 << 20;
 constexpr int64_t TILE_PANELS = 2;  // of a block of several tiles: as wide as the widest tile of many rows
 constexpr int64_t FEW_ITEMS = 16;   // so few for a thread are made a multiple of the threads: one more would be noticed
 

@@ -16,7 +16,8 @@
 // what loading the weight's tiles costs; the unit is idle most of that time, whatever multiplies.
 //
 // Integers are exact sums modulo 2^32, as everywhere, so few rows may go through VNNI: as many as one of its tiles of
-// registers holds, which reads the weight once, and memory bounds that on any machine. That bound is reasoned, not measured.
+// registers holds, which reads the weight once, and of int4 in groups of 32 as many as two tiles of matrices hold. Measured
+// on an Emerald Rapids (docs/benchmarks/kernels-cpu.md), as all figures here.
 #include "../isa/groups.hpp"
 #include "amx_tiles.hpp"
 #include "extension.hpp"
@@ -35,9 +36,14 @@ static int depth_of(int64_t group_words) {
     return static_cast<int>(group_words % steps == 0 ? group_words / steps : MAX_DEPTH);
 }
 
+// So many rows are better left to VNNI.
+static int64_t few_rows(const LinearWeight &weight) {
+    return weight.format == WeightFormat::int4 && weight.group_size <= 32 ? 2 * MATRIX_ROWS : TILE_ROWS;
+}
+
 static int matrix_depth(const LinearWeight &weight, bool is_bf16, int64_t num_rows) {
     if (is_bf16) return depth_of(weight.padded_group() / 2);
-    return weight.has_int8_inputs && num_rows > TILE_ROWS ? depth_of(weight.padded_group() / 4) : 0;
+    return weight.has_int8_inputs && num_rows > few_rows(weight) ? depth_of(weight.padded_group() / 4) : 0;
 }
 
 // The shapes of the tiles, for as long as this lives; then the unit is as if it had never been used.
