@@ -79,10 +79,10 @@ QINLINE Vec load(const bf16 *p) {
     return as_float(shift_left<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)))));
 }
 QINLINE Bits round_to_bf16_bits(Vec x) {  // nearest, ties to even; the result is in the low halves
-    const Bits bits = as_bits(x);
-    const Bits odd = and_bits(shift_right<16>(bits), broadcast_bits(1));
-    const Bits rounded = shift_right<16>(add_bits(bits, add_bits(odd, broadcast_bits(0x7fff))));
-    return _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), broadcast_bits(0x7fc0));
+    const Bits bits = as_bits(x), half = add_bits(bits, broadcast_bits(0x7fff));
+    const __mmask16 is_odd = _mm512_test_epi32_mask(bits, broadcast_bits(0x10000));
+    const Bits rounded = _mm512_mask_add_epi32(half, is_odd, half, broadcast_bits(1));
+    return _mm512_mask_srli_epi32(broadcast_bits(0x7fc0), _mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), rounded, 16);
 }
 QINLINE void store(bf16 *p, Vec x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtepi32_epi16(round_to_bf16_bits(x)));
