@@ -17,6 +17,8 @@
 
 namespace quire {
 
+constexpr int64_t MIN_TASK_ROWS = 96;  // nor are they halved further
+
 // A wrong index is a bug of the caller's; it must not become an access outside the cache.
 static void check(const AttentionProblem &problem, const Sequences &sequences) {
     if (sequences.query_start[0] != 0 || sequences.query_start[sequences.count] != sequences.num_tokens) {
@@ -41,9 +43,12 @@ static void check(const AttentionProblem &problem, const Sequences &sequences) {
     }
 }
 
-// Rows of a task, at most. More of them share the widening of keys and values; fewer leave every thread some tasks.
+// Rows of a task, at most. More of them share what is done to keys and values; fewer leave every thread some tasks.
 static int64_t max_task_rows(const AttentionProblem &problem, const Sequences &sequences, int team) {
-    return sequences.num_tokens * problem.num_heads >= int64_t{4} * team * MAX_ROWS ? MAX_ROWS : MAX_ROWS / 2;
+    const int64_t num_rows = sequences.num_tokens * problem.num_heads;
+    int64_t rows = kernels().max_task_rows(problem);
+    while (rows > MIN_TASK_ROWS && num_rows < 4 * team * rows) rows /= 2;
+    return rows;
 }
 
 // The tasks of a batch, and what those of several sequences point into.

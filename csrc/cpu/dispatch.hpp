@@ -81,7 +81,6 @@ struct OutputBlock {
 
 constexpr int TILE = 64;       // key positions per step of the online softmax, aligned to absolute positions
 constexpr int SPLIT = 1024;    // positions whose tiles share one softmax state before states are merged, in order
-constexpr int MAX_ROWS = 192;  // query rows (positions x heads of one KV head) of a task
 constexpr int MAX_HEAD_SIZE = 512;
 
 // How the cache stores a row: the keys, or the values, of one token and one KV head. int8 and fp8 (e4m3) rows are their
@@ -176,6 +175,7 @@ struct KernelTable {
     void (*store_gated)(const float *gate, const float *up, const float *gate_bias, const float *up_bias,
                         Activation activation, const OutputBlock &out);
     // attention
+    int64_t (*max_task_rows)(const AttentionProblem &problem);
     int64_t (*attention_scratch)(int64_t head_size);  // floats that attend needs
     int64_t (*state_size)(int64_t head_size);         // floats of one row's softmax state
     // `next_task`: what the caller's thread will probably attend to next; its keys are asked for. Null: unknown

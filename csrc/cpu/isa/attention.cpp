@@ -37,6 +37,8 @@ static Workspace lay_out(float *memory, int64_t head_size) {
     return w;
 }
 
+int64_t max_task_rows(const AttentionProblem &) { return MAX_ROWS; }
+
 int64_t attention_scratch(int64_t head_size) {
     return (MAX_ROWS + TILE) * padded_keys(head_size) + (4 * MAX_ROWS + TILE) * padded_head(head_size) +
            MAX_ROWS * (TILE + 4 * LANES + 5) + 16;
@@ -80,6 +82,10 @@ static Range visible(const AttentionProblem &problem, int64_t position, int64_t 
 
 // What each row of a task sees of a tile; returns whether that is all of it, for all rows.
 static bool find_ranges(const AttentionProblem &problem, const AttentionTask &task, int64_t base, Range *ranges) {
+    if (problem.window == 0 && (task.members != nullptr || task.first_position + 1 >= base + TILE)) {
+        for (int64_t r = 0; r < task.num_rows(); ++r) ranges[r] = Range{0, TILE};
+        return true;
+    }
     bool is_whole = true;
     for (int64_t p = 0; p < task.num_positions; ++p) {
         const Range seen = visible(problem, task.position(p), base);
@@ -89,52 +95,24 @@ static bool find_ranges(const AttentionProblem &problem, const AttentionTask &ta
     return is_whole;
 }
 
-// ---- gathering ----
+// ---- states ----
 
-// What rows are multiplied by, so that their products with keys are scores in powers of two (or, where these are capped,
-// what the hyperbolic tangent is taken of).
-static float query_factor(const AttentionProblem &problem) {
-    return problem.soft_cap > 0.0f ? problem.scale / problem.soft_cap : problem.scale * LOG2_E;
-}
-
-// Row r of a task is query position r / num_heads, head r % num_heads; this walks through them without dividing.
-struct RowWalk {
-    const AttentionTask &task;
-    int64_t place = 0, head = 0;  // among the task's positions; within the task
-
-    explicit RowWalk(const AttentionTask &of) : task(of) {}
-    int64_t row() const { return task.row(place); }
-    int64_t query_head() const { return task.first_head + head; }
-    void step() {
-        if (++head < task.num_heads) return;
-        head = 0;
-        ++place;
+// Merge one row's state into another: the only place where two softmax states meet.
+static void merge(float *max_to, float *total_to, float *out_to, const float *max_from, const float *total_from,
+           const float *out_from, int64_t padded) {
+    if (*max_from == NONE) return;
+    if (*max_to == NONE) {
+        *max_to = *max_from;
+        memcpy(total_to, total_from, LANES * sizeof(float));
+        memcpy(out_to, out_from, padded * sizeof(float));
+        return;
     }
-};
-
-// The query's rows as register tiles of scores read them: SCORE_ROWS elements of different rows side by side.
-template <typename T>
-static void gather_query(const AttentionProblem &problem, const AttentionTask &task, float *query) {
-    const int64_t head_size = problem.cache.head_size, num_rows = task.num_rows();
-    const Vec factor = broadcast(query_factor(problem));
-    memset(query, 0, round_up(num_rows, SCORE_ROWS) * padded_keys(head_size) * sizeof(float));
-    RowWalk walk(task);
-    for (int64_t r = 0; r < num_rows; r += SCORE_ROWS, query += SCORE_ROWS * padded_keys(head_size)) {
-        const int64_t count = min64(SCORE_ROWS, num_rows - r);
-        const T *rows[SCORE_ROWS];
-        for (int64_t i = 0; i < count; ++i, walk.step()) {
-            rows[i] = static_cast<const T *>(problem.query) + walk.row() * problem.query_stride + walk.query_head() * head_size;
-        }
-        for (int64_t d = 0; d < head_size; d += LANES) {
-            Vec block[LANES];
-            for (int64_t i = 0; i < LANES; ++i) {
-                block[i] = i < count ? mul(load_up_to(rows[i] + d, head_size - d), factor) : broadcast(0.0f);
-            }
-            transpose(block);
-            for (int64_t i = 0; i < min64(LANES, head_size - d); ++i) {
-                store_partial(query + (d + i) * SCORE_ROWS, block[i], SCORE_ROWS);
-            }
-        }
+    const float highest = *max_from > *max_to ? *max_from : *max_to;
+    const Vec to = exp2(broadcast(*max_to - highest)), from = exp2(broadcast(*max_from - highest));
+    *max_to = highest;
+    store(total_to, fma(load(total_from), from, mul(load(total_to), to)));
+    for (int64_t d = 0; d < padded; d += LANES) {
+        store(out_to + d, fma(load(out_from + d), from, mul(load(out_to + d), to)));
     }
 }
 
@@ -234,14 +212,6 @@ static States partial_states(float *memory, int64_t rows) {
     return States{memory, memory + rows, memory + rows * (1 + LANES)};
 }
 
-static void gather(const AttentionProblem &problem, const AttentionTask &task, float *query) {
-    if (problem.dtype == DType::f32) {
-        gather_query<float>(problem, task, query);
-    } else {
-        gather_query<bf16>(problem, task, query);
-    }
-}
-
 static void copy_states(const States &from, int64_t first, int64_t count, int64_t padded, const States &to) {
     memcpy(to.max, from.max + first, count * sizeof(float));
     memcpy(to.total, from.total + first * LANES, count * LANES * sizeof(float));
@@ -255,7 +225,7 @@ static void attend_members(const AttentionProblem &problem, const AttentionTask 
     for (int64_t p = 0; p < task.num_positions; ++p, rest = after) {
         const bool is_last = p + 1 == task.num_positions;
         if (!is_last) after = task.rest_of(p + 1);
-        gather(problem, rest, w.query);
+        gather_query(problem, rest, w.query);
         copy_states(w.shared_split, p * task.num_heads, task.num_heads, w.padded, w.split);
         copy_states(w.shared_running, p * task.num_heads, task.num_heads, w.padded, w.running);
         attend_tiles(problem, rest, is_last ? next_task : &after, w);
@@ -271,7 +241,7 @@ static void attend_shared(const AttentionProblem &problem, const AttentionTask &
     shared.running = w.shared_running;
     clear(shared.split, task.num_rows(), w.padded);
     clear(shared.running, task.num_rows(), w.padded);
-    gather(problem, task, w.query);
+    gather_query(problem, task, w.query);
     const AttentionTask first = task.rest_of(0);
     attend_tiles(problem, task, &first, shared);
     attend_members(problem, task, next_task, w);
@@ -284,7 +254,7 @@ void attend(const AttentionProblem &problem, const AttentionTask &task, const At
     if (task.partial != nullptr) w.running = partial_states(task.partial, rows);
     clear(w.split, rows, w.padded);
     clear(w.running, rows, w.padded);
-    gather(problem, task, w.query);
+    gather_query(problem, task, w.query);
     attend_tiles(problem, task, next_task, w);
     end_split(w, rows);
     if (task.partial == nullptr) finish(problem, task, w.running, w.padded);

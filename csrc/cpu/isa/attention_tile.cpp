@@ -3,12 +3,45 @@
 // There are two ways through a tile, with the same operations for a row. Many rows: keys and values are widened to float32
 // once for all of them (keys transposed), in pieces that stay in the first-level cache while all rows pass over them. Few
 // rows (decoding): registers are filled from the cache's rows directly, so that nothing is written on the way.
-#include "attention_tile.hpp"
+#include "attention_softmax.hpp"
 #include "kv_rows.hpp"
 
 namespace quire::QUIRE_ISA {
 
 // ---- gathering ----
+
+// The query's rows as register tiles of scores read them: SCORE_ROWS elements of different rows side by side, [rows /
+// SCORE_ROWS][padded keys][SCORE_ROWS], multiplied by the factor of their scores.
+template <typename T>
+static void gather_rows(const AttentionProblem &problem, const AttentionTask &task, float *query) {
+    const int64_t head_size = problem.cache.head_size, num_rows = task.num_rows();
+    const Vec factor = broadcast(score_factor(problem));
+    memset(query, 0, round_up(num_rows, SCORE_ROWS) * padded_keys(head_size) * sizeof(float));
+    RowWalk walk(task);
+    for (int64_t r = 0; r < num_rows; r += SCORE_ROWS, query += SCORE_ROWS * padded_keys(head_size)) {
+        const int64_t count = min64(SCORE_ROWS, num_rows - r);
+        const T *rows[SCORE_ROWS];
+        for (int64_t i = 0; i < count; ++i, walk.step()) rows[i] = query_row<T>(problem, walk);
+        for (int64_t d = 0; d < head_size; d += LANES) {
+            Vec block[LANES];
+            for (int64_t i = 0; i < LANES; ++i) {
+                block[i] = i < count ? mul(load_up_to(rows[i] + d, head_size - d), factor) : broadcast(0.0f);
+            }
+            transpose(block);
+            for (int64_t i = 0; i < min64(LANES, head_size - d); ++i) {
+                store_partial(query + (d + i) * SCORE_ROWS, block[i], SCORE_ROWS);
+            }
+        }
+    }
+}
+
+void gather_query(const AttentionProblem &problem, const AttentionTask &task, float *query) {
+    if (problem.dtype == DType::f32) {
+        gather_rows<float>(problem, task, query);
+    } else {
+        gather_rows<bf16>(problem, task, query);
+    }
+}
 
 template <KVFormat F>
 QINLINE Vec load_scales(const char *const *rows, int64_t head_size) {
@@ -24,7 +57,7 @@ QINLINE Vec key_element(Vec word, Vec scales) {
 }
 
 template <KVFormat F>
-static void gather_keys(const Turn &turn) {
+static void gather_keys(const Turn &turn) {  // [TILE / KEYS][padded keys][KEYS]
     constexpr int PER = PER_WORD<F>;
     const int64_t head_size = turn.problem.cache.head_size, num_bytes = head_size * kv_element_bytes(F);
     for (int first = 0; first < TILE; first += LANES) {
@@ -46,7 +79,7 @@ static void gather_keys(const Turn &turn) {
 }
 
 template <KVFormat F>
-static void gather_values(const Turn &turn) {
+static void gather_values(const Turn &turn) {  // pieces of up to OUT_VECS vectors: [TILE][width] each
     const int64_t head_size = turn.problem.cache.head_size, padded = turn.w.padded;
     for (int i = 0; i < TILE; ++i) {
         const char *row = turn.tile.rows[TILE + i];
@@ -144,6 +177,24 @@ static void score_directly(const Turn &turn) {
         }
         QUNROLL
         for (int r = 0; r < ROWS; ++r) store(turn.w.scores + r * TILE + first, sums[r]);
+    }
+}
+
+// ---- weights ----
+
+// Powers of two above the query's factor.
+struct FinishedScores {
+    QINLINE_MEMBER Vec cappable(Vec x) const { return x; }
+    QINLINE_MEMBER Vec scaled(Vec x) const { return x; }
+    QINLINE_MEMBER Vec exponent(Vec x, float highest) const { return sub(x, broadcast(highest)); }
+    QINLINE_MEMBER void keep(float *row, int v, Vec weights) const { store(row + v * LANES, weights); }
+    QINLINE_MEMBER void forget(float *) const {}  // what a row does not see is not looked at
+};
+
+// Scores to weights, and each row's maximum, total and rescaling with them.
+static void soften_all(const Turn &turn, int64_t num_rows) {
+    for (int64_t r = 0; r < num_rows; r += LANES) {
+        soften_rows(FinishedScores{}, turn, turn.w.scores + r * TILE, r, min64(LANES, num_rows - r));
     }
 }
 

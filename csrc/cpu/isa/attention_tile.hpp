@@ -1,5 +1,5 @@
 // A tile of keys and values on its way through a task: what the files of the attention share (attention.cpp: tasks;
-// attention_tile.cpp: scores and outputs; attention_softmax.cpp: what lies between).
+// attention_tile.cpp: scores and outputs, or partial/amx_attention.cpp; attention_softmax.hpp: what lies between).
 #pragma once
 
 #include "kernels.hpp"
@@ -18,6 +18,14 @@ constexpr int OUT_VECS = LANES == 16 ? 4 : 2;
 // Tasks of up to so many rows take the direct way: accumulators and a transposed block share the registers.
 constexpr int DIRECT_ROWS = LANES == 16 ? 8 : SCORE_ROWS;
 
+// Query rows (positions x heads of one KV head) of a task. Tiles of matrices pass over a tile of keys so quickly that what
+// prepares it has to be shared by more: their rows, outputs and scores take a second-level cache of 2 MiB up to a half.
+#if defined(__AMX_TILE__) || defined(QUIRE_EMULATE_AMX)
+constexpr int MAX_ROWS = 576;
+#else
+constexpr int MAX_ROWS = 192;
+#endif
+
 constexpr int64_t MAX_WORD_ELEMENTS = 4;
 static_assert(MAX_ROWS % SCORE_ROWS == 0 && MAX_ROWS % OUT_ROWS == 0 && TILE % KEYS == 0 && SPLIT % TILE == 0);
 
@@ -34,9 +42,9 @@ struct States {
 
 struct Workspace {
     int64_t padded;  // head size
-    float *query;    // [MAX_ROWS / SCORE_ROWS][padded keys][SCORE_ROWS]
-    float *keys;     // [TILE / KEYS][padded keys][KEYS]
-    float *values;   // pieces of up to OUT_VECS vectors: [TILE][width] each
+    float *query;    // [MAX_ROWS][padded keys] or less, as whoever multiplies them wants them
+    float *keys;     // [TILE][padded keys], likewise
+    float *values;   // [TILE][padded], likewise
     float *scores;   // [MAX_ROWS][TILE]: scores, then weights
     float *rescale;  // [MAX_ROWS]
     States split, running;
@@ -103,16 +111,39 @@ struct Turn {
     Range seen_by(int64_t first, int64_t count) const { return is_whole ? Range{0, TILE} : hull(ranges + first, count); }
 };
 
+// Row r of a task is query position r / num_heads, head r % num_heads; this walks through them without dividing.
+struct RowWalk {
+    const AttentionTask &task;
+    int64_t place = 0, head = 0;  // among the task's positions; within the task
+
+    explicit RowWalk(const AttentionTask &of) : task(of) {}
+    int64_t row() const { return task.row(place); }
+    int64_t query_head() const { return task.first_head + head; }
+    void step() {
+        if (++head < task.num_heads) return;
+        head = 0;
+        ++place;
+    }
+};
+
+// The present row of the query.
+template <typename T>
+inline const T *query_row(const AttentionProblem &problem, const RowWalk &walk) {
+    return static_cast<const T *>(problem.query) + walk.row() * problem.query_stride +
+           walk.query_head() * problem.cache.head_size;
+}
+
 constexpr float LOG2_E = 1.44269504088896341f;
+
+// What scores are multiplied by to become powers of two (or, where they are capped, what the hyperbolic tangent is taken of).
+inline float score_factor(const AttentionProblem &problem) {
+    return problem.soft_cap > 0.0f ? problem.scale / problem.soft_cap : problem.scale * LOG2_E;
+}
+
+// A task's rows of the query to where attend_tile reads them.
+void gather_query(const AttentionProblem &problem, const AttentionTask &task, float *query);
 
 // Scores, weights and the outputs of a tile for the first `num_rows` rows of the workspace: `split` is brought up to date.
 void attend_tile(const Turn &turn, int64_t num_rows);
-
-// Scores to weights, and each row's maximum, total and rescaling with them.
-void soften_all(const Turn &turn, int64_t num_rows);
-
-// Merge one row's state into another: the only place where two softmax states meet.
-void merge(float *max_to, float *total_to, float *out_to, const float *max_from, const float *total_from,
-           const float *out_from, int64_t padded);
 
 }  // namespace quire::QUIRE_ISA

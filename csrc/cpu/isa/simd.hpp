@@ -93,6 +93,25 @@ QINLINE Vec store_rounded(bf16 *p, Vec x) {
     return as_float(shift_left<16>(bits));
 }
 QINLINE Vec round_to_bf16(Vec x) { return as_float(shift_left<16>(round_to_bf16_bits(x))); }
+// Of numbers that are zero or normal.
+QINLINE void store_normal(bf16 *p, Vec x) {
+#if defined(__AVX512BF16__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), (__m256i)_mm512_cvtneps_pbh(x));
+#else
+    store(p, x);
+#endif
+}
+// Elements of 16 bits of x and y in turns: those of their lower halves, those of their higher ones.
+QINLINE Bits interleave_low(Bits x, Bits y) {
+    const Bits order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36,
+                                        4, 35, 3, 34, 2, 33, 1, 32, 0);
+    return _mm512_permutex2var_epi16(x, order, y);
+}
+QINLINE Bits interleave_high(Bits x, Bits y) {
+    const Bits order = _mm512_set_epi16(63, 31, 62, 30, 61, 29, 60, 28, 59, 27, 58, 26, 57, 25, 56, 24, 55, 23, 54, 22, 53, 21,
+                                        52, 20, 51, 19, 50, 18, 49, 17, 48, 16);
+    return _mm512_permutex2var_epi16(x, order, y);
+}
 QINLINE float reduce_max(Vec x) { return _mm512_reduce_max_ps(x); }
 
 // sum + x.high * w.high, then + x.low * w.low, for the pairs of bfloat16 in each lane: two fused multiply-adds that round to

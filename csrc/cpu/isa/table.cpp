@@ -17,6 +17,7 @@ const KernelTable table = {
     gemm,
     store_sums,
     store_gated,
+    max_task_rows,
     attention_scratch,
     state_size,
     attend,

@@ -452,6 +452,9 @@ const KernelTable &extended_table() {
         table.has_bf16_dots = true;
         table.matrix_depth = matrix_depth;
         table.gemm = gemm;
+        table.max_task_rows = max_rows_by_tiles;
+        table.attention_scratch = attention_scratch;
+        table.attend = attend_by_tiles;
     });
     return made;
 }

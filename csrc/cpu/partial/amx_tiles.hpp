@@ -69,3 +69,21 @@ QINLINE void add_signed_quads() {
 }  // namespace quire::QUIRE_ISA
 
 #endif
+
+namespace quire::QUIRE_ISA {
+
+// All tiles of 16 rows of 64 bytes, for as long as this lives; then the unit is as if it had never been used.
+class WholeTiles {
+   public:
+    WholeTiles() {
+        TileConfig config{};
+        config.palette = 1;
+        for (int i = 0; i < NUM_TILES; ++i) config.rows[i] = 16, config.row_bytes[i] = 64;
+        configure_tiles(config);
+    }
+    WholeTiles(const WholeTiles &) = delete;
+    WholeTiles &operator=(const WholeTiles &) = delete;
+    ~WholeTiles() { release_tiles(); }
+};
+
+}  // namespace quire::QUIRE_ISA

@@ -9,6 +9,11 @@ extern const KernelTable table;
 
 namespace quire::QUIRE_ISA {
 
+// amx_attention.cpp
+int64_t max_rows_by_tiles(const AttentionProblem &problem);
+void attend_by_tiles(const AttentionProblem &problem, const AttentionTask &task, const AttentionTask *next_task,
+                     float *scratch);
+
 // For static initialisers: AVX512-VNNI's table under this set's name, as `change(table)` leaves it.
 template <typename Change>
 static KernelTable extend(Change change) {

@@ -6,6 +6,8 @@ And the instructions themselves, where the processor has them, against what is a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,9 @@ from torch import Tensor
 
 from quire.kernels import cpu
 from quire.kernels.interface import Kernels, QuantizedWeight
+
+if TYPE_CHECKING:
+    from tests.kernels.conftest import Paged
 
 NAME = "amxemulated"
 pytestmark = pytest.mark.skipif(
@@ -135,3 +140,52 @@ def test_a_processor_gives_the_bits_of_the_twin(amx: Kernels, name: str, num_row
     cpu.set_isa(name)
     for index, (got, acted) in enumerate(zip(_bits(amx, num_rows, num_inputs), want, strict=True)):
         assert torch.equal(got, acted), index
+
+
+@pytest.mark.parametrize("exponents", [1, 75])
+@pytest.mark.parametrize("kv_format", ["bfloat16", "int8"])
+@pytest.mark.parametrize(("lens", "heads", "head_size"), [(((70, 150), (1, 90), (2, 33)), (4, 2), 64), (((40, 40),), (9, 1), 80)])
+def test_a_processor_attends_as_the_twin_does(
+    amx: Kernels,
+    paged: type[Paged],
+    lens: tuple[tuple[int, int], ...],
+    heads: tuple[int, int],
+    head_size: int,
+    kv_format: str,
+    exponents: int,
+) -> None:
+    """Of tiles and of few rows; where many numbers are subnormal, too."""
+    if "amx" not in cpu.supported_isas():
+        pytest.skip("this processor has no amx")
+    case = paged.random(lens, heads[1], head_size, torch.bfloat16)
+    for each in (*case.keys, *case.values):
+        each.mul_(2.0**-exponents)
+    query = _draw(sum(count for count, _ in lens), heads[0], head_size, exponents=exponents)
+    key_cache, value_cache, batch = case.pages(16, kv_format)
+    bits = []
+    for name in (NAME, "amx"):
+        cpu.set_isa(name)
+        bits.append(amx.paged_attention(query, key_cache, value_cache, batch, scale=head_size**-0.5).view(torch.int16))
+    assert torch.equal(*bits)
+
+
+@pytest.mark.parametrize("exponents", [1, 60])
+@pytest.mark.parametrize("num_heads", [1, 2, 4, 5])
+def test_rows_that_need_no_tiles_have_the_bits_of_tiles(
+    amx: Kernels, paged: type[Paged], num_heads: int, exponents: int
+) -> None:
+    """A row alone is multiplied by vectors, and in a prompt by tiles."""
+    num_tokens = 150
+    case = paged.random(((num_tokens, num_tokens),), 1, 64, torch.bfloat16)
+    case.values[0].mul_(2.0**-exponents)
+    query = _draw(num_tokens, num_heads, 64, exponents=exponents)
+    key_cache, value_cache, batch = case.pages(16, "bfloat16")
+    want = amx.paged_attention(query, key_cache, value_cache, batch, scale=0.125)
+    for position in (0, 63, 64, 100, 149):
+        alone = replace(
+            case, lens=((1, position + 1),), keys=(case.keys[0][: position + 1],), values=(case.values[0][: position + 1],)
+        )
+        key_cache, value_cache, batch = alone.pages(16, "bfloat16")
+        row = query[position : position + 1].contiguous()
+        got = amx.paged_attention(row, key_cache, value_cache, batch, scale=0.125)
+        assert torch.equal(got[0].view(torch.int16), want[position].view(torch.int16)), position

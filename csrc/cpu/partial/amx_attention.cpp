@@ -1,0 +1,286 @@
+// Paged attention by AMX where the query is bfloat16 and the cache has 16 or 8 bits; all else is AVX512-VNNI's.
+//
+// Tasks, tiles of keys, splits and the softmax are everyone's (isa/attention*). Here a tile's scores are products of tiles
+// of 16 rows of the query with 16 keys, and its outputs products of 16 rows of weights, rounded to bfloat16, with 16
+// elements of the values. The unit wants its right side by pairs: two elements of 16 keys side by side, which are the words
+// of their rows transposed, or an element of two neighbouring positions, which are their rows interleaved. Elements of 8
+// bits are exact in bfloat16; the scale of a key is multiplied into its scores, that of a value into its weights.
+//
+// A score is the same chain for any company, an output one over all positions of the tile, where those that a row does not
+// see have the weight 0. Rows that see nothing of a tile keep their outputs: even the sum with zeros could change a sign.
+#include "amx_attention.hpp"
+
+#include "../isa/kv_rows.hpp"
+#include "amx_tiles.hpp"
+#include "extension.hpp"
+
+namespace quire::QUIRE_ISA {
+
+constexpr int64_t LINE = 64;  // bytes: a row of a tile
+constexpr int64_t TILE_BYTES = 16 * LINE;
+constexpr int KEY_TILES = TILE / 16;
+constexpr int SIDE = 4, OTHER_SIDES = 5;  // tiles 5 to 7 take one side in turn, while 4 keeps the other
+
+static void store_line(char *to, Bits line) { store(reinterpret_cast<float *>(to), as_float(line)); }
+
+// ---- gathering ----
+
+// [rows / 16][chunks of 32 elements][16 rows][32]
+static void gather_tiles(const AttentionProblem &problem, const AttentionTask &task, char *query) {
+    const int64_t head_size = problem.cache.head_size, chunks = num_chunks(head_size), num_rows = task.num_rows();
+    RowWalk walk(task);
+    for (int64_t r = 0; r < round_up(num_rows, ROWS); ++r) {
+        char *to = query + r / ROWS * chunks * TILE_BYTES + r % ROWS * LINE;
+        const bf16 *row = r < num_rows ? query_row<bf16>(problem, walk) : nullptr;
+        for (int64_t d = 0; d < head_size; d += PAIRED, to += TILE_BYTES) {
+            store_line(to, r < num_rows ? load_bytes(row + d, static_cast<int>(min64(PAIRED, head_size - d) * 2))
+                                        : broadcast_bits(0));
+        }
+        if (r < num_rows) walk.step();
+    }
+}
+
+void gather_query(const AttentionProblem &problem, const AttentionTask &task, float *query) {
+    if (are_few(problem.cache, task.num_rows())) return gather_few(problem, task, query);
+    gather_tiles(problem, task, reinterpret_cast<char *>(query));
+}
+
+// [chunks][TILE / 16][16 pairs of elements][16 keys]
+static void gather_keys(const Turn &turn, const char *const *rows) {
+    const int64_t num_bytes = turn.problem.cache.head_size * int64_t{sizeof(bf16)};
+    for (int n = 0; n < KEY_TILES; ++n) {
+        char *to = reinterpret_cast<char *>(turn.w.keys) + n * TILE_BYTES;
+        for (int64_t at = 0; at < num_bytes; at += LINE, to += KEY_TILES * TILE_BYTES) {
+            Vec block[LANES];
+            load_words(rows + n * 16, at, num_bytes, block);
+            QUNROLL
+            for (int i = 0; i < LANES; ++i) store_line(to + i * LINE, as_bits(block[i]));
+        }
+    }
+}
+
+constexpr int64_t PIECE_BYTES = NUM_SUMS * TILE_BYTES;  // of the values of 32 positions
+
+// 32 positions of the values, the first of them `rows[0]`, elements [first, first + width), up to PIECE of them: [NUM_SUMS]
+// [16 pairs of positions][16 elements]. What is stored has to stay in the first-level cache beside the rows that go by, so it
+// is little.
+static void gather_values(const Turn &turn, const char *const *rows, int64_t first, int64_t width, char *to) {
+    const int64_t num_bytes = min64(width, turn.problem.cache.head_size - first) * int64_t{sizeof(bf16)};
+    for (int pair = 0; pair < 16; ++pair, to += LINE) {
+        const char *even = rows[2 * pair] + first * 2, *odd = rows[2 * pair + 1] + first * 2;
+        for (int64_t at = 0; at < num_bytes; at += LINE) {
+            const int count = static_cast<int>(min64(LINE, num_bytes - at));
+            const Bits x = load_bytes(even + at, count), y = load_bytes(odd + at, count);
+            store_line(to + at / LINE * 2 * TILE_BYTES, interleave_low(x, y));
+            store_line(to + (at / LINE * 2 + 1) * TILE_BYTES, interleave_high(x, y));
+        }
+    }
+}
+
+// Rows of a tile as bfloat16, whole lines of them, and their scales.
+struct WholeRows {
+    alignas(64) bf16 data[TILE * MAX_HEAD_SIZE];
+    const char *rows[TILE];
+    float scales[TILE];
+
+    template <KVFormat F>
+    void fill(const char *const *from, int64_t head_size) {
+        const int64_t width = num_chunks(head_size) * PAIRED;
+        for (int i = 0; i < TILE; ++i) {
+            bf16 *to = data + i * width;
+            for (int64_t d = 0; d < width; d += LANES) store(to + d, load_elements<F>(from[i], d, head_size, 1.0f));
+            rows[i] = reinterpret_cast<const char *>(to);
+            scales[i] = scale_of<F>(from[i], head_size);
+        }
+    }
+};
+
+// Scales of 8-bit rows: of the keys, and of the values.
+struct Scales {
+    const float *keys, *values;
+};
+
+// ---- scores ----
+
+template <int SUM>
+QINLINE void score_keys(const char *keys) {
+    constexpr int KEYS_SIDE = OTHER_SIDES + SUM % 3;
+    load_tile<KEYS_SIDE>(keys + SUM * TILE_BYTES, LINE);
+    add_pairs<SUM, SIDE, KEYS_SIDE>();
+}
+
+QINLINE void clear_sums() { zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>(); }
+
+static void score(const Turn &turn, int64_t first, float *scores) {
+    const int64_t chunks = num_chunks(turn.problem.cache.head_size);
+    const char *query = reinterpret_cast<const char *>(turn.w.query) + first / ROWS * chunks * TILE_BYTES;
+    const char *keys = reinterpret_cast<const char *>(turn.w.keys);
+    clear_sums();
+    for (int64_t c = 0; c < chunks; ++c, query += TILE_BYTES, keys += KEY_TILES * TILE_BYTES) {
+        load_tile<SIDE>(query, LINE);
+        score_keys<0>(keys), score_keys<1>(keys), score_keys<2>(keys), score_keys<3>(keys);
+    }
+    constexpr int64_t STRIDE = TILE * int64_t{sizeof(float)};
+    store_tile<0>(scores, STRIDE), store_tile<1>(scores + 16, STRIDE);
+    store_tile<2>(scores + 32, STRIDE), store_tile<3>(scores + 48, STRIDE);
+}
+
+static void scale_scores(float *scores, int64_t count, const float *scales) {
+    for (float *row = scores; row < scores + count * TILE; row += TILE) {
+        QUNROLL
+        for (int v = 0; v < TILE_VECS; ++v) store(row + v * LANES, mul(load(row + v * LANES), load(scales + v * LANES)));
+    }
+}
+
+// ---- outputs ----
+
+// So many tiles of 16 elements of the outputs, rows `stride` bytes apart.
+static void load_sums(const float *out, int64_t stride, int64_t count) {
+    load_tile<0>(out, stride);
+    if (count > 1) load_tile<1>(out + 16, stride);
+    if (count > 2) load_tile<2>(out + 32, stride);
+    if (count > 3) load_tile<3>(out + 48, stride);
+}
+
+static void store_sums(float *out, int64_t stride, int64_t count) {
+    store_tile<0>(out, stride);
+    if (count > 1) store_tile<1>(out + 16, stride);
+    if (count > 2) store_tile<2>(out + 32, stride);
+    if (count > 3) store_tile<3>(out + 48, stride);
+}
+
+template <int SUM>
+QINLINE void add_values(const char *values) {
+    constexpr int VALUES_SIDE = OTHER_SIDES + SUM % 3;
+    load_tile<VALUES_SIDE>(values + SUM * TILE_BYTES, LINE);
+    add_pairs<SUM, SIDE, VALUES_SIDE>();
+}
+
+// 32 positions' share.
+static void weigh(const bf16 *weights, const char *values, int64_t count) {
+    load_tile<SIDE>(weights, TILE * int64_t{sizeof(bf16)});
+    add_values<0>(values);
+    if (count > 1) add_values<1>(values);
+    if (count > 2) add_values<2>(values);
+    if (count > 3) add_values<3>(values);
+}
+
+// ---- one tile ----
+
+// The rows of a task, 16 at a time: first all rows' weights, then their outputs by pieces, so that the keys, and then a
+// piece of the values, stay in the first-level cache while all rows pass over them. What one 16 store, the unit loads two
+// steps later, after it has multiplied for the 16 in between: a tile is not loaded right after it was stored, which costs
+// more than its product does, and vectors compute while the unit multiplies.
+template <bool IS_SCALED>
+class RowTiles {
+   public:
+    RowTiles(const Turn &turn, int64_t num_rows, const Scales &scales)
+        : turn_(turn), num_rows_(num_rows), count_(ceil_div(num_rows, ROWS)), scales_(scales) {}
+
+    void score_all() const {
+        if (is_seen(0)) score(turn_, 0, scores_of(0));
+        for (int64_t i = 0; i < count_; ++i) {
+            if (i + 1 < count_ && is_seen(i + 1)) score(turn_, (i + 1) * ROWS, scores_of(i + 1));
+            turn_.next.ask(turn_.next.share);
+            if (is_seen(i)) soften(i);
+        }
+    }
+    void soften(int64_t i) const {
+        float *scores = scores_of(i);
+        if (IS_SCALED) scale_scores(scores, height(i), scales_.keys);
+        const RawScores<IS_SCALED> kind(turn_.problem, scales_.values, scores, weights_of(i));
+        soften_rows(kind, turn_, scores, i * ROWS, height(i));
+    }
+    // Elements [first, first + width) of the outputs.
+    void weigh_all(const char *const *values, int64_t first, int64_t width) const {
+        char *gathered = reinterpret_cast<char *>(turn_.w.values);
+        for (int k = 0; k < VALUE_STEPS; ++k) {
+            gather_values(turn_, values + k * PAIRED, first, width, gathered + k * PIECE_BYTES);
+        }
+        if (is_seen(0)) rescale(turn_.w, piece(0, first, width));
+        for (int64_t i = 0; i < count_; ++i) {
+            if (i + 1 < count_ && is_seen(i + 1)) rescale(turn_.w, piece(i + 1, first, width));
+            turn_.next.ask(turn_.next.share);
+            if (!is_seen(i)) continue;
+            const OutPiece out = piece(i, first, width);
+            const Unseen unseen(turn_, out);
+            load_sums(out.at(turn_.w), out_stride(), width / 16);
+            for (int k = 0; k < VALUE_STEPS; ++k) weigh(weights_of(i) + k * PAIRED, gathered + k * PIECE_BYTES, width / 16);
+            store_sums(out.at(turn_.w), out_stride(), width / 16);
+        }
+    }
+    float *scores_of(int64_t i) const { return turn_.w.scores + i % 2 * ROWS * TILE; }
+
+   private:
+    int64_t out_stride() const { return turn_.w.padded * int64_t{sizeof(float)}; }
+    int64_t height(int64_t i) const { return min64(ROWS, num_rows_ - i * ROWS); }
+    bool is_seen(int64_t i) const { return !turn_.seen_by(i * ROWS, height(i)).is_empty(); }
+    OutPiece piece(int64_t i, int64_t first, int64_t width) const { return {i * ROWS, height(i), first, width}; }
+    // Behind the scores of 32 rows.
+    bf16 *weights_of(int64_t i) const {
+        static_assert(2 * ROWS * sizeof(float) + MAX_ROWS * sizeof(bf16) <= MAX_ROWS * sizeof(float));
+        return reinterpret_cast<bf16 *>(turn_.w.scores + 2 * ROWS * TILE) + i * ROWS * TILE;
+    }
+
+    const Turn &turn_;
+    const int64_t num_rows_, count_;
+    const Scales &scales_;
+};
+
+// The next tile is asked for evenly by all steps of all rows.
+template <bool IS_SCALED>
+static void attend_many(const Turn &turn, int64_t num_rows, const char *const *values, const Scales &scales) {
+    const int64_t num_steps = ceil_div(num_rows, ROWS) * (1 + ceil_div(turn.w.padded, PIECE));
+    turn.next.share = ceil_div(2 * TILE * turn.next.row_bytes, num_steps);
+    const RowTiles<IS_SCALED> rows(turn, num_rows, scales);
+    rows.score_all();
+    for (int64_t first = 0; first < turn.w.padded; first += PIECE) {
+        rows.weigh_all(values, first, min64(PIECE, turn.w.padded - first));
+    }
+}
+
+template <KVFormat F>
+static void attend_bytes(const Turn &turn, int64_t num_rows) {
+    const int64_t head_size = turn.problem.cache.head_size;
+    WholeRows keys, values;
+    keys.fill<F>(turn.tile.rows, head_size);
+    values.fill<F>(turn.tile.rows + TILE, head_size);
+    gather_keys(turn, keys.rows);
+    attend_many<true>(turn, num_rows, values.rows, Scales{keys.scales, values.scales});
+}
+
+static void attend_bf16(const Turn &turn, int64_t num_rows) {
+    if (are_few(turn.problem.cache, num_rows)) return attend_few(turn, num_rows);
+    gather_keys(turn, turn.tile.rows);
+    attend_many<false>(turn, num_rows, turn.tile.rows + TILE, Scales{});
+}
+
+void attend_tile(const Turn &turn, int64_t num_rows) {
+    switch (turn.problem.cache.format) {
+        case KVFormat::bf16: attend_bf16(turn, num_rows); break;
+        case KVFormat::int8: attend_bytes<KVFormat::int8>(turn, num_rows); break;
+        case KVFormat::fp8: attend_bytes<KVFormat::fp8>(turn, num_rows); break;
+        case KVFormat::f32: __builtin_unreachable();
+    }
+    turn.next.ask_for_rest();
+}
+
+// ---- tasks ----
+
+// A factor that is not above zero has another highest score.
+static bool is_for_tiles(const AttentionProblem &problem) {
+    return problem.dtype == DType::bf16 && problem.cache.format != KVFormat::f32 && problem.scale > 0.0f;
+}
+
+int64_t max_rows_by_tiles(const AttentionProblem &problem) {
+    return is_for_tiles(problem) ? MAX_ROWS : avx512vnni::table.max_task_rows(problem);
+}
+
+void attend_by_tiles(const AttentionProblem &problem, const AttentionTask &task, const AttentionTask *next_task,
+                     float *scratch) {
+    if (!is_for_tiles(problem)) return avx512vnni::table.attend(problem, task, next_task, scratch);
+    const WholeTiles configured;
+    attend(problem, task, next_task, scratch);
+}
+
+}  // namespace quire::QUIRE_ISA

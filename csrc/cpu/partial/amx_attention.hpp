@@ -1,0 +1,87 @@
+// What rows on their way through AMX's attention have in common, whether by tiles (amx_attention.cpp) or, where they are few,
+// by vectors that give the same bits (amx_attention_few.cpp).
+#pragma once
+
+#include "../isa/attention_softmax.hpp"
+
+namespace quire::QUIRE_ISA {
+
+constexpr int ROWS = 16;      // of the query, in a tile
+constexpr int FEW_ROWS = 4;   // so few take no tiles
+constexpr int PAIRED = 32;    // numbers of a tile's line
+constexpr int NUM_SUMS = 4;   // tiles 0 to 3
+constexpr int64_t PIECE = 16 * NUM_SUMS;  // elements of the outputs, at a time
+constexpr int VALUE_STEPS = TILE / PAIRED;
+
+inline int64_t num_chunks(int64_t head_size) { return ceil_div(head_size, PAIRED); }
+
+inline bool are_few(const KVCache &cache, int64_t num_rows) { return cache.format == KVFormat::bf16 && num_rows <= FEW_ROWS; }
+
+// Their query, and a tile of theirs.
+void gather_few(const AttentionProblem &problem, const AttentionTask &task, float *query);
+void attend_few(const Turn &turn, int64_t num_rows);
+
+// Scores without their factor, [rows][TILE]. Weights become bfloat16 in a place of their own, [rows][TILE] as well, multiplied
+// by the scales of their values where these have some.
+template <bool IS_SCALED>
+struct RawScores {
+    float factor, cap_factor;
+    const float *value_scales, *scores;
+    bf16 *weights;
+
+    explicit RawScores(const AttentionProblem &problem, const float *scales = nullptr, const float *from = nullptr,
+                       bf16 *to = nullptr)
+        : factor(problem.soft_cap > 0.0f ? 1.0f : score_factor(problem)), cap_factor(score_factor(problem)),
+          value_scales(scales), scores(from), weights(to) {}
+    QINLINE_MEMBER Vec cappable(Vec x) const { return mul(x, broadcast(cap_factor)); }
+    QINLINE_MEMBER Vec scaled(Vec x) const { return mul(x, broadcast(factor)); }
+    QINLINE_MEMBER Vec exponent(Vec x, float highest) const { return fma(x, broadcast(factor), broadcast(-highest)); }
+    QINLINE_MEMBER void keep(float *row, int v, Vec values) const {
+        if (IS_SCALED) values = mul(values, load(value_scales + v * LANES));
+        store_normal(weights + (row - scores) + v * LANES, values);
+    }
+    QINLINE_MEMBER void forget(float *row) const { memset(weights + (row - scores), 0, TILE * sizeof(bf16)); }
+};
+
+// A piece of the outputs of some rows, up to NUM_SUMS tiles wide.
+struct OutPiece {
+    int64_t first_row, num_rows, first, width;  // of rows, of elements
+
+    float *at(const Workspace &w) const { return w.split.out + first_row * w.padded + first; }
+};
+
+static void rescale(const Workspace &w, const OutPiece &piece) {
+    float *out = piece.at(w);
+    for (int64_t r = 0; r < piece.num_rows; ++r, out += w.padded) {
+        const float factor = w.rescale[piece.first_row + r];
+        if (factor == 1.0f) continue;
+        for (int64_t d = 0; d < piece.width; d += LANES) store(out + d, mul(load(out + d), broadcast(factor)));
+    }
+}
+
+// The outputs of rows that see nothing, kept for as long as this lives and put back then.
+class Unseen {
+   public:
+    Unseen(const Turn &turn, const OutPiece &piece) : turn_(turn), piece_(piece) { copy<true>(); }
+    Unseen(const Unseen &) = delete;
+    Unseen &operator=(const Unseen &) = delete;
+    ~Unseen() { copy<false>(); }
+
+   private:
+    template <bool IS_KEPT>
+    void copy() {
+        if (turn_.is_whole) return;
+        float *out = piece_.at(turn_.w);
+        for (int64_t r = 0; r < piece_.num_rows; ++r, out += turn_.w.padded) {
+            if (!turn_.ranges[piece_.first_row + r].is_empty()) continue;
+            float *kept = kept_ + r * piece_.width;
+            memcpy(IS_KEPT ? kept : out, IS_KEPT ? out : kept, piece_.width * sizeof(float));
+        }
+    }
+    const Turn &turn_;
+    const OutPiece piece_;
+    static_assert(ROWS * PIECE <= FEW_ROWS * MAX_HEAD_SIZE);
+    float kept_[FEW_ROWS * MAX_HEAD_SIZE];
+};
+
+}  // namespace quire::QUIRE_ISA
