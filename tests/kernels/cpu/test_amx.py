@@ -144,7 +144,9 @@ def test_a_processor_gives_the_bits_of_the_twin(amx: Kernels, name: str, num_row
 
 @pytest.mark.parametrize("exponents", [1, 75])
 @pytest.mark.parametrize("kv_format", ["bfloat16", "int8"])
-@pytest.mark.parametrize(("lens", "heads", "head_size"), [(((70, 150), (1, 90), (2, 33)), (4, 2), 64), (((40, 40),), (9, 1), 80)])
+@pytest.mark.parametrize(
+    ("lens", "heads", "head_size"), [(((70, 150), (1, 90), (2, 33)), (4, 2), 64), (((40, 40),), (9, 1), 80)]
+)
 def test_a_processor_attends_as_the_twin_does(
     amx: Kernels,
     paged: type[Paged],
