@@ -180,13 +180,17 @@ QINLINE void multiply_steps(Sides &at, const char *w, int64_t num_steps, Ahead &
     ahead.next = next;
 }
 
-// Sums of a group of `num_lines` words, in the tiles.
-template <typename Words, int TALL, int WIDE>
-QINLINE void multiply(Sides &at, const char *w, int64_t num_lines, Ahead &ahead) {
+template <int TALL, int WIDE>
+QINLINE void zero_tiles() {
     zero_tile<0>();
     if constexpr (WIDE == 2) zero_tile<1>();
     if constexpr (TALL == 2) zero_tile<2>();
     if constexpr (TALL == 2 && WIDE == 2) zero_tile<3>();
+}
+
+// To the sums in the tiles, `num_lines` words' products.
+template <typename Words, int TALL, int WIDE>
+QINLINE void multiply(Sides &at, const char *w, int64_t num_lines, Ahead &ahead) {
     const int64_t num_steps = num_lines / at.depth;
     if (at.reuse.keeps_weights) {
         multiply_steps<Words, TALL, WIDE, false, true>(at, w, num_steps, ahead);
@@ -200,6 +204,14 @@ QINLINE void multiply(Sides &at, const char *w, int64_t num_lines, Ahead &ahead)
 }
 
 // The tiles of sums, rows `stride` bytes apart.
+template <int TALL, int WIDE>
+QINLINE void load_tiles(const void *first, const void *second, int64_t stride) {
+    load_tile<0>(first, stride);
+    if constexpr (WIDE == 2) load_tile<1>(static_cast<const char *>(first) + LINE, stride);
+    if constexpr (TALL == 2) load_tile<2>(second, stride);
+    if constexpr (TALL == 2 && WIDE == 2) load_tile<3>(static_cast<const char *>(second) + LINE, stride);
+}
+
 template <int TALL, int WIDE>
 QINLINE void store_tiles(void *first, void *second, int64_t stride) {
     store_tile<0>(first, stride);
@@ -225,6 +237,15 @@ struct RowPair {
 
 // ---- bfloat16 ----
 
+// Lines of each of two panels that the first-level cache keeps while all rows pass over them.
+constexpr int64_t CHUNK_LINES = 256;
+constexpr int64_t CHUNKED_TILES = 6;  // from so many on
+
+// Lines [first, last) of panels.
+struct Chunk {
+    int64_t first, last;
+};
+
 struct Floats {
     Panels panels;
     int depth;
@@ -235,10 +256,19 @@ struct Floats {
 
     template <int TALL, int WIDE>
     void run(const RowPair &rows, int first, Ahead &ahead) const {
+        run_chunk<TALL, WIDE>(rows, first, Chunk{0, panels.num_steps}, ahead);
+    }
+    // What is not the first chunk is added to the sums so far.
+    template <int TALL, int WIDE>
+    void run_chunk(const RowPair &rows, int first, const Chunk &chunk, Ahead &ahead) const {
         Sides at = rows.sides(depth, panels.stride, reuse);
-        multiply<Pairs, TALL, WIDE>(at, panels.data + first * panels.stride, panels.num_steps, ahead);
-        store_tiles<TALL, WIDE>(rows.tiles[0].sums + first * PANEL, rows.tiles[TALL - 1].sums + first * PANEL,
-                                GROUP_WIDTH * int64_t{sizeof(float)});
+        for (int i = 0; i < TALL; ++i) at.x[i] += chunk.first / depth * at.x_step[i];
+        float *sums = rows.tiles[0].sums + first * PANEL, *second = rows.tiles[TALL - 1].sums + first * PANEL;
+        constexpr int64_t STRIDE = GROUP_WIDTH * int64_t{sizeof(float)};
+        chunk.first == 0 ? zero_tiles<TALL, WIDE>() : load_tiles<TALL, WIDE>(sums, second, STRIDE);
+        const char *w = panels.data + first * panels.stride + chunk.first * LINE;
+        multiply<Pairs, TALL, WIDE>(at, w, chunk.last - chunk.first, ahead);
+        store_tiles<TALL, WIDE>(sums, second, STRIDE);
     }
     void finish(const Tile &) const {}
 };
@@ -261,6 +291,7 @@ struct Integers {
         for (int64_t group = 0; group <= groups.count; ++group, w += groups.stride) {
             if (group < groups.count) {
                 auto &now = sums[group % 2];
+                zero_tiles<TALL, WIDE>();
                 multiply<Quads, TALL, WIDE>(at, w, groups.weights.num_steps, ahead);
                 store_tiles<TALL, WIDE>(now[0], now[TALL - 1], sizeof now[0][0]);
             }
@@ -319,6 +350,63 @@ static void multiply_rows(const LinearWeight &weight, const InputRows &rows, con
         }
     }
 }
+
+// Many rows of bfloat16 whose weights the first-level cache does not keep whole: chunk by chunk of two panels, so that half of
+// what is loaded comes from there; loads from the second-level cache bound the rate otherwise. Sums are stored and loaded
+// again in between, which changes no bit.
+class Chunks {
+   public:
+    Chunks(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block, const Floats &kind)
+        : rows_(rows), block_(block), kind_(kind), following_(following_of(weight, block)) {
+        const int64_t num_steps = kind.num_steps(), count = ceil_div(num_steps * rows.depth, CHUNK_LINES);
+        chunk_lines_ = ceil_div(num_steps, count) * rows.depth;
+        num_turns_ = count * ceil_div(kind.num_panels(), 2);
+    }
+
+    void run() const {
+        Shapes shapes(rows_.depth);
+        int64_t turn = 0;
+        for (int first = 0; first < kind_.num_panels(); first += 2) {
+            for (int64_t line = 0; line < kind_.panels.num_steps; line += chunk_lines_, ++turn) {
+                run_chunk(shapes, first, Chunk{line, min64(line + chunk_lines_, kind_.panels.num_steps)}, turn);
+            }
+        }
+    }
+
+   private:
+    void run_chunk(Shapes &shapes, int first, const Chunk &chunk, int64_t turn) const {
+        Tiles tiles(rows_, block_);
+        const bool is_wide = first + 2 <= kind_.num_panels();
+        for (int64_t t = 0; t < block_.num_tiles; t += 2) {
+            RowPair pair{{tiles.next(), {}}, 1};
+            if (t + 1 < block_.num_tiles) pair.tiles[pair.count++] = tiles.next();
+            Ahead ahead = share_of_turn(turn * block_.num_tiles + t, pair.count, chunk);
+            shapes.set(pair.tiles[0].height, pair.tiles[1].height);
+            if (pair.count == 2) {
+                is_wide ? kind_.run_chunk<2, 2>(pair, first, chunk, ahead) : kind_.run_chunk<2, 1>(pair, first, chunk, ahead);
+            } else {
+                is_wide ? kind_.run_chunk<1, 2>(pair, first, chunk, ahead) : kind_.run_chunk<1, 1>(pair, first, chunk, ahead);
+            }
+            if (turn + 1 == num_turns_ && block_.taker != nullptr) {
+                block_.taker->take(pair.tiles[0].sums, t * MATRIX_ROWS, pair.tiles[0].height + pair.tiles[1].height);
+            }
+        }
+    }
+    // What `count` tiles ask for in a turn, as share_of.
+    Ahead share_of_turn(int64_t place, int64_t count, const Chunk &chunk) const {
+        const int64_t places = num_turns_ * block_.num_tiles;
+        const auto line = [&](int64_t at) { return following_.data + following_.num_lines * at / places * LINE; };
+        Ahead ahead{0, false, line(place), line(place + count), 0};
+        ahead.spread((chunk.last - chunk.first) / rows_.depth * STEPS_OF_BLOCK);
+        return ahead;
+    }
+
+    const InputRows &rows_;
+    const GemmBlock &block_;
+    const Floats kind_;
+    const Following following_;
+    int64_t chunk_lines_, num_turns_;
+};
 
 // ---- int4 in small groups ----
 
@@ -438,7 +526,10 @@ void gemm(const LinearWeight &weight, const InputRows &rows, const GemmBlock &bl
     if (rows.is_bf16) {
         const Panels panels{weight.panel(block.first_panel), weight.panel_bytes(), block.num_panels,
                             weight.panel_bytes() / LINE};
-        return multiply_rows(weight, rows, block, Floats{panels, rows.depth, reuse_of(weight, rows, block, panels.stride)});
+        Floats kind{panels, rows.depth, reuse_of(weight, rows, block, panels.stride)};
+        if (block.num_tiles < CHUNKED_TILES || kind.reuse.keeps_weights) return multiply_rows(weight, rows, block, kind);
+        kind.reuse.keeps_weights = true;
+        return Chunks(weight, rows, block, kind).run();
     }
     const Groups groups = groups_of(weight, block);
     const bool is_int4 = weight.format == WeightFormat::int4;
