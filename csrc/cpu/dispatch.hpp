@@ -201,6 +201,7 @@ struct KernelTable {
     const struct SamplingTable *sampling;  // sampling.hpp
     // rooflines: operations done in so many rounds, and a reading of memory (probe.cpp)
     int64_t (*probe_floats)(int64_t rounds);
+    int64_t (*probe_pairs)(int64_t rounds);  // of bfloat16
     int64_t (*probe_integers)(int64_t rounds);
     void (*probe_read)(const void *data, int64_t num_bytes);
 };

@@ -41,6 +41,7 @@ static double read_rate(uintptr_t data, int64_t num_bytes) {
 static void bind_probe(nb::module_ &m) {
     using release = nb::call_guard<nb::gil_scoped_release>;
     m.def("probe_floats", [](int64_t rounds) { return rate(kernels().probe_floats, rounds); }, release());
+    m.def("probe_pairs", [](int64_t rounds) { return rate(kernels().probe_pairs, rounds); }, release());
     m.def("probe_integers", [](int64_t rounds) { return rate(kernels().probe_integers, rounds); }, release());
     m.def("probe_read", &read_rate, release());
 }

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from quire.kernels.cpu.linear import CpuLinear
     from quire.kernels.interface import QuantizedWeight
 
-_READ_BYTES = 256 << 20
-"""Several times any cache; and what the copies of a weight take together at least."""
+_READ_BYTES = 1 << 30
+"""Several times a large server's cache; and what the copies of a weight take together at least."""
 _PROBE_ROUNDS = 3_000_000
 _NUM_PROBES = 5
 _BUDGET_S = 0.25
@@ -57,6 +57,8 @@ class Limits:
     isa: str
     num_threads: int
     float_ops_per_s: float
+    bf16_ops_per_s: float
+    """Of instructions for bfloat16, where there are some."""
     integer_ops_per_s: float
     read_bytes_per_s: float
 
@@ -92,6 +94,7 @@ def measure_limits() -> Limits:
         isa=cpu.isa(),
         num_threads=cpu.num_threads(),
         float_ops_per_s=max(_native.probe_floats(_PROBE_ROUNDS) for _ in range(_NUM_PROBES)),
+        bf16_ops_per_s=max(_native.probe_pairs(_PROBE_ROUNDS) for _ in range(_NUM_PROBES)),
         integer_ops_per_s=max(_native.probe_integers(_PROBE_ROUNDS) for _ in range(_NUM_PROBES)),
         read_bytes_per_s=max(_native.probe_read(data.data_ptr(), data.nbytes) for _ in range(_NUM_PROBES)),
     )
@@ -108,7 +111,7 @@ def measure_linear(kind: str, shape: tuple[int, int], rows: Sequence[int], limit
     packed = pack_random(KINDS[kind], shape)
     num_copies = 1 + _READ_BYTES // packed.num_bytes
     copies = [packed, *(CpuLinear(packed.layout, packed.data.clone()) for _ in range(num_copies - 1))]
-    peak = limits.integer_ops_per_s if KINDS[kind].has_int8_inputs else limits.float_ops_per_s
+    peak = _peak(kind, limits)
     for num_rows in rows:
         x = torch.randn(num_rows, shape[1], dtype=torch.bfloat16 if kind == "bf16" else torch.float32)
         seconds = _best_s([lambda each=each, x=x: linear(x, each) for each in copies])  # type: ignore[misc]
@@ -117,11 +120,18 @@ def measure_linear(kind: str, shape: tuple[int, int], rows: Sequence[int], limit
         yield LinearTime(kind, num_rows, seconds, ops_per_s, bytes_per_s, *shares)
 
 
+def _peak(kind: str, limits: Limits) -> float:
+    if KINDS[kind].has_int8_inputs:
+        return limits.integer_ops_per_s
+    return limits.bf16_ops_per_s if kind == "bf16" else limits.float_ops_per_s
+
+
 def render(limits: Limits, times: Sequence[LinearTime]) -> Iterator[str]:
     """A table in Markdown, line by line."""
     yield (
         f"{limits.isa}, {limits.num_threads} threads: {limits.float_ops_per_s / 1e9:.0f} GFLOP/s in float32, "
-        f"{limits.integer_ops_per_s / 1e9:.0f} Gop/s in int8, reads {limits.read_bytes_per_s / 1e9:.1f} GB/s"
+        f"{limits.bf16_ops_per_s / 1e9:.0f} in bfloat16, {limits.integer_ops_per_s / 1e9:.0f} Gop/s in int8, "
+        f"reads {limits.read_bytes_per_s / 1e9:.1f} GB/s"
     )
     yield ""
     yield "| weight | rows | time (us) | Gop/s | of peak | GB/s | of reads | of the nearer limit |"

@@ -35,6 +35,7 @@ const KernelTable table = {
     convert,
     &sampling_table,
     probe_floats,
+    probe_floats,  // pairs of bfloat16 are made float32
     probe_integers,
     probe_read,
 };

@@ -546,6 +546,8 @@ const KernelTable &extended_table() {
         table.max_task_rows = max_rows_by_tiles;
         table.attention_scratch = attention_scratch;
         table.attend = attend_by_tiles;
+        table.probe_pairs = probe_pair_tiles;
+        table.probe_integers = probe_quad_tiles;
     });
     return made;
 }

@@ -3,6 +3,24 @@
 
 namespace quire::QUIRE_ISA {
 
+// As the loops of isa/probe.cpp.
+static int64_t probe_pairs(int64_t rounds) {
+    constexpr int CHAINS = 16;
+    Vec sums[CHAINS];
+    Bits pair = broadcast_bits(0x3f803f80u);
+    asm volatile("" : "+x"(pair));
+    QUNROLL
+    for (int c = 0; c < CHAINS; ++c) sums[c] = broadcast(0.0f);
+    for (int64_t i = 0; i < rounds; ++i) {
+        QUNROLL
+        for (int c = 0; c < CHAINS; ++c) {
+            sums[c] = dot_bf16(sums[c], pair, pair);
+            asm volatile("" : "+x"(sums[c]));
+        }
+    }
+    return rounds * CHAINS * LANES * 4;
+}
+
 const KernelTable &extended_table() {
     static const KernelTable made = extend([](KernelTable &table) {
         table.has_bf16_dots = HAS_BF16_DOTS;
@@ -10,6 +28,7 @@ const KernelTable &extended_table() {
         table.gemm = gemm;
         table.store_sums = store_sums;
         table.store_gated = store_gated;
+        table.probe_pairs = probe_pairs;
     });
     return made;
 }

@@ -9,6 +9,10 @@ extern const KernelTable table;
 
 namespace quire::QUIRE_ISA {
 
+// amx_probe.cpp
+int64_t probe_pair_tiles(int64_t rounds);
+int64_t probe_quad_tiles(int64_t rounds);
+
 // amx_attention.cpp
 int64_t max_rows_by_tiles(const AttentionProblem &problem);
 void attend_by_tiles(const AttentionProblem &problem, const AttentionTask &task, const AttentionTask *next_task,

@@ -74,6 +74,9 @@ class Loading:
 def probe_floats(rounds: int, /) -> float:
     """Multiply-adds in float32: operations per second of the whole team."""
 
+def probe_pairs(rounds: int, /) -> float:
+    """Of products of bfloat16, as they are multiplied."""
+
 def probe_integers(rounds: int, /) -> float:
     """Products of bytes, summed: operations per second of the whole team."""
 
