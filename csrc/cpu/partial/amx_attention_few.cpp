@@ -68,31 +68,36 @@ __attribute__((noinline)) static void score_directly(const Turn &turn) {
     }
 }
 
+// One position's share of VECS vectors, elements from `values` on, of which `left` are the head's.
+template <int ROWS_NOW, int VECS, bool IS_WHOLE>
+QINLINE void add_position(const char *values, int64_t left, const float *weights, Vec (&sums)[ROWS_NOW][VECS]) {
+    Vec value[VECS];
+    QUNROLL
+    for (int v = 0; v < VECS; ++v) {
+        value[v] = IS_WHOLE ? load(reinterpret_cast<const bf16 *>(values) + v * LANES)
+                            : load_elements<KVFormat::bf16>(values, v * LANES, left, 1.0f);
+    }
+    QUNROLL
+    for (int r = 0; r < ROWS_NOW; ++r) {
+        const Vec weight = broadcast(weights[r * TILE]);
+        QUNROLL
+        for (int v = 0; v < VECS; ++v) fma_into(sums[r][v], weight, value[v]);
+    }
+}
+
 // 32 positions' share of VECS vectors of the outputs, from element `first` on.
-template <int ROWS_NOW, int VECS>
+template <int ROWS_NOW, int VECS, bool IS_WHOLE>
 QINLINE void weigh_positions(const Turn &turn, const char *const *rows, const float *weights, int64_t first) {
-    const int64_t head_size = turn.problem.cache.head_size, padded = turn.w.padded;
-    Vec sums[2][ROWS_NOW][VECS];
+    const int64_t left = turn.problem.cache.head_size - first, at = first * int64_t{sizeof(bf16)};
+    Vec even[ROWS_NOW][VECS], odd[ROWS_NOW][VECS];
     QUNROLL
     for (int r = 0; r < ROWS_NOW; ++r) {
         QUNROLL
-        for (int v = 0; v < VECS; ++v) sums[0][r][v] = sums[1][r][v] = broadcast(0.0f);
+        for (int v = 0; v < VECS; ++v) even[r][v] = odd[r][v] = broadcast(0.0f);
     }
     for (int i = 0; i < PAIRED; i += 2) {
-        QUNROLL
-        for (int j = 0; j < 2; ++j) {
-            Vec value[VECS];
-            QUNROLL
-            for (int v = 0; v < VECS; ++v) {
-                value[v] = load_elements<KVFormat::bf16>(rows[i + j], first + v * LANES, head_size, 1.0f);
-            }
-            QUNROLL
-            for (int r = 0; r < ROWS_NOW; ++r) {
-                const Vec weight = broadcast(weights[r * TILE + i + j]);
-                QUNROLL
-                for (int v = 0; v < VECS; ++v) sums[j][r][v] = fma(weight, value[v], sums[j][r][v]);
-            }
-        }
+        add_position<ROWS_NOW, VECS, IS_WHOLE>(rows[i] + at, left, weights + i, even);
+        add_position<ROWS_NOW, VECS, IS_WHOLE>(rows[i + 1] + at, left, weights + i + 1, odd);
         turn.next.ask(2 * VECS * LANES * int64_t{sizeof(bf16)});
     }
     float *out = turn.w.split.out + first;
@@ -100,8 +105,8 @@ QINLINE void weigh_positions(const Turn &turn, const char *const *rows, const fl
     for (int r = 0; r < ROWS_NOW; ++r) {
         QUNROLL
         for (int v = 0; v < VECS; ++v) {
-            float *to = out + r * padded + v * LANES;
-            store(to, add(load(to), add(sums[0][r][v], sums[1][r][v])));
+            float *to = out + r * turn.w.padded + v * LANES;
+            store(to, add(load(to), add(even[r][v], odd[r][v])));
         }
     }
 }
@@ -109,14 +114,15 @@ QINLINE void weigh_positions(const Turn &turn, const char *const *rows, const fl
 template <int ROWS_NOW>
 __attribute__((noinline)) static void weigh_directly(const Turn &turn) {
     constexpr int VECS = ROWS_NOW <= 2 ? 4 : 2;
+    const int64_t head_size = turn.problem.cache.head_size;
     for (int k = 0; k < VALUE_STEPS; ++k) {
         const char *const *rows = turn.tile.rows + TILE + k * PAIRED;
         const float *weights = turn.w.scores + k * PAIRED;
         int64_t first = 0;
-        for (; first + VECS * LANES <= turn.w.padded; first += VECS * LANES) {
-            weigh_positions<ROWS_NOW, VECS>(turn, rows, weights, first);
+        for (; first + VECS * LANES <= head_size; first += VECS * LANES) {
+            weigh_positions<ROWS_NOW, VECS, true>(turn, rows, weights, first);
         }
-        for (; first < turn.w.padded; first += LANES) weigh_positions<ROWS_NOW, 1>(turn, rows, weights, first);
+        for (; first < head_size; first += LANES) weigh_positions<ROWS_NOW, 1, false>(turn, rows, weights, first);
     }
 }
 
