@@ -99,7 +99,7 @@ static bool find_ranges(const AttentionProblem &problem, const AttentionTask &ta
 
 // Merge one row's state into another: the only place where two softmax states meet.
 static void merge(float *max_to, float *total_to, float *out_to, const float *max_from, const float *total_from,
-           const float *out_from, int64_t padded) {
+                  const float *out_from, int64_t padded) {
     if (*max_from == NONE) return;
     if (*max_to == NONE) {
         *max_to = *max_from;
