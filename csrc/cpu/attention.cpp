@@ -17,7 +17,7 @@
 
 namespace quire {
 
-constexpr int64_t MIN_TASK_ROWS = 96;  // nor are they halved further
+constexpr int64_t MIN_TASK_ROWS = 96;  // of a task that others are cut off from, for every thread to have some
 
 // A wrong index is a bug of the caller's; it must not become an access outside the cache.
 static void check(const AttentionProblem &problem, const Sequences &sequences) {
@@ -47,7 +47,7 @@ static void check(const AttentionProblem &problem, const Sequences &sequences) {
 static int64_t max_task_rows(const AttentionProblem &problem, const Sequences &sequences, int team) {
     const int64_t num_rows = sequences.num_tokens * problem.num_heads;
     int64_t rows = kernels().max_task_rows(problem);
-    while (rows > MIN_TASK_ROWS && num_rows < 4 * team * rows) rows /= 2;
+    while (rows / 2 >= MIN_TASK_ROWS && num_rows < 4 * team * rows) rows /= 2;
     return rows;
 }
 

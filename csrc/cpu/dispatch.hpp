@@ -175,7 +175,7 @@ struct KernelTable {
     void (*store_gated)(const float *gate, const float *up, const float *gate_bias, const float *up_bias,
                         Activation activation, const OutputBlock &out);
     // attention
-    int64_t (*max_task_rows)(const AttentionProblem &problem);
+    int64_t (*max_task_rows)(const AttentionProblem &problem);  // query rows (positions x heads of one KV head)
     int64_t (*attention_scratch)(int64_t head_size);  // floats that attend needs
     int64_t (*state_size)(int64_t head_size);         // floats of one row's softmax state
     // `next_task`: what the caller's thread will probably attend to next; its keys are asked for. Null: unknown

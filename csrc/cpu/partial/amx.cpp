@@ -225,6 +225,7 @@ struct RowPair {
     Tile tiles[2];
     int count;
 
+    int64_t height() const { return tiles[0].height + tiles[1].height; }
     Sides sides(int depth, int64_t stride, const Reuse &reuse) const {
         Sides at{{}, {}, depth, stride, reuse};
         for (int i = 0; i < count; ++i) {
@@ -316,11 +317,18 @@ struct Integers {
 
 // ---- blocks ----
 
-// What tiles [first, last) of all rows ask for: their share of the panels behind the block's, so that they are in the
-// second-level cache when their turn comes.
-static Ahead share_of(const Following &following, const InputRows &rows, int64_t first, int64_t last) {
-    const auto line = [&](int64_t tile) { return following.data + following.num_lines * tile / rows.num_tiles * LINE; };
+// What parts [first, last) of `count` of the work ask for: their share of the panels behind the block's, so that they are in
+// the second-level cache when their turn comes.
+static Ahead share_of(const Following &following, int64_t first, int64_t last, int64_t count) {
+    const auto line = [&](int64_t part) { return following.data + following.num_lines * part / count * LINE; };
     return {0, false, line(first), line(last), 0};
+}
+
+// The next tiles of a block, of which `left` are left.
+static RowPair next_pair(Tiles &tiles, int64_t left) {
+    RowPair pair{{tiles.next(), {}}, 1};
+    if (left > 1) pair.tiles[pair.count++] = tiles.next();
+    return pair;
 }
 
 template <int TALL, typename Kind>
@@ -337,15 +345,14 @@ static void multiply_rows(const LinearWeight &weight, const InputRows &rows, con
     Tiles tiles(rows, block);
     Shapes shapes(rows.depth);
     for (int64_t t = 0; t < block.num_tiles; t += 2) {
-        RowPair pair{{tiles.next(), {}}, 1};
-        if (t + 1 < block.num_tiles) pair.tiles[pair.count++] = tiles.next();
+        const RowPair pair = next_pair(tiles, block.num_tiles - t);
         const int64_t first = block.first_tile + t;
-        const Ahead ahead = block.num_tiles <= 2 ? Ahead{} : share_of(following, rows, first, first + pair.count);
+        const Ahead ahead = block.num_tiles <= 2 ? Ahead{} : share_of(following, first, first + pair.count, rows.num_tiles);
         shapes.set(pair.tiles[0].height, pair.tiles[1].height);
         pair.count == 2 ? run_panels<2>(kind, pair, ahead) : run_panels<1>(kind, pair, ahead);
         for (int i = 0; i < pair.count; ++i) kind.finish(pair.tiles[i]);
         if (block.taker != nullptr) {
-            block.taker->take(pair.tiles[0].sums, t * MATRIX_ROWS, pair.tiles[0].height + pair.tiles[1].height);
+            block.taker->take(pair.tiles[0].sums, t * MATRIX_ROWS, pair.height());
             tiles.reuse_sums(block.sums);
         }
     }
@@ -378,9 +385,10 @@ class Chunks {
         Tiles tiles(rows_, block_);
         const bool is_wide = first + 2 <= kind_.num_panels();
         for (int64_t t = 0; t < block_.num_tiles; t += 2) {
-            RowPair pair{{tiles.next(), {}}, 1};
-            if (t + 1 < block_.num_tiles) pair.tiles[pair.count++] = tiles.next();
-            Ahead ahead = share_of_turn(turn * block_.num_tiles + t, pair.count, chunk);
+            const RowPair pair = next_pair(tiles, block_.num_tiles - t);
+            const int64_t place = turn * block_.num_tiles + t;
+            Ahead ahead = share_of(following_, place, place + pair.count, num_turns_ * block_.num_tiles);
+            ahead.spread((chunk.last - chunk.first) / rows_.depth * STEPS_OF_BLOCK);
             shapes.set(pair.tiles[0].height, pair.tiles[1].height);
             if (pair.count == 2) {
                 is_wide ? kind_.run_chunk<2, 2>(pair, first, chunk, ahead) : kind_.run_chunk<2, 1>(pair, first, chunk, ahead);
@@ -388,17 +396,9 @@ class Chunks {
                 is_wide ? kind_.run_chunk<1, 2>(pair, first, chunk, ahead) : kind_.run_chunk<1, 1>(pair, first, chunk, ahead);
             }
             if (turn + 1 == num_turns_ && block_.taker != nullptr) {
-                block_.taker->take(pair.tiles[0].sums, t * MATRIX_ROWS, pair.tiles[0].height + pair.tiles[1].height);
+                block_.taker->take(pair.tiles[0].sums, t * MATRIX_ROWS, pair.height());
             }
         }
-    }
-    // What `count` tiles ask for in a turn, as share_of.
-    Ahead share_of_turn(int64_t place, int64_t count, const Chunk &chunk) const {
-        const int64_t places = num_turns_ * block_.num_tiles;
-        const auto line = [&](int64_t at) { return following_.data + following_.num_lines * at / places * LINE; };
-        Ahead ahead{0, false, line(place), line(place + count), 0};
-        ahead.spread((chunk.last - chunk.first) / rows_.depth * STEPS_OF_BLOCK);
-        return ahead;
     }
 
     const InputRows &rows_;

@@ -100,29 +100,49 @@ struct Scales {
     const float *keys, *values;
 };
 
-// ---- scores ----
+// ---- products ----
 
 template <int SUM>
-QINLINE void score_keys(const char *keys) {
-    constexpr int KEYS_SIDE = OTHER_SIDES + SUM % 3;
-    load_tile<KEYS_SIDE>(keys + SUM * TILE_BYTES, LINE);
-    add_pairs<SUM, SIDE, KEYS_SIDE>();
+QINLINE void add_product(const char *right) {
+    constexpr int RIGHT = OTHER_SIDES + SUM % 3;
+    load_tile<RIGHT>(right + SUM * TILE_BYTES, LINE);
+    add_pairs<SUM, SIDE, RIGHT>();
 }
 
-QINLINE void clear_sums() { zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>(); }
+// To the first `count` sums, 32 numbers' products: a tile of rows, `stride` bytes apart, with `count` tiles of the right side.
+QINLINE void add_products(const void *rows, int64_t stride, const char *right, int64_t count) {
+    load_tile<SIDE>(rows, stride);
+    add_product<0>(right);
+    if (count > 1) add_product<1>(right);
+    if (count > 2) add_product<2>(right);
+    if (count > 3) add_product<3>(right);
+}
+
+// So many sums side by side, rows `stride` bytes apart.
+static void load_sums(const float *sums, int64_t stride, int64_t count) {
+    load_tile<0>(sums, stride);
+    if (count > 1) load_tile<1>(sums + 16, stride);
+    if (count > 2) load_tile<2>(sums + 32, stride);
+    if (count > 3) load_tile<3>(sums + 48, stride);
+}
+
+static void store_sums(float *sums, int64_t stride, int64_t count) {
+    store_tile<0>(sums, stride);
+    if (count > 1) store_tile<1>(sums + 16, stride);
+    if (count > 2) store_tile<2>(sums + 32, stride);
+    if (count > 3) store_tile<3>(sums + 48, stride);
+}
 
 static void score(const Turn &turn, int64_t first, float *scores) {
+    static_assert(KEY_TILES == NUM_SUMS);
     const int64_t chunks = num_chunks(turn.problem.cache.head_size);
     const char *query = reinterpret_cast<const char *>(turn.w.query) + first / ROWS * chunks * TILE_BYTES;
     const char *keys = reinterpret_cast<const char *>(turn.w.keys);
-    clear_sums();
+    zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
     for (int64_t c = 0; c < chunks; ++c, query += TILE_BYTES, keys += KEY_TILES * TILE_BYTES) {
-        load_tile<SIDE>(query, LINE);
-        score_keys<0>(keys), score_keys<1>(keys), score_keys<2>(keys), score_keys<3>(keys);
+        add_products(query, LINE, keys, KEY_TILES);
     }
-    constexpr int64_t STRIDE = TILE * int64_t{sizeof(float)};
-    store_tile<0>(scores, STRIDE), store_tile<1>(scores + 16, STRIDE);
-    store_tile<2>(scores + 32, STRIDE), store_tile<3>(scores + 48, STRIDE);
+    store_sums(scores, TILE * int64_t{sizeof(float)}, KEY_TILES);
 }
 
 static void scale_scores(float *scores, int64_t count, const float *scales) {
@@ -132,45 +152,12 @@ static void scale_scores(float *scores, int64_t count, const float *scales) {
     }
 }
 
-// ---- outputs ----
-
-// So many tiles of 16 elements of the outputs, rows `stride` bytes apart.
-static void load_sums(const float *out, int64_t stride, int64_t count) {
-    load_tile<0>(out, stride);
-    if (count > 1) load_tile<1>(out + 16, stride);
-    if (count > 2) load_tile<2>(out + 32, stride);
-    if (count > 3) load_tile<3>(out + 48, stride);
-}
-
-static void store_sums(float *out, int64_t stride, int64_t count) {
-    store_tile<0>(out, stride);
-    if (count > 1) store_tile<1>(out + 16, stride);
-    if (count > 2) store_tile<2>(out + 32, stride);
-    if (count > 3) store_tile<3>(out + 48, stride);
-}
-
-template <int SUM>
-QINLINE void add_values(const char *values) {
-    constexpr int VALUES_SIDE = OTHER_SIDES + SUM % 3;
-    load_tile<VALUES_SIDE>(values + SUM * TILE_BYTES, LINE);
-    add_pairs<SUM, SIDE, VALUES_SIDE>();
-}
-
-// 32 positions' share.
-static void weigh(const bf16 *weights, const char *values, int64_t count) {
-    load_tile<SIDE>(weights, TILE * int64_t{sizeof(bf16)});
-    add_values<0>(values);
-    if (count > 1) add_values<1>(values);
-    if (count > 2) add_values<2>(values);
-    if (count > 3) add_values<3>(values);
-}
-
 // ---- one tile ----
 
 // The rows of a task, 16 at a time: first all rows' weights, then their outputs by pieces, so that the keys, and then a
-// piece of the values, stay in the first-level cache while all rows pass over them. What one 16 store, the unit loads two
-// steps later, after it has multiplied for the 16 in between: a tile is not loaded right after it was stored, which costs
-// more than its product does, and vectors compute while the unit multiplies.
+// piece of the values, stay in the first-level cache while all rows pass over them. The next 16's scores and rescaled
+// outputs are stored before these 16 go on: a tile is not loaded right after it was stored, which costs more than its
+// product does, and vectors compute while the unit multiplies.
 template <bool IS_SCALED>
 class RowTiles {
    public:
@@ -184,12 +171,6 @@ class RowTiles {
             turn_.next.ask(turn_.next.share);
             if (is_seen(i)) soften(i);
         }
-    }
-    void soften(int64_t i) const {
-        float *scores = scores_of(i);
-        if (IS_SCALED) scale_scores(scores, height(i), scales_.keys);
-        const RawScores<IS_SCALED> kind(turn_.problem, scales_.values, scores, weights_of(i));
-        soften_rows(kind, turn_, scores, i * ROWS, height(i));
     }
     // Elements [first, first + width) of the outputs.
     void weigh_all(const char *const *values, int64_t first, int64_t width) const {
@@ -205,17 +186,26 @@ class RowTiles {
             const OutPiece out = piece(i, first, width);
             const Unseen unseen(turn_, out);
             load_sums(out.at(turn_.w), out_stride(), width / 16);
-            for (int k = 0; k < VALUE_STEPS; ++k) weigh(weights_of(i) + k * PAIRED, gathered + k * PIECE_BYTES, width / 16);
+            for (int k = 0; k < VALUE_STEPS; ++k) {
+                const bf16 *weights = weights_of(i) + k * PAIRED;
+                add_products(weights, TILE * int64_t{sizeof(bf16)}, gathered + k * PIECE_BYTES, width / 16);
+            }
             store_sums(out.at(turn_.w), out_stride(), width / 16);
         }
     }
-    float *scores_of(int64_t i) const { return turn_.w.scores + i % 2 * ROWS * TILE; }
 
    private:
+    void soften(int64_t i) const {
+        float *scores = scores_of(i);
+        if (IS_SCALED) scale_scores(scores, height(i), scales_.keys);
+        const RawScores<IS_SCALED> kind(turn_.problem, scales_.values, scores, weights_of(i));
+        soften_rows(kind, turn_, scores, i * ROWS, height(i));
+    }
     int64_t out_stride() const { return turn_.w.padded * int64_t{sizeof(float)}; }
     int64_t height(int64_t i) const { return min64(ROWS, num_rows_ - i * ROWS); }
     bool is_seen(int64_t i) const { return !turn_.seen_by(i * ROWS, height(i)).is_empty(); }
     OutPiece piece(int64_t i, int64_t first, int64_t width) const { return {i * ROWS, height(i), first, width}; }
+    float *scores_of(int64_t i) const { return turn_.w.scores + i % 2 * ROWS * TILE; }
     // Behind the scores of 32 rows.
     bf16 *weights_of(int64_t i) const {
         static_assert(2 * ROWS * sizeof(float) + MAX_ROWS * sizeof(bf16) <= MAX_ROWS * sizeof(float));
