@@ -54,6 +54,19 @@ QINLINE void load_words(const char *const *rows, int64_t at, int64_t num_bytes, 
     transpose(block);
 }
 
+// Elements [d, d + LANES) of a row, all of which it has, unscaled.
+template <KVFormat F>
+QINLINE Vec load_lanes(const char *row, int64_t d) {
+    if constexpr (F == KVFormat::f32) {
+        return load(reinterpret_cast<const float *>(row) + d);
+    } else if constexpr (F == KVFormat::bf16) {
+        return load(reinterpret_cast<const bf16 *>(row) + d);
+    } else {
+        const Bits words = load_signed_bytes(row + d);
+        return F == KVFormat::int8 ? to_float(words) : from_fp8(and_bits(words, broadcast_bits(0xff)));
+    }
+}
+
 // Elements [d, d + LANES) of a row, zero from `head_size` on.
 template <KVFormat F>
 QINLINE Vec load_elements(const char *row, int64_t d, int64_t head_size, float scale) {
@@ -66,9 +79,7 @@ QINLINE Vec load_elements(const char *row, int64_t d, int64_t head_size, float s
         char bytes[LANES] = {};
         const char *from = row + d;
         if (d + LANES > head_size) from = static_cast<const char *>(memcpy(bytes, from, head_size - d));
-        const Bits words = load_signed_bytes(from);
-        const Vec x = F == KVFormat::int8 ? to_float(words) : from_fp8(and_bits(words, broadcast_bits(0xff)));
-        return mul(x, broadcast(scale));
+        return mul(load_lanes<F>(from, 0), broadcast(scale));
     }
 }
 

@@ -9,8 +9,6 @@
 // A score is the same chain for any company, an output one over all positions of the tile, where those that a row does not
 // see have the weight 0. Rows that see nothing of a tile keep their outputs: even the sum with zeros could change a sign.
 #include "amx_attention.hpp"
-
-#include "../isa/kv_rows.hpp"
 #include "amx_tiles.hpp"
 #include "extension.hpp"
 
@@ -41,7 +39,7 @@ static void gather_tiles(const AttentionProblem &problem, const AttentionTask &t
 }
 
 void gather_query(const AttentionProblem &problem, const AttentionTask &task, float *query) {
-    if (are_few(problem.cache, task.num_rows())) return gather_few(problem, task, query);
+    if (task.num_rows() <= FEW_ROWS) return gather_few(problem, task, query);
     gather_tiles(problem, task, reinterpret_cast<char *>(query));
 }
 
@@ -77,11 +75,10 @@ static void gather_values(const Turn &turn, const char *const *rows, int64_t fir
     }
 }
 
-// Rows of a tile as bfloat16, whole lines of them, and their scales.
+// Rows of a tile as bfloat16, whole lines of them.
 struct WholeRows {
     alignas(64) bf16 data[TILE * MAX_HEAD_SIZE];
     const char *rows[TILE];
-    float scales[TILE];
 
     template <KVFormat F>
     void fill(const char *const *from, int64_t head_size) {
@@ -90,14 +87,13 @@ struct WholeRows {
             bf16 *to = data + i * width;
             for (int64_t d = 0; d < width; d += LANES) store(to + d, load_elements<F>(from[i], d, head_size, 1.0f));
             rows[i] = reinterpret_cast<const char *>(to);
-            scales[i] = scale_of<F>(from[i], head_size);
         }
     }
 };
 
-// Scales of 8-bit rows: of the keys, and of the values.
+// Scales of 8-bit rows.
 struct Scales {
-    const float *keys, *values;
+    float keys[TILE], values[TILE];
 };
 
 // ---- products ----
@@ -143,13 +139,6 @@ static void score(const Turn &turn, int64_t first, float *scores) {
         add_products(query, LINE, keys, KEY_TILES);
     }
     store_sums(scores, TILE * int64_t{sizeof(float)}, KEY_TILES);
-}
-
-static void scale_scores(float *scores, int64_t count, const float *scales) {
-    for (float *row = scores; row < scores + count * TILE; row += TILE) {
-        QUNROLL
-        for (int v = 0; v < TILE_VECS; ++v) store(row + v * LANES, mul(load(row + v * LANES), load(scales + v * LANES)));
-    }
 }
 
 // ---- one tile ----
@@ -236,22 +225,27 @@ static void attend_bytes(const Turn &turn, int64_t num_rows) {
     keys.fill<F>(turn.tile.rows, head_size);
     values.fill<F>(turn.tile.rows + TILE, head_size);
     gather_keys(turn, keys.rows);
-    attend_many<true>(turn, num_rows, values.rows, Scales{keys.scales, values.scales});
+    Scales scales;
+    load_scales<F>(turn, scales.keys, scales.values);
+    attend_many<true>(turn, num_rows, values.rows, scales);
 }
 
 static void attend_bf16(const Turn &turn, int64_t num_rows) {
-    if (are_few(turn.problem.cache, num_rows)) return attend_few(turn, num_rows);
     gather_keys(turn, turn.tile.rows);
     attend_many<false>(turn, num_rows, turn.tile.rows + TILE, Scales{});
 }
 
-void attend_tile(const Turn &turn, int64_t num_rows) {
+static void attend_by_format(const Turn &turn, int64_t num_rows) {
     switch (turn.problem.cache.format) {
-        case KVFormat::bf16: attend_bf16(turn, num_rows); break;
-        case KVFormat::int8: attend_bytes<KVFormat::int8>(turn, num_rows); break;
-        case KVFormat::fp8: attend_bytes<KVFormat::fp8>(turn, num_rows); break;
+        case KVFormat::bf16: return attend_bf16(turn, num_rows);
+        case KVFormat::int8: return attend_bytes<KVFormat::int8>(turn, num_rows);
+        case KVFormat::fp8: return attend_bytes<KVFormat::fp8>(turn, num_rows);
         case KVFormat::f32: __builtin_unreachable();
     }
+}
+
+void attend_tile(const Turn &turn, int64_t num_rows) {
+    num_rows <= FEW_ROWS ? attend_few(turn, num_rows) : attend_by_format(turn, num_rows);
     turn.next.ask_for_rest();
 }
 

@@ -3,19 +3,18 @@
 #pragma once
 
 #include "../isa/attention_softmax.hpp"
+#include "../isa/kv_rows.hpp"
 
 namespace quire::QUIRE_ISA {
 
 constexpr int ROWS = 16;      // of the query, in a tile
-constexpr int FEW_ROWS = 4;   // so few take no tiles
+constexpr int FEW_ROWS = 8;   // so few take no tiles (docs/benchmarks/attention-cpu.md)
 constexpr int PAIRED = 32;    // numbers of a tile's line
 constexpr int NUM_SUMS = 4;   // tiles 0 to 3
 constexpr int64_t PIECE = 16 * NUM_SUMS;  // elements of the outputs, at a time
 constexpr int VALUE_STEPS = TILE / PAIRED;
 
 inline int64_t num_chunks(int64_t head_size) { return ceil_div(head_size, PAIRED); }
-
-inline bool are_few(const KVCache &cache, int64_t num_rows) { return cache.format == KVFormat::bf16 && num_rows <= FEW_ROWS; }
 
 // Their query, and a tile of theirs.
 void gather_few(const AttentionProblem &problem, const AttentionTask &task, float *query);
@@ -36,12 +35,30 @@ struct RawScores {
     QINLINE_MEMBER Vec cappable(Vec x) const { return mul(x, broadcast(cap_factor)); }
     QINLINE_MEMBER Vec scaled(Vec x) const { return mul(x, broadcast(factor)); }
     QINLINE_MEMBER Vec exponent(Vec x, float highest) const { return fma(x, broadcast(factor), broadcast(-highest)); }
+    QINLINE_MEMBER Vec with_scales(int v, Vec values) const {
+        return IS_SCALED ? mul(values, load(value_scales + v * LANES)) : values;
+    }
     QINLINE_MEMBER void keep(float *row, int v, Vec values) const {
-        if (IS_SCALED) values = mul(values, load(value_scales + v * LANES));
-        store_normal(weights + (row - scores) + v * LANES, values);
+        store_normal(weights + (row - scores) + v * LANES, with_scales(v, values));
     }
     QINLINE_MEMBER void forget(float *row) const { memset(weights + (row - scores), 0, TILE * sizeof(bf16)); }
 };
+
+// Of the keys of a tile and of its values.
+template <KVFormat F>
+QINLINE void load_scales(const Turn &turn, float (&keys)[TILE], float (&values)[TILE]) {
+    for (int i = 0; i < TILE; ++i) {
+        keys[i] = scale_of<F>(turn.tile.rows[i], turn.problem.cache.head_size);
+        values[i] = scale_of<F>(turn.tile.rows[TILE + i], turn.problem.cache.head_size);
+    }
+}
+
+static void scale_scores(float *scores, int64_t num_rows, const float (&scales)[TILE]) {
+    for (float *row = scores; row < scores + num_rows * TILE; row += TILE) {
+        QUNROLL
+        for (int v = 0; v < TILE_VECS; ++v) store(row + v * LANES, mul(load(row + v * LANES), load(scales + v * LANES)));
+    }
+}
 
 // A piece of the outputs of some rows, up to NUM_SUMS tiles wide.
 struct OutPiece {

@@ -4,8 +4,6 @@
 // and the second another; their sum is added to what was there; and numbers below the smallest normal one count as zero.
 #include "amx_attention.hpp"
 
-#include "../isa/kv_rows.hpp"
-
 namespace quire::QUIRE_ISA {
 
 // float32 [chunks][32 elements][FEW_ROWS]
@@ -35,10 +33,19 @@ class FlushesSubnormals {
     const unsigned before_;
 };
 
+// Element J of word I of a transposed block, times its place in the query.
+template <KVFormat F, int J, int ROWS_NOW>
+QINLINE void add_element(const float *query, Vec word, Vec (&sums)[ROWS_NOW]) {
+    const Vec key = element_of<F, J>(as_bits(word));
+    QUNROLL
+    for (int r = 0; r < ROWS_NOW; ++r) sums[r] = fma(broadcast(query[J * FEW_ROWS + r]), key, sums[r]);
+}
+
 // A function of its own, that the compiler moves nothing past the change of the control register.
-template <int ROWS_NOW>
+template <KVFormat F, int ROWS_NOW>
 __attribute__((noinline)) static void score_directly(const Turn &turn) {
-    const int64_t num_bytes = turn.problem.cache.head_size * int64_t{sizeof(bf16)};
+    constexpr int PER = PER_WORD<F>, WORDS = PAIRED / PER;  // of a chunk of the head
+    const int64_t head_size = turn.problem.cache.head_size, num_bytes = head_size * kv_element_bytes(F);
     for (int first = 0; first < TILE; first += LANES) {
         Vec sums[ROWS_NOW];
         QUNROLL
@@ -47,20 +54,20 @@ __attribute__((noinline)) static void score_directly(const Turn &turn) {
         for (int64_t at = 0; at < num_bytes; at += 4 * LANES) {
             Vec words[LANES], even[ROWS_NOW], odd[ROWS_NOW];
             load_words(turn.tile.rows + first, at, num_bytes, words);
-            QUNROLL
-            for (int r = 0; r < ROWS_NOW; ++r) even[r] = odd[r] = broadcast(0.0f);
-            QUNROLL
-            for (int i = 0; i < LANES; ++i, query += 2 * FEW_ROWS) {
-                const Vec key = element_of<KVFormat::bf16, 0>(as_bits(words[i]));
-                const Vec next_key = element_of<KVFormat::bf16, 1>(as_bits(words[i]));
+            for (int chunk = 0; chunk < LANES && at + 4 * chunk < num_bytes; chunk += WORDS) {
                 QUNROLL
-                for (int r = 0; r < ROWS_NOW; ++r) {
-                    even[r] = fma(broadcast(query[r]), key, even[r]);
-                    odd[r] = fma(broadcast(query[FEW_ROWS + r]), next_key, odd[r]);
+                for (int r = 0; r < ROWS_NOW; ++r) even[r] = odd[r] = broadcast(0.0f);
+                QUNROLL
+                for (int i = 0; i < WORDS; ++i, query += PER * FEW_ROWS) {
+                    const Vec word = words[chunk + i];
+                    add_element<F, 0>(query, word, even);
+                    add_element<F, 1>(query, word, odd);
+                    if constexpr (PER > 2) add_element<F, 2>(query, word, even);
+                    if constexpr (PER > 2) add_element<F, 3>(query, word, odd);
                 }
+                QUNROLL
+                for (int r = 0; r < ROWS_NOW; ++r) sums[r] = add(sums[r], add(even[r], odd[r]));
             }
-            QUNROLL
-            for (int r = 0; r < ROWS_NOW; ++r) sums[r] = add(sums[r], add(even[r], odd[r]));
             turn.next.ask(LANES * 4 * LANES);
         }
         QUNROLL
@@ -68,14 +75,15 @@ __attribute__((noinline)) static void score_directly(const Turn &turn) {
     }
 }
 
-// One position's share of VECS vectors, elements from `values` on, of which `left` are the head's.
-template <int ROWS_NOW, int VECS, bool IS_WHOLE>
-QINLINE void add_position(const char *values, int64_t left, const float *weights, Vec (&sums)[ROWS_NOW][VECS]) {
+// One position's share of VECS vectors, from element `first` of its row on.
+template <KVFormat F, int ROWS_NOW, int VECS, bool IS_WHOLE>
+QINLINE void add_position(const char *row, int64_t first, int64_t head_size, const float *weights,
+                          Vec (&sums)[ROWS_NOW][VECS]) {
     Vec value[VECS];
     QUNROLL
     for (int v = 0; v < VECS; ++v) {
-        value[v] = IS_WHOLE ? load(reinterpret_cast<const bf16 *>(values) + v * LANES)
-                            : load_elements<KVFormat::bf16>(values, v * LANES, left, 1.0f);
+        const int64_t d = first + v * LANES;
+        value[v] = IS_WHOLE ? load_lanes<F>(row, d) : load_elements<F>(row, d, head_size, 1.0f);
     }
     QUNROLL
     for (int r = 0; r < ROWS_NOW; ++r) {
@@ -86,9 +94,9 @@ QINLINE void add_position(const char *values, int64_t left, const float *weights
 }
 
 // 32 positions' share of VECS vectors of the outputs, from element `first` on.
-template <int ROWS_NOW, int VECS, bool IS_WHOLE>
+template <KVFormat F, int ROWS_NOW, int VECS, bool IS_WHOLE>
 QINLINE void weigh_positions(const Turn &turn, const char *const *rows, const float *weights, int64_t first) {
-    const int64_t left = turn.problem.cache.head_size - first, at = first * int64_t{sizeof(bf16)};
+    const int64_t head_size = turn.problem.cache.head_size;
     Vec even[ROWS_NOW][VECS], odd[ROWS_NOW][VECS];
     QUNROLL
     for (int r = 0; r < ROWS_NOW; ++r) {
@@ -96,9 +104,9 @@ QINLINE void weigh_positions(const Turn &turn, const char *const *rows, const fl
         for (int v = 0; v < VECS; ++v) even[r][v] = odd[r][v] = broadcast(0.0f);
     }
     for (int i = 0; i < PAIRED; i += 2) {
-        add_position<ROWS_NOW, VECS, IS_WHOLE>(rows[i] + at, left, weights + i, even);
-        add_position<ROWS_NOW, VECS, IS_WHOLE>(rows[i + 1] + at, left, weights + i + 1, odd);
-        turn.next.ask(2 * VECS * LANES * int64_t{sizeof(bf16)});
+        add_position<F, ROWS_NOW, VECS, IS_WHOLE>(rows[i], first, head_size, weights + i, even);
+        add_position<F, ROWS_NOW, VECS, IS_WHOLE>(rows[i + 1], first, head_size, weights + i + 1, odd);
+        turn.next.ask(2 * VECS * LANES * kv_element_bytes(F));
     }
     float *out = turn.w.split.out + first;
     QUNROLL
@@ -111,44 +119,61 @@ QINLINE void weigh_positions(const Turn &turn, const char *const *rows, const fl
     }
 }
 
-template <int ROWS_NOW>
+template <KVFormat F, int ROWS_NOW>
 __attribute__((noinline)) static void weigh_directly(const Turn &turn) {
-    constexpr int VECS = ROWS_NOW <= 2 ? 4 : 2;
+    constexpr int VECS = ROWS_NOW <= 2 ? 4 : ROWS_NOW <= 4 ? 2 : 1;
     const int64_t head_size = turn.problem.cache.head_size;
     for (int k = 0; k < VALUE_STEPS; ++k) {
         const char *const *rows = turn.tile.rows + TILE + k * PAIRED;
         const float *weights = turn.w.scores + k * PAIRED;
         int64_t first = 0;
         for (; first + VECS * LANES <= head_size; first += VECS * LANES) {
-            weigh_positions<ROWS_NOW, VECS, true>(turn, rows, weights, first);
+            weigh_positions<F, ROWS_NOW, VECS, true>(turn, rows, weights, first);
         }
-        for (; first < head_size; first += LANES) weigh_positions<ROWS_NOW, 1, false>(turn, rows, weights, first);
+        for (; first < head_size; first += LANES) weigh_positions<F, ROWS_NOW, 1, false>(turn, rows, weights, first);
     }
 }
 
 // Weights as the bfloat16 that tiles hold, in the place of the scores.
-struct FewScores : RawScores<false> {
-    QINLINE_MEMBER void keep(float *row, int v, Vec values) const { store(row + v * LANES, round_to_bf16(values)); }
+template <bool IS_SCALED>
+struct FewScores : RawScores<IS_SCALED> {
+    using RawScores<IS_SCALED>::RawScores;
+    QINLINE_MEMBER void keep(float *row, int v, Vec values) const {
+        store(row + v * LANES, round_to_bf16(this->with_scales(v, values)));
+    }
     QINLINE_MEMBER void forget(float *row) const { memset(row, 0, TILE * sizeof(float)); }
 };
 
-template <int ROWS_NOW>
+template <KVFormat F, int ROWS_NOW>
 static void attend_rows_directly(const Turn &turn, int64_t num_rows) {
     if constexpr (ROWS_NOW > 1) {
-        if (num_rows < ROWS_NOW) return attend_rows_directly<ROWS_NOW - 1>(turn, num_rows);
+        if (num_rows < ROWS_NOW) return attend_rows_directly<F, ROWS_NOW - 1>(turn, num_rows);
     }
     {
         const FlushesSubnormals flushing;
-        score_directly<ROWS_NOW>(turn);
+        score_directly<F, ROWS_NOW>(turn);
+    }
+    float value_scales[TILE];
+    if constexpr (is_scaled(F)) {
+        float key_scales[TILE];
+        load_scales<F>(turn, key_scales, value_scales);
+        scale_scores(turn.w.scores, num_rows, key_scales);
     }
     const OutPiece all{0, num_rows, 0, turn.w.padded};
-    soften_rows(FewScores{RawScores<false>(turn.problem)}, turn, turn.w.scores, 0, num_rows);
+    soften_rows(FewScores<is_scaled(F)>(turn.problem, value_scales), turn, turn.w.scores, 0, num_rows);
     rescale(turn.w, all);
     const Unseen unseen(turn, all);
     const FlushesSubnormals flushing;
-    weigh_directly<ROWS_NOW>(turn);
+    weigh_directly<F, ROWS_NOW>(turn);
 }
 
-void attend_few(const Turn &turn, int64_t num_rows) { attend_rows_directly<FEW_ROWS>(turn, num_rows); }
+void attend_few(const Turn &turn, int64_t num_rows) {
+    switch (turn.problem.cache.format) {
+        case KVFormat::bf16: return attend_rows_directly<KVFormat::bf16, FEW_ROWS>(turn, num_rows);
+        case KVFormat::int8: return attend_rows_directly<KVFormat::int8, FEW_ROWS>(turn, num_rows);
+        case KVFormat::fp8: return attend_rows_directly<KVFormat::fp8, FEW_ROWS>(turn, num_rows);
+        case KVFormat::f32: __builtin_unreachable();
+    }
+}
 
 }  // namespace quire::QUIRE_ISA
