@@ -19,6 +19,10 @@ constexpr int64_t TILE_BYTES = 16 * LINE;
 constexpr int KEY_TILES = TILE / 16;
 constexpr int SIDE = 4, OTHER_SIDES = 5;  // tiles 5 to 7 take one side in turn, while 4 keeps the other
 
+// The first `count` bytes of a line, or all that it has; zeros behind them.
+QINLINE Bits load_line(const char *from, int64_t count) {
+    return count >= LINE ? load_bits(from) : load_bytes(from, static_cast<int>(count));
+}
 static void store_line(char *to, Bits line) { store(reinterpret_cast<float *>(to), as_float(line)); }
 
 // ---- gathering ----
@@ -53,6 +57,7 @@ static void gather_keys(const Turn &turn, const char *const *rows) {
             load_words(rows + n * 16, at, num_bytes, block);
             QUNROLL
             for (int i = 0; i < LANES; ++i) store_line(to + i * LINE, as_bits(block[i]));
+            turn.next.ask(turn.next.share);
         }
     }
 }
@@ -67,11 +72,11 @@ static void gather_values(const Turn &turn, const char *const *rows, int64_t fir
     for (int pair = 0; pair < 16; ++pair, to += LINE) {
         const char *even = rows[2 * pair] + first * 2, *odd = rows[2 * pair + 1] + first * 2;
         for (int64_t at = 0; at < num_bytes; at += LINE) {
-            const int count = static_cast<int>(min64(LINE, num_bytes - at));
-            const Bits x = load_bytes(even + at, count), y = load_bytes(odd + at, count);
+            const Bits x = load_line(even + at, num_bytes - at), y = load_line(odd + at, num_bytes - at);
             store_line(to + at / LINE * 2 * TILE_BYTES, interleave_low(x, y));
             store_line(to + (at / LINE * 2 + 1) * TILE_BYTES, interleave_high(x, y));
         }
+        turn.next.ask(turn.next.share);
     }
 }
 
@@ -153,6 +158,30 @@ class RowTiles {
     RowTiles(const Turn &turn, int64_t num_rows, const Scales &scales)
         : turn_(turn), num_rows_(num_rows), count_(ceil_div(num_rows, ROWS)), scales_(scales) {}
 
+    void attend(const char *const *values) const {
+        count_ == 1 ? attend_one(values) : attend_all(values);
+    }
+
+   private:
+    // One tile of rows has no others to pass the time with: what is stored for the unit is loaded behind something else.
+    void attend_one(const char *const *values) const {
+        gather_step(values, 0);
+        score(turn_, 0, scores_of(0));
+        gather_step(values, 1);
+        soften(0);
+        rescale(turn_.w, piece(0, 0, turn_.w.padded));
+        for (int64_t first = 0; first < turn_.w.padded; first += PIECE) weigh(0, first, width_at(first), gathered_at(first));
+    }
+    void gather_step(const char *const *values, int k) const {
+        static_assert(VALUE_STEPS == 2);
+        for (int64_t first = 0; first < turn_.w.padded; first += PIECE) {
+            gather_values(turn_, values + k * PAIRED, first, width_at(first), gathered_at(first) + k * PIECE_BYTES);
+        }
+    }
+    void attend_all(const char *const *values) const {
+        score_all();
+        for (int64_t first = 0; first < turn_.w.padded; first += PIECE) weigh_all(values, first, width_at(first));
+    }
     void score_all() const {
         if (is_seen(0)) score(turn_, 0, scores_of(0));
         for (int64_t i = 0; i < count_; ++i) {
@@ -163,7 +192,7 @@ class RowTiles {
     }
     // Elements [first, first + width) of the outputs.
     void weigh_all(const char *const *values, int64_t first, int64_t width) const {
-        char *gathered = reinterpret_cast<char *>(turn_.w.values);
+        char *gathered = gathered_at(0);
         for (int k = 0; k < VALUE_STEPS; ++k) {
             gather_values(turn_, values + k * PAIRED, first, width, gathered + k * PIECE_BYTES);
         }
@@ -171,19 +200,19 @@ class RowTiles {
         for (int64_t i = 0; i < count_; ++i) {
             if (i + 1 < count_ && is_seen(i + 1)) rescale(turn_.w, piece(i + 1, first, width));
             turn_.next.ask(turn_.next.share);
-            if (!is_seen(i)) continue;
-            const OutPiece out = piece(i, first, width);
-            const Unseen unseen(turn_, out);
-            load_sums(out.at(turn_.w), out_stride(), width / 16);
-            for (int k = 0; k < VALUE_STEPS; ++k) {
-                const bf16 *weights = weights_of(i) + k * PAIRED;
-                add_products(weights, TILE * int64_t{sizeof(bf16)}, gathered + k * PIECE_BYTES, width / 16);
-            }
-            store_sums(out.at(turn_.w), out_stride(), width / 16);
+            if (is_seen(i)) weigh(i, first, width, gathered);
         }
     }
-
-   private:
+    void weigh(int64_t i, int64_t first, int64_t width, const char *gathered) const {
+        const OutPiece out = piece(i, first, width);
+        const Unseen unseen(turn_, out);
+        load_sums(out.at(turn_.w), out_stride(), width / 16);
+        for (int k = 0; k < VALUE_STEPS; ++k) {
+            const bf16 *weights = weights_of(i) + k * PAIRED;
+            add_products(weights, TILE * int64_t{sizeof(bf16)}, gathered + k * PIECE_BYTES, width / 16);
+        }
+        store_sums(out.at(turn_.w), out_stride(), width / 16);
+    }
     void soften(int64_t i) const {
         float *scores = scores_of(i);
         if (IS_SCALED) scale_scores(scores, height(i), scales_.keys);
@@ -193,6 +222,11 @@ class RowTiles {
     int64_t out_stride() const { return turn_.w.padded * int64_t{sizeof(float)}; }
     int64_t height(int64_t i) const { return min64(ROWS, num_rows_ - i * ROWS); }
     bool is_seen(int64_t i) const { return !turn_.seen_by(i * ROWS, height(i)).is_empty(); }
+    int64_t width_at(int64_t first) const { return min64(PIECE, turn_.w.padded - first); }
+    // The values of a piece, where each has a place of its own.
+    char *gathered_at(int64_t first) const {
+        return reinterpret_cast<char *>(turn_.w.values) + first / PIECE * VALUE_STEPS * PIECE_BYTES;
+    }
     OutPiece piece(int64_t i, int64_t first, int64_t width) const { return {i * ROWS, height(i), first, width}; }
     float *scores_of(int64_t i) const { return turn_.w.scores + i % 2 * ROWS * TILE; }
     // Behind the scores of 32 rows.
@@ -206,16 +240,17 @@ class RowTiles {
     const Scales &scales_;
 };
 
-// The next tile is asked for evenly by all steps of all rows.
+// The next tile is asked for evenly, by everything that is gathered of this one and by all steps of all rows: of many lines at
+// once the processor forgets some.
+static int64_t share_of_next(const Turn &turn, int64_t num_rows) {
+    const int64_t pieces = ceil_div(turn.w.padded, PIECE);
+    const int64_t num_gathered = KEY_TILES * num_chunks(turn.problem.cache.head_size) + pieces * VALUE_STEPS * PAIRED / 2;
+    return ceil_div(2 * TILE * turn.next.row_bytes, num_gathered + ceil_div(num_rows, ROWS) * (1 + pieces));
+}
+
 template <bool IS_SCALED>
 static void attend_many(const Turn &turn, int64_t num_rows, const char *const *values, const Scales &scales) {
-    const int64_t num_steps = ceil_div(num_rows, ROWS) * (1 + ceil_div(turn.w.padded, PIECE));
-    turn.next.share = ceil_div(2 * TILE * turn.next.row_bytes, num_steps);
-    const RowTiles<IS_SCALED> rows(turn, num_rows, scales);
-    rows.score_all();
-    for (int64_t first = 0; first < turn.w.padded; first += PIECE) {
-        rows.weigh_all(values, first, min64(PIECE, turn.w.padded - first));
-    }
+    RowTiles<IS_SCALED>(turn, num_rows, scales).attend(values);
 }
 
 template <KVFormat F>
@@ -236,6 +271,7 @@ static void attend_bf16(const Turn &turn, int64_t num_rows) {
 }
 
 static void attend_by_format(const Turn &turn, int64_t num_rows) {
+    turn.next.share = share_of_next(turn, num_rows);
     switch (turn.problem.cache.format) {
         case KVFormat::bf16: return attend_bf16(turn, num_rows);
         case KVFormat::int8: return attend_bytes<KVFormat::int8>(turn, num_rows);
