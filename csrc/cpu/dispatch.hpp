@@ -48,6 +48,9 @@ constexpr int MATRIX_ROWS = 16;  // of x in a tile of a matrix, at most: AMX's
 
 // Takes sums of some rows of a block, `first` the first of them, [count][GROUP_WIDTH].
 struct SumsTaker {
+    int64_t rows_of_step;  // so many are given at a time: what is to be done with them takes about as long as a step of tiles
+
+    explicit SumsTaker(int64_t rows_of_step) : rows_of_step(rows_of_step) {}
     virtual void take(const float *sums, int64_t first, int64_t count) const = 0;
 
    protected:
@@ -170,6 +173,7 @@ struct KernelTable {
     void (*convert_rows)(const LinearWeight &weight, const void *x, DType dtype, int64_t first, int64_t last,
                          const InputRows &out, uint32_t *spare);
     void (*gemm)(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block);
+    void (*end_gemms)();  // of the calling thread, which then holds nothing of the processor; null: it never does
     void (*store_sums)(const float *sums, const float *bias, const OutputBlock &out);
     // activation(gate) * up; the biases (null: none) begin at the block's first column
     void (*store_gated)(const float *gate, const float *up, const float *gate_bias, const float *up_bias,

@@ -16,7 +16,12 @@ constexpr int64_t BLOCK_ROWS = 128;  // so many whole tiles (of 3, 6, 14 or 16 r
 constexpr int64_t PASS_BLOCKS = 4;   // whose rows are converted at a time, so that scratch stays small
 // Of rows that are multiplied as matrices: half of the second-level cache, whose other half weights pass through.
 constexpr int64_t PASS_BYTES = 1 << 20;
-constexpr int64_t TILE_PANELS = 2;  // of a block of several tiles: as wide as the widest tile of many rows
+// Panels of a block of several tiles: as wide as the widest tile of many rows. Of matrices more would do, but the panels that
+// come next must find room in the second-level cache (four: 64 rows of 8192 inputs take a quarter longer).
+constexpr int64_t TILE_PANELS = 2;
+// Rows that are given to `Store` at a time, whose time the memory is to be used in: an activation takes long (of 64 rows, gated
+// projections are 3 % faster so); a call for a few rows that are only rounded costs more than it brings.
+constexpr int64_t ROWS_OF_STEP = 32, GATED_ROWS_OF_STEP = 4;
 constexpr int64_t FEW_ITEMS = 16;   // so few for a thread are made a multiple of the threads: one more would be noticed
 
 struct Destination {
@@ -38,7 +43,7 @@ struct Projection {
     bool has_matrices() const { return rows.depth > 0; }
     // A block of gated columns whose `up` rows do not begin with a panel needs one panel more of them.
     int64_t max_panels() const {
-        if (rows.num_tiles > 1 && !has_matrices()) return TILE_PANELS;
+        if (rows.num_tiles > (has_matrices() ? 2 : 1)) return TILE_PANELS;
         return out.is_gated && num_columns() % PANEL != 0 ? GROUP_PANELS - 1 : GROUP_PANELS;
     }
     int64_t block_tiles() const { return has_matrices() ? rows.num_tiles : BLOCK_ROWS / rows.tile_rows; }
@@ -58,7 +63,8 @@ struct Store final : SumsTaker {
     int64_t up_column;         // where the block's columns begin in the sums of `up`
 
     Store(const Projection &task, const OutputBlock &out, const float *bias, const float *gate, int64_t up_column)
-        : task(task), out(out), bias(bias), gate(gate), up_column(up_column) {}
+        : SumsTaker(gate == nullptr ? ROWS_OF_STEP : GATED_ROWS_OF_STEP), task(task), out(out), bias(bias), gate(gate),
+          up_column(up_column) {}
 
     void take(const float *sums, int64_t first, int64_t count) const override {
         OutputBlock part = out;
@@ -110,11 +116,14 @@ static void multiply_all(const Projection &task) {
     if (groups * row_blocks < FEW_ITEMS * team) groups = min64(panels, round_up(groups, team));
     Shares shares(groups * row_blocks, team);
 #pragma omp parallel num_threads(team)
-    for (int64_t item; (item = shares.take(thread_index())) >= 0;) {
-        const int64_t group = item / row_blocks, part = item % row_blocks;
-        const int64_t panel = share(panels, groups, group), tile = share(task.rows.num_tiles, row_blocks, part);
-        compute(task, Block{tile, share(task.rows.num_tiles, row_blocks, part + 1) - tile, panel,
-                            share(panels, groups, group + 1) - panel});
+    {
+        for (int64_t item; (item = shares.take(thread_index())) >= 0;) {
+            const int64_t group = item / row_blocks, part = item % row_blocks;
+            const int64_t panel = share(panels, groups, group), tile = share(task.rows.num_tiles, row_blocks, part);
+            compute(task, Block{tile, share(task.rows.num_tiles, row_blocks, part + 1) - tile, panel,
+                                share(panels, groups, group + 1) - panel});
+        }
+        if (task.table.end_gemms != nullptr) task.table.end_gemms();
     }
 }
 

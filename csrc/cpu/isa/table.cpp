@@ -15,6 +15,7 @@ const KernelTable table = {
     nullptr,  // matrix_depth
     convert_rows,
     gemm,
+    nullptr,  // end_gemms
     store_sums,
     store_gated,
     max_task_rows,

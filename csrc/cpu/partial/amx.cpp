@@ -46,27 +46,30 @@ static int matrix_depth(const LinearWeight &weight, bool is_bf16, int64_t num_ro
     return weight.has_int8_inputs && num_rows > few_rows(weight) ? depth_of(weight.padded_group() / 4) : 0;
 }
 
-// The shapes of the tiles, for as long as this lives; then the unit is as if it had never been used.
+// The shapes of the calling thread's tiles. They are kept from block to block: to set them for each pair of panels, and to give
+// the unit back, took 5 to 10 % of the time of 64 rows.
 class Shapes {
    public:
-    explicit Shapes(int depth) : depth_(depth) {}
-    Shapes(const Shapes &) = delete;
-    Shapes &operator=(const Shapes &) = delete;
-    ~Shapes() { release_tiles(); }
-
-    // Two tiles of rows, or one where the second has no height.
-    void set(int first, int second) {
-        if (first == heights_[0] && second == heights_[1]) return;
+    // Two tiles of rows, or one where the second has no height, of blocks of `depth` words.
+    static void set(int depth, int first, int second) {
+        if (depth == depth_ && first == heights_[0] && second == heights_[1]) return;
+        depth_ = depth;
         TileConfig config{};
         config.palette = 1;
         for (int i = 0; i < 2; ++i) {
             const int height = heights_[i] = i == 0 ? first : second;
             shape(config, 2 * i, height, LINE);
             shape(config, 2 * i + 1, height, LINE);
-            shape(config, X + i, height, depth_ * int{sizeof(uint32_t)});
-            shape(config, WEIGHTS + i, depth_, LINE);
+            shape(config, X + i, height, depth * int{sizeof(uint32_t)});
+            shape(config, WEIGHTS + i, depth, LINE);
         }
         configure_tiles(config);
+    }
+    // The unit is as if it had never been used.
+    static void release() {
+        if (depth_ == 0) return;
+        depth_ = 0;
+        release_tiles();
     }
 
    private:
@@ -74,8 +77,9 @@ class Shapes {
         config.rows[tile] = static_cast<uint8_t>(rows);
         config.row_bytes[tile] = static_cast<uint16_t>(rows > 0 ? row_bytes : 0);
     }
-    int depth_, heights_[2] = {};
+    static thread_local int depth_, heights_[2];  // depth_ 0: none are set
 };
+thread_local int Shapes::depth_ = 0, Shapes::heights_[2] = {};
 
 // What the first-level cache keeps of a block's sides: what is multiplied again soon, and no more than it holds. The other
 // side goes by without leaving a line there.
@@ -89,6 +93,34 @@ static Reuse reuse_of(const LinearWeight &weight, const InputRows &rows, const G
     if (block.num_tiles > 2) return {false, 2 * panel_bytes <= KEPT_BYTES, nullptr};
     return {block.num_tiles * MATRIX_ROWS * row_bytes <= KEPT_BYTES, false, weight.panel(weight.num_panels())};
 }
+
+// Of the panels that come next, lines are asked for in the second-level cache with each step of the products, as evenly as
+// can be: a burst finds the requests to memory (48 of a core) taken, and what is asked for then is dropped. Some are dropped
+// in any case, so every line is asked for twice, the second time when the first one would have brought it (32 to 256 lines
+// later are alike). One by one, because four lines at a time without a look at the end are dropped more often.
+struct Requests {
+    static constexpr int64_t LINES_BETWEEN = 64;
+
+    const char *next = nullptr, *end = nullptr;
+    int64_t per_step = 0;  // lines
+
+    Requests() = default;
+    // Parts [first, last) of `count` of the lines behind `data`.
+    Requests(const char *data, int64_t num_lines, int64_t first, int64_t last, int64_t count)
+        : next(data + num_lines * first / count * LINE), end(data + num_lines * last / count * LINE) {}
+
+    // Over so many steps. A division of 32 bits takes half as long as one of 64.
+    void spread(int64_t num_steps) {
+        const uint32_t lines = static_cast<uint32_t>((end - next) / LINE), steps = static_cast<uint32_t>(num_steps);
+        per_step = (lines + steps - 1) / steps;
+    }
+    QINLINE_MEMBER void ask() {
+        for (int64_t i = 0; i < per_step && next < end; ++i, next += LINE) {
+            __builtin_prefetch(next, 0, 2);
+            __builtin_prefetch(next - LINES_BETWEEN * LINE, 0, 2);
+        }
+    }
+};
 
 // Where a product of tiles finds its sides. It moves on along the rows.
 struct Sides {
@@ -164,20 +196,20 @@ QINLINE void fetch_lines(const char *w, int64_t num_bytes, int64_t stride) {
 // Whole tiles. Everything in registers: a store to the stack in each step would stand in the way of the loads of lines
 // at the same place of a page.
 template <typename Words, int TALL, int WIDE, bool KEEPS_X, bool KEEPS_WEIGHTS>
-QINLINE void multiply_steps(Sides &at, const char *w, int64_t num_steps, Ahead &ahead) {
-    const char *x = at.x[0], *second_x = at.x[TALL - 1], *next = ahead.next;
+QINLINE void multiply_steps(Sides &at, const char *w, int64_t num_steps, Requests &requests) {
+    const char *x = at.x[0], *second_x = at.x[TALL - 1];
     const int64_t stride = at.stride, x_step = at.x_step[0], second_step = at.x_step[TALL - 1];
     const int64_t x_stride = at.depth * int64_t{sizeof(uint32_t)}, w_step = at.depth * LINE;
-    const int64_t num_lines = ahead.num_lines;
-    const char *end = ahead.end, *last_fetch = at.reuse.last_fetch;
+    const char *last_fetch = at.reuse.last_fetch;
+    Requests ahead = requests;
     for (; num_steps > 0; --num_steps, w += w_step, x += x_step, second_x += second_step) {
-        for (int64_t i = 0; i < num_lines && next < end; ++i, next += LINE) __builtin_prefetch(next, 0, 2);
         if (w + (WIDE - 1) * stride + PAIR_AHEAD + w_step <= last_fetch) fetch_lines<WIDE>(w + PAIR_AHEAD, w_step, stride);
         step<Words, TALL, WIDE, KEEPS_X, KEEPS_WEIGHTS>(x, second_x, x_stride, w, stride);
+        ahead.ask();
     }
     at.x[0] = x;
     if constexpr (TALL == 2) at.x[1] = second_x;
-    ahead.next = next;
+    requests = ahead;
 }
 
 template <int TALL, int WIDE>
@@ -190,7 +222,7 @@ QINLINE void zero_tiles() {
 
 // To the sums in the tiles, `num_lines` words' products.
 template <typename Words, int TALL, int WIDE>
-QINLINE void multiply(Sides &at, const char *w, int64_t num_lines, Ahead &ahead) {
+QINLINE void multiply(Sides &at, const char *w, int64_t num_lines, Requests &ahead) {
     const int64_t num_steps = num_lines / at.depth;
     if (at.reuse.keeps_weights) {
         multiply_steps<Words, TALL, WIDE, false, true>(at, w, num_steps, ahead);
@@ -256,12 +288,12 @@ struct Floats {
     int64_t num_steps() const { return ceil_div(panels.num_steps, depth); }
 
     template <int TALL, int WIDE>
-    void run(const RowPair &rows, int first, Ahead &ahead) const {
+    void run(const RowPair &rows, int first, Requests &ahead) const {
         run_chunk<TALL, WIDE>(rows, first, Chunk{0, panels.num_steps}, ahead);
     }
     // What is not the first chunk is added to the sums so far.
     template <int TALL, int WIDE>
-    void run_chunk(const RowPair &rows, int first, const Chunk &chunk, Ahead &ahead) const {
+    void run_chunk(const RowPair &rows, int first, const Chunk &chunk, Requests &ahead) const {
         Sides at = rows.sides(depth, panels.stride, reuse);
         for (int i = 0; i < TALL; ++i) at.x[i] += chunk.first / depth * at.x_step[i];
         float *sums = rows.tiles[0].sums + first * PANEL, *second = rows.tiles[TALL - 1].sums + first * PANEL;
@@ -285,7 +317,7 @@ struct Integers {
     int64_t num_steps() const { return groups.count * ceil_div(groups.weights.num_steps, rows.depth); }
 
     template <int TALL, int WIDE>
-    void run(const RowPair &pair, int first, Ahead &ahead) const {
+    void run(const RowPair &pair, int first, Requests &ahead) const {
         alignas(64) uint32_t sums[2][TALL][MATRIX_ROWS][WIDE * PANEL];
         Sides at = pair.sides(rows.depth, groups.weights.stride, reuse);
         const char *w = groups.weights.data + first * groups.weights.stride;
@@ -317,13 +349,6 @@ struct Integers {
 
 // ---- blocks ----
 
-// What parts [first, last) of `count` of the work ask for: their share of the panels behind the block's, so that they are in
-// the second-level cache when their turn comes.
-static Ahead share_of(const Following &following, int64_t first, int64_t last, int64_t count) {
-    const auto line = [&](int64_t part) { return following.data + following.num_lines * part / count * LINE; };
-    return {0, false, line(first), line(last), 0};
-}
-
 // The next tiles of a block, of which `left` are left.
 static RowPair next_pair(Tiles &tiles, int64_t left) {
     RowPair pair{{tiles.next(), {}}, 1};
@@ -332,27 +357,39 @@ static RowPair next_pair(Tiles &tiles, int64_t left) {
 }
 
 template <int TALL, typename Kind>
-static void run_panels(const Kind &kind, const RowPair &rows, Ahead ahead) {
-    ahead.spread(ceil_div(kind.num_panels(), 2) * kind.num_steps() * STEPS_OF_BLOCK);
+static void run_panels(const Kind &kind, const RowPair &rows, Requests &ahead) {
     int first = 0;
     for (; first + 2 <= kind.num_panels(); first += 2) kind.template run<TALL, 2>(rows, first, ahead);
     if (first < kind.num_panels()) kind.template run<TALL, 1>(rows, first, ahead);
 }
 
+// The rows' sums are complete. The memory would be idle while the taker computes with them.
+static void hand_over(const SumsTaker &taker, const float *sums, int64_t first, int64_t count, Requests &ahead) {
+    for (int64_t row = 0; row < count; row += taker.rows_of_step) {
+        ahead.ask();
+        taker.take(sums + row * GROUP_WIDTH, first + row, min64(taker.rows_of_step, count - row));
+    }
+}
+
 template <typename Kind>
 static void multiply_rows(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block, const Kind &kind) {
     const Following following = following_of(weight, block);
+    const int64_t num_steps = ceil_div(kind.num_panels(), 2) * kind.num_steps();
+    const int64_t more_steps = block.taker == nullptr ? 0 : 2 * MATRIX_ROWS / block.taker->rows_of_step;
     Tiles tiles(rows, block);
-    Shapes shapes(rows.depth);
     for (int64_t t = 0; t < block.num_tiles; t += 2) {
         const RowPair pair = next_pair(tiles, block.num_tiles - t);
         const int64_t first = block.first_tile + t;
-        const Ahead ahead = block.num_tiles <= 2 ? Ahead{} : share_of(following, first, first + pair.count, rows.num_tiles);
-        shapes.set(pair.tiles[0].height, pair.tiles[1].height);
+        Requests ahead;
+        if (block.num_tiles > 2) {
+            ahead = Requests(following.data, following.num_lines, first, first + pair.count, rows.num_tiles);
+            ahead.spread(num_steps + more_steps);
+        }
+        Shapes::set(rows.depth, pair.tiles[0].height, pair.tiles[1].height);
         pair.count == 2 ? run_panels<2>(kind, pair, ahead) : run_panels<1>(kind, pair, ahead);
         for (int i = 0; i < pair.count; ++i) kind.finish(pair.tiles[i]);
         if (block.taker != nullptr) {
-            block.taker->take(pair.tiles[0].sums, t * MATRIX_ROWS, pair.height());
+            hand_over(*block.taker, pair.tiles[0].sums, t * MATRIX_ROWS, pair.height(), ahead);
             tiles.reuse_sums(block.sums);
         }
     }
@@ -371,25 +408,24 @@ class Chunks {
     }
 
     void run() const {
-        Shapes shapes(rows_.depth);
         int64_t turn = 0;
         for (int first = 0; first < kind_.num_panels(); first += 2) {
             for (int64_t line = 0; line < kind_.panels.num_steps; line += chunk_lines_, ++turn) {
-                run_chunk(shapes, first, Chunk{line, min64(line + chunk_lines_, kind_.panels.num_steps)}, turn);
+                run_chunk(first, Chunk{line, min64(line + chunk_lines_, kind_.panels.num_steps)}, turn);
             }
         }
     }
 
    private:
-    void run_chunk(Shapes &shapes, int first, const Chunk &chunk, int64_t turn) const {
+    void run_chunk(int first, const Chunk &chunk, int64_t turn) const {
         Tiles tiles(rows_, block_);
         const bool is_wide = first + 2 <= kind_.num_panels();
         for (int64_t t = 0; t < block_.num_tiles; t += 2) {
             const RowPair pair = next_pair(tiles, block_.num_tiles - t);
             const int64_t place = turn * block_.num_tiles + t;
-            Ahead ahead = share_of(following_, place, place + pair.count, num_turns_ * block_.num_tiles);
-            ahead.spread((chunk.last - chunk.first) / rows_.depth * STEPS_OF_BLOCK);
-            shapes.set(pair.tiles[0].height, pair.tiles[1].height);
+            Requests ahead(following_.data, following_.num_lines, place, place + pair.count, num_turns_ * block_.num_tiles);
+            ahead.spread(ceil_div(chunk.last - chunk.first, rows_.depth));
+            Shapes::set(rows_.depth, pair.tiles[0].height, pair.tiles[1].height);
             if (pair.count == 2) {
                 is_wide ? kind_.run_chunk<2, 2>(pair, first, chunk, ahead) : kind_.run_chunk<2, 1>(pair, first, chunk, ahead);
             } else {
@@ -504,13 +540,12 @@ static void add_groups(const TileAndPanel &at, int64_t first, int64_t last, floa
 
 static void multiply_groups(const InputRows &rows, const GemmBlock &block, const Groups &groups) {
     const int64_t chunk = max64(1, CHUNK_INPUTS / (4 * groups.weights.num_steps));
-    Shapes shapes(rows.depth);
     for (int64_t first = 0; first < groups.count; first += chunk) {
         const int64_t last = min64(groups.count, first + chunk);
         Tiles tiles(rows, block);
         for (int64_t t = 0; t < block.num_tiles; ++t) {
             const Tile tile = tiles.next();
-            shapes.set(tile.height, 0);
+            Shapes::set(rows.depth, tile.height, 0);
             for (int p = 0; p < groups.weights.num_panels; ++p) {
                 const TileAndPanel at{groups, rows, tile, groups.weights.data + p * groups.weights.stride,
                                       groups.headers + p * groups.header_stride};
@@ -543,6 +578,7 @@ const KernelTable &extended_table() {
         table.has_bf16_dots = true;
         table.matrix_depth = matrix_depth;
         table.gemm = gemm;
+        table.end_gemms = Shapes::release;
         table.max_task_rows = max_rows_by_tiles;
         table.attention_scratch = attention_scratch;
         table.attend = attend_by_tiles;
