@@ -117,6 +117,15 @@ static void tiles_of(const Groups &groups, const IntegerTile &rows, const Ahead 
     if constexpr (ROWS > 1) tiles_of<Weights, ROWS - 1>(groups, rows, ahead);
 }
 
+// Sums of a tile are complete: times the scale of each row.
+static void scale_rows(const Tile &tile, const float *scales, int num_panels) {
+    for (int r = 0; r < tile.height; ++r) {
+        const Vec scale = broadcast(scales[r]);
+        float *sums = tile.sums + r * GROUP_WIDTH;
+        for (int i = 0; i < num_panels * PANEL; i += LANES) store(sums + i, mul(load(sums + i), scale));
+    }
+}
+
 template <typename Weights>
 static void multiply_rows(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block,
                           const Groups &groups) {

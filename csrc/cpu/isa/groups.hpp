@@ -47,15 +47,6 @@ QINLINE void add_group(float *sums, const Bits (&acc)[ROWS][PANELS * PANEL_VECS]
     }
 }
 
-// Sums of a tile are complete: times the scale of each row.
-static void scale_rows(const Tile &tile, const float *scales, int num_panels) {
-    for (int r = 0; r < tile.height; ++r) {
-        const Vec scale = broadcast(scales[r]);
-        float *sums = tile.sums + r * GROUP_WIDTH;
-        for (int i = 0; i < num_panels * PANEL; i += LANES) store(sums + i, mul(load(sums + i), scale));
-    }
-}
-
 // The half bytes of all groups of a panel as bytes.
 static void expand_int4(const Groups &groups, const char *panel, char *out) {
     const Bits mask = broadcast_bits(0x0f0f0f0fu);
