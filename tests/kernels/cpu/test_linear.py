@@ -170,6 +170,13 @@ def test_the_number_of_threads_changes_no_bit_of_integers(native_isa: Kernels, n
     assert torch.equal(results[0], results[2])
 
 
+def test_short_inputs_of_any_magnitude_are_quantized_exactly(native_isa: Kernels, reference: Kernels) -> None:
+    x = (draw(138, 256) * torch.logspace(-36, 36, 138)[:, None]).to(torch.bfloat16)
+    unit = QuantizedWeight(torch.eye(256, dtype=torch.int8), torch.ones(256, 1), None, 8, 256, "int8")
+    want = reference.linear(x, reference.pack_quantized(unit))
+    assert torch.equal(native_isa.linear(x, native_isa.pack_quantized(unit)), want)
+
+
 def test_integers_take_rows_of_zeros_tiny_and_non_finite_values(native_isa: Kernels, reference: Kernels) -> None:
     weight = quantized(8, (20, 32), 32, "int8")
     x = draw(6, 32)
