@@ -16,9 +16,11 @@ constexpr int64_t BLOCK_ROWS = 128;  // so many whole tiles (of 3, 6, 14 or 16 r
 constexpr int64_t PASS_BLOCKS = 4;   // whose rows are converted at a time, so that scratch stays small
 // Of rows that are multiplied as matrices: half of the second-level cache, whose other half weights pass through.
 constexpr int64_t PASS_BYTES = 1 << 20;
-// Panels of a block of several tiles: as wide as the widest tile of many rows. Of matrices more would do, but the panels that
-// come next must find room in the second-level cache (four: 64 rows of 8192 inputs take a quarter longer).
+// Panels of a block of several tiles: as wide as the widest tile of many rows.
 constexpr int64_t TILE_PANELS = 2;
+// Of matrices up to so many tiles: weights arrive at the rate of the memory, and those that come next must find room in the
+// second-level cache (with four panels, 64 rows of 8192 inputs take a quarter longer). More rows are faster with four.
+constexpr int64_t NARROW_TILES = 8;
 // Rows that are given to `Store` at a time, whose time the memory is to be used in: an activation takes long (of 64 rows, gated
 // projections are 3 % faster so); a call for a few rows that are only rounded costs more than it brings.
 constexpr int64_t ROWS_OF_STEP = 32, GATED_ROWS_OF_STEP = 4;
@@ -43,7 +45,7 @@ struct Projection {
     bool has_matrices() const { return rows.depth > 0; }
     // A block of gated columns whose `up` rows do not begin with a panel needs one panel more of them.
     int64_t max_panels() const {
-        if (rows.num_tiles > (has_matrices() ? 2 : 1)) return TILE_PANELS;
+        if (has_matrices() ? rows.num_tiles > 2 && rows.num_tiles <= NARROW_TILES : rows.num_tiles > 1) return TILE_PANELS;
         return out.is_gated && num_columns() % PANEL != 0 ? GROUP_PANELS - 1 : GROUP_PANELS;
     }
     int64_t block_tiles() const { return has_matrices() ? rows.num_tiles : BLOCK_ROWS / rows.tile_rows; }

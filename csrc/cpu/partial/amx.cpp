@@ -97,17 +97,22 @@ static Reuse reuse_of(const LinearWeight &weight, const InputRows &rows, const G
 // Of the panels that come next, lines are asked for in the second-level cache with each step of the products, as evenly as
 // can be: a burst finds the requests to memory (48 of a core) taken, and what is asked for then is dropped. Some are dropped
 // in any case, so every line is asked for twice, the second time when the first one would have brought it (32 to 256 lines
-// later are alike). One by one, because four lines at a time without a look at the end are dropped more often.
+// later are alike). One by one, because four lines at a time without a look at the end are dropped more often. Of many rows
+// a step asks for so few lines that once is enough, and 2 % faster.
 struct Requests {
     static constexpr int64_t LINES_BETWEEN = 64;
+    static constexpr int64_t REPEATED_TILES = 8;  // of rows; with more, lines are asked for once
 
     const char *next = nullptr, *end = nullptr;
     int64_t per_step = 0;  // lines
+    bool repeats = false;
 
     Requests() = default;
-    // Parts [first, last) of `count` of the lines behind `data`.
-    Requests(const char *data, int64_t num_lines, int64_t first, int64_t last, int64_t count)
-        : next(data + num_lines * first / count * LINE), end(data + num_lines * last / count * LINE) {}
+    // Parts [first, last) of `count` of what follows a block of so many tiles.
+    Requests(const Following &following, int64_t num_tiles, int64_t first, int64_t last, int64_t count)
+        : next(following.data + following.num_lines * first / count * LINE),
+          end(following.data + following.num_lines * last / count * LINE),
+          repeats(num_tiles <= REPEATED_TILES) {}
 
     // Over so many steps. A division of 32 bits takes half as long as one of 64.
     void spread(int64_t num_steps) {
@@ -117,7 +122,7 @@ struct Requests {
     QINLINE_MEMBER void ask() {
         for (int64_t i = 0; i < per_step && next < end; ++i, next += LINE) {
             __builtin_prefetch(next, 0, 2);
-            __builtin_prefetch(next - LINES_BETWEEN * LINE, 0, 2);
+            if (repeats) __builtin_prefetch(next - LINES_BETWEEN * LINE, 0, 2);
         }
     }
 };
@@ -397,7 +402,7 @@ static void multiply_rows(const LinearWeight &weight, const InputRows &rows, con
         const int64_t first = block.first_tile + t;
         Requests ahead;
         if (block.num_tiles > 2) {
-            ahead = Requests(following.data, following.num_lines, first, first + pair.count, rows.num_tiles);
+            ahead = Requests(following, rows.num_tiles, first, first + pair.count, rows.num_tiles);
             ahead.spread(num_steps + more_steps);
         }
         Shapes::set(rows.depth, pair.tiles[0].height, pair.tiles[1].height);
@@ -437,7 +442,7 @@ class Chunks {
         for (int64_t t = 0; t < block_.num_tiles; t += 2) {
             const RowPair pair = next_pair(tiles, block_.num_tiles - t);
             const int64_t place = turn * block_.num_tiles + t;
-            Requests ahead(following_.data, following_.num_lines, place, place + pair.count, num_turns_ * block_.num_tiles);
+            Requests ahead(following_, rows_.num_tiles, place, place + pair.count, num_turns_ * block_.num_tiles);
             ahead.spread(ceil_div(chunk.last - chunk.first, rows_.depth));
             Shapes::set(rows_.depth, pair.tiles[0].height, pair.tiles[1].height);
             if (pair.count == 2) {
@@ -582,7 +587,9 @@ void gemm(const LinearWeight &weight, const InputRows &rows, const GemmBlock &bl
     }
     const Groups groups = groups_of(weight, block);
     const bool is_int4 = weight.format == WeightFormat::int4;
-    if (is_int4 && weight.group_size <= SMALL_GROUP) return multiply_groups(rows, block, expanded(groups, block, expand_signed));
+    if (is_int4 && weight.group_size <= SMALL_GROUP) {
+        return multiply_groups(rows, block, expanded(groups, block, expand_signed));
+    }
     const Groups bytes = is_int4 ? expanded(groups, block, expand_int4) : groups;
     multiply_rows(weight, rows, block, Integers{bytes, rows, reuse_of(weight, rows, block, bytes.weights.stride)});
 }
