@@ -27,7 +27,7 @@ static Workspace lay_out(float *memory, int64_t head_size) {
     w.padded = padded;
     w.query = take(memory, MAX_ROWS * padded_keys(head_size));
     w.keys = take(memory, TILE * padded_keys(head_size));
-    w.values = take(memory, TILE * padded);
+    w.values = take(memory, TILE * padded_values(head_size));
     w.scores = take(memory, MAX_ROWS * TILE);
     w.rescale = take(memory, MAX_ROWS);
     w.split = take_states(memory, padded);
@@ -40,8 +40,8 @@ static Workspace lay_out(float *memory, int64_t head_size) {
 int64_t max_task_rows(const AttentionProblem &) { return MAX_ROWS; }
 
 int64_t attention_scratch(int64_t head_size) {
-    return (MAX_ROWS + TILE) * padded_keys(head_size) + (4 * MAX_ROWS + TILE) * padded_head(head_size) +
-           MAX_ROWS * (TILE + 4 * LANES + 5) + 16;
+    return (MAX_ROWS + TILE) * padded_keys(head_size) + 4 * MAX_ROWS * padded_head(head_size) +
+           TILE * padded_values(head_size) + MAX_ROWS * (TILE + 4 * LANES + 5) + 16;
 }
 
 int64_t state_size(int64_t head_size) { return padded_head(head_size) + LANES + 1; }

@@ -30,6 +30,8 @@ constexpr int64_t MAX_WORD_ELEMENTS = 4;
 static_assert(MAX_ROWS % SCORE_ROWS == 0 && MAX_ROWS % OUT_ROWS == 0 && TILE % KEYS == 0 && SPLIT % TILE == 0);
 
 inline int64_t padded_head(int64_t head_size) { return round_up(head_size, 16); }
+// Tiles of matrices take values by 64 elements of 16 bits, of smaller heads, too.
+inline int64_t padded_values(int64_t head_size) { return max64(padded_head(head_size), 32); }
 // As far as blocks of keys reach.
 inline int64_t padded_keys(int64_t head_size) { return round_up(head_size, MAX_WORD_ELEMENTS * LANES); }
 
@@ -44,7 +46,7 @@ struct Workspace {
     int64_t padded;  // head size
     float *query;    // [MAX_ROWS][padded keys] or less, as whoever multiplies them wants them
     float *keys;     // [TILE][padded keys], likewise
-    float *values;   // [TILE][padded], likewise
+    float *values;   // [TILE][padded values], likewise
     float *scores;   // [MAX_ROWS][TILE]: scores, then weights
     float *rescale;  // [MAX_ROWS]
     States split, running;
