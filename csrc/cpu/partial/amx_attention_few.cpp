@@ -33,45 +33,69 @@ class FlushesSubnormals {
     const unsigned before_;
 };
 
-// Element J of word I of a transposed block, times its place in the query.
-template <KVFormat F, int J, int ROWS_NOW>
-QINLINE void add_element(const float *query, Vec word, Vec (&sums)[ROWS_NOW]) {
-    const Vec key = element_of<F, J>(as_bits(word));
+// Groups of LANES keys that are scored side by side: chains of additions enough to cover an addition's latency, which a
+// processor does not look far enough ahead to fill with the next group's transposition.
+constexpr int num_groups(int num_rows) { return num_rows <= 2 ? 4 : num_rows <= 4 ? 2 : 1; }
+
+// Element J of a word of each group's keys, times its place in the query.
+template <KVFormat F, int J, int ROWS_NOW, int GROUPS>
+QINLINE void add_element(const float *query, const Vec (&words)[GROUPS], Vec (&sums)[GROUPS][ROWS_NOW]) {
     QUNROLL
-    for (int r = 0; r < ROWS_NOW; ++r) sums[r] = fma(broadcast(query[J * FEW_ROWS + r]), key, sums[r]);
+    for (int g = 0; g < GROUPS; ++g) {
+        const Vec key = element_of<F, J>(as_bits(words[g]));
+        QUNROLL
+        for (int r = 0; r < ROWS_NOW; ++r) sums[g][r] = fma(broadcast(query[J * FEW_ROWS + r]), key, sums[g][r]);
+    }
+}
+
+// 32 elements' share of the scores, from word `chunk` of each group's transposed block on.
+template <KVFormat F, int ROWS_NOW, int GROUPS>
+QINLINE void score_chunk(const float *query, const Vec (&words)[GROUPS][LANES], int chunk, bool is_first, float *scores) {
+    constexpr int PER = PER_WORD<F>, WORDS = PAIRED / PER;
+    Vec even[GROUPS][ROWS_NOW], odd[GROUPS][ROWS_NOW];
+    QUNROLL
+    for (int g = 0; g < GROUPS; ++g) {
+        QUNROLL
+        for (int r = 0; r < ROWS_NOW; ++r) even[g][r] = odd[g][r] = broadcast(0.0f);
+    }
+    QUNROLL
+    for (int i = 0; i < WORDS; ++i, query += PER * FEW_ROWS) {
+        Vec word[GROUPS];
+        QUNROLL
+        for (int g = 0; g < GROUPS; ++g) word[g] = words[g][chunk + i];
+        add_element<F, 0>(query, word, even);
+        add_element<F, 1>(query, word, odd);
+        if constexpr (PER > 2) add_element<F, 2>(query, word, even);
+        if constexpr (PER > 2) add_element<F, 3>(query, word, odd);
+    }
+    QUNROLL
+    for (int g = 0; g < GROUPS; ++g) {
+        QUNROLL
+        for (int r = 0; r < ROWS_NOW; ++r) {
+            float *to = scores + r * TILE + g * LANES;
+            store(to, add(is_first ? broadcast(0.0f) : load(to), add(even[g][r], odd[g][r])));
+        }
+    }
 }
 
 // A function of its own, that the compiler moves nothing past the change of the control register.
 template <KVFormat F, int ROWS_NOW>
 __attribute__((noinline)) static void score_directly(const Turn &turn) {
-    constexpr int PER = PER_WORD<F>, WORDS = PAIRED / PER;  // of a chunk of the head
-    const int64_t head_size = turn.problem.cache.head_size, num_bytes = head_size * kv_element_bytes(F);
-    for (int first = 0; first < TILE; first += LANES) {
-        Vec sums[ROWS_NOW];
-        QUNROLL
-        for (int r = 0; r < ROWS_NOW; ++r) sums[r] = broadcast(0.0f);
+    constexpr int GROUPS = num_groups(ROWS_NOW), WORDS = PAIRED / PER_WORD<F>;
+    const int64_t num_bytes = turn.problem.cache.head_size * kv_element_bytes(F);
+    for (int first = 0; first < TILE; first += GROUPS * LANES) {
         const float *query = turn.w.query;
         for (int64_t at = 0; at < num_bytes; at += 4 * LANES) {
-            Vec words[LANES], even[ROWS_NOW], odd[ROWS_NOW];
-            load_words(turn.tile.rows + first, at, num_bytes, words);
-            for (int chunk = 0; chunk < LANES && at + 4 * chunk < num_bytes; chunk += WORDS) {
-                QUNROLL
-                for (int r = 0; r < ROWS_NOW; ++r) even[r] = odd[r] = broadcast(0.0f);
-                QUNROLL
-                for (int i = 0; i < WORDS; ++i, query += PER * FEW_ROWS) {
-                    const Vec word = words[chunk + i];
-                    add_element<F, 0>(query, word, even);
-                    add_element<F, 1>(query, word, odd);
-                    if constexpr (PER > 2) add_element<F, 2>(query, word, even);
-                    if constexpr (PER > 2) add_element<F, 3>(query, word, odd);
-                }
-                QUNROLL
-                for (int r = 0; r < ROWS_NOW; ++r) sums[r] = add(sums[r], add(even[r], odd[r]));
+            Vec words[GROUPS][LANES];
+            QUNROLL
+            for (int g = 0; g < GROUPS; ++g) {
+                load_words(turn.tile.rows + first + g * LANES, at, num_bytes, words[g]);
+                turn.next.ask(LANES * 4 * LANES);
             }
-            turn.next.ask(LANES * 4 * LANES);
+            for (int chunk = 0; chunk < LANES && at + 4 * chunk < num_bytes; chunk += WORDS, query += PAIRED * FEW_ROWS) {
+                score_chunk<F, ROWS_NOW>(query, words, chunk, at == 0 && chunk == 0, turn.w.scores + first);
+            }
         }
-        QUNROLL
-        for (int r = 0; r < ROWS_NOW; ++r) store(turn.w.scores + r * TILE + first, sums[r]);
     }
 }
 
