@@ -35,6 +35,8 @@ void write_kv(const KVRows &rows, const KVCache &cache);
 // The same of tokens [first, last) on the calling thread, with slots that have been checked.
 void check_slots(const KVRows &rows, const KVCache &cache);
 void write_tokens(const KVRows &rows, const KVCache &cache, int64_t first, int64_t last);
+// Asks for where they will be written.
+void fetch_tokens(const int64_t *slots, const KVCache &cache, int64_t first, int64_t last);
 
 // The problem's cache from the numbers that a binding passes.
 KVCache make_cache(uintptr_t keys, uintptr_t values, int format, int64_t num_blocks, int64_t num_kv_heads,

@@ -43,6 +43,20 @@ static void write_token(const KernelTable &table, const void *row, DType dtype, 
     table.store_kv_rows(row, dtype, cache.num_kv_heads, cache.head_size, cache.format, to, row_stride(cache));
 }
 
+static void fetch(const char *row, int64_t num_rows, int64_t row_bytes, int64_t stride) {
+    constexpr int64_t LINE = 64;
+    for (int64_t r = 0; r < num_rows; ++r, row += stride) {
+        for (int64_t at = 0; at < row_bytes; at += LINE) __builtin_prefetch(row + at, 1);
+    }
+}
+
+void fetch_tokens(const int64_t *slots, const KVCache &cache, int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; ++t) {
+        fetch(row_of(cache, cache.keys, slots[t]), cache.num_kv_heads, cache.row_bytes(), row_stride(cache));
+        fetch(row_of(cache, cache.values, slots[t]), cache.num_kv_heads, cache.row_bytes(), row_stride(cache));
+    }
+}
+
 void write_tokens(const KVRows &rows, const KVCache &cache, int64_t first, int64_t last) {
     const KernelTable &table = kernels();
     for (int64_t t = first; t < last; ++t) {

@@ -227,6 +227,7 @@ void Pass::prepare(const AttentionWeights &attention, const KVRows &kv, const KV
                 norm_part(query_norm, i, 0, query_width);
                 norm_part(key_norm, i, query_width, key_width);
             }
+            fetch_tokens(kv.slots, cache, t, end);
             table_.prepare_heads(heads, t, end);
             write_tokens(kv, cache, t, end);
         }

@@ -23,6 +23,7 @@ LOAD_FORMATS = ("auto", "dummy", "gguf")
 DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "cpu", "triton", "reference")
 OVERLAPS = ("auto", "on", "off")
+POPULATIONS = ("auto", "on", "off")
 ATTENTION_BACKENDS = ("auto", "triton", "flash-attention", "flashinfer")
 QUANTIZATIONS = ("int8", "int4")
 
@@ -57,6 +58,12 @@ class EngineConfig:
     block_size: int | None = _option(None, "tokens in a KV block (default 16)")
     kv_cache_memory: int | str | None = _option(
         None, 'memory of the KV cache in bytes or as "512MiB"; by default decided from what is free'
+    )
+    populate_kv_cache: str = _option(
+        "auto",
+        "take the KV cache's memory from the system at the start, not when blocks are first used; auto does where "
+        "kv_cache_memory is given",
+        choices=POPULATIONS,
     )
     memory_utilization: float = _option(0.9, "share of the free memory that weights, workspace and KV cache may take together")
     max_num_seqs: int | None = _option(None, "sequences that run at once (default 256)")

@@ -195,6 +195,8 @@ def build_executor(planned: PlannedModel) -> InlineExecutor:
     num_scratch = int(plan.graphs is not None)
     shape = PoolShape(limits.num_blocks + num_scratch, limits.block_size, plan.kv_format)
     memory = KVMemory(plan.spec.kv_layers, shape, selection.kernels.device)
+    if plan.is_kv_populated:
+        memory.populate(plan.num_threads)
     rows = RowTable(limits.max_num_seqs, limits.block_size)
     matchers = RowMatchers(GrammarTable(partial(_vocabulary, planned._replace(head_start=None))))
     sampler = Sampler(select_sampling(selection.kernels), matchers=matchers)

@@ -77,6 +77,8 @@ class EnginePlan:
     weight_bytes: int
     kv_bytes_per_token: int
     kv_bytes: int
+    is_kv_populated: bool
+    """Whether all of it is resident from the start."""
     workspace_bytes: int
     decisions: tuple[Decision, ...]
 
@@ -152,6 +154,7 @@ class _Resolver:
             weight_bytes=weight_bytes,
             kv_bytes_per_token=bytes_per_token,
             kv_bytes=num_blocks * block_size * bytes_per_token,
+            is_kv_populated=self._is_kv_populated(),
             workspace_bytes=workspace_bytes,
             decisions=tuple(self.decisions),
         )
@@ -284,6 +287,16 @@ class _Resolver:
         kv_bytes, reason = min(limits)
         self._note("kv_cache_memory", format_bytes(kv_bytes), reason)
         return kv_bytes
+
+    def _is_kv_populated(self) -> bool:
+        """Who names a size wants to have it: what the system lacks is noticed at once, and no request waits for its pages."""
+        if self.gpu is not None:
+            return False  # a GPU's memory is taken when it is allocated
+        chosen, is_given = self.config.populate_kv_cache, self.config.kv_cache_memory is not None
+        is_populated = chosen == "on" or (chosen == "auto" and is_given)
+        reason = "given" if chosen != "auto" else "kv_cache_memory is given" if is_given else "the size is a default"
+        self._note("populate_kv_cache", "on" if is_populated else "off", reason)
+        return is_populated
 
     def _max_model_len(self, num_slots: int, bytes_per_token: int) -> int:
         wanted, spec = self.config.max_model_len, self.spec

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.core.plan import BlockCopy
+from quire.kernels.host_memory import populate
 from quire.kernels.interface import Kernels
 from quire.kernels.kv_cache import empty_cache
 from quire.models.declaration import KVLayerSpec
@@ -28,7 +31,7 @@ class PoolShape(NamedTuple):
 class KVMemory:
     """Keys and values of every layer, each [blocks, KV heads, block size, row]; see `quire.kernels.kv_cache`.
 
-    On a CPU, pages are touched, and so become resident, only when a block is first written.
+    On a CPU, pages are touched, and so become resident, when a block is first written, or all by `populate`.
     """
 
     def __init__(self, layers: Sequence[KVLayerSpec], shape: PoolShape, device: torch.device) -> None:
@@ -47,6 +50,11 @@ class KVMemory:
     def num_bytes(self) -> int:
         """Size of all tensors, resident or not."""
         return sum(keys.nbytes + values.nbytes for keys, values in self.caches)
+
+    def populate(self, num_threads: int) -> None:
+        """Make all of a CPU's pages resident, on so many threads."""
+        with ThreadPoolExecutor(num_threads) as threads:
+            deque(threads.map(populate, (tensor for pair in self.caches for tensor in pair)), maxlen=0)
 
     def copy_blocks(self, copies: Sequence[BlockCopy], kernels: Kernels, stage: Staging) -> None:
         """Carry out a plan's block copies in every layer; all reads happen before any write."""

@@ -14,6 +14,7 @@ from quire.engine.builder import plan_engine
 from quire.engine.gpu import Gpu, inspect_gpu
 from quire.engine.machine import Machine
 from quire.engine.planning import EnginePlan
+from quire.engine.process.client import start_message
 from quire.errors import CapacityError, ConfigError, ModelNotFoundError, UnsupportedModelError
 
 GIB = 1 << 30
@@ -42,6 +43,23 @@ def test_given_values_are_obeyed(tiny_config: Path) -> None:
     assert plan.kv_bytes_per_token == 2 * 2 * 2 * 16 * 2
     assert plan.limits.num_blocks == (1 << 20) // (256 * 8)
     assert (plan.limits.max_num_seqs, plan.limits.max_model_len, plan.dtype) == (3, 100, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("options", "is_populated"),
+    [
+        ({}, False),
+        ({"kv_cache_memory": "1MiB"}, True),
+        ({"kv_cache_memory": "1MiB", "populate_kv_cache": "off"}, False),
+        ({"populate_kv_cache": "on"}, True),
+    ],
+)
+def test_a_kv_cache_of_a_given_size_is_resident_from_the_start(
+    options: dict[str, Any], is_populated: bool, tiny_config: Path
+) -> None:
+    plan = _plan(tiny_config, **options)
+    assert plan.is_kv_populated == is_populated
+    assert start_message(plan).options["populate_kv_cache"] == ("on" if is_populated else "off")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +30,20 @@ STORIES = (
 )
 KL_BUDGET = {"bfloat16": 5e-5, "int8": 5e-4, "fp8": 8e-3}
 """Mean Kullback-Leibler divergence from the float32 cache, nats a token; measured 2.1e-5, 2.4e-4 and 4.4e-3."""
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's account of a process's memory")
+def test_pages_are_touched_at_first_use_or_all_at_once() -> None:
+    before = resident_bytes()
+    memory = KVMemory([KVLayerSpec(4, 64, None)] * 2, PoolShape(2048, 16, "float32"), torch.device("cpu"))
+    assert resident_bytes() - before < memory.num_bytes / 4
+    memory.populate(2)
+    assert resident_bytes() - before > memory.num_bytes * 0.95
 
 
 @pytest.mark.parametrize("kv_format", KV_FORMATS)

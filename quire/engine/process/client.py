@@ -271,6 +271,7 @@ def start_message(plan: EnginePlan) -> Start:
         "dtype": plan.dtype,
         "block_size": limits.block_size,
         "kv_cache_memory": plan.kv_bytes,
+        "populate_kv_cache": "on" if plan.is_kv_populated else "off",
         "memory_utilization": 1.0,  # what is sensible has been decided; what is impossible is still refused
         "max_model_len": limits.max_model_len,
         "max_num_seqs": limits.max_num_seqs,
