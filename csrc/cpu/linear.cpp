@@ -24,7 +24,7 @@ constexpr int64_t NARROW_TILES = 8;
 // Rows that are given to `Store` at a time, whose time the memory is to be used in: an activation takes long (of 64 rows, gated
 // projections are 3 % faster so); a call for a few rows that are only rounded costs more than it brings.
 constexpr int64_t ROWS_OF_STEP = 32, GATED_ROWS_OF_STEP = 4;
-constexpr int64_t FEW_ITEMS = 16;   // so few for a thread are made a multiple of the threads: one more would be noticed
+constexpr int64_t FEW_ITEMS = 16;  // so few for a thread are made a multiple of the threads: one more would be noticed
 
 struct Destination {
     void *data;

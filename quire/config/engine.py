@@ -22,8 +22,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy", "gguf")
 DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "cpu", "triton", "reference")
-OVERLAPS = ("auto", "on", "off")
-POPULATIONS = ("auto", "on", "off")
+SWITCHES = ("auto", "on", "off")
 ATTENTION_BACKENDS = ("auto", "triton", "flash-attention", "flashinfer")
 QUANTIZATIONS = ("int8", "int4")
 
@@ -63,7 +62,7 @@ class EngineConfig:
         "auto",
         "take the KV cache's memory from the system at the start, not when blocks are first used; auto does where "
         "kv_cache_memory is given",
-        choices=POPULATIONS,
+        choices=SWITCHES,
     )
     memory_utilization: float = _option(0.9, "share of the free memory that weights, workspace and KV cache may take together")
     max_num_seqs: int | None = _option(None, "sequences that run at once (default 256)")
@@ -74,7 +73,7 @@ class EngineConfig:
     overlap: str = _option(
         "auto",
         "plan each step while the one before it is computed: same answers; auto does on a GPU",
-        choices=OVERLAPS,
+        choices=SWITCHES,
     )
     enforce_eager: bool = _option(
         False, "launch every operation of every step, where small ones could be replayed as CUDA graphs"
