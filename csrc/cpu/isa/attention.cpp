@@ -18,7 +18,7 @@ static float *take(float *&memory, int64_t count) {
 static States take_states(float *&memory, int64_t padded) {
     float *max = take(memory, MAX_ROWS);
     float *total = take(memory, MAX_ROWS * LANES);
-    return States{max, total, take(memory, MAX_ROWS * padded)};
+    return States{max, total, take(memory, MAX_ROWS * padded), true};
 }
 
 static Workspace lay_out(float *memory, int64_t head_size) {
@@ -26,8 +26,8 @@ static Workspace lay_out(float *memory, int64_t head_size) {
     const int64_t padded = padded_head(head_size);
     w.padded = padded;
     w.query = take(memory, MAX_ROWS * padded_keys(head_size));
-    w.keys = take(memory, TILE * padded_keys(head_size));
-    w.values = take(memory, TILE * padded_values(head_size));
+    w.keys = take(memory, RUN_COPIES * TILE * padded_keys(head_size));
+    w.values = take(memory, RUN_COPIES * TILE * padded_values(head_size));
     w.scores = take(memory, MAX_ROWS * TILE);
     w.rescale = take(memory, MAX_ROWS);
     w.split = take_states(memory, padded);
@@ -40,13 +40,14 @@ static Workspace lay_out(float *memory, int64_t head_size) {
 int64_t max_task_rows(const AttentionProblem &) { return MAX_ROWS; }
 
 int64_t attention_scratch(int64_t head_size) {
-    return (MAX_ROWS + TILE) * padded_keys(head_size) + 4 * MAX_ROWS * padded_head(head_size) +
-           TILE * padded_values(head_size) + MAX_ROWS * (TILE + 4 * LANES + 5) + 16;
+    return (MAX_ROWS + RUN_COPIES * TILE) * padded_keys(head_size) + 4 * MAX_ROWS * padded_head(head_size) +
+           RUN_COPIES * TILE * padded_values(head_size) + MAX_ROWS * (TILE + 4 * LANES + 5) + 16;
 }
 
 int64_t state_size(int64_t head_size) { return padded_head(head_size) + LANES + 1; }
 
-static void clear(const States &states, int64_t rows, int64_t padded) {
+static void clear(States &states, int64_t rows, int64_t padded) {
+    states.is_empty = false;
     for (int64_t r = 0; r < rows; ++r) states.max[r] = NONE;
     memset(states.total, 0, rows * LANES * sizeof(float));
     memset(states.out, 0, rows * padded * sizeof(float));
@@ -129,59 +130,75 @@ static int64_t end_of_tiles(const AttentionTask &task) {
     return min64(task.last_split * int64_t{SPLIT}, task.first_position + task.num_positions);
 }
 
-// The tiles of a task in order; while one is computed, the next is asked for, the first of `next_task` (null: none) last.
+// The next tiles of a task, which end with its split.
+struct TileRun {
+    int64_t base = 0;  // the position at which the first of them begins
+    int count = 0;
+    TileRows tiles[RUN_TILES];
+
+    void locate(const AttentionProblem &problem, const AttentionTask &task, int64_t from) {
+        const int64_t split_end = (from / SPLIT + 1) * int64_t{SPLIT}, end = min64(split_end, end_of_tiles(task));
+        base = from;
+        count = static_cast<int>(min64(run_length(task.num_rows()), ceil_div(max64(end - from, 0), TILE)));
+        for (int i = 0; i < count; ++i) QUIRE_ISA::locate(problem, task, from + i * TILE, tiles[i]);
+    }
+    int64_t end() const { return base + count * int64_t{TILE}; }
+};
+
+// The tiles of a task in order; while some are computed, the next are asked for, the first of `next_task` (null: none) last.
 struct TileWalk {
     const AttentionProblem &problem;
     const AttentionTask &task, *next_task;
-    int64_t base;  // the position at which the present tile begins
-    TileRows tiles[2];
+    TileRun runs[2];
     int turn = 0;
 
     TileWalk(const AttentionProblem &of, const AttentionTask &now, const AttentionTask *then)
-        : problem(of), task(now), next_task(then), base(first_tile(of, now)) {
-        if (base < end_of_tiles(task)) locate(problem, task, base, tiles[0]);
+        : problem(of), task(now), next_task(then) {
+        runs[0].locate(problem, task, first_tile(problem, task));
     }
+    bool is_over() const { return runs[turn].count == 0; }
+    int64_t base() const { return runs[turn].base; }
 
-    void attend_until(int64_t end, const Workspace &w) {
-        for (; base < end; base += TILE, turn ^= 1) {
-            Prefetcher next{tiles[turn ^ 1], problem.cache.row_bytes(), locate_next(tiles[turn ^ 1]) ? 0 : 2 * TILE};
-            Range ranges[MAX_ROWS];
-            const bool is_whole = find_ranges(problem, task, base, ranges);
-            attend_tile(Turn{problem, w, tiles[turn], next, ranges, is_whole}, task.num_rows());
-        }
-    }
-
-   private:
-    bool locate_next(TileRows &tile) const {
-        if (base + TILE < end_of_tiles(task)) {
-            locate(problem, task, base + TILE, tile);
-        } else if (next_task != nullptr) {
-            locate(problem, *next_task, first_tile(problem, *next_task), tile);
-        } else {
-            return false;
-        }
-        return true;
+    void attend_run(const Workspace &w) {
+        const TileRun &now = runs[turn];
+        TileRun &then = runs[turn ^ 1];
+        then.locate(problem, task, now.end());
+        const bool goes_on = then.count > 0;
+        if (!goes_on && next_task != nullptr) then.locate(problem, *next_task, first_tile(problem, *next_task));
+        Prefetcher next(then.tiles[0].rows, then.count * int64_t{2 * TILE}, problem.cache.row_bytes());
+        Range ranges[RUN_TILES][MAX_ROWS];
+        bool is_whole[RUN_TILES];
+        for (int i = 0; i < now.count; ++i) is_whole[i] = find_ranges(problem, task, now.base + i * TILE, ranges[i]);
+        QUIRE_ISA::attend_run(Run{problem, w, next, now.count, now.tiles, ranges, is_whole}, task.num_rows());
+        if (!goes_on) then.base = now.end(), then.count = 0;
+        turn ^= 1;
     }
 };
 
 // The states of a split's rows join the running ones; nothing where no key has been seen since the last time.
-static void end_split(const Workspace &w, int64_t rows) {
+static void end_split(Workspace &w, int64_t rows) {
+    if (w.split.is_empty) return;
+    if (w.running.is_empty) {
+        const States first = w.split;
+        w.split = w.running;
+        w.running = first;
+        return;
+    }
     const int64_t padded = w.padded;
     for (int64_t r = 0; r < rows; ++r) {
         merge(w.running.max + r, w.running.total + r * LANES, w.running.out + r * padded, w.split.max + r,
               w.split.total + r * LANES, w.split.out + r * padded, padded);
     }
-    clear(w.split, rows, padded);
+    w.split.is_empty = true;
 }
 
 // All tiles of a task; the last split is left open.
 static void attend_tiles(const AttentionProblem &problem, const AttentionTask &task, const AttentionTask *next_task,
-                         const Workspace &w) {
-    TileWalk walk(problem, task, next_task);
-    for (const int64_t end = end_of_tiles(task); walk.base < end;) {
-        const int64_t split_end = (walk.base / SPLIT + 1) * SPLIT;
-        walk.attend_until(min64(split_end, end), w);
-        if (walk.base == split_end) end_split(w, task.num_rows());
+                         Workspace &w) {
+    for (TileWalk walk(problem, task, next_task); !walk.is_over();) {
+        if (w.split.is_empty) clear(w.split, task.num_rows(), w.padded);
+        walk.attend_run(w);
+        if (walk.base() % SPLIT == 0) end_split(w, task.num_rows());
     }
 }
 
@@ -209,10 +226,12 @@ static void finish(const AttentionProblem &problem, const AttentionTask &task, c
 
 // A partial state in memory: [rows] max, [rows][LANES] total, [rows][padded head] out.
 static States partial_states(float *memory, int64_t rows) {
-    return States{memory, memory + rows, memory + rows * (1 + LANES)};
+    return States{memory, memory + rows, memory + rows * (1 + LANES), false};
 }
 
-static void copy_states(const States &from, int64_t first, int64_t count, int64_t padded, const States &to) {
+static void copy_states(const States &from, int64_t first, int64_t count, int64_t padded, States &to) {
+    to.is_empty = from.is_empty;
+    if (from.is_empty) return;
     memcpy(to.max, from.max + first, count * sizeof(float));
     memcpy(to.total, from.total + first * LANES, count * LANES * sizeof(float));
     memcpy(to.out, from.out + first * padded, count * padded * sizeof(float));
@@ -220,14 +239,14 @@ static void copy_states(const States &from, int64_t first, int64_t count, int64_
 
 // Each member goes on alone behind the shared keys, with the states that its rows have then.
 static void attend_members(const AttentionProblem &problem, const AttentionTask &task, const AttentionTask *next_task,
-                           const Workspace &w) {
+                           const Workspace &shared, Workspace &w) {
     AttentionTask rest = task.rest_of(0), after{};
     for (int64_t p = 0; p < task.num_positions; ++p, rest = after) {
         const bool is_last = p + 1 == task.num_positions;
         if (!is_last) after = task.rest_of(p + 1);
         gather_query(problem, rest, w.query);
-        copy_states(w.shared_split, p * task.num_heads, task.num_heads, w.padded, w.split);
-        copy_states(w.shared_running, p * task.num_heads, task.num_heads, w.padded, w.running);
+        copy_states(shared.split, p * task.num_heads, task.num_heads, w.padded, w.split);
+        copy_states(shared.running, p * task.num_heads, task.num_heads, w.padded, w.running);
         attend_tiles(problem, rest, is_last ? next_task : &after, w);
         end_split(w, task.num_heads);
         finish(problem, rest, w.running, w.padded);
@@ -235,25 +254,21 @@ static void attend_members(const AttentionProblem &problem, const AttentionTask 
 }
 
 static void attend_shared(const AttentionProblem &problem, const AttentionTask &task, const AttentionTask *next_task,
-                          const Workspace &w) {
+                          Workspace &w) {
     Workspace shared = w;
     shared.split = w.shared_split;
     shared.running = w.shared_running;
-    clear(shared.split, task.num_rows(), w.padded);
-    clear(shared.running, task.num_rows(), w.padded);
     gather_query(problem, task, w.query);
     const AttentionTask first = task.rest_of(0);
     attend_tiles(problem, task, &first, shared);
-    attend_members(problem, task, next_task, w);
+    attend_members(problem, task, next_task, shared, w);
 }
 
 void attend(const AttentionProblem &problem, const AttentionTask &task, const AttentionTask *next_task, float *scratch) {
     const int64_t rows = task.num_rows();
     Workspace w = lay_out(scratch, problem.cache.head_size);
     if (task.members != nullptr) return attend_shared(problem, task, next_task, w);
-    if (task.partial != nullptr) w.running = partial_states(task.partial, rows);
-    clear(w.split, rows, w.padded);
-    clear(w.running, rows, w.padded);
+    if (task.partial != nullptr) w.running = partial_states(task.partial, rows), clear(w.running, rows, w.padded);
     gather_query(problem, task, w.query);
     attend_tiles(problem, task, next_task, w);
     end_split(w, rows);
@@ -264,7 +279,7 @@ void attend(const AttentionProblem &problem, const AttentionTask &task, const At
 void finish_rows(const AttentionProblem &problem, const AttentionTask &task, int num_partials, int64_t partial_stride,
                  float *scratch) {
     const int64_t padded = padded_head(problem.cache.head_size), rows = task.num_rows();
-    const Workspace w = lay_out(scratch, problem.cache.head_size);
+    Workspace w = lay_out(scratch, problem.cache.head_size);
     clear(w.running, rows, padded);
     for (int i = 0; i < num_partials; ++i) {
         const States from = partial_states(task.partial + i * partial_stride, rows);

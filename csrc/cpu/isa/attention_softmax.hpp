@@ -2,8 +2,9 @@
 //
 // A kind of scores says what is still to be done to them and how weights are kept, in the place of the scores:
 //     cappable(x)         what the hyperbolic tangent is taken of, where scores are capped
-//     scaled(x)           scores in powers of two
-//     exponent(x, high)   how far these are above `high`
+//     scaled(x)           scores in powers of two, and
+//     unscaled(x)         back
+//     weight(x, high)     two to the power of how far these are above `high`
 //     keep(row, v, w)     stores vector v of a row's weights
 //     forget(row)         stores the weights of a row that sees nothing
 #pragma once
@@ -48,40 +49,63 @@ QINLINE Vec highest_of_rows(const float *scores, int64_t count) {
     return highest;
 }
 
-// Scores of one row to weights; their sum joins the row's total.
-template <typename Kind>
-QINLINE void soften_row(const Kind &kind, float *scores, float highest, float rescale, float *total) {
-    Vec sum = broadcast(0.0f);
-    QUNROLL
-    for (int v = 0; v < TILE_VECS; ++v) {
-        const Vec weights = exp2(kind.exponent(load(scores + v * LANES), highest));
-        kind.keep(scores, v, weights);
-        sum = add(sum, weights);
+// How far scores may be above a row's max, in powers of two, until it is raised to them: weights then reach 2^SLACK, which no
+// format minds, and a row's outputs are rescaled in its first tile or two instead of whenever a score is the highest so far
+// (as in FlashAttention-4). Whether a max is raised depends on its row alone.
+constexpr float SLACK = 8.0f;
+
+// Whether any of `count` <= LANES rows has a score above its limit.
+static bool has_higher(const float *scores, const float *limits, int64_t count) {
+    Vec is_higher = broadcast(0.0f);
+    for (int64_t r = 0; r < count; ++r) {
+        is_higher = where_less(broadcast(limits[r]), highest_scores(scores + r * TILE), broadcast(1.0f), is_higher);
     }
-    store(total, fma(load(total), broadcast(rescale), sum));
+    return reduce_max(is_higher) > 0.0f;
 }
 
-// Scores of `count` <= LANES rows, the first of them row `first`, to weights, their states' max and total brought up to date,
-// and what their outputs are rescaled by.
+// Brings the max of `count` <= LANES rows, the first of them row `first`, up to date with their scores, and finds what their
+// totals and outputs are rescaled by; returns whether that is not 1 for all. It seldom is, and then nobody waits for a max.
 template <typename Kind>
-static void soften_rows(const Kind &kind, const Turn &turn, float *scores, int64_t first, int64_t count) {
-    const Workspace &w = turn.w;
-    float *max_seen = w.split.max + first, *rescale = w.rescale + first;
-    const Range *ranges = turn.ranges + first;
+static bool raise_max(const Kind &kind, const Turn &turn, float *scores, int64_t first, int64_t count) {
     for (int64_t r = 0; r < count; ++r) {
         if (turn.problem.soft_cap > 0.0f) cap_scores(kind, scores + r * TILE, turn.problem.soft_cap);
-        if (!turn.is_whole) hide(scores + r * TILE, ranges[r]);
+        if (!turn.is_whole) hide(scores + r * TILE, turn.ranges[first + r]);
     }
-    const Vec before = load(max_seen), now = max(kind.scaled(highest_of_rows(scores, count)), before);
+    float *max_seen = turn.w.split.max + first, *rescale = turn.w.rescale + first, limits[LANES];
+    const Vec before = load(max_seen), limit = kind.unscaled(add(before, broadcast(SLACK))), one = broadcast(1.0f);
+    store(limits, limit);
+    store(rescale, one);
+    if (!has_higher(scores, limits, count)) return false;
+    const Vec highest = highest_of_rows(scores, count);
+    const Vec now = where_less(limit, highest, kind.scaled(highest), before);
     store(max_seen, now);
-    store(rescale, exp2(sub(before, now)));
-    for (int64_t r = 0; r < count; ++r) {
+    store(rescale, where_less(before, now, where_less(before, broadcast(LOWEST), one, exp2(sub(before, now))), one));
+    bool is_rescaled = false;
+    for (int64_t r = 0; r < count; ++r) is_rescaled |= rescale[r] != 1.0f;
+    return is_rescaled;
+}
+
+// Scores of rows [first, first + count), whose max is up to date, to weights; their sums join the rows' totals. Before each row,
+// `between()`.
+template <typename Kind, typename Between>
+QINLINE void soften_rows(const Kind &kind, const Turn &turn, float *scores, int64_t first, int64_t count, Between between) {
+    const Range *ranges = turn.ranges + first;
+    const float *max_seen = turn.w.split.max + first, *rescale = turn.w.rescale + first;
+    float *total = turn.w.split.total + first * LANES;
+    for (int64_t r = 0; r < count; ++r, scores += TILE, total += LANES) {
+        between();
         if (ranges[r].is_empty()) {
-            rescale[r] = 1.0f;
-            kind.forget(scores + r * TILE);
-        } else {
-            soften_row(kind, scores + r * TILE, max_seen[r], rescale[r], w.split.total + (first + r) * LANES);
+            kind.forget(scores);
+            continue;
         }
+        Vec sum = broadcast(0.0f);
+        QUNROLL
+        for (int v = 0; v < TILE_VECS; ++v) {
+            const Vec weights = kind.weight(load(scores + v * LANES), max_seen[r]);
+            kind.keep(scores, v, weights);
+            sum = add(sum, weights);
+        }
+        store(total, fma(load(total), broadcast(rescale[r]), sum));
     }
 }
 

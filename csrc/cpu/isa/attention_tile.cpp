@@ -137,7 +137,7 @@ static void score_all(const Turn &turn, int64_t num_rows) {
             const int64_t count = min64(SCORE_ROWS, num_rows - r);
             const Range seen = turn.seen_by(r, count);
             if (seen.to <= first || seen.from >= first + KEYS) continue;
-            turn.next.ask(turn.next.share);
+            turn.next.ask_for_share();
             score_few<SCORE_ROWS>(count, turn.w.query + r * padded, turn.w.keys + first * padded, head_size,
                                   turn.w.scores + r * TILE + first);
         }
@@ -186,7 +186,8 @@ static void score_directly(const Turn &turn) {
 struct FinishedScores {
     QINLINE_MEMBER Vec cappable(Vec x) const { return x; }
     QINLINE_MEMBER Vec scaled(Vec x) const { return x; }
-    QINLINE_MEMBER Vec exponent(Vec x, float highest) const { return sub(x, broadcast(highest)); }
+    QINLINE_MEMBER Vec unscaled(Vec x) const { return x; }
+    QINLINE_MEMBER Vec weight(Vec x, float highest) const { return exp2(sub(x, broadcast(highest))); }
     QINLINE_MEMBER void keep(float *row, int v, Vec weights) const { store(row + v * LANES, weights); }
     QINLINE_MEMBER void forget(float *) const {}  // what a row does not see is not looked at
 };
@@ -194,7 +195,9 @@ struct FinishedScores {
 // Scores to weights, and each row's maximum, total and rescaling with them.
 static void soften_all(const Turn &turn, int64_t num_rows) {
     for (int64_t r = 0; r < num_rows; r += LANES) {
-        soften_rows(FinishedScores{}, turn, turn.w.scores + r * TILE, r, min64(LANES, num_rows - r));
+        const int64_t count = min64(LANES, num_rows - r);
+        raise_max(FinishedScores{}, turn, turn.w.scores + r * TILE, r, count);
+        soften_rows(FinishedScores{}, turn, turn.w.scores + r * TILE, r, count, [] {});
     }
 }
 
@@ -315,7 +318,7 @@ static void weigh_all(const Turn &turn, const Values &values, int64_t first, int
         if (seen.is_empty()) continue;
         const OutRows rows{w.scores + r * TILE, turn.ranges + r, w.rescale + r, w.split.out + r * w.padded + first,
                            w.padded};
-        turn.next.ask(turn.next.share);
+        turn.next.ask_for_share();
         weigh_few<OUT_ROWS>(count, width / LANES, values, rows, seen);
     }
 }
@@ -329,7 +332,7 @@ static int64_t num_register_tiles(int64_t num_rows, int64_t padded) {
 
 template <KVFormat F>
 static void attend_gathered(const Turn &turn, int64_t num_rows) {
-    turn.next.share = ceil_div(2 * TILE * turn.next.row_bytes, num_register_tiles(num_rows, turn.w.padded));
+    turn.next.spread(num_register_tiles(num_rows, turn.w.padded));
     gather_keys<F>(turn);
     score_all(turn, num_rows);
     soften_all(turn, num_rows);
@@ -364,12 +367,14 @@ static void attend_format(const Turn &turn, int64_t num_rows) {
     num_rows <= DIRECT_ROWS ? attend_directly<F>(turn, num_rows) : attend_gathered<F>(turn, num_rows);
 }
 
-void attend_tile(const Turn &turn, int64_t num_rows) {
-    switch (turn.problem.cache.format) {
-        case KVFormat::f32: return attend_format<KVFormat::f32>(turn, num_rows);
-        case KVFormat::bf16: return attend_format<KVFormat::bf16>(turn, num_rows);
-        case KVFormat::int8: return attend_format<KVFormat::int8>(turn, num_rows);
-        case KVFormat::fp8: return attend_format<KVFormat::fp8>(turn, num_rows);
+int run_length(int64_t) { return 1; }
+
+void attend_run(const Run &run, int64_t num_rows) {
+    switch (run.problem.cache.format) {
+        case KVFormat::f32: return attend_format<KVFormat::f32>(run.turn(0), num_rows);
+        case KVFormat::bf16: return attend_format<KVFormat::bf16>(run.turn(0), num_rows);
+        case KVFormat::int8: return attend_format<KVFormat::int8>(run.turn(0), num_rows);
+        case KVFormat::fp8: return attend_format<KVFormat::fp8>(run.turn(0), num_rows);
     }
 }
 

@@ -7,7 +7,7 @@
 namespace quire::QUIRE_ISA {
 
 constexpr int TILE_VECS = TILE / LANES;
-constexpr float NONE = -__builtin_inff();
+constexpr float NONE = -__builtin_inff(), LOWEST = -__FLT_MAX__;
 
 // Register tiles: scores of SCORE_ROWS rows and KEYS keys, outputs of OUT_ROWS rows and OUT_VECS vectors. With AVX-512 24
 // accumulators of 32 registers, else 12 of 16 (SSE2, whose multiply-and-add takes a register more, 6).
@@ -22,31 +22,35 @@ constexpr int DIRECT_ROWS = LANES == 16 ? 8 : SCORE_ROWS;
 // prepares it has to be shared by more: their rows, outputs and scores take a second-level cache of 2 MiB up to a half.
 #if defined(__AMX_TILE__) || defined(QUIRE_EMULATE_AMX)
 constexpr int MAX_ROWS = 576;
+// Tiles of keys that rows may pass over in one go.
+constexpr int RUN_TILES = 8, RUN_COPIES = RUN_TILES / 2;  // what is gathered of them is bfloat16
 #else
 constexpr int MAX_ROWS = 192;
+constexpr int RUN_TILES = 1, RUN_COPIES = 1;
 #endif
 
 constexpr int64_t MAX_WORD_ELEMENTS = 4;
 static_assert(MAX_ROWS % SCORE_ROWS == 0 && MAX_ROWS % OUT_ROWS == 0 && TILE % KEYS == 0 && SPLIT % TILE == 0);
 
 inline int64_t padded_head(int64_t head_size) { return round_up(head_size, 16); }
-// Tiles of matrices take values by 64 elements of 16 bits, of smaller heads, too.
-inline int64_t padded_values(int64_t head_size) { return max64(padded_head(head_size), 32); }
+// Tiles of matrices take values by 32 elements.
+inline int64_t padded_values(int64_t head_size) { return round_up(head_size, 32); }
 // As far as blocks of keys reach.
 inline int64_t padded_keys(int64_t head_size) { return round_up(head_size, MAX_WORD_ELEMENTS * LANES); }
 
 // Softmax states of the rows of a task. `total` is kept as LANES partial sums and added up at the very end.
 struct States {
-    float *max;    // [rows], -infinity where nothing has been seen
-    float *total;  // [rows][LANES]
-    float *out;    // [rows][padded head]
+    float *max;     // [rows], -infinity where nothing has been seen
+    float *total;   // [rows][LANES]
+    float *out;     // [rows][padded head]
+    bool is_empty;  // nothing has been seen by any row; what they point to is not set
 };
 
 struct Workspace {
     int64_t padded;  // head size
     float *query;    // [MAX_ROWS][padded keys] or less, as whoever multiplies them wants them
-    float *keys;     // [TILE][padded keys], likewise
-    float *values;   // [TILE][padded values], likewise
+    float *keys;     // [RUN_COPIES][TILE][padded keys], likewise
+    float *values;   // [RUN_COPIES][TILE][padded values], likewise
     float *scores;   // [MAX_ROWS][TILE]: scores, then weights
     float *rescale;  // [MAX_ROWS]
     States split, running;
@@ -58,28 +62,42 @@ struct TileRows {
     const char *rows[2 * TILE];
 };
 
-// The next tile's keys and values, asked for while this tile is computed: blocks are scattered, so the hardware cannot
+// The next tiles' keys and values, asked for while this tile is computed: blocks are scattered, so the hardware cannot
 // foresee them. A core waits for a dozen lines at a time, so whoever asks for many at once waits for all but the last of
 // them: they are asked for little by little, as much as is read of this tile. After a task's last tile comes the next
 // task's first.
-struct Prefetcher {
-    static constexpr int64_t LINE = 64;
-
-    const TileRows &tile;
-    int64_t row_bytes;
-    int row;            // the next to ask for; 2 * TILE when done
-    int64_t at = 0;     // the byte of it from which on
-    int64_t share = 0;  // bytes that each register tile asks for
-
+class Prefetcher {
+   public:
+    // Of so many rows.
+    Prefetcher(const char *const *rows, int64_t num_rows, int64_t row_bytes)
+        : row_(rows), end_(rows + num_rows), row_bytes_(row_bytes) {
+        find_line();
+    }
     // So many bytes more, by lines.
     QINLINE_MEMBER void ask(int64_t num_bytes) {
-        for (; num_bytes > 0 && row < 2 * TILE; num_bytes -= LINE) {
-            __builtin_prefetch(tile.rows[row] + at, 0, 2);
-            at += LINE;
-            if (at >= row_bytes) at = 0, ++row;
+        for (; num_bytes > 0 && line_ != nullptr; num_bytes -= LINE) {
+            __builtin_prefetch(line_, 0, 2);
+            line_ += LINE;
+            if (line_ >= row_end_) ++row_, find_line();
         }
     }
-    void ask_for_rest() { ask(2 * TILE * round_up(row_bytes, LINE)); }
+    // A share of all that there is, where it is divided among so many steps.
+    void spread(int64_t num_steps) { share_ = ceil_div((end_ - row_) * row_bytes_, num_steps); }
+    QINLINE_MEMBER void ask_for_share() { ask(share_); }
+    void ask_for_rest() { ask((end_ - row_) * round_up(row_bytes_, LINE)); }
+
+   private:
+    static constexpr int64_t LINE = 64;
+
+    QINLINE_MEMBER void find_line() {
+        line_ = row_ < end_ ? *row_ : nullptr;
+        row_end_ = line_ != nullptr ? line_ + row_bytes_ : nullptr;
+    }
+
+    const char *const *row_, *const *end_;
+    const int64_t row_bytes_;
+    const char *line_, *row_end_;  // the next line of the present row; null: all has been asked for
+    int64_t share_ = 0;            // bytes
 };
 
 // What a row sees of a tile: [from, to); both zero where that is nothing.
@@ -111,6 +129,19 @@ struct Turn {
 
     // What rows [first, first + count) see between them.
     Range seen_by(int64_t first, int64_t count) const { return is_whole ? Range{0, TILE} : hull(ranges + first, count); }
+};
+
+// Tiles that a task's rows pass over in one go, in order.
+struct Run {
+    const AttentionProblem &problem;
+    const Workspace &w;
+    Prefetcher &next;
+    int count;
+    const TileRows *tiles;
+    const Range (*ranges)[MAX_ROWS];
+    const bool *is_whole;
+
+    Turn turn(int tile) const { return Turn{problem, w, tiles[tile], next, ranges[tile], is_whole[tile]}; }
 };
 
 // Row r of a task is query position r / num_heads, head r % num_heads; this walks through them without dividing.
@@ -145,7 +176,11 @@ inline float score_factor(const AttentionProblem &problem) {
 // A task's rows of the query to where attend_tile reads them.
 void gather_query(const AttentionProblem &problem, const AttentionTask &task, float *query);
 
-// Scores, weights and the outputs of a tile for the first `num_rows` rows of the workspace: `split` is brought up to date.
-void attend_tile(const Turn &turn, int64_t num_rows);
+// Tiles in a run for so many rows.
+int run_length(int64_t num_rows);
+
+// Scores, weights and the outputs of a run's tiles for the first `num_rows` rows of the workspace: `split` is brought up to
+// date.
+void attend_run(const Run &run, int64_t num_rows);
 
 }  // namespace quire::QUIRE_ISA

@@ -62,6 +62,9 @@ QINLINE Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 QINLINE Vec zero_where_less(Vec x, Vec limit, Vec value) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ), value);
 }
+QINLINE Vec where_less(Vec x, Vec limit, Vec less, Vec other) {
+    return _mm512_mask_mov_ps(other, _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ), less);
+}
 QINLINE Bits as_bits(Vec x) { return _mm512_castps_si512(x); }
 QINLINE Vec as_float(Bits x) { return _mm512_castsi512_ps(x); }
 QINLINE Bits add_bits(Bits a, Bits b) { return _mm512_add_epi32(a, b); }
@@ -203,6 +206,9 @@ QINLINE Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 QINLINE Vec zero_where_less(Vec x, Vec limit, Vec value) {
     return _mm256_and_ps(_mm256_cmp_ps(x, limit, _CMP_NLT_UQ), value);
 }
+QINLINE Vec where_less(Vec x, Vec limit, Vec less, Vec other) {
+    return _mm256_blendv_ps(other, less, _mm256_cmp_ps(x, limit, _CMP_LT_OQ));
+}
 QINLINE Bits as_bits(Vec x) { return _mm256_castps_si256(x); }
 QINLINE Vec as_float(Bits x) { return _mm256_castsi256_ps(x); }
 QINLINE Bits add_bits(Bits a, Bits b) { return _mm256_add_epi32(a, b); }
@@ -305,6 +311,7 @@ QINLINE Vec select(Mask where, Vec a, Vec b) { return (Vec)(((Mask)a & where) | 
 QINLINE Vec min(Vec a, Vec b) { return select(a < b, a, b); }
 QINLINE Vec max(Vec a, Vec b) { return select(a > b, a, b); }
 QINLINE Vec zero_where_less(Vec x, Vec limit, Vec value) { return select(x < limit, broadcast(0), value); }
+QINLINE Vec where_less(Vec x, Vec limit, Vec less, Vec other) { return select(x < limit, less, other); }
 QINLINE Bits as_bits(Vec x) { return (Bits)x; }
 QINLINE Vec as_float(Bits x) { return (Vec)x; }
 QINLINE Bits add_bits(Bits a, Bits b) { return a + b; }

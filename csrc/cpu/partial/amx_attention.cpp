@@ -8,16 +8,16 @@
 //
 // A score is the same chain for any company, an output one over all positions of the tile, where those that a row does not
 // see have the weight 0. Rows that see nothing of a tile keep their outputs: even the sum with zeros could change a sign.
+//
+// Many rows go by blocks of 32 over a run of tiles whose keys and values were gathered for all of them (RowBlocks). What the
+// unit multiplies and what vectors do meanwhile take turns (amx_unit.hpp).
 #include "amx_attention.hpp"
-#include "amx_tiles.hpp"
+#include "amx_unit.hpp"
 #include "extension.hpp"
 
 namespace quire::QUIRE_ISA {
 
-constexpr int64_t LINE = 64;  // bytes: a row of a tile
-constexpr int64_t TILE_BYTES = 16 * LINE;
 constexpr int KEY_TILES = TILE / 16;
-constexpr int SIDE = 4, OTHER_SIDES = 5;  // tiles 5 to 7 take one side in turn, while 4 keeps the other
 
 // The first `count` bytes of a line, or all that it has; zeros behind them.
 QINLINE Bits load_line(const char *from, int64_t count) {
@@ -48,35 +48,31 @@ void gather_query(const AttentionProblem &problem, const AttentionTask &task, fl
 }
 
 // [chunks][TILE / 16][16 pairs of elements][16 keys]
-static void gather_keys(const Turn &turn, const char *const *rows) {
+static void gather_keys(const Turn &turn, const char *const *rows, char *keys) {
     const int64_t num_bytes = turn.problem.cache.head_size * int64_t{sizeof(bf16)};
     for (int n = 0; n < KEY_TILES; ++n) {
-        char *to = reinterpret_cast<char *>(turn.w.keys) + n * TILE_BYTES;
+        char *to = keys + n * TILE_BYTES;
         for (int64_t at = 0; at < num_bytes; at += LINE, to += KEY_TILES * TILE_BYTES) {
             Vec block[LANES];
             load_words(rows + n * 16, at, num_bytes, block);
             QUNROLL
             for (int i = 0; i < LANES; ++i) store_line(to + i * LINE, as_bits(block[i]));
-            turn.next.ask(turn.next.share);
+            turn.next.ask_for_share();
         }
     }
 }
 
-constexpr int64_t PIECE_BYTES = NUM_SUMS * TILE_BYTES;  // of the values of 32 positions
-
-// 32 positions of the values, the first of them `rows[0]`, elements [first, first + width), up to PIECE of them: [NUM_SUMS]
-// [16 pairs of positions][16 elements]. What is stored has to stay in the first-level cache beside the rows that go by, so it
-// is little.
-static void gather_values(const Turn &turn, const char *const *rows, int64_t first, int64_t width, char *to) {
-    const int64_t num_bytes = min64(width, turn.problem.cache.head_size - first) * int64_t{sizeof(bf16)};
+// 32 positions of the values, the first of them `rows[0]`: [value tiles][16 pairs of positions][16 elements].
+static void gather_step(const Turn &turn, const char *const *rows, char *to) {
+    const int64_t num_bytes = turn.problem.cache.head_size * int64_t{sizeof(bf16)};
     for (int pair = 0; pair < 16; ++pair, to += LINE) {
-        const char *even = rows[2 * pair] + first * 2, *odd = rows[2 * pair + 1] + first * 2;
+        const char *even = rows[2 * pair], *odd = rows[2 * pair + 1];
         for (int64_t at = 0; at < num_bytes; at += LINE) {
             const Bits x = load_line(even + at, num_bytes - at), y = load_line(odd + at, num_bytes - at);
             store_line(to + at / LINE * 2 * TILE_BYTES, interleave_low(x, y));
             store_line(to + (at / LINE * 2 + 1) * TILE_BYTES, interleave_high(x, y));
         }
-        turn.next.ask(turn.next.share);
+        turn.next.ask_for_share();
     }
 }
 
@@ -101,188 +97,225 @@ struct Scales {
     float keys[TILE], values[TILE];
 };
 
-// ---- products ----
+// ---- a run of tiles ----
 
-template <int SUM>
-QINLINE void add_product(const char *right) {
-    constexpr int RIGHT = OTHER_SIDES + SUM % 3;
-    load_tile<RIGHT>(right + SUM * TILE_BYTES, LINE);
-    add_pairs<SUM, SIDE, RIGHT>();
-}
-
-// To the first `count` sums, 32 numbers' products: a tile of rows, `stride` bytes apart, with `count` tiles of the right side.
-QINLINE void add_products(const void *rows, int64_t stride, const char *right, int64_t count) {
-    load_tile<SIDE>(rows, stride);
-    add_product<0>(right);
-    if (count > 1) add_product<1>(right);
-    if (count > 2) add_product<2>(right);
-    if (count > 3) add_product<3>(right);
-}
-
-// So many sums side by side, rows `stride` bytes apart.
-static void load_sums(const float *sums, int64_t stride, int64_t count) {
-    load_tile<0>(sums, stride);
-    if (count > 1) load_tile<1>(sums + 16, stride);
-    if (count > 2) load_tile<2>(sums + 32, stride);
-    if (count > 3) load_tile<3>(sums + 48, stride);
-}
-
-static void store_sums(float *sums, int64_t stride, int64_t count) {
-    store_tile<0>(sums, stride);
-    if (count > 1) store_tile<1>(sums + 16, stride);
-    if (count > 2) store_tile<2>(sums + 32, stride);
-    if (count > 3) store_tile<3>(sums + 48, stride);
-}
-
-static void score(const Turn &turn, int64_t first, float *scores) {
-    static_assert(KEY_TILES == NUM_SUMS);
-    const int64_t chunks = num_chunks(turn.problem.cache.head_size);
-    const char *query = reinterpret_cast<const char *>(turn.w.query) + first / ROWS * chunks * TILE_BYTES;
-    const char *keys = reinterpret_cast<const char *>(turn.w.keys);
-    zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
-    for (int64_t c = 0; c < chunks; ++c, query += TILE_BYTES, keys += KEY_TILES * TILE_BYTES) {
-        add_products(query, LINE, keys, KEY_TILES);
-    }
-    store_sums(scores, TILE * int64_t{sizeof(float)}, KEY_TILES);
-}
-
-// ---- one tile ----
-
-// The rows of a task, 16 at a time: first all rows' weights, then their outputs by pieces, so that the keys, and then a
-// piece of the values, stay in the first-level cache while all rows pass over them. The next 16's scores and rescaled
-// outputs are stored before these 16 go on: a tile is not loaded right after it was stored, which costs more than its
-// product does, and vectors compute while the unit multiplies.
-template <bool IS_SCALED>
-class RowTiles {
+// Two tiles of rows, a block, pass over all of a run's tiles before the next block does, so that their outputs stay in the
+// first-level cache meanwhile, and each tile of the other side, which comes from the second level, is multiplied by both. While
+// vectors make weights of one step's scores, the unit makes the next step's scores and the last step's outputs.
+template <KVFormat F>
+class RowBlocks {
    public:
-    RowTiles(const Turn &turn, int64_t num_rows, const Scales &scales)
-        : turn_(turn), num_rows_(num_rows), count_(ceil_div(num_rows, ROWS)), scales_(scales) {}
+    RowBlocks(const Run &run, int64_t num_rows)
+        : run_(run), num_rows_(num_rows), head_size_(run.problem.cache.head_size), chunks_(num_chunks(head_size_)) {
+        run.next.spread(run.count * (KEY_TILES * chunks_ + TILE / 2 + num_rows));
+    }
 
-    void attend(const char *const *values) const {
-        count_ == 1 ? attend_one(values) : attend_all(values);
+    void attend() {
+        if (num_rows_ <= ROWS && run_.count == 1) return attend_one();
+        for (int tile = 0; tile < run_.count; ++tile) {
+            const char *const *values = prepare(tile);
+            for (int k = 0; k < VALUE_STEPS; ++k) gather_values(tile, k, values);
+        }
+        find_steps();
+        attend_steps();
     }
 
    private:
+    static constexpr int64_t BLOCK_ROWS = 2 * ROWS;
+
+    struct Step {
+        int64_t first_row, num_rows;
+        int tile;
+        bool has_blind;  // rows that see nothing of the tile
+    };
+
     // One tile of rows has no others to pass the time with: what is stored for the unit is loaded behind something else.
-    void attend_one(const char *const *values) const {
-        gather_step(values, 0);
-        score(turn_, 0, scores_of(0));
-        gather_step(values, 1);
+    void attend_one() {
+        const char *const *values = prepare(0);
+        steps_[num_steps_++] = Step{0, num_rows_, 0, !run_.is_whole[0]};
+        gather_values(0, 0, values);
+        score(0);
+        unit_.finish();
+        gather_values(0, 1, values);
+        if (raise(0)) rescale_rows(0);
         soften(0);
-        rescale(turn_.w, piece(0, 0, turn_.w.padded));
-        for (int64_t first = 0; first < turn_.w.padded; first += PIECE) weigh(0, first, width_at(first), gathered_at(first));
+        weigh_alone(0);
     }
-    void gather_step(const char *const *values, int k) const {
-        static_assert(VALUE_STEPS == 2);
-        for (int64_t first = 0; first < turn_.w.padded; first += PIECE) {
-            gather_values(turn_, values + k * PAIRED, first, width_at(first), gathered_at(first) + k * PIECE_BYTES);
+    void find_steps() {
+        for (int64_t row = 0; row < num_rows_; row += BLOCK_ROWS) {
+            const int64_t count = min64(BLOCK_ROWS, num_rows_ - row);
+            for (int tile = 0; tile < run_.count; ++tile) {
+                const int64_t num_blind = run_.is_whole[tile] ? 0 : num_empty(run_.ranges[tile] + row, count);
+                if (num_blind < count) steps_[num_steps_++] = Step{row, count, tile, num_blind > 0};
+            }
         }
     }
-    void attend_all(const char *const *values) const {
-        score_all();
-        for (int64_t first = 0; first < turn_.w.padded; first += PIECE) weigh_all(values, first, width_at(first));
+    static int64_t num_empty(const Range *ranges, int64_t count) {
+        int64_t total = 0;
+        for (int64_t r = 0; r < count; ++r) total += ranges[r].is_empty();
+        return total;
     }
-    void score_all() const {
-        if (is_seen(0)) score(turn_, 0, scores_of(0));
-        for (int64_t i = 0; i < count_; ++i) {
-            if (i + 1 < count_ && is_seen(i + 1)) score(turn_, (i + 1) * ROWS, scores_of(i + 1));
-            turn_.next.ask(turn_.next.share);
-            if (is_seen(i)) soften(i);
+    void attend_steps() {
+        if (num_steps_ == 0) return;
+        score(0);
+        unit_.finish();
+        bool is_left = false;  // the last step's outputs
+        for (int n = 0; n < num_steps_; ++n) {
+            if (raise(n)) {
+                if (is_left) weigh_alone(n - 1);
+                is_left = false;
+                rescale_rows(n);
+            }
+            if (n + 1 < num_steps_) score(n + 1);
+            if (is_left) weigh(n - 1);
+            soften(n);
+            unit_.finish();
+            is_left = !steps_[n].has_blind;
+            if (!is_left) weigh_alone(n);
+        }
+        if (is_left) weigh_alone(num_steps_ - 1);
+    }
+    // Gathers a tile's keys; returns where the rows of its values are.
+    const char *const *prepare(int tile) {
+        const Turn turn = run_.turn(tile);
+        if constexpr (F == KVFormat::bf16) {
+            gather_keys(turn, turn.tile.rows, keys_of(tile));
+            return turn.tile.rows + TILE;
+        } else {
+            load_scales<F>(turn, scales_[tile].keys, scales_[tile].values);
+            whole_.template fill<F>(turn.tile.rows, head_size_);
+            gather_keys(turn, whole_.rows, keys_of(tile));
+            whole_.template fill<F>(turn.tile.rows + TILE, head_size_);
+            return whole_.rows;
         }
     }
-    // Elements [first, first + width) of the outputs.
-    void weigh_all(const char *const *values, int64_t first, int64_t width) const {
-        char *gathered = gathered_at(0);
-        for (int k = 0; k < VALUE_STEPS; ++k) {
-            gather_values(turn_, values + k * PAIRED, first, width, gathered + k * PIECE_BYTES);
+    void gather_values(int tile, int k, const char *const *values) const {
+        gather_step(run_.turn(tile), values + k * PAIRED, values_of(tile) + k * step_bytes());
+    }
+    // The scores of step n, [rows][TILE], to the unit.
+    void score(int n) {
+        const Step &step = steps_[n];
+        for (int k = 0; k < KEY_TILES; k += 2) {
+            Job &job = unit_.add();
+            job.left = reinterpret_cast<const char *>(run_.w.query) + step.first_row / ROWS * chunks_ * TILE_BYTES;
+            job.right = keys_of(step.tile) + k * TILE_BYTES;
+            job.second_left = chunks_ * TILE_BYTES, job.stride = LINE;
+            job.left_step = TILE_BYTES, job.right_step = KEY_TILES * TILE_BYTES;
+            job.num_steps = chunks_;
+            job.sums = scores_of(n) + k * 16, job.row = TILE, job.adds = false;
+            job.is_tall = step.num_rows > ROWS, job.is_wide = true;
         }
-        if (is_seen(0)) rescale(turn_.w, piece(0, first, width));
-        for (int64_t i = 0; i < count_; ++i) {
-            if (i + 1 < count_ && is_seen(i + 1)) rescale(turn_.w, piece(i + 1, first, width));
-            turn_.next.ask(turn_.next.share);
-            if (is_seen(i)) weigh(i, first, width, gathered);
+    }
+    // To the outputs, the values of step n by their weights.
+    void weigh(int n) {
+        const Step &step = steps_[n];
+        for (int64_t d = 0; d < run_.w.padded; d += PAIRED) add_outputs(n, piece_of(step, d));
+    }
+    // Without a softmax beside it; rows that see nothing of the tile keep their outputs.
+    void weigh_alone(int n) {
+        const Step &step = steps_[n];
+        const Turn turn = run_.turn(step.tile);
+        for (int64_t d = 0; d < run_.w.padded; d += PAIRED) {
+            const OutPiece piece = piece_of(step, d);
+            const Unseen unseen(turn, piece);
+            add_outputs(n, piece);
+            unit_.finish();
         }
     }
-    void weigh(int64_t i, int64_t first, int64_t width, const char *gathered) const {
-        const OutPiece out = piece(i, first, width);
-        const Unseen unseen(turn_, out);
-        load_sums(out.at(turn_.w), out_stride(), width / 16);
-        for (int k = 0; k < VALUE_STEPS; ++k) {
-            const bf16 *weights = weights_of(i) + k * PAIRED;
-            add_products(weights, TILE * int64_t{sizeof(bf16)}, gathered + k * PIECE_BYTES, width / 16);
+    OutPiece piece_of(const Step &step, int64_t d) const {
+        return {step.first_row, step.num_rows, d, min64(PAIRED, run_.w.padded - d)};
+    }
+    void add_outputs(int n, const OutPiece &piece) {
+        Job &job = unit_.add();
+        job.left = reinterpret_cast<const char *>(weights_of(n));
+        job.right = values_of(steps_[n].tile) + piece.first / PAIRED * 2 * TILE_BYTES;
+        job.second_left = ROWS * TILE * int64_t{sizeof(bf16)}, job.stride = TILE * int64_t{sizeof(bf16)};
+        job.left_step = LINE, job.right_step = step_bytes();
+        job.num_steps = VALUE_STEPS;
+        job.sums = piece.at(run_.w), job.row = run_.w.padded, job.adds = true;
+        job.is_tall = piece.num_rows > ROWS, job.is_wide = piece.width == PAIRED;
+    }
+    RawScores<is_scaled(F)> kind_of(int n, int64_t r) const {
+        return RawScores<is_scaled(F)>(run_.problem, scales_[steps_[n].tile].values, scores_of(n) + r * TILE,
+                                       weights_of(n) + r * TILE);
+    }
+    bool raise(int n) const {
+        const Step &step = steps_[n];
+        bool is_raised = false;
+        for (int64_t r = 0; r < step.num_rows; r += ROWS) {
+            const int64_t count = min64(ROWS, step.num_rows - r);
+            float *scores = scores_of(n) + r * TILE;
+            if constexpr (is_scaled(F)) scale_scores(scores, count, scales_[step.tile].keys);
+            is_raised |= raise_max(kind_of(n, r), run_.turn(step.tile), scores, step.first_row + r, count);
         }
-        store_sums(out.at(turn_.w), out_stride(), width / 16);
+        return is_raised;
     }
-    void soften(int64_t i) const {
-        float *scores = scores_of(i);
-        if (IS_SCALED) scale_scores(scores, height(i), scales_.keys);
-        const RawScores<IS_SCALED> kind(turn_.problem, scales_.values, scores, weights_of(i));
-        soften_rows(kind, turn_, scores, i * ROWS, height(i));
+    void rescale_rows(int n) const {
+        rescale(run_.w, OutPiece{steps_[n].first_row, steps_[n].num_rows, 0, run_.w.padded});
     }
-    int64_t out_stride() const { return turn_.w.padded * int64_t{sizeof(float)}; }
-    int64_t height(int64_t i) const { return min64(ROWS, num_rows_ - i * ROWS); }
-    bool is_seen(int64_t i) const { return !turn_.seen_by(i * ROWS, height(i)).is_empty(); }
-    int64_t width_at(int64_t first) const { return min64(PIECE, turn_.w.padded - first); }
-    // The values of a piece, where each has a place of its own.
-    char *gathered_at(int64_t first) const {
-        return reinterpret_cast<char *>(turn_.w.values) + first / PIECE * VALUE_STEPS * PIECE_BYTES;
+    // Step n's scores to weights, a row or so for each portion of the unit's.
+    void soften(int n) {
+        const Step &step = steps_[n];
+        const Turn turn = run_.turn(step.tile);
+        const int64_t per_row = ceil_div(unit_.num_portions(), step.num_rows);
+        for (int64_t r = 0; r < step.num_rows; r += ROWS) {
+            soften_rows(kind_of(n, r), turn, scores_of(n) + r * TILE, step.first_row + r, min64(ROWS, step.num_rows - r), [&] {
+                for (int64_t i = 0; i < per_row; ++i) unit_.advance();
+                turn.next.ask_for_share();
+            });
+        }
     }
-    OutPiece piece(int64_t i, int64_t first, int64_t width) const { return {i * ROWS, height(i), first, width}; }
-    float *scores_of(int64_t i) const { return turn_.w.scores + i % 2 * ROWS * TILE; }
-    // Behind the scores of 32 rows.
-    bf16 *weights_of(int64_t i) const {
-        static_assert(2 * ROWS * sizeof(float) + MAX_ROWS * sizeof(bf16) <= MAX_ROWS * sizeof(float));
-        return reinterpret_cast<bf16 *>(turn_.w.scores + 2 * ROWS * TILE) + i * ROWS * TILE;
+    char *keys_of(int tile) const {
+        return reinterpret_cast<char *>(run_.w.keys) + tile * chunks_ * KEY_TILES * TILE_BYTES;
+    }
+    char *values_of(int tile) const { return reinterpret_cast<char *>(run_.w.values) + tile * VALUE_STEPS * step_bytes(); }
+    int64_t step_bytes() const { return chunks_ * 2 * TILE_BYTES; }
+    // Neighbouring steps have places of their own; behind the scores, the weights.
+    float *scores_of(int n) const { return run_.w.scores + n % 2 * BLOCK_ROWS * TILE; }
+    bf16 *weights_of(int n) const {
+        return reinterpret_cast<bf16 *>(run_.w.scores + 2 * BLOCK_ROWS * TILE) + n % 2 * BLOCK_ROWS * TILE;
     }
 
-    const Turn &turn_;
-    const int64_t num_rows_, count_;
-    const Scales &scales_;
+    const Run &run_;
+    const int64_t num_rows_, head_size_, chunks_;
+    Unit unit_;
+    int num_steps_ = 0;
+    Step steps_[MAX_ROWS / BLOCK_ROWS * RUN_TILES];
+    Scales scales_[RUN_TILES];
+    WholeRows whole_;
 };
 
-// The next tile is asked for evenly, by everything that is gathered of this one and by all steps of all rows: of many lines at
-// once the processor forgets some.
-static int64_t share_of_next(const Turn &turn, int64_t num_rows) {
-    const int64_t pieces = ceil_div(turn.w.padded, PIECE);
-    const int64_t num_gathered = KEY_TILES * num_chunks(turn.problem.cache.head_size) + pieces * VALUE_STEPS * PAIRED / 2;
-    return ceil_div(2 * TILE * turn.next.row_bytes, num_gathered + ceil_div(num_rows, ROWS) * (1 + pieces));
-}
+// Subnormal numbers count as zero, as they do for the unit, for as long as this lives.
+class FlushesSubnormals {
+   public:
+    FlushesSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | FLUSH_RESULTS | ZERO_OPERANDS); }
+    FlushesSubnormals(const FlushesSubnormals &) = delete;
+    FlushesSubnormals &operator=(const FlushesSubnormals &) = delete;
+    ~FlushesSubnormals() { _mm_setcsr(before_); }
 
-template <bool IS_SCALED>
-static void attend_many(const Turn &turn, int64_t num_rows, const char *const *values, const Scales &scales) {
-    RowTiles<IS_SCALED>(turn, num_rows, scales).attend(values);
-}
+   private:
+    static constexpr unsigned FLUSH_RESULTS = 0x8000, ZERO_OPERANDS = 0x40;
+    const unsigned before_;
+};
 
-template <KVFormat F>
-static void attend_bytes(const Turn &turn, int64_t num_rows) {
-    const int64_t head_size = turn.problem.cache.head_size;
-    WholeRows keys, values;
-    keys.fill<F>(turn.tile.rows, head_size);
-    values.fill<F>(turn.tile.rows + TILE, head_size);
-    gather_keys(turn, keys.rows);
-    Scales scales;
-    load_scales<F>(turn, scales.keys, scales.values);
-    attend_many<true>(turn, num_rows, values.rows, scales);
-}
-
-static void attend_bf16(const Turn &turn, int64_t num_rows) {
-    gather_keys(turn, turn.tile.rows);
-    attend_many<false>(turn, num_rows, turn.tile.rows + TILE, Scales{});
-}
-
-static void attend_by_format(const Turn &turn, int64_t num_rows) {
-    turn.next.share = share_of_next(turn, num_rows);
-    switch (turn.problem.cache.format) {
-        case KVFormat::bf16: return attend_bf16(turn, num_rows);
-        case KVFormat::int8: return attend_bytes<KVFormat::int8>(turn, num_rows);
-        case KVFormat::fp8: return attend_bytes<KVFormat::fp8>(turn, num_rows);
+// A function of its own, that the compiler moves nothing past the change of the control register.
+__attribute__((noinline)) static void attend_many(const Run &run, int64_t num_rows) {
+    switch (run.problem.cache.format) {
+        case KVFormat::bf16: return RowBlocks<KVFormat::bf16>(run, num_rows).attend();
+        case KVFormat::int8: return RowBlocks<KVFormat::int8>(run, num_rows).attend();
+        case KVFormat::fp8: return RowBlocks<KVFormat::fp8>(run, num_rows).attend();
         case KVFormat::f32: __builtin_unreachable();
     }
 }
 
-void attend_tile(const Turn &turn, int64_t num_rows) {
-    num_rows <= FEW_ROWS ? attend_few(turn, num_rows) : attend_by_format(turn, num_rows);
-    turn.next.ask_for_rest();
+int run_length(int64_t num_rows) { return num_rows <= ROWS ? 1 : RUN_TILES; }
+
+void attend_run(const Run &run, int64_t num_rows) {
+    {
+        const FlushesSubnormals flushing;
+        num_rows <= FEW_ROWS ? attend_few(run.turn(0), num_rows) : attend_many(run, num_rows);
+    }
+    run.next.ask_for_rest();
 }
 
 // ---- tasks ----

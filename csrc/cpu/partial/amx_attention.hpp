@@ -10,8 +10,6 @@ namespace quire::QUIRE_ISA {
 constexpr int ROWS = 16;      // of the query, in a tile
 constexpr int FEW_ROWS = 8;   // so few take no tiles (docs/benchmarks/attention-cpu.md)
 constexpr int PAIRED = 32;    // numbers of a tile's line
-constexpr int NUM_SUMS = 4;   // tiles 0 to 3
-constexpr int64_t PIECE = 16 * NUM_SUMS;  // elements of the outputs, at a time
 constexpr int VALUE_STEPS = TILE / PAIRED;
 
 inline int64_t num_chunks(int64_t head_size) { return ceil_div(head_size, PAIRED); }
@@ -19,6 +17,19 @@ inline int64_t num_chunks(int64_t head_size) { return ceil_div(head_size, PAIRED
 // Their query, and a tile of theirs.
 void gather_few(const AttentionProblem &problem, const AttentionTask &task, float *query);
 void attend_few(const Turn &turn, int64_t num_rows);
+
+// 2^x for x up to 127 with a relative error below 3e-6, which is little beside the rounding of a weight to bfloat16 (2e-3).
+// Takes results below the smallest normal number as zero where the calling thread does. The polynomial is minimax in
+// relative error among those of degree 4 that are 1 at 0.
+QINLINE Vec short_exp2(Vec x) {
+    const Vec r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x less the integer below it
+    Vec p = broadcast(1.3426685e-2f);
+    p = fma(p, r, broadcast(5.2242472e-2f));
+    p = fma(p, r, broadcast(2.4128021e-1f));
+    p = fma(p, r, broadcast(6.9304484e-1f));
+    p = fma(p, r, broadcast(1.0f));
+    return _mm512_scalef_ps(p, x);
+}
 
 // Scores without their factor, [rows][TILE]. Weights become bfloat16 in a place of their own, [rows][TILE] as well, multiplied
 // by the scales of their values where these have some.
@@ -34,7 +45,10 @@ struct RawScores {
           value_scales(scales), scores(from), weights(to) {}
     QINLINE_MEMBER Vec cappable(Vec x) const { return mul(x, broadcast(cap_factor)); }
     QINLINE_MEMBER Vec scaled(Vec x) const { return mul(x, broadcast(factor)); }
-    QINLINE_MEMBER Vec exponent(Vec x, float highest) const { return fma(x, broadcast(factor), broadcast(-highest)); }
+    QINLINE_MEMBER Vec unscaled(Vec x) const { return div(x, broadcast(factor)); }
+    QINLINE_MEMBER Vec weight(Vec x, float highest) const {
+        return short_exp2(fma(x, broadcast(factor), broadcast(-highest)));
+    }
     QINLINE_MEMBER Vec with_scales(int v, Vec values) const {
         return IS_SCALED ? mul(values, load(value_scales + v * LANES)) : values;
     }
@@ -60,7 +74,7 @@ static void scale_scores(float *scores, int64_t num_rows, const float (&scales)[
     }
 }
 
-// A piece of the outputs of some rows, up to NUM_SUMS tiles wide.
+// A piece of the outputs of some rows.
 struct OutPiece {
     int64_t first_row, num_rows, first, width;  // of rows, of elements
 
@@ -97,7 +111,7 @@ class Unseen {
     }
     const Turn &turn_;
     const OutPiece piece_;
-    static_assert(ROWS * PIECE <= FEW_ROWS * MAX_HEAD_SIZE);
+    static_assert(2 * ROWS * PAIRED <= FEW_ROWS * MAX_HEAD_SIZE);
     float kept_[FEW_ROWS * MAX_HEAD_SIZE];
 };
 
