@@ -46,11 +46,15 @@ int64_t attention_scratch(int64_t head_size) {
 
 int64_t state_size(int64_t head_size) { return padded_head(head_size) + LANES + 1; }
 
-static void clear(States &states, int64_t rows, int64_t padded) {
+static void clear(States &states, int64_t rows) {
     states.is_empty = false;
     for (int64_t r = 0; r < rows; ++r) states.max[r] = NONE;
-    memset(states.total, 0, rows * LANES * sizeof(float));
-    memset(states.out, 0, rows * padded * sizeof(float));
+}
+
+static void begin_split(Workspace &w, int64_t rows) {
+    clear(w.split, rows);
+    memset(w.split.total, 0, rows * LANES * sizeof(float));
+    if (adds_to_outputs(rows)) memset(w.split.out, 0, rows * w.padded * sizeof(float));
 }
 
 // ---- where a tile is, and who sees what of it ----
@@ -196,19 +200,25 @@ static void end_split(Workspace &w, int64_t rows) {
 static void attend_tiles(const AttentionProblem &problem, const AttentionTask &task, const AttentionTask *next_task,
                          Workspace &w) {
     for (TileWalk walk(problem, task, next_task); !walk.is_over();) {
-        if (w.split.is_empty) clear(w.split, task.num_rows(), w.padded);
+        if (w.split.is_empty) begin_split(w, task.num_rows());
         walk.attend_run(w);
         if (walk.base() % SPLIT == 0) end_split(w, task.num_rows());
     }
 }
 
 template <typename T>
+static T *out_row(const AttentionProblem &problem, const RowWalk &walk) {
+    return static_cast<T *>(problem.out) + (walk.row() * problem.num_heads + walk.query_head()) * problem.cache.head_size;
+}
+
+template <typename T>
 static void store_rows(const AttentionProblem &problem, const AttentionTask &task, const States &states,
                        int64_t padded) {
     RowWalk walk(task);
+    RowFetcher ahead(task);
     for (int64_t r = 0; r < task.num_rows(); ++r, walk.step()) {
-        T *to = static_cast<T *>(problem.out) +
-                (walk.row() * problem.num_heads + walk.query_head()) * problem.cache.head_size;
+        ahead.step([&](const RowWalk &at) { return out_row<T>(problem, at); }, problem.cache.head_size);
+        T *to = out_row<T>(problem, walk);
         const Vec inverse = broadcast(1.0f / reduce_add(load(states.total + r * LANES)));
         for (int64_t d = 0; d < problem.cache.head_size; d += LANES) {
             store_up_to(to + d, mul(load(states.out + r * padded + d), inverse), problem.cache.head_size - d);
@@ -268,7 +278,7 @@ void attend(const AttentionProblem &problem, const AttentionTask &task, const At
     const int64_t rows = task.num_rows();
     Workspace w = lay_out(scratch, problem.cache.head_size);
     if (task.members != nullptr) return attend_shared(problem, task, next_task, w);
-    if (task.partial != nullptr) w.running = partial_states(task.partial, rows), clear(w.running, rows, w.padded);
+    if (task.partial != nullptr) w.running = partial_states(task.partial, rows), clear(w.running, rows);
     gather_query(problem, task, w.query);
     attend_tiles(problem, task, next_task, w);
     end_split(w, rows);
@@ -280,7 +290,7 @@ void finish_rows(const AttentionProblem &problem, const AttentionTask &task, int
                  float *scratch) {
     const int64_t padded = padded_head(problem.cache.head_size), rows = task.num_rows();
     Workspace w = lay_out(scratch, problem.cache.head_size);
-    clear(w.running, rows, padded);
+    clear(w.running, rows);
     for (int i = 0; i < num_partials; ++i) {
         const States from = partial_states(task.partial + i * partial_stride, rows);
         for (int64_t r = 0; r < rows; ++r) {

@@ -368,6 +368,7 @@ static void attend_format(const Turn &turn, int64_t num_rows) {
 }
 
 int run_length(int64_t) { return 1; }
+bool adds_to_outputs(int64_t) { return true; }
 
 void attend_run(const Run &run, int64_t num_rows) {
     switch (run.problem.cache.format) {

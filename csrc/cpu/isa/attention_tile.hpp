@@ -43,7 +43,8 @@ struct States {
     float *max;     // [rows], -infinity where nothing has been seen
     float *total;   // [rows][LANES]
     float *out;     // [rows][padded head]
-    bool is_empty;  // nothing has been seen by any row; what they point to is not set
+    bool is_empty;  // nothing has been seen by any row, and what they point to is not set; nor is what belongs to rows that
+                    // have seen nothing, but for `max`
 };
 
 struct Workspace {
@@ -159,6 +160,28 @@ struct RowWalk {
     }
 };
 
+// Asks for rows of the query or the outputs some steps ahead: those of one position are together, but the next position's
+// are pages away, where no processor looks for them.
+class RowFetcher {
+   public:
+    explicit RowFetcher(const AttentionTask &task) : walk_(task), num_left_(task.num_rows()) {}
+    // One row more, `size` elements from `address_of(walk)` on; of the first call, as many as are to be ahead.
+    template <typename Address>
+    QINLINE_MEMBER void step(const Address &address_of, int64_t size) {
+        for (int i = is_first_ ? ROWS_AHEAD : 1; i > 0 && num_left_ > 0; --i, --num_left_, walk_.step()) {
+            const auto *row = address_of(walk_);
+            for (int64_t d = 0; d < size; d += 64 / int64_t{sizeof *row}) __builtin_prefetch(row + d);
+        }
+        is_first_ = false;
+    }
+
+   private:
+    static constexpr int ROWS_AHEAD = 4;
+    RowWalk walk_;
+    int64_t num_left_;
+    bool is_first_ = true;
+};
+
 // The present row of the query.
 template <typename T>
 inline const T *query_row(const AttentionProblem &problem, const RowWalk &walk) {
@@ -178,6 +201,9 @@ void gather_query(const AttentionProblem &problem, const AttentionTask &task, fl
 
 // Tiles in a run for so many rows.
 int run_length(int64_t num_rows);
+
+// Whether outputs of so many rows have to be zero before a split's first run.
+bool adds_to_outputs(int64_t num_rows);
 
 // Scores, weights and the outputs of a run's tiles for the first `num_rows` rows of the workspace: `split` is brought up to
 // date.

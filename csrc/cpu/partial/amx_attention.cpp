@@ -27,17 +27,23 @@ static void store_line(char *to, Bits line) { store(reinterpret_cast<float *>(to
 
 // ---- gathering ----
 
+// A row of the query in so many tiles of 32 elements; null: zeros.
+static void gather_row(const bf16 *row, int64_t head_size, char *to) {
+    for (int64_t d = 0; d < head_size; d += PAIRED, to += TILE_BYTES) {
+        const int64_t num_bytes = min64(PAIRED, head_size - d) * int64_t{sizeof(bf16)};
+        store_line(to, row != nullptr ? load_line(reinterpret_cast<const char *>(row + d), num_bytes) : broadcast_bits(0));
+    }
+}
+
 // [rows / 16][chunks of 32 elements][16 rows][32]
 static void gather_tiles(const AttentionProblem &problem, const AttentionTask &task, char *query) {
     const int64_t head_size = problem.cache.head_size, chunks = num_chunks(head_size), num_rows = task.num_rows();
     RowWalk walk(task);
+    RowFetcher ahead(task);
     for (int64_t r = 0; r < round_up(num_rows, ROWS); ++r) {
+        ahead.step([&](const RowWalk &at) { return query_row<bf16>(problem, at); }, head_size);
         char *to = query + r / ROWS * chunks * TILE_BYTES + r % ROWS * LINE;
-        const bf16 *row = r < num_rows ? query_row<bf16>(problem, walk) : nullptr;
-        for (int64_t d = 0; d < head_size; d += PAIRED, to += TILE_BYTES) {
-            store_line(to, r < num_rows ? load_bytes(row + d, static_cast<int>(min64(PAIRED, head_size - d) * 2))
-                                        : broadcast_bits(0));
-        }
+        gather_row(r < num_rows ? query_row<bf16>(problem, walk) : nullptr, head_size, to);
         if (r < num_rows) walk.step();
     }
 }
@@ -127,12 +133,13 @@ class RowBlocks {
         int64_t first_row, num_rows;
         int tile;
         bool has_blind;  // rows that see nothing of the tile
+        bool is_first;   // none of the rows has seen anything before
     };
 
     // One tile of rows has no others to pass the time with: what is stored for the unit is loaded behind something else.
     void attend_one() {
         const char *const *values = prepare(0);
-        steps_[num_steps_++] = Step{0, num_rows_, 0, !run_.is_whole[0]};
+        steps_[num_steps_++] = Step{0, num_rows_, 0, !run_.is_whole[0], false};
         gather_values(0, 0, values);
         score(0);
         unit_.finish();
@@ -146,7 +153,7 @@ class RowBlocks {
             const int64_t count = min64(BLOCK_ROWS, num_rows_ - row);
             for (int tile = 0; tile < run_.count; ++tile) {
                 const int64_t num_blind = run_.is_whole[tile] ? 0 : num_empty(run_.ranges[tile] + row, count);
-                if (num_blind < count) steps_[num_steps_++] = Step{row, count, tile, num_blind > 0};
+                if (num_blind < count) steps_[num_steps_++] = Step{row, count, tile, num_blind > 0, false};
             }
         }
     }
@@ -161,6 +168,7 @@ class RowBlocks {
         unit_.finish();
         bool is_left = false;  // the last step's outputs
         for (int n = 0; n < num_steps_; ++n) {
+            steps_[n].is_first = is_first(steps_[n]);
             if (raise(n)) {
                 if (is_left) weigh_alone(n - 1);
                 is_left = false;
@@ -174,6 +182,13 @@ class RowBlocks {
             if (!is_left) weigh_alone(n);
         }
         if (is_left) weigh_alone(num_steps_ - 1);
+    }
+    bool is_first(const Step &step) const {
+        const float *max_seen = run_.w.split.max + step.first_row;
+        for (int64_t r = 0; r < step.num_rows; ++r) {
+            if (max_seen[r] != NONE) return false;
+        }
+        return true;
     }
     // Gathers a tile's keys; returns where the rows of its values are.
     const char *const *prepare(int tile) {
@@ -211,9 +226,10 @@ class RowBlocks {
         const Step &step = steps_[n];
         for (int64_t d = 0; d < run_.w.padded; d += PAIRED) add_outputs(n, piece_of(step, d));
     }
-    // Without a softmax beside it; rows that see nothing of the tile keep their outputs.
+    // Without a softmax beside it; rows that see nothing of the tile keep their outputs, or get zeros in their first step.
     void weigh_alone(int n) {
         const Step &step = steps_[n];
+        if (step.is_first) return weigh(n), unit_.finish();
         const Turn turn = run_.turn(step.tile);
         for (int64_t d = 0; d < run_.w.padded; d += PAIRED) {
             const OutPiece piece = piece_of(step, d);
@@ -232,7 +248,7 @@ class RowBlocks {
         job.second_left = ROWS * TILE * int64_t{sizeof(bf16)}, job.stride = TILE * int64_t{sizeof(bf16)};
         job.left_step = LINE, job.right_step = step_bytes();
         job.num_steps = VALUE_STEPS;
-        job.sums = piece.at(run_.w), job.row = run_.w.padded, job.adds = true;
+        job.sums = piece.at(run_.w), job.row = run_.w.padded, job.adds = !steps_[n].is_first;
         job.is_tall = piece.num_rows > ROWS, job.is_wide = piece.width == PAIRED;
     }
     RawScores<is_scaled(F)> kind_of(int n, int64_t r) const {
@@ -309,6 +325,7 @@ __attribute__((noinline)) static void attend_many(const Run &run, int64_t num_ro
 }
 
 int run_length(int64_t num_rows) { return num_rows <= ROWS ? 1 : RUN_TILES; }
+bool adds_to_outputs(int64_t num_rows) { return num_rows <= ROWS; }
 
 void attend_run(const Run &run, int64_t num_rows) {
     {
