@@ -140,6 +140,36 @@ def test_chunking_a_long_context_changes_no_bit(native: Kernels, paged: type[Pag
         assert torch.equal(attend(native, part, query[start:end]), want[start:end]), start
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 900}, {"window": 100}, {"soft_cap": 30.0}])
+@pytest.mark.parametrize("kv_format", ["bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_that_grow_are_rescaled_alike(
+    native_isa: Kernels,
+    reference: Kernels,
+    paged: type[Paged],
+    dtype: torch.dtype,
+    kv_format: str,
+    options: dict[str, Any],
+) -> None:
+    """Over several runs of tiles and a split: some rows find far higher scores than before, some never, some at once."""
+    whole = paged.random(((75, 1150),), 1, 48, dtype)
+    whole.keys[0][500::160] *= 8
+    whole.keys[0][1000:] *= torch.linspace(1, 12, 150).to(dtype)[:, None, None]
+    query = draw_query(whole, 2)
+    got = attend(native_isa, whole, query, kv_format=kv_format, **options)
+    want = attend(reference, whole, query, kv_format=kv_format, **options)
+    torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
+    cuts = [0, 1, 2, 9, 24, 41, 75]
+    lens = tuple((end - start, 1075 + end) for start, end in pairwise(cuts))
+    parts = replace(
+        whole,
+        lens=lens,
+        keys=tuple(whole.keys[0][:end] for _, end in lens),
+        values=tuple(whole.values[0][:end] for _, end in lens),
+    )
+    assert torch.equal(attend(native_isa, parts, query, kv_format=kv_format, **options), got)
+
+
 def test_company_changes_no_bit(native_isa: Kernels, paged: type[Paged]) -> None:
     case = paged.random(RAGGED, 2, 64)
     query = draw_query(case, 6)
