@@ -92,7 +92,9 @@ struct WholeRows {
         const int64_t width = num_chunks(head_size) * PAIRED;
         for (int i = 0; i < TILE; ++i) {
             bf16 *to = data + i * width;
-            for (int64_t d = 0; d < width; d += LANES) store(to + d, load_elements<F>(from[i], d, head_size, 1.0f));
+            int64_t d = 0;
+            for (; d + LANES <= head_size; d += LANES) store_normal(to + d, load_lanes<F>(from[i], d));
+            for (; d < width; d += LANES) store_normal(to + d, load_elements<F>(from[i], d, head_size, 1.0f));
             rows[i] = reinterpret_cast<const char *>(to);
         }
     }
