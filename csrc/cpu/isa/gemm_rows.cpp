@@ -19,6 +19,18 @@ static void convert_row(const T *x, const LinearWeight &weight, float *out) {
     }
 }
 
+#if defined(__AVX512VNNI__)
+// 32 elements, or as many as there are and zeros.
+QINLINE __m512i load_bf16(const bf16 *x, int64_t n) {
+    if (n >= 32) return _mm512_loadu_si512(x);
+    return _mm512_maskz_loadu_epi16(n <= 0 ? 0 : (__mmask32{1} << n) - 1, x);
+}
+QINLINE void store_bytes(Input *to, __m512i x, int64_t n) {
+    if (n >= 64) return _mm512_storeu_si512(to, x);
+    _mm512_mask_storeu_epi8(to, (__mmask64{1} << n) - 1, x);
+}
+#endif
+
 // max |x|; not a number where any x is not finite.
 template <typename T>
 static float largest(const T *x, int64_t n) {
@@ -41,8 +53,9 @@ class Divisor {
         : divisor_(broadcast(divisor)), negative_(broadcast(-divisor)), reciprocal_(broadcast(1.0f / divisor)),
           multiplies_(has_short_inputs && LANES > 4 && divisor >= 0x1p-100f && divisor < INFINITY) {}
 
-    QINLINE_MEMBER Vec quotient(Vec x) const {
-        if (!multiplies_) return div(x, divisor_);
+    bool multiplies() const { return multiplies_; }
+    QINLINE_MEMBER Vec quotient(Vec x) const { return multiplies_ ? multiplied(x) : div(x, divisor_); }
+    QINLINE_MEMBER Vec multiplied(Vec x) const {
         const Vec product = mul(x, reciprocal_);
         return fma(fma(product, negative_, x), reciprocal_, product);
     }
@@ -82,6 +95,51 @@ static int32_t quantize_group(const T *x, int64_t n, int64_t padded, const Divis
     for (int i = 0; i < LANES; ++i) sum += lanes[i];
     return sum;
 }
+
+#if defined(__AVX512VNNI__)
+
+// The same for bfloat16 with a third of the instructions, as many rows of few outputs wait for it a fifth of their time.
+static float largest(const bf16 *x, int64_t n) {
+    __m512i most = _mm512_setzero_si512();
+    for (int64_t k = 0; k < n; k += 32) {
+        const __m512i magnitudes = _mm512_and_si512(load_bf16(x + k, n - k), _mm512_set1_epi16(0x7fff));
+        most = _mm512_max_epu16(most, magnitudes);  // as integers they have the order of what they mean
+    }
+    const __m512i high = _mm512_srli_epi32(most, 16), low = _mm512_and_si512(most, _mm512_set1_epi32(0xffff));
+    const uint32_t bits = _mm512_reduce_max_epu32(_mm512_max_epu32(high, low));
+    constexpr uint32_t INFINITE = 0x7f80;
+    if (bits >= INFINITE) return largest<bf16>(x, n);
+    const uint32_t wide = bits << 16;
+    float value;
+    memcpy(&value, &wide, sizeof value);
+    return value;
+}
+
+// 32 elements as 16-bit integers. Conversion rounds to the nearest integer, ties to even.
+QINLINE __m512i quantize_pairs(__m512i x, const Divisor &scale) {
+    constexpr int NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    const Vec low = scale.multiplied(as_float(shift_left<16>(x)));
+    const Vec high = scale.multiplied(as_float(and_bits(x, broadcast_bits(0xffff0000u))));
+    const __m512i evens = _mm512_cvt_roundps_epi32(low, NEAREST), odds = _mm512_cvt_roundps_epi32(high, NEAREST);
+    return _mm512_mask_blend_epi16(0xaaaaaaaau, evens, shift_left<16>(odds));
+}
+
+// 64 inputs at a time.
+static int32_t quantize_group(const bf16 *x, int64_t n, int64_t padded, const Divisor &scale, Input *out) {
+    if (!scale.multiplies()) return quantize_group<bf16>(x, n, padded, scale, out);
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    __m512i total = _mm512_setzero_si512();
+    for (int64_t k = 0; k < padded; k += 64) {
+        const __m512i first = quantize_pairs(load_bf16(x + k, n - k), scale);
+        const __m512i second = quantize_pairs(load_bf16(x + k + 32, n - k - 32), scale);
+        const __m512i bytes = _mm512_permutexvar_epi64(order, _mm512_packs_epi16(first, second));
+        total = _mm512_dpbusd_epi32(total, _mm512_set1_epi8(1), bytes);
+        store_bytes(out + k, bytes, padded - k);
+    }
+    return _mm512_reduce_add_epi32(total);
+}
+
+#endif
 
 // Scale max |x| / 127, or 0 where that is below the smallest normal number, and then the integers are 0 as well.
 template <typename T>
@@ -140,7 +198,13 @@ static void convert_tile(const LinearWeight &weight, const T *x, int64_t row, in
 static void store_blocks(const uint32_t *words, int64_t num_groups, int64_t group_words, int height, int depth,
                          uint32_t *to) {
     for (int64_t group = 0; group < num_groups; ++group, words += group_words) {
-        for (int64_t at = 0; at < group_words; at += depth, to += int64_t{height} * depth) {
+        int64_t at = 0;
+        if (depth == LANES) {
+            for (; at + LANES <= group_words; at += LANES, to += int64_t{height} * depth) {
+                store(reinterpret_cast<float *>(to), load(reinterpret_cast<const float *>(words + at)));
+            }
+        }
+        for (; at < group_words; at += depth, to += int64_t{height} * depth) {
             const int64_t count = min64(depth, group_words - at);
             for (int64_t i = 0; i < depth; i += LANES) {
                 const Vec block = load_up_to(reinterpret_cast<const float *>(words + at + i), max64(0, count - i));
