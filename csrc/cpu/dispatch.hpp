@@ -46,25 +46,30 @@ struct InputRows {
 
 constexpr int MATRIX_ROWS = 16;  // of x in a tile of a matrix, at most: AMX's
 
-// Takes sums of some rows of a block, `first` the first of them, [count][GROUP_WIDTH].
-struct SumsTaker {
-    int64_t rows_of_step;  // so many are given at a time: what is to be done with them takes about as long as a step of tiles
+// Where finished sums go: columns [first, first + width) of out, whose rows are `stride` elements apart.
+struct OutputBlock {
+    void *data;
+    DType dtype;
+    int64_t stride, first, width, num_rows;
+};
 
-    explicit SumsTaker(int64_t rows_of_step) : rows_of_step(rows_of_step) {}
-    virtual void take(const float *sums, int64_t first, int64_t count) const = 0;
-
-   protected:
-    ~SumsTaker() = default;
+// What becomes of the sums of a block: sum + bias, or activation(gate) * up.
+struct Outputs {
+    OutputBlock out;
+    const float *bias, *up_bias;  // of the first column; null: none
+    bool is_gated;
+    Activation activation;
+    int64_t up_panels;  // gated: the panels of `up` lie so many behind those of the gate
 };
 
 // The block of float32 sums that one call computes. All scratch is the calling thread's.
 struct GemmBlock {
     int64_t first_tile, num_tiles;
     int64_t first_panel;
-    int num_panels;          // <= GROUP_PANELS
+    int num_panels;          // <= GROUP_PANELS; gated `outputs`: of the gate, and as many of `up`
     float *sums;             // out: [rows of the tiles][GROUP_WIDTH], without bias
     void *panels;            // scratch for weights in the form that is multiplied: expanded_bytes(weight)
-    const SumsTaker *taker;  // tiles of matrices: gets the rows as they are finished, and sums are not kept. Null: they are
+    const Outputs *outputs;  // tiles of matrices: outputs are stored, and `sums` is scratch. Null: sums are kept
 };
 
 // What the weights of one call take where they are not used as they lie.
@@ -72,13 +77,6 @@ inline int64_t expanded_bytes(const LinearWeight &weight) {
     if (!weight.is_integer()) return 0;
     return GROUP_WIDTH * (weight.has_int8_inputs ? weight.padded_inputs() : CHUNK * int64_t{sizeof(float)});
 }
-
-// Where finished sums go: columns [first, first + width) of out, whose rows are `stride` elements apart.
-struct OutputBlock {
-    void *data;
-    DType dtype;
-    int64_t stride, first, width, num_rows;
-};
 
 // ---- attention (isa/attention.cpp, isa/attention_tile.cpp) ----
 

@@ -21,9 +21,6 @@ constexpr int64_t TILE_PANELS = 2;
 // Of matrices up to so many tiles: weights arrive at the rate of the memory, and those that come next must find room in the
 // second-level cache (with four panels, 64 rows of 8192 inputs take a quarter longer). More rows are faster with four.
 constexpr int64_t NARROW_TILES = 8;
-// Rows that are given to `Store` at a time, whose time the memory is to be used in: an activation takes long (of 64 rows, gated
-// projections are 3 % faster so); a call for a few rows that are only rounded costs more than it brings.
-constexpr int64_t ROWS_OF_STEP = 32, GATED_ROWS_OF_STEP = 4;
 constexpr int64_t FEW_ITEMS = 16;  // so few for a thread are made a multiple of the threads: one more would be noticed
 
 struct Destination {
@@ -43,10 +40,13 @@ struct Projection {
     int64_t num_columns() const { return out.is_gated ? weight.num_outputs / 2 : weight.num_outputs; }
     int64_t num_panels() const { return ceil_div(num_columns(), PANEL); }  // of `out`
     bool has_matrices() const { return rows.depth > 0; }
+    // Tiles of matrices meet the gate and `up` in one go, where both begin with a panel.
+    bool is_fused() const { return has_matrices() && (!out.is_gated || num_columns() % PANEL == 0); }
     // A block of gated columns whose `up` rows do not begin with a panel needs one panel more of them.
     int64_t max_panels() const {
+        const int64_t most = is_fused() && out.is_gated ? GROUP_PANELS / 2 : GROUP_PANELS;
         if (has_matrices() ? rows.num_tiles > 2 && rows.num_tiles <= NARROW_TILES : rows.num_tiles > 1) return TILE_PANELS;
-        return out.is_gated && num_columns() % PANEL != 0 ? GROUP_PANELS - 1 : GROUP_PANELS;
+        return out.is_gated && num_columns() % PANEL != 0 ? GROUP_PANELS - 1 : most;
     }
     int64_t block_tiles() const { return has_matrices() ? rows.num_tiles : BLOCK_ROWS / rows.tile_rows; }
     int64_t work() const { return rows.num_rows * weight.num_outputs * weight.padded_inputs(); }
@@ -57,35 +57,11 @@ struct Block {
     int64_t first_tile, num_tiles, first_panel, num_panels;
 };
 
-// Puts finished sums into the columns of a block.
-struct Store final : SumsTaker {
-    const Projection &task;
-    OutputBlock out;
-    const float *bias, *gate;  // gate: its sums, of all rows; null where columns are not gated
-    int64_t up_column;         // where the block's columns begin in the sums of `up`
-
-    Store(const Projection &task, const OutputBlock &out, const float *bias, const float *gate, int64_t up_column)
-        : SumsTaker(gate == nullptr ? ROWS_OF_STEP : GATED_ROWS_OF_STEP), task(task), out(out), bias(bias), gate(gate),
-          up_column(up_column) {}
-
-    void take(const float *sums, int64_t first, int64_t count) const override {
-        OutputBlock part = out;
-        part.data = offset(out.data, first * out.stride, out.dtype);
-        part.num_rows = count;
-        if (gate == nullptr) return task.table.store_sums(sums, bias, part);
-        const float *up_bias = bias == nullptr ? nullptr : bias + task.num_columns();
-        task.table.store_gated(gate + first * GROUP_WIDTH, sums + up_column, bias, up_bias, task.out.activation, part);
-    }
-};
-
-// Sums of `num_panels` panels into `sums`, or to `store`.
+// Sums of `num_panels` panels into `sums`.
 static void multiply(const Projection &task, const Block &block, int64_t first_panel, int64_t num_panels, float *sums,
-                     void *expanded, const Store *store) {
-    const bool stores_at_once = task.has_matrices() && store != nullptr;
-    const GemmBlock gemm{block.first_tile, block.num_tiles, first_panel, static_cast<int>(num_panels), sums, expanded,
-                         stores_at_once ? store : nullptr};
+                     void *expanded) {
+    const GemmBlock gemm{block.first_tile, block.num_tiles, first_panel, static_cast<int>(num_panels), sums, expanded, nullptr};
     task.table.gemm(task.weight, task.rows, gemm);
-    if (store != nullptr && !stores_at_once) store->take(sums, 0, store->out.num_rows);
 }
 
 static void compute(const Projection &task, const Block &block) {
@@ -93,18 +69,22 @@ static void compute(const Projection &task, const Block &block) {
     const int64_t row = task.rows.first_row(block.first_tile), end = task.rows.first_row(block.first_tile + block.num_tiles);
     const int64_t num_sums = (end - row) * GROUP_WIDTH;
     float *memory = scratch(GEMM_BLOCK, 2 * num_sums + expanded_bytes(task.weight) / sizeof(float));
+    float *up_sums = memory + num_sums, *expanded = up_sums + num_sums;
     const OutputBlock out{offset(task.out.data, row * columns, task.out.dtype), task.out.dtype, columns, first,
                           min64(block.num_panels * PANEL, columns - first), end - row};
     const float *bias = task.weight.bias == nullptr ? nullptr : task.weight.bias + first;
-    float *up_sums = memory + num_sums, *expanded = up_sums + num_sums;
-    if (!task.out.is_gated) {
-        const Store store(task, out, bias, nullptr, 0);
-        return multiply(task, block, block.first_panel, block.num_panels, memory, expanded, &store);
+    const float *up_bias = bias == nullptr ? nullptr : bias + columns;
+    if (task.is_fused()) {
+        const Outputs outputs{out, bias, up_bias, task.out.is_gated, task.out.activation, columns / PANEL};
+        return task.table.gemm(task.weight, task.rows, GemmBlock{block.first_tile, block.num_tiles, block.first_panel,
+                                                                 static_cast<int>(block.num_panels), memory, expanded,
+                                                                 &outputs});
     }
-    multiply(task, block, block.first_panel, block.num_panels, memory, expanded, nullptr);
+    multiply(task, block, block.first_panel, block.num_panels, memory, expanded);
+    if (!task.out.is_gated) return task.table.store_sums(memory, bias, out);
     const int64_t up = columns + first, up_panel = up / PANEL, up_end = ceil_div(up + out.width, PANEL);
-    const Store store(task, out, bias, memory, up % PANEL);
-    multiply(task, block, up_panel, up_end - up_panel, up_sums, expanded, &store);
+    multiply(task, block, up_panel, up_end - up_panel, up_sums, expanded);
+    task.table.store_gated(memory, up_sums + up % PANEL, bias, up_bias, task.out.activation, out);
 }
 
 // Even shares of whole items: item `index` of `parts` begins here.

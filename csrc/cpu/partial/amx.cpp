@@ -3,8 +3,9 @@
 // AVX512-VNNI's, and its table is the base of this one.
 //
 // Two tiles of rows meet two panels, so that each tile that is loaded is used twice and four sums are under way, which
-// cover the latency of a product (Intel's optimization manual, chapter on AMX). Where there is one tile of rows, tiles have
-// its height: the unit takes as long as there are rows.
+// cover the latency of a product (Intel's optimization manual, chapter on AMX). What they come to is made outputs between the
+// products of the next ones (amx_finish.hpp). Of a gated projection, the two panels are one of the gate and one of `up`. Where
+// there is one tile of rows, tiles have its height: the unit takes as long as there are rows.
 //
 // Rows are multiplied `depth` words at a time. Where a group does not consist of whole tiles, its last lines are copied
 // and padded with zeros.
@@ -18,17 +19,16 @@
 // Integers are exact sums modulo 2^32, as everywhere, so few rows may go through VNNI: as many as one of its tiles of
 // registers holds, which reads the weight once, and of int4 in groups of 32 as many as two tiles of matrices hold. Measured
 // on an Emerald Rapids (docs/benchmarks/kernels-cpu.md), as all figures here.
-#include "../isa/groups.hpp"
-#include "amx_tiles.hpp"
+#include "amx_small_groups.hpp"
 #include "extension.hpp"
 
 namespace quire::QUIRE_ISA {
 
-constexpr int MAX_DEPTH = 16;  // lines of a tile
-constexpr int X = 4;           // tiles 4 and 5 are rows of x, 6 and 7 weights, and 2 t + p the sums of rows t and panel p
-constexpr int WEIGHTS = 6;
-constexpr int64_t PAIR_AHEAD = 2048;      // bytes; from 1024 to 8192 all are alike
-constexpr int64_t KEPT_BYTES = 40 << 10;  // of 48 KiB
+constexpr int64_t KEPT_BYTES = 40 << 10;  // of the first-level cache's 48 KiB
+constexpr int64_t FEW_TILES = 8;          // of rows; outputs of no more are not asked for
+constexpr int64_t MAX_GROUPS = 2;         // that are multiplied before they are added up: with four, 15 to 20 % slower
+constexpr int64_t SMALL_GROUP = 64;       // inputs; larger groups gain nothing from sums in registers (amx_small_groups.hpp)
+constexpr int64_t SMALL_GROUPS_INPUTS = 512;  // whose weights stay in the first-level cache while all rows pass by
 
 // Words that a tile takes of a group of so many: 16, or fewer where the group then divides evenly.
 static int depth_of(int64_t group_words) {
@@ -46,326 +46,63 @@ static int matrix_depth(const LinearWeight &weight, bool is_bf16, int64_t num_ro
     return weight.has_int8_inputs && num_rows > few_rows(weight) ? depth_of(weight.padded_group() / 4) : 0;
 }
 
-// The shapes of the calling thread's tiles. They are kept from block to block: to set them for each pair of panels, and to give
-// the unit back, took 5 to 10 % of the time of 64 rows.
-class Shapes {
-   public:
-    // Two tiles of rows, or one where the second has no height, of blocks of `depth` words.
-    static void set(int depth, int first, int second) {
-        if (depth == depth_ && first == heights_[0] && second == heights_[1]) return;
-        depth_ = depth;
-        TileConfig config{};
-        config.palette = 1;
-        for (int i = 0; i < 2; ++i) {
-            const int height = heights_[i] = i == 0 ? first : second;
-            shape(config, 2 * i, height, LINE);
-            shape(config, 2 * i + 1, height, LINE);
-            shape(config, X + i, height, depth * int{sizeof(uint32_t)});
-            shape(config, WEIGHTS + i, depth, LINE);
-        }
-        configure_tiles(config);
-    }
-    // The unit is as if it had never been used.
-    static void release() {
-        if (depth_ == 0) return;
-        depth_ = 0;
-        release_tiles();
-    }
+// ---- weights ----
 
-   private:
-    static void shape(TileConfig &config, int tile, int rows, int64_t row_bytes) {
-        config.rows[tile] = static_cast<uint8_t>(rows);
-        config.row_bytes[tile] = static_cast<uint16_t>(rows > 0 ? row_bytes : 0);
-    }
-    static thread_local int depth_, heights_[2];  // depth_ 0: none are set
-};
-thread_local int Shapes::depth_ = 0, Shapes::heights_[2] = {};
-
-// What the first-level cache keeps of a block's sides: what is multiplied again soon, and no more than it holds. The other
-// side goes by without leaving a line there.
-struct Reuse {
-    bool keeps_x, keeps_weights;
-    const char *last_fetch;  // one pair of tiles asks for its own lines ahead, up to here
-};
-
-static Reuse reuse_of(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block, int64_t panel_bytes) {
-    const int64_t row_bytes = rows.row_words * int64_t{sizeof(uint32_t)};
-    if (block.num_tiles > 2) return {false, 2 * panel_bytes <= KEPT_BYTES, nullptr};
-    return {block.num_tiles * MATRIX_ROWS * row_bytes <= KEPT_BYTES, false, weight.panel(weight.num_panels())};
-}
-
-// Of the panels that come next, lines are asked for in the second-level cache with each step of the products, as evenly as
-// can be: a burst finds the requests to memory (48 of a core) taken, and what is asked for then is dropped. Some are dropped
-// in any case, so every line is asked for twice, the second time when the first one would have brought it (32 to 256 lines
-// later are alike). One by one, because four lines at a time without a look at the end are dropped more often. Of many rows
-// a step asks for so few lines that once is enough, and 2 % faster.
-struct Requests {
-    static constexpr int64_t LINES_BETWEEN = 64;
-    static constexpr int64_t REPEATED_TILES = 8;  // of rows; with more, lines are asked for once
-
-    const char *next = nullptr, *end = nullptr;
-    int64_t per_step = 0;  // lines
-    bool repeats = false;
-
-    Requests() = default;
-    // Parts [first, last) of `count` of what follows a block of so many tiles.
-    Requests(const Following &following, int64_t num_tiles, int64_t first, int64_t last, int64_t count)
-        : next(following.data + following.num_lines * first / count * LINE),
-          end(following.data + following.num_lines * last / count * LINE),
-          repeats(num_tiles <= REPEATED_TILES) {}
-
-    // Over so many steps. A division of 32 bits takes half as long as one of 64.
-    void spread(int64_t num_steps) {
-        const uint32_t lines = static_cast<uint32_t>((end - next) / LINE), steps = static_cast<uint32_t>(num_steps);
-        per_step = (lines + steps - 1) / steps;
-    }
-    QINLINE_MEMBER void ask() {
-        for (int64_t i = 0; i < per_step && next < end; ++i, next += LINE) {
-            __builtin_prefetch(next, 0, 2);
-            if (repeats) __builtin_prefetch(next - LINES_BETWEEN * LINE, 0, 2);
-        }
-    }
-};
-
-// Where a product of tiles finds its sides. It moves on along the rows.
-struct Sides {
-    const char *x[2];   // blocks of one or two tiles of rows
-    int64_t x_step[2];  // bytes from a block to the next
-    int depth;
-    int64_t stride;  // bytes from a panel to the next
-    Reuse reuse;
-};
-
-struct Pairs {
-    template <int SUMS, int ROWS, int PANEL_TILE>
-    QINLINE void add() {
-        add_pairs<SUMS, ROWS, PANEL_TILE>();
-    }
-};
-
-struct Quads {
-    template <int SUMS, int ROWS, int PANEL_TILE>
-    QINLINE void add() {
-        add_quads<SUMS, ROWS, PANEL_TILE>();
-    }
-};
-
-struct SignedQuads {
-    template <int SUMS, int ROWS, int PANEL_TILE>
-    QINLINE void add() {
-        add_signed_quads<SUMS, ROWS, PANEL_TILE>();
-    }
-};
-
-template <int TILE, bool KEEPS>
-QINLINE void load(const char *data, int64_t stride) {
-    if constexpr (KEEPS) {
-        load_tile<TILE>(data, stride);
-    } else {
-        stream_tile<TILE>(data, stride);
-    }
-}
-
-template <typename Words, int TALL, int WIDE, bool KEEPS_X, bool KEEPS_WEIGHTS>
-QINLINE void step(const char *x, const char *second_x, int64_t x_stride, const char *w, int64_t stride) {
-    load<X, KEEPS_X>(x, x_stride);
-    if constexpr (TALL == 2) load<X + 1, KEEPS_X>(second_x, x_stride);
-    load<WEIGHTS, KEEPS_WEIGHTS>(w, LINE);
-    if constexpr (WIDE == 2) load<WEIGHTS + 1, KEEPS_WEIGHTS>(w + stride, LINE);
-    Words::template add<0, X, WEIGHTS>();
-    if constexpr (TALL == 2) Words::template add<2, X + 1, WEIGHTS>();
-    if constexpr (WIDE == 2) Words::template add<1, X, WEIGHTS + 1>();
-    if constexpr (TALL == 2 && WIDE == 2) Words::template add<3, X + 1, WEIGHTS + 1>();
-}
-
-// The last lines of a group, fewer than a tile has. (The blocks of x are padded as well.)
-template <typename Words, int TALL, int WIDE>
-QINLINE void last_step(Sides &at, const char *w, int64_t num_lines) {
-    alignas(64) char lines[WIDE][MAX_DEPTH * LINE];
-    for (int p = 0; p < WIDE; ++p) {
-        memcpy(lines[p], w + p * at.stride, num_lines * LINE);
-        memset(lines[p] + num_lines * LINE, 0, (at.depth - num_lines) * LINE);
-    }
-    step<Words, TALL, WIDE, true, true>(at.x[0], at.x[1], at.depth * int64_t{sizeof(uint32_t)}, lines[0], sizeof lines[0]);
-    for (int i = 0; i < TALL; ++i) at.x[i] += at.x_step[i];
-}
-
-template <int WIDE>
-QINLINE void fetch_lines(const char *w, int64_t num_bytes, int64_t stride) {
-    for (int64_t at = 0; at < num_bytes; at += LINE) {
-        __builtin_prefetch(w + at);
-        if constexpr (WIDE == 2) __builtin_prefetch(w + stride + at);
-    }
-}
-
-// Whole tiles. Everything in registers: a store to the stack in each step would stand in the way of the loads of lines
-// at the same place of a page.
-template <typename Words, int TALL, int WIDE, bool KEEPS_X, bool KEEPS_WEIGHTS>
-QINLINE void multiply_steps(Sides &at, const char *w, int64_t num_steps, Requests &requests) {
-    const char *x = at.x[0], *second_x = at.x[TALL - 1];
-    const int64_t stride = at.stride, x_step = at.x_step[0], second_step = at.x_step[TALL - 1];
-    const int64_t x_stride = at.depth * int64_t{sizeof(uint32_t)}, w_step = at.depth * LINE;
-    const char *last_fetch = at.reuse.last_fetch;
-    Requests ahead = requests;
-    for (; num_steps > 0; --num_steps, w += w_step, x += x_step, second_x += second_step) {
-        if (w + (WIDE - 1) * stride + PAIR_AHEAD + w_step <= last_fetch) fetch_lines<WIDE>(w + PAIR_AHEAD, w_step, stride);
-        step<Words, TALL, WIDE, KEEPS_X, KEEPS_WEIGHTS>(x, second_x, x_stride, w, stride);
-        ahead.ask();
-    }
-    at.x[0] = x;
-    if constexpr (TALL == 2) at.x[1] = second_x;
-    requests = ahead;
-}
-
-template <int TALL, int WIDE>
-QINLINE void zero_tiles() {
-    zero_tile<0>();
-    if constexpr (WIDE == 2) zero_tile<1>();
-    if constexpr (TALL == 2) zero_tile<2>();
-    if constexpr (TALL == 2 && WIDE == 2) zero_tile<3>();
-}
-
-// To the sums in the tiles, `num_lines` words' products.
-template <typename Words, int TALL, int WIDE>
-QINLINE void multiply(Sides &at, const char *w, int64_t num_lines, Requests &ahead) {
-    const int64_t num_steps = num_lines / at.depth;
-    if (at.reuse.keeps_weights) {
-        multiply_steps<Words, TALL, WIDE, false, true>(at, w, num_steps, ahead);
-    } else if (at.reuse.keeps_x) {
-        multiply_steps<Words, TALL, WIDE, true, false>(at, w, num_steps, ahead);
-    } else {
-        multiply_steps<Words, TALL, WIDE, false, false>(at, w, num_steps, ahead);
-    }
-    const int64_t left = num_lines - num_steps * at.depth;
-    if (left > 0) last_step<Words, TALL, WIDE>(at, w + num_steps * at.depth * LINE, left);
-}
-
-// The tiles of sums, rows `stride` bytes apart.
-template <int TALL, int WIDE>
-QINLINE void load_tiles(const void *first, const void *second, int64_t stride) {
-    load_tile<0>(first, stride);
-    if constexpr (WIDE == 2) load_tile<1>(static_cast<const char *>(first) + LINE, stride);
-    if constexpr (TALL == 2) load_tile<2>(second, stride);
-    if constexpr (TALL == 2 && WIDE == 2) load_tile<3>(static_cast<const char *>(second) + LINE, stride);
-}
-
-template <int TALL, int WIDE>
-QINLINE void store_tiles(void *first, void *second, int64_t stride) {
-    store_tile<0>(first, stride);
-    if constexpr (WIDE == 2) store_tile<1>(static_cast<char *>(first) + LINE, stride);
-    if constexpr (TALL == 2) store_tile<2>(second, stride);
-    if constexpr (TALL == 2 && WIDE == 2) store_tile<3>(static_cast<char *>(second) + LINE, stride);
-}
-
-// One or two tiles of rows.
-struct RowPair {
-    Tile tiles[2];
+// Two panels that are multiplied together: neighbours, the last one alone, or the gate's and the one of `up` with the same
+// columns.
+struct PanelPair {
+    int64_t first, distance;  // in panels
     int count;
-
-    int64_t height() const { return tiles[0].height + tiles[1].height; }
-    Sides sides(int depth, int64_t stride, const Reuse &reuse) const {
-        Sides at{{}, {}, depth, stride, reuse};
-        for (int i = 0; i < count; ++i) {
-            at.x[i] = reinterpret_cast<const char *>(tiles[i].x);
-            at.x_step[i] = int64_t{tiles[i].height} * depth * int64_t{sizeof(uint32_t)};
-        }
-        return at;
-    }
 };
 
-// ---- bfloat16 ----
+static int64_t num_pairs(const GemmBlock &block) {
+    const bool is_gated = block.outputs != nullptr && block.outputs->is_gated;
+    return is_gated ? block.num_panels : ceil_div(block.num_panels, 2);
+}
 
-// Lines of each of two panels that the first-level cache keeps while all rows pass over them.
-constexpr int64_t CHUNK_LINES = 256;
-constexpr int64_t CHUNKED_TILES = 6;  // from so many on
+static PanelPair pair_of(const GemmBlock &block, int64_t index) {
+    if (block.outputs != nullptr && block.outputs->is_gated) return {block.first_panel + index, block.outputs->up_panels, 2};
+    return {block.first_panel + 2 * index, 1, static_cast<int>(min64(2, block.num_panels - 2 * index))};
+}
 
-// Lines [first, last) of panels.
+// What a pass of all rows goes through.
 struct Chunk {
-    int64_t first, last;
+    int64_t first_group, num_groups;
 };
 
-struct Floats {
-    Panels panels;
-    int depth;
-    Reuse reuse;
-
-    int num_panels() const { return panels.num_panels; }
-    int64_t num_steps() const { return ceil_div(panels.num_steps, depth); }
-
-    template <int TALL, int WIDE>
-    void run(const RowPair &rows, int first, Requests &ahead) const {
-        run_chunk<TALL, WIDE>(rows, first, Chunk{0, panels.num_steps}, ahead);
-    }
-    // What is not the first chunk is added to the sums so far.
-    template <int TALL, int WIDE>
-    void run_chunk(const RowPair &rows, int first, const Chunk &chunk, Requests &ahead) const {
-        Sides at = rows.sides(depth, panels.stride, reuse);
-        for (int i = 0; i < TALL; ++i) at.x[i] += chunk.first / depth * at.x_step[i];
-        float *sums = rows.tiles[0].sums + first * PANEL, *second = rows.tiles[TALL - 1].sums + first * PANEL;
-        constexpr int64_t STRIDE = GROUP_WIDTH * int64_t{sizeof(float)};
-        chunk.first == 0 ? zero_tiles<TALL, WIDE>() : load_tiles<TALL, WIDE>(sums, second, STRIDE);
-        const char *w = panels.data + first * panels.stride + chunk.first * LINE;
-        multiply<Pairs, TALL, WIDE>(at, w, chunk.last - chunk.first, ahead);
-        store_tiles<TALL, WIDE>(sums, second, STRIDE);
-    }
+// The lines of a chunk as they are multiplied.
+struct Lines {
+    const char *data;
+    int64_t stride, group_stride;  // bytes from a panel to the next one, from a group to the next one
 };
 
-// ---- integers ----
+static Lines lines_in_place(const LinearWeight &weight, const PanelPair &pair, const Chunk &chunk) {
+    const char *group = weight.panel(pair.first) + chunk.first_group * weight.group_bytes();
+    return {group + weight.header_bytes(), pair.distance * weight.panel_bytes(), weight.group_bytes()};
+}
 
-struct Integers {
-    Groups groups;
-    const InputRows &rows;
-    Reuse reuse;
+// Half bytes hold value + 8. Signed bytes save an addition for each sum of products.
+static void expand_signed(const char *from, int64_t num_lines, char *out) {
+    const __m512i mask = _mm512_set1_epi8(15), zero_point = _mm512_set1_epi8(8);
+    for (const char *end = from + num_lines * LINE; from != end; from += LINE, out += 2 * LINE) {
+        const __m512i low = _mm512_loadu_si512(from), high = _mm512_srli_epi32(low, 4);
+        _mm512_storeu_si512(out, _mm512_sub_epi8(_mm512_and_si512(low, mask), zero_point));
+        _mm512_storeu_si512(out + LINE, _mm512_sub_epi8(_mm512_and_si512(high, mask), zero_point));
+    }
+}
 
-    int num_panels() const { return groups.weights.num_panels; }
-    int64_t num_steps() const { return groups.count * ceil_div(groups.weights.num_steps, rows.depth); }
-
-    template <int TALL, int WIDE>
-    void run(const RowPair &pair, int first, Requests &ahead) const {
-        alignas(64) uint32_t sums[2][TALL][MATRIX_ROWS][WIDE * PANEL];
-        Sides at = pair.sides(rows.depth, groups.weights.stride, reuse);
-        const char *w = groups.weights.data + first * groups.weights.stride;
-        for (int64_t group = 0; group <= groups.count; ++group, w += groups.stride) {
-            if (group < groups.count) {
-                auto &now = sums[group % 2];
-                zero_tiles<TALL, WIDE>();
-                multiply<Quads, TALL, WIDE>(at, w, groups.weights.num_steps, ahead);
-                store_tiles<TALL, WIDE>(now[0], now[TALL - 1], sizeof now[0][0]);
-            }
-            if (group == 0) continue;
-            for (int i = 0; i < TALL; ++i) add_products<WIDE>(pair.tiles[i], sums[(group - 1) % 2][i], first, group - 1);
+// Of int4, as signed bytes in scratch, which the first-level cache keeps.
+static Lines expanded_lines(const LinearWeight &weight, const PanelPair &pair, const Chunk &chunk, void *scratch) {
+    char *data = static_cast<char *>(scratch), *to = data;
+    const int64_t num_lines = (weight.group_bytes() - weight.header_bytes()) / LINE;
+    for (int p = 0; p < pair.count; ++p) {
+        const char *group = weight.panel(pair.first + p * pair.distance) + chunk.first_group * weight.group_bytes();
+        for (int64_t g = 0; g < chunk.num_groups; ++g, group += weight.group_bytes(), to += 2 * num_lines * LINE) {
+            expand_signed(group + weight.header_bytes(), num_lines, to);
         }
     }
-    // A group's sums of products, which begin at `starts`, to the sums of the rows: as add_group (groups.hpp), with what rows
-    // share kept in registers (of groups of 128, a tenth of the time with int4, with int8 a fifth). With the last group's, rows
-    // are complete and are scaled.
-    template <int WIDE>
-    void add_products(const Tile &tile, const uint32_t (&sums)[MATRIX_ROWS][WIDE * PANEL], int first, int64_t group) const {
-        const char *headers = groups.headers + first * groups.header_stride + group * groups.header_group_stride;
-        Vec scales[WIDE], offsets[WIDE];
-        for (int p = 0; p < WIDE; ++p) {
-            const float *header = reinterpret_cast<const float *>(headers + p * groups.header_stride);
-            scales[p] = load(header);
-            offsets[p] = groups.has_offsets ? load(header + PANEL) : broadcast(0.0f);
-        }
-        const bool is_first = group == 0, is_last = group + 1 == groups.count, has_offsets = groups.has_offsets;
-        const float per_start = groups.per_start, *row_scales = rows.scales + tile.row;
-        const int64_t count = groups.count;
-        const int32_t *start = rows.starts + tile.row * count + group;
-        float *to = tile.sums + first * PANEL;
-        for (int r = 0; r < tile.height; ++r, start += count, to += GROUP_WIDTH) {
-            const Bits begin = broadcast_bits(static_cast<uint32_t>(*start));
-            const Vec inputs = broadcast(static_cast<float>(*start) * per_start), row_scale = broadcast(row_scales[r]);
-            QUNROLL
-            for (int p = 0; p < WIDE; ++p) {
-                const Vec product = mul(scales[p], to_float(add_bits(begin, load_bits(sums[r] + p * PANEL))));
-                Vec sum = add(is_first ? broadcast(0.0f) : load(to + p * PANEL), product);
-                if (has_offsets) sum = add(sum, mul(offsets[p], inputs));
-                store(to + p * PANEL, is_last ? mul(sum, row_scale) : sum);
-            }
-        }
-    }
-};
+    return {data, chunk.num_groups * 2 * num_lines * LINE, 2 * num_lines * LINE};
+}
 
 // ---- blocks ----
 
@@ -376,222 +113,193 @@ static RowPair next_pair(Tiles &tiles, int64_t left) {
     return pair;
 }
 
-template <int TALL, typename Kind>
-static void run_panels(const Kind &kind, const RowPair &rows, Requests &ahead) {
-    int first = 0;
-    for (; first + 2 <= kind.num_panels(); first += 2) kind.template run<TALL, 2>(rows, first, ahead);
-    if (first < kind.num_panels()) kind.template run<TALL, 1>(rows, first, ahead);
-}
-
-// The rows' sums are complete. The memory would be idle while the taker computes with them.
-static void hand_over(const SumsTaker &taker, const float *sums, int64_t first, int64_t count, Requests &ahead) {
-    for (int64_t row = 0; row < count; row += taker.rows_of_step) {
-        ahead.ask();
-        taker.take(sums + row * GROUP_WIDTH, first + row, min64(taker.rows_of_step, count - row));
-    }
-}
-
-template <typename Kind>
-static void multiply_rows(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block, const Kind &kind) {
-    const Following following = following_of(weight, block);
-    const int64_t num_steps = ceil_div(kind.num_panels(), 2) * kind.num_steps();
-    const int64_t more_steps = block.taker == nullptr ? 0 : 2 * MATRIX_ROWS / block.taker->rows_of_step;
-    Tiles tiles(rows, block);
-    for (int64_t t = 0; t < block.num_tiles; t += 2) {
-        const RowPair pair = next_pair(tiles, block.num_tiles - t);
-        const int64_t first = block.first_tile + t;
-        Requests ahead;
-        if (block.num_tiles > 2) {
-            ahead = Requests(following, rows.num_tiles, first, first + pair.count, rows.num_tiles);
-            ahead.spread(num_steps + more_steps);
-        }
-        Shapes::set(rows.depth, pair.tiles[0].height, pair.tiles[1].height);
-        pair.count == 2 ? run_panels<2>(kind, pair, ahead) : run_panels<1>(kind, pair, ahead);
-        if (block.taker != nullptr) {
-            hand_over(*block.taker, pair.tiles[0].sums, t * MATRIX_ROWS, pair.height(), ahead);
-            tiles.reuse_sums(block.sums);
-        }
-    }
-}
-
-// Many rows of bfloat16 whose weights the first-level cache does not keep whole: chunk by chunk of two panels, so that half of
-// what is loaded comes from there; loads from the second-level cache bound the rate otherwise. Sums are stored and loaded
-// again in between, which changes no bit.
-class Chunks {
+// Two panels after another, and of these some groups after others, which all rows pass by. Where the first-level cache keeps
+// them, half of what is loaded comes from there. (Parts of a group that it keeps, with sums stored and loaded again in
+// between: up to 4 % slower than all of it from the second-level cache.)
+template <typename Words>
+class Block {
    public:
-    Chunks(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block, const Floats &kind)
-        : rows_(rows), block_(block), kind_(kind), following_(following_of(weight, block)) {
-        const int64_t num_steps = kind.num_steps(), count = ceil_div(num_steps * rows.depth, CHUNK_LINES);
-        chunk_lines_ = ceil_div(num_steps, count) * rows.depth;
-        num_turns_ = count * ceil_div(kind.num_panels(), 2);
+    Block(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block)
+        : weight_(weight), rows_(rows), block_(block), outputs_(block.outputs != nullptr ? *block.outputs : kept(block)),
+          upcoming_(upcoming()), first_row_(rows.first_row(block.first_tile)),
+          num_rows_(rows.first_row(block.first_tile + block.num_tiles) - first_row_), num_groups_(weight.num_groups()),
+          num_lines_(weight.padded_group() / Words::INPUTS), group_bytes_(weight.group_bytes()),
+          panel_bytes_(weight.panel_bytes()), is_whole_(num_groups_ == 1 && !weight.has_offsets),
+          finish_(finish_of(Words::KIND, outputs_, is_whole_)),
+          per_start_(weight.is_integer() ? -1.0f / static_cast<float>(weight.zero_point()) : 0.0f) {
+        chunk_groups_ = min64(num_groups_, has_small_groups() ? max64(1, SMALL_GROUPS_INPUTS / weight.group_size) : MAX_GROUPS);
+        num_turns_ = num_pairs(block) * ceil_div(num_groups_, chunk_groups_);
     }
 
-    void run() const {
-        int64_t turn = 0;
-        for (int first = 0; first < kind_.num_panels(); first += 2) {
-            for (int64_t line = 0; line < kind_.panels.num_steps; line += chunk_lines_, ++turn) {
-                run_chunk(first, Chunk{line, min64(line + chunk_lines_, kind_.panels.num_steps)}, turn);
+    void run() {
+        for (; index_ < num_pairs(block_); ++index_) {
+            pair_ = pair_of(block_, index_);
+            for (int64_t group = 0; group < num_groups_; group += chunk_groups_) {
+                const Chunk chunk{group, min64(chunk_groups_, num_groups_ - group)};
+                has_small_groups() ? add_chunk(chunk) : run_chunk(chunk);
             }
         }
+        meanwhile_.waiting.finish_all();
     }
 
    private:
-    void run_chunk(int first, const Chunk &chunk, int64_t turn) const {
+    bool has_small_groups() const { return Words::IS_EXPANDED && num_groups_ > 1 && weight_.group_size <= SMALL_GROUP; }
+    static Outputs kept(const GemmBlock &block) {
+        const OutputBlock out{block.sums, DType::f32, GROUP_WIDTH, 0, int64_t{block.num_panels} * PANEL, 0};
+        return {out, nullptr, nullptr, false, Activation::silu, 0};
+    }
+    Upcoming upcoming() const {
+        const Following following = following_of(weight_, block_);
+        if (!outputs_.is_gated) return {following.data, following.num_lines, 0};
+        const int64_t left = outputs_.up_panels - block_.first_panel - block_.num_panels, panel = weight_.panel_bytes();
+        return {following.data, min64(following.num_lines, left * panel / LINE), outputs_.up_panels * panel};
+    }
+    Reuse reuse_of(const Chunk &chunk) const {
+        const int64_t row_bytes = rows_.row_words * int64_t{sizeof(uint32_t)};
+        const bool fits = 2 * chunk.num_groups * num_lines_ * LINE <= KEPT_BYTES;
+        if (block_.num_tiles > 2 || Words::IS_EXPANDED) return {false, fits, nullptr};
+        return {block_.num_tiles * MATRIX_ROWS * row_bytes <= KEPT_BYTES, false, weight_.panel(weight_.num_panels())};
+    }
+
+    void run_chunk(const Chunk &chunk) {
+        const Lines lines = Words::IS_EXPANDED ? expanded_lines(weight_, pair_, chunk, block_.panels)
+                                               : lines_in_place(weight_, pair_, chunk);
+        const int64_t num_steps = chunk.num_groups * ceil_div(num_lines_, rows_.depth);
         Tiles tiles(rows_, block_);
-        const bool is_wide = first + 2 <= kind_.num_panels();
         for (int64_t t = 0; t < block_.num_tiles; t += 2) {
-            const RowPair pair = next_pair(tiles, block_.num_tiles - t);
-            const int64_t place = turn * block_.num_tiles + t;
-            Requests ahead(following_, rows_.num_tiles, place, place + pair.count, num_turns_ * block_.num_tiles);
-            ahead.spread(ceil_div(chunk.last - chunk.first, rows_.depth));
-            Shapes::set(rows_.depth, pair.tiles[0].height, pair.tiles[1].height);
-            if (pair.count == 2) {
-                is_wide ? kind_.run_chunk<2, 2>(pair, first, chunk, ahead) : kind_.run_chunk<2, 1>(pair, first, chunk, ahead);
+            const RowPair rows = next_pair(tiles, block_.num_tiles - t);
+            ask_for_next(rows.count, num_steps);
+            Shapes::set(rows_.depth, rows.tiles[0].height, rows.tiles[1].height);
+            if (rows.count == 2) {
+                pair_.count == 2 ? multiply_chunk<2, 2>(rows, chunk, lines) : multiply_chunk<2, 1>(rows, chunk, lines);
             } else {
-                is_wide ? kind_.run_chunk<1, 2>(pair, first, chunk, ahead) : kind_.run_chunk<1, 1>(pair, first, chunk, ahead);
-            }
-            if (turn + 1 == num_turns_ && block_.taker != nullptr) {
-                block_.taker->take(pair.tiles[0].sums, t * MATRIX_ROWS, pair.height());
+                pair_.count == 2 ? multiply_chunk<1, 2>(rows, chunk, lines) : multiply_chunk<1, 1>(rows, chunk, lines);
             }
         }
     }
 
+    // Of small groups.
+    void add_chunk(const Chunk &chunk) {
+        const Lines lines = expanded_lines(weight_, pair_, chunk, block_.panels);
+        const int64_t row_step = round_up(num_lines_, rows_.depth) * int64_t{sizeof(uint32_t)};
+        Tiles tiles(rows_, block_);
+        for (int64_t t = 0; t < block_.num_tiles; ++t) {
+            const Tile tile = tiles.next();
+            const int64_t x_step = tile.height * row_step;
+            ask_for_next(1, pair_.count);
+            Shapes::set(rows_.depth, tile.height, 0);
+            Finish finish;
+            describe(finish, chunk, tile.row - first_row_, tile.height);
+            for (int p = 0; p < pair_.count; ++p) {
+                const TileAndPanel at{weight_,
+                                      tile.height,
+                                      rows_.depth,
+                                      reinterpret_cast<const char *>(tile.x) + chunk.first_group * x_step,
+                                      lines.data + p * lines.stride,
+                                      finish.headers + p * finish.header_stride,
+                                      num_lines_,
+                                      x_step,
+                                      finish.header_group_stride};
+                add_small_groups(at, chunk.num_groups, finish.is_first, finish.starts, finish.sums + p * PANEL);
+                meanwhile_.ahead.ask();
+            }
+            if (is_complete(chunk)) finish_(finish, 0, tile.height);
+        }
+    }
+
+    // One pair of tiles asks for its own lines.
+    void ask_for_next(int64_t num_tiles, int64_t num_steps) {
+        if (block_.num_tiles > 2) {
+            meanwhile_.ahead = Requests(upcoming_, rows_.num_tiles, place_, place_ + num_tiles, num_turns_ * block_.num_tiles);
+            meanwhile_.ahead.spread(num_steps);
+        }
+        meanwhile_.waiting.spread(num_steps);
+        place_ += num_tiles;
+    }
+
+    template <int TALL, int WIDE>
+    void multiply_chunk(const RowPair &rows, const Chunk &chunk, const Lines &lines) {
+        const int64_t first_block = chunk.first_group * ceil_div(num_lines_, rows_.depth);
+        Sides at = rows.sides(first_block, rows_.depth, lines.stride, reuse_of(chunk));
+        TileSums *products = products_[next_products_];
+        for (int64_t group = 0; group < chunk.num_groups; ++group) {
+            zero_tiles<TALL, WIDE>();
+            multiply<Words, TALL, WIDE>(at, lines.data + group * lines.group_stride, num_lines_, meanwhile_);
+            store_tiles<TALL, WIDE>(products[group][0], products[group][MATRIX_ROWS], sizeof products[group][0]);
+        }
+        put_rows(chunk, rows);
+    }
+
+    bool is_complete(const Chunk &chunk) const { return chunk.first_group + chunk.num_groups == num_groups_; }
+
+    // Groups of some rows have been multiplied.
+    void put_rows(const Chunk &chunk, const RowPair &rows) {
+        meanwhile_.waiting.finish_all();
+        Finish &finish = meanwhile_.waiting.put(is_whole_ ? finish_ : addition_of(Words::KIND), rows.height());
+        finish.finish = is_complete(chunk) ? finish_ : nullptr;
+        finish.products = products_[next_products_];
+        describe(finish, chunk, rows.tiles[0].row - first_row_, rows.height());
+        next_products_ ^= 1;
+    }
+
+    // What becomes of rows whose products are there.
+    void describe(Finish &finish, const Chunk &chunk, int64_t row, int64_t height) const {
+        const OutputBlock &out = outputs_.out;
+        const int64_t column = index_ * (outputs_.is_gated ? PANEL : PAIR), left = out.width - column;
+        const int64_t element = size_of(out.dtype);
+        finish.num_groups = chunk.num_groups;
+        finish.count = num_groups_;
+        finish.headers = static_cast<const char *>(weight_.data) + pair_.first * panel_bytes_;
+        finish.headers += chunk.first_group * group_bytes_;
+        finish.header_stride = pair_.count == 2 ? pair_.distance * panel_bytes_ : 0;
+        finish.header_group_stride = group_bytes_;
+        finish.has_offsets = weight_.has_offsets;
+        finish.is_first = chunk.first_group == 0;
+        finish.per_start = per_start_;
+        finish.starts = rows_.starts + (first_row_ + row) * num_groups_ + chunk.first_group;
+        finish.row_scales = rows_.scales + first_row_ + row;
+        finish.sums = block_.sums + index_ * PAIR + row * GROUP_WIDTH;
+        finish.out = static_cast<char *>(out.data) + (row * out.stride + out.first + column) * element;
+        finish.out_stride = out.stride * element;
+        finish.to_next = to_next_output(row, height);
+        finish.columns = left >= PAIR ? ~uint32_t{0} : (uint32_t{1} << left) - 1;
+        const bool has_bias = outputs_.bias != nullptr;
+        finish.bias[0] = has_bias ? outputs_.bias + column : nullptr;
+        finish.bias[1] = !has_bias ? nullptr : outputs_.is_gated ? outputs_.up_bias + column : finish.bias[0] + PANEL;
+    }
+
+    // To as many rows that follow, or the first ones in the columns that follow.
+    int64_t to_next_output(int64_t row, int64_t height) const {
+        const int64_t left = num_rows_ - row - height, element = size_of(outputs_.out.dtype);
+        const int64_t row_bytes = outputs_.out.stride * element;
+        if (block_.num_tiles <= FEW_TILES || (left > 0 && left < height)) return 0;
+        if (left > 0) return height * row_bytes;
+        return index_ + 1 == num_pairs(block_) ? 0 : (outputs_.is_gated ? PANEL : PAIR) * element - row * row_bytes;
+    }
+
+    const LinearWeight &weight_;
     const InputRows &rows_;
     const GemmBlock &block_;
-    const Floats kind_;
-    const Following following_;
-    int64_t chunk_lines_, num_turns_;
+    const Outputs outputs_;
+    const Upcoming upcoming_;
+    const int64_t first_row_, num_rows_, num_groups_, num_lines_;
+    const int64_t group_bytes_, panel_bytes_;  // found by divisions
+    const bool is_whole_;
+    const FinishRows finish_;
+    const float per_start_;
+    int64_t chunk_groups_, num_turns_, place_ = 0;
+    int64_t index_ = 0;  // of the pair of panels
+    PanelPair pair_;
+    Meanwhile meanwhile_;
+    int next_products_ = 0;
+    alignas(LINE) TileSums products_[2][MAX_GROUPS];
 };
-
-// ---- int4 in small groups ----
-
-// A tile of rows and a panel at a time, so that the registers hold the float32 sums of all its groups: adding a group's
-// integers to sums in memory takes longer than multiplying them. Half bytes become signed bytes, which saves an addition
-// for each of the integers. The weights of so many inputs stay in the first-level cache while all rows pass by.
-constexpr int64_t CHUNK_INPUTS = 512;
-constexpr int64_t SMALL_GROUP = 64;  // larger ones gain nothing
-
-// A group's products are read when two more are under way: a load straight after the store of a tile waits for it, which
-// takes half as long as all else together (groups of 32 inputs, 29 ns each and 20 ns).
-constexpr int LAG = 2, RING = 4;
-
-using Products = uint32_t[MATRIX_ROWS][PANEL];
-
-// Half bytes hold value + 8.
-static void expand_signed(const Groups &groups, const char *panel, char *out) {
-    const __m512i mask = _mm512_set1_epi8(15), zero_point = _mm512_set1_epi8(8);
-    for (int64_t group = 0; group < groups.count; ++group, panel += groups.stride) {
-        const char *from = panel, *end = from + groups.weights.num_steps * LINE;
-        for (; from != end; from += LINE, out += 2 * LINE) {
-            const __m512i low = _mm512_loadu_si512(from), high = _mm512_srli_epi32(low, 4);
-            _mm512_storeu_si512(out, _mm512_sub_epi8(_mm512_and_si512(low, mask), zero_point));
-            _mm512_storeu_si512(out + LINE, _mm512_sub_epi8(_mm512_and_si512(high, mask), zero_point));
-        }
-    }
-}
-
-// One tile of rows and one panel, whose weights are signed bytes.
-struct TileAndPanel {
-    const Groups &groups;
-    const InputRows &rows;
-    const Tile &tile;
-    const char *weights, *headers;
-
-    int64_t block_bytes() const { return int64_t{tile.height} * rows.depth * int64_t{sizeof(uint32_t)}; }
-    const char *block(int64_t group) const {
-        const int64_t index = group * ceil_div(groups.weights.num_steps, rows.depth);
-        return reinterpret_cast<const char *>(tile.x) + index * block_bytes();
-    }
-    const int32_t *starts() const { return rows.starts + tile.row * groups.count; }
-};
-
-static void multiply_group(const TileAndPanel &at, int64_t group, Products &products) {
-    const char *x = at.block(group), *w = at.weights + group * at.groups.stride;
-    const int depth = at.rows.depth;
-    const int64_t block_bytes = at.block_bytes();
-    int64_t left = at.groups.weights.num_steps;
-    zero_tile<0>();
-    for (; left >= depth; left -= depth, w += depth * LINE, x += block_bytes) {
-        step<SignedQuads, 1, 1, true, true>(x, x, depth * int64_t{sizeof(uint32_t)}, w, 0);
-    }
-    if (left > 0) {
-        Sides sides{{x, nullptr}, {block_bytes, 0}, depth, 0, {}};
-        last_step<SignedQuads, 1, 1>(sides, w, left);
-    }
-    store_tile<0>(products, LINE);
-}
-
-// As add_group (groups.hpp), with sums in registers.
-QINLINE void add_products(const TileAndPanel &at, int64_t group, const Products &products, Vec (&sums)[MATRIX_ROWS]) {
-    const float *header = reinterpret_cast<const float *>(at.headers + group * at.groups.header_group_stride);
-    const Vec scale = load(header);
-    QUNROLL
-    for (int r = 0; r < MATRIX_ROWS; ++r) sums[r] = add(sums[r], mul(scale, to_float(load_bits(products[r]))));
-    if (!at.groups.has_offsets) return;
-    const Vec offset = load(header + PANEL);
-    QUNROLL
-    for (int r = 0; r < MATRIX_ROWS; ++r) {
-        const int32_t start = at.starts()[(r < at.tile.height ? r : 0) * at.groups.count + group];
-        sums[r] = add(sums[r], mul(offset, broadcast(static_cast<float>(start) * at.groups.per_start)));
-    }
-}
-
-// The tile's sums += groups [first, last), and all is scaled where these are the last ones.
-static void add_groups(const TileAndPanel &at, int64_t first, int64_t last, float *to) {
-    alignas(64) Products products[RING];
-    if (at.tile.height < MATRIX_ROWS) memset(products, 0, sizeof products);
-    Vec sums[MATRIX_ROWS];
-    QUNROLL
-    for (int r = 0; r < MATRIX_ROWS; ++r) {
-        sums[r] = first == 0 || r >= at.tile.height ? broadcast(0.0f) : load(to + r * GROUP_WIDTH);
-    }
-    for (int64_t group = first; group < last + LAG; ++group) {
-        if (group < last) multiply_group(at, group, products[group % RING]);
-        if (group - LAG >= first) add_products(at, group - LAG, products[(group - LAG) % RING], sums);
-    }
-    const bool is_complete = last == at.groups.count;
-    QUNROLL
-    for (int r = 0; r < MATRIX_ROWS; ++r) {
-        if (r >= at.tile.height) continue;
-        store(to + r * GROUP_WIDTH, is_complete ? mul(sums[r], broadcast(at.rows.scales[at.tile.row + r])) : sums[r]);
-    }
-}
-
-static void multiply_groups(const InputRows &rows, const GemmBlock &block, const Groups &groups) {
-    const int64_t chunk = max64(1, CHUNK_INPUTS / (4 * groups.weights.num_steps));
-    for (int64_t first = 0; first < groups.count; first += chunk) {
-        const int64_t last = min64(groups.count, first + chunk);
-        Tiles tiles(rows, block);
-        for (int64_t t = 0; t < block.num_tiles; ++t) {
-            const Tile tile = tiles.next();
-            Shapes::set(rows.depth, tile.height, 0);
-            for (int p = 0; p < groups.weights.num_panels; ++p) {
-                const TileAndPanel at{groups, rows, tile, groups.weights.data + p * groups.weights.stride,
-                                      groups.headers + p * groups.header_stride};
-                add_groups(at, first, last, tile.sums + p * PANEL);
-            }
-            if (last == groups.count && block.taker != nullptr) block.taker->take(tile.sums, t * MATRIX_ROWS, tile.height);
-        }
-    }
-}
 
 void gemm(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block) {
     if (rows.depth == 0) return avx512vnni::table.gemm(weight, rows, block);
-    if (rows.is_bf16) {
-        const Panels panels{weight.panel(block.first_panel), weight.panel_bytes(), block.num_panels,
-                            weight.panel_bytes() / LINE};
-        Floats kind{panels, rows.depth, reuse_of(weight, rows, block, panels.stride)};
-        if (block.num_tiles < CHUNKED_TILES || kind.reuse.keeps_weights) return multiply_rows(weight, rows, block, kind);
-        kind.reuse.keeps_weights = true;
-        return Chunks(weight, rows, block, kind).run();
-    }
-    const Groups groups = groups_of(weight, block);
-    const bool is_int4 = weight.format == WeightFormat::int4;
-    if (is_int4 && weight.group_size <= SMALL_GROUP) {
-        return multiply_groups(rows, block, expanded(groups, block, expand_signed));
-    }
-    const Groups bytes = is_int4 ? expanded(groups, block, expand_int4) : groups;
-    multiply_rows(weight, rows, block, Integers{bytes, rows, reuse_of(weight, rows, block, bytes.weights.stride)});
+    if (rows.is_bf16) return Block<Pairs>(weight, rows, block).run();
+    if (weight.format == WeightFormat::int4) return Block<SignedQuads>(weight, rows, block).run();
+    Block<Quads>(weight, rows, block).run();
 }
 
 const KernelTable &extended_table() {

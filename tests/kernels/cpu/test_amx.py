@@ -142,6 +142,22 @@ def test_a_processor_gives_the_bits_of_the_twin(amx: Kernels, name: str, num_row
         assert torch.equal(got, acted), index
 
 
+@pytest.mark.parametrize("name", [NAME, "amx"])
+@pytest.mark.parametrize("scale", [1e-41, 1.0])
+def test_outputs_that_the_instruction_does_not_round(amx: Kernels, name: str, scale: float) -> None:
+    """It takes subnormal numbers as zero and leaves what a not-a-number says."""
+    if name not in cpu.supported_isas() + cpu.emulated_isas():
+        pytest.skip(f"this processor has no {name}")
+    x, values = _draw(40, 64, exponents=1), torch.arange(70 * 64, dtype=torch.int32).remainder(255).sub(127).to(torch.int8)
+    x[7, 3], x[20, 5] = torch.inf, torch.nan
+    weight = QuantizedWeight(values.view(70, 64), torch.full((70, 1), scale), None, 8, 64, "int8")
+    results = []
+    for isa in ("avx512vnni", name):
+        cpu.set_isa(isa)
+        results.append(amx.linear(x, amx.pack_quantized(weight)).view(torch.int16))
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("exponents", [1, 75])
 @pytest.mark.parametrize("kv_format", ["bfloat16", "int8"])
 @pytest.mark.parametrize(
