@@ -293,5 +293,4 @@ struct RowPair {
     }
 };
 
-
 }  // namespace quire::QUIRE_ISA
