@@ -2,8 +2,8 @@
 // the same blocks, whose keys are then read once for all of them.
 //
 // Keys are visited in tiles of TILE absolute positions, whatever the block size. A row's scores are chains over the head's
-// elements, its outputs chains over the tile's positions that it sees, both ascending; its online softmax rescales once per
-// tile that the row can see, and its state is merged into a running state at the end of each split (as in Dao et al.,
+// elements, its outputs chains over the tile's positions that it sees, both ascending; its online softmax rescales at most once
+// per tile that the row can see, and its state is merged into a running state at the end of each split (as in Dao et al.,
 // "Flash-Decoding", 2023). None of that depends on the other rows, on how the prompt was divided into steps, or on threads.
 #include "attention_tile.hpp"
 

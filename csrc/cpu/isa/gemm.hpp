@@ -97,8 +97,6 @@ public:
         sums_ += (end - row) * GROUP_WIDTH;
         return tile;
     }
-    // The next tile's sums lie where the first one's lay.
-    void reuse_sums(float *sums) { sums_ = sums; }
 
 private:
     const InputRows &rows_;

@@ -146,7 +146,7 @@ void gemm_integers(const LinearWeight &weight, const InputRows &rows, const Gemm
     } else if (block.num_tiles == 1) {
         multiply_rows<HalfBytes>(weight, rows, block, groups);
     } else {
-        multiply_rows<Bytes>(weight, rows, block, expanded(groups, block, expand_int4));
+        multiply_rows<Bytes>(weight, rows, block, expanded(groups, block));
     }
 }
 

@@ -48,7 +48,7 @@ QINLINE void add_group(float *sums, const Bits (&acc)[ROWS][PANELS * PANEL_VECS]
 }
 
 // The half bytes of all groups of a panel as bytes.
-static void expand_int4(const Groups &groups, const char *panel, char *out) {
+static void expand_panel(const Groups &groups, const char *panel, char *out) {
     const Bits mask = broadcast_bits(0x0f0f0f0fu);
     for (int64_t group = 0; group < groups.count; ++group, panel += groups.stride) {
         const char *from = panel, *end = from + groups.weights.num_steps * LINE;
@@ -64,9 +64,8 @@ static void expand_int4(const Groups &groups, const char *panel, char *out) {
     }
 }
 
-// The groups with their weights as bytes in the block's scratch, as `expand_panel` makes them.
-template <typename ExpandPanel>
-static Groups expanded(const Groups &groups, const GemmBlock &block, ExpandPanel expand_panel) {
+// int4: the groups with their weights as bytes in the block's scratch.
+static Groups expanded(const Groups &groups, const GemmBlock &block) {
     Groups bytes = groups;
     char *to = static_cast<char *>(block.panels);
     bytes.weights.num_steps = 2 * groups.weights.num_steps;
