@@ -105,6 +105,13 @@ struct Scales {
     float keys[TILE], values[TILE];
 };
 
+static void scale_scores(float *scores, int64_t num_rows, const float (&scales)[TILE]) {
+    for (float *row = scores; row < scores + num_rows * TILE; row += TILE) {
+        QUNROLL
+        for (int v = 0; v < TILE_VECS; ++v) store(row + v * LANES, mul(load(row + v * LANES), load(scales + v * LANES)));
+    }
+}
+
 // ---- a run of tiles ----
 
 // Two tiles of rows, a block, pass over all of a run's tiles before the next block does, so that their outputs stay in the
@@ -199,7 +206,7 @@ class RowBlocks {
             gather_keys(turn, turn.tile.rows, keys_of(tile));
             return turn.tile.rows + TILE;
         } else {
-            load_scales<F>(turn, scales_[tile].keys, scales_[tile].values);
+            load_scales(turn, scales_[tile].keys, scales_[tile].values);
             whole_.template fill<F>(turn.tile.rows, head_size_);
             gather_keys(turn, whole_.rows, keys_of(tile));
             whole_.template fill<F>(turn.tile.rows + TILE, head_size_);

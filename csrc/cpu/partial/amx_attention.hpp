@@ -58,19 +58,19 @@ struct RawScores {
     QINLINE_MEMBER void forget(float *row) const { memset(weights + (row - scores), 0, TILE * sizeof(bf16)); }
 };
 
-// Of the keys of a tile and of its values.
-template <KVFormat F>
-QINLINE void load_scales(const Turn &turn, float (&keys)[TILE], float (&values)[TILE]) {
-    for (int i = 0; i < TILE; ++i) {
-        keys[i] = scale_of<F>(turn.tile.rows[i], turn.problem.cache.head_size);
-        values[i] = scale_of<F>(turn.tile.rows[TILE + i], turn.problem.cache.head_size);
+// The scales of LANES rows, which lie behind their elements.
+QINLINE void gather_scales(const char *const *rows, int64_t head_size, float *scales) {
+    for (int i = 0; i < LANES; i += 8) {
+        const __m512i at = _mm512_add_epi64(_mm512_loadu_si512(rows + i), _mm512_set1_epi64(head_size));
+        _mm256_storeu_ps(scales + i, _mm512_i64gather_ps(at, nullptr, 1));
     }
 }
 
-static void scale_scores(float *scores, int64_t num_rows, const float (&scales)[TILE]) {
-    for (float *row = scores; row < scores + num_rows * TILE; row += TILE) {
-        QUNROLL
-        for (int v = 0; v < TILE_VECS; ++v) store(row + v * LANES, mul(load(row + v * LANES), load(scales + v * LANES)));
+// Of the keys of a tile and of its values.
+static void load_scales(const Turn &turn, float (&keys)[TILE], float (&values)[TILE]) {
+    for (int i = 0; i < TILE; i += LANES) {
+        gather_scales(turn.tile.rows + i, turn.problem.cache.head_size, keys + i);
+        gather_scales(turn.tile.rows + TILE + i, turn.problem.cache.head_size, values + i);
     }
 }
 

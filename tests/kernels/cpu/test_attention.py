@@ -171,6 +171,23 @@ def test_scores_that_grow_are_rescaled_alike(
     assert torch.equal(attend(native_isa, parts, query, kv_format=kv_format, **options), got)
 
 
+@pytest.mark.parametrize("kv_format", ["bfloat16", "int8", "fp8"])
+def test_queries_of_any_size_are_divided_alike(native_isa: Kernels, paged: type[Paged], kv_format: str) -> None:
+    """In one piece and row by row, from scores that are as good as zero to such as leave one weight alone."""
+    whole = paged.random(((48, 150),), 1, 72, torch.bfloat16)
+    query = draw_query(whole, 2) * torch.exp2(torch.linspace(-100, 14, 48)).to(torch.bfloat16)[:, None, None]
+    want = attend(native_isa, whole, query, kv_format=kv_format)
+    lens = tuple((1, end) for end in range(103, 151))
+    rows = replace(
+        whole,
+        lens=lens,
+        keys=tuple(whole.keys[0][:end] for _, end in lens),
+        values=tuple(whole.values[0][:end] for _, end in lens),
+    )
+    assert want.isfinite().all()
+    assert torch.equal(attend(native_isa, rows, query, kv_format=kv_format), want)
+
+
 def test_company_changes_no_bit(native_isa: Kernels, paged: type[Paged]) -> None:
     case = paged.random(RAGGED, 2, 64)
     query = draw_query(case, 6)
