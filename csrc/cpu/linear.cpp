@@ -18,9 +18,6 @@ constexpr int64_t PASS_BLOCKS = 4;   // whose rows are converted at a time, so t
 constexpr int64_t PASS_BYTES = 1 << 20;
 // Panels of a block of several tiles: as wide as the widest tile of many rows.
 constexpr int64_t TILE_PANELS = 2;
-// Of matrices up to so many tiles: weights arrive at the rate of the memory, and those that come next must find room in the
-// second-level cache (with four panels, 64 rows of 8192 inputs take a quarter longer). More rows are faster with four.
-constexpr int64_t NARROW_TILES = 8;
 constexpr int64_t FEW_ITEMS = 16;  // so few for a thread are made a multiple of the threads: one more would be noticed
 
 struct Destination {
@@ -45,7 +42,7 @@ struct Projection {
     // A block of gated columns whose `up` rows do not begin with a panel needs one panel more of them.
     int64_t max_panels() const {
         const int64_t most = is_fused() && out.is_gated ? GROUP_PANELS / 2 : GROUP_PANELS;
-        if (has_matrices() ? rows.num_tiles > 2 && rows.num_tiles <= NARROW_TILES : rows.num_tiles > 1) return TILE_PANELS;
+        if (!has_matrices() && rows.num_tiles > 1) return TILE_PANELS;
         return out.is_gated && num_columns() % PANEL != 0 ? GROUP_PANELS - 1 : most;
     }
     int64_t block_tiles() const { return has_matrices() ? rows.num_tiles : BLOCK_ROWS / rows.tile_rows; }

@@ -16,16 +16,19 @@
 // meet in a tile, so that a row's bits depend on nothing but the row, the weight and the instruction set. One row costs
 // what loading the weight's tiles costs; the unit is idle most of that time, whatever multiplies.
 //
-// Integers are exact sums modulo 2^32, as everywhere, so few rows may go through VNNI: as many as one of its tiles of
-// registers holds, which reads the weight once, and of int4 in groups of 32 as many as two tiles of matrices hold. Measured
-// on an Emerald Rapids (docs/benchmarks/kernels-cpu.md), as all figures here.
+// Integers are exact sums modulo 2^32, as everywhere, so few rows may go through VNNI: three of int8, whose products take VNNI
+// longer than the memory from four on; of int4 as many as one of its tiles of registers holds, which reads the weight once, and
+// in groups of 32 as many as two tiles of matrices hold. Measured on an Emerald Rapids (docs/benchmarks/kernels-cpu.md), as all
+// figures here.
 #include "amx_small_groups.hpp"
 #include "extension.hpp"
 
 namespace quire::QUIRE_ISA {
 
 constexpr int64_t KEPT_BYTES = 40 << 10;  // of the first-level cache's 48 KiB
+constexpr int64_t FEW_INT8_ROWS = 3;
 constexpr int64_t FEW_TILES = 8;          // of rows; outputs of no more are not asked for
+constexpr int64_t TWICE_USED_TILES = 4;   // whose second pair finds some of the weights in the first-level cache in any case
 constexpr int64_t MAX_GROUPS = 2;         // that are multiplied before they are added up: with four, 15 to 20 % slower
 constexpr int64_t SMALL_GROUP = 64;       // inputs; larger groups gain nothing from sums in registers (amx_small_groups.hpp)
 constexpr int64_t SMALL_GROUPS_INPUTS = 512;  // whose weights stay in the first-level cache while all rows pass by
@@ -36,9 +39,10 @@ static int depth_of(int64_t group_words) {
     return static_cast<int>(group_words % steps == 0 ? group_words / steps : MAX_DEPTH);
 }
 
-// So many rows are better left to VNNI.
+// So many rows are better left to VNNI, which need not write int4 as signed bytes first.
 static int64_t few_rows(const LinearWeight &weight) {
-    return weight.format == WeightFormat::int4 && weight.group_size <= 32 ? 2 * MATRIX_ROWS : TILE_ROWS;
+    if (weight.format == WeightFormat::int8) return FEW_INT8_ROWS;
+    return weight.group_size <= 32 ? 2 * MATRIX_ROWS : TILE_ROWS;
 }
 
 static int matrix_depth(const LinearWeight &weight, bool is_bf16, int64_t num_rows) {
@@ -113,6 +117,18 @@ static RowPair next_pair(Tiles &tiles, int64_t left) {
     return pair;
 }
 
+// What a thread takes from one block to the next: rows that wait, for one. Where a block is two panels and two pairs of tiles,
+// half of them would otherwise have no products to hide behind.
+struct Carried {
+    Meanwhile meanwhile;
+    int next_products = 0;
+    alignas(LINE) TileSums products[2][MAX_GROUPS];
+};
+static Carried &carried() {
+    static thread_local Carried carried;
+    return carried;
+}
+
 // Two panels after another, and of these some groups after others, which all rows pass by. Where the first-level cache keeps
 // them, half of what is loaded comes from there. (Parts of a group that it keeps, with sums stored and loaded again in
 // between: up to 4 % slower than all of it from the second-level cache.)
@@ -121,25 +137,27 @@ class Block {
    public:
     Block(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block)
         : weight_(weight), rows_(rows), block_(block), outputs_(block.outputs != nullptr ? *block.outputs : kept(block)),
-          upcoming_(upcoming()), first_row_(rows.first_row(block.first_tile)),
+          carried_(carried()), meanwhile_(carried_.meanwhile), first_row_(rows.first_row(block.first_tile)),
           num_rows_(rows.first_row(block.first_tile + block.num_tiles) - first_row_), num_groups_(weight.num_groups()),
           num_lines_(weight.padded_group() / Words::INPUTS), group_bytes_(weight.group_bytes()),
           panel_bytes_(weight.panel_bytes()), is_whole_(num_groups_ == 1 && !weight.has_offsets),
           finish_(finish_of(Words::KIND, outputs_, is_whole_)),
           per_start_(weight.is_integer() ? -1.0f / static_cast<float>(weight.zero_point()) : 0.0f) {
         chunk_groups_ = min64(num_groups_, has_small_groups() ? max64(1, SMALL_GROUPS_INPUTS / weight.group_size) : MAX_GROUPS);
-        num_turns_ = num_pairs(block) * ceil_div(num_groups_, chunk_groups_);
+        turns_of_pair_ = ceil_div(num_groups_, chunk_groups_) * block.num_tiles;
     }
 
     void run() {
         for (; index_ < num_pairs(block_); ++index_) {
             pair_ = pair_of(block_, index_);
+            upcoming_ = upcoming();
+            place_ = 0;
             for (int64_t group = 0; group < num_groups_; group += chunk_groups_) {
                 const Chunk chunk{group, min64(chunk_groups_, num_groups_ - group)};
                 has_small_groups() ? add_chunk(chunk) : run_chunk(chunk);
             }
         }
-        meanwhile_.waiting.finish_all();
+        if (block_.outputs == nullptr) meanwhile_.waiting.finish_all();
     }
 
    private:
@@ -148,17 +166,20 @@ class Block {
         const OutputBlock out{block.sums, DType::f32, GROUP_WIDTH, 0, int64_t{block.num_panels} * PANEL, 0};
         return {out, nullptr, nullptr, false, Activation::silu, 0};
     }
+    // The panels behind a pair, as many as it has or as there are: of this block, or of the next one, mostly this thread's too.
     Upcoming upcoming() const {
-        const Following following = following_of(weight_, block_);
-        if (!outputs_.is_gated) return {following.data, following.num_lines, 0};
-        const int64_t left = outputs_.up_panels - block_.first_panel - block_.num_panels, panel = weight_.panel_bytes();
-        return {following.data, min64(following.num_lines, left * panel / LINE), outputs_.up_panels * panel};
+        const int64_t num_panels = outputs_.is_gated ? 1 : 2, from = pair_.first + num_panels;
+        const int64_t left = (outputs_.is_gated ? outputs_.up_panels : weight_.num_panels()) - from;
+        const int64_t num_lines = max64(0, min64(num_panels, left)) * panel_bytes_ / LINE;
+        const char *next = static_cast<const char *>(weight_.data) + from * panel_bytes_;
+        return {next, num_lines, outputs_.is_gated ? outputs_.up_panels * panel_bytes_ : 0};
     }
-    Reuse reuse_of(const Chunk &chunk) const {
-        const int64_t row_bytes = rows_.row_words * int64_t{sizeof(uint32_t)};
+    // Of the tiles before `end`. Weights are kept for the next pair of tiles, if there is one.
+    Reuse reuse_of(const Chunk &chunk, int64_t end) const {
+        const int64_t num_rows = block_.num_tiles * MATRIX_ROWS, row_bytes = rows_.row_words * int64_t{sizeof(uint32_t)};
+        if (block_.num_tiles <= 2 && !Words::IS_EXPANDED) return {num_rows * row_bytes <= KEPT_BYTES, false};
         const bool fits = 2 * chunk.num_groups * num_lines_ * LINE <= KEPT_BYTES;
-        if (block_.num_tiles > 2 || Words::IS_EXPANDED) return {false, fits, nullptr};
-        return {block_.num_tiles * MATRIX_ROWS * row_bytes <= KEPT_BYTES, false, weight_.panel(weight_.num_panels())};
+        return {false, (fits || block_.num_tiles <= TWICE_USED_TILES) && end < block_.num_tiles};
     }
 
     void run_chunk(const Chunk &chunk) {
@@ -170,12 +191,15 @@ class Block {
             const RowPair rows = next_pair(tiles, block_.num_tiles - t);
             ask_for_next(rows.count, num_steps);
             Shapes::set(rows_.depth, rows.tiles[0].height, rows.tiles[1].height);
-            if (rows.count == 2) {
-                pair_.count == 2 ? multiply_chunk<2, 2>(rows, chunk, lines) : multiply_chunk<2, 1>(rows, chunk, lines);
-            } else {
-                pair_.count == 2 ? multiply_chunk<1, 2>(rows, chunk, lines) : multiply_chunk<1, 1>(rows, chunk, lines);
-            }
+            const Reuse reuse = reuse_of(chunk, t + rows.count);
+            rows.count == 2 ? multiply_chunk<2>(rows, chunk, lines, reuse) : multiply_chunk<1>(rows, chunk, lines, reuse);
         }
+    }
+
+    template <int TALL>
+    void multiply_chunk(const RowPair &rows, const Chunk &chunk, const Lines &lines, const Reuse &reuse) {
+        if (pair_.count == 2) return multiply_chunk<TALL, 2>(rows, chunk, lines, reuse);
+        multiply_chunk<TALL, 1>(rows, chunk, lines, reuse);
     }
 
     // Of small groups.
@@ -207,21 +231,18 @@ class Block {
         }
     }
 
-    // One pair of tiles asks for its own lines.
     void ask_for_next(int64_t num_tiles, int64_t num_steps) {
-        if (block_.num_tiles > 2) {
-            meanwhile_.ahead = Requests(upcoming_, rows_.num_tiles, place_, place_ + num_tiles, num_turns_ * block_.num_tiles);
-            meanwhile_.ahead.spread(num_steps);
-        }
+        meanwhile_.ahead = Requests(upcoming_, rows_.num_tiles, place_, place_ + num_tiles, turns_of_pair_);
+        meanwhile_.ahead.spread(num_steps);
         meanwhile_.waiting.spread(num_steps);
         place_ += num_tiles;
     }
 
     template <int TALL, int WIDE>
-    void multiply_chunk(const RowPair &rows, const Chunk &chunk, const Lines &lines) {
+    void multiply_chunk(const RowPair &rows, const Chunk &chunk, const Lines &lines, const Reuse &reuse) {
         const int64_t first_block = chunk.first_group * ceil_div(num_lines_, rows_.depth);
-        Sides at = rows.sides(first_block, rows_.depth, lines.stride, reuse_of(chunk));
-        TileSums *products = products_[next_products_];
+        Sides at = rows.sides(first_block, rows_.depth, lines.stride, reuse);
+        TileSums *products = carried_.products[carried_.next_products];
         for (int64_t group = 0; group < chunk.num_groups; ++group) {
             zero_tiles<TALL, WIDE>();
             multiply<Words, TALL, WIDE>(at, lines.data + group * lines.group_stride, num_lines_, meanwhile_);
@@ -237,9 +258,9 @@ class Block {
         meanwhile_.waiting.finish_all();
         Finish &finish = meanwhile_.waiting.put(is_whole_ ? finish_ : addition_of(Words::KIND), rows.height());
         finish.finish = is_complete(chunk) ? finish_ : nullptr;
-        finish.products = products_[next_products_];
+        finish.products = carried_.products[carried_.next_products];
         describe(finish, chunk, rows.tiles[0].row - first_row_, rows.height());
-        next_products_ ^= 1;
+        carried_.next_products ^= 1;
     }
 
     // What becomes of rows whose products are there.
@@ -281,18 +302,17 @@ class Block {
     const InputRows &rows_;
     const GemmBlock &block_;
     const Outputs outputs_;
-    const Upcoming upcoming_;
+    Carried &carried_;
+    Meanwhile &meanwhile_;
     const int64_t first_row_, num_rows_, num_groups_, num_lines_;
     const int64_t group_bytes_, panel_bytes_;  // found by divisions
     const bool is_whole_;
     const FinishRows finish_;
     const float per_start_;
-    int64_t chunk_groups_, num_turns_, place_ = 0;
+    int64_t chunk_groups_, turns_of_pair_, place_ = 0;  // place_: of a pair's turns
     int64_t index_ = 0;  // of the pair of panels
     PanelPair pair_;
-    Meanwhile meanwhile_;
-    int next_products_ = 0;
-    alignas(LINE) TileSums products_[2][MAX_GROUPS];
+    Upcoming upcoming_;
 };
 
 void gemm(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block) {
@@ -302,12 +322,17 @@ void gemm(const LinearWeight &weight, const InputRows &rows, const GemmBlock &bl
     Block<Quads>(weight, rows, block).run();
 }
 
+static void end_gemms() {
+    carried().meanwhile.waiting.finish_all();
+    Shapes::release();
+}
+
 const KernelTable &extended_table() {
     static const KernelTable made = extend([](KernelTable &table) {
         table.has_bf16_dots = true;
         table.matrix_depth = matrix_depth;
         table.gemm = gemm;
-        table.end_gemms = Shapes::release;
+        table.end_gemms = end_gemms;
         table.max_task_rows = max_rows_by_tiles;
         table.attention_scratch = attention_scratch;
         table.attend = attend_by_tiles;

@@ -10,7 +10,6 @@ namespace quire::QUIRE_ISA {
 constexpr int MAX_DEPTH = 16;  // lines of a tile
 constexpr int X = 4;           // tiles 4 and 5 are rows of x, 6 and 7 weights, and 2 t + p the sums of rows t and panel p
 constexpr int WEIGHTS = 6;
-constexpr int64_t PAIR_AHEAD = 2048;  // bytes; from 1024 to 8192 all are alike
 
 // The shapes of the calling thread's tiles. They are kept from block to block: to set them for each pair of panels, and to give
 // the unit back, took 5 to 10 % of the time of 64 rows.
@@ -50,10 +49,9 @@ class Shapes {
 // side goes by without leaving a line there.
 struct Reuse {
     bool keeps_x, keeps_weights;
-    const char *last_fetch;  // one pair of tiles asks for its own lines ahead, up to here
 };
 
-// The lines of the panels behind a block's.
+// The lines of the panels behind a pair of panels's.
 struct Upcoming {
     const char *data;
     int64_t num_lines;
@@ -75,7 +73,7 @@ struct Requests {
     bool repeats = false;
 
     Requests() = default;
-    // Parts [first, last) of `count` of what follows a block of so many tiles.
+    // Parts [first, last) of `count` of what follows, of rows of so many tiles.
     Requests(const Upcoming &following, int64_t num_tiles, int64_t first, int64_t last, int64_t count)
         : next(following.data + following.num_lines * first / count * LINE),
           end(following.data + following.num_lines * last / count * LINE),
@@ -215,14 +213,6 @@ QINLINE void last_step(Sides &at, const char *w, int64_t num_lines) {
     for (int i = 0; i < TALL; ++i) at.x[i] += at.x_step[i];
 }
 
-template <int WIDE>
-QINLINE void fetch_lines(const char *w, int64_t num_bytes, int64_t stride) {
-    for (int64_t at = 0; at < num_bytes; at += LINE) {
-        __builtin_prefetch(w + at);
-        if constexpr (WIDE == 2) __builtin_prefetch(w + stride + at);
-    }
-}
-
 // Whole tiles. Everything but what waits in registers: a store to the stack in each step would stand in the way of the loads
 // of lines at the same place of a page. (What is asked for next, in memory: 64 rows of bfloat16 are 5 % slower.)
 template <typename Words, int TALL, int WIDE, bool KEEPS_X, bool KEEPS_WEIGHTS>
@@ -230,12 +220,8 @@ QINLINE void multiply_steps(Sides &at, const char *w, int64_t num_steps, Meanwhi
     const char *x = at.x[0], *second_x = at.x[TALL - 1];
     const int64_t stride = at.stride, x_step = at.x_step[0], second_step = at.x_step[TALL - 1];
     const int64_t x_stride = at.depth * int64_t{sizeof(uint32_t)}, w_step = at.depth * LINE;
-    const char *last_fetch = at.reuse.last_fetch;
     Requests ahead = meanwhile.ahead;
     for (; num_steps > 0; --num_steps, w += w_step, x += x_step, second_x += second_step) {
-        if constexpr (!KEEPS_WEIGHTS) {
-            if (w + (WIDE - 1) * stride + PAIR_AHEAD + w_step <= last_fetch) fetch_lines<WIDE>(w + PAIR_AHEAD, w_step, stride);
-        }
         step<Words, TALL, WIDE, KEEPS_X, KEEPS_WEIGHTS>(x, second_x, x_stride, w, stride);
         ahead.ask();
         meanwhile.waiting.finish_some();
