@@ -75,7 +75,7 @@ QINLINE Bits quantize(Vec x, const Divisor &scale) {
 
 // One group, padded with zeros; returns the sum of its integers.
 template <typename T>
-static int32_t quantize_group(const T *x, int64_t n, int64_t padded, const Divisor &scale, Input *out) {
+static int32_t quantize_group(const T *x, int64_t n, int64_t padded, const Divisor &scale, int64_t, Input *out) {
     Bits total = broadcast_bits(0);
     int64_t k = 0;
     for (; k + LANES <= padded; k += LANES) {
@@ -124,12 +124,15 @@ QINLINE __m512i quantize_pairs(__m512i x, const Divisor &scale) {
     return _mm512_mask_blend_epi16(0xaaaaaaaau, evens, shift_left<16>(odds));
 }
 
-// 64 inputs at a time.
-static int32_t quantize_group(const bf16 *x, int64_t n, int64_t padded, const Divisor &scale, Input *out) {
-    if (!scale.multiplies()) return quantize_group<bf16>(x, n, padded, scale, out);
+// 64 inputs at a time. Those `to_next` behind them are asked for: rows of many inputs otherwise wait for the third-level cache,
+// as their largest element must be known first.
+static int32_t quantize_group(const bf16 *x, int64_t n, int64_t padded, const Divisor &scale, int64_t to_next, Input *out) {
+    if (!scale.multiplies()) return quantize_group<bf16>(x, n, padded, scale, to_next, out);
     const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
     __m512i total = _mm512_setzero_si512();
     for (int64_t k = 0; k < padded; k += 64) {
+        __builtin_prefetch(x + k + to_next);
+        __builtin_prefetch(x + k + to_next + 32);
         const __m512i first = quantize_pairs(load_bf16(x + k, n - k), scale);
         const __m512i second = quantize_pairs(load_bf16(x + k + 32, n - k - 32), scale);
         const __m512i bytes = _mm512_permutexvar_epi64(order, _mm512_packs_epi16(first, second));
@@ -141,15 +144,16 @@ static int32_t quantize_group(const bf16 *x, int64_t n, int64_t padded, const Di
 
 #endif
 
-// Scale max |x| / 127, or 0 where that is below the smallest normal number, and then the integers are 0 as well.
+// Scale max |x| / 127, or 0 where that is below the smallest normal number, and then the integers are 0 as well. `to_next`:
+// elements to the row that comes next; 0: none.
 template <typename T>
-static float quantize_row(const T *x, const LinearWeight &weight, Input *out, int32_t *starts) {
+static float quantize_row(const T *x, const LinearWeight &weight, int64_t to_next, Input *out, int32_t *starts) {
     const float scale = largest(x, weight.num_inputs) / 127.0f;
     const bool is_zero = !(scale >= FLT_MIN);
     const Divisor divisor(is_zero ? INFINITY : scale, sizeof(T) == sizeof(bf16));  // a finite number over infinity is 0
     for (int64_t group = 0; group < weight.num_groups(); ++group) {
         starts[group] = -static_cast<int32_t>(weight.zero_point()) *
-                        quantize_group(x + group * weight.group_size, weight.group_size, weight.padded_group(), divisor,
+                        quantize_group(x + group * weight.group_size, weight.group_size, weight.padded_group(), divisor, to_next,
                                        out + group * weight.padded_group());
     }
     return scale < FLT_MIN ? 0.0f : scale;
@@ -161,7 +165,8 @@ static void convert_one(const LinearWeight &weight, const T *x, int64_t r, const
     const T *row = x + r * weight.num_inputs;
     if (weight.has_int8_inputs) {
         int32_t *starts = const_cast<int32_t *>(out.starts) + r * weight.num_groups();
-        const_cast<float *>(out.scales)[r] = quantize_row(row, weight, reinterpret_cast<Input *>(words), starts);
+        const int64_t to_next = r + 1 < out.num_rows ? weight.num_inputs : 0;
+        const_cast<float *>(out.scales)[r] = quantize_row(row, weight, to_next, reinterpret_cast<Input *>(words), starts);
     } else if (out.is_bf16) {
         bf16 *to = reinterpret_cast<bf16 *>(words);
         memcpy(to, row, weight.num_inputs * sizeof(bf16));
