@@ -27,7 +27,8 @@ constexpr int CHUNK = 512;  // inputs that are made float32 at a time, where wei
 // 0 of its h rows, then word 1, and so on.
 //
 // For tiles of matrices (`depth` above 0) every tile but the last has `tile_rows` rows, each group is padded to whole
-// blocks of `depth` words, and a tile holds the first block of its rows, row after row, then the second, and so on.
+// blocks of `depth` words, and a tile holds the first block of its rows, row after row, then the second, and so on. Behind the
+// last row there is memory for the rows that the last tile lacks.
 struct InputRows {
     const void *data;
     int64_t row_words;

@@ -111,9 +111,9 @@ static InputRows form_of(const KernelTable &table, const LinearWeight &weight, D
     const bool is_bf16 = table.has_bf16_dots && weight.format == WeightFormat::bf16 && dtype == DType::bf16;
     const int64_t element = weight.has_int8_inputs ? table.integer_bytes : size_of(is_bf16 ? DType::bf16 : DType::f32);
     const int depth = table.matrix_depth == nullptr ? 0 : table.matrix_depth(weight, is_bf16, num_rows);
-    const int tile_rows = depth > 0 ? MATRIX_ROWS : table.tile_rows;
     const int64_t group_words = weight.padded_group() * element / int64_t{sizeof(float)};
-    const int64_t num_tiles = ceil_div(num_rows, tile_rows);
+    const int64_t num_tiles = ceil_div(num_rows, depth > 0 ? MATRIX_ROWS : table.tile_rows);
+    const int tile_rows = depth > 0 ? static_cast<int>(ceil_div(num_rows, num_tiles)) : table.tile_rows;
     return {nullptr, weight.num_groups() * (depth > 0 ? round_up(group_words, depth) : group_words), tile_rows, depth,
             is_bf16, nullptr, nullptr, num_rows, num_tiles, num_rows / num_tiles, num_rows % num_tiles};
 }
@@ -127,7 +127,7 @@ static InputRows convert(const KernelTable &table, const LinearWeight &weight, c
     if (num_rows == 1 && is_own_dtype && rows.row_words * int64_t{sizeof(float)} == weight.num_inputs * size_of(dtype)) {
         return rows;
     }
-    rows.data = scratch(INPUT_ROWS, num_rows * rows.row_words);
+    rows.data = scratch(INPUT_ROWS, rows.num_tiles * rows.tile_rows * rows.row_words);
     if (weight.has_int8_inputs) {
         float *scales = scratch(INPUT_SCALES, num_rows * (1 + weight.num_groups()));
         rows.scales = scales;
@@ -146,9 +146,9 @@ static InputRows convert(const KernelTable &table, const LinearWeight &weight, c
 // Rows that are converted at a time. Products of tiles are so fast that the third-level cache cannot keep up with them, so
 // each pass goes through the whole weight with rows that stay nearer.
 static int64_t rows_of_pass(const InputRows &rows) {
-    const int64_t block = BLOCK_ROWS / rows.tile_rows * rows.tile_rows;
-    if (rows.depth == 0) return PASS_BLOCKS * block;
-    return block * max64(1, min64(PASS_BLOCKS, PASS_BYTES / (block * rows.row_words * int64_t{sizeof(uint32_t)})));
+    if (rows.depth == 0) return PASS_BLOCKS * (BLOCK_ROWS / rows.tile_rows * rows.tile_rows);
+    const int64_t block_bytes = BLOCK_ROWS * rows.row_words * int64_t{sizeof(uint32_t)};
+    return BLOCK_ROWS * max64(1, min64(PASS_BLOCKS, PASS_BYTES / block_bytes));
 }
 
 static void project(const LinearWeight &weight, const void *x, DType x_dtype, int64_t num_rows,

@@ -153,8 +153,8 @@ static float quantize_row(const T *x, const LinearWeight &weight, int64_t to_nex
     const Divisor divisor(is_zero ? INFINITY : scale, sizeof(T) == sizeof(bf16));  // a finite number over infinity is 0
     for (int64_t group = 0; group < weight.num_groups(); ++group) {
         starts[group] = -static_cast<int32_t>(weight.zero_point()) *
-                        quantize_group(x + group * weight.group_size, weight.group_size, weight.padded_group(), divisor, to_next,
-                                       out + group * weight.padded_group());
+                        quantize_group(x + group * weight.group_size, weight.group_size, weight.padded_group(), divisor,
+                                       to_next, out + group * weight.padded_group());
     }
     return scale < FLT_MIN ? 0.0f : scale;
 }

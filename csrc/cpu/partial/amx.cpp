@@ -4,8 +4,8 @@
 //
 // Two tiles of rows meet two panels, so that each tile that is loaded is used twice and four sums are under way, which
 // cover the latency of a product (Intel's optimization manual, chapter on AMX). What they come to is made outputs between the
-// products of the next ones (amx_finish.hpp). Of a gated projection, the two panels are one of the gate and one of `up`. Where
-// there is one tile of rows, tiles have its height: the unit takes as long as there are rows.
+// products of the next ones (amx_finish.hpp). Of a gated projection, the two panels are one of the gate and one of `up`. Rows are
+// divided evenly into tiles, which have that height: the unit takes as long as there are rows.
 //
 // Rows are multiplied `depth` words at a time. Where a group does not consist of whole tiles, its last lines are copied
 // and padded with zeros.
@@ -190,7 +190,7 @@ class Block {
         for (int64_t t = 0; t < block_.num_tiles; t += 2) {
             const RowPair rows = next_pair(tiles, block_.num_tiles - t);
             ask_for_next(rows.count, num_steps);
-            Shapes::set(rows_.depth, rows.tiles[0].height, rows.tiles[1].height);
+            Shapes::set(rows_.depth, rows_.tile_rows);
             const Reuse reuse = reuse_of(chunk, t + rows.count);
             rows.count == 2 ? multiply_chunk<2>(rows, chunk, lines, reuse) : multiply_chunk<1>(rows, chunk, lines, reuse);
         }
@@ -211,7 +211,7 @@ class Block {
             const Tile tile = tiles.next();
             const int64_t x_step = tile.height * row_step;
             ask_for_next(1, pair_.count);
-            Shapes::set(rows_.depth, tile.height, 0);
+            Shapes::set(rows_.depth, rows_.tile_rows);
             Finish finish;
             describe(finish, chunk, tile.row - first_row_, tile.height);
             for (int p = 0; p < pair_.count; ++p) {
@@ -246,7 +246,7 @@ class Block {
         for (int64_t group = 0; group < chunk.num_groups; ++group) {
             zero_tiles<TALL, WIDE>();
             multiply<Words, TALL, WIDE>(at, lines.data + group * lines.group_stride, num_lines_, meanwhile_);
-            store_tiles<TALL, WIDE>(products[group][0], products[group][MATRIX_ROWS], sizeof products[group][0]);
+            store_tiles<TALL, WIDE>(products[group][0], products[group][rows.tiles[0].height], sizeof products[group][0]);
         }
         put_rows(chunk, rows);
     }

@@ -12,19 +12,19 @@ constexpr int X = 4;           // tiles 4 and 5 are rows of x, 6 and 7 weights, 
 constexpr int WEIGHTS = 6;
 
 // The shapes of the calling thread's tiles. They are kept from block to block: to set them for each pair of panels, and to give
-// the unit back, took 5 to 10 % of the time of 64 rows.
+// the unit back, took 5 to 10 % of the time of 64 rows. To set them for a last tile of fewer rows took 16 % of 42 rows of int4
+// in groups of 128, so all tiles of a call have the same height, and the last one may have rows that mean nothing.
 class Shapes {
    public:
-    // Two tiles of rows, or one where the second has no height, of blocks of `depth` words.
-    static void set(int depth, int first, int second) {
-        if (depth == depth_ && first == heights_[0] && second == heights_[1]) return;
+    // `height` rows of x, of blocks of `depth` words.
+    static void set(int depth, int height) {
+        if (depth == depth_ && height == height_) return;
         depth_ = depth;
+        height_ = height;
         TileConfig config{};
         config.palette = 1;
+        for (int sum = 0; sum < X; ++sum) shape(config, sum, height, LINE);
         for (int i = 0; i < 2; ++i) {
-            const int height = heights_[i] = i == 0 ? first : second;
-            shape(config, 2 * i, height, LINE);
-            shape(config, 2 * i + 1, height, LINE);
             shape(config, X + i, height, depth * int{sizeof(uint32_t)});
             shape(config, WEIGHTS + i, depth, LINE);
         }
@@ -40,9 +40,9 @@ class Shapes {
    private:
     static void shape(TileConfig &config, int tile, int rows, int64_t row_bytes) {
         config.rows[tile] = static_cast<uint8_t>(rows);
-        config.row_bytes[tile] = static_cast<uint16_t>(rows > 0 ? row_bytes : 0);
+        config.row_bytes[tile] = static_cast<uint16_t>(row_bytes);
     }
-    static inline thread_local int depth_ = 0, heights_[2] = {};  // depth_ 0: none are set
+    static inline thread_local int depth_ = 0, height_ = 0;  // 0: none are set
 };
 
 // What the first-level cache keeps of a block's sides: what is multiplied again soon, and no more than it holds. The other
