@@ -144,11 +144,13 @@ static InputRows convert(const KernelTable &table, const LinearWeight &weight, c
 }
 
 // Rows that are converted at a time. Products of tiles are so fast that the third-level cache cannot keep up with them, so
-// each pass goes through the whole weight with rows that stay nearer.
+// each pass goes through the whole weight with rows that stay nearer, and as many as in any other pass: a last one of few rows
+// would wait for the weight.
 static int64_t rows_of_pass(const InputRows &rows) {
     if (rows.depth == 0) return PASS_BLOCKS * (BLOCK_ROWS / rows.tile_rows * rows.tile_rows);
     const int64_t block_bytes = BLOCK_ROWS * rows.row_words * int64_t{sizeof(uint32_t)};
-    return BLOCK_ROWS * max64(1, min64(PASS_BLOCKS, PASS_BYTES / block_bytes));
+    const int64_t most = BLOCK_ROWS * max64(1, min64(PASS_BLOCKS, PASS_BYTES / block_bytes));
+    return round_up(ceil_div(rows.num_rows, ceil_div(rows.num_rows, most)), 2 * MATRIX_ROWS);
 }
 
 static void project(const LinearWeight &weight, const void *x, DType x_dtype, int64_t num_rows,
