@@ -118,6 +118,20 @@ def test_sums_of_bytes_may_leave_32_bits_on_the_way(amx: Kernels, reference: Ker
     assert torch.equal(got[6:], want[:1].expand(num_rows - 6, -1))
 
 
+@pytest.mark.parametrize("group_size", [96, 32])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_integers_are_the_same_in_tiles_of_any_height(amx: Kernels, reference: Kernels, bits: int, group_size: int) -> None:
+    """Through VNNI up to some rows, then in tiles of even height, the last one with rows that mean nothing."""
+    generator = torch.Generator().manual_seed(bits)
+    values = torch.randint(-8, 8, (70, 96), generator=generator, dtype=torch.int8)
+    scales = torch.rand(70, 96 // group_size, generator=generator)
+    weight = QuantizedWeight(values, scales, None, bits, group_size, "int8")  # type: ignore[arg-type]
+    x = torch.randn(70, 96, generator=generator)
+    want, packed = reference.linear(x, reference.pack_quantized(weight)), amx.pack_quantized(weight)
+    for num_rows in (1, 3, 4, 5, 14, 15, 17, 32, 33, 35, 50, 70):
+        assert torch.equal(amx.linear(x[:num_rows], packed), want[:num_rows]), num_rows
+
+
 def _bits(kernels: Kernels, num_rows: int, num_inputs: int) -> list[Tensor]:
     """What products of several kinds come to."""
     x, weight = _draw(num_rows, num_inputs, exponents=75), _draw(70, num_inputs, exponents=40)
