@@ -51,7 +51,7 @@ struct Reuse {
     bool keeps_x, keeps_weights;
 };
 
-// The lines of the panels behind a pair of panels's.
+// The lines of the panels behind a pair.
 struct Upcoming {
     const char *data;
     int64_t num_lines;
