@@ -61,6 +61,7 @@ struct Outputs {
     bool is_gated;
     Activation activation;
     int64_t up_panels;  // gated: the panels of `up` lie so many behind those of the gate
+    bool is_streamed;   // past the caches, as there are more than these hold
 };
 
 // The block of float32 sums that one call computes. All scratch is the calling thread's.

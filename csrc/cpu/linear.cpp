@@ -18,6 +18,9 @@ constexpr int64_t PASS_BLOCKS = 4;   // whose rows are converted at a time, so t
 constexpr int64_t PASS_BYTES = 1 << 20;
 // Panels of a block of several tiles: as wide as the widest tile of many rows.
 constexpr int64_t TILE_PANELS = 2;
+// Outputs of that size are gone from the second-level caches before anybody reads them, and a store of theirs that first reads
+// its line would wait for the memory (docs/benchmarks/kernels-cpu.md).
+constexpr int64_t STREAMED_BYTES = 4 << 20;
 constexpr int64_t FEW_ITEMS = 16;  // so few for a thread are made a multiple of the threads: one more would be noticed
 
 struct Destination {
@@ -25,6 +28,7 @@ struct Destination {
     DType dtype;
     bool is_gated;
     Activation activation;
+    bool is_streamed = false;
 };
 
 // One projection of rows that are ready to be multiplied.
@@ -72,7 +76,8 @@ static void compute(const Projection &task, const Block &block) {
     const float *bias = task.weight.bias == nullptr ? nullptr : task.weight.bias + first;
     const float *up_bias = bias == nullptr ? nullptr : bias + columns;
     if (task.is_fused()) {
-        const Outputs outputs{out, bias, up_bias, task.out.is_gated, task.out.activation, columns / PANEL};
+        const Outputs outputs{out, bias, up_bias, task.out.is_gated, task.out.activation, columns / PANEL,
+                              task.out.is_streamed};
         return task.table.gemm(task.weight, task.rows, GemmBlock{block.first_tile, block.num_tiles, block.first_panel,
                                                                  static_cast<int>(block.num_panels), memory, expanded,
                                                                  &outputs});
@@ -165,6 +170,7 @@ static void project(const LinearWeight &weight, const void *x, DType x_dtype, in
         const InputRows rows = convert(table, weight, offset(x, row * weight.num_inputs, x_dtype), x_dtype, count);
         Destination pass = out;
         pass.data = offset(out.data, row * columns, out.dtype);
+        pass.is_streamed = num_rows * columns * size_of(out.dtype) >= STREAMED_BYTES;
         multiply_all(Projection{table, weight, rows, pass});
     }
 }

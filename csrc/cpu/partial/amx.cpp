@@ -164,7 +164,7 @@ class Block {
     bool has_small_groups() const { return Words::IS_EXPANDED && num_groups_ > 1 && weight_.group_size <= SMALL_GROUP; }
     static Outputs kept(const GemmBlock &block) {
         const OutputBlock out{block.sums, DType::f32, GROUP_WIDTH, 0, int64_t{block.num_panels} * PANEL, 0};
-        return {out, nullptr, nullptr, false, Activation::silu, 0};
+        return {out, nullptr, nullptr, false, Activation::silu, 0, false};
     }
     // The panels behind a pair, as many as it has or as there are: of this block, or of the next one, mostly this thread's too.
     Upcoming upcoming() const {
@@ -324,6 +324,7 @@ void gemm(const LinearWeight &weight, const InputRows &rows, const GemmBlock &bl
 
 static void end_gemms() {
     carried().meanwhile.waiting.finish_all();
+    _mm_sfence();  // what went past the caches is there for other threads
     Shapes::release();
 }
 

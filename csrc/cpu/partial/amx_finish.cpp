@@ -88,6 +88,21 @@ struct Plain {
     }
 };
 
+// Whole lines of bfloat16, past the caches: half as much goes to and from the memory, and no store waits for its line.
+struct Streamed {
+    QINLINE void put(const Finish &finish, int64_t row, const Vec (&sums)[2]) {
+        const uint32_t columns = finish.columns;
+        _mm512_stream_si512(reinterpret_cast<__m512i *>(finish.out + row * finish.out_stride),
+                            round_pair(biased(finish, sums[0], 0, columns), biased(finish, sums[1], 1, columns)));
+    }
+};
+
+static bool can_stream(const Outputs &outputs) {
+    const OutputBlock &out = outputs.out;
+    const auto first = reinterpret_cast<uintptr_t>(out.data) + out.first * sizeof(bf16);
+    return outputs.is_streamed && out.dtype == DType::bf16 && out.width % PAIR == 0 && out.stride % PAIR == 0 && first % 64 == 0;
+}
+
 template <typename T, Activation A>
 struct Gated {
     QINLINE void put(const Finish &finish, int64_t row, const Vec (&sums)[2]) {
@@ -121,6 +136,7 @@ static FinishRows gated_of(Activation activation) {
 template <typename Sums>
 static FinishRows finish_of(const Outputs &outputs) {
     const bool is_bf16 = outputs.out.dtype == DType::bf16;
+    if (!outputs.is_gated && can_stream(outputs)) return finish_rows<Sums, Streamed>;
     if (!outputs.is_gated) return is_bf16 ? finish_rows<Sums, Plain<bf16>> : finish_rows<Sums, Plain<float>>;
     return is_bf16 ? gated_of<Sums, bf16>(outputs.activation) : gated_of<Sums, float>(outputs.activation);
 }

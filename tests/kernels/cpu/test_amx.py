@@ -132,6 +132,21 @@ def test_integers_are_the_same_in_tiles_of_any_height(amx: Kernels, reference: K
         assert torch.equal(amx.linear(x[:num_rows], packed), want[:num_rows]), num_rows
 
 
+@pytest.mark.parametrize(
+    "num_outputs", [2048, 2080, 2072]
+)  # whole lines of pairs of panels, the last of fewer lines, parts of lines
+@pytest.mark.parametrize("is_integer", [False, True])
+def test_outputs_past_the_caches_are_the_same(amx: Kernels, is_integer: bool, num_outputs: int) -> None:
+    x = _draw(1056, 32, exponents=4).to(torch.bfloat16)
+    weight, bias = _draw(num_outputs, 32, exponents=4).to(torch.bfloat16), _draw(num_outputs, exponents=2).float()
+    values = torch.randint(-127, 128, (num_outputs, 32), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
+    quantized = QuantizedWeight(values, torch.rand(num_outputs, 1) + 0.5, None, 8, 32, "int8")
+    packed = amx.pack_quantized(quantized, bias) if is_integer else amx.pack_linear(weight, bias)
+    few = torch.cat([amx.linear(part, packed) for part in x.split(176)])  # so many stay in the caches
+    assert few.nbytes >= 4 << 20
+    assert torch.equal(amx.linear(x, packed).view(torch.int16), few.view(torch.int16))
+
+
 def _bits(kernels: Kernels, num_rows: int, num_inputs: int) -> list[Tensor]:
     """What products of several kinds come to."""
     x, weight = _draw(num_rows, num_inputs, exponents=75), _draw(70, num_inputs, exponents=40)
