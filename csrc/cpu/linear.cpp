@@ -28,7 +28,7 @@ struct Destination {
     DType dtype;
     bool is_gated;
     Activation activation;
-    bool is_streamed = false;
+    bool is_streamed = false;  // `project` decides
 };
 
 // One projection of rows that are ready to be multiplied.
@@ -165,12 +165,12 @@ static void project(const LinearWeight &weight, const void *x, DType x_dtype, in
     const KernelTable &table = kernels();
     const int64_t columns = out.is_gated ? weight.num_outputs / 2 : weight.num_outputs;
     const int64_t pass_rows = rows_of_pass(form_of(table, weight, x_dtype, num_rows));
+    Destination pass = out;
+    pass.is_streamed = num_rows * columns * size_of(out.dtype) >= STREAMED_BYTES;
     for (int64_t row = 0; row < num_rows; row += pass_rows) {
         const int64_t count = min64(pass_rows, num_rows - row);
         const InputRows rows = convert(table, weight, offset(x, row * weight.num_inputs, x_dtype), x_dtype, count);
-        Destination pass = out;
         pass.data = offset(out.data, row * columns, out.dtype);
-        pass.is_streamed = num_rows * columns * size_of(out.dtype) >= STREAMED_BYTES;
         multiply_all(Projection{table, weight, rows, pass});
     }
 }

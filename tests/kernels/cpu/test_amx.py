@@ -132,11 +132,10 @@ def test_integers_are_the_same_in_tiles_of_any_height(amx: Kernels, reference: K
         assert torch.equal(amx.linear(x[:num_rows], packed), want[:num_rows]), num_rows
 
 
-@pytest.mark.parametrize(
-    "num_outputs", [2048, 2080, 2072]
-)  # whole lines of pairs of panels, the last of fewer lines, parts of lines
+@pytest.mark.parametrize("num_outputs", [2048, 2080, 2072])
 @pytest.mark.parametrize("is_integer", [False, True])
 def test_outputs_past_the_caches_are_the_same(amx: Kernels, is_integer: bool, num_outputs: int) -> None:
+    """An even and an odd number of whole lines to a row, and rows that end within one, which are stored as ever."""
     x = _draw(1056, 32, exponents=4).to(torch.bfloat16)
     weight, bias = _draw(num_outputs, 32, exponents=4).to(torch.bfloat16), _draw(num_outputs, exponents=2).float()
     values = torch.randint(-127, 128, (num_outputs, 32), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
