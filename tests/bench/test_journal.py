@@ -11,7 +11,7 @@ import pytest
 from benchmarks.journal import SCHEMA, Cell, Journal, JournalError, read_lines, record_of
 
 HEADER: dict[str, Any] = {
-    "schema": SCHEMA, "model": "m", "config": {"a": 1}, "num_threads": 2, "first_requests": None,
+    "schema": SCHEMA, "model": "m", "config": {"a": 1}, "num_threads": 2, "first_requests": None, "instruction_set": "avx2",
     "machine": {"cpu": "c"}, "versions": {"quire": "0"}, "workloads": {"W1": {}, "W3": {}},
 }  # fmt: skip
 
