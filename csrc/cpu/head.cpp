@@ -18,15 +18,6 @@ namespace quire {
 constexpr int64_t SLICE_ELEMENTS = 1 << 19;  // 2 MiB of sums: with the slice's weights they stay in the last-level cache
 constexpr int64_t MIN_SLICE_PANELS = 64;     // enough for all threads to share
 
-// Panels [first, first + count) as a weight of their own.
-static LinearWeight slice(const LinearWeight &weight, int64_t first, int64_t count) {
-    LinearWeight part = weight;
-    part.data = weight.panel(first);
-    part.bias = weight.bias == nullptr ? nullptr : weight.bias + first * PANEL;
-    part.num_outputs = min64(count * PANEL, weight.num_outputs - first * PANEL);
-    return part;
-}
-
 // One token to be drawn from a row. Scores depend on the row's largest logit, which is known at the end: until then they are
 // taken to the largest so far, and whoever comes within rounding of the best is remembered.
 class RunningDraw {
@@ -98,7 +89,7 @@ static std::vector<Peak> see_all(const LinearWeight &weight, const void *x, DTyp
     std::vector<Peak> peaks(num_rows, NO_PEAK);
     const int64_t panels = max64(MIN_SLICE_PANELS, SLICE_ELEMENTS / PANEL / max64(num_rows, 1));
     for (int64_t first = 0; first < weight.num_panels(); first += panels) {
-        const LinearWeight part = slice(weight, first, min64(panels, weight.num_panels() - first));
+        const LinearWeight part = weight.part(first * PANEL, min64(panels * PANEL, weight.num_outputs - first * PANEL));
         float *sums = scratch(LOGITS, num_rows * part.num_outputs);
         linear(part, x, dtype, num_rows, sums, DType::f32);
         see(part, first * PANEL, sums, num_rows, peaks.data(), draws);

@@ -2,6 +2,7 @@
 #include "step.hpp"
 
 #include <cstdlib>
+#include <cstring>
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -57,6 +58,51 @@ Activations lay_out(Arena &arena, const Widths &widths, int64_t num_tokens, DTyp
     return Activations{at, at + hidden, at + 2 * hidden, at + 2 * hidden + wide};
 }
 
+// ---- what is asked for ----
+
+// The tokens whose hidden states are asked for, as a step of their own: the same positions of the same sequences. Sequences of
+// which nothing is asked for are not in it.
+class WantedTokens {
+   public:
+    explicit WantedTokens(const StepInputs &step);
+
+    // Whether leaving the others out saves more than a product of keys and values more costs: at least as many are others.
+    bool are_few() const { return num_tokens_ >= 2 * count(); }
+    int64_t count() const { return static_cast<int64_t>(tokens_.size()); }
+    const std::vector<int64_t> &tokens() const { return tokens_; }  // of the whole step, ascending
+    StepInputs inputs() const {                                     // valid as long as this is
+        const Sequences sequences{query_start_.data(), context_len_.data(), static_cast<int64_t>(context_len_.size()), count()};
+        return {nullptr, positions_.data(), slots_.data(), sequences, block_tables_.data(), table_stride_, nullptr};
+    }
+
+   private:
+    int64_t num_tokens_, table_stride_;
+    std::vector<int64_t> tokens_, positions_, slots_;
+    std::vector<int32_t> query_start_{0}, context_len_, block_tables_;
+};
+
+WantedTokens::WantedTokens(const StepInputs &step)
+    : num_tokens_(step.sequences.num_tokens), table_stride_(step.table_stride) {
+    for (int64_t s = 0; s < step.sequences.count; ++s) {
+        const int64_t first = step.sequences.query_start[s], end = step.sequences.query_start[s + 1];
+        const int64_t wanted = step.num_wanted[s];
+        if (first < 0 || wanted < 0 || wanted > end - first || end > num_tokens_) {
+            throw std::invalid_argument("step: " + std::to_string(wanted) + " hidden states are asked for of sequence " +
+                                        std::to_string(s) + ", which has " + std::to_string(end - first) + " tokens");
+        }
+        if (wanted == 0) continue;
+        for (int64_t t = end - wanted; t < end; ++t) {
+            tokens_.push_back(t);
+            positions_.push_back(step.positions[t]);
+            slots_.push_back(step.slots[t]);
+        }
+        query_start_.push_back(static_cast<int32_t>(count()));
+        context_len_.push_back(step.sequences.context_len[s]);
+        const int32_t *table = step.block_tables + s * table_stride_;
+        block_tables_.insert(block_tables_.end(), table, table + table_stride_);
+    }
+}
+
 // ---- the residual stream ----
 
 // One forward pass. The stream's value is `total`, and `pending` on top of it if has_pending_.
@@ -69,21 +115,26 @@ class Pass {
     void embed(const EmbeddingWeights &weights);
     void run(const BlockWeights &block, const KVCache &cache);
     void finish(void *out);  // the stream's value
+    // The last block and `finish`, for some tokens: of the others, `out` has what comes to the block.
+    void finish_wanted(const WantedTokens &wanted, const BlockWeights &block, const KVCache &cache, void *out);
 
    private:
     const void *enter(const NormWeight &norm);
+    void run_sublayers(const BlockWeights &block, const KVCache &cache, const void *x);
     void attend(const AttentionWeights &attention, const KVCache &cache, const void *x);
-    void prepare(const AttentionWeights &attention, const KVRows &kv, const KVCache &cache);
+    void store_keys(const AttentionWeights &attention, const KVCache &cache, const void *x);
+    void prepare(const AttentionWeights &attention, const KVCache &cache, int64_t num_query_heads, int64_t stride, void *heads);
     void feed_forward(const MlpWeights &mlp, const void *x);
     void leave(const NormWeight &norm);
+    void keep(const WantedTokens &wanted, void *rows) const;
 
     NormRows rows_of(const NormWeight &norm, const void *x, void *out) const;
     void norm_rows(const NormWeight &norm, const NormRows &rows, int64_t first, int64_t last) const;
     void norm_all(const NormWeight &norm, const NormRows &rows) const;
 
     const KernelTable &table_;
-    const StepInputs &step_;
-    const int64_t num_tokens_;
+    StepInputs step_;
+    int64_t num_tokens_;
     const DType dtype_;
     const int64_t width_;
     const Activations to_;
@@ -169,18 +220,20 @@ void Pass::finish(void *out) {
 // ---- sublayers ----
 
 void Pass::run(const BlockWeights &block, const KVCache &cache) {
-    attend(block.attention, cache, enter(block.attention_norm));
+    run_sublayers(block, cache, enter(block.attention_norm));
+}
+
+void Pass::run_sublayers(const BlockWeights &block, const KVCache &cache, const void *x) {
+    attend(block.attention, cache, x);
     leave(block.post_attention_norm);
     feed_forward(block.mlp, enter(block.mlp_norm));
     leave(block.post_mlp_norm);
 }
 
 void Pass::attend(const AttentionWeights &attention, const KVCache &cache, const void *x) {
-    linear(attention.qkv, x, dtype_, num_tokens_, to_.wide, dtype_);
     const int64_t stride = attention.qkv.num_outputs;
-    const void *key = offset(to_.wide, attention.query_width(), dtype_);
-    const void *value = offset(key, attention.key_width(), dtype_);
-    prepare(attention, KVRows{key, value, dtype_, num_tokens_, stride, stride, step_.slots}, cache);
+    linear(attention.qkv, x, dtype_, num_tokens_, to_.wide, dtype_);
+    prepare(attention, cache, attention.num_heads, stride, to_.wide);
     AttentionProblem problem{};
     problem.query = to_.wide;
     problem.out = to_.attended;
@@ -202,22 +255,34 @@ static bool is_of_heads(const NormWeight &norm, int64_t head_size) {
     return norm.is_present() && !norm.is_layer && norm.width == head_size;
 }
 
+// Keys and values to the cache, and nothing else of the layer.
+void Pass::store_keys(const AttentionWeights &attention, const KVCache &cache, const void *x) {
+    const bool are_apart = attention.query_width() % PANEL == 0;  // else they share a panel with queries
+    const int64_t first = are_apart ? attention.query_width() : 0;
+    const LinearWeight weight = attention.qkv.part(first, attention.qkv.num_outputs - first);
+    linear(weight, x, dtype_, num_tokens_, to_.wide, dtype_);
+    prepare(attention, cache, are_apart ? 0 : attention.num_heads, weight.num_outputs, to_.wide);
+}
+
 // Norms of queries and keys, then RoPE, in place, then keys and values to the cache: so few tokens at a time that their
-// rows stay in the first-level cache.
-void Pass::prepare(const AttentionWeights &attention, const KVRows &kv, const KVCache &cache) {
+// rows stay in the first-level cache. `rows`: of each token the query heads, if there are any, the keys and the values.
+void Pass::prepare(const AttentionWeights &attention, const KVCache &cache, int64_t num_query_heads, int64_t stride,
+                   void *rows) {
     const Stopwatch stopwatch(KernelClass::elementwise);
+    const int64_t query_width = num_query_heads * attention.head_size, key_width = attention.key_width();
+    const void *key = offset(rows, query_width, dtype_), *value = offset(key, key_width, dtype_);
+    const KVRows kv{key, value, dtype_, num_tokens_, stride, stride, step_.slots};
     check_slots(kv, cache);
-    const int64_t stride = kv.key_stride, query_width = attention.query_width(), key_width = attention.key_width();
     const NormWeight &query_norm = attention.query_norm, &key_norm = attention.key_norm;
     HeadRows heads{};
-    heads.rope = RopeRows{to_.wide, step_.positions, attention.rope, dtype_, stride,
-                          attention.num_heads + attention.num_kv_heads, attention.head_size, attention.rope_half, false};
-    heads.num_query_heads = attention.num_heads;
+    heads.rope = RopeRows{rows, step_.positions, attention.rope, dtype_, stride, num_query_heads + attention.num_kv_heads,
+                          attention.head_size, attention.rope_half, false};
+    heads.num_query_heads = num_query_heads;
     if (is_of_heads(query_norm, attention.head_size)) heads.query_norm = rows_of(query_norm, nullptr, nullptr);
     if (is_of_heads(key_norm, attention.head_size)) heads.key_norm = rows_of(key_norm, nullptr, nullptr);
     const auto norm_part = [&](const NormWeight &norm, int64_t t, int64_t start, int64_t width) {
         if (!norm.is_present() || is_of_heads(norm, attention.head_size)) return;
-        void *part = offset(to_.wide, t * stride + start, dtype_);
+        void *part = offset(rows, t * stride + start, dtype_);
         norm_rows(norm, rows_of(norm, part, part), 0, width / norm.width);
     };
     over_rows(num_tokens_, 2 * stride, [&](int64_t first, int64_t last) {
@@ -248,6 +313,34 @@ void Pass::feed_forward(const MlpWeights &mlp, const void *x) {
     linear(mlp.down, to_.wide, dtype_, num_tokens_, to_.pending, dtype_);
 }
 
+// ---- the last block ----
+
+// Brings the wanted tokens' rows to the front.
+void Pass::keep(const WantedTokens &wanted, void *rows) const {
+    void *to = rows;
+    for (const int64_t token : wanted.tokens()) {
+        std::memmove(to, offset(rows, token * width_, dtype_), width_ * size_of(dtype_));
+        to = offset(to, width_, dtype_);
+    }
+}
+
+void Pass::finish_wanted(const WantedTokens &wanted, const BlockWeights &block, const KVCache &cache, void *out) {
+    const void *x = enter(block.attention_norm);
+    store_keys(block.attention, cache, x);
+    finish(out);
+    keep(wanted, to_.total);
+    if (x == to_.pending) keep(wanted, to_.pending);
+    step_ = wanted.inputs();
+    num_tokens_ = wanted.count();
+    if (num_tokens_ == 0) return;
+    run_sublayers(block, cache, x);
+    finish(to_.total);
+    for (int64_t i = 0; i < num_tokens_; ++i) {
+        std::memcpy(offset(out, wanted.tokens()[i] * width_, dtype_), offset(to_.total, i * width_, dtype_),
+                    width_ * size_of(dtype_));
+    }
+}
+
 }  // namespace
 
 // ---- the decoder ----
@@ -275,7 +368,12 @@ void Decoder::forward(const StepInputs &step, void *out) {
     Pass pass(step, embedding_.tokens.dtype, embedding_.tokens.width,
               lay_out(arena_, widths, step.sequences.num_tokens, embedding_.tokens.dtype));
     pass.embed(embedding_);
-    for (size_t i = 0; i < blocks_.size(); ++i) pass.run(blocks_[i], caches_[i]);
+    for (size_t i = 0; i + 1 < blocks_.size(); ++i) pass.run(blocks_[i], caches_[i]);
+    if (!blocks_.empty() && step.num_wanted != nullptr) {
+        const WantedTokens wanted(step);
+        if (wanted.are_few()) return pass.finish_wanted(wanted, blocks_.back(), caches_.back(), out);
+    }
+    if (!blocks_.empty()) pass.run(blocks_.back(), caches_.back());
     pass.finish(out);
 }
 

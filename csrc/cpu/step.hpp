@@ -65,6 +65,7 @@ struct StepInputs {
     Sequences sequences;
     const int32_t *block_tables;  // [S], rows table_stride entries apart
     int64_t table_stride;
+    const int32_t *num_wanted;  // [S] hidden states that are asked for, of each sequence's last tokens; null: all
 };
 
 // Memory that is kept from call to call and grows as needed.
@@ -87,8 +88,9 @@ class Decoder {
     void add_block(const BlockWeights &block) { blocks_.push_back(block); }
     void set_caches(const std::vector<KVCache> &caches);  // one for each block
 
-    // Token ids to hidden states [T, H] before the final norm. Checks every index first: std::out_of_range for a token
-    // id, std::invalid_argument for anything else. One call at a time: others wait.
+    // Token ids to hidden states [T, H] before the final norm; those that nobody asks for may be of an earlier layer. Checks
+    // every index first: std::out_of_range for a token id, std::invalid_argument for anything else. One call at a time:
+    // others wait.
     void forward(const StepInputs &step, void *out);
 
    private:

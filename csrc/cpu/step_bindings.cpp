@@ -64,14 +64,15 @@ static void init_cache(KVCache *self, uintptr_t keys, uintptr_t values, int form
 
 static void forward(Decoder &decoder, uintptr_t token_ids, uintptr_t positions, uintptr_t slots, uintptr_t query_start,
                     uintptr_t context_len, int64_t num_sequences, int64_t num_tokens, uintptr_t block_tables,
-                    int64_t table_stride, uintptr_t out) {
+                    int64_t table_stride, uintptr_t num_wanted, uintptr_t out) {
     const StepInputs step{reinterpret_cast<const int64_t *>(token_ids),
                           reinterpret_cast<const int64_t *>(positions),
                           reinterpret_cast<const int64_t *>(slots),
                           Sequences{reinterpret_cast<const int32_t *>(query_start),
                                     reinterpret_cast<const int32_t *>(context_len), num_sequences, num_tokens},
                           reinterpret_cast<const int32_t *>(block_tables),
-                          table_stride};
+                          table_stride,
+                          reinterpret_cast<const int32_t *>(num_wanted)};
     decoder.forward(step, reinterpret_cast<void *>(out));
 }
 

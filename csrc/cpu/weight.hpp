@@ -52,6 +52,14 @@ struct LinearWeight {
     int64_t num_panels() const { return ceil_div(num_outputs, PANEL); }
     int64_t num_bytes() const { return num_panels() * panel_bytes(); }
     const char *panel(int64_t index) const { return static_cast<const char *>(data) + index * panel_bytes(); }
+    // Some of its outputs as a weight of their own; `first` is a multiple of PANEL.
+    LinearWeight part(int64_t first, int64_t count) const {
+        LinearWeight part = *this;
+        part.num_outputs = count;
+        part.data = panel(first / PANEL);
+        part.bias = bias == nullptr ? nullptr : bias + first;
+        return part;
+    }
 };
 
 }  // namespace quire

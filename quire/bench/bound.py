@@ -1,7 +1,8 @@
 """The least that a machine needs for a workload, whatever engine runs it: exact operations and bytes of an ideal schedule.
 
 The ideal schedule computes every distinct prompt token once, all prompts together in the first step, and then one token of
-every unfinished sequence a step; each step reads the weights once. Norms, activations and sampling are left out.
+every unfinished sequence a step; each step reads the weights once. Of the last layer, tokens before a prompt's last need keys
+and values alone. Norms, activations and sampling are left out.
 """
 
 from __future__ import annotations
@@ -44,9 +45,14 @@ def ideal_steps(spec: DecoderSpec, requests: Sequence[BenchRequest], bytes_per_w
         """`spans`: (first, end) positions computed of each row."""
         listed = list(spans)
         num_tokens = sum(end - first for first, end in listed)
-        attention = sum(attention_flops(position + 1) for first, end in listed for position in range(first, end))
+        linear = num_tokens * flops.layers - (num_tokens - len(listed)) * flops.outputs + num_heads * flops.head
+        attention = sum(
+            attention_flops(position + 1, is_wanted=position + 1 == end)
+            for first, end in listed
+            for position in range(first, end)
+        )
         moved = weight_bytes + kv_bytes * sum(end + (end - first) for first, end in listed)
-        return IdealStep(num_tokens * flops.layers + num_heads * flops.head, attention, moved)
+        return IdealStep(linear, attention, moved)
 
     steps = [step(_distinct_spans(requests), len(requests))]
     for number in range(1, max(each.num_output for each in requests)):

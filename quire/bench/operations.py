@@ -1,7 +1,8 @@
 """The exact work of steps: operations and bytes, counted from the plans that were carried out and the model's declaration.
 
-What counts: matrix products with weights, attention over each token's own context, the output head for sampled rows; bytes of
-weights once a step, of the KV that is read and written. Norms, activations and sampling are left out (below one per cent).
+What counts: matrix products with weights, attention over each token's own context, the output head for sampled rows, and of the
+last layer only keys and values for tokens whose hidden states nobody asks for; bytes of weights once a step, of the KV that is
+read and written. Norms, activations and sampling are left out (below one per cent).
 """
 
 from __future__ import annotations
@@ -36,14 +37,17 @@ class CostModel:
         """The cost of one plan's work."""
         num_tokens = sum(item.num_tokens for item in work)
         num_heads = sum(1 for item in work if item.num_samples or item.num_candidates)
-        attention = sum(self._attention(item.start, item.start + item.num_tokens) for item in work)
-        flops = num_tokens * self._flops.layers + attention + num_heads * self._flops.head
+        num_others = num_tokens - sum(item.num_wanted for item in work)
+        linear = num_tokens * self._flops.layers - num_others * self._flops.outputs + num_heads * self._flops.head
+        flops = linear + sum(map(self._attention, work))
         weights = self._layer_bytes * bool(work) + self._head_bytes * bool(num_heads)
         kv = sum(self._kv_bytes(item.start + item.num_tokens, item.num_tokens) for item in work)
         return StepCost(flops, weights + kv, num_tokens)
 
-    def _attention(self, start: int, end: int) -> int:
-        return sum(self._attention_flops(position + 1) for position in range(start, end))
+    def _attention(self, work: RowWork) -> int:
+        end = work.start + work.num_tokens
+        first_wanted = end - work.num_wanted
+        return sum(self._attention_flops(i + 1, is_wanted=i >= first_wanted) for i in range(work.start, end))
 
     def _kv_bytes(self, context_len: int, num_new: int) -> int:
         """Read of the context (once for all new tokens of the row), and write of the new ones."""

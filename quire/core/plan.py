@@ -129,6 +129,13 @@ class RowWork(NamedTuple):
     """First *target* position whose log-probability is wanted (the token at position p is scored by the logits of p - 1),
     up to `start + num_tokens` or the end of the prompt, whichever is first; -1 for none."""
 
+    @property
+    def num_wanted(self) -> int:
+        """Its last tokens whose hidden states are asked for: those that log-probabilities or samples are made of."""
+        if self.prompt_logprobs_from >= 0:
+            return self.num_tokens
+        return 1 if self.num_samples or self.num_candidates else 0
+
 
 class AppendedTokens(NamedTuple):
     row: int

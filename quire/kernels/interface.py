@@ -197,9 +197,18 @@ class ForwardPass(Protocol):
     """All blocks of a decoder in one call."""
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, kv_caches: Sequence[tuple[Tensor, Tensor]]
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        kv_caches: Sequence[tuple[Tensor, Tensor]],
+        num_wanted: Tensor | None = None,
     ) -> Tensor:
-        """Ids and positions int64 [T] to hidden states [T, H], before the final norm; writes K and V of every token."""
+        """Ids and positions int64 [T] to hidden states [T, H], before the final norm; writes K and V of every token.
+
+        `num_wanted`, int32 [S] on the host: of each sequence, how many of its last tokens' hidden states are asked for; None:
+        all of them. Those of the others may be as an earlier layer left them: the last one need not compute them.
+        """
         ...
 
 

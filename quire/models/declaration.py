@@ -165,6 +165,8 @@ class FlopsPerToken(NamedTuple):
 
     layers: int
     head: int
+    outputs: int
+    """Of `layers`: what the last one does beyond keys and values, which only tokens need whose hidden states are asked for."""
 
 
 @dataclass(frozen=True)
@@ -231,14 +233,21 @@ class DecoderSpec:
 
     def flops_per_token(self) -> FlopsPerToken:
         """Matrix products with weights; attention itself (which grows with the context) is `attention_flops`."""
-        linears = [part.weight.num_elements for parts in self.projections[:-1] for part in parts]
-        return FlopsPerToken(layers=2 * sum(linears), head=2 * self.head.weight.num_elements)
+        layers = [sum(part.weight.num_elements for parts in block.projections for part in parts) for block in self.blocks]
+        last = self.blocks[-1].attention
+        keys_and_values = 2 * last.num_kv_heads * last.head_dim * self.hidden_size
+        return FlopsPerToken(
+            layers=2 * sum(layers), head=2 * self.head.weight.num_elements, outputs=2 * (layers[-1] - keys_and_values)
+        )
 
-    def attention_flops(self, context_len: int) -> int:
-        """Operations of attention for one token at the end of a context: scores, then the weighted sum of values."""
+    def attention_flops(self, context_len: int, *, is_wanted: bool = True) -> int:
+        """Operations of attention for one token at the end of a context: scores, then the weighted sum of values.
+
+        Where nobody asks for the token's hidden state, the last layer has none.
+        """
         return sum(
             4 * a.num_heads * a.head_dim * (context_len if a.window is None else min(context_len, a.window))
-            for a in (block.attention for block in self.blocks)
+            for a in (block.attention for block in (self.blocks if is_wanted else self.blocks[:-1]))
         )
 
 

@@ -47,10 +47,11 @@ class DecoderModel:
     def forward(self, token_ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:
         """One pass over the step's tokens: ids and positions int64 [T] to hidden states [T, H], before the final norm.
 
-        Writes K and V of every token to `context.kv_caches`. Positions must be below `max_model_len`.
+        Writes K and V of every token to `context.kv_caches`. Positions must be below `max_model_len`. Hidden states that
+        `context.num_wanted` leaves out may be those of an earlier layer.
         """
         if self.compiled is not None:
-            return self.compiled(token_ids, positions, context.batch, context.kv_caches)
+            return self.compiled(token_ids, positions, context.batch, context.kv_caches, context.num_wanted)
         return self.walk(token_ids, positions, context)
 
     def walk(self, token_ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:

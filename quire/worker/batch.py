@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -28,6 +29,8 @@ class StepInputs:
     batch: AttentionBatch
     query_start: list[int]
     """Where each work's tokens begin, and the end: length work + 1."""
+    num_wanted: Tensor | None = None
+    """int32 [S], on the host: as `ForwardPass` takes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ class StepArrays:
     max_context_len: int
     runs: tuple[Run, ...] = ()
     """Sequences that begin with the same blocks; empty where none do."""
+    num_wanted: NDArray[np.int32] | None = None
+    """Of each sequence, how many of its last tokens' hidden states are asked for; None: all of them. Stays on the host."""
 
     @property
     def parts(self) -> tuple[NDArray[Any], ...]:
@@ -62,7 +67,8 @@ def move(arrays: StepArrays, block_size: int, stage: Staging) -> StepInputs:
     """To the device of `stage`."""
     query_start = arrays.query_start.tolist()
     of_runs = run_arrays(arrays.runs, arrays.block_tables, query_start, block_size) if arrays.runs else ()
-    return arrays.on_device(stage((*arrays.parts, *of_runs)))
+    inputs = arrays.on_device(stage((*arrays.parts, *of_runs)))
+    return inputs if arrays.num_wanted is None else replace(inputs, num_wanted=torch.from_numpy(arrays.num_wanted))
 
 
 def gather(rows: RowTable, work: Sequence[RowWork], *, shared_unit: int | None = None) -> StepArrays:
@@ -100,4 +106,5 @@ def gather(rows: RowTable, work: Sequence[RowWork], *, shared_unit: int | None =
         max_query_len=max_query_len,
         max_context_len=max_context_len,
         runs=tuple(runs),
+        num_wanted=None if max_query_len == 1 else np.array([item.num_wanted for item in work], np.int32),
     )

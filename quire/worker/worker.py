@@ -78,7 +78,7 @@ class Worker:
         return self.graphs is not None and self.graphs.record_next()
 
     def _forward(self, inputs: StepInputs) -> Tensor:
-        context = StepContext(inputs.batch, self.memory.caches)
+        context = StepContext(inputs.batch, self.memory.caches, inputs.num_wanted)
         token_ids = inputs.token_ids if self.last_tokens is None else self.last_tokens.fill_in(inputs.token_ids)
         return self.model.forward(token_ids, inputs.batch.positions, context)
 

@@ -18,7 +18,7 @@ SPEC = declare(
         "bos_token_id": 0, "eos_token_id": 1, "torch_dtype": "bfloat16",
     }
 )  # fmt: skip
-LAYERS, HEAD = SPEC.flops_per_token()
+LAYERS, HEAD, OUTPUTS = SPEC.flops_per_token()
 
 
 def test_one_request_costs_what_its_steps_cost() -> None:
@@ -33,17 +33,17 @@ def test_one_request_costs_what_its_steps_cost() -> None:
 def test_shared_beginnings_are_computed_once() -> None:
     shared = list(range(20))
     apart = ideal_steps(SPEC, [BenchRequest([*shared, 50 + i], 1) for i in range(3)], 2)[0]
-    assert apart.linear_flops == (20 + 3) * LAYERS + 3 * HEAD
+    assert apart.linear_flops == (20 + 3) * LAYERS - 20 * OUTPUTS + 3 * HEAD
     # Of equal prompts, the last token still gives its own logits.
     same = ideal_steps(SPEC, [BenchRequest(shared, 1) for _ in range(3)], 2)[0]
-    assert same.linear_flops == (20 + 2) * LAYERS + 3 * HEAD
+    assert same.linear_flops == (20 + 2) * LAYERS - 19 * OUTPUTS + 3 * HEAD
     shorter = ideal_steps(SPEC, [BenchRequest(shared, 1), BenchRequest(shared[:5], 1)], 2)[0]
-    assert shorter.linear_flops == 20 * LAYERS + 2 * HEAD
+    assert shorter.linear_flops == 20 * LAYERS - 18 * OUTPUTS + 2 * HEAD
 
 
 def test_sequences_of_one_prompt_decode_apart() -> None:
     first, second = ideal_steps(SPEC, [BenchRequest(list(range(4)), 2, num_sequences=3)], 2)
-    assert first.linear_flops == 4 * LAYERS + HEAD
+    assert first.linear_flops == 4 * LAYERS - 3 * OUTPUTS + HEAD
     assert second.linear_flops == 3 * (LAYERS + HEAD)
 
 

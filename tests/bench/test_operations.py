@@ -14,6 +14,7 @@ from quire.models.declaration import DecoderSpec
 from quire.models.registry import declare
 
 LAYER = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 172  # weights of q and o, k and v, and the gated MLP
+KEYS_AND_VALUES = 2 * 64 * 32
 HEAD = 512 * 64
 KV_BYTES = 5 * 2 * 4 * 8 * 4  # layers, K and V, heads, head size, float32
 
@@ -33,7 +34,7 @@ def test_a_decode_step(spec: DecoderSpec) -> None:
 
 def test_a_chunk_that_samples_nothing(spec: DecoderSpec) -> None:
     cost = CostModel(spec, "bfloat16").step([RowWork(0, 16, 4)])
-    assert cost.flops == 4 * 5 * 2 * LAYER + 5 * 4 * 64 * (17 + 18 + 19 + 20)
+    assert cost.flops == 4 * (4 * 2 * LAYER + 2 * KEYS_AND_VALUES) + 4 * 4 * 64 * (17 + 18 + 19 + 20)
     assert cost.num_bytes == 2 * 5 * LAYER + KV_BYTES // 2 * (20 + 4)
 
 

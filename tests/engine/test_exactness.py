@@ -308,7 +308,7 @@ def test_tokens_that_stay_on_the_device_are_the_same(
     device = LateDevice(engine) if DEVICE == "cpu" else None
     if is_replayed:
         replay_steps(engine)
-    plain = {"logprobs": None, "prompt_logprobs": None}
+    plain: dict[str, Any] = {"logprobs": None, "prompt_logprobs": None}
     # Grammars are compiled beside the steps: whoever waits for one would come in the middle, on a slow machine.
     _submit(engine, {name: REQUESTS[name] for name in ("json", "regex")}, **plain, max_tokens=1)
     run_all(engine)

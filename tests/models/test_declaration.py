@@ -18,9 +18,11 @@ def test_llama_8b_by_hand(shared: Path) -> None:
     assert spec.kv_layers == (KVLayerSpec(8, 128, None),) * 32
     assert sum(layer.bytes_per_token("bfloat16") for layer in spec.kv_layers) == 32 * 2 * 8 * 128 * 2
     per_layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
-    assert spec.flops_per_token() == FlopsPerToken(layers=2 * 32 * per_layer, head=2 * 128256 * 4096)
+    outputs = 2 * (per_layer - 4096 * 2 * 1024)
+    assert spec.flops_per_token() == FlopsPerToken(layers=2 * 32 * per_layer, head=2 * 128256 * 4096, outputs=outputs)
     assert spec.weight_bytes("bfloat16") == 2 * spec.num_parameters
     assert spec.attention_flops(1000) == 32 * 4 * 4096 * 1000
+    assert spec.attention_flops(1000, is_wanted=False) == 31 * 4 * 4096 * 1000
     assert (spec.hidden_size, spec.vocab_size, spec.max_position_embeddings) == (4096, 128256, 131072)
     assert spec.max_positions is None
 

@@ -59,8 +59,8 @@ class Driver:
             for layer in self.model.spec.kv_layers
         ]
 
-    def feed(self, token_ids: Sequence[int]) -> Tensor:
-        """Compute a chunk; float32 logits [chunk, V], on the CPU."""
+    def feed(self, token_ids: Sequence[int], num_wanted: int | None = None) -> Tensor:
+        """Compute a chunk; float32 logits [chunk, V], on the CPU. `num_wanted`: hidden states that are asked for; None: all."""
         device = self.table.device
         positions = torch.arange(self.length, self.length + len(token_ids), device=device)
         blocks = self.table[positions // self.block_size].long()
@@ -76,7 +76,8 @@ class Driver:
         )
         with torch.inference_mode():
             there = torch.tensor(token_ids, device=device)
-            hidden = self.model.forward(there, positions, StepContext(batch, self.caches))
+            wanted = None if num_wanted is None else torch.tensor([num_wanted], dtype=torch.int32)
+            hidden = self.model.forward(there, positions, StepContext(batch, self.caches, wanted))
             return self.model.logits(hidden).cpu()
 
     def feed_chunks(self, token_ids: Sequence[int], sizes: Iterable[int]) -> Tensor:

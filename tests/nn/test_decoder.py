@@ -142,6 +142,25 @@ def test_compiled_pass_equals_the_walk_bit_for_bit(pair: Any, dtype: str, native
         assert torch.equal(ours[1].nan_to_num(), theirs[1].nan_to_num())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tokens_that_nobody_asks_about_stop_at_the_last_layer(
+    pair: Any, dtype: str, native: Kernels, drive: Callable[..., Any]
+) -> None:
+    """The others have the bits of the whole pass, and so has every key and value."""
+    model = pair.build(dtype, native)
+    whole, part = drive(model, 128), drive(model, 128)
+    below = drive(dataclasses.replace(model, compiled=None, blocks=model.blocks[:-1]), 128)
+    for size, num_wanted in ((33, 1), (20, 0), (6, 4), (9, 3)):
+        chunk = PROMPT[whole.length : whole.length + size]
+        expected, before, found = whole.feed(chunk), below.feed(chunk), part.feed(chunk, num_wanted)
+        num_others = size - num_wanted if 2 * num_wanted <= size else 0
+        assert torch.equal(found[num_others:], expected[num_others:])
+        assert torch.equal(found[:num_others], before[:num_others])
+    for ours, theirs in zip(part.caches, whole.caches, strict=True):
+        assert torch.equal(ours[0].nan_to_num(), theirs[0].nan_to_num())
+        assert torch.equal(ours[1].nan_to_num(), theirs[1].nan_to_num())
+
+
 def test_compiled_pass_refuses_what_lies_outside(pair: Any, native: Kernels, drive: Callable[..., Any]) -> None:
     model = pair.build("float32", native)
     driver = drive(model, 64)

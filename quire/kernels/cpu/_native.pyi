@@ -274,6 +274,7 @@ class Decoder:
         num_tokens: int,
         block_tables: int,
         table_stride: int,
+        num_wanted: int,
         out: int,
         /,
     ) -> None: ...

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.attention import check_batch, native_cache
-from quire.kernels.cpu.checks import activation_code, address, float_code, indices_address, int32_address, require
+from quire.kernels.cpu.checks import (
+    activation_code,
+    address,
+    float_code,
+    indices_address,
+    int32_address,
+    require,
+    vector_address,
+)
 from quire.kernels.cpu.elementwise import native_lookup
 from quire.kernels.cpu.linear import CpuLinear
 from quire.kernels.interface import (
@@ -45,7 +53,12 @@ class CompiledDecoder:
         self._caches: list[weakref.ref[Tensor]] = []
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, kv_caches: Sequence[tuple[Tensor, Tensor]]
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        kv_caches: Sequence[tuple[Tensor, Tensor]],
+        num_wanted: Tensor | None = None,
     ) -> Tensor:
         self._attach(kv_caches)
         num_tokens = token_ids.numel()
@@ -61,6 +74,7 @@ class CompiledDecoder:
             num_tokens,
             int32_address(batch.block_tables, "block_tables"),
             batch.block_tables.shape[1],
+            0 if num_wanted is None else vector_address(num_wanted, "num_wanted", torch.int32, num_sequences),
             out.data_ptr(),
         )
         return out

@@ -31,8 +31,14 @@ class CompiledDecoder:
         self._kernels = kernels
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, kv_caches: Sequence[tuple[Tensor, Tensor]]
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        kv_caches: Sequence[tuple[Tensor, Tensor]],
+        num_wanted: Tensor | None = None,
     ) -> Tensor:
+        """See `ForwardPass`. All hidden states are computed, whoever asks for them."""
         decoder, kernels = self._decoder, self._kernels
         total = kernels.embedding(token_ids, decoder.embedding)
         if decoder.embedding_scale != 1.0:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -64,6 +66,16 @@ def _run(
     return forward(positions * 7 % 101, positions, batch, caches)
 
 
+def _walk_of(model: DecoderModel) -> ForwardPass:
+    def walk(
+        token_ids: Tensor, positions: Tensor, batch: AttentionBatch, kv_caches: Sequence[tuple[Tensor, Tensor]],
+        num_wanted: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        return model.walk(token_ids, positions, StepContext(batch, kv_caches, num_wanted))
+
+    return walk
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("head_size", [16, 64, 128, 256])
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
@@ -72,10 +84,80 @@ def test_heads_have_the_bits_of_the_walk(native_isa: Kernels, architecture: str,
     config = LLAMA | {"architectures": [architecture], "head_dim": head_size, "num_hidden_layers": 1}
     model = build_decoder(declare(config), DummyWeights(), native_isa, dtype=dtype, max_model_len=64)
     results = []
-    for forward in (model.compiled, lambda ids, places, batch, caches: model.walk(ids, places, StepContext(batch, caches))):
+    for forward in (model.compiled, _walk_of(model)):
         caches = _caches(model.dtype, head_size=head_size)[:1]
         results.append((_run(model, caches, num_tokens=19, forward=forward), *caches[0]))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+
+
+RAGGED = ((0, 5), (2, 6), (7, 1), (0, 9), (3, 1), (1, 4))
+"""Where sequences' new tokens begin, and how many they are."""
+
+
+def _run_ragged(model: DecoderModel, num_wanted: Tensor | None) -> tuple[Tensor, Caches]:
+    """Hidden states of all sequences of RAGGED, and the caches, which had been filled before."""
+    attention = model.spec.blocks[0].attention
+    shape = (3 * len(RAGGED), attention.num_kv_heads, BLOCK_SIZE, attention.head_dim)
+    generator = torch.Generator().manual_seed(1)
+    caches = [
+        (torch.randn(shape, generator=generator).to(model.dtype), torch.randn(shape, generator=generator).to(model.dtype))
+        for _ in model.blocks
+    ]
+    tables = torch.randperm(shape[0], generator=generator).to(torch.int32).view(len(RAGGED), 3)
+    positions = torch.cat([torch.arange(start, start + count) for start, count in RAGGED])
+    owners = torch.repeat_interleave(torch.arange(len(RAGGED)), torch.tensor([count for _, count in RAGGED]))
+    batch = AttentionBatch(
+        query_start=torch.tensor([0, *itertools.accumulate(count for _, count in RAGGED)], dtype=torch.int32),
+        context_len=torch.tensor([start + count for start, count in RAGGED], dtype=torch.int32),
+        block_tables=tables,
+        slots=tables[owners, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE,
+        positions=positions,
+        max_query_len=max(count for _, count in RAGGED),
+        max_context_len=max(start + count for start, count in RAGGED),
+    )
+    assert model.compiled is not None
+    return model.compiled(positions * 7 % 101, positions, batch, caches, num_wanted), caches
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize(
+    "num_wanted", [(1, 1, 1, 1, 1, 1), (0, 1, 0, 0, 1, 0), (5, 0, 1, 2, 0, 4), (0,) * 6, (0, 0, 0, 9, 0, 0)]
+)
+@pytest.mark.parametrize("num_heads", [4, 2, 3])  # queries of 3 heads of 8 end within a panel
+def test_some_hidden_states_of_a_ragged_batch(num_heads: int, num_wanted: tuple[int, ...], num_threads: int) -> None:
+    heads = {"num_key_value_heads": 1, "head_dim": 8} if num_heads == 3 else {"head_dim": 16}
+    config = LLAMA | {"num_attention_heads": num_heads, **heads}
+    model = build_decoder(declare(config), DummyWeights(), load("cpu"), dtype="bfloat16", max_model_len=64)
+    before = cpu.num_threads()
+    try:
+        cpu.set_num_threads(num_threads)
+        expected, full = _run_ragged(model, None)
+        found, caches = _run_ragged(model, torch.tensor(num_wanted, dtype=torch.int32))
+    finally:
+        cpu.set_num_threads(before)
+    ends = list(itertools.accumulate(count for _, count in RAGGED))
+    wanted = [token for end, count in zip(ends, num_wanted, strict=True) for token in range(end - count, end)]
+    others = sorted(set(range(ends[-1])) - set(wanted))
+    assert torch.equal(found[wanted], expected[wanted])
+    assert torch.isfinite(found).all() and not torch.equal(found[others], expected[others])
+    assert all(torch.equal(a, b) for pair, own in zip(caches, full, strict=True) for a, b in zip(pair, own, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("num_wanted", "message"),
+    [
+        (
+            torch.tensor([0, 0, 2, 0, 0, 0], dtype=torch.int32),
+            "2 hidden states are asked for of sequence 2, which has 1 tokens",
+        ),
+        (torch.tensor([0, -1, 0, 0, 0, 0], dtype=torch.int32), "-1 hidden states are asked for of sequence 1"),
+        (torch.tensor([1, 1], dtype=torch.int32), "num_wanted"),
+        (torch.zeros(6, dtype=torch.int64), "num_wanted"),
+    ],
+)
+def test_hidden_states_that_there_are_not_are_refused(model: DecoderModel, num_wanted: Tensor, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        _run_ragged(model, num_wanted)
 
 
 def test_each_call_uses_the_caches_that_it_is_given(model: DecoderModel) -> None:
