@@ -123,7 +123,7 @@ class Pass {
     void run_sublayers(const BlockWeights &block, const KVCache &cache, const void *x);
     void attend(const AttentionWeights &attention, const KVCache &cache, const void *x);
     void store_keys(const AttentionWeights &attention, const KVCache &cache, const void *x);
-    void prepare(const AttentionWeights &attention, const KVCache &cache, int64_t num_query_heads, int64_t stride, void *heads);
+    void prepare(const AttentionWeights &attention, const KVCache &cache, int64_t num_query_heads, int64_t stride, void *rows);
     void feed_forward(const MlpWeights &mlp, const void *x);
     void leave(const NormWeight &norm);
     void keep(const WantedTokens &wanted, void *rows) const;
