@@ -136,7 +136,7 @@ class Comparison:
             "config": config,
             "num_threads": args.threads,
             "first_requests": args.first_requests,
-            "instruction_set": cpu.isa(),
+            "instruction_set": cpu.isa() if cpu.IMPORT_ERROR is None else "reference",
             "machine": describe_machine(Machine.inspect()),
             "versions": describe_versions(),
             "workloads": {each: totals(self._requests(each, 0)) for each in WORKLOADS},

@@ -59,9 +59,11 @@ def main() -> None:
     command = sys.argv[1:]
     if not command:
         raise SystemExit("usage: python -m benchmarks.without_amx COMMAND [ARGUMENT ...]")
-    refuse_amx()
     try:
+        refuse_amx()
         os.execvp(command[0], command)
+    except QuireError as error:
+        raise SystemExit(str(error)) from None
     except OSError as error:
         raise SystemExit(f"{command[0]}: {error.strerror}") from None
 
