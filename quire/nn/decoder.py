@@ -2,8 +2,8 @@
 
 Owns the order of a forward pass, which a back end may have compiled into one call; `walk` is the same pass operation by
 operation, and the definition of what the compiled one must give, bit for bit, for every wanted token. Never samples, never
-allocates KV memory, never knows a request. The caller picks the rows of `hidden` that need logits; only those go through the final norm and the
-output projection.
+allocates KV memory, never knows a request. The caller picks the rows of `hidden` that need logits; only those go through the
+final norm and the output projection.
 """
 
 from __future__ import annotations
