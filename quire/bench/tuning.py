@@ -17,7 +17,7 @@ import torch
 
 from quire.bench.gpu_kernels import Case, attention_case, fp8_case, integer_cases, linear_case, median_s
 from quire.kernels.triton.kernels import TritonKernels
-from quire.kernels.triton.tuning import AttentionTuning, LinearTuning, Tuning
+from quire.kernels.triton.tuning import AttentionTuning, LinearTuning, Tile, Tuning
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +40,18 @@ _INTEGER = tuple(
     LinearTuning(block_m, block_n, 128, num_warps, num_stages, 128)
     for (block_m, num_warps), block_n, num_stages in itertools.product(((32, 4), (64, 4), (64, 8)), (64, 128), (3, 4))
 )
+_LOW, _TALL = Tile(64, 4), Tile(128, 8)
 _ATTENTION = tuple(
-    AttentionTuning(block_m, block_n, split_len, num_warps, num_stages)
-    for (block_m, num_warps), block_n, split_len, num_stages in itertools.product(
-        ((16, 4), (64, 4), (128, 8)), (32, 64), (512, 1024), (2, 3)
+    AttentionTuning(low, tall, block_n, split_len, num_stages)
+    for (low, tall), block_n, split_len, num_stages in itertools.product(
+        ((_LOW, _TALL), (_LOW, _LOW), (Tile(16, 4), Tile(16, 4))), (32, 64), (512, 1024, 2048), (2, 3)
     )
 )
-_WIDE_ATTENTION = tuple(AttentionTuning(block_m, 32, 1024, num_warps, 2) for block_m, num_warps in ((16, 4), (32, 4), (64, 8)))
-_FLOAT_ATTENTION = tuple(AttentionTuning(16, block_n, 1024, 4, 2) for block_n in (16, 32))
+_WIDE_ATTENTION = tuple(
+    AttentionTuning(low, tall, 32, 1024, 2)
+    for low, tall in ((Tile(16, 4), Tile(16, 4)), (Tile(32, 4), Tile(32, 4)), (Tile(64, 8), Tile(64, 8)), (_LOW, _TALL))
+)
+_FLOAT_ATTENTION = tuple(AttentionTuning(Tile(16, 4), Tile(16, 4), block_n, 1024, 2) for block_n in (16, 32))
 CANDIDATES: dict[str, Sequence[Figures]] = {
     "linear": _LINEAR,
     "wide_linear": _WIDE_LINEAR,

@@ -1,6 +1,6 @@
 """Paged attention of ragged batches in Triton: prefill chunks and decodes in one launch. It has not run on a GPU yet.
 
-A program computes a tile of `block_m` rows, a row being one query of one head; the query heads that share a KV head lie in
+A program computes a tile of rows, a row being one query of one head; the query heads that share a KV head lie in
 the same tile. Keys come in tiles of `block_n` absolute positions, gathered through the block table, so that the block size
 decides nothing; an online softmax (Milakov and Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135) runs over the
 tiles of a *split* of `split_len` positions, and splits are merged in ascending order. What a row does not see changes nothing
@@ -27,7 +27,7 @@ from torch import Tensor
 from quire.kernels.interface import AttentionBatch, SharedPrefixes
 from quire.kernels.triton.checks import check_attention, launch_options
 from quire.kernels.triton.kv_rows import FLOAT_FORMAT, kernel_view, row_elements, row_scales
-from quire.kernels.triton.tuning import AttentionTuning, Tuning
+from quire.kernels.triton.tuning import AttentionTuning, Tile, Tuning
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MAX_HEAD_SIZE = 256
@@ -67,49 +67,101 @@ def merge(peak, total, sums, other_peak, other_total, other_sums):
 
 
 @triton.jit
+def places_of(table, first, end, block_stride, ROW_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the rows of positions [first, first + BLOCK_N) begin in a cache, int64 [BLOCK_N]; those from `end` on in block 0.
+
+    `first` is a multiple of BLOCK_N. Where tiles are whole blocks, a position's place in its block is the same in every tile.
+    """
+    steps = tl.arange(0, BLOCK_N)
+    if BLOCK_N % BLOCK_SIZE == 0:
+        columns = first // BLOCK_SIZE + steps // BLOCK_SIZE
+        offsets = steps % BLOCK_SIZE
+    else:
+        columns = (first + steps) // BLOCK_SIZE
+        offsets = (first + steps) % BLOCK_SIZE
+    blocks = tl.load(table + columns, mask=first + steps < end, other=0).to(tl.int64)
+    return blocks * block_stride + offsets * ROW_SIZE
+
+
+@triton.jit
+def cached_rows(cache, rows, dims, is_there, HEAD_SIZE: tl.constexpr, IS_MASKED: tl.constexpr):
+    """Rows [N, D] of a cache as they are stored; zero beyond HEAD_SIZE and, if IS_MASKED, where not `is_there`."""
+    pointers = cache + rows[:, None] + dims[None, :]
+    if IS_MASKED:
+        found = tl.load(pointers, mask=is_there[:, None] & (dims < HEAD_SIZE)[None, :], other=0)
+    elif dims.shape[0] == HEAD_SIZE:
+        found = tl.load(pointers)
+    else:
+        found = tl.load(pointers, mask=(dims < HEAD_SIZE)[None, :], other=0)
+    return found
+
+
+@triton.jit
+def attend_tile(
+    peak, total, sums, queries, key_cache, value_cache, key_scales, value_scales, table, places, first, end, scale, soft_cap,
+    block_stride, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr, FORMAT: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """The softmax so far and BLOCK_N positions from `first` on. Without IS_MASKED, all queries see all of them; no query sees
+    one from `end` on, if it lies in a tile that begins before.
+
+    exp2 takes the place of exp: its exponent is the score times `factor` minus the peak, in one operation.
+    """
+    ROW_SIZE: tl.constexpr = HEAD_SIZE if FORMAT == FLOAT_FORMAT else HEAD_SIZE + 4
+    dims = tl.arange(0, queries.shape[1])
+    positions = first + tl.arange(0, BLOCK_N)
+    is_there = positions < end
+    rows = places_of(table, first, end, block_stride, ROW_SIZE, BLOCK_SIZE, BLOCK_N)
+    keys = row_elements(cached_rows(key_cache, rows, dims, is_there, HEAD_SIZE, IS_MASKED), queries.dtype, FORMAT)
+    values = row_elements(cached_rows(value_cache, rows, dims, is_there, HEAD_SIZE, IS_MASKED), queries.dtype, FORMAT)
+    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+    if FORMAT != FLOAT_FORMAT:
+        scores = scores * row_scales(key_scales, rows, is_there, HEAD_SIZE, FORMAT)[None, :]
+    factor = scale * LOG2_E
+    if HAS_SOFT_CAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
+        scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * factor / soft_cap)) + 1.0))
+        factor = factor / scale
+    if IS_MASKED:
+        is_seen = positions[None, :] <= places[:, None]
+        if WINDOW > 0:
+            is_seen = is_seen & (positions[None, :] > places[:, None] - WINDOW)
+        scores = tl.where(is_seen, scores, float("-inf"))
+    top = tl.maximum(peak, tl.max(scores, axis=1) * factor)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, 1.0, tl.float32) * factor, -base[:, None]))
+    fade = tl.exp2(peak - base)
+    total = total * fade + tl.sum(weights, axis=1)
+    if FORMAT != FLOAT_FORMAT:
+        weights = weights * row_scales(value_scales, rows, is_there, HEAD_SIZE, FORMAT)[None, :]
+    sums = tl.dot(weights.to(values.dtype), values, sums * fade[:, None], input_precision="ieee")
+    return top, total, sums
+
+
+@triton.jit
 def attend_split(
-    queries, key_cache, value_cache, key_scales, value_scales, table, places, begin, end, scale, soft_cap, block_stride,
-    HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+    queries, key_cache, value_cache, key_scales, value_scales, table, places, begin, clear_end, end, scale, soft_cap,
+    block_stride, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Online softmax of queries [M, D] at absolute `places` [M] over positions [begin, end): peak, total [M], sums [M, D].
 
-    `begin` is a multiple of BLOCK_N. Scores are in units of log2, so that exp2 serves. Scales of a quantized cache are applied
-    to scores and to weights, so that its elements enter the products as they are, unrounded.
+    `begin` and `clear_end` are multiples of BLOCK_N; all queries see all positions in [begin, clear_end). Peaks are in units of
+    log2. Scales of a quantized cache are applied to scores and to weights, so that its elements enter the products as they are,
+    unrounded.
     """
-    ROW_SIZE: tl.constexpr = HEAD_SIZE if FORMAT == FLOAT_FORMAT else HEAD_SIZE + 4
-    dims = tl.arange(0, queries.shape[1])
     peak = tl.full([queries.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([queries.shape[0]], tl.float32)
     sums = tl.zeros([queries.shape[0], queries.shape[1]], tl.float32)
-    for first in range(begin, end, BLOCK_N):
-        positions = first + tl.arange(0, BLOCK_N)
-        is_there = positions < end
-        block = tl.load(table + positions // BLOCK_SIZE, mask=is_there, other=0).to(tl.int64)
-        rows = block * block_stride + (positions % BLOCK_SIZE) * ROW_SIZE
-        is_dim = dims < HEAD_SIZE
-        keys = tl.load(key_cache + rows[None, :] + dims[:, None], mask=is_there[None, :] & is_dim[:, None], other=0)
-        scores = tl.dot(queries, row_elements(keys, queries.dtype, FORMAT), input_precision="ieee") * scale
-        if FORMAT != FLOAT_FORMAT:
-            scores = scores * row_scales(key_scales, rows, is_there, HEAD_SIZE, FORMAT)[None, :]
-        if HAS_SOFT_CAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
-            scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / soft_cap)) + 1.0))
-        scores = scores * LOG2_E
-        is_seen = (positions[None, :] <= places[:, None]) & is_there[None, :]
-        if WINDOW > 0:
-            is_seen = is_seen & (positions[None, :] > places[:, None] - WINDOW)
-        scores = tl.where(is_seen, scores, float("-inf"))
-        top = tl.maximum(peak, tl.max(scores, axis=1))
-        base = tl.where(top == float("-inf"), 0.0, top)
-        weights = tl.exp2(scores - base[:, None])
-        fade = tl.exp2(peak - base)
-        total = total * fade + tl.sum(weights, axis=1)
-        values = tl.load(value_cache + rows[:, None] + dims[None, :], mask=is_there[:, None] & is_dim[None, :], other=0)
-        values = row_elements(values, queries.dtype, FORMAT)
-        if FORMAT != FLOAT_FORMAT:
-            weights = weights * row_scales(value_scales, rows, is_there, HEAD_SIZE, FORMAT)[None, :]
-        sums = tl.dot(weights.to(values.dtype), values, sums * fade[:, None], input_precision="ieee")
-        peak = top
+    for first in range(begin, clear_end, BLOCK_N):
+        peak, total, sums = attend_tile(
+            peak, total, sums, queries, key_cache, value_cache, key_scales, value_scales, table, places, first, end, scale,
+            soft_cap, block_stride, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFT_CAP, FORMAT, False,
+        )  # fmt: skip
+    for first in range(tl.maximum(begin, clear_end), end, BLOCK_N):
+        peak, total, sums = attend_tile(
+            peak, total, sums, queries, key_cache, value_cache, key_scales, value_scales, table, places, first, end, scale,
+            soft_cap, block_stride, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFT_CAP, FORMAT, True,
+        )  # fmt: skip
     return peak, total, sums
 
 
@@ -155,8 +207,10 @@ def attention_kernel(
     first_place = context - query_len + first_query
     end = tl.minimum(context, first_place + BLOCK_Q)
     begin = 0
+    clear_end = (first_place + 1) // BLOCK_N * BLOCK_N
     if WINDOW > 0:
         begin = tl.maximum(first_place - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        clear_end = begin
     table = block_tables + sequence.to(tl.int64) * table_stride
     keys = key_cache + kv_head * head_stride
     values = value_cache + kv_head * head_stride
@@ -168,8 +222,8 @@ def attention_kernel(
         split_begin = tl.maximum(begin, split * SPLIT_LEN)
         split_end = tl.minimum(end, (split + 1) * SPLIT_LEN)
         peak, total, sums = attend_split(
-            queries, keys, values, of_keys, of_values, table, places, split_begin, split_end, scale, soft_cap, block_stride,
-            HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFT_CAP, FORMAT,
+            queries, keys, values, of_keys, of_values, table, places, split_begin, tl.minimum(clear_end, split_end), split_end,
+            scale, soft_cap, block_stride, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFT_CAP, FORMAT,
         )  # fmt: skip
         tl.store(partial_stats + where * 2, peak, mask=is_row)
         tl.store(partial_stats + where * 2 + 1, total, mask=is_row)
@@ -178,7 +232,7 @@ def attention_kernel(
     else:
         if HAS_ONE_SPLIT:
             peak, total, sums = attend_split(
-                queries, keys, values, of_keys, of_values, table, places, begin, end, scale, soft_cap, block_stride,
+                queries, keys, values, of_keys, of_values, table, places, begin, clear_end, end, scale, soft_cap, block_stride,
                 HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFT_CAP, FORMAT,
             )  # fmt: skip
         else:
@@ -186,9 +240,10 @@ def attention_kernel(
             total = tl.zeros([BLOCK_M], tl.float32)
             sums = tl.zeros([BLOCK_M, HEAD_PADDED], tl.float32)
             for split in range(begin // SPLIT_LEN, (end + SPLIT_LEN - 1) // SPLIT_LEN):
+                split_end = tl.minimum(end, (split + 1) * SPLIT_LEN)
                 split_peak, split_total, split_sums = attend_split(
                     queries, keys, values, of_keys, of_values, table, places, tl.maximum(begin, split * SPLIT_LEN),
-                    tl.minimum(end, (split + 1) * SPLIT_LEN), scale, soft_cap, block_stride,
+                    tl.minimum(clear_end, split_end), split_end, scale, soft_cap, block_stride,
                     HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFT_CAP, FORMAT,
                 )  # fmt: skip
                 peak, total, sums = merge(peak, total, sums, split_peak, split_total, split_sums)
@@ -278,15 +333,26 @@ class _Launch:
             return self.tuning.float_attention
         return self.tuning.wide_attention if self.query.shape[2] > 128 else self.tuning.attention
 
-    def tile_heads(self) -> int:
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.query.shape[1] // self.key_cache.shape[1]
+
+    def tile(self, num_sequences: int) -> Tile:
+        """A tall one where sequences, on average, have the rows to fill it: what is computed of a row is the same in both."""
+        tall, num_rows = self.figures.tall, self.query.shape[0] * triton.next_power_of_2(self.group)
+        return tall if num_rows >= num_sequences * tall.block_m else self.figures.low
+
+    def tile_heads(self, tile: Tile) -> int:
         """Query heads in a tile: those of a group, as far as they fit."""
-        return min(triton.next_power_of_2(self.query.shape[1] // self.key_cache.shape[1]), self.figures.block_m)
+        return min(triton.next_power_of_2(self.group), tile.block_m)
 
     def grid(self, num_sequences: int) -> tuple[int, int]:
         """Tiles, and KV heads times tiles of their group."""
-        tile_heads, num_kv_heads = self.tile_heads(), self.key_cache.shape[1]
-        num_tiles = self.query.shape[0] // (self.figures.block_m // tile_heads) + num_sequences
-        return num_tiles, num_kv_heads * triton.cdiv(self.query.shape[1] // num_kv_heads, tile_heads)
+        tile = self.tile(num_sequences)
+        tile_heads = self.tile_heads(tile)
+        num_tiles = self.query.shape[0] // (tile.block_m // tile_heads) + num_sequences
+        return num_tiles, self.key_cache.shape[1] * triton.cdiv(self.group, tile_heads)
 
     def num_programs(self, num_sequences: int) -> int:
         """Without splits side by side."""
@@ -301,6 +367,7 @@ class _Launch:
     ) -> None:
         """Results to `out`, or of each split to `partials`; of a part of the splits, given bounds."""
         query, figures, num_sequences = self.query, self.figures, batch.context_len.numel()
+        tile = self.tile(num_sequences)
         num_heads, head_size = query.shape[1:]
         bounds, which = (batch.context_len, _ALL) if part is None else part
         (keys, key_scales, form), (values, value_scales, _) = kernel_view(self.key_cache), kernel_view(self.value_cache)
@@ -308,11 +375,11 @@ class _Launch:
             query, keys, values, key_scales, value_scales, self.out, *(partials or (self.out, self.out)), batch.query_start,
             batch.context_len, batch.block_tables, bounds, num_sequences, num_splits, query.stride(0),
             batch.block_tables.stride(0), keys.stride(0), keys.stride(1), self.scale, self.soft_cap or 0.0,
-            NUM_HEADS=num_heads, GROUP=num_heads // keys.shape[1], TILE_HEADS=self.tile_heads(), HEAD_SIZE=head_size,
+            NUM_HEADS=num_heads, GROUP=self.group, TILE_HEADS=self.tile_heads(tile), HEAD_SIZE=head_size,
             HEAD_PADDED=max(16, triton.next_power_of_2(head_size)), BLOCK_SIZE=keys.shape[2],
-            BLOCK_M=figures.block_m, BLOCK_N=figures.block_n, SPLIT_LEN=figures.split_len, WINDOW=self.window or 0,
+            BLOCK_M=tile.block_m, BLOCK_N=figures.block_n, SPLIT_LEN=figures.split_len, WINDOW=self.window or 0,
             HAS_SOFT_CAP=self.soft_cap is not None, IS_PARTIAL=partials is not None, HAS_ONE_SPLIT=num_splits == 1,
-            FORMAT=form, PART=which, **launch_options(num_warps=figures.num_warps, num_stages=figures.num_stages),
+            FORMAT=form, PART=which, **launch_options(num_warps=tile.num_warps, num_stages=figures.num_stages),
         )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from quire.kernels.triton.activation import activated
 from quire.kernels.triton.attention import find_sequence
-from quire.kernels.triton.gemm import sum_stretch
+from quire.kernels.triton.gemm import columns_of, halves_of, sum_stretch
 
 
 @triton.jit
@@ -75,16 +75,6 @@ def place_kernel(ids, counts, starts, order, num_pairs, num_experts, EXPERTS: tl
 
 
 @triton.jit
-def sum_inputs(
-    x, weight, rows, is_row, columns, is_column, num_inputs, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """x[rows] @ weight[columns].T, float32 [M, N]."""
-    zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    return sum_stretch(x, weight, rows, is_row, columns, is_column, 0, num_inputs, num_inputs, zeros, BLOCK_K)
-
-
-@triton.jit
 def expert_kernel(
     x, weight, out, order, starts, num_experts, num_columns, num_inputs, NUM_CHOICES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -101,21 +91,21 @@ def expert_kernel(
     places = first + tl.arange(0, BLOCK_M)
     is_row = places < end
     pairs = tl.load(order + places, mask=is_row, other=0).to(tl.int64)
-    columns = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    is_column = columns < num_columns
-    is_element = is_row[:, None] & is_column[None, :]
-    if ACTIVATION >= 0:
-        base = weight + expert.to(tl.int64) * (2 * num_columns * num_inputs)
+    IS_PAIR: tl.constexpr = ACTIVATION >= 0
+    num_outputs = 2 * num_columns if IS_PAIR else num_columns
+    columns, is_column = columns_of(tl.program_id(1), num_outputs, BLOCK_N, IS_PAIR)
+    base = weight + expert.to(tl.int64) * num_outputs * num_inputs
+    rows, targets = places.to(tl.int64), pairs
+    if IS_PAIR:
         rows, targets = pairs // NUM_CHOICES, places.to(tl.int64)
-        others = columns + num_columns
-        sums = sum_inputs(x, base, rows, is_row, columns, is_column, num_inputs, BLOCK_M, BLOCK_N, BLOCK_K)
-        up = sum_inputs(x, base, rows, is_row, others, is_column, num_inputs, BLOCK_M, BLOCK_N, BLOCK_K)
-        sums = activated(sums, ACTIVATION) * up
-    else:
-        base = weight + expert.to(tl.int64) * (num_columns * num_inputs)
-        rows, targets = places.to(tl.int64), pairs
-        sums = sum_inputs(x, base, rows, is_row, columns, is_column, num_inputs, BLOCK_M, BLOCK_N, BLOCK_K)
-    tl.store(out + targets[:, None] * num_columns + columns[None, :], sums.to(out.dtype.element_ty), mask=is_element)
+    zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    sums = sum_stretch(x, base, rows, is_row, columns, is_column, 0, num_inputs, num_inputs, zeros, BLOCK_K)
+    if IS_PAIR:
+        gate, up = halves_of(sums, BLOCK_M, BLOCK_N)
+        sums = activated(gate, ACTIVATION) * up
+    there, is_there = columns_of(tl.program_id(1), num_columns, BLOCK_N // 2 if IS_PAIR else BLOCK_N, False)
+    is_element = is_row[:, None] & is_there[None, :]
+    tl.store(out + targets[:, None] * num_columns + there[None, :], sums.to(out.dtype.element_ty), mask=is_element)
 
 
 @triton.jit

@@ -105,11 +105,10 @@ def sort_pairs(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 def _launch(x: Tensor, experts: ExpertWeights, places: tuple[Tensor, Tensor], out: Tensor, activation: int) -> None:
     tuning, (order, starts) = experts.tuning, places
     weight = experts.up if activation >= 0 else experts.down
-    block_n = max(16, tuning.block_n // 2) if activation >= 0 else tuning.block_n
     num_tiles = order.numel() // tuning.block_m + experts.num_experts
-    expert_kernel[(num_tiles, triton.cdiv(out.shape[1], block_n))](
+    expert_kernel[(num_tiles, triton.cdiv(weight.shape[1], tuning.block_n))](
         x, weight, out, order, starts, experts.num_experts, out.shape[1], weight.shape[2],
-        NUM_CHOICES=order.numel() // x.shape[0], BLOCK_M=tuning.block_m, BLOCK_N=block_n, BLOCK_K=tuning.block_k,
+        NUM_CHOICES=order.numel() // x.shape[0], BLOCK_M=tuning.block_m, BLOCK_N=tuning.block_n, BLOCK_K=tuning.block_k,
         ACTIVATION=activation, **launch_options(tuning.num_warps, tuning.num_stages),
     )  # fmt: skip
 

@@ -6,7 +6,8 @@ One program may do all of them (many rows), or one each, stored and added by `fi
 of the device idle): the additions are the same, and so are the bits. Tiles have the same size for any number of rows, so
 that the same instructions compute a row in any company.
 
-A *pair* is a tile of outputs j and one of outputs N / 2 + j: gate and up.
+A *pair* is outputs j and N / 2 + j: gate and up. A tile of pairs has the two side by side, so that one product of the same
+width gives both, and each thread finds the two halves of its pairs in its own registers.
 """
 
 from __future__ import annotations
@@ -28,6 +29,27 @@ def tile_of(num_rows, num_columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr)
     height = tl.minimum(row_tiles - first, 8)
     within = program % (8 * column_tiles)
     return first + within % height, within // height
+
+
+@triton.jit
+def columns_of(tile, num_outputs, BLOCK_N: tl.constexpr, IS_PAIR: tl.constexpr):
+    """The outputs of a tile, int64 [BLOCK_N], and which of them there are. Those of a pair are neighbours: 0, N / 2, 1, ..."""
+    lanes = tl.arange(0, BLOCK_N)
+    if IS_PAIR:
+        num_pairs = (num_outputs + 1) // 2
+        pairs = tile * (BLOCK_N // 2) + lanes // 2
+        columns = pairs + (lanes % 2) * num_pairs
+        is_column = (pairs < num_pairs) & (columns < num_outputs)
+    else:
+        columns = tile * BLOCK_N + lanes
+        is_column = columns < num_outputs
+    return columns.to(tl.int64), is_column
+
+
+@triton.jit
+def halves_of(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A tile of pairs [M, N] as two tiles [M, N / 2]."""
+    return tl.split(tl.reshape(tile, [BLOCK_M, BLOCK_N // 2, 2]))
 
 
 @triton.jit
@@ -79,31 +101,30 @@ def linear_kernel(
     IS_PARTIAL stores a stretch alone to out [splits, T, N] in float32, without bias.
     """
     IS_PAIR: tl.constexpr = ACTIVATION >= 0
+    WIDTH: tl.constexpr = BLOCK_N // 2 if IS_PAIR else BLOCK_N
     num_columns = num_outputs // 2 if IS_PAIR else num_outputs
-    row_tile, column_tile = tile_of(num_rows, num_columns, BLOCK_M, BLOCK_N)
+    row_tile, column_tile = tile_of(num_rows, num_columns, BLOCK_M, WIDTH)
     rows = (row_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    columns = (column_tile * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    is_row, is_column = rows < num_rows, columns < num_columns
-    is_element = is_row[:, None] & is_column[None, :]
+    columns, is_column = columns_of(column_tile, num_outputs, BLOCK_N, IS_PAIR)
+    is_row = rows < num_rows
     if IS_PARTIAL:
         begin = tl.program_id(1) * SPLIT_LEN
         end = tl.minimum(begin + SPLIT_LEN, num_inputs)
         zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         sums = sum_stretch(x, weight, rows, is_row, columns, is_column, begin, end, num_inputs, zeros, BLOCK_K)
         base = out + tl.program_id(1).to(tl.int64) * num_rows * num_outputs
-        tl.store(base + rows[:, None] * num_outputs + columns[None, :], sums, mask=is_element)
+        tl.store(base + rows[:, None] * num_outputs + columns[None, :], sums, mask=is_row[:, None] & is_column[None, :])
     else:
         sums = sum_all(
             x, weight, rows, is_row, columns, is_column, num_inputs, SPLIT_LEN, NUM_SPLITS, BLOCK_M, BLOCK_N, BLOCK_K
         )
         sums = with_bias(sums, bias, columns, is_column, HAS_BIAS)
         if IS_PAIR:
-            others = columns + num_columns
-            up = sum_all(
-                x, weight, rows, is_row, others, is_column, num_inputs, SPLIT_LEN, NUM_SPLITS, BLOCK_M, BLOCK_N, BLOCK_K
-            )
-            sums = activated(sums, ACTIVATION) * with_bias(up, bias, others, is_column, HAS_BIAS)
-        tl.store(out + rows[:, None] * num_columns + columns[None, :], sums.to(out.dtype.element_ty), mask=is_element)
+            gate, up = halves_of(sums, BLOCK_M, BLOCK_N)
+            sums = activated(gate, ACTIVATION) * up
+        places, is_place = columns_of(column_tile, num_columns, WIDTH, False)
+        is_element = is_row[:, None] & is_place[None, :]
+        tl.store(out + rows[:, None] * num_columns + places[None, :], sums.to(out.dtype.element_ty), mask=is_element)
 
 
 @triton.jit
@@ -147,8 +168,8 @@ def peaks_kernel(
     """Each tile's largest output and its id, the lowest of equals, to values and ids [T, num_tiles]; NaN if there is one."""
     row_tile, column_tile = tile_of(num_rows, num_outputs, BLOCK_M, BLOCK_N)
     rows = (row_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    columns = (column_tile * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    is_row, is_column = rows < num_rows, columns < num_outputs
+    columns, is_column = columns_of(column_tile, num_outputs, BLOCK_N, False)
+    is_row = rows < num_rows
     sums = sum_all(x, weight, rows, is_row, columns, is_column, num_inputs, 1 << 30, 1, BLOCK_M, BLOCK_N, BLOCK_K)
     sums = with_bias(sums, bias, columns, is_column, HAS_BIAS)
     sums = tl.where(is_column[None, :], sums, float("-inf"))

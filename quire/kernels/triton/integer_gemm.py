@@ -7,8 +7,8 @@ are exact in the inputs' dtype, and a group's sum is scaled as a whole, so no we
 in bfloat16 too; with inputs of e4m3 the matrix instructions of capability 8.9 multiply them as they are, and each BLOCK_K
 inputs are added up in float32 apart, because those instructions keep few bits of a long sum.
 
-4-bit weights lie as [N / 2, K]: a byte holds output j below and output N / 2 + j above. So a tile of bytes is a *pair* of
-tiles of outputs, which share their inputs; and where the outputs are gate and up, it is just what the activation needs.
+4-bit weights lie as [N / 2, K]: a byte holds output j below and output N / 2 + j above. So a tile of bytes is a tile of *pairs*
+(see `gemm`), and where the outputs are gate and up, it is just what the activation needs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.activation import activated
-from quire.kernels.triton.gemm import tile_of, with_bias
+from quire.kernels.triton.gemm import columns_of, halves_of, tile_of, with_bias
 from quire.kernels.triton.kv_rows import FP8_FORMAT, e4m3_bits, row_elements
 
 INPUT_CODES = {"float": 0, "int8": 1, "fp8": 2}
@@ -57,10 +57,10 @@ def quantize_kernel(x, values, scales, width, BLOCK: tl.constexpr, IS_FP8: tl.co
 
 
 @triton.jit
-def group_tile(weight, columns, is_column, inputs, is_input, num_inputs):
-    """Integers [BLOCK_K, BLOCK_N] of a weight that lies row by row."""
-    mask = is_column[None, :] & is_input[:, None]
-    return tl.load(weight + columns[None, :] * num_inputs + inputs[:, None], mask=mask, other=0)
+def weight_tile(weight, rows, is_row, inputs, is_input, num_inputs):
+    """Bytes [BLOCK_K, N] of rows [N] of a weight that lies row by row."""
+    mask = is_row[None, :] & is_input[:, None]
+    return tl.load(weight + rows[None, :] * num_inputs + inputs[:, None], mask=mask, other=0)
 
 
 @triton.jit
@@ -98,59 +98,59 @@ def integer_kernel(
 ):  # fmt: skip
     """Grid: tiles. Pairs with 4 bits or an ACTIVATION of 0 or more; scales and offsets are [K / GROUP, N]."""
     IS_PAIR: tl.constexpr = (ACTIVATION >= 0) or (BITS == 4)
+    WIDTH: tl.constexpr = BLOCK_N // 2 if IS_PAIR else BLOCK_N
     num_columns = (num_outputs + 1) // 2 if IS_PAIR else num_outputs
-    row_tile, column_tile = tile_of(num_rows, num_columns, BLOCK_M, BLOCK_N)
+    row_tile, column_tile = tile_of(num_rows, num_columns, BLOCK_M, WIDTH)
     rows = (row_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    columns = (column_tile * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    others = columns + num_columns
-    is_row, is_column = rows < num_rows, columns < num_columns
-    is_other = is_column & (others < num_outputs)
+    columns, is_column = columns_of(column_tile, num_outputs, BLOCK_N, IS_PAIR)
+    pairs, is_pair = columns_of(column_tile, num_columns, WIDTH, False)
+    is_row = rows < num_rows
     SUM_TYPE: tl.constexpr = tl.int32 if INPUTS == INT8_INPUTS else tl.float32
     PER_FACTOR: tl.constexpr = 256.0 if IS_FP8 and not (HAS_FP8 and INPUTS == FP8_INPUTS) else 1.0
     UNIT: tl.constexpr = PER_FACTOR * PER_FACTOR if INPUTS == FP8_INPUTS else PER_FACTOR
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    other_total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for group in range(0, num_inputs // GROUP):
-        sums = tl.zeros([BLOCK_M, BLOCK_N], SUM_TYPE)
-        other_sums = tl.zeros([BLOCK_M, BLOCK_N], SUM_TYPE)
+        sums = tl.zeros([BLOCK_M, WIDTH if BITS == 4 else BLOCK_N], SUM_TYPE)
+        other_sums = tl.zeros([BLOCK_M, WIDTH], SUM_TYPE)
         input_sums = tl.zeros([BLOCK_M], SUM_TYPE)
         for first in range(group * GROUP, (group + 1) * GROUP, BLOCK_K):
             inputs = first + tl.arange(0, BLOCK_K)
             is_input = inputs < (group + 1) * GROUP
             a = tl.load(x + rows[:, None] * num_inputs + inputs[None, :], mask=is_row[:, None] & is_input[None, :], other=0)
-            w = group_tile(weight, columns, is_column, inputs, is_input, num_inputs)
             if BITS == 4:
-                sums = product(a, (w << 4) >> 4, sums, INPUTS, False, False)
-                other_sums = product(a, w >> 4, other_sums, INPUTS, False, False)
+                both = weight_tile(weight, pairs, is_pair, inputs, is_input, num_inputs)
+                sums = product(a, (both << 4) >> 4, sums, INPUTS, False, False)
+                other_sums = product(a, both >> 4, other_sums, INPUTS, False, False)
             else:
+                w = weight_tile(weight, columns, is_column, inputs, is_input, num_inputs)
                 sums = product(a, w, sums, INPUTS, IS_FP8, HAS_FP8)
-                if IS_PAIR:
-                    w = group_tile(weight, others, is_other, inputs, is_input, num_inputs)
-                    other_sums = product(a, w, other_sums, INPUTS, IS_FP8, HAS_FP8)
             if HAS_OFFSETS:
                 input_sums += tl.sum(a.to(SUM_TYPE), axis=1)
+        if BITS == 4:
+            sums = tl.reshape(tl.join(sums, other_sums), [BLOCK_M, BLOCK_N])
         if UNIT != 1.0:
             sums = sums * UNIT
-            other_sums = other_sums * UNIT
-        where = group * num_outputs
-        total = add_group(total, sums, input_sums, scales, offsets, where + columns, is_column, HAS_OFFSETS)
-        if IS_PAIR:
-            other_total = add_group(other_total, other_sums, input_sums, scales, offsets, where + others, is_other, HAS_OFFSETS)
+        total = add_group(total, sums, input_sums, scales, offsets, group * num_outputs + columns, is_column, HAS_OFFSETS)
     if INPUTS != FLOAT_INPUTS:
-        row_scales = tl.load(x_scales + rows, mask=is_row, other=0.0)[:, None]
-        total = total * row_scales
-        other_total = other_total * row_scales
+        total = total * tl.load(x_scales + rows, mask=is_row, other=0.0)[:, None]
     total = with_bias(total, bias, columns, is_column, HAS_BIAS)
-    if IS_PAIR:
-        other_total = with_bias(other_total, bias, others, is_other, HAS_BIAS)
     if ACTIVATION >= 0:
-        result = (activated(total, ACTIVATION) * other_total).to(out.dtype.element_ty)
-        tl.store(out + rows[:, None] * num_columns + columns[None, :], result, mask=is_row[:, None] & is_column[None, :])
+        gate, up = halves_of(total, BLOCK_M, BLOCK_N)
+        store_columns(out, rows, is_row, column_tile, activated(gate, ACTIVATION) * up, num_columns, 0, num_columns, WIDTH)
+    elif IS_PAIR:
+        below, above = halves_of(total, BLOCK_M, BLOCK_N)
+        store_columns(out, rows, is_row, column_tile, below, num_columns, 0, num_outputs, WIDTH)
+        store_columns(out, rows, is_row, column_tile, above, num_outputs - num_columns, num_columns, num_outputs, WIDTH)
     else:
-        there = out + rows[:, None] * num_outputs
-        tl.store(there + columns[None, :], total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
-        if IS_PAIR:
-            tl.store(there + others[None, :], other_total.to(out.dtype.element_ty), mask=is_row[:, None] & is_other[None, :])
+        store_columns(out, rows, is_row, column_tile, total, num_outputs, 0, num_outputs, WIDTH)
+
+
+@triton.jit
+def store_columns(out, rows, is_row, tile, values, num_columns, first, width, BLOCK_N: tl.constexpr):
+    """A tile [M, N] of `num_columns` columns, of which column 0 is `first` of out [T, width]."""
+    columns, is_column = columns_of(tile, num_columns, BLOCK_N, False)
+    there = out + rows[:, None] * width + first + columns[None, :]
+    tl.store(there, values.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
 @triton.jit

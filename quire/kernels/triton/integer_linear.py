@@ -134,8 +134,7 @@ def integer_linear(x: Tensor, packed: IntegerLinear, activation: int, dtype: tor
             **launch_options(4),
         )  # fmt: skip
         return out
-    tile_columns = (packed.num_outputs + 1) // 2 if is_gated or packed.bits == 4 else packed.num_outputs
-    num_tiles = triton.cdiv(num_rows, tuning.block_m) * triton.cdiv(tile_columns, tuning.block_n)
+    num_tiles = triton.cdiv(num_rows, tuning.block_m) * triton.cdiv(packed.num_outputs, tuning.block_n)
     block_k = max(_MIN_BLOCK_K, min(tuning.block_k, triton.next_power_of_2(packed.group_size)))
     integer_kernel[(num_tiles,)](
         inputs, input_scales, packed.values, packed.scales,

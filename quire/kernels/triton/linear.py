@@ -126,12 +126,10 @@ def library_sums(x: Tensor, weight: Tensor) -> Tensor:
 
 def _launch(x: Tensor, packed: FloatLinear, out: Tensor, activation: int, *, is_partial: bool) -> None:
     tuning, num_rows = packed.tuning, x.shape[0]
-    num_columns = packed.num_outputs // 2 if activation >= 0 else packed.num_outputs
-    block_n = max(16, tuning.block_n // 2) if activation >= 0 else tuning.block_n
-    num_tiles = triton.cdiv(num_rows, tuning.block_m) * triton.cdiv(num_columns, block_n)
+    num_tiles = triton.cdiv(num_rows, tuning.block_m) * triton.cdiv(packed.num_outputs, tuning.block_n)
     linear_kernel[(num_tiles, packed.num_splits if is_partial else 1)](
         x, packed.weight, _bias(packed), out, num_rows, packed.num_outputs, packed.num_inputs,
-        SPLIT_LEN=packed.split_len, NUM_SPLITS=packed.num_splits, BLOCK_M=tuning.block_m, BLOCK_N=block_n,
+        SPLIT_LEN=packed.split_len, NUM_SPLITS=packed.num_splits, BLOCK_M=tuning.block_m, BLOCK_N=tuning.block_n,
         BLOCK_K=tuning.block_k, ACTIVATION=activation, IS_PARTIAL=is_partial, HAS_BIAS=packed.bias is not None,
         **launch_options(tuning.num_warps, tuning.num_stages),
     )  # fmt: skip

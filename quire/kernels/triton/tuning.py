@@ -33,14 +33,32 @@ class LinearTuning:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionTuning:
-    """A tile of block_m (query, head) pairs against block_n keys; positions are summed in splits of split_len."""
+class Tile:
+    """Rows of attention, (query, head) pairs, that one program computes."""
 
     block_m: int
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTuning:
+    """Tiles of rows against block_n keys; positions are summed in splits of split_len.
+
+    Four warps compute 64 rows, or eight 128, with the same instructions, so that a row's bits are the same in both tiles.
+    """
+
+    low: Tile
+    """For decodes, whose sequences have few rows."""
+    tall: Tile
+    """For sequences of many rows: a key that is loaded serves more of them."""
     block_n: int
     split_len: int
-    num_warps: int
     num_stages: int
+
+    @classmethod
+    def of(cls, entry: dict[str, Any]) -> AttentionTuning:
+        """From a data file's entry."""
+        return cls(**{**entry, "low": Tile(**entry["low"]), "tall": Tile(**entry["tall"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +90,7 @@ class Tuning:
         """A data file; a missing or unknown key raises TypeError or KeyError."""
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         linear = {key: LinearTuning(**data.pop(key)) for key in ("linear", "wide_linear", "integer")}
-        attention = {key: AttentionTuning(**data.pop(key)) for key in ("attention", "wide_attention", "float_attention")}
+        attention = {key: AttentionTuning.of(data.pop(key)) for key in ("attention", "wide_attention", "float_attention")}
         return cls(name=path.stem, **data, **linear, **attention)  # type: ignore[arg-type]
 
     def write(self, path: Path) -> None:
