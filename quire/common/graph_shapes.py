@@ -27,6 +27,11 @@ def shape_for(num_tokens: int, context_len: int, max_model_len: int) -> StepShap
     return StepShape(NUM_TOKENS[bisect_left(NUM_TOKENS, num_tokens)], min(length, max_model_len))
 
 
+def largest_size(max_num_tokens: int) -> int:
+    """Tokens of the largest shape that steps of up to so many need."""
+    return NUM_TOKENS[min(bisect_left(NUM_TOKENS, max_num_tokens), len(NUM_TOKENS) - 1)]
+
+
 def num_shapes(max_num_tokens: int, max_model_len: int) -> int:
     """How many shapes there are for steps of up to so many tokens."""
     num_sizes, num_lengths, length = sum(size <= max_num_tokens for size in NUM_TOKENS), 1, _MIN_CONTEXT_LEN

@@ -214,7 +214,9 @@ def _use_graphs(worker: Worker, plan: EnginePlan, graphs: GraphPlan) -> None:
 
     from quire.worker.graphs import CudaGraphs, GraphSettings
 
-    worker.use_graphs(CudaGraphs(), GraphSettings(graphs.max_num_tokens, plan.limits.max_model_len, graphs.max_bytes))
+    longest = plan.limits.max_model_len
+    settings = GraphSettings(graphs.max_num_tokens, longest, graphs.max_bytes, graphs.min_shared_blocks)
+    worker.use_graphs(CudaGraphs(graphs.bytes_each), settings)
     held, planned = torch.cuda.memory_allocated(), plan.weight_bytes + plan.kv_bytes + plan.workspace_bytes
     if held > planned:
         logger.warning("weights and KV cache take %d bytes of the GPU, planned were %d with all else", held, planned)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quire.common.graph_shapes import NUM_TOKENS, num_shapes
+from quire.common.gpu_bounds import MAX_PARTIAL_BYTES
+from quire.common.graph_shapes import largest_size, num_shapes
 from quire.common.kv_formats import KV_FORMATS, OTHER_NAMES
 from quire.common.numbers import align_down, ceil_div, format_bytes, parse_bytes
 from quire.config.engine import EngineConfig
@@ -29,10 +30,11 @@ GPU_CONTEXT_BYTES = 768 << 20
 """What torch's context, its libraries and the compiled kernels take of a GPU before any tensor. Reckoned, not measured."""
 GRAPH_BYTES_PER_LAYER = 64 << 10
 """What a recorded graph keeps on the device for the launches of one layer. Reckoned; the engine counts what it really takes."""
-MAX_SPLIT_PROGRAMS = 264
-"""With fewer programs than this (two for each multiprocessor of an H200), attention computes splits side by side."""
-MIN_SPLIT_LEN = 256
-"""Positions in a split, at least: see `quire/kernels/triton/tunings/`."""
+GRAPH_POOL_BYTES = 64 << 20
+"""What torch's allocator takes beyond the tensors of recorded steps: it asks the driver for pieces of 2 and 20 MiB."""
+SHARED_BYTES_PER_LAYER = 1 << 30
+"""A step that would read so many bytes of shared prefixes again, for each layer, is computed without a graph, which reads them
+once. Reckoned: 0.25 ms at 4 TB/s, about what the launches of one layer cost the host beyond a graph's."""
 CPU_OVERLAP_REASON = "the cores that would plan the next step are those that compute this one"
 
 
@@ -52,6 +54,10 @@ class GraphPlan(NamedTuple):
     """Of their inputs and outputs, which keep their places."""
     max_bytes: int
     """Of all graphs together, with the temporary tensors that they share."""
+    bytes_each: int
+    """Of these, what the driver keeps for one graph's launches."""
+    min_shared_blocks: int
+    """A step whose neighbours share so many blocks is computed without a graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +124,13 @@ class _Resolver:
         if self.formats.has_integers:
             self._note("quantization", config.quantization or "as the checkpoint", self.formats.summary)
         weight_bytes = self.formats.weight_bytes(spec, dtype)
-        workspace_bytes = _workspace_bytes(spec, num_batched, max_num_seqs) + (0 if self.gpu is None else GPU_CONTEXT_BYTES)
+        workspace_bytes = _workspace_bytes(spec, num_batched, max_num_seqs)
+        if self.gpu is not None:
+            workspace_bytes += GPU_CONTEXT_BYTES + MAX_PARTIAL_BYTES
         kv_format = self._kv_format(dtype)
         bytes_per_token = sum(layer.bytes_per_token(kv_format) for layer in spec.kv_layers)
         attention_module = self._attention(dtype, kv_format, block_size)
-        graphs = self._graphs(num_batched, block_size, attention_module)
+        graphs = self._graphs(num_batched, bytes_per_token, block_size, attention_module)
         if graphs is not None:
             workspace_bytes += graphs.max_bytes + graphs.input_bytes + bytes_per_token * block_size  # with the scratch block
         kv_bytes = self._kv_bytes(weight_bytes + workspace_bytes, bytes_per_token * self._longest() * max_num_seqs)
@@ -190,21 +198,23 @@ class _Resolver:
         else:
             self._note("batch_invariant", False, "given; torch's products may serve many rows, as the tuning file says")
 
-    def _graphs(self, num_batched: int, block_size: int, attention_module: str | None) -> GraphPlan | None:
+    def _graphs(
+        self, num_batched: int, bytes_per_token: int, block_size: int, attention_module: str | None
+    ) -> GraphPlan | None:
         reason = "the CPU has none" if self.gpu is None else "given: enforce_eager" if self.config.enforce_eager else None
         if reason is None and attention_module is not None:
             reason = "the attention of a library plans each step on the host, which a graph would not repeat"
         if reason is not None:
             self._note("graphs", "off", reason)
             return None
-        spec, longest, num_tokens = self.spec, self._longest(), min(NUM_TOKENS[-1], num_batched)
+        spec, longest, num_tokens = self.spec, self._longest(), largest_size(num_batched)
         row_bytes = spec.hidden_size * DTYPE_BYTES["float32"] + (ceil_div(longest, block_size) + 8) * DTYPE_BYTES["float32"]
-        num_graphs = num_shapes(num_tokens, longest)
-        launches = num_graphs * len(spec.blocks) * GRAPH_BYTES_PER_LAYER
-        max_bytes = _layer_bytes(spec, num_tokens) + _partial_bytes(spec, longest) + launches
+        num_graphs, bytes_each = num_shapes(num_tokens, longest), len(spec.blocks) * GRAPH_BYTES_PER_LAYER
+        max_bytes = _layer_bytes(spec, num_tokens) + MAX_PARTIAL_BYTES + GRAPH_POOL_BYTES + num_graphs * bytes_each
         reason = f"at most {num_graphs} graphs with {format_bytes(max_bytes)}, recorded when idle"
         self._note("graphs", f"steps of up to {num_tokens} tokens", reason)
-        return GraphPlan(num_tokens, num_tokens * row_bytes, max_bytes)
+        min_shared_blocks = len(spec.blocks) * SHARED_BYTES_PER_LAYER // (bytes_per_token * block_size)
+        return GraphPlan(num_tokens, num_tokens * row_bytes, max_bytes, bytes_each, min_shared_blocks)
 
     def _dtype(self) -> str:
         config, spec = self.config, self.spec
@@ -352,12 +362,3 @@ def _layer_bytes(spec: DecoderSpec, num_tokens: int) -> int:
         for block in spec.blocks
     )
     return num_tokens * (3 * spec.hidden_size + widest) * DTYPE_BYTES["float32"]
-
-
-def _partial_bytes(spec: DecoderSpec, longest: int) -> int:
-    """Splits of attention that are computed side by side: only while there are few programs, each with a group's rows."""
-    return max(
-        MAX_SPLIT_PROGRAMS * ceil_div(block.attention.num_heads, block.attention.num_kv_heads)
-        * ceil_div(longest, MIN_SPLIT_LEN) * (block.attention.head_dim + 2) * DTYPE_BYTES["float32"]
-        for block in spec.blocks
-    )  # fmt: skip

@@ -5,6 +5,8 @@ A padded token is a sequence of its own in the scratch block, which belongs to n
 row's bits depend neither on its company nor on how far attention might have looked, so a replayed step gives the bits of one
 that is computed operation by operation.
 
+A step in which sequences share long prefixes is left alone where reading these once spares more than a graph does.
+
 Graphs are recorded in idle moments, the most used shapes first, or once a shape has been used so often that recording it pays;
 until then steps are computed as if there were none, so nobody waits for a graph. Owns the recorded graphs, the place where
 their inputs and outputs lie, and the bound on what they hold. It knows arrays, not rows or plans.
@@ -24,13 +26,14 @@ from torch import Tensor
 from quire.common.failures import log_failure
 from quire.common.graph_shapes import StepShape, shape_for
 from quire.worker.batch import StepArrays, StepInputs
+from quire.worker.prefixes import num_spared
 from quire.worker.staging import Staging, packed_len
 
 logger = logging.getLogger(__name__)
 
-PAYING_USES = 64
+PAYING_USES = 16
 """A shape used so often is recorded even while there is no idle moment: that costs about as much as three steps without a graph
-(one to compile and warm up, one to record, one to be sure), of which each replay saves a part. Reckoned, not measured."""
+(one to compile and warm up, one to record, one to be sure), of which each replay saves a good part. Reckoned, not measured."""
 
 
 class GraphBackend(Protocol):
@@ -47,9 +50,13 @@ class GraphBackend(Protocol):
 
 
 class CudaGraphs:
-    """CUDA graphs whose temporary tensors share one pool: replays follow one another, so one may use what another did."""
+    """CUDA graphs whose temporary tensors share one pool: replays follow one another, so one may use what another did.
 
-    def __init__(self) -> None:
+    `bytes_each` is what the driver is reckoned to keep for one graph: it does not tell, and free memory is everybody's.
+    """
+
+    def __init__(self, bytes_each: int) -> None:
+        self._bytes_each = bytes_each
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._held_bytes = 0
@@ -61,8 +68,7 @@ class CudaGraphs:
     def record(self, compute: Callable[[], None]) -> Callable[[], None]:
         compute()  # kernels are compiled and loaded, which must not happen while a graph is recorded
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # so that the difference below is what the graph takes
-        free_before = torch.cuda.mem_get_info()[0]
+        reserved_before = torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -70,9 +76,9 @@ class CudaGraphs:
                 compute()
             finally:
                 graph.capture_end()
-        graph.replay()  # loads the graph onto the device, which takes memory as well
+        graph.replay()  # loads the graph onto the device
         torch.cuda.synchronize()
-        self._held_bytes += max(0, free_before - torch.cuda.mem_get_info()[0])
+        self._held_bytes += torch.cuda.memory_reserved() - reserved_before + self._bytes_each
         replay: Callable[[], None] = graph.replay
         return replay
 
@@ -85,6 +91,8 @@ class GraphSettings(NamedTuple):
     max_model_len: int
     max_bytes: int
     """Of all graphs together."""
+    min_shared_blocks: int = 1
+    """A step whose neighbours share so many blocks is not replayed: computed otherwise, it reads them once."""
     paying_uses: int = PAYING_USES
 
 
@@ -103,7 +111,6 @@ class StepGraphs:
         self._replays: dict[StepShape, Callable[[], None]] = {}
         self._uses: Counter[StepShape] = Counter()
         """Of shapes that are not recorded yet."""
-        self._unfit: set[StepShape] = set()
         self._is_full = False
         self._inputs = torch.empty(0, dtype=torch.uint8, device=stage.device)
         self._hidden: Tensor | None = None
@@ -115,8 +122,10 @@ class StepGraphs:
 
     def forward(self, arrays: StepArrays) -> Tensor | None:
         """Hidden states [T, H], valid until the next call; None where the step is to be computed without a graph."""
-        shape = None if arrays.runs else shape_for(len(arrays.token_ids), arrays.max_context_len, self.settings.max_model_len)
+        shape = shape_for(len(arrays.token_ids), arrays.max_context_len, self.settings.max_model_len)
         if shape is None or shape.num_tokens > self.settings.max_num_tokens:
+            return None
+        if arrays.runs and num_spared(arrays.runs) >= self.settings.min_shared_blocks:
             return None
         if shape not in self._replays:
             self._uses[shape] += 1
@@ -129,18 +138,20 @@ class StepGraphs:
 
     def record_next(self) -> bool:
         """In an idle moment: record the most used shape that was met; False where there is none left."""
-        wanted = [shape for shape, _ in self._uses.most_common() if shape not in self._unfit]
-        return not self._is_full and bool(wanted) and (self._record(wanted[0]) or len(wanted) > 1)
+        return not self._is_full and bool(self._uses) and self._record(self._uses.most_common(1)[0][0])
 
     def _record(self, shape: StepShape) -> bool:
-        """Record a shape, on scratch tokens; False where that cannot be, which is said once."""
-        if self._is_full or shape in self._unfit:
+        """Record a shape, on scratch tokens; False where that cannot be.
+
+        A failure is said, and nothing is recorded from then on: torch's allocator may be left as if a recording went on.
+        """
+        if self._is_full:
             return False
         try:
             self._replays[shape] = self._backend.record(self._computation(shape))
         except Exception as error:
-            log_failure(logger, f"no graph of steps of {shape.num_tokens} tokens could be recorded", error)
-            self._unfit.add(shape)
+            log_failure(logger, f"no graph of steps of {shape.num_tokens} tokens could be recorded; no more are tried", error)
+            self._is_full = True
             return False
         del self._uses[shape]
         held, allowed = self._backend.held_bytes, self.settings.max_bytes

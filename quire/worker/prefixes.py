@@ -42,6 +42,11 @@ def find_runs(tables: Array, num_known: Sequence[int], unit: int) -> list[Run]:
     return runs if any(run.num_blocks for run in runs) else []
 
 
+def num_spared(runs: Sequence[Run]) -> int:
+    """Blocks that need not be read again where each run's are read once."""
+    return sum((run.end - run.first - 1) * run.num_blocks for run in runs)
+
+
 def _run(tables: Array, num_known: Sequence[int], first: int, end: int, unit: int) -> Run:
     if end - first == 1:
         return Run(first, end, 0)

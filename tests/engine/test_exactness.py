@@ -181,13 +181,14 @@ def _preempted(make: MakeEngine) -> Answers:
 
 
 def _preempted_at_every_token(make: MakeEngine) -> Answers:
-    engine = make(enable_prefix_caching=False)
+    """Without overlap: nobody gets anywhere who loses, after every step, the one in flight as well."""
+    engine = make(enable_prefix_caching=False, overlap="off")
     _submit(engine, REQUESTS)
     return {name: _answer(output) for name, output in run_all(engine, after_step=engine.scheduler.preempt_all).items()}
 
 
 def _resumed_from_cache(make: MakeEngine) -> Answers:
-    engine = make()
+    engine = make(overlap="off")
     _submit(engine, REQUESTS)
     return {name: _answer(output) for name, output in run_all(engine, after_step=engine.scheduler.preempt_all).items()}
 
@@ -367,7 +368,7 @@ def _told(output: RequestOutput) -> tuple[Any, ...]:
 def test_preemption_at_any_token_leaves_text_and_bits_alone(caching: bool) -> None:
     """At every token position, one to five times in a row: penalties, stop strings, log-probabilities and forks."""
     options: dict[str, Any] = {"kv_cache_memory": "16MiB", "num_threads": 1, "enable_prefix_caching": caching}
-    engine = build_engine(EngineConfig(model="quire-storyteller", **options))
+    engine = build_engine(EngineConfig(model="quire-storyteller", device=DEVICE, overlap="off", **options))
     prompt = "Once upon a time there lived a fox"
     engine.add_request("calm", prompt, SamplingParams(**STORY))
     calm = _told(run_all(engine)["calm"])
@@ -399,7 +400,7 @@ def test_concurrent_streams_that_come_and_go_get_the_same_bits(
     row_bytes = KV_FORMATS[NUMBERS[numbers].get("kv_cache_dtype", NUMBERS[numbers]["dtype"])].row_bytes(16)
     llm = AsyncLLM(
         str(tiny_config), load_format="dummy", kv_cache_memory=14 * 16 * 2 * 2 * 2 * row_bytes, **NUMBERS[numbers],
-        num_threads=1, max_num_seqs=6, max_model_len=200,
+        num_threads=1, max_num_seqs=6, max_model_len=200, device=DEVICE,
     )  # fmt: skip
 
     async def ask(name: str) -> tuple[str, tuple[Any, ...] | None]:

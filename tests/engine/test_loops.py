@@ -20,7 +20,7 @@ from quire.config.limits import SchedulerLimits
 from quire.core.beam import BeamDecoder, BeamSettings
 from quire.core.decoding import SamplingDecoder
 from quire.core.params import BeamSearchParams, SamplingParams
-from quire.core.plan import NOT_FINITE, RowSampling, RowWork, StepPlan, StepResult, WorkResult
+from quire.core.plan import NOT_FINITE, RowSampling, RowWork, StepPlan, StepResult
 from quire.core.request import Decoder, Request
 from quire.core.scheduler.audit import audit, audit_plan
 from quire.engine.builder import build_engine
@@ -30,6 +30,7 @@ from quire.engine.step_loop import StepLoop
 from quire.errors import EngineError
 from quire.executor.interface import Launched
 from quire.executor.null import NullExecutor
+from quire.worker.worker import Outcome
 
 MakeEngine = Callable[..., Engine]
 LIMITS = SchedulerLimits(num_blocks=10, block_size=4, max_num_seqs=5, max_num_batched_tokens=9, max_model_len=40)
@@ -324,21 +325,22 @@ def test_a_row_that_fails_fails_alone(make_engine: MakeEngine) -> None:
         target.add_request("good", {"prompt_token_ids": [3, 4, 5]}, params)
     engine.add_request("bad", {"prompt_token_ids": list(range(99, 120))}, params)
     worker = engine.executor.worker  # type: ignore[attr-defined]
-    compute, seen = worker._compute, []
+    launch, seen = worker._launch, []
 
-    def spoil(work: Sequence[RowWork]) -> list[WorkResult]:
+    def spoil(work: Sequence[RowWork]) -> Outcome:
         for item in work:
             if worker.rows.token_ids[item.row][0] == 99:
                 seen.append(item.start)
                 if item.start == 25:
                     worker.memory.caches[0][0][int(worker.rows.block_tables[item.row][0])] = float("nan")
-        found: list[WorkResult] = compute(work)
-        return found
+        outcome: Outcome = launch(work)
+        return outcome
 
-    worker._compute = spoil
+    worker._launch = spoil
     outputs = run_all(engine)
     assert outputs["bad"].error == NOT_FINITE and len(outputs["bad"].outputs[0].token_ids) == 5
-    assert seen == [0, 21, 22, 23, 24, 25], "what was planned on the failed step was computed"
+    # On a GPU the failure is read a step late: what was planned on the failed step is computed for nothing.
+    assert seen in ([0, 21, 22, 23, 24, 25], [0, 21, 22, 23, 24, 25, 26])
     assert outputs["good"].outputs == run_all(alone)["good"].outputs
 
 

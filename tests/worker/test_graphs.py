@@ -119,12 +119,19 @@ def test_a_shape_that_cannot_be_recorded_is_computed_without(caplog: pytest.LogC
     assert not steps.graphs.record_next() and caplog.text.count("no graph of steps of 2 tokens") == 1
 
 
-def test_large_steps_and_shared_prefixes_are_computed_without() -> None:
+def test_large_steps_and_long_shared_prefixes_are_computed_without() -> None:
     steps = Steps(max_num_tokens=16)
-    runs = (Run(0, 2, 2),)
+    steps.graphs.settings = steps.graphs.settings._replace(min_shared_blocks=6)
     for _ in range(5):
-        assert steps.take(17) is None and steps.graphs.forward(_arrays([1, 1], runs=runs)) is None
+        assert steps.take(17) is None and steps.graphs.forward(_arrays([1] * 4, runs=(Run(0, 4, 2),))) is None
     assert not steps.graphs.record_next()
+
+
+def test_a_short_shared_prefix_is_no_reason_to_go_without() -> None:
+    steps = Steps()
+    steps.graphs.settings = steps.graphs.settings._replace(min_shared_blocks=7, paying_uses=1)
+    arrays = _arrays([1] * 4, runs=(Run(0, 4, 2),))
+    assert steps.graphs.forward(arrays) is not None and steps.graphs.shapes
 
 
 def _engine(**options: object) -> Engine:

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.common.gpu_bounds import MAX_PARTIAL_BYTES
 from quire.kernels.interface import AttentionBatch, SharedPrefixes
 from quire.kernels.triton.checks import check_attention, launch_options
 from quire.kernels.triton.kv_rows import FLOAT_FORMAT, kernel_view, row_elements, row_scales
@@ -31,9 +32,8 @@ from quire.kernels.triton.tuning import AttentionTuning, Tile, Tuning
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MAX_HEAD_SIZE = 256
-MAX_CASCADE_BYTES = 256 << 20
-"""Partial results of more than this are not kept to read a prefix once: batches with many new tokens share its reading anyway,
-among those of one sequence."""
+PROGRAMS_AT_ONCE = 2
+"""Programs of attention that a multiprocessor holds: 80 KiB of shared memory each."""
 _ALL, _BELOW, _FROM = 0, 1, 2
 
 
@@ -299,9 +299,11 @@ def paged_attention(
         return out
     launch = _Launch(query, key_cache, value_cache, out, tuning, scale, window, soft_cap)
     num_splits = triton.cdiv(batch.max_context_len, launch.figures.split_len)
-    shared = batch.shared if window is None and _partial_bytes(query, num_splits) <= MAX_CASCADE_BYTES else None
-    num_programs = launch.num_programs(batch.context_len.numel())
-    if num_splits > 1 and (shared is not None or num_programs < tuning.num_programs):
+    can_be_apart = num_splits > 1 and _partial_bytes(query, num_splits) <= MAX_PARTIAL_BYTES
+    # A batch with very many new tokens shares the reading of a prefix anyway, among those of one sequence.
+    shared = batch.shared if window is None and can_be_apart else None
+    is_idle = launch.num_programs(batch.context_len.numel()) < PROGRAMS_AT_ONCE * tuning.num_programs
+    if can_be_apart and (shared is not None or is_idle):
         partials = _partials(query, num_splits)
         if shared is None:
             launch(batch, num_splits, partials)
@@ -389,7 +391,9 @@ def shared_prefix_unit(tuning: Tuning) -> int:
 
 
 def _partial_bytes(query: Tensor, num_splits: int) -> int:
-    return query.numel() * num_splits * 4
+    """As `_partials` takes."""
+    num_tokens, num_heads, head_size = query.shape
+    return num_tokens * num_heads * num_splits * (head_size + 2) * 4
 
 
 def _partials(query: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:

@@ -130,7 +130,7 @@ def test_a_shared_prefix_read_once_changes_no_bit(
     batch.block_tables[2, :num_blocks] = batch.block_tables[0, 0]  # the run's own table is read there
     got = kernels.paged_attention(query, keys, values, replace(batch, shared=shared), scale=0.25)
     assert torch.equal(got, want)
-    monkeypatch.setattr("quire.kernels.triton.attention.MAX_CASCADE_BYTES", 1)
+    monkeypatch.setattr("quire.kernels.triton.attention.MAX_PARTIAL_BYTES", 1)
     assert torch.equal(kernels.paged_attention(query, keys, values, too_much, scale=0.25), want)
 
 
