@@ -1,10 +1,11 @@
 """How a step's three verbs follow each other: one after the other, or with the next step planned while one runs.
 
     plain       schedule 1, execute 1, update 1, schedule 2, execute 2, update 2, ...
-    overlapped  schedule 1, schedule 2, await 1, update 1, schedule 3, await 2, update 2, ...  while a thread launches 1, 2, 3
+    overlapped  schedule 1, schedule 2, await 1, update 1, schedule 3, await 2, update 2, ...  while 1, 2, 3 are launched
 
-A device that computes beside the host has the next step launched behind the one that it is busy with: the thread that launches
-never asks what came of a step, only who takes it in does.
+A device that computes beside the host has the next step launched behind the one that it is busy with, where it is planned:
+a thread would only contend for the interpreter. Where the host itself computes, a thread does it. Who launches never asks what
+came of a step, only who takes it in does.
 
 Both give the same tokens: the overlapped loop counts on what the step in flight will have computed, never on which tokens come
 of it. It takes in each outcome while the next step runs, so whoever ends has had a step too many, whose outcome is dropped, and
@@ -93,12 +94,32 @@ class PlainLoop:
         """Nothing to end."""
 
 
+class Launcher(Protocol):
+    """Launches steps in the order in which they are given to it."""
+
+    def submit(self, launch: Callable[[StepPlan], Launched], plan: StepPlan) -> None:
+        """Have a plan launched, after those given before."""
+        ...
+
+    def collect(self) -> Launched:
+        """The oldest step that was not collected, once it is launched; raises what that raised."""
+        ...
+
+    def drain(self) -> None:
+        """Drop what was not collected, once all of it is launched."""
+        ...
+
+    def close(self) -> None:
+        """Launch nothing more. Idempotent."""
+        ...
+
+
 class OverlappedLoop:
     """Plans a step, and takes in another, while one is computed: by a device, or by the thread that launches it."""
 
-    def __init__(self) -> None:
+    def __init__(self, launcher: Launcher) -> None:
         self._in_flight: deque[StepPlan] = deque()
-        self._thread = StepThread()
+        self._launcher = launcher
 
     def advance(self, control: Control) -> list[Progress]:
         if not self._in_flight:
@@ -107,7 +128,7 @@ class OverlappedLoop:
         if ahead is not None:
             self._begin(control, ahead)
         try:
-            result = self._thread.collect()()
+            result = self._launcher.collect()()
         except Exception as error:
             plan = self._in_flight.popleft()
             self.forget()
@@ -116,28 +137,58 @@ class OverlappedLoop:
 
     def forget(self) -> None:
         self._in_flight.clear()
-        self._thread.drain()
+        self._launcher.drain()
 
     def close(self) -> None:
         self.forget()
-        self._thread.close()
+        self._launcher.close()
 
     def _begin(self, control: Control, plan: StepPlan) -> None:
         self._in_flight.append(plan)
-        self._thread.submit(control.launch, plan)
+        self._launcher.submit(control.launch, plan)
 
 
 def loop_of(plan: EnginePlan) -> Loop:
     """The order of the verbs that a plan has decided on."""
-    return OverlappedLoop() if plan.is_overlapped else PlainLoop()
+    if not plan.is_overlapped:
+        return PlainLoop()
+    return OverlappedLoop(StepThread() if plan.device == "cpu" else DirectLauncher())
 
 
 _Outcome = Launched | BaseException
 _Item = tuple[Callable[[StepPlan], Launched], StepPlan] | None
 
 
+class DirectLauncher:
+    """A `Launcher` for devices that compute beside the host: a step is launched when it is given."""
+
+    def __init__(self) -> None:
+        self._done: deque[_Outcome] = deque()
+
+    def submit(self, launch: Callable[[StepPlan], Launched], plan: StepPlan) -> None:
+        try:
+            self._done.append(launch(plan))
+        except Exception as error:  # told when the step is collected, as those before it come first
+            self._done.append(error)
+
+    def collect(self) -> Launched:
+        return _launched(self._done.popleft())
+
+    def drain(self) -> None:
+        self._done.clear()
+
+    def close(self) -> None:
+        self.drain()
+
+
+def _launched(outcome: _Outcome) -> Launched:
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
+
+
 class StepThread:
-    """A thread that launches steps in the order in which they are given to it. Begun by the first."""
+    """A `Launcher` for steps that are computed where they are launched: in a thread. Begun by the first."""
 
     def __init__(self) -> None:
         self._todo: queue.SimpleQueue[_Item] = queue.SimpleQueue()
@@ -145,21 +196,16 @@ class StepThread:
         self._thread: threading.Thread | None = None
 
     def submit(self, launch: Callable[[StepPlan], Launched], plan: StepPlan) -> None:
-        """Have a plan launched, after those given before."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="quire-steps", daemon=True)
             self._thread.start()
         self._todo.put((launch, plan))
 
     def collect(self) -> Launched:
-        """Wait until the oldest step that was not collected is launched; raises what that raised."""
-        outcome = self._next()
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return outcome
+        return _launched(self._next())
 
     def drain(self) -> None:
-        """Wait for all of them and drop what they give. Counts on nothing: a wait may have been interrupted anywhere."""
+        """Counts on nothing: a wait may have been interrupted anywhere."""
         if self._thread is None:
             return
 
@@ -171,7 +217,6 @@ class StepThread:
             pass
 
     def close(self) -> None:
-        """End the thread, once the steps given to it are done. Idempotent."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._todo.put(None)

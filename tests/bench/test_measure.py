@@ -15,7 +15,7 @@ from quire.bench.workload import parallel_workload, prefix_workload, random_work
 from quire.config.engine import EngineConfig
 from quire.engine.builder import build_engine
 from quire.engine.engine import Engine
-from quire.engine.loops import OverlappedLoop
+from quire.engine.loops import DirectLauncher, OverlappedLoop
 from quire.errors import EngineError
 
 
@@ -116,7 +116,7 @@ def test_limits_are_sampled_between_steps_and_outside_of_the_time(engine: Engine
 
 
 def test_steps_that_overlap_are_not_interrupted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = OverlappedLoop()
+    loop = OverlappedLoop(DirectLauncher())
     monkeypatch.setattr(engine, "loop", loop)
     run = measure(engine, random_workload(1, (4, 4), (4, 4)).requests(4, 512), slow_sampler(every_s=0.0))
     loop.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,3 +62,10 @@ def test_a_written_file_is_read_as_it_was(tmp_path: Path) -> None:
     BASE.write(path)
     assert Tuning.read(path) == BASE
     assert tuning.names_of(BASE.attention).startswith("low=Tile(block_m=64, num_warps=4), tall=")
+
+
+def test_tiles_that_would_differ_in_bits_are_refused() -> None:
+    with pytest.raises(ValueError, match="unlike numbers of rows a warp"):
+        replace(BASE.attention, tall=replace(BASE.attention.tall, num_warps=4))
+    with pytest.raises(ValueError, match="no multiple of 64 keys"):
+        replace(BASE.attention, split_len=1000)

@@ -26,6 +26,8 @@ class Compiled:
     shared_bytes: int
     instructions: frozenset[str] = field(repr=False)
     """Matrix instructions that occur: HMMA, IMMA, HGMMA, IGMMA."""
+    shapes: frozenset[str] = field(repr=False)
+    """The same with their shapes and types, as HGMMA.64x128x16.F32.BF16."""
 
 
 class FakeDriver:
@@ -81,8 +83,9 @@ def describe(name: str, kernel: Any) -> Compiled:
         code = _output(tools / "cuobjdump", "--dump-sass", file.name)
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
-    matrix = frozenset(re.findall(r"\b([HIQ]G?MMA)\b", code))
-    return Compiled(name.partition("-")[0], int(found[1]), int(found[2]), kernel.metadata.shared, matrix)
+    shapes = frozenset(re.findall(r"\b([HIQ]G?MMA\.[\w.]+)", code))
+    matrix = frozenset(each.partition(".")[0] for each in shapes)
+    return Compiled(name.partition("-")[0], int(found[1]), int(found[2]), kernel.metadata.shared, matrix, shapes)
 
 
 def _output(*command: object) -> str:

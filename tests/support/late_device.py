@@ -34,7 +34,7 @@ class LateDevice:
         """Steps that were read late at all."""
         self._wrap(self._worker, "launch", self._launch)
         if isinstance(engine.loop, OverlappedLoop):
-            self._wrap(engine.loop._thread, "submit", self._submit)
+            self._wrap(engine.loop._launcher, "submit", self._submit)
         self._worker.read_late(self)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Arrival:

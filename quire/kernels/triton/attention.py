@@ -165,7 +165,7 @@ def attend_split(
     return peak, total, sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences", "num_splits", "table_stride"])
 def attention_kernel(
     query, key_cache, value_cache, key_scales, value_scales, out, partial_sums, partial_stats, query_start, context_len,
     block_tables, bounds, num_sequences, num_splits, query_stride, table_stride, block_stride, head_stride, scale, soft_cap,
@@ -256,7 +256,7 @@ def attention_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def merge_kernel(
     partial_sums, partial_stats, out, num_rows, num_splits, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr,

@@ -121,7 +121,7 @@ def enter_kernel(
             store_row(key_cache, key_scales, row, rounded, dims, is_dim, HEAD_SIZE, FORMAT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_copies"])
 def move_kernel(addresses, held, blocks, num_copies, num_words, IS_WRITE: tl.constexpr, BLOCK: tl.constexpr):
     """A stretch of words of block `blocks[program_id(0)]` of the cache at `addresses[program_id(1)]` to `held`, or back."""
     copy, cache = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)

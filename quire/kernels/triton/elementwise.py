@@ -50,7 +50,7 @@ def norm_kernel(
     tl.store(out + base + offsets, y.to(out.dtype.element_ty), mask=is_there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def activate_kernel(x, out, count, KIND: tl.constexpr, BLOCK: tl.constexpr):
     """Elementwise."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -82,7 +82,7 @@ def embedding_kernel(token_ids, table, out, num_rows, width, BLOCK: tl.constexpr
     tl.store(out + row * width + offsets, found, mask=is_there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def finite_kernel(x, flag, count, BLOCK: tl.constexpr):
     """Sets flag [1] to 1 where an element is NaN or infinite."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

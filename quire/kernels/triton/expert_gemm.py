@@ -44,7 +44,7 @@ def choose_kernel(
     tl.store(weights + there, tl.where(is_broken, float("nan"), result), mask=places < COUNT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def count_kernel(ids, counts, num_pairs, BLOCK: tl.constexpr):
     """How many of ids [P] are expert program_id(0)."""
     expert = tl.program_id(0)
@@ -55,7 +55,7 @@ def count_kernel(ids, counts, num_pairs, BLOCK: tl.constexpr):
     tl.store(counts + expert, tl.sum(held, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def place_kernel(ids, counts, starts, order, num_pairs, num_experts, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
     """Writes the pairs of expert program_id(0) to `order`, ascending, behind those of lower experts; `starts` [E + 1] says
     where each expert's begin."""

@@ -90,7 +90,7 @@ def with_bias(sums, bias, columns, is_column, HAS_BIAS: tl.constexpr):
     return sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def linear_kernel(
     x, weight, bias, out, num_rows, num_outputs, num_inputs,
     SPLIT_LEN: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -127,7 +127,7 @@ def linear_kernel(
         tl.store(out + rows[:, None] * num_columns + places[None, :], sums.to(out.dtype.element_ty), mask=is_element)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def finish_kernel(
     partial, bias, out, num_rows, num_outputs, NUM_SPLITS: tl.constexpr, BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -160,7 +160,7 @@ def add_partials(pointers, mask, stride, NUM_SPLITS: tl.constexpr, BLOCK: tl.con
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def peaks_kernel(
     x, weight, bias, values, ids, num_rows, num_outputs, num_inputs, num_tiles,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr,

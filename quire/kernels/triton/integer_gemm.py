@@ -89,7 +89,7 @@ def add_group(total, sums, input_sums, scales, offsets, where, is_column, HAS_OF
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def integer_kernel(
     x, x_scales, weight, scales, offsets, bias, out, num_rows, num_outputs, num_inputs,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BITS: tl.constexpr,

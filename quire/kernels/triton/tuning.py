@@ -44,7 +44,7 @@ class Tile:
 class AttentionTuning:
     """Tiles of rows against block_n keys; positions are summed in splits of split_len.
 
-    Four warps compute 64 rows, or eight 128, with the same instructions, so that a row's bits are the same in both tiles.
+    A warp computes as many rows in either tile: with the same instructions, so that a row's bits are the same in both.
     """
 
     low: Tile
@@ -59,6 +59,12 @@ class AttentionTuning:
     def of(cls, entry: dict[str, Any]) -> AttentionTuning:
         """From a data file's entry."""
         return cls(**{**entry, "low": Tile(**entry["low"]), "tall": Tile(**entry["tall"])})
+
+    def __post_init__(self) -> None:
+        if self.low.block_m * self.tall.num_warps != self.tall.block_m * self.low.num_warps:
+            raise ValueError(f"tiles of attention with unlike numbers of rows a warp: {self.low} and {self.tall}")
+        if self.split_len % self.block_n:
+            raise ValueError(f"splits of {self.split_len} positions are no multiple of {self.block_n} keys")
 
 
 @dataclass(frozen=True, slots=True)
