@@ -8,7 +8,10 @@ is missing is said in `Gpu.missing`, for a plan, a refusal or `quire doctor`.
 from __future__ import annotations
 
 import ctypes
+import os
 import re
+import shutil
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata, util
@@ -86,6 +89,22 @@ def software_reasons() -> list[str]:
         reasons.append("the package triton is not installed; pip install triton")
     if torch_cuda_version() is None:
         reasons.append(f"torch {metadata.version('torch')} is built without CUDA; install a CUDA build")
+    return reasons + compiler_reasons()
+
+
+def compiler_reasons() -> list[str]:
+    """What Triton lacks to launch a kernel for the first time: it compiles a small C module for each kind of launch.
+
+    Nothing where its cache holds anything: on a machine like this one it has compiled before, and may need no compiler again.
+    """
+    cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache")
+    if cache.is_dir() and any(cache.iterdir()):
+        return []
+    reasons = []
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        reasons.append("Triton needs a C compiler, and there is neither gcc nor clang; install one, or name it in CC")
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        reasons.append("Triton needs Python's header Python.h; install the package that has it (python3-dev)")
     return reasons
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from quire.core.plan import StepPlan, StepResult
 from quire.executor.interface import Launched
 from quire.sampling.processors import Processor
+from quire.worker.memory import give_back
 from quire.worker.worker import Worker
 
 
@@ -38,4 +39,6 @@ class InlineExecutor:
         """Drop the model, its KV memory and the rows, also where somebody still holds the worker."""
         if hasattr(self.worker, "sampler"):
             self.worker.sampler.matchers.grammars.close()
-        vars(self.worker).clear()
+            device = self.worker.model.kernels.device
+            vars(self.worker).clear()
+            give_back(device)

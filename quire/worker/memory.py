@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,14 @@ from quire.kernels.interface import Kernels
 from quire.kernels.kv_cache import empty_cache
 from quire.models.declaration import KVLayerSpec
 from quire.worker.staging import Staging
+
+
+def give_back(device: torch.device) -> None:
+    """Have the driver of a GPU know what was freed, which torch keeps otherwise: the next plan asks it how much is free."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
 
 
 class PoolShape(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,3 +136,20 @@ def test_torchs_own_file_tells_what_it_was_built_for(
     spec = type("Spec", (), {"origin": str(tmp_path / "__init__.py")})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     assert gpu.torch_cuda_version() == version
+
+
+def test_a_machine_without_a_compiler_is_told_what_triton_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert [reason.partition(",")[0] for reason in gpu.compiler_reasons()] == [
+        "Triton needs a C compiler",
+        "Triton needs Python's header Python.h; install the package that has it (python3-dev)",
+    ]
+    monkeypatch.setenv("CC", "/opt/cc")
+    (tmp_path / "Python.h").touch()
+    assert gpu.compiler_reasons() == []
+    monkeypatch.delenv("CC")
+    (tmp_path / "cache" / "kernel").mkdir(parents=True)
+    assert gpu.compiler_reasons() == [], "it has compiled before"

@@ -5,7 +5,11 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
+import torch
+
 from quire import LLM
+from quire.worker.memory import give_back
 
 
 def test_closing_frees_weights_and_memory() -> None:
@@ -18,3 +22,13 @@ def test_closing_frees_weights_and_memory() -> None:
     gc.collect()
     del worker
     assert [reference() for reference in held] == [None, None]
+
+
+def test_what_a_closed_executor_held_on_a_gpu_is_the_drivers_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: called.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("empty_cache"))
+    give_back(torch.device("cpu"))
+    assert not called
+    give_back(torch.device("cuda"))
+    assert called == ["synchronize", "empty_cache"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,12 @@ from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch, Kernels, SharedPrefixes
 from quire.worker.prefixes import Run, run_arrays
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed (pip install triton)", allow_module_level=True)
+
+from quire.kernels.triton import attention
+from quire.kernels.triton.kernels import TritonKernels
 
 if TYPE_CHECKING:
     from tests.kernels.conftest import Paged
@@ -97,6 +104,27 @@ def test_chunking_changes_no_bit(kernels: Kernels, paged: type[Paged], attend: A
         end = min(100, start + chunk)
         part = replace(whole, lens=((end - start, end),), keys=(whole.keys[0][:end],), values=(whole.values[0][:end],))
         assert torch.equal(attend(kernels, part, query[start:end], window=window), want[start:end]), start
+
+
+@pytest.mark.parametrize(("heads", "head_size"), [((12, 3), 32), thorough((8, 2), 256)])
+@pytest.mark.parametrize("kv_format", [None, thorough("fp8")])
+def test_neither_height_of_tile_nor_splits_side_by_side_change_a_bit(
+    kernels: Kernels, paged: type[Paged], attend: Attend, heads: tuple[int, int], head_size: int, kv_format: str | None
+) -> None:
+    """A prompt of several splits in one piece fills tall tiles, whose programs go through them; its end comes in chunks, too."""
+    assert isinstance(kernels, TritonKernels)
+    tuning = kernels.tuning
+    figures = tuning.wide_attention if head_size > 128 else tuning.attention
+    length = 3 * figures.split_len - figures.split_len // 8
+    whole = paged.random(((length, length),), heads[1], head_size, torch.bfloat16)
+    query = draw_query(whole, heads[0])
+    num_programs = length * (heads[0] // heads[1]) // figures.tall.block_m * heads[1]
+    assert num_programs >= attention.PROGRAMS_AT_ONCE * tuning.num_programs, "the whole prompt is to be computed without splits"
+    want = attend(kernels, whole, query, kv_format=kv_format)
+    for count, end in ((1, length), (1, length - figures.split_len), (figures.low.block_m // 2 + 3, length)):
+        part = replace(whole, lens=((count, end),), keys=(whole.keys[0][:end],), values=(whole.values[0][:end],))
+        got = attend(kernels, part, query[end - count : end], kv_format=kv_format)
+        assert torch.equal(got, want[end - count : end]), (count, end)
 
 
 def test_company_changes_no_bit(kernels: Kernels, paged: type[Paged], attend: Attend) -> None:
