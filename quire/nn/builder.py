@@ -153,9 +153,9 @@ class _Builder:
         return self._counted_tensor(self._filled(spec))
 
     def _filled(self, spec: TensorSpec) -> Tensor:
-        out = torch.empty(spec.shape, dtype=self._dtype)
+        out = torch.empty(spec.shape, dtype=self._dtype, device=self._kernels.device)
         self._weights.fill(out, spec)
-        return out.to(self._kernels.device)
+        return out
 
     def _rope(self, spec: RopeSpec) -> Tensor:
         """Layers with the same RoPE share one table."""

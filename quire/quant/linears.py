@@ -43,14 +43,14 @@ class FloatLinears:
     dtype: torch.dtype
 
     def load(self, parts: Sequence[LinearSpec]) -> PackedLinear:
-        return self.kernels.pack_linear(self.stacked(parts, self.dtype), self.bias(parts))
+        return self.kernels.pack_linear(self.stacked(parts, self.dtype, self.kernels.device), self.bias(parts))
 
     def load_tied(self, head: LinearSpec, table: Tensor) -> PackedLinear:
         return self.kernels.pack_linear(table)
 
-    def stacked(self, parts: Sequence[LinearSpec], dtype: torch.dtype) -> Tensor:
-        """The parts' weights in one tensor [sum of outputs, inputs]."""
-        weight = torch.empty(sum(part.num_outputs for part in parts), parts[0].num_inputs, dtype=dtype)
+    def stacked(self, parts: Sequence[LinearSpec], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        """The parts' weights in one tensor [sum of outputs, inputs], on the CPU unless a device is named."""
+        weight = torch.empty(sum(part.num_outputs for part in parts), parts[0].num_inputs, dtype=dtype, device=device)
         for part, rows in zip(parts, weight.split_with_sizes([part.num_outputs for part in parts]), strict=True):
             self.weights.fill(rows, part.weight)
         return weight

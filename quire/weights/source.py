@@ -17,7 +17,7 @@ class WeightSource(Protocol):
     """Gives one tensor at a time, so that no second copy of a model ever exists."""
 
     def fill(self, out: Tensor, tensor: TensorSpec) -> None:
-        """Write `tensor`'s values into `out`, which has its logical shape and the dtype that is wanted.
+        """Write `tensor`'s values into `out`, which has its logical shape and the dtype that is wanted, on any device.
 
         Raises CheckpointError where the values cannot be read.
         """

@@ -1,12 +1,15 @@
 """A decoder in one call for the GPU: the operations of `quire.nn.layers`, fused where a pass over memory is saved.
 
 Between the projection and attention stands one kernel (`cache.enter_kernel`): norms of single heads, RoPE and the cache write.
-It rounds where the operations one by one round, so the bits are theirs. It has not run on a GPU yet.
+It rounds where the operations one by one round, so the bits are theirs. Of the last layer, tokens whose hidden states nobody
+asks for get their keys and values alone. It has not run on a GPU yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +24,32 @@ from quire.kernels.interface import (
     NormWeights,
 )
 from quire.kernels.triton.cache import enter
+
+
+class Wanted(NamedTuple):
+    """The tokens whose hidden states are asked for: the last ones of their sequences."""
+
+    rows: Tensor
+    """Their places in the batch, int64 [W], ascending."""
+    batch: AttentionBatch
+    """The batch with these queries alone."""
+
+
+def wanted_tokens(num_wanted: Tensor, batch: AttentionBatch) -> Wanted | None:
+    """Of each sequence the last `num_wanted`, int32 [S] on the host; None where these are all, or most.
+
+    Waits for nothing: how many there are is known on the host, and where they are is found on the device.
+    """
+    count, num_tokens = int(num_wanted.sum()), batch.positions.numel()
+    if 2 * count > num_tokens:
+        return None
+    device = batch.query_start.device
+    counts = (num_wanted.pin_memory() if device.type == "cuda" else num_wanted).to(device, non_blocking=True)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    shifts = torch.repeat_interleave(batch.query_start[1:] - ends, counts, output_size=count)
+    rows = shifts + torch.arange(count, dtype=torch.int64, device=device)
+    starts = torch.nn.functional.pad(ends, (1, 0))
+    return Wanted(rows, replace(batch, query_start=starts, max_query_len=int(num_wanted.max()), shared=None))
 
 
 class CompiledDecoder:
@@ -38,23 +67,35 @@ class CompiledDecoder:
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         num_wanted: Tensor | None = None,
     ) -> Tensor:
-        """See `ForwardPass`. All hidden states are computed, whoever asks for them."""
+        """See `ForwardPass`."""
         decoder, kernels = self._decoder, self._kernels
         total = kernels.embedding(token_ids, decoder.embedding)
         if decoder.embedding_scale != 1.0:
             total = total * decoder.embedding_scale
         if decoder.position_embedding is not None:
             total = total + kernels.embedding(positions, decoder.position_embedding)
+        wanted = None if num_wanted is None else wanted_tokens(num_wanted, batch)
         pending: Tensor | None = None
+        last = decoder.blocks[-1]
         for block, caches in zip(decoder.blocks, kv_caches, strict=True):
-            total, pending = self._block(block, (total, pending), batch, caches)
-        return total if pending is None else total + pending
+            x, before = self._enter(block.attention_norm, total, pending)
+            total, pending = self._block(block, (x, before), batch, caches, wanted if block is last else None)
+        assert pending is not None
+        return total + pending if wanted is None else before.index_copy(0, wanted.rows, total + pending)
 
     def _block(
-        self, block: BlockWeights, stream: tuple[Tensor, Tensor | None], batch: AttentionBatch, caches: tuple[Tensor, Tensor]
+        self,
+        block: BlockWeights,
+        stream: tuple[Tensor, Tensor],
+        batch: AttentionBatch,
+        caches: tuple[Tensor, Tensor],
+        wanted: Wanted | None,
     ) -> tuple[Tensor, Tensor]:
-        x, total = self._enter(block.attention_norm, *stream)
-        x = self._attention(block.attention, x, batch, caches)
+        """The stream behind a block, and what is to be added to it; of the wanted tokens alone, if any are named."""
+        x, total = stream
+        x = self._attention(block.attention, x, batch, caches, wanted)
+        if wanted is not None:
+            total = total.index_select(0, wanted.rows)
         if block.post_attention_norm is not None:
             x = self._norm(block.post_attention_norm, x)
         x, total = self._enter(block.mlp_norm, total, x)
@@ -78,13 +119,22 @@ class CompiledDecoder:
             return self._kernels.layer_norm(x, norm.weight, norm.bias, norm.eps)
         return self._kernels.rms_norm(x, norm.weight, norm.eps, weight_offset=norm.weight_offset)
 
-    def _attention(self, weights: AttentionWeights, x: Tensor, batch: AttentionBatch, caches: tuple[Tensor, Tensor]) -> Tensor:
+    def _attention(
+        self,
+        weights: AttentionWeights,
+        x: Tensor,
+        batch: AttentionBatch,
+        caches: tuple[Tensor, Tensor],
+        wanted: Wanted | None,
+    ) -> Tensor:
         projected = self._kernels.linear(x, weights.qkv)
         query = enter(projected, weights, batch, caches)
+        if wanted is not None:
+            query, batch = query.index_select(0, wanted.rows), wanted.batch
         attended = self._kernels.paged_attention(
             query, *caches, batch, scale=weights.scale, window=weights.window, soft_cap=weights.soft_cap
         )
-        return self._kernels.linear(attended.view(x.shape[0], -1), weights.output)
+        return self._kernels.linear(attended.flatten(1), weights.output)
 
     def _mlp(self, weights: MlpWeights, x: Tensor) -> Tensor:
         if weights.is_gated:

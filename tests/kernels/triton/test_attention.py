@@ -111,7 +111,7 @@ def test_chunking_changes_no_bit(kernels: Kernels, paged: type[Paged], attend: A
 def test_neither_height_of_tile_nor_splits_side_by_side_change_a_bit(
     kernels: Kernels, paged: type[Paged], attend: Attend, heads: tuple[int, int], head_size: int, kv_format: str | None
 ) -> None:
-    """A prompt of several splits in one piece fills tall tiles, whose programs go through them; its end comes in chunks, too."""
+    """A prompt of several splits in one piece fills tall tiles, whose programs go through them; its end comes in chunks."""
     assert isinstance(kernels, TritonKernels)
     tuning = kernels.tuning
     figures = tuning.wide_attention if head_size > 128 else tuning.attention

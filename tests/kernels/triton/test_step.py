@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -85,3 +87,29 @@ def random_cache(layer: KVLayerSpec, kv_format: str, generator: torch.Generator)
     rows = torch.randn(6 * BLOCK_SIZE, layer.num_kv_heads, layer.head_dim, generator=generator)
     load("reference").write_kv(rows, rows, cache, cache, torch.arange(6 * BLOCK_SIZE))
     return cache
+
+
+@pytest.mark.parametrize("num_wanted", [(1, 1), (0, 1), (2, 0), (0, 0), thorough((3, 0))])
+@pytest.mark.parametrize("family", ["qwen3", thorough("gpt2")])
+def test_tokens_that_nobody_asks_about_stop_at_the_last_layer(
+    kernels: Kernels, device: torch.device, family: str, num_wanted: tuple[int, int]
+) -> None:
+    """The others have the bits of the whole pass, and so has every key and value; these, what the layer before it left."""
+    model = build_decoder(declare(CONFIGS[family]), DummyWeights(), kernels, dtype="bfloat16", max_model_len=64)
+    below = dataclasses.replace(model, compiled=None, blocks=model.blocks[:-1])
+    batch, token_ids = make_batch(device), torch.tensor([7, 8, 9, 10, 60, 3], device=device)
+    asked = torch.tensor(num_wanted, dtype=torch.int32)
+    results = []
+    for which, counts in ((model, None), (below, None), (model, asked)):
+        caches = [(_empty(layer, device), _empty(layer, device)) for layer in model.spec.kv_layers]
+        hidden = which.forward(token_ids, batch.positions, StepContext(batch, caches[: len(which.blocks)], counts))
+        results.append((hidden, caches))
+    (whole, whole_caches), (before, _), (found, found_caches) = results
+    assert torch.equal(torch.stack([*itertools.chain(*found_caches)]), torch.stack([*itertools.chain(*whole_caches)]))
+    is_wanted = [index >= 5 - num_wanted[0] for index in range(5)] + [num_wanted[1] > 0]
+    for row, is_asked in enumerate(is_wanted):
+        assert torch.equal(found[row], (whole if is_asked else before)[row]), row
+
+
+def _empty(layer: KVLayerSpec, device: torch.device) -> Tensor:
+    return empty_cache(6, layer.num_kv_heads, BLOCK_SIZE, layer.head_dim, "bfloat16", device).zero_()
