@@ -276,7 +276,11 @@ class Kernels(Protocol):
         ...
 
     def is_finite(self, x: Tensor) -> bool:
-        """Whether no element of x, of any shape, is NaN or infinite."""
+        """Whether no element of x, of any shape, is NaN or infinite. Waits for the device."""
+        ...
+
+    def finite_rows(self, x: Tensor) -> Tensor:
+        """Of which rows of x [T, H] that can be said: bool [T]. Waits for nothing."""
         ...
 
     def activate(self, x: Tensor, activation: Activation) -> Tensor:

@@ -161,7 +161,7 @@ class Worker:
         arrays, hidden = self._hidden(work)
         query_start = arrays.query_start.tolist()
         sampled = [place for place, item in enumerate(work) if item.num_samples]
-        on_device = [torch.isfinite(hidden).all(dim=-1)]
+        on_device = [self.model.kernels.finite_rows(hidden)]
         if not sampled:
             return partial(_late_results, tokens.read(on_device), query_start, sampled)
         places = np.array([query_start[place + 1] - 1 for place in sampled], np.int64)
@@ -194,7 +194,8 @@ class Worker:
     def _compute(self, work: Sequence[RowWork]) -> list[WorkResult]:
         arrays, hidden = self._hidden(work)
         query_start = arrays.query_start.tolist()
-        broken = frozenset() if self.model.kernels.is_finite(hidden) else _rows_not_finite(hidden, query_start)
+        kernels = self.model.kernels
+        broken = frozenset() if kernels.is_finite(hidden) else _places_not_finite(kernels.finite_rows(hidden), query_start)
         results = [WorkResult(error=NOT_FINITE if place in broken else None) for place in range(len(work))]
         sampled = [
             place for place, item in enumerate(work) if (item.num_samples or item.num_candidates) and place not in broken
@@ -281,8 +282,6 @@ def _late_results(arrival: Arrival, query_start: Sequence[int], sampled: Sequenc
     return results
 
 
-def _rows_not_finite(hidden: Tensor, query_start: Sequence[int]) -> frozenset[int]:
-    """Places in the work of which some hidden state is NaN or infinite."""
-    bad_tokens = (~torch.isfinite(hidden)).any(dim=-1).nonzero().flatten()
-    starts = torch.tensor(query_start[1:], device=hidden.device)
-    return frozenset(torch.searchsorted(starts, bad_tokens, right=True).tolist())
+def _places_not_finite(is_sound: Tensor, query_start: Sequence[int]) -> frozenset[int]:
+    """Places in the work of which some token's hidden state is NaN or infinite."""
+    return frozenset(np.flatnonzero(~np.logical_and.reduceat(is_sound.cpu().numpy(), query_start[:-1])).tolist())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.kernels.cpu import attention, elementwise, linear, step
+from quire.kernels.reference import elementwise as reference_elementwise
 
 
 class CpuKernels:
@@ -26,6 +27,7 @@ class CpuKernels:
     add_rms_norm = staticmethod(elementwise.add_rms_norm)
     layer_norm = staticmethod(elementwise.layer_norm)
     is_finite = staticmethod(elementwise.is_finite)
+    finite_rows = staticmethod(reference_elementwise.finite_rows)
     activate = staticmethod(elementwise.activate)
     gated = staticmethod(elementwise.gated)
     rope = staticmethod(elementwise.rope)

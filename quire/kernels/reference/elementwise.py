@@ -46,6 +46,11 @@ def is_finite(x: Tensor) -> bool:
     return bool(torch.isfinite(x).all())
 
 
+def finite_rows(x: Tensor) -> Tensor:
+    """Of which rows of [T, H] no element is NaN or infinite."""
+    return torch.isfinite(x).all(dim=-1)
+
+
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """Elementwise, in float32, rounded once."""
     return _activation(x.float(), activation).to(x.dtype)

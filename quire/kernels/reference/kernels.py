@@ -28,6 +28,7 @@ class ReferenceKernels:
     add_rms_norm = staticmethod(elementwise.add_rms_norm)
     layer_norm = staticmethod(elementwise.layer_norm)
     is_finite = staticmethod(elementwise.is_finite)
+    finite_rows = staticmethod(elementwise.finite_rows)
     activate = staticmethod(elementwise.activate)
     gated = staticmethod(elementwise.gated)
     rope = staticmethod(elementwise.rope)

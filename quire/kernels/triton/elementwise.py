@@ -82,14 +82,16 @@ def embedding_kernel(token_ids, table, out, num_rows, width, BLOCK: tl.constexpr
     tl.store(out + row * width + offsets, found, mask=is_there)
 
 
-@triton.jit(do_not_specialize=["count"])
-def finite_kernel(x, flag, count, BLOCK: tl.constexpr):
-    """Sets flag [1] to 1 where an element is NaN or infinite."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + offsets, mask=offsets < count, other=0.0).to(tl.float32)
-    is_odd = tl.max((tl.abs(value) < float("inf")).to(tl.int32) ^ 1, axis=0)  # a comparison with NaN is false
-    if is_odd > 0:
-        tl.atomic_max(flag, 1)
+@triton.jit
+def finite_kernel(x, is_sound, width, BLOCK: tl.constexpr):
+    """Row program_id(0) of x [T, H]: whether none of its elements is NaN or infinite."""
+    base = x + tl.program_id(0).to(tl.int64) * width
+    lanes = tl.arange(0, BLOCK)
+    is_odd = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, width, BLOCK):
+        value = tl.load(base + first + lanes, mask=first + lanes < width, other=0.0).to(tl.float32)
+        is_odd = is_odd | ((tl.abs(value) < float("inf")).to(tl.int32) ^ 1)  # a comparison with NaN is false
+    tl.store(is_sound + tl.program_id(0), tl.max(is_odd, axis=0) == 0)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0) -> Tensor:
@@ -167,10 +169,18 @@ def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
     return out
 
 
+def finite_rows(x: Tensor) -> Tensor:
+    """See `Kernels.finite_rows`."""
+    check_floats(x, "x")
+    require(x.dim() == 2, "finite_rows: expected [T, H]", x)
+    num_rows, width = x.shape
+    is_sound = torch.empty(num_rows, dtype=torch.bool, device=x.device)
+    if num_rows:
+        block = min(4 * _BLOCK, triton.next_power_of_2(max(1, width)))
+        finite_kernel[(num_rows,)](x, is_sound, width, BLOCK=block, **launch_options(num_warps_for(block)))
+    return is_sound
+
+
 def is_finite(x: Tensor) -> bool:
     """Whether no element is NaN or infinite. Waits for the device."""
-    check_floats(x, "x")
-    flag = torch.zeros(1, dtype=torch.int32, device=x.device)
-    if x.numel():
-        finite_kernel[(triton.cdiv(x.numel(), 4 * _BLOCK),)](x, flag, x.numel(), BLOCK=4 * _BLOCK, **launch_options(8))
-    return not int(flag.item())
+    return bool(finite_rows(x.reshape(-1, x.shape[-1])).all())

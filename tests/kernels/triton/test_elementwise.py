@@ -79,6 +79,8 @@ def test_is_finite(kernels: Kernels, device: torch.device, bad: float) -> None:
     assert kernels.is_finite(x[:0])
     x[2, 4999] = bad
     assert not kernels.is_finite(x)
+    assert kernels.finite_rows(x).tolist() == [True, True, False]
+    assert kernels.finite_rows(x[:0]).shape == (0,)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
