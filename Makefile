@@ -33,10 +33,10 @@ test-kernels: $(VENV)/.dev  ## The GPU kernels: interpreted, and compiled for co
 	for capability in 80 90; do PYTHONPATH=tests/support:. $(BIN)/python tests/support/gpu_launches.py $$capability || exit 1; done
 
 gpu-test: $(VENV)/.dev  ## On a GPU: the kernels' tests, the families' parity and the table of exactness
-	sh tools/gpu-session.sh test $(BIN)/python
+	bash tools/gpu-session.sh test $(BIN)/python
 
 gpu-bench: $(VENV)/.dev  ## On a GPU: each kernel against the device's limits and torch's own, then whole steps; writes gpu-results/
-	sh tools/gpu-session.sh bench $(BIN)/python
+	bash tools/gpu-session.sh bench $(BIN)/python
 
 check: $(VENV)/.dev  ## Lint, formatting, types
 	$(BIN)/ruff check .

@@ -57,7 +57,38 @@ QWEN3_0_6B = {
     "eos_token_id": 1,
     "torch_dtype": "bfloat16",
 }
-CONFIGS: dict[str, dict[str, Any]] = {"smollm2-135m": SMOLLM2_135M, "qwen3-0.6b": QWEN3_0_6B}
+LLAMA_1B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "torch_dtype": "bfloat16",
+}
+LLAMA_8B = LLAMA_1B | {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "smollm2-135m": SMOLLM2_135M,
+    "qwen3-0.6b": QWEN3_0_6B,
+    "llama-1b": LLAMA_1B,
+    "llama-8b": LLAMA_8B,
+}
 """Configurations by the names that `--model` takes; the weights are random."""
 
 

@@ -1,17 +1,21 @@
-#!/bin/sh
-# gpu-session.sh [test|bench|tune|all] [PYTHON]: everything that wants a GPU, from the source tree, results in gpu-results/.
-# Needs torch >= 2.11 (with CUDA), Triton, numpy, safetensors, tokenizers, jinja2 and tqdm; for the tests pytest, hypothesis and,
-# for the families' parity, transformers, and the shared data (QUIRE_SHARED, or a folder .shared here; without it those tests
-# are skipped). No build and no package of the server: the CPU's native kernels are not used here.
-set -eu
+#!/bin/bash
+# gpu-session.sh [test|kernels|steps|start|peers|loops|tune|bench|all] [PYTHON]: what wants a GPU, from the source tree, results
+# in gpu-results/ (or $OUT): few files, each written as it goes, so that what is ended early leaves what it has.
+# Needs torch >= 2.11 (with CUDA), Triton, numpy, safetensors, tokenizers, jinja2 and tqdm, and a C compiler for Triton; for the
+# tests pytest, hypothesis and, for the families' parity and the peers, transformers. Shared data (QUIRE_SHARED, or a folder
+# shared or .shared here) gives the families' tokenizers and the lengths of real requests. No build and no package of the server.
+set -euo pipefail
 WHAT=${1:-all}
 PYTHON=${2:-python3}
 OUT=${OUT:-gpu-results}
+MODELS=${MODELS:-"llama-1b llama-8b"}
 cd "$(dirname "$0")/.."
 mkdir -p "$OUT"
 export PYTHONPATH=.:tests/support PYTHONUNBUFFERED=1
 unset TRITON_INTERPRET
-if [ -d .shared ]; then export QUIRE_SHARED="$PWD/.shared"; fi
+for folder in shared .shared; do
+  if [ -z "${QUIRE_SHARED:-}" ] && [ -d "$folder" ]; then export QUIRE_SHARED="$PWD/$folder"; fi
+done
 status=0
 
 "$PYTHON" -c 'from quire.engine.gpu import require_gpu; print(require_gpu())'
@@ -19,40 +23,67 @@ status=0
 run_tests() {
   "$PYTHON" -c 'import pytest' || { echo "pytest is missing: the tests are left out" >&2; return 1; }
   # Most of the time goes into compiling kernels, which several processes share.
-  PARALLEL=""
-  if "$PYTHON" -c 'import xdist' 2> /dev/null; then PARALLEL="-n 8 --dist worksteal"; fi
+  local parallel=()
+  if "$PYTHON" -c 'import xdist' 2> /dev/null; then parallel=(-n 8 --dist worksteal); fi
   # Without pyproject.toml's options: its plugins may be missing here. Torch's and Triton's own warnings are none of ours.
   QUIRE_TEST_DEVICE=cuda "$PYTHON" -m pytest -q -c /dev/null --rootdir=. --import-mode=importlib -p no:cacheprovider \
-    $PARALLEL tests/kernels/triton tests/nn tests/worker/test_graphs.py tests/worker/test_last_tokens.py \
+    "${parallel[@]}" tests/kernels/triton tests/nn tests/worker/test_graphs.py tests/worker/test_last_tokens.py \
     tests/engine/test_loops.py tests/engine/test_exactness.py \
-    2>&1 | tee "$OUT/tests.txt" | tail -n 40
-  ! grep -Eq '^(FAILED|ERROR)|[0-9]+ (failed|error)' "$OUT/tests.txt"
+    2>&1 | tee "$OUT/tests.txt" | tail -n 60
+}
+
+run_kernels() {
+  "$PYTHON" -m quire bench kernels --device cuda --json "$OUT/kernels.json" | tee -a "$OUT/kernels.md"
+}
+
+# The figures that docs/howto/gpu.md names, with their goals: a missed one is a result, not a failure of this script.
+run_part() {
+  local part=$1
+  shift
+  for model in $MODELS; do
+    "$PYTHON" -m benchmarks.gpu "$part" --model "$model" --json "$OUT/figures.jsonl" "$@" 2>&1 | tee -a "$OUT/figures.md" || true
+  done
+}
+
+run_peers() {
+  local lengths="${QUIRE_SHARED:-}/data/traces/sharegpt_8k_lengths.csv.gz"
+  local trace=()
+  if [ -f "$lengths" ]; then trace=(--trace "$lengths"); fi
+  run_part peers "${trace[@]}" --peer-requests "${PEER_REQUESTS:-1000}"
+}
+
+# Graphs and the overlapped loop, each with and without the other.
+run_loops() {
+  local model
+  model=$(mktemp -d)
+  "$PYTHON" -c "import json, sys; from benchmarks.models import CONFIGS; print(json.dumps(CONFIGS['llama-1b']))" > "$model/config.json"
+  for command in latency throughput; do
+    for options in "" "--enforce-eager" "--overlap off" "--enforce-eager --overlap off"; do
+      echo "## $command $options"
+      # shellcheck disable=SC2086 # several options
+      "$PYTHON" -m quire bench "$command" "$model" --load-format dummy --device cuda --max-model-len 4096 $options
+    done
+  done 2>&1 | tee -a "$OUT/loops.md"
+  rm -r "$model"
 }
 
 run_bench() {
-  "$PYTHON" -m quire bench kernels --device cuda --json "$OUT/kernels.json" | tee "$OUT/kernels.md"
-  mkdir -p "$OUT/model"
-  # The sizes of Qwen3-0.6B; weights are made up.
-  cat > "$OUT/model/config.json" <<'JSON'
-{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
- "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
- "max_position_embeddings": 40960, "rms_norm_eps": 1e-06, "rope_theta": 1000000, "hidden_act": "silu",
- "tie_word_embeddings": true, "torch_dtype": "bfloat16"}
-JSON
-  for command in latency throughput; do
-    for options in "" "--enforce-eager" "--overlap off" "--enforce-eager --overlap off"; do
-      # shellcheck disable=SC2086 # several options
-      "$PYTHON" -m quire bench "$command" "$OUT/model" --load-format dummy --device cuda \
-        --max-model-len 4096 $options | tee "$OUT/$command$(echo "$options" | tr -d ' ').txt"
-    done
-  done
+  run_kernels || status=1
+  MODELS=llama-8b run_part kernels
+  run_part steps
+  run_part start
+  run_loops || status=1
 }
 
 case $WHAT in
   test) run_tests || status=1 ;;
-  bench) run_bench || status=1 ;;
-  tune) "$PYTHON" -m quire bench kernels --device cuda --tune "$OUT" ;;
-  all) run_tests || status=1; run_bench || status=1 ;;
-  *) echo "usage: gpu-session.sh [test|bench|tune|all] [PYTHON]" >&2; exit 2 ;;
+  kernels) run_kernels || status=1 ;;
+  steps | start) run_part "$WHAT" ;;
+  peers) run_peers ;;
+  loops) run_loops || status=1 ;;
+  tune) "$PYTHON" -m quire bench kernels --device cuda --tune "$OUT" || status=1 ;;
+  bench) run_bench ;;
+  all) run_tests || status=1; run_bench; run_peers ;;
+  *) sed -n '2,6p' "$0" >&2; exit 2 ;;
 esac
 exit $status

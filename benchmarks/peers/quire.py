@@ -25,7 +25,9 @@ class QuirePeer:
             chosen["dtype"] = options.form
         elif options.model.is_dir():
             chosen["quantization"] = options.form
-        chosen |= options.extra
+        if options.extra.get("device") == "cuda":
+            del chosen["kv_cache_memory"]  # what a GPU has is for this engine
+        chosen |= {name: int(value) if value.isdigit() else value for name, value in options.extra.items()}
         self.version = __version__
         self._llm = LLM(str(options.model), **chosen)
         self.settings = {each.name: each.value for each in self._llm.engine.plan.decisions}

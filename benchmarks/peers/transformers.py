@@ -1,7 +1,8 @@
 """Transformers, in its two ways: `generate` on padded batches, and its paged continuous batching (`generate_batch`).
 
 Both get their natural best: `generate` takes requests sorted by length, so that little is padded; the paged one is given the
-limit of each request. Forms: `float32`, `bfloat16`. Extra: `way=generate` (the default) with `batch=16`, or `way=paged`.
+limit of each request. Forms: `float32`, `bfloat16`. Extra: `way=generate` (the default) with `batch=16`, or `way=paged`;
+`device=cuda`. A folder without weights gets random ones.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class GeneratePeer:
             **_sampling(first),
         )
         with torch.inference_mode():
-            out = self._model.generate(input_ids=token_ids, attention_mask=mask, generation_config=config, streamer=streamer)
+            inputs = {"input_ids": token_ids.to(self._model.device), "attention_mask": mask.to(self._model.device)}
+            out = self._model.generate(**inputs, generation_config=config, streamer=streamer)
         assert out.shape == (len(requests) * first.num_sequences, longest + config.max_new_tokens)
         return [each.num_output for each in requests for _ in range(each.num_sequences)]
 
@@ -73,7 +75,10 @@ class PagedPeer:
         self._manager: Any = None
         self._key: tuple[int, float] | None = None
         self.version = metadata.version("transformers")
-        self.settings: dict[str, Any] = {"way": "paged", "block_size": 32, "num_blocks": 2048, "max_batch_tokens": 1024}
+        is_gpu = self._model.device.type != "cpu"
+        self._paging = {} if is_gpu else {"block_size": 32, "num_blocks": 2048, "max_batch_tokens": 1024}
+        """On a GPU it measures for itself what fits."""
+        self.settings: dict[str, Any] = {"way": "paged", **self._paging}
 
     def run(self, requests: Sequence[BenchRequest]) -> list[int]:
         """See `PeerEngine`."""
@@ -121,7 +126,7 @@ class PagedPeer:
                 pad_token_id=1,
                 **_sampling(request),
             )
-            paging = transformers.ContinuousBatchingConfig(block_size=32, num_blocks=2048, max_batch_tokens=1024)
+            paging = transformers.ContinuousBatchingConfig(**self._paging)
             self._manager = self._model.init_continuous_batching(generation_config=config, continuous_batching_config=paging)
             self._manager.start()
             self._key = key
@@ -161,8 +166,13 @@ def _load(options: Options) -> Any:
     torch.set_num_threads(options.num_threads)
     transformers.logging.set_verbosity_error()
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    dtype = getattr(torch, options.form)
-    return transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, attn_implementation="sdpa").eval()
+    settings = {"dtype": getattr(torch, options.form), "attn_implementation": "sdpa"}
+    device = torch.device(options.extra.get("device", "cpu"))
+    if any(options.model.glob("*.safetensors")):
+        return transformers.AutoModelForCausalLM.from_pretrained(options.model, **settings).eval().to(device)
+    with device:
+        config = transformers.AutoConfig.from_pretrained(options.model)
+        return transformers.AutoModelForCausalLM.from_config(config, **settings).eval()
 
 
 def _transformers() -> Any:

@@ -1,0 +1,88 @@
+"""Quire on one GPU beside what it is meant to reach there: `python -m benchmarks.gpu PART...`.
+
+    python -m benchmarks.gpu kernels                          attention against copies and torch's best product
+    python -m benchmarks.gpu steps --model llama-8b           decode steps against the bandwidth; what the host leaves idle
+    python -m benchmarks.gpu start --model llama-8b           from the start of a process to its first token
+    python -m benchmarks.gpu peers --model llama-1b --trace sharegpt_8k_lengths.csv.gz     1,000 requests, and Transformers'
+    python -m benchmarks.gpu kernels steps --json figures.jsonl                  a line a figure, the moment it is known
+
+Weights are made up where they are needed; nothing is downloaded. A part that fails is reported, the others go on. Exit code: 0
+when every figure reaches its goal, 1 where one does not or a part failed. Owns the goals and the sheet; what is measured is in
+`gpu_parts`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.gpu_parts import PARTS, Figure, Subject
+from benchmarks.models import CONFIGS
+from quire.errors import QuireError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure the parts that were asked for."""
+    args = parse(argv)
+    sheet = Sheet(args.json)
+    config = CONFIGS[args.model] if args.model in CONFIGS else json.loads(Path(args.model).read_text())
+    with tempfile.TemporaryDirectory(prefix="quire-gpu-") as folder:
+        Path(folder, "config.json").write_text(json.dumps(config, indent=1))
+        subject = Subject(Path(folder), Path(args.model).stem, args.device, args.trace, args.requests, args.peer_requests)
+        for part in args.parts:
+            sheet.add(part, PARTS[part](subject))
+    return 0 if sheet.is_good else 1
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options, checked."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], prog="python -m benchmarks.gpu")
+    add = parser.add_argument
+    add("parts", nargs="+", choices=tuple(PARTS), metavar="PART", help=", ".join(PARTS))
+    add("--model", default="llama-8b", help=f"a config.json, or one of {', '.join(CONFIGS)} (default: llama-8b)")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="(default: cuda; cpu is for trying the tool)")
+    add("--trace", type=Path, metavar="FILE", help="lengths of requests, for peers (default: random ones)")
+    add("--requests", type=int, default=1000, metavar="N", help="for peers (default: 1000)")
+    add("--peer-requests", type=int, metavar="N", help="the peers take only so many of them: rates are compared")
+    add("--json", type=Path, metavar="FILE", help="append each figure to FILE, a line each")
+    args = parser.parse_args(argv)
+    if args.requests < 1 or (args.peer_requests is not None and args.peer_requests < 1):
+        parser.error("--requests and --peer-requests must be at least 1")
+    if args.model not in CONFIGS and not Path(args.model).is_file():
+        parser.error(f"--model: there is no file {args.model}")
+    return args
+
+
+class Sheet:
+    """Figures as they come: a table on the standard output, and lines of JSON in a file."""
+
+    def __init__(self, file: Path | None) -> None:
+        self.is_good = True
+        self._file = file
+        print("| figure | measured | goal | |\n|---|---:|---:|---|", flush=True)
+
+    def add(self, part: str, figures: Iterator[Figure]) -> None:
+        """All of a part's figures, each written down before the next is measured."""
+        try:
+            for figure in figures:
+                self._note(figure)
+        except (QuireError, RuntimeError, OSError) as error:
+            self.is_good = False
+            print(f"{part} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+    def _note(self, figure: Figure) -> None:
+        self.is_good &= figure.is_reached is not False
+        verdict = {True: "reached", False: "missed", None: ""}[figure.is_reached]
+        goal = "" if figure.goal is None else f"{'at least' if figure.is_more_better else 'at most'} {figure.goal:g}"
+        print(f"| {figure.name} | {figure.value:.3g} {figure.unit} | {goal} | {verdict} |", flush=True)
+        if self._file is not None:
+            with self._file.open("a") as lines:
+                lines.write(json.dumps({**figure._asdict(), "is_reached": figure.is_reached}) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
