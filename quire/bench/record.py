@@ -67,6 +67,7 @@ _CIRCUMSTANCES: dict[str, Any] = {
         "available_memory_bytes": int,
         "load_average_1min": Number,
         "system": str,
+        "gpu": [str, _OPTIONAL],
     },
     "versions": {"quire": str, "python": str, "torch": str, "commit": [str, _OPTIONAL]},
 }
@@ -178,6 +179,7 @@ def describe_machine(machine: Machine) -> dict[str, Any]:
         "available_memory_bytes": machine.available_memory,
         "load_average_1min": os.getloadavg()[0],
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "gpu": None if machine.gpu is None else f"{machine.gpu.name}, driver for CUDA {machine.gpu.driver}",
     }
 
 

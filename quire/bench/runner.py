@@ -14,9 +14,9 @@ from quire.bench.measure import measure, medians, results
 from quire.bench.profiling import OUTER_PHASES, StepProfile
 from quire.bench.roofline import attained
 from quire.bench.workload import Workload, random_workload, totals
-from quire.engine.builder import PreparedModel, assemble, build_executor, select
+from quire.engine.builder import PreparedModel, assemble, build_executor, machine_for, select
 from quire.engine.engine import Engine
-from quire.engine.machine import Machine
+from quire.errors import ConfigError
 
 _WARMUP = random_workload(4, (8, 32), (4, 8), name="warm-up")
 
@@ -37,8 +37,10 @@ def run_benchmark(
     prepared: PreparedModel, workload: Workload, options: BenchOptions, tell: Callable[[str], None] = lambda text: None
 ) -> dict[str, Any]:
     """Load, measure, and return a record that `record.problems` has nothing against. `tell` hears of progress."""
-    machine = Machine.inspect()
     plan = prepared.planned.plan
+    machine = machine_for(plan.config)
+    if options.is_profiled and plan.device != "cpu":
+        raise ConfigError("--profile times operations as the host computes them; what a GPU does needs a profiler of its own")
     started_at = records.timestamp()
     tell("loading the model")
     engine = assemble(prepared, build_executor(prepared.planned))
@@ -85,6 +87,8 @@ def _repeat(
     measure(engine, _WARMUP.requests(0, vocab_size))
     for number in range(options.num_warmups):
         measure(engine, workload.requests(-1 - number, vocab_size))
+    while engine.idle():  # an engine that serves has moments for what is recorded in them
+        pass
     if profile is not None:
         profile.reset()
     repetitions, samples = [], list[Sample]()
@@ -102,9 +106,10 @@ def render(record: dict[str, Any]) -> list[str]:
     """A record for people."""
     median, engine, work = record["median"], record["engine"], record["workload"]["totals"]
     roof = median["roofline"]
+    where = record["machine"]["gpu"] or record["machine"]["cpu"]
     lines = [
         f"{engine['model']}: {engine['architecture']}, {engine['num_parameters']:,} parameters, {engine['dtype']}, "
-        f"{engine['kernels']} kernels, {engine['num_threads']} threads on {record['machine']['cpu']}",
+        f"{engine['kernels']} kernels, {engine['num_threads']} threads on {where}",
         f"workload {record['workload']['name']}: {work['num_sequences']} sequences, {work['num_prompt_tokens']:,} prompt and "
         f"{work['num_output_tokens']:,} output tokens; medians of {record['num_repetitions']}",
         f"throughput   {median['output_tokens_per_s']:,.1f} output, {median['prompt_tokens_per_s']:,.1f} prompt, "
