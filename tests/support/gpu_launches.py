@@ -86,6 +86,17 @@ def linear(dtype: torch.dtype = BF16) -> None:
     KERNELS.linear_peaks(x, KERNELS.pack_linear(torch.zeros(32000, 4096, dtype=dtype)))
 
 
+def unfinished() -> None:
+    """Projections of few rows that a norm, and the way into attention, finish."""
+    x, weight = torch.zeros(32, 4096, dtype=BF16), torch.zeros(4096, dtype=BF16)
+    square, wide = (KERNELS.pack_linear(torch.zeros(n, 4096, dtype=BF16), torch.zeros(n, dtype=BF16)) for n in (4096, 6144))
+    KERNELS.add_rms_norm(KERNELS.unfinished_linear(x, square), x, weight, 1e-6)
+    norm, table = NormWeights("rms", torch.zeros(128, dtype=BF16), None, 1e-6, 0.0), torch.zeros(64, 2, 64)
+    cache = torch.zeros(8, 8, 16, 128, dtype=BF16)
+    weights = AttentionWeights(wide, square, 32, 8, 128, 0.1, norm, norm, table, None, None)
+    enter(KERNELS.unfinished_linear(x, wide), weights, batch([1] * 32, [1] * 32), (cache, cache.clone()))
+
+
 def integers() -> None:
     x = torch.zeros(32, 4096, dtype=BF16)
     kinds = ((8, 4096, "int8"), (8, 128, "int8"), (4, 128, "int8"), (4, 128, "float"), (4, 32, "float"), (8, 4096, "float"))
@@ -173,6 +184,7 @@ GROUPS: dict[str, Callable[[], None]] = {
     "quantized-cache": quantized_cache,
     "attention-float32": lambda: attention(torch.float32, (128,)),
     "linear": linear,
+    "unfinished": unfinished,
     "linear-float32": lambda: linear(torch.float32),
     "integers": integers,
     "fp8": fp8,

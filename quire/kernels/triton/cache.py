@@ -15,7 +15,9 @@ from torch import Tensor
 from quire.kernels.interface import AttentionBatch, AttentionWeights
 from quire.kernels.kv_cache import head_size_of
 from quire.kernels.triton.checks import check_caches, check_heads, check_indices, launch_options, require
+from quire.kernels.triton.gemm import finished
 from quire.kernels.triton.kv_rows import kernel_view, store_row
+from quire.kernels.triton.unfinished import UnfinishedProduct, source_of
 
 _COPY_BLOCK = 2048
 """Words of a block that one program moves."""
@@ -71,36 +73,41 @@ def write_kernel(
     store_row(value_cache, value_scales, row, v, dims, is_dim, HEAD_SIZE, FORMAT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def enter_kernel(
-    qkv, query, key_cache, value_cache, key_scales, value_scales, query_norm, key_norm, cos_sin, positions, slots,
-    query_eps, key_eps, norm_offset, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    qkv, qkv_bias, query, key_cache, value_cache, key_scales, value_scales, query_norm, key_norm, cos_sin, positions, slots,
+    stride, query_eps, key_eps, norm_offset, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     NUM_PAIRS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr, HAS_NORM: tl.constexpr,
-    FORMAT: tl.constexpr,
+    FORMAT: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Token program_id(0), head program_id(1) of qkv [T, heads + 2 * KV heads, D]: queries are normed and rotated into
     `query` [T, heads, D], keys normed and rotated into the cache, values copied there. Halves are paired; NUM_PAIRS of 0: no
-    RoPE."""
+    RoPE. qkv may be an unfinished product of NUM_SPLITS stretches: see `gemm.finished`."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dims = tl.arange(0, HEAD_PADDED)
     is_dim = dims < HEAD_SIZE
     is_query = head < NUM_HEADS
     is_value = head >= NUM_HEADS + NUM_KV_HEADS
-    source = qkv + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_SIZE
-    x = tl.load(source + dims, mask=is_dim, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = query.dtype.element_ty
+    row, first = token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_SIZE), head * HEAD_SIZE
+    x = finished(
+        qkv, qkv_bias, row + first + dims, first + dims, is_dim, stride, dtype, NUM_SPLITS, HAS_BIAS, HEAD_PADDED
+    )
     if NUM_PAIRS > 0:  # each element's partner, so that no element has to move between threads
         partner = tl.where(dims < NUM_PAIRS, dims + NUM_PAIRS, dims - NUM_PAIRS)
         is_turned = dims < 2 * NUM_PAIRS
-        other = tl.load(source + partner, mask=is_turned, other=0.0).to(tl.float32)
+        other = finished(
+            qkv, qkv_bias, row + first + partner, first + partner, is_turned, stride, dtype, NUM_SPLITS, HAS_BIAS, HEAD_PADDED
+        )
     if HAS_NORM:
         weight = query_norm if is_query else key_norm
         eps = query_eps if is_query else key_eps
         scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(x * x, axis=0), HEAD_SIZE * 1.0) + eps))
         y = x * scale * (tl.load(weight + dims, mask=is_dim, other=0.0).to(tl.float32) + norm_offset)
-        x = tl.where(is_value, x, y.to(qkv.dtype.element_ty).to(tl.float32))
+        x = tl.where(is_value, x, y.to(dtype).to(tl.float32))
         if NUM_PAIRS > 0:
             z = other * scale * (tl.load(weight + partner, mask=is_turned, other=0.0).to(tl.float32) + norm_offset)
-            other = tl.where(is_value, other, z.to(qkv.dtype.element_ty).to(tl.float32))
+            other = tl.where(is_value, other, z.to(dtype).to(tl.float32))
     if NUM_PAIRS > 0:
         angles = cos_sin + tl.load(positions + token) * (2 * NUM_PAIRS)
         pair = dims % NUM_PAIRS
@@ -109,16 +116,15 @@ def enter_kernel(
         rotated = tl.where(dims < NUM_PAIRS, x * cos - other * sin, x * cos + other * sin)
         x = tl.where(is_turned & (not is_value), rotated, x)
     if is_query:
-        tl.store(query + (token * NUM_HEADS + head) * HEAD_SIZE + dims, x.to(query.dtype.element_ty), mask=is_dim)
+        tl.store(query + (token * NUM_HEADS + head) * HEAD_SIZE + dims, x.to(dtype), mask=is_dim)
     else:
         kv_head = tl.where(is_value, head - NUM_HEADS - NUM_KV_HEADS, head - NUM_HEADS)
         slot = tl.load(slots + token)
-        row = (slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
-        rounded = x.to(qkv.dtype.element_ty)
+        place = (slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
         if is_value:
-            store_row(value_cache, value_scales, row, rounded, dims, is_dim, HEAD_SIZE, FORMAT)
+            store_row(value_cache, value_scales, place, x.to(dtype), dims, is_dim, HEAD_SIZE, FORMAT)
         else:
-            store_row(key_cache, key_scales, row, rounded, dims, is_dim, HEAD_SIZE, FORMAT)
+            store_row(key_cache, key_scales, place, x.to(dtype), dims, is_dim, HEAD_SIZE, FORMAT)
 
 
 @triton.jit(do_not_specialize=["num_copies"])
@@ -136,27 +142,31 @@ def move_kernel(addresses, held, blocks, num_copies, num_words, IS_WRITE: tl.con
         tl.store(here, tl.load(there, mask=is_word), mask=is_word)
 
 
-def enter(projected: Tensor, weights: AttentionWeights, batch: AttentionBatch, caches: tuple[Tensor, Tensor]) -> Tensor:
+def enter(
+    projected: Tensor | UnfinishedProduct, weights: AttentionWeights, batch: AttentionBatch, caches: tuple[Tensor, Tensor]
+) -> Tensor:
     """Norms, RoPE and the cache write of `projected` [T, (heads + 2 * KV heads) * D]; gives the queries [T, heads, D].
 
     Norms are RMS norms of single heads, both there or neither, with one offset.
     """
+    source = source_of(projected)
     key_cache, value_cache = caches
     check_caches(key_cache, value_cache)
     num_tokens, num_heads, head_size = projected.shape[0], weights.num_heads, weights.head_dim
-    query = torch.empty((num_tokens, num_heads, head_size), dtype=projected.dtype, device=projected.device)
+    query = torch.empty((num_tokens, num_heads, head_size), dtype=projected.dtype, device=source.values.device)
     query_norm, key_norm, rope = weights.query_norm, weights.key_norm, weights.rope
     (keys, key_scales, form), (values, value_scales, _) = kernel_view(key_cache), kernel_view(value_cache)
     if num_tokens:
         enter_kernel[(num_tokens, num_heads + 2 * weights.num_kv_heads)](
-            projected, query, keys, values, key_scales, value_scales,
-            projected if query_norm is None else query_norm.weight, projected if key_norm is None else key_norm.weight,
-            projected if rope is None else rope, batch.positions, batch.slots,
+            source.values, source.bias, query, keys, values, key_scales, value_scales,
+            query if query_norm is None else query_norm.weight, query if key_norm is None else key_norm.weight,
+            query if rope is None else rope, batch.positions, batch.slots, num_tokens * projected.shape[1],
             0.0 if query_norm is None else query_norm.eps, 0.0 if key_norm is None else key_norm.eps,
             0.0 if key_norm is None else key_norm.weight_offset,
             NUM_HEADS=num_heads, NUM_KV_HEADS=weights.num_kv_heads, HEAD_SIZE=head_size,
             NUM_PAIRS=0 if rope is None else rope.shape[-1], BLOCK_SIZE=key_cache.shape[2],
-            HEAD_PADDED=triton.next_power_of_2(head_size), HAS_NORM=query_norm is not None, FORMAT=form, **launch_options(1),
+            HEAD_PADDED=triton.next_power_of_2(head_size), HAS_NORM=query_norm is not None, FORMAT=form,
+            NUM_SPLITS=source.num_splits, HAS_BIAS=source.has_bias, **launch_options(1),
         )  # fmt: skip
     return query
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from quire.kernels.interface import Activation
 from quire.kernels.triton.activation import activated, activation_code
 from quire.kernels.triton.checks import check_floats, check_indices, launch_options, num_warps_for, require
+from quire.kernels.triton.gemm import finished
+from quire.kernels.triton.unfinished import UnfinishedProduct, source_of
 
 _BLOCK = 1024
 
@@ -31,16 +33,22 @@ def normed(x, is_there, weight, bias, offsets, width, eps, weight_offset, IS_LAY
     return y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def norm_kernel(
-    x, residual, weight, bias, out, total, width, eps, weight_offset,
+    x, x_bias, residual, weight, bias, out, total, width, stride, eps, weight_offset,
     BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_LAYER: tl.constexpr, HAS_BIAS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, HAS_X_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Row program_id(0): out = norm(x), or with HAS_RESIDUAL total = x + residual, rounded, and out = norm(total)."""
+    """Row program_id(0): out = norm(x), or with HAS_RESIDUAL total = x + residual, rounded, and out = norm(total).
+
+    x may be an unfinished product of NUM_SPLITS stretches: see `gemm.finished`.
+    """
     base = tl.program_id(0).to(tl.int64) * width
     offsets = tl.arange(0, BLOCK)
     is_there = offsets < width
-    row = tl.load(x + base + offsets, mask=is_there, other=0.0).to(tl.float32)
+    row = finished(
+        x, x_bias, base + offsets, offsets, is_there, stride, total.dtype.element_ty, NUM_SPLITS, HAS_X_BIAS, BLOCK
+    )
     if HAS_RESIDUAL:
         added = (row + tl.load(residual + base + offsets, mask=is_there, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
         tl.store(total + base + offsets, added, mask=is_there)
@@ -100,10 +108,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0
+    x: Tensor | UnfinishedProduct, residual: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """See `Kernels.add_rms_norm`: one pass over the rows."""
-    require(residual.shape == x.shape and residual.dtype == x.dtype, "add_rms_norm: x and residual differ", x, residual)
+    """See `Kernels.add_rms_norm`: one pass over the rows; x may be a product whose stretches are still to be added."""
+    fits = residual.shape == x.shape and residual.dtype == x.dtype
+    require(fits, f"add_rms_norm: x is {x.dtype} {list(x.shape)}, the residual is not", residual)
     check_floats(residual, "residual")
     return _norm(x, residual, weight, None, eps, weight_offset, is_layer=False)
 
@@ -114,22 +123,25 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 def _norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, offset: float, *, is_layer: bool
-) -> tuple[Tensor, Tensor]:
+    x: Tensor | UnfinishedProduct, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, offset: float,
+    *, is_layer: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(normed, sum); the sum is x itself without a residual."""
-    check_floats(x, "x")
+    source = source_of(x)
+    check_floats(source.values, "x")
     width = x.shape[-1]
     require(
         weight.shape == (width,) and (bias is None or bias.shape == (width,)), f"expected a norm over {width}", weight, bias
     )
-    out = torch.empty_like(x)
-    total = x if residual is None else torch.empty_like(x)
-    if x.numel():
+    beside = source.values if residual is None else residual
+    out = torch.empty_like(beside)
+    total = beside if residual is None else torch.empty_like(beside)
+    if out.numel():
         block = triton.next_power_of_2(width)
-        norm_kernel[(x.numel() // width,)](
-            x, x if residual is None else residual, weight, weight if bias is None else bias, out, total, width, eps, offset,
-            BLOCK=block, HAS_RESIDUAL=residual is not None, IS_LAYER=is_layer, HAS_BIAS=bias is not None,
-            **launch_options(num_warps_for(block)),
+        norm_kernel[(out.numel() // width,)](
+            source.values, source.bias, beside, weight, weight if bias is None else bias, out, total, width, out.numel(), eps,
+            offset, BLOCK=block, HAS_RESIDUAL=residual is not None, IS_LAYER=is_layer, HAS_BIAS=bias is not None,
+            NUM_SPLITS=source.num_splits, HAS_X_BIAS=source.has_bias, **launch_options(num_warps_for(block)),
         )  # fmt: skip
     return out, total
 

@@ -2,9 +2,9 @@
 
 The sum of an output is cut into NUM_SPLITS stretches of SPLIT_LEN inputs, which depend on the weight's shape alone. A stretch
 is summed by matrix instructions over ascending inputs, BLOCK_K at a time, in float32; stretches are added in ascending order.
-One program may do all of them (many rows), or one each, stored and added by `finish_kernel` (few rows, which would leave most
-of the device idle): the additions are the same, and so are the bits. Tiles have the same size for any number of rows, so
-that the same instructions compute a row in any company.
+One program may do all of them (many rows), or one each, stored and added by `finish_kernel`, or by the kernel that reads the
+product next (few rows, which would leave most of the device idle): the additions are the same, and so are the bits. Tiles
+have the same size for any number of rows, so that the same instructions compute a row in any company.
 
 A *pair* is outputs j and N / 2 + j: gate and up. A tile of pairs has the two side by side, so that one product of the same
 width gives both, and each thread finds the two halves of its pairs in its own registers.
@@ -158,6 +158,23 @@ def add_partials(pointers, mask, stride, NUM_SPLITS: tl.constexpr, BLOCK: tl.con
     for split in range(1, NUM_SPLITS):
         total += tl.load(pointers + split * stride, mask=mask, other=0.0)
     return total
+
+
+@triton.jit
+def finished(
+    source, bias, there, columns, mask, stride, dtype: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Elements of a product, float32: those at `source + there`; or, of an unfinished one (NUM_SPLITS above 0), its stretches
+    there, a `stride` apart, added to what `finish_kernel` would make of them, rounded to `dtype`."""
+    if NUM_SPLITS == 0:
+        value = tl.load(source + there, mask=mask, other=0.0).to(tl.float32)
+    else:
+        value = add_partials(source + there, mask, tl.zeros([], tl.int64) + stride, NUM_SPLITS, BLOCK)
+        if HAS_BIAS:
+            value += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
+        value = value.to(dtype).to(tl.float32)
+    return value
 
 
 @triton.jit(do_not_specialize=["num_rows"])

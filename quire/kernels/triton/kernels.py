@@ -26,6 +26,7 @@ from quire.kernels.triton.linear import FloatLinear, ProductOptions
 from quire.kernels.triton.row_peaks import tile_peaks
 from quire.kernels.triton.step import CompiledDecoder, reason_against
 from quire.kernels.triton.tuning import Tuning, tuning_for
+from quire.kernels.triton.unfinished import UnfinishedProduct
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,15 @@ class TritonKernels:
         if isinstance(weight, IntegerLinear):
             return integer_linear.integer_linear(x, weight, activation, dtype)
         raise TypeError(f"linear: the weight was packed by another back end ({type(weight).__name__})")
+
+    def unfinished_linear(self, x: Tensor, weight: PackedLinear) -> Tensor | UnfinishedProduct:
+        """`linear`, as far as it goes in one launch, for `add_rms_norm` or `cache.enter` to finish."""
+        found = linear.unfinished_linear(x, weight) if isinstance(weight, FloatLinear) else None
+        return self.linear(x, weight) if found is None else found
+
+    def finish(self, x: Tensor | UnfinishedProduct) -> Tensor:
+        """What `linear` would have given."""
+        return x if isinstance(x, Tensor) else linear.finish(x)
 
     def linear_peaks(self, x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor]:
         """See `Kernels.linear_peaks`; of floating-point weights no product is stored."""

@@ -19,6 +19,7 @@ from quire.kernels.triton.checks import FLOATS, check_floats, launch_options, re
 from quire.kernels.triton.gemm import finish_kernel, linear_kernel, peaks_kernel
 from quire.kernels.triton.row_peaks import tile_peaks
 from quire.kernels.triton.tuning import LinearTuning, Tuning
+from quire.kernels.triton.unfinished import UnfinishedProduct, source_of
 
 _MIN_SPLIT_BLOCKS = 4
 """A stretch of a sum has at least so many steps of block_k, or its start and end would cost more than it."""
@@ -89,32 +90,57 @@ def pack_linear(
 
 def float_linear(x: Tensor, packed: FloatLinear, activation: int, dtype: torch.dtype) -> Tensor:
     """`x @ weight.T + bias`, or of a pair its gated product, rounded once to `dtype`."""
-    check_inputs(x, packed)
-    if x.dtype != packed.weight.dtype:
-        raise TypeError(f"linear: x is {x.dtype} but the weight {packed.weight.dtype}")
-    num_rows, tuning = x.shape[0], packed.tuning
+    _check_alike(x, packed)
+    num_rows = x.shape[0]
     num_columns = packed.num_outputs // 2 if activation >= 0 else packed.num_outputs
+    if num_rows and _is_for_library(packed, num_rows):
+        if activation == NO_ACTIVATION and packed.bias is None and dtype == x.dtype:
+            return torch.mm(x, packed.weight.t())
+        return finish(UnfinishedProduct(library_sums(x, packed.weight).unsqueeze(0), packed.bias, dtype), activation)
+    if num_rows and _is_apart(packed, num_rows):
+        return finish(UnfinishedProduct(_stretches(x, packed), packed.bias, dtype), activation)
     out = torch.empty((num_rows, num_columns), dtype=dtype, device=x.device)
-    if not num_rows:
-        return out
-    least = packed.options.min_library_rows
-    is_library = least is not None and num_rows >= least
-    if is_library and activation == NO_ACTIVATION and packed.bias is None and dtype == x.dtype:
-        return torch.mm(x, packed.weight.t())
-    if is_library or (packed.num_splits > 1 and num_rows <= tuning.max_partial_rows):
-        num_splits = 1 if is_library else packed.num_splits
-        if is_library:
-            partial = library_sums(x, packed.weight)
-        else:
-            partial = torch.empty((num_splits, num_rows, packed.num_outputs), dtype=torch.float32, device=x.device)
-            _launch(x, packed, partial, NO_ACTIVATION, is_partial=True)
-        finish_kernel[(num_rows, triton.cdiv(num_columns, _FINISH_BLOCK))](
-            partial, _bias(packed), out, num_rows, packed.num_outputs, NUM_SPLITS=num_splits,
-            BLOCK=_FINISH_BLOCK, ACTIVATION=activation, HAS_BIAS=packed.bias is not None, **launch_options(num_warps=4),
-        )  # fmt: skip
-    else:
+    if num_rows:
         _launch(x, packed, out, activation, is_partial=False)
     return out
+
+
+def unfinished_linear(x: Tensor, packed: FloatLinear) -> UnfinishedProduct | None:
+    """The product before its stretches are added; None where they are not apart."""
+    _check_alike(x, packed)
+    if not x.shape[0] or _is_for_library(packed, x.shape[0]) or not _is_apart(packed, x.shape[0]):
+        return None
+    return UnfinishedProduct(_stretches(x, packed), packed.bias, x.dtype)
+
+
+def finish(product: UnfinishedProduct, activation: int = NO_ACTIVATION) -> Tensor:
+    """Its stretches added in ascending order, then bias, then the activation and product of a pair; rounded once."""
+    _, num_rows, num_outputs = product.partial.shape
+    num_columns = num_outputs // 2 if activation >= 0 else num_outputs
+    out = torch.empty((num_rows, num_columns), dtype=product.dtype, device=product.partial.device)
+    source = source_of(product)
+    finish_kernel[(num_rows, triton.cdiv(num_columns, _FINISH_BLOCK))](
+        source.values, source.bias, out, num_rows, num_outputs, NUM_SPLITS=source.num_splits,
+        BLOCK=_FINISH_BLOCK, ACTIVATION=activation, HAS_BIAS=source.has_bias, **launch_options(num_warps=4),
+    )  # fmt: skip
+    return out
+
+
+def _is_for_library(packed: FloatLinear, num_rows: int) -> bool:
+    least = packed.options.min_library_rows
+    return least is not None and num_rows >= least
+
+
+def _is_apart(packed: FloatLinear, num_rows: int) -> bool:
+    """Whether stretches are computed side by side."""
+    return packed.num_splits > 1 and num_rows <= packed.tuning.max_partial_rows
+
+
+def _stretches(x: Tensor, packed: FloatLinear) -> Tensor:
+    """float32 [stretches, T, N]"""
+    partial = torch.empty((packed.num_splits, x.shape[0], packed.num_outputs), dtype=torch.float32, device=x.device)
+    _launch(x, packed, partial, NO_ACTIVATION, is_partial=True)
+    return partial
 
 
 def library_sums(x: Tensor, weight: Tensor) -> Tensor:
@@ -163,6 +189,12 @@ def check_inputs(x: Tensor, packed: PackedLinear) -> None:
     """ValueError or TypeError unless x is contiguous [T, K] of floats."""
     check_floats(x, "linear: x")
     require(x.dim() == 2 and x.shape[1] == packed.num_inputs, f"linear: the weight has {packed.num_inputs} inputs", x)
+
+
+def _check_alike(x: Tensor, packed: FloatLinear) -> None:
+    check_inputs(x, packed)
+    if x.dtype != packed.weight.dtype:
+        raise TypeError(f"linear: x is {x.dtype} but the weight {packed.weight.dtype}")
 
 
 def gated_code(packed: PackedLinear, activation: Activation) -> int:

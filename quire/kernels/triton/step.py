@@ -1,6 +1,7 @@
 """A decoder in one call for the GPU: the operations of `quire.nn.layers`, fused where a pass over memory is saved.
 
 Between the projection and attention stands one kernel (`cache.enter_kernel`): norms of single heads, RoPE and the cache write.
+Of few rows it, and the norm that follows a sublayer, also add up the stretches of the projection before (`unfinished`).
 It rounds where the operations one by one round, so the bits are theirs. Of the last layer, tokens whose hidden states nobody
 asks for get their keys and values alone. It has not run on a GPU yet.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +20,14 @@ from quire.kernels.interface import (
     AttentionWeights,
     BlockWeights,
     DecoderWeights,
-    Kernels,
     MlpWeights,
     NormWeights,
 )
 from quire.kernels.triton.cache import enter
+from quire.kernels.triton.unfinished import UnfinishedProduct
+
+if TYPE_CHECKING:
+    from quire.kernels.triton.kernels import TritonKernels
 
 
 class Wanted(NamedTuple):
@@ -55,7 +59,7 @@ def wanted_tokens(num_wanted: Tensor, batch: AttentionBatch) -> Wanted | None:
 class CompiledDecoder:
     """Implements `ForwardPass`."""
 
-    def __init__(self, decoder: DecoderWeights, kernels: Kernels) -> None:
+    def __init__(self, decoder: DecoderWeights, kernels: TritonKernels) -> None:
         self._decoder = decoder
         self._kernels = kernels
 
@@ -75,13 +79,14 @@ class CompiledDecoder:
         if decoder.position_embedding is not None:
             total = total + kernels.embedding(positions, decoder.position_embedding)
         wanted = None if num_wanted is None else wanted_tokens(num_wanted, batch)
-        pending: Tensor | None = None
+        pending: Tensor | UnfinishedProduct | None = None
         last = decoder.blocks[-1]
         for block, caches in zip(decoder.blocks, kv_caches, strict=True):
             x, before = self._enter(block.attention_norm, total, pending)
             total, pending = self._block(block, (x, before), batch, caches, wanted if block is last else None)
         assert pending is not None
-        return total + pending if wanted is None else before.index_copy(0, wanted.rows, total + pending)
+        total = total + kernels.finish(pending)
+        return total if wanted is None else before.index_copy(0, wanted.rows, total)
 
     def _block(
         self,
@@ -90,28 +95,29 @@ class CompiledDecoder:
         batch: AttentionBatch,
         caches: tuple[Tensor, Tensor],
         wanted: Wanted | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | UnfinishedProduct]:
         """The stream behind a block, and what is to be added to it; of the wanted tokens alone, if any are named."""
         x, total = stream
-        x = self._attention(block.attention, x, batch, caches, wanted)
+        attended = self._attention(block.attention, x, batch, caches, wanted)
         if wanted is not None:
             total = total.index_select(0, wanted.rows)
-        if block.post_attention_norm is not None:
-            x = self._norm(block.post_attention_norm, x)
-        x, total = self._enter(block.mlp_norm, total, x)
-        x = self._mlp(block.mlp, x)
-        if block.post_mlp_norm is not None:
-            x = self._norm(block.post_mlp_norm, x)
-        return total, x
+        x, total = self._enter(block.mlp_norm, total, self._leave(block.post_attention_norm, attended))
+        return total, self._leave(block.post_mlp_norm, self._mlp(block.mlp, x))
 
-    def _enter(self, norm: NormWeights | None, total: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _leave(self, norm: NormWeights | None, x: Tensor | UnfinishedProduct) -> Tensor | UnfinishedProduct:
+        """What a sublayer adds to the stream."""
+        return x if norm is None else self._norm(norm, self._kernels.finish(x))
+
+    def _enter(
+        self, norm: NormWeights | None, total: Tensor, pending: Tensor | UnfinishedProduct | None
+    ) -> tuple[Tensor, Tensor]:
         """What the next sublayer reads, and the stream's value with nothing pending."""
         if pending is None:
             return (total if norm is None else self._norm(norm, total)), total
         if norm is not None and norm.kind == "rms":
             offset = norm.weight_offset
             return self._kernels.add_rms_norm(pending, total, norm.weight, norm.eps, weight_offset=offset)
-        total = total + pending
+        total = total + self._kernels.finish(pending)
         return (total if norm is None else self._norm(norm, total)), total
 
     def _norm(self, norm: NormWeights, x: Tensor) -> Tensor:
@@ -126,22 +132,22 @@ class CompiledDecoder:
         batch: AttentionBatch,
         caches: tuple[Tensor, Tensor],
         wanted: Wanted | None,
-    ) -> Tensor:
-        projected = self._kernels.linear(x, weights.qkv)
+    ) -> Tensor | UnfinishedProduct:
+        projected = self._kernels.unfinished_linear(x, weights.qkv)
         query = enter(projected, weights, batch, caches)
         if wanted is not None:
             query, batch = query.index_select(0, wanted.rows), wanted.batch
         attended = self._kernels.paged_attention(
             query, *caches, batch, scale=weights.scale, window=weights.window, soft_cap=weights.soft_cap
         )
-        return self._kernels.linear(attended.flatten(1), weights.output)
+        return self._kernels.unfinished_linear(attended.flatten(1), weights.output)
 
-    def _mlp(self, weights: MlpWeights, x: Tensor) -> Tensor:
+    def _mlp(self, weights: MlpWeights, x: Tensor) -> Tensor | UnfinishedProduct:
         if weights.is_gated:
             raised = self._kernels.gated_linear(x, weights.up, weights.activation)
         else:
             raised = self._kernels.activate(self._kernels.linear(x, weights.up), weights.activation)
-        return self._kernels.linear(raised, weights.down)
+        return self._kernels.unfinished_linear(raised, weights.down)
 
 
 def reason_against(decoder: DecoderWeights) -> str | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +21,12 @@ from quire.models.registry import declare
 from quire.nn.builder import build_decoder
 from quire.nn.context import StepContext
 from quire.weights.dummy import DummyWeights
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed (pip install triton)", allow_module_level=True)
+
+from quire.kernels.triton.kernels import TritonKernels
+from quire.kernels.triton.unfinished import UnfinishedProduct
 
 SIZES = {
     "hidden_size": 32,
@@ -79,6 +87,30 @@ def test_fused_is_one_by_one(kernels: Kernels, device: torch.device, family: str
     for fused, single in zip(*results, strict=True):
         assert torch.equal(fused.view(torch.uint8), single.view(torch.uint8))
         assert fused.dtype is not model.dtype or fused.isfinite().all()
+
+
+@pytest.mark.parametrize("family", ["Qwen2ForCausalLM", thorough("Qwen3ForCausalLM"), thorough("Gemma2ForCausalLM")])
+def test_products_that_the_next_kernel_finishes_are_one_by_one_the_same(
+    kernels: Kernels, device: torch.device, family: str
+) -> None:
+    """Into attention (with a bias, or norms of heads), behind it, and behind the MLP; behind these a norm of its own."""
+    assert isinstance(kernels, TritonKernels)
+    config = {"architectures": [family], **SIZES, "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 16}
+    of_family = {"query_pre_attn_scalar": 16, "sliding_window": 64} if family.startswith("Gemma") else {}
+    spec = declare({**config, "num_key_value_heads": 2, "head_dim": 16, **of_family})
+    many = TritonKernels(device, replace(kernels.tuning, num_programs=64, linear=replace(kernels.tuning.linear, block_k=32)))
+    model = build_decoder(spec, DummyWeights(), many, dtype="bfloat16", max_model_len=64)
+    x = torch.zeros(6, 256, dtype=torch.bfloat16, device=device)
+    for weight in (model.blocks[0].attention.qkv, model.blocks[0].attention.output, model.blocks[0].mlp.down):
+        assert isinstance(many.unfinished_linear(x, weight), UnfinishedProduct)
+    batch, results = make_batch(device), []
+    token_ids = torch.tensor([7, 8, 9, 10, 60, 3], device=device)
+    for forward in (model.forward, model.walk):
+        caches = [(_empty(layer, device), _empty(layer, device)) for layer in spec.kv_layers]
+        results.append((forward(token_ids, batch.positions, StepContext(batch, caches)), caches))
+    (fused, ours), (single, theirs) = results
+    assert torch.equal(fused, single) and fused.isfinite().all() and fused.any()
+    assert torch.equal(torch.stack([*itertools.chain(*ours)]), torch.stack([*itertools.chain(*theirs)]))
 
 
 def random_cache(layer: KVLayerSpec, kv_format: str, generator: torch.Generator) -> Tensor:

@@ -1,0 +1,47 @@
+"""Products of few rows whose stretches (see `gemm`) are still to be added: by the kernel that reads them next, as it reads.
+
+So a decode step has one launch less for each projection that a norm, or the way into attention, follows. Owns nothing but the
+tensors of one product, until it is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class UnfinishedProduct:
+    """What `linear` would give, [T, N] in `dtype`, as its stretches and its bias."""
+
+    partial: Tensor
+    """float32 [stretches, T, N]"""
+    bias: Tensor | None
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the product."""
+        return self.partial.shape[1:]
+
+
+class Source(NamedTuple):
+    """Arguments of a kernel that reads a product, finished or not: see `gemm.finished`."""
+
+    values: Tensor
+    bias: Tensor
+    """A tensor in any case: a kernel without bias does not look at it."""
+    num_splits: int
+    """0 of a finished one."""
+    has_bias: bool
+
+
+def source_of(x: Tensor | UnfinishedProduct) -> Source:
+    """For a tensor, its values as they are."""
+    if isinstance(x, Tensor):
+        return Source(x, x, 0, has_bias=False)
+    bias = x.partial if x.bias is None else x.bias
+    return Source(x.partial, bias, x.partial.shape[0], has_bias=x.bias is not None)
