@@ -98,24 +98,26 @@ def unfinished() -> None:
 
 
 def integers() -> None:
-    x = torch.zeros(32, 4096, dtype=BF16)
+    few, many = (torch.zeros(n, 4096, dtype=BF16) for n in (32, 512))
     kinds = ((8, 4096, "int8"), (8, 128, "int8"), (4, 128, "int8"), (4, 128, "float"), (4, 32, "float"), (8, 4096, "float"))
     for bits, group, activations in kinds:
         values, scales = torch.zeros(1024, 4096, dtype=torch.int8), torch.zeros(1024, 4096 // group)
         weight: Any = QuantizedWeight(values, scales, None, bits, group, activations)  # type: ignore[arg-type]
         packed = KERNELS.pack_quantized(weight)
-        KERNELS.linear(x, packed)
-        KERNELS.gated_linear(x, packed, "silu")
+        for x in (few, many):
+            KERNELS.linear(x, packed)
+            KERNELS.gated_linear(x, packed, "silu")
 
 
 def fp8() -> None:
     """Weights of e4m3 per output and in blocks, with inputs of e4m3 and bfloat16."""
-    x = torch.zeros(32, 4096, dtype=BF16)
+    few, many = (torch.zeros(n, 4096, dtype=BF16) for n in (32, 512))
     for group, activations in ((4096, "fp8"), (128, "fp8"), (128, "float")):
         values, scales = torch.zeros(1024, 4096, dtype=torch.float8_e4m3fn), torch.zeros(1024, 4096 // group)
         packed = KERNELS.pack_quantized(QuantizedWeight(values, scales, None, 8, group, activations))  # type: ignore[arg-type]
-        KERNELS.linear(x, packed)
-        KERNELS.gated_linear(x, packed, "silu")
+        for x in (few, many):
+            KERNELS.linear(x, packed)
+            KERNELS.gated_linear(x, packed, "silu")
 
 
 def experts() -> None:

@@ -7,6 +7,9 @@ are exact in the inputs' dtype, and a group's sum is scaled as a whole, so no we
 in bfloat16 too; with inputs of e4m3 the matrix instructions of capability 8.9 multiply them as they are, and each BLOCK_K
 inputs are added up in float32 apart, because those instructions keep few bits of a long sum.
 
+Where that is no matter of bits (floats, or exact integers with one scale per output), a sum is cut into stretches as in `gemm`:
+of whole groups, or of a part of the only group, whose sums are then raw, to be scaled when they are complete.
+
 4-bit weights lie as [N / 2, K]: a byte holds output j below and output N / 2 + j above. So a tile of bytes is a tile of *pairs*
 (see `gemm`), and where the outputs are gate and up, it is just what the activation needs.
 """
@@ -17,7 +20,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.activation import activated
-from quire.kernels.triton.gemm import columns_of, halves_of, tile_of, with_bias
+from quire.kernels.triton.gemm import add_partials, columns_of, halves_of, tile_of, with_bias
 from quire.kernels.triton.kv_rows import FP8_FORMAT, e4m3_bits, row_elements
 
 INPUT_CODES = {"float": 0, "int8": 1, "fp8": 2}
@@ -89,51 +92,101 @@ def add_group(total, sums, input_sums, scales, offsets, where, is_column, HAS_OF
     return total
 
 
+@triton.jit
+def group_sums(
+    x, weight, rows, is_row, columns, is_column, pairs, is_pair, begin, end, num_inputs,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BITS: tl.constexpr, INPUTS: tl.constexpr,
+    IS_FP8: tl.constexpr, HAS_FP8: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+):  # fmt: skip
+    """Sums [M, N] of inputs times weights over inputs [begin, end), which share their scales, and sums [M] of inputs alone."""
+    SUM_TYPE: tl.constexpr = tl.int32 if INPUTS == INT8_INPUTS else tl.float32
+    HALF: tl.constexpr = BLOCK_N // 2
+    PER_FACTOR: tl.constexpr = 256.0 if IS_FP8 and not (HAS_FP8 and INPUTS == FP8_INPUTS) else 1.0
+    UNIT: tl.constexpr = PER_FACTOR * PER_FACTOR if INPUTS == FP8_INPUTS else PER_FACTOR
+    sums = tl.zeros([BLOCK_M, HALF if BITS == 4 else BLOCK_N], SUM_TYPE)
+    other_sums = tl.zeros([BLOCK_M, HALF], SUM_TYPE)
+    input_sums = tl.zeros([BLOCK_M], SUM_TYPE)
+    for first in range(begin, end, BLOCK_K):
+        inputs = first + tl.arange(0, BLOCK_K)
+        is_input = inputs < end
+        a = tl.load(x + rows[:, None] * num_inputs + inputs[None, :], mask=is_row[:, None] & is_input[None, :], other=0)
+        if BITS == 4:
+            both = weight_tile(weight, pairs, is_pair, inputs, is_input, num_inputs)
+            sums = product(a, (both << 4) >> 4, sums, INPUTS, False, False)
+            other_sums = product(a, both >> 4, other_sums, INPUTS, False, False)
+        else:
+            w = weight_tile(weight, columns, is_column, inputs, is_input, num_inputs)
+            sums = product(a, w, sums, INPUTS, IS_FP8, HAS_FP8)
+        if HAS_OFFSETS:
+            input_sums += tl.sum(a.to(SUM_TYPE), axis=1)
+    if BITS == 4:
+        sums = tl.reshape(tl.join(sums, other_sums), [BLOCK_M, BLOCK_N])
+    if UNIT != 1.0:
+        sums = sums * UNIT
+    return sums, input_sums
+
+
+@triton.jit
+def stretch_sums(
+    x, weight, scales, offsets, rows, is_row, columns, is_column, pairs, is_pair, begin, end, num_outputs, num_inputs,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BITS: tl.constexpr,
+    INPUTS: tl.constexpr, IS_FP8: tl.constexpr, HAS_FP8: tl.constexpr, HAS_OFFSETS: tl.constexpr, IS_RAW: tl.constexpr,
+):  # fmt: skip
+    """Over inputs [begin, end): raw sums of a part of the only group, or whole groups with their scales, float32."""
+    if IS_RAW:
+        total, _ = group_sums(
+            x, weight, rows, is_row, columns, is_column, pairs, is_pair, begin, end, num_inputs, BLOCK_M, BLOCK_N, BLOCK_K,
+            BITS, INPUTS, IS_FP8, HAS_FP8, False,
+        )  # fmt: skip
+    else:
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for group in range(begin // GROUP, end // GROUP):
+            sums, input_sums = group_sums(
+                x, weight, rows, is_row, columns, is_column, pairs, is_pair, group * GROUP, (group + 1) * GROUP, num_inputs,
+                BLOCK_M, BLOCK_N, BLOCK_K, BITS, INPUTS, IS_FP8, HAS_FP8, HAS_OFFSETS,
+            )  # fmt: skip
+            where = group * num_outputs + columns
+            total = add_group(total, sums, input_sums, scales, offsets, where, is_column, HAS_OFFSETS)
+    return total
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def integer_kernel(
     x, x_scales, weight, scales, offsets, bias, out, num_rows, num_outputs, num_inputs,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BITS: tl.constexpr,
-    ACTIVATION: tl.constexpr, INPUTS: tl.constexpr, IS_FP8: tl.constexpr, HAS_FP8: tl.constexpr,
-    HAS_OFFSETS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GROUP: tl.constexpr, SPLIT_LEN: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BITS: tl.constexpr, ACTIVATION: tl.constexpr, INPUTS: tl.constexpr, IS_FP8: tl.constexpr,
+    HAS_FP8: tl.constexpr, HAS_OFFSETS: tl.constexpr, HAS_BIAS: tl.constexpr, IS_RAW: tl.constexpr, IS_PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles. Pairs with 4 bits or an ACTIVATION of 0 or more; scales and offsets are [K / GROUP, N]."""
+    """Grid: tiles, stretches (one unless IS_PARTIAL). Pairs with 4 bits or an ACTIVATION of 0 or more; scales and offsets are
+    [K / GROUP, N]. IS_PARTIAL stores a stretch alone to out [stretches, T, N], for `scale_kernel`."""
     IS_PAIR: tl.constexpr = (ACTIVATION >= 0) or (BITS == 4)
     WIDTH: tl.constexpr = BLOCK_N // 2 if IS_PAIR else BLOCK_N
     num_columns = (num_outputs + 1) // 2 if IS_PAIR else num_outputs
     row_tile, column_tile = tile_of(num_rows, num_columns, BLOCK_M, WIDTH)
     rows = (row_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     columns, is_column = columns_of(column_tile, num_outputs, BLOCK_N, IS_PAIR)
-    pairs, is_pair = columns_of(column_tile, num_columns, WIDTH, False)
+    pairs, is_pair = columns_of(column_tile, num_columns, BLOCK_N // 2, False)
     is_row = rows < num_rows
-    SUM_TYPE: tl.constexpr = tl.int32 if INPUTS == INT8_INPUTS else tl.float32
-    PER_FACTOR: tl.constexpr = 256.0 if IS_FP8 and not (HAS_FP8 and INPUTS == FP8_INPUTS) else 1.0
-    UNIT: tl.constexpr = PER_FACTOR * PER_FACTOR if INPUTS == FP8_INPUTS else PER_FACTOR
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for group in range(0, num_inputs // GROUP):
-        sums = tl.zeros([BLOCK_M, WIDTH if BITS == 4 else BLOCK_N], SUM_TYPE)
-        other_sums = tl.zeros([BLOCK_M, WIDTH], SUM_TYPE)
-        input_sums = tl.zeros([BLOCK_M], SUM_TYPE)
-        for first in range(group * GROUP, (group + 1) * GROUP, BLOCK_K):
-            inputs = first + tl.arange(0, BLOCK_K)
-            is_input = inputs < (group + 1) * GROUP
-            a = tl.load(x + rows[:, None] * num_inputs + inputs[None, :], mask=is_row[:, None] & is_input[None, :], other=0)
-            if BITS == 4:
-                both = weight_tile(weight, pairs, is_pair, inputs, is_input, num_inputs)
-                sums = product(a, (both << 4) >> 4, sums, INPUTS, False, False)
-                other_sums = product(a, both >> 4, other_sums, INPUTS, False, False)
-            else:
-                w = weight_tile(weight, columns, is_column, inputs, is_input, num_inputs)
-                sums = product(a, w, sums, INPUTS, IS_FP8, HAS_FP8)
-            if HAS_OFFSETS:
-                input_sums += tl.sum(a.to(SUM_TYPE), axis=1)
-        if BITS == 4:
-            sums = tl.reshape(tl.join(sums, other_sums), [BLOCK_M, BLOCK_N])
-        if UNIT != 1.0:
-            sums = sums * UNIT
-        total = add_group(total, sums, input_sums, scales, offsets, group * num_outputs + columns, is_column, HAS_OFFSETS)
-    if INPUTS != FLOAT_INPUTS:
-        total = total * tl.load(x_scales + rows, mask=is_row, other=0.0)[:, None]
-    total = with_bias(total, bias, columns, is_column, HAS_BIAS)
+    first = tl.program_id(1) * SPLIT_LEN if IS_PARTIAL else 0
+    total = stretch_sums(
+        x, weight, scales, offsets, rows, is_row, columns, is_column, pairs, is_pair, first,
+        tl.minimum(first + SPLIT_LEN, num_inputs), num_outputs, num_inputs,
+        GROUP, BLOCK_M, BLOCK_N, BLOCK_K, BITS, INPUTS, IS_FP8, HAS_FP8, HAS_OFFSETS, IS_RAW,
+    )  # fmt: skip
+    if IS_PARTIAL:
+        out += tl.program_id(1).to(tl.int64) * num_rows * num_outputs
+    else:
+        for split in range(1, NUM_SPLITS):
+            total += stretch_sums(
+                x, weight, scales, offsets, rows, is_row, columns, is_column, pairs, is_pair, split * SPLIT_LEN,
+                tl.minimum((split + 1) * SPLIT_LEN, num_inputs), num_outputs, num_inputs,
+                GROUP, BLOCK_M, BLOCK_N, BLOCK_K, BITS, INPUTS, IS_FP8, HAS_FP8, HAS_OFFSETS, IS_RAW,
+            )  # fmt: skip
+        if IS_RAW:
+            total = tl.load(scales + columns, mask=is_column, other=0.0)[None, :] * total.to(tl.float32)
+        if INPUTS != FLOAT_INPUTS:
+            total = total * tl.load(x_scales + rows, mask=is_row, other=0.0)[:, None]
+        total = with_bias(total, bias, columns, is_column, HAS_BIAS)
     if ACTIVATION >= 0:
         gate, up = halves_of(total, BLOCK_M, BLOCK_N)
         store_columns(out, rows, is_row, column_tile, activated(gate, ACTIVATION) * up, num_columns, 0, num_columns, WIDTH)
@@ -153,29 +206,45 @@ def store_columns(out, rows, is_row, tile, values, num_columns, first, width, BL
     tl.store(there, values.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def scale_kernel(
-    sums, x_scales, scales, bias, out, num_outputs, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    sums, x_scales, scales, bias, out, num_outputs, stride, NUM_SPLITS: tl.constexpr, ACTIVATION: tl.constexpr,
+    HAS_X_SCALES: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Row program_id(0) of sums [T, N], by a library, to what `integer_kernel` makes of one group's."""
+    """Row program_id(0) of sums [stretches, T, N], of `integer_kernel` or a library, to what `integer_kernel` makes of them.
+
+    HAS_SCALES: they are raw. HAS_X_SCALES: inputs were quantized.
+    """
     IS_PAIR: tl.constexpr = ACTIVATION >= 0
     num_columns = num_outputs // 2 if IS_PAIR else num_outputs
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < num_columns
-    row_scale = tl.load(x_scales + row)
-    total = scaled_sums(sums + row * num_outputs, row_scale, scales, bias, columns, is_column, HAS_BIAS)
+    row_scale = tl.load(x_scales + row) if HAS_X_SCALES else 1.0
+    there = sums + row * num_outputs
+    total = scaled_sums(
+        there, row_scale, scales, bias, columns, is_column, stride, NUM_SPLITS, HAS_X_SCALES, HAS_SCALES, HAS_BIAS, BLOCK
+    )
     if IS_PAIR:
-        up = scaled_sums(sums + row * num_outputs, row_scale, scales, bias, columns + num_columns, is_column, HAS_BIAS)
+        others = columns + num_columns
+        up = scaled_sums(
+            there, row_scale, scales, bias, others, is_column, stride, NUM_SPLITS, HAS_X_SCALES, HAS_SCALES, HAS_BIAS, BLOCK
+        )
         total = activated(total, ACTIVATION) * up
     tl.store(out + row * num_columns + columns, total.to(out.dtype.element_ty), mask=is_column)
 
 
 @triton.jit
-def scaled_sums(sums, row_scale, scales, bias, columns, is_column, HAS_BIAS: tl.constexpr):
-    """sums[columns], float32, with their scales and bias."""
-    total = tl.load(scales + columns, mask=is_column, other=0.0) * tl.load(sums + columns, mask=is_column, other=0.0)
-    total = total * row_scale
+def scaled_sums(
+    sums, row_scale, scales, bias, columns, is_column, stride, NUM_SPLITS: tl.constexpr, HAS_X_SCALES: tl.constexpr,
+    HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Stretches of sums[columns], added, with their scales and bias, float32."""
+    total = add_partials(sums + columns, is_column, tl.zeros([], tl.int64) + stride, NUM_SPLITS, BLOCK).to(tl.float32)
+    if HAS_SCALES:
+        total = tl.load(scales + columns, mask=is_column, other=0.0) * total
+    if HAS_X_SCALES:
+        total = total * row_scale
     if HAS_BIAS:
         total += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)
     return total

@@ -6,7 +6,8 @@ file says, where results may depend on company; scales, bias and activation are 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from quire.kernels.interface import InputFormat, QuantizedWeight
 from quire.kernels.reference.linear import check_kind
+from quire.kernels.triton.activation import NO_ACTIVATION
 from quire.kernels.triton.checks import check_floats, launch_options, require
 from quire.kernels.triton.integer_gemm import INPUT_CODES, integer_kernel, quantize_kernel, scale_kernel
-from quire.kernels.triton.linear import ProductOptions, check_inputs
+from quire.kernels.triton.linear import ProductOptions, check_inputs, split_inputs
 from quire.kernels.triton.tuning import LinearTuning, Tuning
 
 _MIN_BLOCK_K = 32
@@ -44,6 +46,27 @@ class IntegerLinear:
     num_inputs: int
     tuning: LinearTuning
     options: ProductOptions
+    num_programs: int
+    split_len: int = field(init=False)
+    num_splits: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.split_len, self.num_splits = self.num_inputs, 1
+        if self.is_raw or self.activations != "int8":  # else the sum is a chain of roundings, group by group
+            unit = self.block_k if self.is_raw else math.lcm(self.group_size, self.block_k)
+            self.split_len, self.num_splits = split_inputs(
+                self.num_outputs, self.num_inputs, self.tuning, self.num_programs, unit
+            )
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether sums are complete before they are scaled: with one scale per output and no offset."""
+        return self.group_size == self.num_inputs and self.offsets is None
+
+    @property
+    def block_k(self) -> int:
+        """Inputs of one step, all of one group."""
+        return max(_MIN_BLOCK_K, min(self.tuning.block_k, triton.next_power_of_2(self.group_size)))
 
     @property
     def is_fp8(self) -> bool:
@@ -76,6 +99,7 @@ def pack_quantized(
         num_inputs=weight.values.shape[1],
         tuning=tuning.integer,
         options=options,
+        num_programs=tuning.num_programs,
     )
 
 
@@ -118,35 +142,52 @@ def quantize_rows(x: Tensor, activations: InputFormat = "int8") -> tuple[Tensor,
 def integer_linear(x: Tensor, packed: IntegerLinear, activation: int, dtype: torch.dtype) -> Tensor:
     """`x @ weight.T + bias`, or of a pair its gated product, rounded once to `dtype`."""
     check_inputs(x, packed)
-    num_rows, tuning = x.shape[0], packed.tuning
-    is_gated = activation >= 0
-    num_columns = packed.num_outputs // 2 if is_gated else packed.num_outputs
+    num_rows = x.shape[0]
+    num_columns = packed.num_outputs // 2 if activation >= 0 else packed.num_outputs
     out = torch.empty((num_rows, num_columns), dtype=dtype, device=x.device)
     if not num_rows:
         return out
-    is_float = packed.activations == "float"
-    inputs, input_scales = (x, packed.scales) if is_float else quantize_rows(x, packed.activations)
+    inputs, input_scales = (x, packed.scales) if packed.activations == "float" else quantize_rows(x, packed.activations)
     if is_for_library(packed, num_rows):
-        sums = library_sums(inputs, packed.values)
-        scale_kernel[(num_rows, triton.cdiv(num_columns, _SCALE_BLOCK))](
-            sums, input_scales, packed.scales, packed.scales if packed.bias is None else packed.bias, out,
-            packed.num_outputs, ACTIVATION=activation, HAS_BIAS=packed.bias is not None, BLOCK=_SCALE_BLOCK,
-            **launch_options(4),
-        )  # fmt: skip
-        return out
+        _scale(library_sums(inputs, packed.values).unsqueeze(0), input_scales, packed, out, activation)
+    elif packed.num_splits > 1 and num_rows <= packed.tuning.max_partial_rows:
+        is_exact = packed.activations == "int8"
+        shape, kind = (packed.num_splits, num_rows, packed.num_outputs), torch.int32 if is_exact else torch.float32
+        stretches = torch.empty(shape, dtype=kind, device=x.device)
+        _launch(inputs, input_scales, packed, stretches, NO_ACTIVATION, is_partial=True)
+        _scale(stretches, input_scales, packed, out, activation)
+    else:
+        _launch(inputs, input_scales, packed, out, activation, is_partial=False)
+    return out
+
+
+def _launch(
+    inputs: Tensor, input_scales: Tensor, packed: IntegerLinear, out: Tensor, activation: int, *, is_partial: bool
+) -> None:
+    tuning, num_rows = packed.tuning, inputs.shape[0]
     num_tiles = triton.cdiv(num_rows, tuning.block_m) * triton.cdiv(packed.num_outputs, tuning.block_n)
-    block_k = max(_MIN_BLOCK_K, min(tuning.block_k, triton.next_power_of_2(packed.group_size)))
-    integer_kernel[(num_tiles,)](
+    integer_kernel[(num_tiles, packed.num_splits if is_partial else 1)](
         inputs, input_scales, packed.values, packed.scales,
         packed.scales if packed.offsets is None else packed.offsets,
         packed.scales if packed.bias is None else packed.bias,
         out, num_rows, packed.num_outputs, packed.num_inputs,
-        GROUP=packed.group_size, BLOCK_M=tuning.block_m, BLOCK_N=tuning.block_n, BLOCK_K=block_k, BITS=packed.bits,
-        ACTIVATION=activation, INPUTS=INPUT_CODES[packed.activations], IS_FP8=packed.is_fp8,
-        HAS_FP8=packed.options.has_fp8, HAS_OFFSETS=packed.offsets is not None,
-        HAS_BIAS=packed.bias is not None, **launch_options(tuning.num_warps, tuning.num_stages),
+        GROUP=packed.group_size, SPLIT_LEN=packed.split_len, NUM_SPLITS=packed.num_splits, BLOCK_M=tuning.block_m,
+        BLOCK_N=tuning.block_n, BLOCK_K=packed.block_k, BITS=packed.bits, ACTIVATION=activation,
+        INPUTS=INPUT_CODES[packed.activations], IS_FP8=packed.is_fp8, HAS_FP8=packed.options.has_fp8,
+        HAS_OFFSETS=packed.offsets is not None, HAS_BIAS=packed.bias is not None, IS_RAW=packed.is_raw, IS_PARTIAL=is_partial,
+        **launch_options(tuning.num_warps, tuning.num_stages),
     )  # fmt: skip
-    return out
+
+
+def _scale(stretches: Tensor, input_scales: Tensor, packed: IntegerLinear, out: Tensor, activation: int) -> None:
+    """Stretches [stretches, T, N], of the kernel or a library, added, scaled and finished."""
+    num_rows, num_columns = out.shape
+    scale_kernel[(num_rows, triton.cdiv(num_columns, _SCALE_BLOCK))](
+        stretches, input_scales, packed.scales, packed.scales if packed.bias is None else packed.bias, out,
+        packed.num_outputs, num_rows * packed.num_outputs, NUM_SPLITS=stretches.shape[0], ACTIVATION=activation,
+        HAS_X_SCALES=packed.activations != "float", HAS_SCALES=packed.is_raw, HAS_BIAS=packed.bias is not None,
+        BLOCK=_SCALE_BLOCK, **launch_options(4),
+    )  # fmt: skip
 
 
 def is_for_library(packed: IntegerLinear, num_rows: int) -> bool:

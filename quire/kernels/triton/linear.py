@@ -64,12 +64,18 @@ class FloatLinear:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-def split_inputs(num_outputs: int, num_inputs: int, tuning: LinearTuning, num_programs: int) -> tuple[int, int]:
-    """(length of a stretch, number of stretches) so that one tile of rows makes about `num_programs` programs."""
-    num_blocks = triton.cdiv(num_inputs, tuning.block_k)
+def split_inputs(
+    num_outputs: int, num_inputs: int, tuning: LinearTuning, num_programs: int, unit: int | None = None
+) -> tuple[int, int]:
+    """(length of a stretch, number of stretches) so that one tile of rows makes about `num_programs` programs.
+
+    A stretch is whole units of inputs, those of one step unless it is said otherwise.
+    """
+    unit = unit or tuning.block_k
+    num_units = triton.cdiv(num_inputs, unit)
     wanted = num_programs // triton.cdiv(num_outputs, tuning.block_n)
-    num_splits = max(1, min(wanted, num_blocks // _MIN_SPLIT_BLOCKS))
-    split_len = triton.cdiv(num_blocks, num_splits) * tuning.block_k
+    num_splits = max(1, min(wanted, num_units * unit // (tuning.block_k * _MIN_SPLIT_BLOCKS), num_units))
+    split_len = triton.cdiv(num_units, num_splits) * unit
     return split_len, triton.cdiv(num_inputs, split_len)
 
 

@@ -16,7 +16,7 @@ from quire.kernels.reference.linear import quantize_row, quantize_row_fp8
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed (pip install triton)", allow_module_level=True)
 
-from quire.kernels.triton.integer_linear import pack_nibbles, quantize_rows
+from quire.kernels.triton.integer_linear import IntegerLinear, pack_nibbles, quantize_rows
 
 
 def draw(*shape: int) -> Tensor:
@@ -74,6 +74,44 @@ def test_company_changes_no_bit(kernels: Kernels, device: torch.device) -> None:
     whole = kernels.linear(x, packed)
     for rows in (slice(0, 1), slice(15, 18), slice(36, 37)):
         assert torch.equal(kernels.linear(x[rows].contiguous(), packed), whole[rows])
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "activations", "has_offsets"),
+    [
+        (8, 1024, "int8", False),
+        (4, 32, "float", True),
+        thorough(8, 1024, "float", False),
+        thorough(4, 1024, "int8", False),
+        thorough(8, 1024, "fp8", False),
+        thorough(8, 128, "fp8", False),
+    ],
+)
+def test_stretches_side_by_side_change_no_bit(
+    kernels: Kernels, reference: Kernels, device: torch.device, bits: int, group: int, activations: Any, has_offsets: bool
+) -> None:
+    """Of parts of the only group, or of whole groups; many rows have theirs added in one program."""
+    weight, bias = make((72, 1024), bits, group, activations, has_offsets=has_offsets), draw(72)
+    if activations == "fp8":
+        values, scales = draw(72, 1024).to(torch.float8_e4m3fn), draw(72, 1024 // group).abs()
+        weight = QuantizedWeight(values, scales, None, 8, group, activations)
+    packed = kernels.pack_quantized(weight, bias)
+    assert isinstance(packed, IntegerLinear) and packed.num_splits > 1
+    count = packed.tuning.max_partial_rows + 3
+    x = draw(count, 1024).to(torch.bfloat16).to(device)
+    whole, gated = kernels.linear(x, packed), kernels.gated_linear(x, packed, "silu")
+    for rows in (slice(0, 1), slice(count - 5, count)):
+        part = x[rows].contiguous()
+        assert torch.equal(kernels.linear(part, packed), whole[rows])
+        assert torch.equal(kernels.gated_linear(part, packed, "silu"), gated[rows])
+    if activations == "int8":
+        want = reference.linear(x[:2].cpu(), reference.pack_quantized(weight, bias))
+        assert torch.equal(whole[:2].cpu(), want)
+
+
+def test_a_chain_of_roundings_is_not_cut(kernels: Kernels) -> None:
+    packed = kernels.pack_quantized(make((40, 1024), 4, 32, "int8", has_offsets=False))
+    assert isinstance(packed, IntegerLinear) and packed.num_splits == 1
 
 
 def test_rows_are_quantized_as_the_reference_does(kernels: Kernels, device: torch.device) -> None:
