@@ -93,12 +93,12 @@ class TritonKernels:
         raise TypeError(f"linear: the weight was packed by another back end ({type(weight).__name__})")
 
     def unfinished_linear(self, x: Tensor, weight: PackedLinear) -> Tensor | UnfinishedProduct:
-        """`linear`, as far as it goes in one launch, for `add_rms_norm` or `cache.enter` to finish."""
+        """See `FinishingKernels`; of integers, `linear`."""
         found = linear.unfinished_linear(x, weight) if isinstance(weight, FloatLinear) else None
         return self.linear(x, weight) if found is None else found
 
     def finish(self, x: Tensor | UnfinishedProduct) -> Tensor:
-        """What `linear` would have given."""
+        """See `FinishingKernels`."""
         return x if isinstance(x, Tensor) else linear.finish(x)
 
     def linear_peaks(self, x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,14 @@
 """Sampling in Triton, to the reference's bits: `SamplingKernels` for logits on a GPU. It has not run on a GPU yet.
 
-A program takes one asked row and walks along its vocabulary. Filters need no sort: the logit of the last token kept is found
-by bisection (as an integer of the same order), with a pass over the row at each of some 25 steps, which finds the row in the
-L2; its id then takes one pass more. The best alternatives are found in the same way, and only they are sorted. Counts and
-weights are integers, so nothing depends on how a pass is cut into pieces.
+Owns draws, scores, penalties and the best alternatives. Where filters cut a row off is found by `cut_search`, and so are the
+alternatives, which are what a top-k would keep; only they are sorted. To draw and to score, several programs share a row. What
+they bring together are integers (weights, and tokens in the order of their scores), so nothing depends on how a row is cut into
+stretches. It never judges logits.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from quire.kernels.sampling import TOKEN_STREAM, Cuts, Filters, Keys, Penalties, ScaledRows, Scores
 from quire.kernels.triton.checks import launch_options
+from quire.kernels.triton.cut_search import ID_BITS, NO_PLACE, append, find_cuts, id_at, key_of, place_of, spread
 from quire.kernels.triton.noise import gumbel, philox, weigh
 from quire.kernels.triton.row_peaks import tile_peaks
 
@@ -24,155 +27,11 @@ _DRAW_BLOCK = 512
 _NUM_WARPS = 8
 _MAX_TOP = 1024
 """More alternatives than this (the whole vocabulary, say) are sorted with all others."""
+_LEAST_WIDTH = 32
+"""Alternatives that a program orders at least: one compiled kernel for all the usual numbers of them."""
 _SEEN = tl.constexpr(1 << 30)
-_LEAST_KEY = tl.constexpr(-2147483648)
-_MAX_ID = tl.constexpr(9223372036854775807)
 _COUNT_ELEMENTS = 1 << 25
 """Counts of penalised tokens held at once: 128 MiB."""
-
-
-@triton.jit
-def key_of(x):
-    """int32 that are ordered as float32 x are; both zeros are the same."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-@triton.jit
-def value_of(key):
-    """What `key_of` was made of."""
-    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def reaches(logits, size, peak, scale, floor, limit_key, limit_id, key, last_id, BLOCK: tl.constexpr, HAS_WEIGHT: tl.constexpr):
-    """Number, or weight, of tokens at `floor` or above, within the limit, and best first no later than (key, last_id)."""
-    sums = tl.zeros([BLOCK], tl.int64)
-    for first in range(0, size, BLOCK):
-        ids = first + tl.arange(0, BLOCK)
-        x = tl.load(logits + ids, mask=ids < size, other=float("-inf"))
-        distance = (x - peak) * scale
-        keys = key_of(x)
-        is_in = (x > float("-inf")) & (distance >= floor)
-        is_in = is_in & ((keys > limit_key) | ((keys == limit_key) & (ids <= limit_id)))
-        is_in = is_in & ((keys > key) | ((keys == key) & (ids <= last_id)))
-        if HAS_WEIGHT:
-            sums += tl.where(is_in, weigh(distance), 0)
-        else:
-            sums += is_in.to(tl.int64)
-    return tl.sum(sums, axis=0)
-
-
-@triton.jit
-def nth_equal(logits, size, peak, scale, floor, limit_key, limit_id, key, count, BLOCK: tl.constexpr):
-    """The id of the `count`-th token of those whose key is `key`, within the limit, in the order of their ids."""
-    seen = tl.zeros([], tl.int64)
-    found = tl.zeros([], tl.int32)
-    for first in range(0, size, BLOCK):
-        ids = first + tl.arange(0, BLOCK)
-        x = tl.load(logits + ids, mask=ids < size, other=float("-inf"))
-        is_equal = (x > float("-inf")) & ((x - peak) * scale >= floor) & (key_of(x) == key)
-        is_equal = is_equal & ((key > limit_key) | (ids <= limit_id))
-        places = seen + tl.cumsum(is_equal.to(tl.int32), axis=0)
-        found += tl.sum(tl.where(is_equal & (places == count), ids, 0), axis=0)
-        seen += tl.sum(is_equal.to(tl.int64), axis=0)
-    return found
-
-
-@triton.jit
-def shortest(
-    logits, size, peak, scale, floor, limit_key, limit_id, least_key, target, BLOCK: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-):  # fmt: skip
-    """(key, id) of the last token of the shortest best-first prefix that reaches `target`; none has a key below least_key."""
-    low = least_key.to(tl.int64)
-    high = key_of(peak).to(tl.int64)
-    while low < high:
-        key = ((low + high + 1) >> 1).to(tl.int32)
-        held = reaches(logits, size, peak, scale, floor, limit_key, limit_id, key, size, BLOCK, HAS_WEIGHT)
-        is_enough = held >= target
-        low = tl.where(is_enough, key.to(tl.int64), low)
-        high = tl.where(is_enough, high, key.to(tl.int64) - 1)
-    key = low.to(tl.int32)
-    before = reaches(logits, size, peak, scale, floor, limit_key, limit_id, key, -1, BLOCK, HAS_WEIGHT)
-    missing = target - before
-    if HAS_WEIGHT:  # equals weigh the same, and something, or their key would not have reached the target
-        each = weigh((value_of(key) - peak) * scale)
-        missing = (missing + each - 1) // each
-    return key, nth_equal(logits, size, peak, scale, floor, limit_key, limit_id, key, missing, BLOCK)
-
-
-@triton.jit
-def cuts_kernel(
-    logits, row, peaks, scales, top_k, top_p, floors, cut_value, cut_id, size, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """`SamplingKernels.cuts` of asked row program_id(0)."""
-    asked = tl.program_id(0)
-    line = logits + tl.load(row + asked) * size
-    peak, scale, floor = tl.load(peaks + asked), tl.load(scales + asked), tl.load(floors + asked)
-    least_key = tl.full([BLOCK], 2147483647, tl.int32)
-    for first in range(0, size, BLOCK):
-        ids = first + tl.arange(0, BLOCK)
-        x = tl.load(line + ids, mask=ids < size, other=float("-inf"))
-        is_in = (x > float("-inf")) & ((x - peak) * scale >= floor)
-        least_key = tl.minimum(least_key, tl.where(is_in, key_of(x), 2147483647))
-    limit_key = tl.zeros([], tl.int32) + _LEAST_KEY
-    limit_id = tl.zeros([], tl.int32) + size
-    num_kept = reaches(line, size, peak, scale, floor, limit_key, limit_id, limit_key, limit_id, BLOCK, False)
-    least = tl.min(least_key, axis=0)
-    last_key, last_id = least, limit_id - 1
-    wanted = tl.load(top_k + asked)
-    if wanted < num_kept:
-        limit_key, limit_id = shortest(line, size, peak, scale, floor, limit_key, limit_id, least, wanted, BLOCK, False)
-        last_key, last_id = limit_key, limit_id
-    share = tl.load(top_p + asked)
-    if share < 1.0:
-        total = reaches(line, size, peak, scale, floor, limit_key, limit_id, limit_key, limit_id, BLOCK, True)
-        target = tl.ceil(share * total.to(tl.float64)).to(tl.int64)
-        if target <= total:
-            key, place = shortest(line, size, peak, scale, floor, limit_key, limit_id, least, target, BLOCK, True)
-            if reaches(line, size, peak, scale, floor, key, place, key, place, BLOCK, False) < num_kept:
-                last_key, last_id = key, place
-    tl.store(cut_value + asked, value_of(last_key))
-    tl.store(cut_id + asked, last_id.to(tl.int64))
-
-
-@triton.jit
-def top_kernel(logits, row, peaks, found_ids, found_values, size, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """The COUNT best tokens of asked row program_id(0), in the order of ids: numbers, then -inf where they are too few."""
-    asked = tl.program_id(0)
-    line = logits + tl.load(row + asked) * size
-    peak = tl.load(peaks + asked)
-    num_finite = tl.zeros([BLOCK], tl.int32)
-    least_key = tl.full([BLOCK], 2147483647, tl.int32)
-    for first in range(0, size, BLOCK):
-        ids = first + tl.arange(0, BLOCK)
-        x = tl.load(line + ids, mask=ids < size, other=float("-inf"))
-        num_finite += (x > float("-inf")).to(tl.int32)
-        least_key = tl.minimum(least_key, tl.where(x > float("-inf"), key_of(x), 2147483647))
-    wanted = tl.minimum(tl.sum(num_finite, axis=0), COUNT)
-    limit_key = tl.zeros([], tl.int32) + _LEAST_KEY
-    limit_id = tl.zeros([], tl.int32) + size
-    floor = tl.zeros([], tl.float32) + float("-inf")
-    scale = tl.zeros([], tl.float32) + 1.0
-    least = tl.min(least_key, axis=0)
-    key, last_id = shortest(line, size, peak, scale, floor, limit_key, limit_id, least, wanted.to(tl.int64), BLOCK, False)
-    num_found = tl.zeros([], tl.int32)
-    num_empty = wanted
-    for first in range(0, size, BLOCK):
-        ids = first + tl.arange(0, BLOCK)
-        x = tl.load(line + ids, mask=ids < size, other=float("nan"))
-        keys = key_of(x)
-        is_best = (x > float("-inf")) & ((keys > key) | ((keys == key) & (ids <= last_id))) & (wanted > 0)
-        is_empty = x == float("-inf")
-        place = tl.where(
-            is_best, num_found + tl.cumsum(is_best.to(tl.int32), axis=0) - 1,
-            num_empty + tl.cumsum(is_empty.to(tl.int32), axis=0) - 1,
-        )  # fmt: skip
-        is_stored = (is_best | is_empty) & (place < COUNT)
-        tl.store(found_ids + asked * COUNT + place, ids.to(tl.int64), mask=is_stored)
-        tl.store(found_values + asked * COUNT + place, x + 0.0, mask=is_stored)
-        num_found += tl.sum(is_best.to(tl.int32), axis=0)
-        num_empty += tl.sum(is_empty.to(tl.int32), axis=0)
 
 
 @triton.jit
@@ -181,13 +40,45 @@ def is_kept(x, ids, value, last_id):
     return ((x > value) | ((x == value) & (ids <= last_id))) & (x > float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
+def collect_kernel(logits, row, cut_value, cut_id, counters, places, size, count, BLOCK: tl.constexpr):
+    """Appends the places of a stretch's tokens that a cut keeps, of asked row program_id(0)."""
+    asked = tl.program_id(0)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + tl.load(row + asked) * size + ids, mask=ids < size, other=float("-inf"))
+    is_best = is_kept(x, ids, tl.load(cut_value + asked), tl.load(cut_id + asked))
+    append(place_of(key_of(x), ids), is_best, places + asked * count, counters + asked, count)
+
+
+@triton.jit(do_not_specialize=["count"])
+def order_kernel(logits, row, counters, places, found, size, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The ids of the places of asked row program_id(0), best first; where they are too few, the first of -inf follow."""
+    asked = tl.program_id(0)
+    line = logits + tl.load(row + asked) * size
+    num_found = tl.minimum(tl.load(counters + asked), count).to(tl.int32)  # more only in rows that are not finite
+    number = tl.arange(0, WIDTH)
+    own = tl.load(places + asked * count + number, mask=number < num_found, other=0)
+    num_better = tl.zeros([WIDTH], tl.int32)
+    for i in range(0, num_found):
+        num_better += (tl.load(places + asked * count + i) < own).to(tl.int32)
+    tl.store(found + asked * count + num_better, id_at(own), mask=number < num_found)
+    first = 0
+    while (num_found < count) & (first < size):
+        ids = first + tl.arange(0, BLOCK)
+        is_empty = tl.load(line + ids, mask=ids < size, other=0.0) == float("-inf")
+        slots = num_found + tl.cumsum(is_empty.to(tl.int32), axis=0) - 1
+        tl.store(found + asked * count + slots, ids.to(tl.int64), mask=is_empty & (slots < count))
+        num_found += tl.sum(is_empty.to(tl.int32), axis=0)
+        first += BLOCK
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
 def draw_kernel(
-    logits, row, peaks, scales, cut_value, cut_id, seeds, positions, chosen, size, STREAM: tl.constexpr,
+    logits, row, peaks, scales, cut_value, cut_id, seeds, positions, best_places, size, num_blocks, STREAM: tl.constexpr,
     HAS_CUTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`SamplingKernels.draw` of asked row program_id(0)."""
-    asked = tl.program_id(0)
+    """The place of the best token of stretch program_id(1), with its noise, of asked row program_id(0)."""
+    asked, begin = tl.program_id(0), tl.program_id(1) * num_blocks * BLOCK
     line = logits + tl.load(row + asked) * size
     peak, scale = tl.load(peaks + asked), tl.load(scales + asked)
     seed, position = tl.load(seeds + asked), tl.load(positions + asked)
@@ -195,33 +86,31 @@ def draw_kernel(
     value, last_id = 0.0, tl.zeros([], tl.int64)
     if HAS_CUTS:
         value, last_id = tl.load(cut_value + asked), tl.load(cut_id + asked)
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    best_id = tl.full([BLOCK], _MAX_ID, tl.int64)
+    best = tl.full([BLOCK], NO_PLACE, tl.int64)
     zeros = tl.zeros([BLOCK], tl.uint32)
     c1 = zeros + (position & 0xFFFFFFFF).to(tl.uint32)
     c2 = zeros + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    for first in range(0, tl.cdiv(size, 4), BLOCK):
+    for first in range(begin, tl.minimum(begin + num_blocks * BLOCK, tl.cdiv(size, 4)), BLOCK):
         counter = first + tl.arange(0, BLOCK)
         words = philox(counter.to(tl.uint32), c1, c2, zeros + STREAM, k0, k1)
         for j in tl.static_range(4):
-            ids = (counter * 4 + j).to(tl.int64)
+            ids = counter * 4 + j
             x = tl.load(line + ids, mask=ids < size, other=float("-inf"))
             score = (x - peak) * scale + gumbel(words[j])
             if HAS_CUTS:
                 score = tl.where(is_kept(x, ids, value, last_id), score, float("-inf"))
-            is_better = (ids < size) & ((score > best) | ((score == best) & (ids < best_id)))
-            best = tl.where(is_better, score, best)
-            best_id = tl.where(is_better, ids, best_id)
-    top = tl.max(best, axis=0)
-    tl.store(chosen + asked, tl.min(tl.where(best == top, best_id, _MAX_ID), axis=0))
+            is_number = (ids < size) & (score == score)
+            best = tl.minimum(best, tl.where(is_number, place_of(key_of(score), ids), NO_PLACE))
+    tl.store(best_places + asked * tl.num_programs(1) + tl.program_id(1), tl.min(best, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def score_kernel(
-    logits, row, peaks, scales, cut_value, cut_id, token_ids, totals, ranks, size, HAS_CUTS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, row, peaks, scales, cut_value, cut_id, token_ids, totals, ranks, size, num_blocks, HAS_CUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Total weight, and the rank of one token, of asked row program_id(0)."""
-    asked = tl.program_id(0)
+    """Adds stretch program_id(1) of asked row program_id(0): to its total weight, and to the rank of one of its tokens."""
+    asked, begin = tl.program_id(0), tl.program_id(1) * num_blocks * BLOCK
     line = logits + tl.load(row + asked) * size
     peak, scale = tl.load(peaks + asked), tl.load(scales + asked)
     own = tl.load(line + tl.load(token_ids + asked))
@@ -230,7 +119,7 @@ def score_kernel(
         value, last_id = tl.load(cut_value + asked), tl.load(cut_id + asked)
     total = tl.zeros([BLOCK], tl.int64)
     num_better = tl.zeros([BLOCK], tl.int64)
-    for first in range(0, size, BLOCK):
+    for first in range(begin, tl.minimum(begin + num_blocks * BLOCK, size), BLOCK):
         ids = first + tl.arange(0, BLOCK)
         x = tl.load(line + ids, mask=ids < size, other=float("-inf"))
         is_in = x > float("-inf")
@@ -238,8 +127,8 @@ def score_kernel(
             is_in = is_kept(x, ids, value, last_id)
         total += tl.where(is_in, weigh((x - peak) * scale), 0)
         num_better += (x > own).to(tl.int64)
-    tl.store(totals + asked, tl.sum(total, axis=0))
-    tl.store(ranks + asked, tl.sum(num_better, axis=0) + 1)
+    tl.atomic_add(totals + asked, tl.sum(total, axis=0), sem="relaxed")
+    tl.atomic_add(ranks + asked, tl.sum(num_better, axis=0), sem="relaxed")
 
 
 @triton.jit
@@ -296,48 +185,53 @@ class TritonSampling:
             )  # fmt: skip
 
     def cuts(self, logits: Tensor, rows: ScaledRows, filters: Filters) -> Cuts:
-        found = Cuts(torch.empty_like(rows.peak), torch.empty_like(rows.row))
-        if rows.row.numel():
-            cuts_kernel[(rows.row.numel(),)](
-                _checked(logits), rows.row, rows.peak, rows.scale, filters.top_k, filters.top_p, filters.floor,
-                found.value, found.token_id, logits.shape[1], BLOCK=_block(logits), **_options(),
-            )  # fmt: skip
-        return found
+        return find_cuts(_checked(logits), rows, filters)
 
     def draw(self, logits: Tensor, rows: ScaledRows, cuts: Cuts | None, keys: Keys) -> Tensor:
-        chosen = torch.empty_like(rows.row)
-        if rows.row.numel():
-            draw_kernel[(rows.row.numel(),)](
-                _checked(logits), rows.row, rows.peak, rows.scale, *_cut_tensors(cuts, rows), keys.seed, keys.position, chosen,
-                logits.shape[1], STREAM=TOKEN_STREAM, HAS_CUTS=cuts is not None, BLOCK=min(_DRAW_BLOCK, _block(logits)),
-                **_options(),
-            )  # fmt: skip
-        return chosen
+        if not rows.row.numel():
+            return torch.empty_like(rows.row)
+        size, block = _checked(logits).shape[1], min(_DRAW_BLOCK, _block(logits))
+        num_blocks, grid = spread(rows.row.numel(), triton.cdiv(size, 4), block)
+        best = torch.empty(grid, dtype=torch.int64, device=logits.device)
+        draw_kernel[grid](
+            logits, rows.row, rows.peak, rows.scale, *_cut_tensors(cuts, rows), keys.seed, keys.position, best, size,
+            num_blocks, STREAM=TOKEN_STREAM, HAS_CUTS=cuts is not None, BLOCK=block, **_options(),
+        )  # fmt: skip
+        return best.amin(dim=1).bitwise_and_(ID_BITS.value).clamp_max_(size - 1)  # the last is for rows without a number
 
     def score(self, logits: Tensor, rows: ScaledRows, cuts: Cuts | None, token_ids: Tensor, *, num_top: int = 0) -> Scores:
-        totals, ranks = torch.empty_like(rows.row), torch.empty_like(rows.row)
+        totals, ranks = torch.zeros_like(rows.row), torch.ones_like(rows.row)
         if rows.row.numel():
-            score_kernel[(rows.row.numel(),)](
-                _checked(logits), rows.row, rows.peak, rows.scale, *_cut_tensors(cuts, rows), token_ids, totals, ranks,
-                logits.shape[1], HAS_CUTS=cuts is not None, BLOCK=_block(logits), **_options(),
+            num_blocks, grid = spread(rows.row.numel(), _checked(logits).shape[1], _block(logits))
+            score_kernel[grid](
+                logits, rows.row, rows.peak, rows.scale, *_cut_tensors(cuts, rows), token_ids, totals, ranks,
+                logits.shape[1], num_blocks, HAS_CUTS=cuts is not None, BLOCK=_block(logits), **_options(),
             )  # fmt: skip
         return Scores(totals, ranks, best_ids(logits, rows, num_top))
 
 
 def best_ids(logits: Tensor, rows: ScaledRows, count: int) -> Tensor:
-    """int64 [n, count]: best first; a stable sort, of those `count` alone, keeps equals in the order of their ids."""
-    num_rows = rows.row.numel()
+    """int64 [n, count], best first; zeros where a row that holds NaN has too few."""
+    num_rows, size = rows.row.numel(), logits.shape[1]
     if count > _MAX_TOP:
         values = logits[rows.row] + 0.0  # one zero
         return torch.sort(values, dim=1, descending=True, stable=True).indices[:, :count].contiguous()
-    ids = torch.empty((num_rows, count), dtype=torch.int64, device=logits.device)
-    found = torch.empty((num_rows, count), dtype=torch.float32, device=logits.device)
-    if not ids.numel():
-        return ids
-    top_kernel[(num_rows,)](
-        _checked(logits), rows.row, rows.peak, ids, found, logits.shape[1], COUNT=count, BLOCK=_block(logits), **_options()
+    found = torch.zeros((num_rows, count), dtype=torch.int64, device=logits.device)
+    if not found.numel():
+        return found
+    best = find_cuts(_checked(logits), ScaledRows(rows.row, rows.peak, torch.ones_like(rows.peak)), _only_top_k(rows, count))
+    counters, places, block = torch.zeros_like(rows.row), torch.empty_like(found), _block(logits)
+    collect_kernel[(num_rows, triton.cdiv(size, block))](
+        logits, rows.row, best.value, best.token_id, counters, places, size, count, BLOCK=block, **_options()
     )
-    return ids.gather(1, torch.sort(found, dim=1, descending=True, stable=True).indices)
+    width = max(_LEAST_WIDTH, triton.next_power_of_2(count))
+    order_kernel[(num_rows,)](logits, rows.row, counters, places, found, size, count, WIDTH=width, BLOCK=block, **_options())
+    return found
+
+
+def _only_top_k(rows: ScaledRows, count: int) -> Filters:
+    keeps_all = torch.ones(rows.row.numel(), dtype=torch.float64, device=rows.row.device)
+    return Filters(torch.full_like(rows.row, count), keeps_all, torch.full_like(rows.peak, -math.inf))
 
 
 def _cut_tensors(cuts: Cuts | None, rows: ScaledRows) -> tuple[Tensor, Tensor]:

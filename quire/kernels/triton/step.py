@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,10 +24,7 @@ from quire.kernels.interface import (
     NormWeights,
 )
 from quire.kernels.triton.cache import enter
-from quire.kernels.triton.unfinished import UnfinishedProduct
-
-if TYPE_CHECKING:
-    from quire.kernels.triton.kernels import TritonKernels
+from quire.kernels.triton.unfinished import FinishingKernels, UnfinishedProduct
 
 
 class Wanted(NamedTuple):
@@ -59,7 +56,7 @@ def wanted_tokens(num_wanted: Tensor, batch: AttentionBatch) -> Wanted | None:
 class CompiledDecoder:
     """Implements `ForwardPass`."""
 
-    def __init__(self, decoder: DecoderWeights, kernels: TritonKernels) -> None:
+    def __init__(self, decoder: DecoderWeights, kernels: FinishingKernels) -> None:
         self._decoder = decoder
         self._kernels = kernels
 

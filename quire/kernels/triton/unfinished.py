@@ -7,10 +7,12 @@ tensors of one product, until it is read.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from quire.kernels.interface import Kernels, PackedLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +47,21 @@ def source_of(x: Tensor | UnfinishedProduct) -> Source:
         return Source(x, x, 0, has_bias=False)
     bias = x.partial if x.bias is None else x.bias
     return Source(x.partial, bias, x.partial.shape[0], has_bias=x.bias is not None)
+
+
+class FinishingKernels(Kernels, Protocol):
+    """A back end whose projections may be left unfinished."""
+
+    def unfinished_linear(self, x: Tensor, weight: PackedLinear) -> Tensor | UnfinishedProduct:
+        """`linear`, as far as it goes in one launch, for `add_rms_norm`, `cache.enter` or `finish`."""
+        ...
+
+    def finish(self, x: Tensor | UnfinishedProduct) -> Tensor:
+        """What `linear` would have given."""
+        ...
+
+    def add_rms_norm(
+        self, x: Tensor | UnfinishedProduct, residual: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernels.add_rms_norm`."""
+        ...

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from dataclasses import fields
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,14 +22,18 @@ from quire.sampling import SampledRow, Sampler, select_sampling
 from quire.sampling.known import greedy_results
 from quire.sampling.plain import choose_plain
 
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed (pip install triton)", allow_module_level=True)
+
+from quire.kernels.triton import cut_search
+from quire.kernels.triton import sampling as triton_sampling
+
 REFERENCE = ReferenceSampling()
 
 
 @pytest.fixture
 def sampling(kernels: Kernels) -> SamplingKernels:
-    from quire.kernels.triton.sampling import TritonSampling
-
-    return TritonSampling()
+    return triton_sampling.TritonSampling()
 
 
 def there(record: Any, device: torch.device) -> Any:
@@ -70,6 +76,32 @@ def test_cuts_draws_and_scores(sampling: SamplingKernels, device: torch.device, 
         assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(scores, wanted, strict=True))
 
 
+def test_draws_and_scores_do_not_depend_on_stretches(
+    sampling: SamplingKernels, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many of one block, some of several, and one of all."""
+    logits = make_logits(3, 300, 11)
+    logits[1], logits[1, [5, 190]] = -math.inf, 4.0  # equals, far from each other
+    rows, keys = make_rows(logits, 11), make_keys(len(make_rows(logits, 11).row), 11)
+    drawn = REFERENCE.draw(logits, rows, None, keys)
+    wanted = REFERENCE.score(logits, rows, None, drawn, num_top=3)
+    monkeypatch.setattr(triton_sampling, "_DRAW_BLOCK", 16)
+    monkeypatch.setattr(triton_sampling, "_BLOCK", 64)
+    args = (there(logits, device), there(rows, device), None)
+    for num_programs in (100, 8, 1):
+        monkeypatch.setattr(cut_search, "NUM_PROGRAMS", num_programs)
+        assert torch.equal(sampling.draw(*args, there(keys, device)).cpu(), drawn)
+        scores = sampling.score(*args, drawn.to(device), num_top=3)
+        assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(scores, wanted, strict=True))
+
+
+def check_cuts(sampling: SamplingKernels, device: torch.device, logits: Tensor, rows: ScaledRows, filters: Filters) -> None:
+    """Cuts have the reference's bits; what is not a number is never kept."""
+    cuts = sampling.cuts(there(logits, device), there(rows, device), there(filters, device))
+    expected = REFERENCE.cuts(logits.masked_fill(logits.isnan(), -math.inf), rows, filters)
+    assert torch.equal(cuts.token_id.cpu(), expected.token_id) and torch.equal(cuts.value.cpu(), expected.value)
+
+
 ODD_ROWS = [([0.0, -0.0, 1.0, -0.0, 1.0], 1.0), ([-math.inf, 3.0, -math.inf], 1e5), ([-3e38, 0.5, 0.5, 0.5, 0.25], 1e-4)]
 
 
@@ -79,9 +111,74 @@ def test_odd_rows(sampling: SamplingKernels, device: torch.device, values: list[
     rows = ScaledRows(torch.zeros(2, dtype=torch.int64), logits.max().repeat(2), torch.full((2,), scale))
     top_k = torch.tensor([2, 5]).clamp(max=len(values))
     filters = Filters(top_k, torch.tensor([1.0, 0.6]).double(), torch.full((2,), -math.inf))
-    cuts = sampling.cuts(there(logits, device), there(rows, device), there(filters, device))
-    expected = REFERENCE.cuts(logits, rows, filters)
-    assert torch.equal(cuts.value.cpu(), expected.value) and torch.equal(cuts.token_id.cpu(), expected.token_id)
+    check_cuts(sampling, device, logits, rows, filters)
+
+
+SIZE = 200
+
+
+def make_shapes() -> Tensor:
+    """Rows [12, SIZE] of many shapes, for stretches of 64."""
+    logits = make_logits(12, SIZE, seed=7).clamp(min=-20.0)
+    logits[1] = 2.5
+    logits[2], logits[2, 130] = -1.0, 11.0
+    logits[3, 50:150] = 7.0  # across the borders of stretches, and more than can be gathered
+    logits[3, [63, 64, 127, 128]] = 7.5
+    logits[4], logits[4, 199] = -math.inf, -3.0
+    logits[5, ::3] = math.nan
+    logits[5, 1] = -math.inf
+    logits[6], logits[6, 77] = -3e38, 3e38
+    logits[7] = torch.where(torch.arange(SIZE) % 2 == 0, 0.0, -0.0)
+    logits[8] = 1.0 + torch.arange(SIZE) % 37 * 2.0**-23  # neighbours as float32
+    logits[9] = 20.0 - torch.arange(SIZE) * 0.25
+    logits[10] = logits[10].bfloat16().float() * 0.01
+    logits[11] = torch.arange(SIZE) * 0.01 - 200.0
+    logits[11, 3] = 0.0  # all others far away
+    return logits
+
+
+KINDS = [  # top-k, top-p, floor
+    *((SIZE, 1.0, -math.inf), (1, 1.0, -math.inf), (1, 0.5, -math.inf), (SIZE - 1, 1.0, -math.inf), (SIZE, 1e-9, -math.inf)),
+    *((SIZE, 1.0 - 2.0**-53, -math.inf), (SIZE, 0.9, -math.inf), (SIZE, 0.5, -5.0), (20, 0.9, -math.inf), (20, 1.0, -5.0)),
+    *((150, 0.999, -math.inf), (150, 0.9, -5.0), (SIZE, 1.0, -5.0), (SIZE, 1.0, 0.0), (20, 1e-9, 0.0), (70, 1.0, -math.inf)),
+]
+SPREADS = [(2048, 1024), (16, 1)]
+"""Room for all candidates and a program for each block of a row; room for a few and a program for all blocks."""
+
+
+@pytest.fixture(params=SPREADS)
+def stretches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, sampling: SamplingKernels) -> None:
+    """Small blocks, so that small rows have several."""
+    from quire.kernels.triton import sampling as walks
+
+    capacity, num_programs = request.param
+    monkeypatch.setattr(cut_search, "BLOCK", 64)
+    monkeypatch.setattr(cut_search, "CAPACITY", capacity)
+    monkeypatch.setattr(cut_search, "NUM_PROGRAMS", num_programs)
+    monkeypatch.setattr(walks, "_BLOCK", 64)
+
+
+@pytest.mark.usefixtures("stretches")
+@pytest.mark.parametrize("step", [11, thorough(3)])
+def test_cuts_in_stretches(sampling: SamplingKernels, device: torch.device, step: int) -> None:
+    logits = make_shapes()
+    asked = list(product(range(len(logits)), KINDS))[::step]
+    top_k, top_p, floor = zip(*(kind for _, kind in asked), strict=True)
+    filters = Filters(torch.tensor(top_k), torch.tensor(top_p, dtype=torch.float64), torch.tensor(floor))
+    row = torch.tensor([place for place, _ in asked])
+    scale = torch.tensor([1.0, 0.3, 2.0]).repeat(len(asked))[: len(asked)]
+    peak = logits.masked_fill(logits.isnan(), -math.inf).max(dim=1).values
+    check_cuts(sampling, device, logits, ScaledRows(row, peak[row], scale), filters)
+
+
+@pytest.mark.usefixtures("stretches")
+@pytest.mark.parametrize("count", [20, thorough(1), thorough(SIZE)])
+def test_the_best_in_stretches(sampling: SamplingKernels, device: torch.device, count: int) -> None:
+    logits = make_shapes()
+    row = torch.tensor([0, 2, 3, 4, 6, 7, 8])
+    rows, chosen = ScaledRows(row, logits.max(dim=1).values[row], torch.full((len(row),), 0.5)), torch.zeros_like(row)
+    got = sampling.score(there(logits, device), there(rows, device), None, chosen.to(device), num_top=count)
+    assert torch.equal(got.top_ids.cpu(), REFERENCE.score(logits, rows, None, chosen, num_top=count).top_ids)
 
 
 @pytest.mark.parametrize("count", [1, 5, 9])
