@@ -149,13 +149,11 @@ SPREADS = [(2048, 1024), (16, 1)]
 @pytest.fixture(params=SPREADS)
 def stretches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, sampling: SamplingKernels) -> None:
     """Small blocks, so that small rows have several."""
-    from quire.kernels.triton import sampling as walks
-
     capacity, num_programs = request.param
     monkeypatch.setattr(cut_search, "BLOCK", 64)
     monkeypatch.setattr(cut_search, "CAPACITY", capacity)
     monkeypatch.setattr(cut_search, "NUM_PROGRAMS", num_programs)
-    monkeypatch.setattr(walks, "_BLOCK", 64)
+    monkeypatch.setattr(triton_sampling, "_BLOCK", 64)
 
 
 @pytest.mark.usefixtures("stretches")
