@@ -23,6 +23,8 @@ from quire.quant.formats import WeightFormats
 
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MAX_NUM_SEQS = 256
+LARGE_GPU_BYTES, LARGE_GPU_MAX_NUM_SEQS = 64 << 30, 1024
+"""A GPU with so much memory holds the caches of more sequences, all of which one reading of the weights serves."""
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 DEFAULT_MAX_KV_BYTES = 4 << 30
 """Where the user names no size, the KV cache is not made larger than this: a laptop has other uses for its memory."""
@@ -30,6 +32,8 @@ GPU_CONTEXT_BYTES = 768 << 20
 """What torch's context, its libraries and the compiled kernels take of a GPU before any tensor. Reckoned, not measured."""
 GRAPH_BYTES_PER_LAYER = 64 << 10
 """What a recorded graph keeps on the device for the launches of one layer. Reckoned; the engine counts what it really takes."""
+MIN_GRAPH_TOKENS = 256
+"""Steps of up to so many tokens are recorded, and those in which all sequences decode."""
 GRAPH_POOL_BYTES = 64 << 20
 """What torch's allocator takes beyond the tensors of recorded steps: it asks the driver for pieces of 2 and 20 MiB."""
 SHARED_BYTES_PER_LAYER = 1 << 30
@@ -117,8 +121,7 @@ class _Resolver:
         self._note_invariance()
         dtype = self._dtype()
         block_size = self._given("block_size", config.block_size, DEFAULT_BLOCK_SIZE, "a good compromise of waste and speed")
-        default_num_seqs = min(DEFAULT_MAX_NUM_SEQS, config.max_num_batched_tokens or DEFAULT_MAX_NUM_SEQS)
-        max_num_seqs = self._given("max_num_seqs", config.max_num_seqs, default_num_seqs, "default")
+        max_num_seqs = self._max_num_seqs()
         num_batched = self._num_batched_tokens(max_num_seqs)
         num_threads = self._given("num_threads", config.num_threads, self.machine.num_cores, self.machine.cores_reason)
         if self.formats.has_integers:
@@ -130,7 +133,8 @@ class _Resolver:
         kv_format = self._kv_format(dtype)
         bytes_per_token = sum(layer.bytes_per_token(kv_format) for layer in spec.kv_layers)
         attention_module = self._attention(dtype, kv_format, block_size)
-        graphs = self._graphs(num_batched, bytes_per_token, block_size, attention_module)
+        num_graph_tokens = largest_size(min(num_batched, max(max_num_seqs, MIN_GRAPH_TOKENS)))
+        graphs = self._graphs(num_graph_tokens, bytes_per_token, block_size, attention_module)
         if graphs is not None:
             workspace_bytes += graphs.max_bytes + graphs.input_bytes + bytes_per_token * block_size  # with the scratch block
         kv_bytes = self._kv_bytes(weight_bytes + workspace_bytes, bytes_per_token * self._longest() * max_num_seqs)
@@ -199,7 +203,7 @@ class _Resolver:
             self._note("batch_invariant", False, "given; torch's products may serve many rows, as the tuning file says")
 
     def _graphs(
-        self, num_batched: int, bytes_per_token: int, block_size: int, attention_module: str | None
+        self, num_tokens: int, bytes_per_token: int, block_size: int, attention_module: str | None
     ) -> GraphPlan | None:
         reason = "the CPU has none" if self.gpu is None else "given: enforce_eager" if self.config.enforce_eager else None
         if reason is None and attention_module is not None:
@@ -207,7 +211,7 @@ class _Resolver:
         if reason is not None:
             self._note("graphs", "off", reason)
             return None
-        spec, longest, num_tokens = self.spec, self._longest(), largest_size(num_batched)
+        spec, longest = self.spec, self._longest()
         row_bytes = spec.hidden_size * DTYPE_BYTES["float32"] + (ceil_div(longest, block_size) + 8) * DTYPE_BYTES["float32"]
         num_graphs, bytes_each = num_shapes(num_tokens, longest), len(spec.blocks) * GRAPH_BYTES_PER_LAYER
         max_bytes = _layer_bytes(spec, num_tokens) + MAX_PARTIAL_BYTES + GRAPH_POOL_BYTES + num_graphs * bytes_each
@@ -253,6 +257,15 @@ class _Resolver:
         name, reason = attention.choose(wish, needs)
         self._note("attention_backend", name, reason)
         return None if name == attention.OWN else attention.module_for(name, needs)
+
+    def _max_num_seqs(self) -> int:
+        default, reason = DEFAULT_MAX_NUM_SEQS, "default"
+        if self.gpu is not None and self.gpu.total_memory >= LARGE_GPU_BYTES:
+            default, reason = LARGE_GPU_MAX_NUM_SEQS, f"default for a GPU of {format_bytes(LARGE_GPU_BYTES)} or more"
+        budget = self.config.max_num_batched_tokens
+        if budget is not None and budget < default:
+            default, reason = budget, "no more than tokens of a step"
+        return self._given("max_num_seqs", self.config.max_num_seqs, default, reason)
 
     def _num_batched_tokens(self, max_num_seqs: int) -> int:
         given = self.config.max_num_batched_tokens

@@ -197,10 +197,22 @@ def test_recorded_steps_are_counted_before_the_cache_is(tiny_config: Path) -> No
     scratch_bytes = plan.kv_bytes_per_token * plan.limits.block_size
     counted = plan.graphs.max_bytes + plan.graphs.input_bytes + scratch_bytes
     assert plan.workspace_bytes - eager.workspace_bytes == counted
-    assert plan.graphs.max_num_tokens == 256 and plan.total_bytes <= 40 * GIB * 0.9
+    assert plan.graphs.max_num_tokens == 1024 and plan.total_bytes <= 40 * GIB * 0.9
     small = _plan(tiny_config, machine, device="cuda", max_num_batched_tokens=32, max_num_seqs=8)
     assert small.graphs is not None and small.graphs.max_num_tokens == 32
     assert {"graphs", "overlap"} <= {decision.name for decision in plan.decisions}
+
+
+def test_a_large_gpu_takes_more_sequences_and_records_their_steps(tiny_config: Path) -> None:
+    chosen = {}
+    for total in (40 * GIB, 141 * GIB):
+        machine = replace(_machine(1 << 20), gpu=Gpu("NVIDIA X", (9, 0), total, 40 * GIB, "13.0"))
+        plan = _plan(tiny_config, machine, device="cuda")
+        assert plan.graphs is not None
+        chosen[total] = (plan.limits.max_num_seqs, plan.graphs.max_num_tokens)
+        few = _plan(tiny_config, machine, device="cuda", max_num_batched_tokens=100)
+        assert few.limits.max_num_seqs == 100 and few.graphs is not None and few.graphs.max_num_tokens == 128
+    assert chosen == {40 * GIB: (256, 256), 141 * GIB: (1024, 1024)}
 
 
 @pytest.mark.parametrize(("given", "on_cpu", "on_gpu"), [("auto", False, True), ("on", True, True), ("off", False, False)])
