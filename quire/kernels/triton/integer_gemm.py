@@ -11,7 +11,9 @@ Where that is no matter of bits (floats, or exact integers with one scale per ou
 of whole groups, or of a part of the only group, whose sums are then raw, to be scaled when they are complete.
 
 4-bit weights lie as [N / 2, K]: a byte holds output j below and output N / 2 + j above. So a tile of bytes is a tile of *pairs*
-(see `gemm`), and where the outputs are gate and up, it is just what the activation needs.
+(see `gemm`), and where the outputs are gate and up, it is just what the activation needs. A nibble stays in the upper half of a
+byte, or is put there, which takes a third fewer instructions than to shift it down with its sign: it counts 16 times, and its
+scale, once and for all, a 16th.
 """
 
 from __future__ import annotations
@@ -112,8 +114,8 @@ def group_sums(
         a = tl.load(x + rows[:, None] * num_inputs + inputs[None, :], mask=is_row[:, None] & is_input[None, :], other=0)
         if BITS == 4:
             both = weight_tile(weight, pairs, is_pair, inputs, is_input, num_inputs)
-            sums = product(a, (both << 4) >> 4, sums, INPUTS, False, False)
-            other_sums = product(a, both >> 4, other_sums, INPUTS, False, False)
+            sums = product(a, both << 4, sums, INPUTS, False, False)
+            other_sums = product(a, both & -16, other_sums, INPUTS, False, False)
         else:
             w = weight_tile(weight, columns, is_column, inputs, is_input, num_inputs)
             sums = product(a, w, sums, INPUTS, IS_FP8, HAS_FP8)

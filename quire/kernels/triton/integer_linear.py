@@ -23,6 +23,8 @@ from quire.kernels.triton.tuning import LinearTuning, Tuning
 
 _MIN_BLOCK_K = 32
 """What an 8-bit matrix instruction takes at least."""
+_MAX_NIBBLES = 1 << 17
+"""Of a group with int8 inputs: its sum, 16 times as large, has to fit an int32."""
 _QUANTIZE_BLOCK = 2048
 _SCALE_BLOCK = 1024
 _LIBRARY_MULTIPLE = 16
@@ -36,7 +38,7 @@ class IntegerLinear:
     values: Tensor
     """int8 [N, K], or two outputs to a byte, [ceil(N / 2), K]: see `integer_gemm`. Of e4m3 numbers their bytes, uint8."""
     scales: Tensor
-    """float32 [K / group size, N]"""
+    """float32 [K / group size, N]; of 4 bits a 16th: see `integer_gemm`."""
     offsets: Tensor | None
     bias: Tensor | None
     bits: int
@@ -87,9 +89,10 @@ def pack_quantized(
     bytes_of = weight.values.view(torch.uint8) if weight.is_fp8 else weight.values
     values = bytes_of if weight.bits == 8 else pack_nibbles(bytes_of)
     offsets = None if weight.offsets is None else weight.offsets.t().contiguous().to(device)
+    scales = weight.scales if weight.bits == 8 else weight.scales / 16
     return IntegerLinear(
         values=values.contiguous().to(device),
-        scales=weight.scales.t().contiguous().to(device),
+        scales=scales.t().contiguous().to(device),
         offsets=offsets,
         bias=None if bias is None else bias.contiguous().to(device),
         bits=weight.bits,
@@ -123,6 +126,8 @@ def _check(weight: QuantizedWeight, bias: Tensor | None) -> None:
         fits = tensor is None or (tensor.shape == grid and tensor.dtype == torch.float32)
         require(fits, f"pack_quantized: expected float32 scales and offsets {list(grid)}", tensor)
     require(bias is None or bias.shape == grid[:1], f"pack_quantized: expected bias [{grid[0]}]", bias)
+    if weight.bits == 4 and weight.activations == "int8" and size > _MAX_NIBBLES:
+        raise ValueError(f"pack_quantized: 16 times the sum of {size} products of 4 bits does not fit 32; make groups smaller")
     if weight.bits == 4 and values.numel() and (int(values.min()) < -8 or int(values.max()) > 7):
         raise ValueError(f"pack_quantized: values from {int(values.min())} to {int(values.max())}; 4 bits hold -8 to 7")
 

@@ -186,6 +186,8 @@ def test_nibbles_hold_both_halves(num_outputs: int) -> None:
 
 
 def test_wrong_weights_are_refused(kernels: Kernels) -> None:
+    with pytest.raises(ValueError, match="make groups smaller"):
+        kernels.pack_quantized(make((2, 1 << 18), 4, 1 << 18, "int8", has_offsets=False))
     good = make((8, 64), 4, 32, "int8", has_offsets=False)
     with pytest.raises(ValueError, match="4 bits hold"):
         kernels.pack_quantized(QuantizedWeight(good.values * 2, good.scales, None, 4, 32, "int8"))
