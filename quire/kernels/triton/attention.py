@@ -291,13 +291,17 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    has_fp8: bool = False,
 ) -> Tensor:
-    """See `Kernels.paged_attention`. Head sizes up to 256; any block size; the cache may be of another dtype."""
+    """See `Kernels.paged_attention`. Head sizes up to 256; any block size; the cache may be of another dtype.
+
+    `has_fp8`: the device has instructions for e4m3.
+    """
     check_attention(query, key_cache, value_cache, batch, window, soft_cap, MAX_HEAD_SIZE)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if not query.shape[0]:
         return out
-    launch = _Launch(query, key_cache, value_cache, out, tuning, scale, window, soft_cap)
+    launch = _Launch(query, key_cache, value_cache, out, tuning, scale, window, soft_cap, has_fp8)
     num_splits = triton.cdiv(batch.max_context_len, launch.figures.split_len)
     can_be_apart = num_splits > 1 and _partial_bytes(query, num_splits) <= MAX_PARTIAL_BYTES
     # A batch with very many new tokens shares the reading of a prefix anyway, among those of one sequence.
@@ -328,6 +332,7 @@ class _Launch:
     scale: float
     window: int | None
     soft_cap: float | None
+    has_fp8: bool
 
     @property
     def figures(self) -> AttentionTuning:
@@ -372,7 +377,9 @@ class _Launch:
         tile = self.tile(num_sequences)
         num_heads, head_size = query.shape[1:]
         bounds, which = (batch.context_len, _ALL) if part is None else part
-        (keys, key_scales, form), (values, value_scales, _) = kernel_view(self.key_cache), kernel_view(self.value_cache)
+        (keys, key_scales, form), (values, value_scales, _) = (
+            kernel_view(cache, has_fp8=self.has_fp8) for cache in (self.key_cache, self.value_cache)
+        )
         attention_kernel[(*self.grid(num_sequences), 1 if partials is None else num_splits)](
             query, keys, values, key_scales, value_scales, self.out, *(partials or (self.out, self.out)), batch.query_start,
             batch.context_len, batch.block_tables, bounds, num_sequences, num_splits, query.stride(0),

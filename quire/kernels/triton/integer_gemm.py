@@ -23,7 +23,7 @@ import triton.language as tl
 
 from quire.kernels.triton.activation import activated
 from quire.kernels.triton.gemm import add_partials, columns_of, halves_of, tile_of, with_bias
-from quire.kernels.triton.kv_rows import FP8_FORMAT, e4m3_bits, row_elements
+from quire.kernels.triton.kv_rows import FP8_FORMAT, NATIVE_FP8_FORMAT, e4m3_bits, row_elements
 
 INPUT_CODES = {"float": 0, "int8": 1, "fp8": 2}
 FLOAT_INPUTS, INT8_INPUTS, FP8_INPUTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -75,7 +75,8 @@ def product(a, w, sums, INPUTS: tl.constexpr, IS_FP8: tl.constexpr, HAS_FP8: tl.
         sums = tl.dot(a, w, sums, out_dtype=tl.int32)
     elif IS_FP8:
         if INPUTS == FLOAT_INPUTS:
-            sums = tl.dot(a, row_elements(w, a.dtype, FP8_FORMAT), sums, input_precision="ieee")
+            FORMAT: tl.constexpr = NATIVE_FP8_FORMAT if HAS_FP8 else FP8_FORMAT
+            sums = tl.dot(a, row_elements(w, a.dtype, FORMAT), sums, input_precision="ieee")
         elif HAS_FP8:
             sums += tl.dot(a.to(tl.float8e4nv, bitcast=True), w.to(tl.float8e4nv, bitcast=True))
         else:
@@ -103,7 +104,7 @@ def group_sums(
     """Sums [M, N] of inputs times weights over inputs [begin, end), which share their scales, and sums [M] of inputs alone."""
     SUM_TYPE: tl.constexpr = tl.int32 if INPUTS == INT8_INPUTS else tl.float32
     HALF: tl.constexpr = BLOCK_N // 2
-    PER_FACTOR: tl.constexpr = 256.0 if IS_FP8 and not (HAS_FP8 and INPUTS == FP8_INPUTS) else 1.0
+    PER_FACTOR: tl.constexpr = 256.0 if IS_FP8 and not HAS_FP8 else 1.0
     UNIT: tl.constexpr = PER_FACTOR * PER_FACTOR if INPUTS == FP8_INPUTS else PER_FACTOR
     sums = tl.zeros([BLOCK_M, HALF if BITS == 4 else BLOCK_N], SUM_TYPE)
     other_sums = tl.zeros([BLOCK_M, HALF], SUM_TYPE)

@@ -132,8 +132,9 @@ class TritonKernels:
             caches = (key_cache, value_cache)
             return self._library_attention(query, caches, batch, scale=scale, window=window, soft_cap=soft_cap)
         return attention.paged_attention(
-            query, key_cache, value_cache, batch, self.tuning, scale=scale, window=window, soft_cap=soft_cap
-        )
+            query, key_cache, value_cache, batch, self.tuning, scale=scale, window=window, soft_cap=soft_cap,
+            has_fp8=self.options.has_fp8,
+        )  # fmt: skip
 
     def compile_decoder(self, decoder: DecoderWeights) -> ForwardPass | None:
         """See `step`; None where the fused kernel lacks a part, which is logged."""

@@ -1,7 +1,8 @@
 """Rows of the KV cache in each of its formats, as Triton functions: how one is stored, and how its elements are read.
 
 Owns the bytes (`Kernels.write_kv` says what they mean): elements, and of int8 and fp8 a float32 scale behind them. e4m3 is
-put together and taken apart as integers, so that capability 8.0, which has no instruction for it, gives the same bytes.
+put together as integers everywhere, and taken apart so where there is no instruction for it (below capability 8.9): the same
+bytes and, as nothing is rounded, the same numbers but for a power of two, which `row_scales` gives back.
 """
 
 from __future__ import annotations
@@ -11,16 +12,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FLOAT_FORMAT, INT8_FORMAT, FP8_FORMAT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+FLOAT_FORMAT, INT8_FORMAT, FP8_FORMAT, NATIVE_FP8_FORMAT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 
 
-def kernel_view(cache: Tensor) -> tuple[Tensor, Tensor, int]:
-    """(elements, scales, format) of a cache: fp8 as bytes, and the same memory once more as float32 where scales lie in it."""
+def kernel_view(cache: Tensor, *, has_fp8: bool = False) -> tuple[Tensor, Tensor, int]:
+    """(elements, scales, format) of a cache: fp8 as bytes, and the same memory once more as float32 where scales lie in it.
+
+    `has_fp8`: the device has instructions that take e4m3 apart.
+    """
     form = _FORMATS.get(cache.dtype, 0)
     if form == 0:
         return cache, cache, form
-    return cache.view(torch.uint8) if form == 2 else cache, cache.view(torch.float32), form
+    if form == 1:
+        return cache, cache.view(torch.float32), form
+    return cache.view(torch.uint8), cache.view(torch.float32), 3 if has_fp8 else form
 
 
 @triton.jit
@@ -36,12 +42,14 @@ def e4m3_bits(x):
 
 @triton.jit
 def row_elements(stored, dtype: tl.constexpr, FORMAT: tl.constexpr):
-    """Stored elements in `dtype`, without their scale; fp8 divided by 256, which `row_scales` gives back. Nothing is rounded
-    but float32 for narrower queries."""
+    """Stored elements in `dtype`, without their scale; FP8_FORMAT divided by 256, which `row_scales` gives back. Nothing is
+    rounded but float32 for narrower queries."""
     if FORMAT == FP8_FORMAT:
         wide = stored.to(tl.int16)
         halves = (((wide & 0x7F) << 7) | ((wide & 0x80) << 8)).to(tl.float16, bitcast=True)
         elements = halves.to(dtype)
+    elif FORMAT == NATIVE_FP8_FORMAT:
+        elements = stored.to(tl.float8e4nv, bitcast=True).to(dtype)
     elif FORMAT == INT8_FORMAT:
         elements = stored.to(tl.float32).to(dtype)
     else:

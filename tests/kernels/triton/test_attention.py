@@ -79,6 +79,21 @@ def test_quantized_caches_agree_with_the_reference(
     assert not torch.allclose(got, attend(reference, case, query, window=70), atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_instructions_for_fp8_give_the_bits_of_integers(
+    kernels: Kernels, paged: type[Paged], attend: Attend, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(kernels, TritonKernels)
+    if kernels.device.type == "cuda" and not kernels.options.has_fp8:
+        pytest.skip("no instructions for e4m3")
+    results = []
+    for has_fp8 in (False, True):
+        monkeypatch.setattr(kernels, "options", replace(kernels.options, has_fp8=has_fp8))
+        case = paged.random(((3, 5), (1, 90)), 2, 20, dtype)
+        results.append(attend(kernels, case, draw_query(case, 4), 4, kv_format="fp8"))
+    assert torch.equal(*results) and results[0].isfinite().all()
+
+
 def test_more_query_heads_than_one_tile_holds(kernels: Kernels, reference: Kernels, paged: type[Paged], attend: Attend) -> None:
     case = paged.random(((3, 40),), 1, 16)
     query = draw_query(case, 71)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed (pip install triton)", allow_module_level=True)
 
 from quire.kernels.triton.integer_linear import IntegerLinear, pack_nibbles, quantize_rows
+from quire.kernels.triton.kernels import TritonKernels
 
 
 def draw(*shape: int) -> Tensor:
@@ -143,6 +145,20 @@ def test_fp8_weights_agree_with_the_reference(
     torch.testing.assert_close(gated, reference.gated_linear(x, theirs, "gelu_tanh"), atol=near, rtol=2e-2, equal_nan=True)
     alone = kernels.linear(x[16:17].to(device), ours, out_dtype="float32")
     assert torch.equal(alone, got[16:17])
+
+
+def test_instructions_for_fp8_weights_give_the_bits_of_integers(
+    kernels: Kernels, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With inputs that are not e4m3 themselves."""
+    assert isinstance(kernels, TritonKernels)
+    if kernels.device.type == "cuda" and not kernels.options.has_fp8:
+        pytest.skip("no instructions for e4m3")
+    x, results = draw(5, 128).to(torch.bfloat16).to(device), []
+    for has_fp8 in (False, True):
+        monkeypatch.setattr(kernels, "options", replace(kernels.options, has_fp8=has_fp8))
+        results.append(kernels.linear(x, kernels.pack_quantized(make_fp8(32, 32, "float")), out_dtype="float32"))
+    assert torch.equal(*results)
 
 
 def test_rows_become_fp8_as_the_reference_does(kernels: Kernels, device: torch.device) -> None:
