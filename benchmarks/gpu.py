@@ -7,8 +7,8 @@
     python -m benchmarks.gpu kernels steps --json figures.jsonl                  a line a figure, the moment it is known
 
 Weights are made up where they are needed; nothing is downloaded. A part that fails is reported, the others go on. Exit code: 0
-when every figure reaches its goal, 1 where one does not or a part failed. Owns the goals and the sheet; what is measured is in
-`gpu_parts`.
+when every figure reaches its goal, 1 where one does not, 3 where a part failed. Owns the sheet; what is measured, with its
+goals, is in `gpu_parts`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,28 @@ from pathlib import Path
 
 from benchmarks.gpu_parts import PARTS, Figure, Subject
 from benchmarks.models import CONFIGS
+from quire.bench.record import describe_versions, timestamp
+from quire.engine.gpu import inspect_gpu
 from quire.errors import QuireError
+
+_FAILED = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the parts that were asked for."""
     args = parse(argv)
-    sheet = Sheet(args.json)
+    try:
+        sheet = Sheet(args.json, args.device)
+    except QuireError as error:
+        print(error, file=sys.stderr)
+        return _FAILED
     config = CONFIGS[args.model] if args.model in CONFIGS else json.loads(Path(args.model).read_text())
     with tempfile.TemporaryDirectory(prefix="quire-gpu-") as folder:
         Path(folder, "config.json").write_text(json.dumps(config, indent=1))
         subject = Subject(Path(folder), Path(args.model).stem, args.device, args.trace, args.requests, args.peer_requests)
         for part in args.parts:
             sheet.add(part, PARTS[part](subject))
-    return 0 if sheet.is_good else 1
+    return _FAILED if sheet.has_failed else int(sheet.has_missed)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -60,28 +68,37 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 class Sheet:
     """Figures as they come: a table on the standard output, and lines of JSON in a file."""
 
-    def __init__(self, file: Path | None) -> None:
-        self.is_good = True
+    def __init__(self, file: Path | None, device: str) -> None:
+        self.has_missed = self.has_failed = False
         self._file = file
-        print("| figure | measured | goal | |\n|---|---:|---:|---|", flush=True)
+        gpu = inspect_gpu() if device == "cuda" else None
+        versions = describe_versions()
+        self._circumstances = {
+            "device": "cpu" if gpu is None else f"{gpu.name}, driver for CUDA {gpu.driver}",
+            "torch": versions["torch"],
+            "commit": versions["commit"],
+        }
+        print(", ".join(f"{name} {value}" for name, value in self._circumstances.items()))
+        print("\n| figure | measured | goal | |\n|---|---:|---:|---|", flush=True)
 
     def add(self, part: str, figures: Iterator[Figure]) -> None:
         """All of a part's figures, each written down before the next is measured."""
         try:
             for figure in figures:
                 self._note(figure)
-        except (QuireError, RuntimeError, OSError) as error:
-            self.is_good = False
+        except Exception as error:  # a compiler's, a driver's or another engine's: the other parts go on
+            self.has_failed = True
             print(f"{part} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
     def _note(self, figure: Figure) -> None:
-        self.is_good &= figure.is_reached is not False
+        self.has_missed |= figure.is_reached is False
         verdict = {True: "reached", False: "missed", None: ""}[figure.is_reached]
         goal = "" if figure.goal is None else f"{'at least' if figure.is_more_better else 'at most'} {figure.goal:g}"
         print(f"| {figure.name} | {figure.value:.3g} {figure.unit} | {goal} | {verdict} |", flush=True)
         if self._file is not None:
             with self._file.open("a") as lines:
-                lines.write(json.dumps({**figure._asdict(), "is_reached": figure.is_reached}) + "\n")
+                found = {**figure._asdict(), "is_reached": figure.is_reached, "at": timestamp(), **self._circumstances}
+                lines.write(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

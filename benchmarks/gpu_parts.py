@@ -7,11 +7,13 @@ the engine's own clock; what the host leaves idle is read from the device's own 
 from __future__ import annotations
 
 import gc
+import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from quire.bench.gpu_kernels import GpuLimits
     from quire.engine.engine import Engine
 
-MAX_MODEL_LEN = 8192
+MAX_MODEL_LEN, PADDED_BATCH = 8192, 32
 START_S = 600.0
 """A process that has given no token by then has failed."""
 HOST_GAP_S = 10e-6
@@ -126,30 +128,29 @@ def start(subject: Subject) -> Iterator[Figure]:
 def peers(subject: Subject) -> Iterator[Figure]:
     """Requests at once, greedy, and drawn three times each; Transformers on padded batches of 32, and its paged batching."""
     device = f"bfloat16:device={subject.device}"
-    ways = {
-        "quire": f"quire:{device}:load_format=dummy:max_model_len={MAX_MODEL_LEN}",
-        "generate": f"transformers:{device}:batch=32",
-        "generate_batch": f"transformers:{device}:way=paged",
-    }
-    greedy = requests_of(subject)
-    drawn = [each._replace(num_sequences=3, temperature=1.0) for each in greedy]
-    rates: dict[tuple[str, bool], float] = {}
-    for way, variant in ways.items():
-        process = open_peer(subject, variant)
-        try:
-            for is_drawn in (False, True) if way != "generate_batch" else (False,):
+    greedy, drawn = (requests_of(subject, repetition) for repetition in (0, 1))
+    drawn = [each._replace(num_sequences=3, temperature=1.0) for each in drawn]
+    lengths = "random lengths" if subject.trace is None else f"lengths of {subject.trace.name}"
+    name = f"{subject.name}, {len(greedy)} requests with {lengths}"
+    rates: dict[bool, float] = {}
+    with opened_peer(subject, f"quire:{device}:load_format=dummy:max_model_len={MAX_MODEL_LEN}") as process:
+        for is_drawn, asked in ((False, greedy), (True, drawn)):
+            process.run(requests_of(subject, -1 - is_drawn)[:_NUM_RECORDING])  # other tokens than those that count
+            rates[is_drawn] = rate_of(process, asked)
+            yield Figure(f"{name}, quire{', n=3' * is_drawn}", rates[is_drawn], "tokens/s")
+    for way, extra, goals in (
+        ("generate", f"batch={PADDED_BATCH}", {False: 24.0, True: 15.0}), ("generate_batch", "way=paged", {False: 3.0})
+    ):  # fmt: skip
+        with opened_peer(subject, f"transformers:{device}:{extra}") as process:
+            for is_drawn, goal in goals.items():
                 asked = drawn if is_drawn else greedy
-                if way == "quire":
-                    process.run(spread_over(asked, _NUM_RECORDING))
-                elif subject.num_peer_requests is not None:
-                    asked = spread_over(asked, subject.num_peer_requests)
-                rates[way, is_drawn] = totals(asked)["num_output_tokens"] / process.run(asked)["wall_s"]
-                yield Figure(f"{subject.name}, {way}{', n=3' * is_drawn}", rates[way, is_drawn], "tokens/s")
-        finally:
-            process.close()
-    for way, is_drawn, goal in (("generate", False, 24.0), ("generate_batch", False, 3.0), ("generate", True, 15.0)):
-        ratio = rates["quire", is_drawn] / rates[way, is_drawn]
-        yield Figure(f"{subject.name}, times Transformers' {way}{', n=3' * is_drawn}", ratio, "x", goal)
+                if subject.num_peer_requests is not None:
+                    size = PADDED_BATCH // asked[0].num_sequences if way == "generate" else 1
+                    asked = some_batches(asked, size, subject.num_peer_requests)
+                rate = rate_of(process, asked)
+                label = f"{way}{', n=3' * is_drawn}"
+                yield Figure(f"{name}, Transformers' {label} ({len(asked)} of them)", rate, "tokens/s")
+                yield Figure(f"{name}, times Transformers' {label}", rates[is_drawn] / rate, "x", goal)
 
 
 PARTS: dict[str, Callable[[Subject], Iterator[Figure]]] = {
@@ -216,24 +217,35 @@ def device_record(engine: Engine, num_sequences: int, context: int) -> list[tupl
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from quire.bench.measure import params_of
+    from quire.bench.measure import measure, params_of
 
+    measure(engine, Decodes.of(engine, num_sequences, context, 4 * _NUM_TOGETHER, -2).requests)
+    while engine.idle():  # their shapes of steps may be others than those met before
+        pass
     for number, each in enumerate(Decodes.of(engine, num_sequences, context, 4 * _NUM_TOGETHER, 1).requests):
         engine.add_request(str(number), {"prompt_token_ids": each.token_ids}, params_of(each))
     scheduler = engine.scheduler
     while scheduler.waiting or min(each.num_output_tokens for each in scheduler.running) < 8:
         engine.step()
+    _await_device()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(_NUM_PROFILED):
             engine.step()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        _await_device()
     for number in range(num_sequences):
         engine.abort(str(number))
     while engine.has_work:
         engine.step()
     on_device = (each for each in seen.events() if each.device_type == torch.autograd.DeviceType.CUDA)  # type: ignore[attr-defined]
-    return [(each.time_range.start / 1e6, each.time_range.end / 1e6) for each in on_device]
+    busy = sorted((each.time_range.start / 1e6, each.time_range.end / 1e6) for each in on_device)
+    return busy[len(busy) // 8 :]  # the profiler is still at its own start during the first steps
+
+
+def _await_device() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def idle_shares(busy: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -249,30 +261,44 @@ def idle_shares(busy: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return sum(pauses) / span, sum(each for each in pauses if each > HOST_GAP_S) / span
 
 
-def requests_of(subject: Subject) -> list[BenchRequest]:
-    """With the trace's lengths, or random ones."""
+def requests_of(subject: Subject, repetition: int) -> list[BenchRequest]:
+    """With the trace's lengths, or random ones; other tokens in each repetition."""
     vocab_size = declare(_config(subject)).vocab_size
     if subject.trace is not None:
         workload = trace_workload(subject.trace, num_requests=subject.num_requests, max_model_len=MAX_MODEL_LEN)
     else:
         workload = random_workload(subject.num_requests, (16, 512), (16, 512))
-    return workload.requests(0, vocab_size)
+    return workload.requests(repetition, vocab_size)
 
 
-def spread_over(requests: Sequence[BenchRequest], count: int) -> list[BenchRequest]:
-    """`count` of the requests, evenly taken."""
-    count = min(count, len(requests))
-    return [requests[number * len(requests) // count] for number in range(count)]
+def some_batches(requests: Sequence[BenchRequest], size: int, count: int) -> list[BenchRequest]:
+    """About `count` of the requests: whole batches, evenly taken of those that all of them would make, sorted by length.
+
+    Requests taken one by one would fill batches of more unlike lengths, of which more is padding.
+    """
+    ordered = sorted(requests, key=lambda each: (each.num_output, len(each.token_ids)))
+    batches = [ordered[first : first + size] for first in range(0, len(ordered), size)]
+    num_taken = max(1, min(len(batches), count // size))
+    return [each for number in range(num_taken) for each in batches[(2 * number + 1) * len(batches) // (2 * num_taken)]]
 
 
-def open_peer(subject: Subject, variant: str) -> PeerProcess:
+@contextmanager
+def opened_peer(subject: Subject, variant: str) -> Iterator[PeerProcess]:
     """An engine in a process of its own."""
-    num_threads = len(os.sched_getaffinity(0))
-    return PeerProcess(Variant.parse(variant), Seat(subject.folder, declare(_config(subject)).vocab_size, num_threads, {}, {}))
+    seat = Seat(subject.folder, declare(_config(subject)).vocab_size, len(os.sched_getaffinity(0)), {}, {})
+    process = PeerProcess(Variant.parse(variant), seat)
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+def rate_of(process: PeerProcess, requests: Sequence[BenchRequest]) -> float:
+    """Output tokens a second."""
+    rate: float = totals(requests)["num_output_tokens"] / process.run(requests)["wall_s"]
+    return rate
 
 
 def _config(subject: Subject) -> dict[str, Any]:
-    import json
-
     config: dict[str, Any] = json.loads((subject.folder / "config.json").read_text())
     return config

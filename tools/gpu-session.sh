@@ -3,7 +3,8 @@
 # in gpu-results/ (or $OUT): few files, each written as it goes, so that what is ended early leaves what it has.
 # Needs torch >= 2.11 (with CUDA), Triton, numpy, safetensors, tokenizers, jinja2 and tqdm, and a C compiler for Triton; for the
 # tests pytest, hypothesis and, for the families' parity and the peers, transformers. Shared data (QUIRE_SHARED, or a folder
-# shared or .shared here) gives the families' tokenizers and the lengths of real requests. No build and no package of the server.
+# shared or .shared here) gives the families' tokenizers and the lengths of real requests (or TRACE names them). No build and no
+# package of the server. MODELS and PEER_REQUESTS say what the parts measure: two models, and 160 of 1,000 requests by peers.
 set -euo pipefail
 WHAT=${1:-all}
 PYTHON=${2:-python3}
@@ -36,54 +37,60 @@ run_kernels() {
   "$PYTHON" -m quire bench kernels --device cuda --json "$OUT/kernels.json" | tee -a "$OUT/kernels.md"
 }
 
-# The figures that docs/howto/gpu.md names, with their goals: a missed one is a result, not a failure of this script.
+# The figures that docs/howto/gpu.md names, with their goals: a missed one (1) is a result, not a failure of this script.
 run_part() {
-  local part=$1
+  local part=$1 failed=0 code
   shift
   for model in $MODELS; do
-    "$PYTHON" -m benchmarks.gpu "$part" --model "$model" --json "$OUT/figures.jsonl" "$@" 2>&1 | tee -a "$OUT/figures.md" || true
+    code=0
+    "$PYTHON" -m benchmarks.gpu "$part" --model "$model" --json "$OUT/figures.jsonl" "$@" 2>&1 | tee -a "$OUT/figures.md" \
+      || code=${PIPESTATUS[0]}
+    if [ "$code" -gt 1 ]; then failed=1; fi
   done
+  return $failed
 }
 
 run_peers() {
-  local lengths="${QUIRE_SHARED:-}/data/traces/sharegpt_8k_lengths.csv.gz"
+  local lengths="${TRACE:-${QUIRE_SHARED:-}/data/traces/sharegpt_8k_lengths.csv.gz}"
   local trace=()
-  if [ -f "$lengths" ]; then trace=(--trace "$lengths"); fi
-  run_part peers "${trace[@]}" --peer-requests "${PEER_REQUESTS:-1000}"
+  if [ -f "$lengths" ]; then trace=(--trace "$lengths"); else echo "no $lengths: random lengths instead" >&2; fi
+  run_part peers "${trace[@]}" --peer-requests "${PEER_REQUESTS:-160}"
 }
 
 # Graphs and the overlapped loop, each with and without the other.
 run_loops() {
-  local model
+  local model failed=0
   model=$(mktemp -d)
   "$PYTHON" -c "import json, sys; from benchmarks.models import CONFIGS; print(json.dumps(CONFIGS['llama-1b']))" > "$model/config.json"
   for command in latency throughput; do
     for options in "" "--enforce-eager" "--overlap off" "--enforce-eager --overlap off"; do
-      echo "## $command $options"
+      echo "## $command $options" >> "$OUT/loops.md"
       # shellcheck disable=SC2086 # several options
-      "$PYTHON" -m quire bench "$command" "$model" --load-format dummy --device cuda --max-model-len 4096 $options
+      "$PYTHON" -m quire bench "$command" "$model" --load-format dummy --device cuda --max-model-len 4096 $options \
+        2>&1 | tee -a "$OUT/loops.md" || failed=1
     done
-  done 2>&1 | tee -a "$OUT/loops.md"
+  done
   rm -r "$model"
+  return $failed
 }
 
 run_bench() {
   run_kernels || status=1
-  MODELS=llama-8b run_part kernels
-  run_part steps
-  run_part start
+  MODELS=llama-8b run_part kernels || status=1
+  run_part steps || status=1
+  run_part start || status=1
   run_loops || status=1
 }
 
 case $WHAT in
   test) run_tests || status=1 ;;
   kernels) run_kernels || status=1 ;;
-  steps | start) run_part "$WHAT" ;;
-  peers) run_peers ;;
+  steps | start) run_part "$WHAT" || status=1 ;;
+  peers) run_peers || status=1 ;;
   loops) run_loops || status=1 ;;
   tune) "$PYTHON" -m quire bench kernels --device cuda --tune "$OUT" || status=1 ;;
   bench) run_bench ;;
-  all) run_tests || status=1; run_bench; run_peers ;;
-  *) sed -n '2,6p' "$0" >&2; exit 2 ;;
+  all) run_tests || status=1; run_bench; run_peers || status=1 ;;
+  *) sed -n '2,7p' "$0" >&2; exit 2 ;;
 esac
 exit $status

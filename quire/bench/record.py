@@ -19,7 +19,7 @@ from quire import __version__
 from quire.engine.machine import Machine
 from quire.engine.planning import EnginePlan
 
-SCHEMA = "quire-bench/2"
+SCHEMA = "quire-bench/3"
 
 Number = (int, float)
 _SPREAD = {"mean": Number, "p50": Number, "p90": Number, "p99": Number}

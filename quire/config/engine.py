@@ -65,7 +65,7 @@ class EngineConfig:
         choices=SWITCHES,
     )
     memory_utilization: float = _option(0.9, "share of the free memory that weights, workspace and KV cache may take together")
-    max_num_seqs: int | None = _option(None, "sequences that run at once (default 256)")
+    max_num_seqs: int | None = _option(None, "sequences that run at once (default 256, on a GPU of 64 GiB or more 1024)")
     max_num_batched_tokens: int | None = _option(None, "tokens computed in one step (default 2048)")
     enable_prefix_caching: bool = _option(True, "keep the KV of finished requests for later ones that begin alike")
     enable_chunked_prefill: bool = _option(True, "compute long prompts in pieces beside the decodes")

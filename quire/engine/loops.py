@@ -68,7 +68,7 @@ class Loop(Protocol):
         ...
 
     def forget(self) -> None:
-        """Wait for the steps in flight and drop their outcomes: the control plane knows them no more."""
+        """Drop the outcomes of the steps in flight, once these are launched: the control plane knows them no more."""
         ...
 
     def close(self) -> None:

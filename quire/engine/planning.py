@@ -202,9 +202,7 @@ class _Resolver:
         else:
             self._note("batch_invariant", False, "given; torch's products may serve many rows, as the tuning file says")
 
-    def _graphs(
-        self, num_tokens: int, bytes_per_token: int, block_size: int, attention_module: str | None
-    ) -> GraphPlan | None:
+    def _graphs(self, num_tokens: int, bytes_per_token: int, block_size: int, attention_module: str | None) -> GraphPlan | None:
         reason = "the CPU has none" if self.gpu is None else "given: enforce_eager" if self.config.enforce_eager else None
         if reason is None and attention_module is not None:
             reason = "the attention of a library plans each step on the host, which a graph would not repeat"

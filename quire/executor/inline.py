@@ -37,8 +37,10 @@ class InlineExecutor:
 
     def close(self) -> None:
         """Drop the model, its KV memory and the rows, also where somebody still holds the worker."""
-        if hasattr(self.worker, "sampler"):
+        held = vars(self.worker)
+        if "sampler" in held:
             self.worker.sampler.matchers.grammars.close()
-            device = self.worker.model.kernels.device
-            vars(self.worker).clear()
+        device = self.worker.model.kernels.device if "model" in held else None
+        held.clear()
+        if device is not None:
             give_back(device)

@@ -215,16 +215,17 @@ class SafetensorsCheckpoint:
 
 
 def _read_rows(file: TensorFile, stored: StoredTensor, out: Tensor, first_row: int) -> None:
-    """Rows of a stored tensor, from `first_row` on, into `out` [rows, ...]."""
+    """Rows of a stored tensor, from `first_row` on, into `out` [rows, ...]: straight into it, if it is the host's memory."""
     row_bytes = stored.num_bytes // stored.shape[0]
     start = stored.start + first_row * row_bytes
-    if out.dtype == _dtype(stored) and out.is_contiguous():
+    if out.device.type == "cpu" and out.dtype == _dtype(stored) and out.is_contiguous():
         memory = (ctypes.c_char * out.nbytes).from_address(out.data_ptr())
         return file.read_into(memoryview(memory).cast("B"), start)
     step = max(1, _CHUNK_BYTES // row_bytes)
     for first in range(0, out.shape[0], step):
         part = out[first : first + step]
-        part.copy_(_read_values(file, stored, part.shape, start + first * row_bytes))
+        values = _read_values(file, stored, part.shape, start + first * row_bytes, is_pinned=out.is_cuda)
+        part.copy_(values, non_blocking=True)  # torch keeps pinned memory until its copy is done
 
 
 def _read_columns(file: TensorFile, stored: StoredTensor, out: Tensor, first_column: int) -> None:
@@ -238,10 +239,12 @@ def _read_columns(file: TensorFile, stored: StoredTensor, out: Tensor, first_col
         out[:, first:last].copy_(values[:, first_column : first_column + out.shape[0]].T)
 
 
-def _read_values(file: TensorFile, stored: StoredTensor, shape: Sequence[int], start: int) -> Tensor:
+def _read_values(
+    file: TensorFile, stored: StoredTensor, shape: Sequence[int], start: int, *, is_pinned: bool = False
+) -> Tensor:
     import torch
 
-    values = torch.empty(tuple(shape), dtype=_dtype(stored))
+    values = torch.empty(tuple(shape), dtype=_dtype(stored), pin_memory=is_pinned)
     file.read_into(memoryview((ctypes.c_char * values.nbytes).from_address(values.data_ptr())).cast("B"), start)
     return values
 

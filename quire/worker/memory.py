@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.common.failures import log_failure
 from quire.core.plan import BlockCopy
 from quire.kernels.host_memory import populate
 from quire.kernels.interface import Kernels
@@ -19,13 +21,21 @@ from quire.kernels.kv_cache import empty_cache
 from quire.models.declaration import KVLayerSpec
 from quire.worker.staging import Staging
 
+logger = logging.getLogger(__name__)
+
 
 def give_back(device: torch.device) -> None:
-    """Have the driver of a GPU know what was freed, which torch keeps otherwise: the next plan asks it how much is free."""
+    """Have the driver of a GPU know what was freed, which torch keeps otherwise: the next plan asks it how much is free.
+
+    A device that has failed fails here again. That is logged: whoever closes an engine has heard of the first time.
+    """
     if device.type == "cuda":
         gc.collect()
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
+        try:
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            log_failure(logger, "a GPU's memory could not be given back", error)
 
 
 class PoolShape(NamedTuple):

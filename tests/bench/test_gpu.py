@@ -12,7 +12,17 @@ import pytest
 import torch
 
 from benchmarks import gpu, gpu_parts
-from benchmarks.gpu_parts import Decodes, Figure, Subject, decode_step, device_record, idle_shares, open_engine, spread_over
+from benchmarks.gpu_parts import (
+    Decodes,
+    Figure,
+    Subject,
+    decode_step,
+    device_record,
+    idle_shares,
+    open_engine,
+    requests_of,
+    some_batches,
+)
 from quire.bench.workload import random_workload
 
 CONFIG: dict[str, Any] = {
@@ -51,10 +61,21 @@ def test_a_figure_reaches_its_goal_or_not(figure: Figure, is_reached: bool | Non
     assert figure.is_reached is is_reached
 
 
-def test_fewer_requests_are_taken_from_all_over() -> None:
-    requests = random_workload(10, (1, 9), (1, 9)).requests(0, 100)
-    assert spread_over(requests, 3) == [requests[0], requests[3], requests[6]]
-    assert spread_over(requests, 20) == requests
+def test_fewer_requests_are_whole_batches_of_all() -> None:
+    requests = random_workload(20, (1, 9), (1, 99)).requests(0, 100)
+    ordered = sorted(requests, key=lambda each: (each.num_output, len(each.token_ids)))
+    assert some_batches(requests, 4, 9) == ordered[4:8] + ordered[12:16]
+    assert some_batches(requests, 4, 1) == ordered[8:12]
+    assert some_batches(requests, 4, 99) == ordered
+
+
+def test_no_request_of_another_repetition_is_found_in_the_cache(config: Path) -> None:
+    config.rename(config.parent / "config.json")
+    subject = Subject(config.parent, "tiny", "cpu", None, 20, None)
+    first, second = (requests_of(subject, repetition) for repetition in (-1, 0))
+    lengths = [[(len(each.token_ids), each.num_output) for each in requests] for requests in (first, second)]
+    assert lengths[0] == lengths[1]
+    assert all(a.token_ids != b.token_ids for a, b in zip(first, second, strict=True))
 
 
 def test_what_is_missed_or_fails_shows_in_the_exit_code(
@@ -66,20 +87,31 @@ def test_what_is_missed_or_fails_shows_in_the_exit_code(
 
     def broken(subject: Subject) -> Iterator[Figure]:
         yield Figure("before", 1.0, "s")
-        raise RuntimeError("no device")
+        raise ValueError("no such tile")
 
-    for name, function in (("kernels", part), ("steps", broken)):
+    def slow(subject: Subject) -> Iterator[Figure]:
+        yield Figure("start", 20.0, "s", 15.0, is_more_better=False)
+
+    for name, function in (("kernels", part), ("steps", broken), ("start", slow)):
         monkeypatch.setitem(gpu_parts.PARTS, name, function)
     lines = tmp_path / "figures.jsonl"
-    options = ["--model", str(config), "--json", str(lines)]
+    options = ["--model", str(config), "--json", str(lines), "--device", "cpu"]
     assert gpu.main(["kernels", *options]) == 0
-    assert gpu.main(["steps", "kernels", *options]) == 1
+    assert gpu.main(["start", "kernels", *options]) == 1
+    assert gpu.main(["steps", "kernels", *options]) == 3
     told = capsys.readouterr()
     assert "| tiny speed | 2 x | at least 1 | reached |" in told.out and "| gap | 0.02  | at most 0.03 | reached |" in told.out
-    assert "steps failed: RuntimeError: no device" in told.err
-    assert [json.loads(line)["name"] for line in lines.read_text().splitlines()] == [
-        "tiny speed", "gap", "before", "tiny speed", "gap",
-    ]  # fmt: skip
+    assert "steps failed: ValueError: no such tile" in told.err
+    written = [json.loads(line) for line in lines.read_text().splitlines()]
+    names = ["tiny speed", "gap", "start", "tiny speed", "gap", "before", "tiny speed", "gap"]
+    assert [each["name"] for each in written] == names
+    assert {"at", "torch", "commit", "device"} <= set(written[0]) and written[2]["is_reached"] is False
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_what_is_missing(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["steps", "--model", str(config)]) == 3
+    assert "no NVIDIA driver" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["nothing"], ["steps", "--model", "no-such.json"], ["peers", "--requests", "0"]])

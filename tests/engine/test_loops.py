@@ -14,6 +14,7 @@ import torch
 from engines import run_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optional_packages import needs_grammars
 
 from quire.config.engine import EngineConfig
 from quire.config.limits import SchedulerLimits
@@ -292,7 +293,9 @@ def _both(engines: tuple[Engine, Engine], params: SamplingParams) -> tuple[Any, 
         {"seed": 1, "max_tokens": 24, "stop": ["the ", "king", "."], "include_stop_str_in_output": True},
         {"seed": 4, "max_tokens": 24, "n": 3, "logprobs": 2, "stop": [" a", "ing"]},
         {"seed": 4, "max_tokens": 24, "bad_words": ["the"], "min_tokens": 4, "stop_token_ids": list(range(10, 400))},
-        {"seed": 4, "max_tokens": 24, "structured_outputs": {"regex": "[a-f]{3,9}(-[0-9])*"}},
+        pytest.param(
+            {"seed": 4, "max_tokens": 24, "structured_outputs": {"regex": "[a-f]{3,9}(-[0-9])*"}}, marks=needs_grammars
+        ),
     ],
     ids=["stop strings", "n and log-probabilities", "stop tokens", "a grammar"],
 )

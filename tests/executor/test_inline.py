@@ -32,3 +32,12 @@ def test_what_a_closed_executor_held_on_a_gpu_is_the_drivers_again(monkeypatch: 
     assert not called
     give_back(torch.device("cuda"))
     assert called == ["synchronize", "empty_cache"]
+
+
+def test_a_device_that_failed_is_closed_all_the_same(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    give_back(torch.device("cuda"))
+    assert "a GPU's memory could not be given back: RuntimeError" in caplog.text

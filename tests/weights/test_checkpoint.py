@@ -80,6 +80,15 @@ def test_every_tensor_is_read_as_stored(tmp_path: Path, config: dict[str, object
             assert torch.equal(_read(checkpoint, tensor), expected), tensor
 
 
+def test_memory_of_a_device_is_not_written_to_as_if_it_were_the_hosts(tmp_path: Path) -> None:
+    """A tensor without memory stands for one whose address means nothing here."""
+    spec = declare(LLAMA)
+    save_file(_tensors(spec), tmp_path / "model.safetensors")
+    with SafetensorsCheckpoint(tmp_path, spec) as checkpoint:
+        for tensor in spec.tensors:
+            checkpoint.fill(torch.empty(tensor.shape, device="meta"), tensor)
+
+
 def test_float16_is_read_in_the_dtype_that_is_wanted(tmp_path: Path) -> None:
     spec = declare(LLAMA)
     tensors = _tensors(spec, torch.float16)
