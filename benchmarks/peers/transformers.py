@@ -78,7 +78,7 @@ class PagedPeer:
         is_gpu = self._model.device.type != "cpu"
         self._paging = {} if is_gpu else {"block_size": 32, "num_blocks": 2048, "max_batch_tokens": 1024}
         """On a GPU it measures for itself what fits."""
-        self.settings: dict[str, Any] = {"way": "paged", **self._paging}
+        self.settings: dict[str, Any] = {"way": "paged", "attention": "sdpa", **self._paging}
 
     def run(self, requests: Sequence[BenchRequest]) -> list[int]:
         """See `PeerEngine`."""
