@@ -17,7 +17,7 @@ if importlib.util.find_spec("triton") is None:
 from quire.bench import tuning
 from quire.bench.gpu_kernels import Case
 from quire.kernels.triton.kernels import TritonKernels
-from quire.kernels.triton.tuning import FOLDER, AttentionTuning, Tuning
+from quire.kernels.triton.tuning import FOLDER, AttentionTuning, Tuning, tuning_for
 
 BASE = Tuning.read(FOLDER / "default.json")
 CPU = torch.device("cpu")
@@ -69,3 +69,12 @@ def test_tiles_that_would_differ_in_bits_are_refused() -> None:
         replace(BASE.attention, tall=replace(BASE.attention.tall, num_warps=4))
     with pytest.raises(ValueError, match="no multiple of 64 keys"):
         replace(BASE.attention, split_len=1000)
+
+
+@pytest.mark.parametrize(("capability", "heights"), [((8, 0), 1), ((8, 9), 1), ((9, 0), 2), ((12, 0), 1)])
+def test_tall_tiles_are_for_capability_9(capability: tuple[int, int], heights: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.kernels.triton.tuning.is_interpreted", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    found = tuning_for(torch.device("cuda"))
+    assert len({found.attention.low, found.attention.tall}) == heights

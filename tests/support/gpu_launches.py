@@ -201,6 +201,8 @@ GROUPS: dict[str, Callable[[], None]] = {
 def main(arguments: list[str]) -> None:
     capability, *names = arguments
     KERNELS.options = ProductOptions(has_fp8=int(capability) >= 89)
+    if int(capability) // 10 != 9:
+        KERNELS.tuning = KERNELS.tuning.of_one_height()
     for name in names or GROUPS:
         with compiling(int(capability)) as compiled:
             GROUPS[name]()

@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import torch
 from gpu_compiler import compiling, describe
@@ -38,8 +40,15 @@ def variants() -> dict[str, int]:
     return dict(Counter(name.partition("-")[0] for name in compiled))
 
 
-def shapes_of(compiled: dict[str, object], kernel: str) -> list[list[str]]:
+def shapes_of(compiled: dict[str, Any], kernel: str) -> list[list[str]]:
     return [sorted(describe(name, each).shapes) for name, each in compiled.items() if name.startswith(kernel)]
+
+
+def columns_of_warps(compiled: dict[str, Any], kernel: str) -> list[int]:
+    """Of each layout of a matrix product, over how many parts of its columns the warps are spread: rows are summed in order
+    where that is one."""
+    layouts = [each.asm["ttgir"] for name, each in compiled.items() if name.startswith(kernel)]
+    return [int(found) for text in layouts for found in re.findall(r"nvidia_mma<.*?warpsPerCTA = \[\d+, (\d+)\]", text)]
 
 
 def instructions() -> dict[str, list[list[str]]]:
@@ -53,6 +62,7 @@ def instructions() -> dict[str, list[list[str]]]:
             for context in (100, 3000):
                 kernels.paged_attention(query, cache, cache.clone(), batch([64], [context]), scale=0.1)
         found[height] = shapes_of(compiled, "attention_kernel")
+        found[f"{height}, columns of warps"] = [[str(each)] for each in columns_of_warps(compiled, "attention_kernel")]
     packed = KERNELS.pack_linear(torch.zeros(6144, 4096, dtype=BF16))
     for name, num_rows in (("few rows", 32), ("many rows", 512)):
         with compiling(90) as compiled:

@@ -33,7 +33,7 @@ from quire.kernels.triton.tuning import AttentionTuning, Tile, Tuning
 LOG2_E = tl.constexpr(1.4426950408889634)
 MAX_HEAD_SIZE = 256
 PROGRAMS_AT_ONCE = 2
-"""Programs of attention that a multiprocessor holds: 80 KiB of shared memory each."""
+"""Programs of attention that a multiprocessor holds, with low tiles: 80 KiB of shared memory each."""
 _ALL, _BELOW, _FROM = 0, 1, 2
 
 
@@ -120,7 +120,7 @@ def attend_tile(
     factor = scale * LOG2_E
     if HAS_SOFT_CAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
         scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * factor / soft_cap)) + 1.0))
-        factor = factor / scale
+        factor = tl.full([], LOG2_E, tl.float32)
     if IS_MASKED:
         is_seen = positions[None, :] <= places[:, None]
         if WINDOW > 0:
@@ -297,7 +297,7 @@ def paged_attention(
 
     `has_fp8`: the device has instructions for e4m3.
     """
-    check_attention(query, key_cache, value_cache, batch, window, soft_cap, MAX_HEAD_SIZE)
+    check_attention(query, key_cache, value_cache, batch, window, soft_cap, scale, MAX_HEAD_SIZE)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if not query.shape[0]:
         return out

@@ -77,6 +77,7 @@ def check_attention(
     batch: AttentionBatch,
     window: int | None,
     soft_cap: float | None,
+    scale: float,
     max_head_size: int,
 ) -> None:
     """ValueError or TypeError unless the tensors fit together."""
@@ -93,6 +94,7 @@ def check_attention(
         )
     if (window is not None and window < 1) or (soft_cap is not None and not soft_cap > 0.0):
         raise ValueError(f"paged_attention: window={window} and soft_cap={soft_cap} must be above zero, or None")
+    require(scale > 0.0, f"paged_attention: scale={scale} must be above zero")
     num_sequences = batch.context_len.numel()
     vectors = (batch.query_start, batch.context_len, batch.block_tables)
     if any(tensor.dtype != torch.int32 for tensor in vectors):

@@ -97,8 +97,8 @@ def tokens_of(line, first, size, peak, scale, floor, BLOCK: tl.constexpr):
 
 @triton.jit
 def share_of(share, total):
-    """What a top-p needs of a total weight."""
-    return tl.ceil(share * total.to(tl.float64)).to(tl.int64)
+    """What a top-p needs of a total weight: something, as one token is kept in any case."""
+    return tl.maximum(tl.ceil(share * total.to(tl.float64)).to(tl.int64), 1)
 
 
 @triton.jit

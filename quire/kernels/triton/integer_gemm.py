@@ -78,7 +78,9 @@ def product(a, w, sums, INPUTS: tl.constexpr, IS_FP8: tl.constexpr, HAS_FP8: tl.
             FORMAT: tl.constexpr = NATIVE_FP8_FORMAT if HAS_FP8 else FP8_FORMAT
             sums = tl.dot(a, row_elements(w, a.dtype, FORMAT), sums, input_precision="ieee")
         elif HAS_FP8:
-            sums += tl.dot(a.to(tl.float8e4nv, bitcast=True), w.to(tl.float8e4nv, bitcast=True))
+            # With the argument, or Triton adds within the instruction on 8.9.
+            e4m3 = (a.to(tl.float8e4nv, bitcast=True), w.to(tl.float8e4nv, bitcast=True))
+            sums += tl.dot(e4m3[0], e4m3[1], max_num_imprecise_acc=a.shape[1])
         else:
             sums = tl.dot(row_elements(a, tl.bfloat16, FP8_FORMAT), row_elements(w, tl.bfloat16, FP8_FORMAT), sums)
     else:
@@ -186,7 +188,7 @@ def integer_kernel(
                 GROUP, BLOCK_M, BLOCK_N, BLOCK_K, BITS, INPUTS, IS_FP8, HAS_FP8, HAS_OFFSETS, IS_RAW,
             )  # fmt: skip
         if IS_RAW:
-            total = tl.load(scales + columns, mask=is_column, other=0.0)[None, :] * total.to(tl.float32)
+            total = tl.load(scales + columns, mask=is_column, other=0.0)[None, :] * total.to(tl.float32) + 0.0  # no -0
         if INPUTS != FLOAT_INPUTS:
             total = total * tl.load(x_scales + rows, mask=is_row, other=0.0)[:, None]
         total = with_bias(total, bias, columns, is_column, HAS_BIAS)
@@ -245,7 +247,7 @@ def scaled_sums(
     """Stretches of sums[columns], added, with their scales and bias, float32."""
     total = add_partials(sums + columns, is_column, tl.zeros([], tl.int64) + stride, NUM_SPLITS, BLOCK).to(tl.float32)
     if HAS_SCALES:
-        total = tl.load(scales + columns, mask=is_column, other=0.0) * total
+        total = tl.load(scales + columns, mask=is_column, other=0.0) * total + 0.0
     if HAS_X_SCALES:
         total = total * row_scale
     if HAS_BIAS:

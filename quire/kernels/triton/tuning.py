@@ -8,7 +8,7 @@ that a row's result is the same in any batch. Nothing is measured at start-up: a
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch
 from quire.kernels.triton.interpretation import is_interpreted
 
 FOLDER = Path(__file__).parent / "tunings"
+_WGMMA_MAJOR = 9
+"""Of the capabilities whose matrix instructions take 64 rows, which Triton gives to four warps, one below the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,8 @@ class Tile:
 class AttentionTuning:
     """Tiles of rows against block_n keys; positions are summed in splits of split_len.
 
-    A warp computes as many rows in either tile: with the same instructions, so that a row's bits are the same in both.
+    A warp computes as many rows in either tile: with the same instructions, and on capability 9 in the same order, so that a
+    row's bits are the same in both. Elsewhere there are low tiles only (`Tuning.of_one_height`).
     """
 
     low: Tile
@@ -91,6 +94,12 @@ class Tuning:
     float_attention: AttentionTuning
     """For float32, which has no matrix instructions."""
 
+    def of_one_height(self) -> Tuning:
+        """With low tiles of attention for everybody: for GPUs where the compiler spreads the warps of a low tile over columns,
+        but those of a tall one over rows, so that a row is summed in another order."""
+        entries = {name: getattr(self, name) for name in ("attention", "wide_attention", "float_attention")}
+        return replace(self, **{name: replace(entry, tall=entry.low) for name, entry in entries.items()})
+
     @classmethod
     def read(cls, path: Path) -> Tuning:
         """A data file; a missing or unknown key raises TypeError or KeyError."""
@@ -111,7 +120,8 @@ def tuning_for(device: torch.device) -> Tuning:
     if is_interpreted():
         return Tuning.read(FOLDER / "interpreter.json")
     path = FOLDER / file_name(torch.cuda.get_device_name(device))
-    return Tuning.read(path if path.is_file() else FOLDER / "default.json")
+    found = Tuning.read(path if path.is_file() else FOLDER / "default.json")
+    return found if torch.cuda.get_device_capability(device)[0] == _WGMMA_MAJOR else found.of_one_height()
 
 
 def file_name(device_name: str) -> str:

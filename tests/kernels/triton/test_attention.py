@@ -225,3 +225,5 @@ def test_wrong_batches_are_refused(kernels: Kernels, paged: type[Paged]) -> None
         kernels.paged_attention(query.half(), narrow, narrow.clone(), batch, scale=1.0)
     with pytest.raises(ValueError, match="window=0"):
         kernels.paged_attention(query, keys, values, batch, scale=1.0, window=0)
+    with pytest.raises(ValueError, match=r"scale=-0\.5 must be above zero"):
+        kernels.paged_attention(query, keys, values, batch, scale=-0.5)

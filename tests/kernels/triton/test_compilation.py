@@ -32,8 +32,12 @@ def test_no_batch_needs_a_kernel_of_its_own(compiled: dict[str, Any]) -> None:
 
 
 def test_a_row_meets_the_same_instructions_in_any_company(compiled: dict[str, Any]) -> None:
-    """Tiles of either height, one split or several; projections of few rows and of many, gated or not."""
+    """Tiles of either height, one split or several; projections of few rows and of many, gated or not. And no row of attention
+    is spread over warps, whose sums would be added in another order."""
     found = compiled["instructions"]
+    for height in ("low", "tall"):
+        spread = found[f"{height}, columns of warps"]
+        assert len(spread) > 1 and all(each == ["1"] for each in spread)
     for one, other, kernel in (("low", "tall", "HGMMA.64x64x16"), ("few rows", "many rows", "HGMMA.64x128x16")):
         shapes = [each for kind in (one, other) for each in found[kind]]
         assert len(shapes) > 2 and all(each == shapes[0] for each in shapes)

@@ -81,6 +81,7 @@ def test_is_finite(kernels: Kernels, device: torch.device, bad: float) -> None:
     assert not kernels.is_finite(x)
     assert kernels.finite_rows(x).tolist() == [True, True, False]
     assert kernels.finite_rows(x[:0]).shape == (0,)
+    assert kernels.is_finite(x[:, :0]) and kernels.is_finite(x[0, 0]) and not kernels.is_finite(x[2])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -114,6 +114,19 @@ def test_odd_rows(sampling: SamplingKernels, device: torch.device, values: list[
     check_cuts(sampling, device, logits, rows, filters)
 
 
+def test_a_top_p_of_nothing_keeps_the_best(
+    sampling: SamplingKernels, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is one of more equals than can be gathered, too."""
+    logits = torch.zeros(1, 90)
+    logits[0, 0] = -1.0
+    rows = ScaledRows(torch.zeros(2, dtype=torch.int64), torch.zeros(2), torch.ones(2))
+    filters = Filters(torch.tensor([90, 10]), torch.zeros(2, dtype=torch.float64), torch.full((2,), -math.inf))
+    for capacity in (2048, 16):
+        monkeypatch.setattr(cut_search, "CAPACITY", capacity)
+        check_cuts(sampling, device, logits, rows, filters)
+
+
 SIZE = 200
 
 
