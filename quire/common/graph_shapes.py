@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import NamedTuple
 
-NUM_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, *range(256, 1025, 64))
+NUM_TOKENS: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, *range(256, 1025, 64))
 """Padding costs at most a half more tokens from 16 on, where a step is still bound by reading the weights; beyond, nothing that
 tiles of 64 rows would not cost anyway."""
 _MIN_CONTEXT_LEN = 512
