@@ -52,6 +52,8 @@ def attention(dtype: torch.dtype = BF16, head_sizes: tuple[int, ...] = (64, 128,
         KERNELS.paged_attention(wide, keys, values, batch([256, 256], [256, 300]), scale=0.1)
         KERNELS.paged_attention(wide, keys, values, batch([256, 256], [256, 3000]), scale=0.1)
         KERNELS.paged_attention(narrow, keys, values, batch([1, 1], [100, 3000]), scale=0.1, window=1000, soft_cap=30.0)
+        many = torch.zeros(64, 32, head_size, dtype=dtype)  # decodes that go through their splits one by one
+        KERNELS.paged_attention(many, keys, values, batch([1] * 64, [3000] * 64), scale=0.1)
 
 
 def cascade() -> None:
@@ -71,6 +73,8 @@ def quantized_cache() -> None:
         wide, narrow = (torch.zeros(n, 32, 128, dtype=BF16) for n in (512, 2))
         KERNELS.paged_attention(wide, cache, cache.clone(), batch([256, 256], [256, 300]), scale=0.1)
         KERNELS.paged_attention(narrow, cache, cache.clone(), batch([1, 1], [100, 3000]), scale=0.1)
+        many = torch.zeros(64, 32, 128, dtype=BF16)
+        KERNELS.paged_attention(many, cache, cache.clone(), batch([1] * 64, [3000] * 64), scale=0.1)
         both, packed = torch.zeros(32, 48, 128, dtype=BF16), KERNELS.pack_linear(torch.zeros(32, 32, dtype=BF16))
         KERNELS.write_kv(both[:, 32:40], both[:, 40:], cache, cache.clone(), ids)
         weights = AttentionWeights(packed, packed, 32, 8, 128, 0.1, None, None, table, None, None)
