@@ -30,7 +30,7 @@ class DummyWeights:
         generator = torch.Generator().manual_seed(mix64(seed) >> 1)
         strip = torch.randn(_STRIP_LEN, generator=generator).clamp_(-3, 3).mul_(_STD)
         self._strips = {strip.device: strip}
-        """The same on each device that was asked for: a GPU fills its memory a hundred times as fast as it is copied there."""
+        """The same on each device that was asked for, whose memory is filled from there rather than through the host's."""
 
     def packed(self, parts: Sequence[LinearSpec]) -> PackedLinear | None:
         """See `WeightSource.packed`: nothing is."""

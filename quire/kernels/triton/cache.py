@@ -90,13 +90,11 @@ def enter_kernel(
     is_value = head >= NUM_HEADS + NUM_KV_HEADS
     dtype: tl.constexpr = query.dtype.element_ty
     row, first = token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_SIZE), head * HEAD_SIZE
-    x = finished(qkv, qkv_bias, row + first + dims, first + dims, is_dim, stride, dtype, NUM_SPLITS, HAS_BIAS, HEAD_PADDED)
+    x = finished(qkv, qkv_bias, row + first + dims, first + dims, is_dim, stride, dtype, NUM_SPLITS, HAS_BIAS)
     if NUM_PAIRS > 0:  # each element's partner, so that no element has to move between threads
         partner = tl.where(dims < NUM_PAIRS, dims + NUM_PAIRS, dims - NUM_PAIRS)
         is_turned = dims < 2 * NUM_PAIRS
-        other = finished(
-            qkv, qkv_bias, row + first + partner, first + partner, is_turned, stride, dtype, NUM_SPLITS, HAS_BIAS, HEAD_PADDED
-        )
+        other = finished(qkv, qkv_bias, row + first + partner, first + partner, is_turned, stride, dtype, NUM_SPLITS, HAS_BIAS)
     if HAS_NORM:
         weight = query_norm if is_query else key_norm
         eps = query_eps if is_query else key_eps

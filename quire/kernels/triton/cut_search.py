@@ -26,7 +26,7 @@ NUM_PROGRAMS = 2048
 """Of a launch, at most, but for one for each row: enough to keep a GPU busy, and no more, as each has to look up its row."""
 CAPACITY = 2048
 """Tokens of a row that can be gathered. Where more would have to be (thousands are equal, or a top-p comes after a top-k as
-large), one program bisects over the whole row, which takes a millisecond or two."""
+large), one program bisects over the whole row: a millisecond or two, by reckoning."""
 _NUM_WARPS = 8
 _NUM_ROUNDS = 3
 _ROUNDS = tl.constexpr(_NUM_ROUNDS)

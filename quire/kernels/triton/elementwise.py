@@ -46,7 +46,7 @@ def norm_kernel(
     base = tl.program_id(0).to(tl.int64) * width
     offsets = tl.arange(0, BLOCK)
     is_there = offsets < width
-    row = finished(x, x_bias, base + offsets, offsets, is_there, stride, total.dtype.element_ty, NUM_SPLITS, HAS_X_BIAS, BLOCK)
+    row = finished(x, x_bias, base + offsets, offsets, is_there, stride, total.dtype.element_ty, NUM_SPLITS, HAS_X_BIAS)
     if HAS_RESIDUAL:
         added = (row + tl.load(residual + base + offsets, mask=is_there, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
         tl.store(total + base + offsets, added, mask=is_there)

@@ -138,39 +138,33 @@ def finish_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < num_columns
-    stride = tl.zeros([], tl.int64) + num_rows * num_outputs
-    sums = add_partials(partial + row * num_outputs + columns, is_column, stride, NUM_SPLITS, BLOCK)
-    if HAS_BIAS:
-        sums += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)
+    first, stride = row * num_outputs, num_rows * num_outputs
+    sums = finished(partial, bias, first + columns, columns, is_column, stride, tl.float32, NUM_SPLITS, HAS_BIAS)
     if IS_PAIR:
         others = columns + num_columns
-        up = add_partials(partial + row * num_outputs + others, is_column, stride, NUM_SPLITS, BLOCK)
-        if HAS_BIAS:
-            up += tl.load(bias + others, mask=is_column, other=0.0).to(tl.float32)
+        up = finished(partial, bias, first + others, others, is_column, stride, tl.float32, NUM_SPLITS, HAS_BIAS)
         sums = activated(sums, ACTIVATION) * up
     tl.store(out + row * num_columns + columns, sums.to(out.dtype.element_ty), mask=is_column)
 
 
 @triton.jit
-def add_partials(pointers, mask, stride, NUM_SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def add_partials(pointers, mask, stride, NUM_SPLITS: tl.constexpr):
     """The values at `pointers`, `pointers + stride`, ... added in ascending order."""
+    wide_stride = tl.zeros([], tl.int64) + stride
     total = tl.load(pointers, mask=mask, other=0.0)
     for split in range(1, NUM_SPLITS):
-        total += tl.load(pointers + split * stride, mask=mask, other=0.0)
+        total += tl.load(pointers + split * wide_stride, mask=mask, other=0.0)
     return total
 
 
 @triton.jit
-def finished(
-    source, bias, there, columns, mask, stride, dtype: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+def finished(source, bias, there, columns, mask, stride, dtype: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr):
     """Elements of a product, float32: those at `source + there`; or, of an unfinished one (NUM_SPLITS above 0), its stretches
-    there, a `stride` apart, added to what `finish_kernel` would make of them, rounded to `dtype`."""
+    there, a `stride` apart, added, with its bias, rounded to `dtype`."""
     if NUM_SPLITS == 0:
         value = tl.load(source + there, mask=mask, other=0.0).to(tl.float32)
     else:
-        value = add_partials(source + there, mask, tl.zeros([], tl.int64) + stride, NUM_SPLITS, BLOCK)
+        value = add_partials(source + there, mask, stride, NUM_SPLITS)
         if HAS_BIAS:
             value += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
         value = value.to(dtype).to(tl.float32)

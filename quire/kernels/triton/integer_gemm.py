@@ -228,12 +228,12 @@ def scale_kernel(
     row_scale = tl.load(x_scales + row) if HAS_X_SCALES else 1.0
     there = sums + row * num_outputs
     total = scaled_sums(
-        there, row_scale, scales, bias, columns, is_column, stride, NUM_SPLITS, HAS_X_SCALES, HAS_SCALES, HAS_BIAS, BLOCK
+        there, row_scale, scales, bias, columns, is_column, stride, NUM_SPLITS, HAS_X_SCALES, HAS_SCALES, HAS_BIAS
     )
     if IS_PAIR:
         others = columns + num_columns
         up = scaled_sums(
-            there, row_scale, scales, bias, others, is_column, stride, NUM_SPLITS, HAS_X_SCALES, HAS_SCALES, HAS_BIAS, BLOCK
+            there, row_scale, scales, bias, others, is_column, stride, NUM_SPLITS, HAS_X_SCALES, HAS_SCALES, HAS_BIAS
         )
         total = activated(total, ACTIVATION) * up
     tl.store(out + row * num_columns + columns, total.to(out.dtype.element_ty), mask=is_column)
@@ -242,10 +242,10 @@ def scale_kernel(
 @triton.jit
 def scaled_sums(
     sums, row_scale, scales, bias, columns, is_column, stride, NUM_SPLITS: tl.constexpr, HAS_X_SCALES: tl.constexpr,
-    HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Stretches of sums[columns], added, with their scales and bias, float32."""
-    total = add_partials(sums + columns, is_column, tl.zeros([], tl.int64) + stride, NUM_SPLITS, BLOCK).to(tl.float32)
+    total = add_partials(sums + columns, is_column, stride, NUM_SPLITS).to(tl.float32)
     if HAS_SCALES:
         total = tl.load(scales + columns, mask=is_column, other=0.0) * total + 0.0
     if HAS_X_SCALES:
