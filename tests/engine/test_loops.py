@@ -33,6 +33,7 @@ from quire.executor.interface import Launched
 from quire.executor.null import NullExecutor
 from quire.worker.worker import Outcome
 
+DEVICE = os.environ.get("QUIRE_TEST_DEVICE", "cpu")
 MakeEngine = Callable[..., Engine]
 LIMITS = SchedulerLimits(num_blocks=10, block_size=4, max_num_seqs=5, max_num_batched_tokens=9, max_model_len=40)
 
@@ -248,7 +249,7 @@ def test_a_thread_that_died_is_reported(monkeypatch: pytest.MonkeyPatch) -> None
     thread.close()
 
 
-@pytest.mark.skipif(os.environ.get("QUIRE_TEST_DEVICE", "cpu") != "cpu", reason="steps of a GPU are launched without a thread")
+@pytest.mark.skipif(DEVICE != "cpu", reason="steps of a GPU are launched without a thread")
 def test_closing_ends_the_thread(make_engine: MakeEngine) -> None:
     engine = make_engine(overlap="on")
     engine.add_request("a", {"prompt_token_ids": [3, 4, 5]}, SamplingParams(max_tokens=30, ignore_eos=True))
@@ -268,7 +269,7 @@ PROMPTS = ("Once upon a time", "The king said", "One day a fox", "Nobody knew")
 def storytellers() -> Iterator[tuple[Engine, Engine]]:
     """The shipped model behind the plain loop, and behind the overlapped one."""
     options: dict[str, Any] = {"kv_cache_memory": "16MiB", "num_threads": 1, "max_num_batched_tokens": 16, "max_num_seqs": 8}
-    options["device"] = os.environ.get("QUIRE_TEST_DEVICE", "cpu")
+    options["device"] = DEVICE
     engines = [build_engine(EngineConfig(model="quire-storyteller", overlap=each, **options)) for each in ("off", "on")]
     yield engines[0], engines[1]
     for engine in engines:
@@ -351,7 +352,7 @@ def test_a_row_that_fails_fails_alone(make_engine: MakeEngine) -> None:
     outputs = run_all(engine)
     assert outputs["bad"].error == NOT_FINITE and len(outputs["bad"].outputs[0].token_ids) == 5
     # On a GPU the failure is read a step late: what was planned on the failed step is computed for nothing.
-    assert seen in ([0, 21, 22, 23, 24, 25], [0, 21, 22, 23, 24, 25, 26])
+    assert seen == [0, 21, 22, 23, 24, 25, *([] if DEVICE == "cpu" else [26])]
     assert outputs["good"].outputs == run_all(alone)["good"].outputs
 
 
