@@ -1,8 +1,10 @@
 """Triton's interpreter put right where it computes something else than a GPU would. Compiled kernels never see this module.
 
 Triton 3.6 keeps bfloat16 as 16-bit integers, multiplies those integers in `tl.dot`, and cuts float32 off where it should
-round to nearest even. It takes numbers out of arrays of one element in a way that numpy 2.4 refuses. And it prepares the
-whole language anew at each call of a function within a kernel, which takes longer than all the rest; once is enough.
+round to nearest even. It computes `tl.dot` with one matrix product, and a BLAS may sum a row in another order when more rows
+are multiplied with it (OpenBLAS does on processors with AVX2 only), where a GPU's matrix instructions do not. It takes numbers
+out of arrays of one element in a way that numpy 2.4 refuses. And it prepares the whole language anew at each call of a function
+within a kernel, which takes longer than all the rest; once is enough.
 """
 
 from __future__ import annotations
@@ -26,13 +28,17 @@ def correct_interpreter() -> None:
     from triton.runtime import interpreter
 
     builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
-    plain_dot, plain_cast = builder.create_dot, builder.cast_impl
+    plain_cast = builder.cast_impl
 
-    def widened(each: Any) -> Any:
-        return handle(bits_to_float32(each.data), tl.float32) if each.dtype.scalar == tl.bfloat16 else each
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        return handle(dot(operand(a), operand(b), d.data), d.dtype.scalar)
 
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return plain_dot(self, widened(a), widened(b), *rest)
+    def operand(each: Any) -> Any:
+        if each.dtype.scalar == tl.bfloat16:
+            return bits_to_float32(each.data)
+        if each.dtype.primitive_bitwidth == 8 and each.dtype.is_floating():
+            return interpreter._convert_float(each.data, each.dtype, tl.float16, None).view(np.float16)
+        return each.data
 
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
         source, target = src.dtype.scalar, dst_type.scalar
@@ -59,6 +65,15 @@ def correct_interpreter() -> None:
     interpreter.InterpretedFunction.__call__ = call
     builder.create_dot, builder.cast_impl = create_dot, cast_impl
     interpreter._patch_lang_tensor = patch_lang_tensor
+
+
+def dot(a: Any, b: Any, sums: Any) -> Any:
+    """`sums` [..., m, n] plus `a` [..., m, k] times `b` [..., k, n], in the dtype of `sums`.
+
+    Each row is multiplied in a BLAS call of its own, so that its bits do not depend on the other rows.
+    """
+    rows, columns = np.ascontiguousarray(a)[..., :, None, :], np.ascontiguousarray(b)[..., None, :, :]
+    return np.matmul(rows, columns, dtype=sums.dtype)[..., 0, :] + sums
 
 
 def bits_to_float32(bits: Any) -> Any:
