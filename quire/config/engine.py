@@ -33,6 +33,19 @@ RENAMED = {"gpu_memory_utilization": "memory_utilization", "kv_cache_memory_byte
 WITHOUT_EFFECT = frozenset({"disable_log_stats", "disable_custom_all_reduce", "swap_space"})
 """vLLM's options for things that Quire does not have; accepted, and said to have no effect."""
 
+_LEAST = {
+    "max_model_len": 1,
+    "block_size": 1,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "max_num_partial_prefills": 1,
+    "max_long_partial_prefills": 1,
+    "long_prefill_token_threshold": 0,
+    "num_threads": 1,
+}
+"""Whole numbers, each with the least that makes sense."""
+_MAX_TARGET_STEP_MS = 3_600_000
+
 
 def _option(default: Any, text: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": text, **metadata})
@@ -67,6 +80,18 @@ class EngineConfig:
     memory_utilization: float = _option(0.9, "share of the free memory that weights, workspace and KV cache may take together")
     max_num_seqs: int | None = _option(None, "sequences that run at once (default 256, on a GPU of 64 GiB or more 1024)")
     max_num_batched_tokens: int | None = _option(None, "tokens computed in one step (default 2048)")
+    target_step_ms: float | None = _option(
+        None,
+        "longest time that a step should take where outputs are streamed: long prompts are computed in pieces that fit, so "
+        "that running streams do not stop; 0 sets no limit (default 200 on a CPU, 0 on a GPU and for LLM)",
+    )
+    max_num_partial_prefills: int | None = _option(
+        None, "prompts that may be under way at once; above 1, short ones are computed beside a long one (default 4)"
+    )
+    max_long_partial_prefills: int = _option(1, "of these, long ones that share a step")
+    long_prefill_token_threshold: int = _option(
+        0, "prompts of more tokens count as long; 0 means those that take more than half of a step's room for prompts"
+    )
     enable_prefix_caching: bool = _option(True, "keep the KV of finished requests for later ones that begin alike")
     enable_chunked_prefill: bool = _option(True, "compute long prompts in pieces beside the decodes")
     scheduling_policy: str = _option("fcfs", "order of service", choices=POLICIES)
@@ -134,16 +159,29 @@ class EngineConfig:
                 raise ConfigError(f"{item.name}={value!r} must be True or False")
 
     def _check_numbers(self) -> None:
-        for name in ("max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens", "num_threads"):
+        for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(f"{name}={value!r} must be an integer of at least 1")
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise ConfigError(f"{name}={value!r} must be an integer of at least {least}")
+        self._check_target()
         if not isinstance(self.memory_utilization, int | float) or not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(f"memory_utilization={self.memory_utilization!r} must be above 0 and at most 1")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ConfigError(f"seed={self.seed!r} must be an integer")
         if not isinstance(self.max_logprobs, int) or self.max_logprobs < -1:
             raise ConfigError(f"max_logprobs={self.max_logprobs!r} must be an integer of at least -1")
+
+    def _check_target(self) -> None:
+        target = self.target_step_ms
+        if target is None:
+            return
+        if not isinstance(target, int | float) or isinstance(target, bool) or not 0.0 <= target <= _MAX_TARGET_STEP_MS:
+            raise ConfigError(f"target_step_ms={target!r} must be a number of milliseconds up to {_MAX_TARGET_STEP_MS}, or 0")
+        if target and not self.enable_chunked_prefill:
+            raise ConfigError(
+                f"target_step_ms={target!r} needs chunked prefill, without which a prompt is computed in one step; enable "
+                "chunked prefill, or leave the target out"
+            )
 
     def _check_available(self) -> None:
         for name, only in (

@@ -32,8 +32,18 @@ class SchedulerLimits:
     watermark: float = 0.01
     """Share of the pool that admissions leave free while others run, so that these can grow before they preempt."""
 
+    max_num_partial_prefills: int = 1
+    """Prompts that may be under way at once; above 1, short ones are computed beside a long one, not behind it."""
+    max_long_partial_prefills: int = 1
+    """Of these, long ones that share a step."""
+    long_prefill_token_threshold: int = 0
+    """Prompts of more tokens are long; 0 means those that take more than half of a step's room for prompts."""
+
     def __post_init__(self) -> None:
-        for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+        for name in (
+            "num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_num_partial_prefills",
+            "max_long_partial_prefills",
+        ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if self.policy not in POLICIES:
@@ -48,6 +58,13 @@ class SchedulerLimits:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_model_len={self.max_model_len}, and "
                 "without chunked prefill a prompt must fit one step; raise the first, or enable chunked prefill"
             )
+        if self.max_long_partial_prefills > self.max_num_partial_prefills:
+            raise ConfigError(
+                f"max_long_partial_prefills={self.max_long_partial_prefills} is above "
+                f"max_num_partial_prefills={self.max_num_partial_prefills}, of which long prompts are a part; lower the first"
+            )
+        if self.long_prefill_token_threshold < 0:
+            raise ConfigError(f"long_prefill_token_threshold={self.long_prefill_token_threshold} must be at least 0")
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"watermark={self.watermark} must be at least 0 and below 1")
 

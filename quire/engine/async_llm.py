@@ -60,7 +60,7 @@ class AsyncLLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         self.config = EngineConfig.from_options(model, options)
-        self._engine = build_engine(self.config)
+        self._engine = build_engine(self.config, is_streaming=True)
         self._engine.record_steps()
         self._commands: queue.SimpleQueue[Callable[[Engine], None]] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}

@@ -18,10 +18,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from quire.common.capabilities import FP8_CAPABILITY
 from quire.common.heap import return_large_blocks
 from quire.config.engine import EngineConfig
+from quire.core.scheduler.pace import StepPace
+from quire.core.step_cost import StepCostModel
 from quire.engine.gpu import require_gpu
 from quire.engine.machine import Machine
 from quire.engine.model_files import ModelFiles, find_model
 from quire.engine.planning import EnginePlan, GraphPlan, resolve
+from quire.engine.step_costs import SUFFIX as COST_SUFFIX
+from quire.engine.step_costs import StepCostFile
 from quire.errors import CheckpointError, RequestError
 from quire.models.registry import declare
 from quire.quant.formats import WeightFormats, formats_at_load
@@ -126,17 +130,39 @@ def begin_loading(planned: PlannedModel) -> PlannedModel:
     return planned._replace(head_start=_head_start(planned), packed_cache=_packed_cache(planned))
 
 
-def assemble(prepared: PreparedModel, executor: Executor) -> Engine:
-    """An engine of a prepared model around an executor."""
+def assemble(prepared: PreparedModel, executor: Executor, *, is_streaming: bool = False) -> Engine:
+    """An engine of a prepared model around an executor. Where its outputs are not streamed, nobody waits for a step, and its
+    steps are bounded by time only if the user wants it."""
     from quire.engine.engine import Engine
 
+    planned = prepared.planned
+    is_paced = is_streaming or planned.plan.config.target_step_ms is not None
+    pace, cost_file = pace_of(planned) if is_paced else (None, None)
     return Engine(
         prepared.planned.plan,
         executor,
         tokenizer=prepared.tokenizer,
         generation_config=prepared.generation_config,
         eos_token_ids=prepared.eos_token_ids,
+        pace=pace,
+        cost_file=cost_file,
     )
+
+
+def pace_of(planned: PlannedModel) -> tuple[StepPace | None, StepCostFile | None]:
+    """What keeps a model's steps within their target, and where it is kept what steps cost, beside the packed weights."""
+    plan = planned.plan
+    if plan.target_step_s is None:
+        return None, None
+    pace = StepPace(StepCostModel(plan.step_costs), plan.target_step_s)
+    if plan.config.weights_cache is None:
+        return pace, None
+    from quire.engine.fingerprint import cache_name
+
+    path = cache_name(plan, planned.files).path(Path(plan.config.weights_cache).expanduser(), COST_SUFFIX)
+    cost_file = StepCostFile(path, Machine.inspect().cpu_name)
+    cost_file.restore(pace.model)
+    return pace, cost_file
 
 
 @contextmanager
@@ -151,10 +177,10 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def build_engine(config: EngineConfig) -> Engine:
-    """An engine that is ready to run."""
+def build_engine(config: EngineConfig, *, is_streaming: bool = False) -> Engine:
+    """An engine that is ready to run; see `assemble`."""
     prepared = prepare_model(config)
-    return assemble(prepared, build_executor(prepared.planned))
+    return assemble(prepared, build_executor(prepared.planned), is_streaming=is_streaming)
 
 
 def select(plan: EnginePlan) -> Selection:

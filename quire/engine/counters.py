@@ -33,6 +33,15 @@ class EngineCounters(msgspec.Struct, frozen=True, kw_only=True):
     num_computed_tokens: int = 0
     num_steps_by_size: tuple[int, ...] = ()
     """Steps of at most 1, 2, 4, ... tokens (and more than the one before); the last also counts those that are larger."""
+    num_steps_by_duration: tuple[int, ...] = ()
+    """Steps of up to 1, 2, 4, ... ms, where steps are bounded by time; the last also counts those that are longer."""
+    predicted_step_s: float = 0.0
+    """Of those steps together, as the next two."""
+    measured_step_s: float = 0.0
+    misjudged_step_s: float = 0.0
+    """Amounts by which predictions were off."""
+    target_step_s: float = 0.0
+    """How long a step should take; 0 where it may take any time."""
 
     def counters(self) -> dict[str, Any]:
         """These numbers by name, without what a subclass adds."""
@@ -56,4 +65,9 @@ def count(scheduler: Scheduler) -> EngineCounters:
         num_merges=manager.num_merges,
         num_computed_tokens=stats.num_computed_tokens,
         num_steps_by_size=tuple(stats.num_steps_by_size),
+        num_steps_by_duration=tuple(stats.num_steps_by_duration),
+        predicted_step_s=stats.predicted_s,
+        measured_step_s=stats.measured_s,
+        misjudged_step_s=stats.misjudged_s,
+        target_step_s=0.0 if scheduler.pace is None else scheduler.pace.target_s,
     )

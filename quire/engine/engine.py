@@ -14,6 +14,7 @@ from typing import Any
 
 from quire.common.failures import log_failure
 from quire.core.params import BeamSearchParams, SamplingParams
+from quire.core.scheduler.pace import StepPace
 from quire.core.scheduler.scheduler import Progress
 from quire.engine.beam_output import BeamState, beam_output
 from quire.engine.loops import loop_of
@@ -22,6 +23,7 @@ from quire.engine.outputs import BeamSearchOutput, RequestOutput
 from quire.engine.planning import EnginePlan
 from quire.engine.prompts import ParsedPrompt, Prompt, parse_prompt
 from quire.engine.requests import RequestBuilder
+from quire.engine.step_costs import StepCostFile
 from quire.engine.step_loop import StepLoop
 from quire.errors import EngineError, InvalidParameterError
 from quire.executor.interface import Executor
@@ -42,8 +44,10 @@ class Engine(StepLoop):
         generation_config: Mapping[str, Any] | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         clock: Callable[[], float] = time.monotonic,
+        pace: StepPace | None = None,
+        cost_file: StepCostFile | None = None,
     ) -> None:
-        super().__init__(plan.limits, executor, clock, loop_of(plan))
+        super().__init__(plan.limits, executor, clock, loop_of(plan), pace=pace, cost_file=cost_file)
         self.plan = plan
         self.tokenizer = tokenizer
         self.generation_config = dict(generation_config or {})

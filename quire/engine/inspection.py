@@ -47,6 +47,8 @@ class StepRecord:
     step: int
     began_s: float
     elapsed_s: float
+    predicted_s: float
+    """0 where steps are not bounded by time."""
     num_tokens: int
     removed: tuple[tuple[int, str], ...] = ()
     """(row, why: a finish reason, or "preempted")."""

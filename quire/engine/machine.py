@@ -39,6 +39,8 @@ class Machine:
     """How `num_cores` came about."""
     num_nodes: int = 1
     """NUMA nodes that those cores belong to."""
+    instruction_sets: str = ""
+    """See `instruction_sets`; "" where unknown."""
     gpu: Gpu | None = None
     """Looked for only where somebody wants to compute on one."""
 
@@ -51,7 +53,7 @@ class Machine:
             available = min(available, max(0, limit - used))
         cpus = _allowed_cpus(root)
         num_cores, reason = _cores(root, cpus)
-        return cls(total, available, num_cores, _cpu_name(root), reason, _num_nodes(root, cpus))
+        return cls(total, available, num_cores, _cpu_name(root), reason, _num_nodes(root, cpus), instruction_sets(root))
 
 
 def _memory(root: Path) -> tuple[int, int]:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from quire.common.gpu_bounds import MAX_PARTIAL_BYTES
@@ -15,8 +15,10 @@ from quire.common.kv_formats import KV_FORMATS, OTHER_NAMES
 from quire.common.numbers import align_down, ceil_div, format_bytes, parse_bytes
 from quire.config.engine import EngineConfig
 from quire.config.limits import MAX_SCORED_ROWS, POLICIES, Policy, SchedulerLimits
+from quire.core.step_cost import UnitCosts
 from quire.engine import attention
 from quire.engine.machine import Machine
+from quire.engine.step_costs import estimate
 from quire.errors import CapacityError, ConfigError
 from quire.models.declaration import DTYPE_BYTES, DecoderSpec
 from quire.quant.formats import WeightFormats
@@ -26,6 +28,9 @@ DEFAULT_MAX_NUM_SEQS = 256
 LARGE_GPU_BYTES, LARGE_GPU_MAX_NUM_SEQS = 64 << 30, 1024
 """A GPU with so much memory holds the caches of more sequences, all of which one reading of the weights serves."""
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+DEFAULT_TARGET_STEP_MS = 200.0
+"""On a CPU: a stream that gets five tokens a second is still read as fast as it comes."""
+DEFAULT_MAX_NUM_PARTIAL_PREFILLS = 4
 DEFAULT_MAX_KV_BYTES = 4 << 30
 """Where the user names no size, the KV cache is not made larger than this: a laptop has other uses for its memory."""
 GPU_CONTEXT_BYTES = 768 << 20
@@ -79,6 +84,10 @@ class EnginePlan:
     attention_module: str | None
     """The library whose attention a GPU computes with; None for the kernels here."""
     limits: SchedulerLimits
+    step_costs: UnitCosts
+    """What steps are estimated to cost."""
+    target_step_s: float | None
+    """How long a step should take where outputs are streamed; None where it may take any time."""
     is_overlapped: bool
     """Whether each step is planned while the one before it is computed."""
     graphs: GraphPlan | None
@@ -141,16 +150,8 @@ class _Resolver:
         num_blocks = kv_bytes // (bytes_per_token * block_size)
         self._note("num_blocks", num_blocks, f"{format_bytes(kv_bytes)} / {format_bytes(bytes_per_token * block_size)} a block")
         max_model_len = self._max_model_len(num_blocks * block_size, bytes_per_token)
-        limits = SchedulerLimits(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=num_batched,
-            max_model_len=max_model_len,
-            policy=_policy(config.scheduling_policy),
-            enable_prefix_caching=config.enable_prefix_caching,
-            enable_chunked_prefill=config.enable_chunked_prefill,
-        )
+        limits = self._limits(num_blocks, block_size, max_num_seqs, num_batched, max_model_len)
+        computing = replace(self.machine, num_cores=num_threads, gpu=self.gpu)
         return EnginePlan(
             config=config,
             spec=spec,
@@ -160,6 +161,8 @@ class _Resolver:
             kv_format=kv_format,
             attention_module=attention_module,
             limits=limits,
+            step_costs=estimate(spec, self.formats, dtype, kv_format, computing),
+            target_step_s=self._target_step_s(),
             is_overlapped=self._is_overlapped(),
             graphs=graphs,
             num_threads=num_threads,
@@ -170,6 +173,40 @@ class _Resolver:
             workspace_bytes=workspace_bytes,
             decisions=tuple(self.decisions),
         )
+
+    def _limits(
+        self, num_blocks: int, block_size: int, max_num_seqs: int, num_batched: int, max_model_len: int
+    ) -> SchedulerLimits:
+        config, most = self.config, DEFAULT_MAX_NUM_PARTIAL_PREFILLS if self.config.enable_chunked_prefill else 1
+        reason = "short prompts are computed beside a long one" if most > 1 else "without chunked prefill none is partial"
+        num_partial = max(config.max_long_partial_prefills, most)
+        return SchedulerLimits(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=num_batched,
+            max_model_len=max_model_len,
+            policy=_policy(config.scheduling_policy),
+            enable_prefix_caching=config.enable_prefix_caching,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            max_num_partial_prefills=self._given(
+                "max_num_partial_prefills", config.max_num_partial_prefills, num_partial, reason
+            ),
+            max_long_partial_prefills=config.max_long_partial_prefills,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+        )
+
+    def _target_step_s(self) -> float | None:
+        given, default = self.config.target_step_ms, DEFAULT_TARGET_STEP_MS
+        reason = "default for streamed outputs on a CPU: running streams do not stop for a long prompt"
+        if given is not None:
+            default, reason = given, "given"
+        elif self.gpu is not None:
+            default, reason = 0.0, "a GPU's steps are short"
+        elif not self.config.enable_chunked_prefill:
+            default, reason = 0.0, "without chunked prefill each prompt is computed in one step"
+        self._note("target_step_ms", f"{default:g}" if default else "off", reason)
+        return default / 1000.0 if default else None
 
     def _note(self, name: str, value: object, reason: str) -> None:
         self.decisions.append(Decision(name, str(value), reason))

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from quire.core.plan import AppendedBlocks, BlockCopy, ReplacedBlock, StepPlan
 from quire.core.request import Sequence, SequenceStatus
-from quire.core.scheduler.scheduler import Flight, Scheduler
+from quire.core.scheduler.flight import Flight
+from quire.core.scheduler.scheduler import Scheduler
 from quire.engine.inspection import (
     Base,
     BlockContent,
@@ -67,6 +68,7 @@ class _Step:
 
     step: int
     began_s: float
+    predicted_s: float
     in_flight: list[Sequence]
     rows: dict[Sequence, int]
     """Everyone's row in this step; shared with steps that have the same."""
@@ -177,8 +179,10 @@ class StepRecorder:
         if entered or num_tokens != len(plan.work) or num_tokens >= scheduler.limits.max_num_batched_tokens:
             new = {entry.record.row for entry in entered}
             chunks = tuple(work[:4] for work in plan.work if work[2] != 1 or work[3] != 1 or work[0] in new)
+        forecast = self._flight.forecast
+        predicted_s = 0.0 if forecast is None else forecast.seconds
         self._open.append(_Step(
-            plan.step_id, now, self._flight.sequences, self._rows, num_tokens, chunks,
+            plan.step_id, now, predicted_s, self._flight.sequences, self._rows, num_tokens, chunks,
             plan.appended_blocks, plan.replaced_blocks, plan.copies, removed, entered,
         ))  # fmt: skip
 
@@ -372,6 +376,7 @@ def _record(step: _Step) -> StepRecord:
         step=step.step,
         began_s=step.began_s,
         elapsed_s=step.ended_s - step.began_s,
+        predicted_s=step.predicted_s,
         num_tokens=step.num_tokens,
         removed=tuple((removed.row, removed.why) for removed in step.removed),
         entered=tuple(entry.record for entry in step.entered),

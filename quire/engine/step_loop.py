@@ -18,9 +18,11 @@ from quire.common.failures import log_failure
 from quire.config.limits import SchedulerLimits
 from quire.core.plan import StepPlan, StepResult, WorkResult
 from quire.core.request import Request
+from quire.core.scheduler.pace import StepPace
 from quire.core.scheduler.scheduler import Progress, Scheduler
 from quire.engine.loops import Loop, PlainLoop
 from quire.engine.recorder import StepRecorder
+from quire.engine.step_costs import StepCostFile
 from quire.executor.interface import Executor, Launched
 
 logger = logging.getLogger(__name__)
@@ -30,12 +32,21 @@ class StepLoop:
     """A scheduler, an executor, and an order of the verbs between them, by default the plain one."""
 
     def __init__(
-        self, limits: SchedulerLimits, executor: Executor, clock: Callable[[], float], loop: Loop | None = None
+        self,
+        limits: SchedulerLimits,
+        executor: Executor,
+        clock: Callable[[], float],
+        loop: Loop | None = None,
+        *,
+        pace: StepPace | None = None,
+        cost_file: StepCostFile | None = None,
     ) -> None:
+        """`pace` bounds the duration of steps; `cost_file` keeps what it learns for the next run."""
         self.executor = executor
         self.loop: Loop = PlainLoop() if loop is None else loop
         self._limits = limits
         self._clock = clock
+        self._pace, self._cost_file = pace, cost_file
         self.scheduler = self._new_scheduler()
         self.recorder: StepRecorder | None = None
 
@@ -63,6 +74,8 @@ class StepLoop:
         if self.scheduler.flights:
             self.advance()  # a step that was planned ahead for those who have ended
             return True
+        if self._pace is not None and self._cost_file is not None:
+            self._cost_file.save_if_due(self._pace.model)
         return self.executor.idle()
 
     # -- the verbs ---------------------------------------------------------------------------------------------------
@@ -124,6 +137,8 @@ class StepLoop:
         """End what computes, and free the memory. Idempotent."""
         self.loop.close()
         self.executor.close()
+        if self._pace is not None and self._cost_file is not None:
+            self._cost_file.save(self._pace.model)
 
     def _new_scheduler(self) -> Scheduler:
-        return Scheduler(self._limits, digest_key=os.urandom(16))
+        return Scheduler(self._limits, digest_key=os.urandom(16), pace=self._pace)

@@ -292,6 +292,10 @@ class _Live(Collector):
             self._counter("kv_blocks_merged", "Blocks that were merged with identical ones.", status.num_merges),
             self._waiting_by_reason(status),
             self._step_sizes(status),
+            self._step_durations(status),
+            self._gauge("step_target_seconds", "How long a step should take; 0 for any time.", status.target_step_s),
+            self._counter("step_predicted_seconds", "Predicted durations of steps.", status.predicted_step_s),
+            self._counter("step_misjudged_seconds", "Amounts by which these were off.", status.misjudged_step_s),
             self._cache_config(),
         )
         name = f"{self._prefix}:admission_rejections"
@@ -311,14 +315,20 @@ class _Live(Collector):
 
     def _step_sizes(self, status: EngineStatus) -> Metric:
         """The histogram that the scheduler keeps: steps by the power of two that bounds their tokens."""
-        counts = status.num_steps_by_size or (0,)
-        buckets: list[tuple[str, float]] = []
-        for place in range(len(counts) - 1):
-            buckets.append((str(float(1 << place)), sum(counts[: place + 1])))
-        buckets.append(("+Inf", sum(counts)))
-        name, text = f"{self._prefix}:iteration_tokens_total", "Tokens computed in one step."
-        family = HistogramMetricFamily(name, text, labels=("model_name",))
-        family.add_metric((self._model,), buckets, status.num_computed_tokens)
+        text = "Tokens computed in one step."
+        return self._powers("iteration_tokens_total", text, status.num_steps_by_size, 1.0, status.num_computed_tokens)
+
+    def _step_durations(self, status: EngineStatus) -> Metric:
+        """The same for the durations of steps that are bounded by time."""
+        text = "Durations of steps, where they are bounded by time."
+        return self._powers("step_time_seconds", text, status.num_steps_by_duration, 0.001, status.measured_step_s)
+
+    def _powers(self, name: str, text: str, counts: Sequence[int], unit: float, total: float) -> Metric:
+        """A histogram whose buckets end at `unit` times powers of two."""
+        sums = list(accumulate(counts or (0,)))
+        buckets = [(str(unit * (1 << place)), float(count)) for place, count in enumerate(sums[:-1])]
+        family = HistogramMetricFamily(f"{self._prefix}:{name}", text, labels=("model_name",))
+        family.add_metric((self._model,), [*buckets, ("+Inf", float(sums[-1]))], total)
         return family
 
     def _cache_config(self) -> Metric:

@@ -16,6 +16,8 @@ from quire.core.beam import BeamDecoder, BeamSettings
 from quire.core.decoding import SamplingDecoder
 from quire.core.plan import RowSampling
 from quire.core.request import Decoder, Request
+from quire.core.scheduler.pace import StepPace
+from quire.core.step_cost import NUM_COSTS, StepCostModel, UnitCosts
 
 VOCAB_SIZE = 12
 STOP_TOKEN = 11
@@ -36,6 +38,19 @@ class Faults:
     """Every row of a step fails at once."""
     preempt: float = 0.0
     forget_cache: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PaceSpec:
+    """Steps bounded by time, as a value; durations are in steps of the simulation's clock."""
+
+    costs: UnitCosts
+    target_s: float
+    quantum: int
+
+    def build(self) -> StepPace:
+        """A fresh pace."""
+        return StepPace(StepCostModel(self.costs), self.target_s, quantum=self.quantum)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +95,7 @@ class Scenario:
     specs: tuple[RequestSpec, ...]
     faults: Faults
     hash: Hash = "keyed"
+    pace: PaceSpec | None = None
 
     @property
     def max_steps(self) -> int:
@@ -88,7 +104,7 @@ class Scenario:
         Whoever is admitted gains a token before it can be preempted, so a sequence is admitted at most `max_tokens`
         times and each time computes its tokens once, at no less than one step's share of the budget.
         """
-        budget = self.limits.max_num_batched_tokens
+        budget = self.limits.max_num_batched_tokens if self.pace is None else 1
         total = 0
         for spec in self.specs:
             width = spec.beam.beam_width * 2 if spec.beam is not None else spec.num_sequences
@@ -106,7 +122,7 @@ def make_scenario(seed: int, *, is_liveness: bool = False) -> Scenario:
     specs = tuple(_Draw(random, limits, documents).spec(number) for number in range(num_requests))
     last_step = random.randint(1, 40) if is_liveness else 300
     hash_kind: Hash = "colliding" if random.random() < 0.15 else "keyed"
-    return Scenario(seed, limits, specs, _faults(random, last_step), hash_kind)
+    return Scenario(seed, limits, specs, _faults(random, last_step), hash_kind, _pace(random))
 
 
 def _limits(random: Random) -> SchedulerLimits:
@@ -116,10 +132,19 @@ def _limits(random: Random) -> SchedulerLimits:
     is_chunked = random.random() < 0.75
     least = num_rows if is_chunked else max(num_rows, max_model_len)
     budget = least + random.randint(0, 12)
+    policy, caches, watermark = random.choice(POLICIES), random.random() < 0.8, random.choice((0.0, 0.0, 0.1))
+    num_partial = random.choice((1, 1, 2, 4)) if is_chunked else 1
     return SchedulerLimits(
-        num_blocks, block_size, num_rows, budget, max_model_len, random.choice(POLICIES),
-        random.random() < 0.8, is_chunked, random.choice((0.0, 0.0, 0.1)),
+        num_blocks, block_size, num_rows, budget, max_model_len, policy, caches, is_chunked, watermark, num_partial,
+        random.randint(1, num_partial), random.choice((0, 0, 3)),
     )  # fmt: skip
+
+
+def _pace(random: Random) -> PaceSpec | None:
+    if random.random() < 0.5:
+        return None
+    costs = UnitCosts(*(random.choice((0.01, 0.1, 1.0)) for _ in range(NUM_COSTS)))
+    return PaceSpec(costs, random.choice((0.5, 2.0, 10.0)), random.choice((1, 2, 4)))
 
 
 def _faults(random: Random, last_step: int) -> Faults:

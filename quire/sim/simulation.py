@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from quire.core.beam import BeamDecoder
@@ -68,7 +68,7 @@ class Simulation:
         self, scenario: Scenario, *, is_overlapped: bool = False, is_audited: bool = True, sabotage: Sabotage | None = None
     ) -> None:
         self.scenario = scenario
-        self.scheduler = _WatchedScheduler(scenario.limits)
+        self.scheduler = _WatchedScheduler(scenario.limits, pace=None if scenario.pace is None else scenario.pace.build())
         if scenario.hash == "colliding":
             self.scheduler.manager.index = PrefixIndex(scenario.limits.block_size, _colliding_digest)
         limits = scenario.limits
@@ -83,6 +83,8 @@ class Simulation:
         self._is_audited = is_audited
         self._arriving = sorted(scenario.specs, key=lambda spec: -spec.arrival_step)
         self._nemesis = Nemesis(scenario.faults, Random(scenario.seed ^ 0x5EED))
+        self._durations = Random(scenario.seed ^ 0x7173)
+        """Of steps, which a scheduler that bounds them by time learns from: any will do."""
         self._streams: dict[Sequence, list[int | None]] = {}
         self._logprobs: dict[Sequence, list[TokenLogprobs]] = {}
         if sabotage is not None:
@@ -111,7 +113,7 @@ class Simulation:
         self._nemesis.strike_between_steps(scheduler, step)
         self._plan(float(step))
         plan = self._in_flight.popleft()
-        result = self.executor.execute(plan)
+        result = replace(self.executor.execute(plan), elapsed_s=self._durations.uniform(0.0, 4.0))
         self._nemesis.strike_in_flight(scheduler, step)
         result = self._nemesis.spoil(plan, result, self.executor, step)
         self._record(scheduler.update(plan, result, float(step)))

@@ -50,9 +50,9 @@ class CacheName(NamedTuple):
     digest: str
     """Of everything that decides the bytes."""
 
-    def path(self, folder: Path) -> Path:
+    def path(self, folder: Path, suffix: str = SUFFIX) -> Path:
         """Where the file lies."""
-        return folder / f"{self.label}-{self.digest}{SUFFIX}"
+        return folder / f"{self.label}-{self.digest}{suffix}"
 
 
 class PackedCache:

@@ -22,7 +22,9 @@ def _inspection() -> Inspection:
     return Inspection(
         engine="e", now_s=1.0, num_blocks=8, block_size=16, max_num_seqs=4, max_num_batched_tokens=64, last_step=2,
         base=Base(1, (RowState(1, SECRET, 3, 3, (2,)),), (3,)),
-        steps=(StepRecord(2, 0.5, 0.1, 3, entered=(entered,), num_waiting=1, waits_for=f"preempted {SECRET}: {SECRET} needs"),),
+        steps=(
+            StepRecord(2, 0.5, 0.1, 0.0, 3, entered=(entered,), num_waiting=1, waits_for=f"preempted {SECRET}: {SECRET} needs"),
+        ),
         gone_rows=(),
         requests=(RequestState(SECRET, -1, SECRET, 3, 0, 4, 0, 1, 0.5, f"preempted {SECRET}: nothing else"),),
         num_running=1, num_waiting=1, num_preemptions=1, num_copies=0, num_merges=0, num_evictions=0, waste=0.0,

@@ -1,13 +1,16 @@
-"""Whether a request could ever be served: a question of its lengths and the limits alone, not of who else is there.
+"""Admission: whether a request could ever be served, and whether a refusal still holds.
 
-Asked by the scheduler of every request, and by a server before a request travels to the engine's process.
+The first is a question of its lengths and the limits alone, not of other requests. The scheduler asks it of every request, and
+a server before a request travels to the engine's process.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from quire.common.numbers import ceil_div
 from quire.config.limits import SchedulerLimits
-from quire.core.request import Request
+from quire.core.request import Request, Sequence
 from quire.errors import InvalidParameterError, PromptTooLongError
 
 
@@ -37,3 +40,21 @@ def fit(request: Request, limits: SchedulerLimits) -> None:
             raise InvalidParameterError(
                 f"resumed sequence {begun.index} has {num_output} output tokens; give 1 to {most}", param="resumed"
             )
+
+
+class Refusal(NamedTuple):
+    """When the head of the queue was refused. It stays refused until something happens that could help it."""
+
+    sequence: Sequence | None
+    num_available: int
+    num_free_rows: int
+    num_prefill_publications: int
+
+    def still_holds(self, now: Refusal) -> bool:
+        """Whether neither blocks nor rows have come free since, nor a prompt's prefix been published to share."""
+        return (
+            self.sequence is now.sequence
+            and self.num_available >= now.num_available
+            and self.num_free_rows >= now.num_free_rows
+            and self.num_prefill_publications == now.num_prefill_publications
+        )

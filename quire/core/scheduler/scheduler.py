@@ -22,7 +22,6 @@ import logging
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.common.failures import log_failure
@@ -31,11 +30,14 @@ from quire.config.limits import SchedulerLimits
 from quire.core.kvcache.manager import KVCacheManager
 from quire.core.plan import RowWork, StepPlan, StepResult, TokenLogprobs, WorkResult
 from quire.core.request import FinishReason, Rank, Request, ResumedSequence, Sequence, SequenceStatus
-from quire.core.scheduler.admission import fit
+from quire.core.scheduler.admission import Refusal, fit
 from quire.core.scheduler.draft import PlanDraft
 from quire.core.scheduler.fairness import FairQueue
+from quire.core.scheduler.flight import Flight
 from quire.core.scheduler.grammars import GrammarTurns, Settled
+from quire.core.scheduler.pace import StepPace
 from quire.core.scheduler.preemption import Preemption, assess, choose_victim
+from quire.core.scheduler.prompts import PromptRoom
 from quire.core.scheduler.queue import ServiceQueue, WaitingQueue
 from quire.core.scheduler.resources import KVBlocks, PrefixTurns, Resource, RowSlots
 from quire.core.scheduler.stats import SchedulerStats
@@ -58,44 +60,21 @@ class Progress(NamedTuple):
     logprobs: TokenLogprobs | None
 
 
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A step that was planned and is not taken in yet."""
-
-    step_id: int
-    sequences: list[Sequence]
-    """Whose work it holds, in the plan's order; never changed."""
-    gone: set[Sequence] = field(default_factory=set)
-    """Those of them that have left since: nothing comes of their work, even where they are back in the meantime."""
-
-
-class _Refusal(NamedTuple):
-    """When the head of the queue was refused. It stays refused until something happens that could help it."""
-
-    sequence: Sequence | None
-    num_available: int
-    num_free_rows: int
-    num_prefill_publications: int
-
-    def still_holds(self, now: _Refusal) -> bool:
-        """Whether neither blocks nor rows have come free since, nor a prompt's prefix been published to share."""
-        return (
-            self.sequence is now.sequence
-            and self.num_available >= now.num_available
-            and self.num_free_rows >= now.num_free_rows
-            and self.num_prefill_publications == now.num_prefill_publications
-        )
-
-
 def _rank(sequence: Sequence) -> Rank:
     return sequence.rank
+
+
+def _is_behind(sequence: Sequence) -> bool:
+    """Whether it has more to compute than the token that it decodes from."""
+    return len(sequence.token_ids) - sequence.num_planned > 1 or sequence.num_reserved > 0
 
 
 class Scheduler:
     """The control plane of one engine. Implements `SequenceOps` for its requests' decoders."""
 
-    def __init__(self, limits: SchedulerLimits, *, digest_key: bytes = b"") -> None:
+    def __init__(self, limits: SchedulerLimits, *, digest_key: bytes = b"", pace: StepPace | None = None) -> None:
         self.limits = limits
+        self.pace = pace if limits.enable_chunked_prefill else None
         self.manager = KVCacheManager(
             limits.num_blocks, limits.block_size, digest_key=digest_key, caching=limits.enable_prefix_caching
         )
@@ -113,13 +92,14 @@ class Scheduler:
         self._num_arrivals = 0
         self._step_id = 0
         self._draft = PlanDraft()
+        self._prompts = PromptRoom(limits, self._draft, self.pace)
         self._planned: list[Sequence] = []
         self.flights: deque[Flight] = deque()
         """Steps in flight, the oldest first: one, or two where steps are planned ahead."""
         self._progress: list[Progress] = []
         self._now = 0.0
         self._num_prefill_publications = 0
-        self._refused = _Refusal(None, 0, 0, 0)
+        self._refused = Refusal(None, 0, 0, 0)
 
     # -- requests come and go ----------------------------------------------------------------------------------------
 
@@ -128,7 +108,9 @@ class Scheduler:
 
         Raises `PromptTooLongError` with the numbers, `InvalidParameterError` for an id that is in use.
         """
-        self._check(request)
+        if request.request_id in self.requests:
+            raise InvalidParameterError(f"request id {request.request_id!r} is already in use", param="request_id")
+        fit(request, self.limits)
         self._num_arrivals += 1
         request.arrival, request.arrival_step = self._num_arrivals, self._step_id
         if request.scoring is not None:
@@ -213,11 +195,9 @@ class Scheduler:
         self.grammars.now = now
         self._make_room_for_urgent()
         if self.limits.enable_chunked_prefill:
-            self._schedule_chunks(self._schedule_decodes())
-            self._admit()
+            self._schedule_prompts(self._schedule_decodes())
         else:
-            self._schedule_chunks(self.running)
-            self._admit()
+            self._schedule_prompts(self.running)
             self._schedule_decodes()
         if not self._draft.work and not self.flights:
             self._break_stall()
@@ -228,7 +208,8 @@ class Scheduler:
         self._draft.grammars.extend(self.grammars.take_unasked())
         plan = self._draft.close(self._step_id)
         planned, self._planned = self._planned, []
-        self.flights.append(Flight(self._step_id, planned))
+        forecast = None if self.pace is None else self.pace.forecast(plan.work)
+        self.flights.append(Flight(self._step_id, planned, forecast))
         self.waiting.charge(zip(planned, plan.work, strict=True))
         self.stats.count_plan(self.limits.max_num_batched_tokens - self._draft.num_tokens_left, self)
         return plan
@@ -237,6 +218,8 @@ class Scheduler:
         """Take in what came of the oldest step in flight; returns what happened, in the plan's order."""
         flight = self.flights[0]
         assert plan.step_id == result.step_id == flight.step_id and len(result.results) == len(plan.work)
+        if self.pace is not None and flight.forecast is not None:
+            self.stats.count_duration(flight.forecast.seconds, self.pace.measure(flight.forecast, result.elapsed_s, now))
         self._now, self._progress = now, []
         gone, add_progress, num_plain = flight.gone, self._progress.append, 0
         for sequence, work, outcome in zip(flight.sequences, plan.work, result.results, strict=True):
@@ -408,19 +391,37 @@ class Scheduler:
                 return
             self._preempt(preemption)
 
+    def _schedule_prompts(self, behind: list[Sequence]) -> None:
+        """Give prompts their share of the step: those of admitted sequences, then of those that can be admitted."""
+        if not behind and not self.waiting:
+            return
+        self._prompts.open(self._draft.work, len(self.waiting) + max(0, len(behind) - 1))
+        if self.limits.max_num_partial_prefills > 1:
+            self._prompts.serve_short()
+            self._schedule_chunks(behind)
+            self._admit()
+            self._prompts.serve_long()
+            behind = list(filter(_is_behind, self.running))
+        self._schedule_chunks(behind)
+        self._admit()
+
     def _schedule_chunks(self, sequences: list[Sequence]) -> None:
+        planned = set(self._planned)
         for sequence in self.waiting.in_order(sequences):
             self._admit(before=sequence)
             if self._draft.num_tokens_left == 0:
                 break
-            is_behind = len(sequence.token_ids) - sequence.num_planned > 1 or sequence.num_reserved
-            if is_behind and sequence.gap and sequence.row >= 0:
+            if _is_behind(sequence) and sequence.gap and sequence.row >= 0 and sequence not in planned:
                 self._plan_chunk(sequence)
 
     def _plan_chunk(self, sequence: Sequence) -> None:
-        count = min(sequence.gap, self._draft.num_tokens_left)
-        if count == sequence.gap or self.limits.enable_chunked_prefill:
-            sequence.request.metrics.num_prefill_chunks += 1
+        count = self._prompts.take(sequence.num_planned, sequence.gap)
+        if count:
+            metrics = sequence.request.metrics
+            if metrics.first_scheduled_s is None:
+                metrics.first_scheduled_s = self._now
+                metrics.num_waited_steps = self._step_id - 1 - sequence.request.arrival_step
+            metrics.num_prefill_chunks += 1
             self._plan(sequence, count)
 
     def _plan(self, sequence: Sequence, count: int) -> None:
@@ -438,7 +439,7 @@ class Scheduler:
         """Let in whoever waits and can run; only those who precede an admitted sequence, if one is given."""
         if self._draft.num_preempted:
             return  # memory is short: whoever was preempted in this step would only be let in at somebody else's cost
-        while self._draft.num_tokens_left:
+        while self._prompts.has_room:
             head = self.waiting.head()
             if head is None or (before is not None and not self.waiting.precedes(head, before)):
                 return
@@ -450,7 +451,7 @@ class Scheduler:
         if not self.limits.enable_chunked_prefill and len(sequence.token_ids) > self._draft.num_tokens_left:
             sequence.refuse("its whole prompt does not fit what is left of this step")
             return False
-        occasion = _Refusal(sequence, self.blocks.num_available, self.rows.num_free, self._num_prefill_publications)
+        occasion = Refusal(sequence, self.blocks.num_available, self.rows.num_free, self._num_prefill_publications)
         if self._refused.still_holds(occasion):
             return False
         for resource in self.resources:
@@ -477,10 +478,7 @@ class Scheduler:
         sequence.status = _RUNNING
         sequence.len_at_admission = len(sequence.token_ids)
         insort(self.running, sequence, key=_rank)
-        sequence.waits_for, metrics = None, sequence.request.metrics
-        if metrics.first_scheduled_s is None:
-            metrics.first_scheduled_s = self._now
-            metrics.num_waited_steps = self._step_id - 1 - sequence.request.arrival_step
+        sequence.waits_for = None
         self._plan_chunk(sequence)
 
     def _make_room_for_urgent(self) -> None:
@@ -531,11 +529,6 @@ class Scheduler:
             self.waiting.push(victim)
 
     # -- bookkeeping -------------------------------------------------------------------------------------------------
-
-    def _check(self, request: Request) -> None:
-        if request.request_id in self.requests:
-            raise InvalidParameterError(f"request id {request.request_id!r} is already in use", param="request_id")
-        fit(request, self.limits)
 
     def _new_sequence(self, request: Request, index: int, token_ids: list[int]) -> Sequence:
         keys = self.manager.index.keys(request.namespace) if self.limits.enable_prefix_caching else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sized
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -11,6 +12,8 @@ from quire.core.request import Request
 
 NUM_STEP_SIZES = 16
 """Up to 2 to the power of 14 tokens, and beyond."""
+NUM_STEP_DURATIONS = 16
+"""Up to 16 s, and beyond."""
 
 
 class _Counted(Protocol):
@@ -37,6 +40,13 @@ class SchedulerStats:
     num_finished: dict[str, int] = field(default_factory=dict)
     num_steps_by_size: list[int] = field(default_factory=lambda: [0] * NUM_STEP_SIZES)
     """Steps of at most 1, 2, 4, ... tokens (and more than the one before); the last also counts those that are larger."""
+    num_steps_by_duration: list[int] = field(default_factory=lambda: [0] * NUM_STEP_DURATIONS)
+    """The same for durations where a pace is kept: steps of up to 1, 2, 4, ... ms."""
+    predicted_s: float = 0.0
+    """Of those steps together, as the next two."""
+    measured_s: float = 0.0
+    misjudged_s: float = 0.0
+    """Amounts by which predictions were off."""
     peak_num_blocks: int = 0
     peak_num_running: int = 0
     allocated_slot_steps: int = 0
@@ -58,6 +68,13 @@ class SchedulerStats:
         self.peak_num_running = max(self.peak_num_running, len(scheduler.running))
         self.allocated_slot_steps += num_used * manager.block_size
         self.unused_slot_steps += manager.num_unused_slots
+
+    def count_duration(self, predicted_s: float, measured_s: float) -> None:
+        place = max(0, math.ceil(math.log2(max(measured_s, 1e-3) * 1e3)))
+        self.num_steps_by_duration[min(place, NUM_STEP_DURATIONS - 1)] += 1
+        self.predicted_s += predicted_s
+        self.measured_s += measured_s
+        self.misjudged_s += abs(measured_s - predicted_s)
 
     def count_finished(self, request: Request) -> None:
         finish_reason = request.sequences[0].finish_reason

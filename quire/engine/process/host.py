@@ -20,7 +20,7 @@ from quire.common import garbage
 from quire.common.failures import log_failure
 from quire.common.json_logs import use_json_logs
 from quire.config.engine import EngineConfig
-from quire.engine.builder import begin_loading, build_executor, plan_engine
+from quire.engine.builder import begin_loading, build_executor, pace_of, plan_engine
 from quire.engine.loops import loop_of
 from quire.engine.process.channel import Channel, ChannelClosed, FrameTooLarge, ProtocolError, wait
 from quire.engine.process.messages import PROTOCOL_VERSION, Down, Gains, Pulse, Ready, Start, StartFailed
@@ -145,7 +145,9 @@ def build_loop(config: EngineConfig) -> StepLoop:
     """A loop around the model that the options name."""
     planned = begin_loading(plan_engine(config))
     plan = planned.plan
-    return StepLoop(plan.limits, build_executor(planned), time.monotonic, loop_of(plan))
+    pace, cost_file = pace_of(planned)
+    executor = build_executor(planned)
+    return StepLoop(plan.limits, executor, time.monotonic, loop_of(plan), pace=pace, cost_file=cost_file)
 
 
 def die_with_parent() -> None:

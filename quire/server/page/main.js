@@ -115,7 +115,8 @@ function showSteps(state) {
 }
 
 function stepText(record, state) {
-  const parts = [`step ${record.step.toLocaleString("en")}`, seconds(record.elapsed_s)];
+  const expected = record.predicted_s ? ` (predicted ${seconds(record.predicted_s)})` : "";
+  const parts = [`step ${record.step.toLocaleString("en")}`, seconds(record.elapsed_s) + expected];
   if (record.decoded.length) parts.push(`${record.decoded.length} decoded`);
   const prompt = record.num_tokens - record.decoded.length;
   if (prompt) parts.push(`${plural(prompt, "prompt token")} in ${plural(record.chunks.length, "piece")}`);

@@ -28,8 +28,9 @@ class Harness:
             "num_blocks": 64, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128,
             "watermark": 0.0,
         }  # fmt: skip
+        pace = changes.pop("pace", None)
         self.limits = SchedulerLimits(**(defaults | changes))
-        self.scheduler = Scheduler(self.limits)
+        self.scheduler = Scheduler(self.limits, pace=pace)
         self.executor = NullExecutor(
             self.limits.max_num_seqs, self.limits.num_blocks, self.limits.block_size, vocab_size=_VOCAB_SIZE
         )
@@ -54,6 +55,8 @@ class Harness:
         plan = self.scheduler.schedule(float(self.num_steps))
         audit_plan(self.scheduler, plan)
         result = self.executor.execute(plan)
+        if self.scheduler.pace is not None:  # every step takes as long as its work is said to
+            result = replace(result, elapsed_s=self.scheduler.pace.forecast(plan.work).seconds)
         if spoil is not None:
             result = spoil(plan, result)
         self.progress.extend(self.scheduler.update(plan, result, float(self.num_steps)))

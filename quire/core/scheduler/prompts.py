@@ -1,0 +1,115 @@
+"""What one step may compute of prompts, and how it is divided among them.
+
+Owns the room that is left for prompts in the step being planned: tokens, and time where a `StepPace` is kept. Which prompt is
+asked about next is the order of service, and the scheduler's business.
+
+With `max_num_partial_prefills` above 1 a step is divided twice. First, short prompts, each of which is computed whole, while
+they take no more than half of the room if a long one is under way; then long ones, in order, with all that is left. So a short
+prompt does not wait behind a long one, and a long one never gets less than half.
+"""
+
+from __future__ import annotations
+
+import math
+
+from quire.config.limits import SchedulerLimits
+from quire.core.plan import RowWork
+from quire.core.scheduler.draft import PlanDraft
+from quire.core.scheduler.pace import StepPace
+
+_SHORT_SHARE = 0.5
+"""Of a step's room: what short prompts may take beside a long one, and what a prompt may take to count as short."""
+
+
+class PromptRoom:
+    """The room for prompts in one step after another."""
+
+    def __init__(self, limits: SchedulerLimits, draft: PlanDraft, pace: StepPace | None) -> None:
+        self._limits, self._draft, self._pace = limits, draft, pace
+        self._all_tokens = self._num_tokens_taken = 0
+        self._all_s = self._left_s = math.inf
+        self._is_first_pass = False
+        self._num_long = self._num_pending = 0
+
+    def open(self, decodes: list[RowWork], num_queued: int) -> None:
+        """Begin with a step that holds `decodes` so far; `num_queued` prompts wait beside the one that is served first."""
+        self._all_tokens, self._num_tokens_taken = self._draft.num_tokens_left, 0
+        self._all_s = self._left_s = math.inf if self._pace is None else self._pace.prompt_s(decodes, num_queued)
+        self._is_first_pass, self._num_long, self._num_pending = False, 0, 0
+
+    def serve_short(self) -> None:
+        """Serve only short prompts until `serve_long`."""
+        self._is_first_pass, self._num_long, self._num_pending = True, 0, 0
+
+    def serve_long(self) -> None:
+        """Serve any prompt, as many long ones side by side as the limits allow."""
+        self._is_first_pass = False
+        self._num_long = min(self._num_long, self._limits.max_long_partial_prefills)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another prompt may be admitted in this step."""
+        if not self._draft.num_tokens_left:
+            return False
+        if self._is_first_pass and self._num_pending >= self._limits.max_num_partial_prefills:
+            return False
+        return not self._num_tokens_taken or self._fitting(0, self._limits.max_model_len, self._left_s) > 0
+
+    def take(self, start: int, gap: int) -> int:
+        """How many of a sequence's next `gap` tokens this step computes, from position `start` on; they are taken.
+
+        0 where there is no room, or it is not the sequence's turn.
+        """
+        count = self._short(start, gap) if self._is_first_pass else self._long(start, gap)
+        if count:
+            self._num_tokens_taken += count
+            if self._pace is not None:
+                self._left_s -= self._pace.model.chunk_s(start, count)
+        return count
+
+    def _short(self, start: int, gap: int) -> int:
+        """All of a short prompt, or nothing."""
+        if gap == 1:
+            return 1  # the prefix cache holds the rest, so it is as good as a decode, and nobody looks at it again as a prompt
+        if not self._is_short(start, gap):
+            self._num_long += 1
+        elif gap <= self._draft.num_tokens_left and self._fits_beside_long(start, gap):
+            return gap
+        self._num_pending += 1
+        return 0
+
+    def _is_short(self, start: int, gap: int) -> bool:
+        threshold = self._limits.long_prefill_token_threshold
+        if threshold:
+            return gap <= threshold
+        return gap <= _SHORT_SHARE * self._all_tokens and self._chunk_s(start, gap) <= _SHORT_SHARE * self._all_s
+
+    def _fits_beside_long(self, start: int, gap: int) -> bool:
+        share = _SHORT_SHARE if self._num_long else 1.0
+        taken_s = self._all_s - self._left_s if self._pace is not None else 0.0
+        fits = self._num_tokens_taken + gap <= share * self._all_tokens
+        return fits and (taken_s + self._chunk_s(start, gap) <= share * self._all_s or not self._num_tokens_taken)
+
+    def _long(self, start: int, gap: int) -> int:
+        """What is left, divided by the long prompts that are still to be served."""
+        num_sharing = max(1, self._num_long)
+        self._num_long -= 1
+        most = min(gap, max(1, self._draft.num_tokens_left // num_sharing), self._draft.num_tokens_left)
+        if most < gap and not self._limits.enable_chunked_prefill:
+            return 0
+        return self._fitting(start, most, self._left_s / num_sharing)
+
+    def _fitting(self, start: int, most: int, seconds: float) -> int:
+        """At most `most` tokens that take up to `seconds`: whole quanta where time is what bounds them."""
+        if self._pace is None or not self._limits.enable_chunked_prefill:
+            return most
+        quantum = self._pace.quantum
+        count = self._pace.model.chunk_len(seconds, start, most)
+        if count < most:
+            count -= count % quantum
+        if not count and not self._num_tokens_taken:
+            count = min(most, quantum)  # however slow the machine, each step brings prompts forward
+        return count
+
+    def _chunk_s(self, start: int, count: int) -> float:
+        return 0.0 if self._pace is None else self._pace.model.chunk_s(start, count)

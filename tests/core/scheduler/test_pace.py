@@ -1,0 +1,145 @@
+"""Steps bounded by time: running streams go on beside long prompts, short prompts beside long ones, and nobody starves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quire.core.plan import RowWork, StepPlan
+from quire.core.scheduler.pace import StepPace
+from quire.core.step_cost import StepCostModel, StepWork, UnitCosts, work_of
+
+# 10 ms a step, 1 ms a token; what else there is costs next to nothing.
+_COSTS = UnitCosts(0.010, 1e-9, 0.001, 1e-9, 1e-12, 1e-12)
+
+
+def _pace(target_s: float, costs: UnitCosts = _COSTS) -> StepPace:
+    return StepPace(StepCostModel(costs), target_s, quantum=4)
+
+
+def _tokens(plan: StepPlan, row: int) -> int:
+    return sum(work.num_tokens for work in plan.work if work.row == row)
+
+
+def test_a_long_prompt_takes_what_the_target_leaves_beside_a_stream(harness: Callable[..., Any]) -> None:
+    h = harness(max_num_batched_tokens=128, pace=_pace(0.050))
+    stream = h.add("stream", 8, max_tokens=60)
+    h.step()
+    h.add("long", 100)
+    plans = [h.step() for _ in range(3)]
+    # The first step finds it in the queue, which is worth 50 ms. Then there are 50 ms for all: 10 for the step, 1 for the
+    # stream, and 36 tokens of the prompt.
+    assert [plan.num_tokens - 1 for plan in plans] == [48, 36, 16]
+    assert [h.scheduler.pace.model.seconds(work_of(plan.work)) for plan in plans] == pytest.approx([0.059, 0.047, 0.027])
+    h.run()
+    h.check(stream)
+
+
+def test_without_running_streams_a_step_may_take_two_targets(harness: Callable[..., Any]) -> None:
+    h = harness(max_num_batched_tokens=128, pace=_pace(0.030))
+    h.add("long", 100)
+    assert h.step().num_tokens == 48, "60 ms, of which the step itself takes 10"
+
+
+def test_queued_prompts_get_up_to_two_targets_beside_running_streams(harness: Callable[..., Any]) -> None:
+    pace, decodes = _pace(0.050), [RowWork(0, 5, 1, 1)]
+    assert pace.prompt_s(decodes, 0) == pytest.approx(0.039)
+    assert pace.prompt_s(decodes, 1) == pytest.approx(0.050)
+    assert pace.prompt_s(decodes, 7) == pytest.approx(0.100)
+
+
+def test_decodes_that_take_the_whole_target_leave_prompts_a_quarter() -> None:
+    decodes = [RowWork(row, 5, 1, 1) for row in range(100)]
+    assert _pace(0.050).prompt_s(decodes, 0) == pytest.approx(0.0125)
+
+
+def test_every_step_brings_a_prompt_forward_however_slow_the_machine(harness: Callable[..., Any]) -> None:
+    h = harness(pace=_pace(0.001, UnitCosts(1.0, 1.0, 1.0, 1.0, 1.0, 1.0)))
+    request = h.add("prompt", 30)
+    assert h.step().num_tokens == 4
+    h.run()
+    h.check(request)
+
+
+def test_the_token_budget_stays_the_upper_bound(harness: Callable[..., Any]) -> None:
+    h = harness(max_num_batched_tokens=16, pace=_pace(60.0))
+    h.add("long", 100)
+    assert h.step().num_tokens == 16
+
+
+def test_a_short_prompt_is_computed_beside_a_long_one(harness: Callable[..., Any]) -> None:
+    h = harness(max_num_batched_tokens=32, max_num_partial_prefills=2)
+    long, short = h.add("long", 100), h.add("short", 10)
+    plan = h.step()
+    assert sorted(work.num_tokens for work in plan.work) == [10, 22]
+    assert short.metrics.first_token_s is not None and long.metrics.first_token_s is None
+    h.run()
+    h.check(long)
+    h.check(short)
+
+
+def test_short_prompts_leave_a_long_one_half_of_each_step(harness: Callable[..., Any]) -> None:
+    h = harness(max_num_batched_tokens=32, max_num_partial_prefills=8, num_blocks=128)
+    long = h.add("long", 110, max_tokens=1)
+    for number in range(24):
+        h.add(f"short{number}", 8, max_tokens=1)
+    for _ in range(7):
+        plan = h.step()
+        assert _tokens(plan, 0) >= 14, "110 tokens are six times 16 and 14"
+    assert long.is_finished
+    h.run()
+
+
+def test_with_one_partial_prefill_prompts_are_served_strictly_in_order(harness: Callable[..., Any]) -> None:
+    h = harness(max_num_batched_tokens=32, max_num_partial_prefills=1)
+    h.add("long", 100)
+    h.add("short", 10)
+    assert [work.num_tokens for work in h.step().work] == [32]
+
+
+def test_long_prompts_share_a_step_where_they_may(harness: Callable[..., Any]) -> None:
+    h = harness(max_num_batched_tokens=32, max_num_partial_prefills=2, max_long_partial_prefills=2)
+    h.add("a", 100)
+    h.add("b", 100)
+    assert [work.num_tokens for work in h.step().work] == [16, 16]
+
+
+def test_a_threshold_says_which_prompts_are_long(harness: Callable[..., Any]) -> None:
+    h = harness(max_num_batched_tokens=32, max_num_partial_prefills=2, long_prefill_token_threshold=5)
+    h.add("a", 100)
+    h.add("b", 10)
+    assert [work.num_tokens for work in h.step().work] == [32]
+
+
+def test_no_more_prompts_are_under_way_than_the_limit_says(harness: Callable[..., Any]) -> None:
+    h = harness(max_num_batched_tokens=16, max_num_partial_prefills=2, num_blocks=200)
+    for number in range(5):
+        h.add(f"long{number}", 100)
+    h.step()
+    assert len(h.scheduler.running) == 2
+
+
+def test_a_step_planned_ahead_is_measured_from_the_end_of_the_one_before_it() -> None:
+    pace, work = _pace(0.050), StepWork(1, 1, 1, 1, 10, 10.0)
+    forecast = pace.forecast([RowWork(0, 9, 1, 1)])
+    assert forecast.work == work
+    assert pace.measure(forecast, 0.020, now=1.0) == pytest.approx(0.020)
+    assert pace.measure(forecast, 0.040, now=1.025) == pytest.approx(0.025)
+
+
+def test_durations_are_predicted_measured_and_counted(harness: Callable[..., Any]) -> None:
+    h = harness(pace=_pace(0.050))
+    h.add("a", 10, max_tokens=3)
+    h.run()
+    stats = h.scheduler.stats
+    assert sum(stats.num_steps_by_duration) == stats.num_steps == h.scheduler.pace.model.num_observed
+    assert stats.predicted_s == pytest.approx(stats.measured_s) and stats.predicted_s > 0.0
+
+
+def test_without_a_pace_nothing_is_timed(harness: Callable[..., Any]) -> None:
+    h = harness()
+    h.add("a", 10, max_tokens=3)
+    h.run()
+    assert sum(h.scheduler.stats.num_steps_by_duration) == 0
