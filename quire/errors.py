@@ -6,6 +6,7 @@ value, and what to do about it. A bug of our own is an `assert` or a plain Pytho
     QuireError
     ├── ConfigError              an option, or a combination of options, that cannot work
     │   ├── CapacityError        the memory given does not hold what was asked for
+    │   ├── NotAvailableError    a feature that this version does not have
     │   └── UnsupportedModelError  a model, or a key of its config.json, that Quire does not implement
     ├── ModelNotFoundError       no such folder, file, shipped model or reachable hub name
     ├── CheckpointError          a model file that is malformed, truncated or inconsistent
@@ -29,6 +30,10 @@ class ConfigError(QuireError):
 
 class CapacityError(ConfigError):
     """The memory given does not hold what was asked for."""
+
+
+class NotAvailableError(ConfigError):
+    """A feature that others have and this version does not; the message says what to do instead."""
 
 
 class UnsupportedModelError(ConfigError):

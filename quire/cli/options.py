@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,9 +17,22 @@ from quire.core.params import GENERATION_CONFIG_KEYS, SamplingParams
 
 DEFAULT_MAX_TOKENS = 256
 """Where neither the user nor the model's generation_config.json says how long an answer may be."""
+_DICT = "dict[str, Any]"
 
-_TYPES: Mapping[str, Callable[[str], Any]] = {"int": int, "float": float}
-_METAVARS = {"int": "N", "float": "X", "str": "NAME"}
+_METAVARS = {"int": "N", "float": "X", "str": "NAME", _DICT: "JSON"}
+
+
+def _json(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a JSON object")
+    return value
+
+
+_TYPES: Mapping[str, Callable[[str], Any]] = {"int": int, "float": float, _DICT: _json}
 
 
 class SamplingOption(NamedTuple):

@@ -6,32 +6,34 @@ read from the environment.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Self
 
 from quire.common.kv_formats import KV_FORMATS, OTHER_NAMES
+from quire.config.foreign import translate
 from quire.config.limits import POLICIES
 from quire.errors import ConfigError
 
-logger = logging.getLogger(__name__)
-
-DTYPES = ("auto", "float32", "bfloat16")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy", "gguf")
 DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "cpu", "triton", "reference")
 SWITCHES = ("auto", "on", "off")
 ATTENTION_BACKENDS = ("auto", "triton", "flash-attention", "flashinfer")
 QUANTIZATIONS = ("int8", "int4")
-
-
-RENAMED = {"gpu_memory_utilization": "memory_utilization", "kv_cache_memory_bytes": "kv_cache_memory"}
-"""vLLM's names for options that have another one here."""
-
-WITHOUT_EFFECT = frozenset({"disable_log_stats", "disable_custom_all_reduce", "swap_space"})
-"""vLLM's options for things that Quire does not have; accepted, and said to have no effect."""
+STORED_QUANTIZATIONS = {
+    "awq": ("awq",),
+    "awq_marlin": ("awq",),
+    "gptq": ("gptq",),
+    "gptq_marlin": ("gptq",),
+    "fp8": ("fp8",),
+    "compressed-tensors": ("compressed-tensors",),
+    "gguf": ("gguf",),
+}
+"""What vLLM calls the quantization of a checkpoint, and the methods that its files may name: asked for, it must be there."""
+_NAMES = ("tokenizer", "revision", "tokenizer_revision", "download_dir", "generation_config")
 
 _LEAST = {
     "max_model_len": 1,
@@ -57,8 +59,21 @@ class EngineConfig:
 
     model: str = _option(..., "model folder, GGUF file, Hugging Face name, or the shipped model's name")
     tokenizer: str | None = _option(None, "folder of another tokenizer than the model's own")
+    revision: str | None = _option(None, "branch, tag or commit of a model that is downloaded from the hub")
+    tokenizer_revision: str | None = _option(None, "the same of a tokenizer that is downloaded by itself")
+    download_dir: str | None = _option(None, "folder for downloads; by default the hub's own cache")
+    hf_overrides: dict[str, Any] | None = _option(
+        None, 'keys that replace those of the model\'s config.json, such as {"rope_scaling": {...}}'
+    )
+    generation_config: str = _option(
+        "auto",
+        "where sampling defaults come from: auto is the model's generation_config.json, vllm none, else a folder with such a file",
+    )
+    override_generation_config: dict[str, Any] | None = _option(None, "keys that replace those of that file")
     skip_tokenizer_init: bool = _option(False, "work on token ids alone, without a tokenizer")
-    dtype: str = _option("auto", "what to compute in; auto follows the checkpoint", choices=DTYPES)
+    dtype: str = _option(
+        "auto", "what to compute in; auto follows the checkpoint, float16 is computed in bfloat16", choices=DTYPES
+    )
     device: str = _option("auto", "where to compute; auto is the CPU as yet", choices=DEVICES)
     kernels: str = _option("auto", "kernel back end; auto takes the best that works here", choices=KERNELS)
     load_format: str = _option(
@@ -67,6 +82,7 @@ class EngineConfig:
     max_model_len: int | None = _option(
         None, "longest sequence, prompt and output; by default what the model and the memory hold"
     )
+    allow_long_context: bool = _option(False, "take a max_model_len beyond the context that the model was made for")
     block_size: int | None = _option(None, "tokens in a KV block (default 16)")
     kv_cache_memory: int | str | None = _option(
         None, 'memory of the KV cache in bytes or as "512MiB"; by default decided from what is free'
@@ -117,6 +133,7 @@ class EngineConfig:
         "weights and activations as integers: quantizes floating-point weights while they are loaded; int4 has 8 bit "
         "activations. Quantized checkpoints are recognised without it",
         choices=QUANTIZATIONS,
+        also=tuple(STORED_QUANTIZATIONS),
     )
     weights_cache: str | None = _option(
         None, "folder that keeps the packed weights of a quantized model, so that its next start only reads them"
@@ -134,13 +151,18 @@ class EngineConfig:
     def from_options(cls, model: str, options: Mapping[str, Any]) -> Self:
         """The config of `model` with `options`; ConfigError names an unknown one and what it may have meant."""
         known = [item.name for item in fields(cls)]
-        options = _from_vllm(options)
+        options = translate(options)
         for name in options:
             if name not in known:
                 close = get_close_matches(name, known, 1)
                 hint = f"did you mean {close[0]!r}?" if close else f"known options: {', '.join(known[1:])}"
                 raise ConfigError(f"unknown option {name!r}; {hint}")
         return cls(model=model, **options)
+
+    @property
+    def quantize_to(self) -> str | None:
+        """What weights are to be quantized to while they are loaded; None leaves them as the checkpoint has them."""
+        return self.quantization if self.quantization in QUANTIZATIONS else None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -153,10 +175,14 @@ class EngineConfig:
         for item in fields(self):
             choices = item.metadata.get("choices")
             value = getattr(self, item.name)
-            if choices is not None and value not in (item.default, *choices):
+            if choices is not None and value not in (item.default, *choices, *item.metadata.get("also", ())):
                 raise ConfigError(f"{item.name}={value!r} is not available; choose {' or '.join(map(repr, choices))}")
             if isinstance(item.default, bool) and not isinstance(value, bool):
                 raise ConfigError(f"{item.name}={value!r} must be True or False")
+            if str(item.type).startswith("dict") and not isinstance(value, dict | None):
+                raise ConfigError(f"{item.name} must be a dict of the file's keys, not {type(value).__name__}")
+            if item.name in _NAMES and not (isinstance(value, str) and value) and value is not item.default:
+                raise ConfigError(f"{item.name}={value!r} must be text")
 
     def _check_numbers(self) -> None:
         for name, least in _LEAST.items():
@@ -192,16 +218,3 @@ class EngineConfig:
             value = getattr(self, name)
             if value != only:
                 raise ConfigError(f"{name}={value!r} is not available yet; leave it at {only!r}")
-
-
-def _from_vllm(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as Quire names them, so that a script written for vLLM needs only its import changed."""
-    translated = {RENAMED.get(name, name): value for name, value in options.items() if name not in WITHOUT_EFFECT}
-    for name in options:
-        if name in WITHOUT_EFFECT:
-            logger.warning("option %s has no effect here", name)
-        elif name in RENAMED and RENAMED[name] in options:
-            raise ConfigError(f"{name} and {RENAMED[name]} are the same option; give one of them")
-    if translated.pop("trust_remote_code", False):
-        raise ConfigError("trust_remote_code=True: Quire never runs code from a model folder; leave it out")
-    return translated

@@ -23,10 +23,10 @@ from quire.core.step_cost import StepCostModel
 from quire.engine.gpu import require_gpu
 from quire.engine.machine import Machine
 from quire.engine.model_files import ModelFiles, find_model
-from quire.engine.planning import EnginePlan, GraphPlan, resolve
+from quire.engine.planning import HALF, EnginePlan, GraphPlan, resolve
 from quire.engine.step_costs import SUFFIX as COST_SUFFIX
 from quire.engine.step_costs import StepCostFile
-from quire.errors import CheckpointError, RequestError
+from quire.errors import CheckpointError, ConfigError, RequestError
 from quire.models.registry import declare
 from quire.quant.formats import WeightFormats, formats_at_load
 from quire.quant.gguf_formats import GgufStorage
@@ -94,8 +94,11 @@ def plan_engine(config: EngineConfig, machine: Machine | None = None) -> Planned
     if storage is not None:
         formats = storage.formats
     else:
-        formats = WeightFormats() if config.quantization is None else formats_at_load(spec, config.quantization)
+        formats = WeightFormats() if config.quantize_to is None else formats_at_load(spec, config.quantize_to)
     plan = resolve(config, spec, machine, formats)
+    for decision in plan.decisions:
+        if decision.name == "dtype" and HALF in (config.dtype, spec.dtype) and plan.dtype not in (config.dtype, "float32"):
+            logger.warning("computing in %s: %s", decision.value, decision.reason)
     return PlannedModel(plan, files, storage)
 
 
@@ -119,10 +122,26 @@ def prepare_model(config: EngineConfig, *, is_for_here: bool = True) -> Prepared
 def _describe(planned: PlannedModel) -> PreparedModel:
     """Read the small files of a planned model."""
     tokenizer = _tokenizer(planned.plan.config, planned.files)
-    generation_config = {} if planned.files.gguf is not None else read_generation_config(planned.folder)
+    own = {} if planned.files.gguf is not None else read_generation_config(planned.folder)
     vocab_size = planned.plan.spec.vocab_size
-    eos_token_ids = _eos_token_ids(generation_config, planned.model_config, tokenizer, vocab_size=vocab_size)
-    return PreparedModel(planned, tokenizer, generation_config, eos_token_ids)
+    eos_token_ids = _eos_token_ids(own, planned.model_config, tokenizer, vocab_size=vocab_size)
+    return PreparedModel(planned, tokenizer, _generation_config(planned.plan.config, own), eos_token_ids)
+
+
+def _generation_config(config: EngineConfig, own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The file that sampling defaults come from, as the user chose it; `own` is the model's."""
+    chosen = own
+    if config.generation_config == "vllm":
+        chosen = {}
+    elif config.generation_config != "auto":
+        folder = Path(config.generation_config).expanduser()
+        if not (folder / "generation_config.json").is_file():
+            raise ConfigError(
+                f"generation_config={config.generation_config!r} is no folder with a generation_config.json; "
+                "give one, or 'auto' or 'vllm'"
+            )
+        chosen = read_generation_config(folder)
+    return {**chosen, **(config.override_generation_config or {})}
 
 
 def begin_loading(planned: PlannedModel) -> PlannedModel:
@@ -355,7 +374,9 @@ def _weights(planned: PlannedModel) -> AbstractContextManager[WeightSource]:
 def _tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer | None:
     if config.skip_tokenizer_init:
         return None
-    source = resolve_model(config.tokenizer) if config.tokenizer is not None else files.folder
+    source = files.folder
+    if config.tokenizer is not None:
+        source = resolve_model(config.tokenizer, revision=config.tokenizer_revision, download_dir=config.download_dir)
     if files.gguf is not None and config.tokenizer is None and not (source / "tokenizer.json").is_file():
         return Tokenizer(*convert_tokenizer(files.gguf.file.metadata))
     if config.load_format == "dummy" and config.tokenizer is None and not (source / "tokenizer.json").is_file():

@@ -48,7 +48,7 @@ def _samples(path: Path) -> tuple[int, str]:
 def cache_name(plan: EnginePlan, files: ModelFiles) -> CacheName:
     """The packed weights of a model: one name for each form of it, one digest for each state of its files and of the code."""
     path = files.folder if files.gguf is None else Path(files.gguf.file.path)
-    form = plan.config.quantization or "stored"
+    form = plan.config.quantize_to or "stored"
     label = f"{path.stem}-{_digest([str(path.resolve())])[:8]}-{plan.dtype}-{form}"
     states = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in _weight_files(files)]
     code = [each.read_text() for each in sorted(Path(quire.quant.__path__[0]).glob("*.py"))]
@@ -58,7 +58,7 @@ def cache_name(plan: EnginePlan, files: ModelFiles) -> CacheName:
 def _forms(plan: EnginePlan) -> list[Any]:
     config = plan.config
     seed = config.seed if config.load_format == "dummy" else None
-    return [__version__, plan.dtype, config.quantization, config.load_format, seed]
+    return [__version__, plan.dtype, config.quantize_to, config.load_format, seed]
 
 
 def _weight_files(files: ModelFiles) -> list[Path]:

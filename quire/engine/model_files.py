@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from quire.config.engine import EngineConfig
+from quire.config.engine import QUANTIZATIONS, STORED_QUANTIZATIONS, EngineConfig
 from quire.errors import ConfigError, ModelNotFoundError
 from quire.models.declaration import DecoderSpec
 from quire.quant.gguf_formats import GgufStorage, read_gguf_storage
@@ -37,15 +37,45 @@ class ModelFiles(NamedTuple):
 
         With `keeps_fp8` there are kernels for e4m3 where the model will run.
         """
+        self._check_stored(config)
         if self.gguf is not None:
-            return read_gguf_storage(self.gguf, spec, config.quantization)
+            return read_gguf_storage(self.gguf, spec, config.quantize_to)
         if config.load_format == "dummy":
             return None
-        return read_storage(self.config, spec, config.quantization, keeps_fp8=keeps_fp8)
+        return read_storage(self.config, spec, config.quantize_to, keeps_fp8=keeps_fp8)
+
+    def _check_stored(self, config: EngineConfig) -> None:
+        """Refuse a wish for a checkpoint's quantization that the checkpoint does not have."""
+        wished = STORED_QUANTIZATIONS.get(config.quantization or "")
+        section = self.config.get("quantization_config")
+        stored = "gguf" if self.gguf is not None else section.get("quant_method") if isinstance(section, Mapping) else None
+        if wished is not None and stored not in wished:
+            found = "is of plain floating point" if stored is None else f"is quantized by {stored!r}"
+            raise ConfigError(
+                f"quantization={config.quantization!r}, but the checkpoint {found}; leave it out, or choose "
+                f"{' or '.join(map(repr, QUANTIZATIONS))} to quantize weights while they are loaded"
+            )
 
 
 def find_model(config: EngineConfig) -> ModelFiles:
     """Raises ModelNotFoundError, CheckpointError or UnsupportedModelError."""
+    files = _find(config)
+    return files if not config.hf_overrides else files._replace(config=_overridden(files.config, config.hf_overrides))
+
+
+def _overridden(values: Mapping[str, object], overrides: Mapping[str, object]) -> dict[str, object]:
+    """A config with keys replaced. `rope_scaling` and `rope_parameters` are one key under two names."""
+    kept = dict(values)
+    if _ROPE_KEYS & set(overrides):
+        for key in _ROPE_KEYS:
+            kept.pop(key, None)
+    return {**kept, **overrides}
+
+
+_ROPE_KEYS = {"rope_scaling", "rope_parameters"}
+
+
+def _find(config: EngineConfig) -> ModelFiles:
     path = Path(config.model).expanduser()
     if path.suffix == ".json" and path.is_file():
         if config.load_format != "dummy":
@@ -55,7 +85,7 @@ def find_model(config: EngineConfig) -> ModelFiles:
     if file is not None:
         model = GgufModel.of(read_gguf(file))
         return ModelFiles(file.parent, model.config, model)
-    folder = resolve_model(config.model)
+    folder = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
     return ModelFiles(folder, read_model_config(folder))
 
 

@@ -44,6 +44,8 @@ GRAPH_POOL_BYTES = 64 << 20
 SHARED_BYTES_PER_LAYER = 1 << 30
 """A step that would read so many bytes of shared prefixes again, for each layer, is computed without a graph, which reads them
 once. Reckoned: 0.25 ms at 4 TB/s, about what the launches of one layer cost the host beyond a graph's."""
+HALF = "float16"
+"""A type of weights that no kernel computes in."""
 CPU_OVERLAP_REASON = "the cores that would plan the next step are those that compute this one"
 
 
@@ -126,6 +128,7 @@ class _Resolver:
 
     def plan(self) -> EnginePlan:
         config, spec = self.config, self.spec
+        self._check_context()
         self._note_device()
         self._note_invariance()
         dtype = self._dtype()
@@ -134,7 +137,7 @@ class _Resolver:
         num_batched = self._num_batched_tokens(max_num_seqs)
         num_threads = self._given("num_threads", config.num_threads, self.machine.num_cores, self.machine.cores_reason)
         if self.formats.has_integers:
-            self._note("quantization", config.quantization or "as the checkpoint", self.formats.summary)
+            self._note("quantization", config.quantize_to or "as the checkpoint", self.formats.summary)
         weight_bytes = self.formats.weight_bytes(spec, dtype)
         workspace_bytes = _workspace_bytes(spec, num_batched, max_num_seqs)
         if self.gpu is not None:
@@ -257,11 +260,12 @@ class _Resolver:
 
     def _dtype(self) -> str:
         config, spec = self.config, self.spec
-        if config.dtype != "auto":
+        if config.dtype not in ("auto", HALF):
             self._note("dtype", config.dtype, "given")
             return config.dtype
-        if spec.dtype == "float16":
-            reason = "the checkpoint is float16, which the kernels do not compute in; dtype=float32 would be exact"
+        if HALF in (config.dtype, spec.dtype):
+            where = "given was" if config.dtype == HALF else "the checkpoint is"
+            reason = f"{where} {HALF}, which the kernels do not compute in; dtype=float32 would be exact"
             self._note("dtype", "bfloat16", reason)
             return "bfloat16"
         self._note("dtype", spec.dtype, "as the checkpoint")
@@ -313,7 +317,7 @@ class _Resolver:
 
     def _longest(self) -> int:
         """The longest sequence that the user, or else the model, has in mind."""
-        return self.config.max_model_len or self.spec.max_position_embeddings
+        return self.config.max_model_len or self.spec.context_len
 
     def _kv_bytes(self, other_bytes: int, most_useful: int) -> int:
         config = self.config
@@ -359,8 +363,8 @@ class _Resolver:
     def _max_model_len(self, num_slots: int, bytes_per_token: int) -> int:
         wanted, spec = self.config.max_model_len, self.spec
         if wanted is None:
-            longest = min(spec.max_position_embeddings, num_slots)
-            reason = "the model's context" if longest == spec.max_position_embeddings else "what the KV cache holds"
+            longest = min(spec.context_len, num_slots)
+            reason = "the model's context" if longest == spec.context_len else "what the KV cache holds"
             self._note("max_model_len", longest, reason)
             if longest < 1:
                 raise CapacityError(
@@ -377,10 +381,19 @@ class _Resolver:
                 f"{format_bytes(num_slots * bytes_per_token)} ({num_slots} tokens); lower max_model_len to "
                 f"{max(1, align_down(num_slots, 8))} or raise kv_cache_memory"
             )
-        is_beyond = wanted > spec.max_position_embeddings
-        doubt = f"; the model was made for {spec.max_position_embeddings}, beyond which its answers may make no sense"
+        is_beyond = wanted > spec.max_context_len
+        doubt = f"; the model was made for {spec.max_context_len}, beyond which its answers may make no sense"
         self._note("max_model_len", wanted, "given" + doubt * is_beyond)
         return wanted
+
+    def _check_context(self) -> None:
+        """Refuse a context that the model was not made for, unless it is asked for in so many words."""
+        wanted, longest = self.config.max_model_len, self.spec.max_context_len
+        if wanted is not None and wanted > longest and not self.config.allow_long_context:
+            raise ConfigError(
+                f"max_model_len={wanted} is beyond the {longest} tokens that the model was made for, where its answers may "
+                f"make no sense; lower it to {longest}, or set allow_long_context=True (--allow-long-context)"
+            )
 
 
 def _policy(name: str) -> Policy:

@@ -194,6 +194,22 @@ class DecoderSpec:
         return self.embedding.shape[0]
 
     @property
+    def context_len(self) -> int:
+        """The context that the config describes: what it names, or what YaRN makes of the length before scaling."""
+        scaled = [rope.context_len for rope in self._ropes]
+        return max(self.max_position_embeddings, *scaled, 0)
+
+    @property
+    def max_context_len(self) -> int:
+        """The longest context that the model was made for: with a RoPE that scales itself, beyond the usual one."""
+        scaled = [rope.max_context_len for rope in self._ropes]
+        return max(self.context_len, *scaled, 0)
+
+    @property
+    def _ropes(self) -> tuple[RopeSpec, ...]:
+        return tuple(dict.fromkeys(block.attention.rope for block in self.blocks if block.attention.rope is not None))
+
+    @property
     def hidden_size(self) -> int:
         return self.embedding.shape[1]
 

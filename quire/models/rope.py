@@ -76,6 +76,18 @@ class RopeSpec:
     theta: float
     scaling: RopeScaling | None = None
 
+    @property
+    def context_len(self) -> int:
+        """The context that the scaling alone implies, whatever the config names beside it; 0 where it implies none."""
+        scaling = self.scaling
+        return int(scaling.original_len * scaling.factor) if isinstance(scaling, YarnScaling) else 0
+
+    @property
+    def max_context_len(self) -> int:
+        """The longest context that the scaling is meant for; 0 where it says nothing of that."""
+        scaling = self.scaling
+        return int(scaling.original_len * scaling.factor) if isinstance(scaling, YarnScaling | DynamicScaling) else 0
+
 
 def read_rope(config: ConfigReader, head_dim: int, *, default_theta: float = 10000.0, is_partial: bool = False) -> RopeSpec:
     """Read the one RoPE of a model: from `rope_scaling` (old) or `rope_parameters` (new), `rope_theta` beside either.

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from quire.errors import CheckpointError, ModelNotFoundError
@@ -26,8 +27,10 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}(/[A-Za-z0-9_][\w.-]{0,95})?", 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
 
 
-def resolve_model(name: str) -> Path:
+def resolve_model(name: str, *, revision: str | None = None, download_dir: str | None = None) -> Path:
     """The folder of a model: a local folder, a model that ships in the package, or a hub name (downloaded if need be).
+
+    `revision` (a branch, tag or commit) and `download_dir` are for hub names; a folder is taken as it is.
 
     Raises ModelNotFoundError, without a network within two seconds.
     """
@@ -44,7 +47,7 @@ def resolve_model(name: str) -> Path:
         return _ASSETS / name
     if not _HUB_NAME.fullmatch(name) or ".." in name or "--" in name:
         raise ModelNotFoundError(f"model={name!r}: no such folder, and not a hub name either; {_CHOICES}")
-    return _resolve_hub_name(name)
+    return _resolve_hub_name(name, revision, download_dir)
 
 
 def read_model_config(folder: Path) -> dict[str, object]:
@@ -79,8 +82,9 @@ def _read_json(path: Path) -> dict[str, object]:
     return values
 
 
-def _resolve_hub_name(name: str) -> Path:
+def _resolve_hub_name(name: str, revision: str | None, download_dir: str | None) -> Path:
     """A download, or what the local cache has where the hub is not reachable."""
+    wanted: dict[str, Any] = {"revision": revision, "cache_dir": download_dir, "allow_patterns": _HUB_FILES}
     probe = _HubProbe()  # first, so that it waits while the library is imported
     try:
         from huggingface_hub import snapshot_download
@@ -89,13 +93,13 @@ def _resolve_hub_name(name: str) -> Path:
         raise ModelNotFoundError(f"model={name!r}: no such folder (and huggingface_hub is not installed)") from error
     cached = None
     with contextlib.suppress(LocalEntryNotFoundError, OSError, ValueError):
-        cached = Path(snapshot_download(name, allow_patterns=_HUB_FILES, local_files_only=True))
+        cached = Path(snapshot_download(name, local_files_only=True, **wanted))
     if not probe.is_reachable():
         if cached is not None:
             return cached
         raise ModelNotFoundError(f"model={name!r}: no such folder, not in the cache, and the hub is not reachable")
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"], etag_timeout=2))
+        return Path(snapshot_download(name, ignore_patterns=["*/*"], etag_timeout=2, **wanted))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         if cached is not None:
             return cached

@@ -502,7 +502,8 @@ def test_parallel_samples_share_their_prompt(make_engine: MakeEngine) -> None:
     """Eight prompts of 256 tokens, eight samples each: at least 55 % fewer blocks than without sharing."""
 
     def peak(num_requests: int, n: int) -> int:
-        engine = make_engine(num_blocks=2000, max_num_seqs=64, max_model_len=512, max_num_batched_tokens=4096)
+        sizes = {"num_blocks": 2000, "max_num_seqs": 64, "max_model_len": 512, "max_num_batched_tokens": 4096}
+        engine = make_engine(**sizes, allow_long_context=True)
         for i in range(8):
             for j in range(num_requests):
                 # A salt of its own keeps separate requests from sharing through the cache.

@@ -102,7 +102,8 @@ def test_too_little_memory_says_the_numbers(tiny_config: Path) -> None:
         ({"memory_utilization": 1.5}, "memory_utilization=1.5"),
         ({"kv_cache_memory": "much"}, "kv_cache_memory='much'"),
         ({"kv_cache_memory": 0}, "kv_cache_memory=0"),
-        ({"quantization": "awq"}, "quantization='awq' is not available; choose 'int8' or 'int4'"),
+        ({"quantization": "awq"}, "quantization='awq', but the checkpoint is of plain floating point"),
+        ({"quantization": "int5"}, "quantization='int5' is not available; choose 'int8' or 'int4'"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
         ({"max_num_batched_tokens": 4, "max_num_seqs": 8}, "max_num_batched_tokens=4 is below max_num_seqs=8"),
         ({"enable_prefix_caching": "yes"}, "enable_prefix_caching='yes'"),
@@ -117,18 +118,6 @@ def test_bad_options_are_refused_by_name(options: dict[str, Any], message: str, 
 def test_an_unknown_option_is_refused_with_a_suggestion() -> None:
     with pytest.raises(ConfigError, match="unknown option 'max_model_length'; did you mean 'max_model_len'"):
         EngineConfig.from_options("x", {"max_model_length": 3})
-
-
-def test_options_of_a_script_for_vllm_are_understood(caplog: pytest.LogCaptureFixture) -> None:
-    config = EngineConfig.from_options(
-        "x", {"gpu_memory_utilization": 0.5, "swap_space": 4, "trust_remote_code": False, "tensor_parallel_size": 1}
-    )
-    assert config.memory_utilization == 0.5
-    assert "swap_space has no effect" in caplog.text
-    with pytest.raises(ConfigError, match="never runs code"):
-        EngineConfig.from_options("x", {"trust_remote_code": True})
-    with pytest.raises(ConfigError, match="the same option"):
-        EngineConfig.from_options("x", {"gpu_memory_utilization": 0.5, "memory_utilization": 0.5})
 
 
 def test_a_missing_model_and_an_unsupported_one(tmp_path: Path) -> None:
@@ -157,9 +146,43 @@ def test_without_chunks_a_step_holds_the_longest_prompt_and_the_workspace_counts
     assert {d.value for d in whole.decisions if d.name == "max_num_batched_tokens"} == {"256"}
 
 
-def test_a_length_beyond_the_models_context_is_remarked_upon(tiny_config: Path) -> None:
-    [decision] = [d for d in _plan(tiny_config, max_model_len=300).decisions if d.name == "max_model_len"]
-    assert "made for 256" in decision.reason
+def test_a_length_beyond_the_models_context_needs_to_be_allowed(tiny_config: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max_model_len=257 is beyond the 256 tokens .*allow-long-context"):
+        _plan(tiny_config, max_model_len=257)
+    assert _plan(tiny_config, max_model_len=256).limits.max_model_len == 256
+    plan = _plan(tiny_config, max_model_len=300, allow_long_context=True)
+    [decision] = [d for d in plan.decisions if d.name == "max_model_len"]
+    assert "made for 256" in decision.reason and plan.limits.max_model_len == 300
+
+
+@pytest.mark.parametrize(
+    ("scaling", "default", "longest"),
+    [
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}, 512, 512),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}, 256, 256),
+        ({"rope_type": "dynamic", "factor": 2.0}, 256, 512),
+        ({"rope_type": "linear", "factor": 2.0}, 256, 256),
+    ],
+)
+def test_a_scaled_rope_says_how_long_a_context_may_be(
+    scaling: dict[str, Any], default: int, longest: int, tiny_config: Path
+) -> None:
+    overrides = {"hf_overrides": {"rope_parameters": scaling}}
+    assert _plan(tiny_config, **overrides).limits.max_model_len == default
+    assert _plan(tiny_config, max_model_len=longest, **overrides).limits.max_model_len == longest
+    with pytest.raises(ConfigError, match=f"beyond the {longest} tokens"):
+        _plan(tiny_config, max_model_len=longest + 1, **overrides)
+
+
+def test_half_precision_is_computed_in_bfloat16_and_said(tiny_config: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plan = plan_engine(EngineConfig.from_options(str(tiny_config), {"dtype": "half", "load_format": "dummy"}), _machine()).plan
+    assert plan.dtype == "bfloat16"
+    assert "computing in bfloat16: given was float16, which the kernels do not compute in" in caplog.text
+    caplog.clear()
+    assert _plan(tiny_config, dtype="float32", hf_overrides={"torch_dtype": "float16"}).dtype == "float32"
+    assert not caplog.text
+    assert _plan(tiny_config, hf_overrides={"torch_dtype": "float16"}).dtype == "bfloat16"
+    assert "the checkpoint is float16" in caplog.text
 
 
 def test_a_gpu_that_is_not_there_is_refused_before_the_model_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
