@@ -14,39 +14,80 @@ from quire.common.version import __version__
 
 if TYPE_CHECKING:
     from quire.config.engine import EngineConfig
-    from quire.core.params import BeamSearchParams, SamplingParams
+    from quire.core.params import BeamSearchParams, RequestOutputKind, SamplingParams
     from quire.core.repetition import RepetitionDetectionParams
+    from quire.core.structure import GuidedDecodingParams, StructuredOutputsParams
+    from quire.engine.arg_utils import AsyncEngineArgs, EngineArgs
     from quire.engine.async_llm import AsyncLLM
-    from quire.engine.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
-    from quire.errors import QuireError
+    from quire.engine.async_llm import AsyncLLM as AsyncLLMEngine
+    from quire.engine.llm_engine import LLMEngine
+    from quire.engine.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
+        CompletionOutput,
+        FlatLogprobs,
+        Logprob,
+        RequestOutput,
+    )
+    from quire.errors import NotAvailableError, QuireError
+    from quire.inputs import PromptType, TextPrompt, TokensPrompt
     from quire.llm import LLM
+    from quire.pooling_params import PoolingParams
 
 _HOMES = {
     "LLM": "quire.llm",
+    "AsyncEngineArgs": "quire.engine.arg_utils",
     "AsyncLLM": "quire.engine.async_llm",
-    "EngineConfig": "quire.config.engine",
-    "SamplingParams": "quire.core.params",
+    "AsyncLLMEngine": "quire.engine.async_llm",
+    "BeamSearchOutput": "quire.engine.outputs",
     "BeamSearchParams": "quire.core.params",
+    "BeamSearchSequence": "quire.engine.outputs",
+    "CompletionOutput": "quire.engine.outputs",
+    "EngineArgs": "quire.engine.arg_utils",
+    "EngineConfig": "quire.config.engine",
+    "FlatLogprobs": "quire.engine.outputs",
+    "GuidedDecodingParams": "quire.core.structure",
+    "LLMEngine": "quire.engine.llm_engine",
+    "Logprob": "quire.engine.outputs",
+    "NotAvailableError": "quire.errors",
+    "PoolingParams": "quire.pooling_params",
+    "PromptType": "quire.inputs",
+    "QuireError": "quire.errors",
     "RepetitionDetectionParams": "quire.core.repetition",
     "RequestOutput": "quire.engine.outputs",
-    "CompletionOutput": "quire.engine.outputs",
-    "BeamSearchOutput": "quire.engine.outputs",
-    "Logprob": "quire.engine.outputs",
-    "QuireError": "quire.errors",
+    "RequestOutputKind": "quire.core.params",
+    "SamplingParams": "quire.core.params",
+    "StructuredOutputsParams": "quire.core.structure",
+    "TextPrompt": "quire.inputs",
+    "TokensPrompt": "quire.inputs",
 }
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "BeamSearchOutput",
     "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
+    "EngineArgs",
     "EngineConfig",
+    "FlatLogprobs",
+    "GuidedDecodingParams",
+    "LLMEngine",
     "Logprob",
+    "NotAvailableError",
+    "PoolingParams",
+    "PromptType",
     "QuireError",
     "RepetitionDetectionParams",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 

@@ -2,55 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from quire.config.engine import EngineConfig
 from quire.core.params import BeamSearchParams, RequestOutputKind, SamplingParams
-from quire.engine.builder import build_engine
-from quire.engine.engine import Engine
+from quire.engine import absent as without
+from quire.engine.absent import absent
+from quire.engine.engine import Engine, Output
+from quire.engine.llm_engine import LLMEngine
+from quire.engine.metrics import Metric
 from quire.engine.outputs import BeamSearchOutput, RequestOutput
-from quire.engine.prompts import Prompt, as_prompts
-from quire.errors import ConfigError, EngineError, InvalidParameterError
+from quire.engine.prompts import Prompt, as_prompts, with_truncation
+from quire.engine.sharing import Session, is_last
+from quire.errors import ConfigError, InvalidParameterError
 from quire.grammar.judge import judge
 from quire.text.chat import ChatTemplate, encode_chat
+from quire.text.content_format import ContentFormat, as_content_format
+from quire.text.pretrained import PretrainedTokenizer
 from quire.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from quire.engine.arg_utils import EngineArgs
 
 Conversation = Sequence[Mapping[str, Any]]
 """Messages, each `{"role": ..., "content": ...}`."""
+Progress = bool | Callable[..., Any]
+"""Whether to show a progress bar, or what makes one, called as `tqdm` is."""
 
 
 class LLM:
-    """A model in this process.
+    """A model in this process. Safe to use from several threads, whose requests are computed together.
 
-    `LLM("quire-storyteller").generate("Once upon a time")` is all it takes. `options` are the fields of `EngineConfig`; an
-    unknown one raises ConfigError with what it may have meant.
+    `LLM("quire-storyteller").generate("Once upon a time")` is all it takes. `chat_template` is a Jinja template, or a file
+    with one, in place of the model's own. `options` are the fields of `EngineConfig`; an unknown one raises ConfigError with
+    what it may have meant.
     """
 
-    def __init__(self, model: str, **options: Any) -> None:
-        self.config = EngineConfig.from_options(model, options)
-        self.engine: Engine = build_engine(self.config)
-        self._num_requests = 0
+    def __init__(self, model: str, *, chat_template: str | Path | None = None, **options: Any) -> None:
+        self._chat_template = None if chat_template is None else _template_source(chat_template)
+        self.llm_engine = LLMEngine(model, **options)
+        self.config = self.llm_engine.config
+        self._queue = Session(self.llm_engine.shared)
+        self._queued: list[str] = []
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """A model of parsed arguments."""
+        return cls(**engine_args.options())
+
+    @property
+    def engine(self) -> Engine:
+        """The engine itself, for one thread at a time."""
+        return self.llm_engine.engine
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: Progress = True,
         priority: Sequence[int] | None = None,
+        *,
+        lora_request: object = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        prompt_token_ids: Sequence[Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts; outputs come in the order of the prompts.
 
         `sampling_params` is one for all or one for each; by default the model's own. A prompt that cannot be served raises
         before anything is computed; a request that fails on the way comes back with `finish_reason` "error".
+        `prompt_token_ids` is an older way to give prompts of token ids.
         """
-        listed = as_prompts(prompts)
-        params = self._params_for(listed, sampling_params)
-        for each in params:
-            each.output_kind = RequestOutputKind.FINAL_ONLY
-            if each.structured_outputs is not None:
-                judge.check(each.structured_outputs.wire)
+        without.refuse_adapters(lora_request)
+        listed = _prompts(prompts, prompt_token_ids)
+        params = self._params_for(listed, sampling_params, tokenization_kwargs)
         outputs = self._run(listed, params, use_tqdm=use_tqdm, priority=priority)
         return [output for output in outputs if isinstance(output, RequestOutput)]
 
@@ -58,60 +85,119 @@ class LLM:
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
-        *,
+        use_tqdm: Progress = True,
+        lora_request: object = None,
         chat_template: str | None = None,
+        chat_template_content_format: ContentFormat = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer conversations, each a list of `{"role": ..., "content": ...}`, through the model's chat template."""
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        tokenizer = self._chat_tokenizer()
-        template = _chat_template(tokenizer, chat_template)
+        """Answer conversations, each a list of `{"role": ..., "content": ...}`, through the model's chat template.
+
+        `chat_template_content_format` says how contents reach the template: "string" as text, "openai" as lists of parts,
+        "auto" as they are given.
+        """
+        without.refuse_adapters(lora_request)
+        without.refuse_media(mm_processor_kwargs)
+        render = partial(
+            self._template(chat_template).render,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template_kwargs=chat_template_kwargs,
+        )
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Sequence[Conversation] = [messages] if is_one else messages  # type: ignore[list-item, assignment]
         prompts: list[Prompt] = []
         for conversation in conversations:
-            rendered = template.render(
-                conversation,  # type: ignore[arg-type]
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                template_kwargs=chat_template_kwargs,
-            )
-            prompts.append({"prompt": rendered, "prompt_token_ids": encode_chat(tokenizer, rendered)})
-        return self.generate(prompts, sampling_params, use_tqdm)
+            rendered = render(as_content_format(conversation, chat_template_content_format))
+            prompts.append({"prompt": rendered, "prompt_token_ids": encode_chat(self._chat_tokenizer(), rendered)})
+        return self.generate(prompts, sampling_params, use_tqdm, tokenization_kwargs=tokenization_kwargs)
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: object = None,
+        use_tqdm: Progress = False,
+        concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """The `beam_width` best continuations of each prompt, as Transformers defines beam search.
 
-        A search that fails on the way comes back without sequences and with `error` set.
+        A search that fails on the way comes back without sequences and with `error` set. `concurrency_limit` has no effect:
+        as many searches run at once as there is memory for.
         """
+        without.refuse_adapters(lora_request)
         if not isinstance(params, BeamSearchParams):
             raise InvalidParameterError(f"beam_search takes BeamSearchParams, not {type(params).__name__}", param="params")
         listed = as_prompts(prompts)
         outputs = self._run(listed, [params] * len(listed), use_tqdm=use_tqdm)
         return [output for output in outputs if isinstance(output, BeamSearchOutput)]
 
-    def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float]]:
-        """Not offered by models that generate text; raises ConfigError."""
-        raise ConfigError(
-            f"{self.engine.plan.spec.architecture} generates text and makes no embeddings; load an embedding model"
-        )
+    def enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: object = None,
+        priority: Sequence[int] | None = None,
+        use_tqdm: Progress = True,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Accept prompts without computing them; returns their request ids. See `wait_for_completion`."""
+        without.refuse_adapters(lora_request)
+        listed = as_prompts(prompts)
+        ids = self._add(self._queue, listed, self._params_for(listed, sampling_params, tokenization_kwargs), priority)
+        self._queued += ids
+        return ids
 
-    def get_tokenizer(self) -> Any:
-        """The model's tokenizer, or None with `skip_tokenizer_init`."""
-        return self.engine.tokenizer
+    def wait_for_completion(self, output_type: object = None, *, use_tqdm: Progress = True) -> list[RequestOutput]:
+        """Compute what `enqueue` has accepted; outputs come in the order in which it was."""
+        ids, self._queued = self._queued, []
+        outputs = self._finish(self._queue, ids, use_tqdm)
+        return [output for output in outputs if isinstance(output, RequestOutput)]
+
+    def get_tokenizer(self) -> PretrainedTokenizer | None:
+        """The model's tokenizer, with the methods that transformers' have; None with `skip_tokenizer_init`."""
+        return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses where no parameters are given."""
         return self.engine.default_params()
 
+    def get_metrics(self) -> list[Metric]:
+        """The engine's counters, under the names that vLLM gives them."""
+        return self.llm_engine.get_metrics()
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """Devices that the model is spread over: 1."""
+        return 1
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget the cached KV of finished requests; see `LLMEngine.reset_prefix_cache`."""
+        return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
+
+    def reset_mm_cache(self) -> None:
+        """Does nothing: there are no media, so none are cached."""
+
+    embed = absent("embed", without.NO_EMBEDDINGS)
+    encode = absent("encode", without.NO_EMBEDDINGS)
+    classify = absent("classify", without.NO_POOLING)
+    score = absent("score", without.NO_POOLING)
+    reward = absent("reward", without.NO_POOLING)
+    sleep = absent("sleep", without.NO_SLEEP)
+    wake_up = absent("wake_up", without.NO_SLEEP)
+    start_profile = absent("start_profile", without.NO_PROFILE)
+    stop_profile = absent("stop_profile", without.NO_PROFILE)
+    collective_rpc = absent("collective_rpc", without.NO_RPC)
+    apply_model = absent("apply_model", without.NO_MODEL_CALL)
+
     def close(self) -> None:
         """Free the model's memory. Idempotent."""
-        self.engine.close()
+        self.llm_engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -124,64 +210,114 @@ class LLM:
             raise InvalidParameterError("chat needs a tokenizer, and this engine has none", param="messages")
         return self.engine.tokenizer
 
+    def _template(self, source: str | None) -> ChatTemplate:
+        """The template of a call, else the one given for all, else the model's."""
+        tokenizer = self._chat_tokenizer()
+        source = self._chat_template if source is None else source
+        return ChatTemplate.from_tokenizer(tokenizer) if source is None else ChatTemplate(source, tokenizer.config.named_tokens)
+
     def _params_for(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        tokenization_kwargs: Mapping[str, Any] | None,
     ) -> list[SamplingParams]:
-        if params is None:
-            params = self.engine.default_params()
-        if isinstance(params, SamplingParams):
-            return [params.clone() for _ in prompts]
-        if not isinstance(params, list | tuple) or not all(isinstance(each, SamplingParams) for each in params):
+        """One record of parameters for each prompt, checked and our own."""
+        params = self.engine.default_params() if params is None else params
+        listed: Sequence[SamplingParams] = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        if not isinstance(listed, list | tuple) or not all(isinstance(each, SamplingParams) for each in listed):
             raise InvalidParameterError("sampling_params must be SamplingParams, or a list of them", param="sampling_params")
-        if len(params) != len(prompts):
+        if len(listed) != len(prompts):
             raise InvalidParameterError(
-                f"{len(params)} sampling_params for {len(prompts)} prompts; give one for all or one for each",
+                f"{len(listed)} sampling_params for {len(prompts)} prompts; give one for all or one for each",
                 param="sampling_params",
             )
-        return [each.clone() for each in params]
+        own = [with_truncation(each.clone(), tokenization_kwargs) for each in listed]
+        for each in own:
+            each.output_kind = RequestOutputKind.FINAL_ONLY
+            if each.structured_outputs is not None:
+                judge.check(each.structured_outputs.wire)
+        return own
 
     def _run(
         self,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams | BeamSearchParams],
         *,
-        use_tqdm: bool,
+        use_tqdm: Progress,
         priority: Sequence[int] | None = None,
-    ) -> list[RequestOutput | BeamSearchOutput]:
+    ) -> list[Output]:
         """Run requests to their end; if anything goes wrong on the way in, or Ctrl-C is pressed, none of them stays."""
+        session = Session(self.llm_engine.shared)
+        return self._finish(session, self._add(session, prompts, params, priority), use_tqdm)
+
+    @staticmethod
+    def _add(
+        session: Session,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams | BeamSearchParams],
+        priority: Sequence[int] | None,
+    ) -> list[str]:
+        """Add requests, all or none."""
         if priority is not None and len(priority) != len(prompts):
             raise InvalidParameterError(f"{len(priority)} priorities for {len(prompts)} prompts", param="priority")
         ids: list[str] = []
-        finished: dict[str, RequestOutput | BeamSearchOutput] = {}
         try:
             for place, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
-                request_id = str(self._num_requests)
-                self.engine.add_request(request_id, prompt, each, priority=priority[place] if priority else 0)
-                self._num_requests += 1
-                ids.append(request_id)
-            from tqdm import tqdm  # here, for it takes a twentieth of a second that a start need not wait for
+                ids.append(session.add(prompt, each, priority=priority[place] if priority else 0))
+        except BaseException:
+            _abort(session, ids)
+            raise
+        return ids
 
-            with tqdm(total=len(ids), desc="Generating", unit="request", disable=not use_tqdm) as bar:
-                for request_id, output in self._finish_all(len(ids)):
-                    finished[request_id] = output
-                    bar.update()
+    @staticmethod
+    def _finish(session: Session, ids: Sequence[str], use_tqdm: Progress) -> list[Output]:
+        """Step until the requests have ended; their outputs in their order."""
+        finished: dict[str, Output] = {}
+        try:
+            with _progress_bar(use_tqdm, len(ids)) as bar:
+                for output in _last_outputs(session, len(ids)):
+                    finished[output.request_id] = output
+                    bar.update(1)
         finally:
-            for request_id in ids:
-                if request_id not in finished:
-                    self.engine.abort(request_id)
+            _abort(session, [request_id for request_id in ids if request_id not in finished])
         return [finished[request_id] for request_id in ids]
 
-    def _finish_all(self, num_requests: int) -> Iterator[tuple[str, RequestOutput | BeamSearchOutput]]:
-        num_finished = 0
-        while num_finished < num_requests:
-            if not self.engine.has_work:
-                raise EngineError("the engine lost a request; this is a bug")
-            for output in self.engine.step():
-                if isinstance(output, BeamSearchOutput) or output.finished:
-                    num_finished += 1
-                    yield output.request_id, output
+
+def _last_outputs(session: Session, num_requests: int) -> Iterator[Output]:
+    num_finished = 0
+    while num_finished < num_requests:
+        for output in session.step():
+            if is_last(output):
+                num_finished += 1
+                yield output
 
 
-def _chat_template(tokenizer: Tokenizer, source: str | None) -> ChatTemplate:
-    """The model's chat template, or one made from `source`."""
-    return ChatTemplate.from_tokenizer(tokenizer) if source is None else ChatTemplate(source, tokenizer.config.named_tokens)
+def _abort(session: Session, ids: Sequence[str]) -> None:
+    for request_id in ids:
+        session.abort(request_id)
+
+
+def _progress_bar(use_tqdm: Progress, total: int) -> Any:
+    if callable(use_tqdm):
+        return use_tqdm(total=total, desc="Generating")
+    from tqdm import tqdm  # here, for it takes a twentieth of a second that a start need not wait for
+
+    return tqdm(total=total, desc="Generating", unit="request", disable=not use_tqdm)
+
+
+def _prompts(prompts: Prompt | Sequence[Prompt] | None, token_ids: Sequence[Any] | None) -> list[Prompt]:
+    if (prompts is None) == (token_ids is None):
+        raise InvalidParameterError("give prompts, or prompt_token_ids in their place", param="prompts")
+    return as_prompts(prompts if prompts is not None else token_ids)  # type: ignore[arg-type]
+
+
+def _template_source(given: str | Path) -> str:
+    """A chat template, or the content of the file that is named."""
+    text = str(given)
+    if isinstance(given, str) and any(sign in text for sign in "{\n"):
+        return text
+    path = Path(text).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"chat_template={text!r} is no file, and no template either: one has {{{{ }}}} or {{% %}} in it")
+    return path.read_text(encoding="utf-8")

@@ -54,7 +54,7 @@ DATA_PLANE = {
 CORE_FOR_THE_DATA_PLANE = {"quire.core.plan", "quire.core.params"}
 # Programs and assemblies may import anything but another program's insides; nothing below imports them.
 PROGRAMS = {"cli", "bench", "sim", "server", "router", "observe"}
-ASSEMBLIES = {"llm", "__init__", "__main__"}
+ASSEMBLIES = {"llm", "__init__", "__main__", "inputs", "outputs", "sampling_params", "pooling_params", "utils"}
 # R2. What the control plane must not know.
 CORE_FORBIDDEN = {"torch", "numpy", "asyncio", "time", "random", "threading", "secrets", "datetime"}
 # R5. Only the engine brings both planes together; the simulator does so with the null executor in place of a model.

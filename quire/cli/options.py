@@ -17,7 +17,7 @@ from quire.core.params import GENERATION_CONFIG_KEYS, SamplingParams
 
 DEFAULT_MAX_TOKENS = 256
 """Where neither the user nor the model's generation_config.json says how long an answer may be."""
-_DICT = "dict[str, Any]"
+_DICT = "Mapping[str, Any]"
 
 _METAVARS = {"int": "N", "float": "X", "str": "NAME", _DICT: "JSON"}
 

@@ -62,14 +62,15 @@ class EngineConfig:
     revision: str | None = _option(None, "branch, tag or commit of a model that is downloaded from the hub")
     tokenizer_revision: str | None = _option(None, "the same of a tokenizer that is downloaded by itself")
     download_dir: str | None = _option(None, "folder for downloads; by default the hub's own cache")
-    hf_overrides: dict[str, Any] | None = _option(
+    hf_overrides: Mapping[str, Any] | None = _option(
         None, 'keys that replace those of the model\'s config.json, such as {"rope_scaling": {...}}'
     )
     generation_config: str = _option(
         "auto",
-        "where sampling defaults come from: auto is the model's generation_config.json, vllm none, else a folder with such a file",
+        "where sampling defaults come from: auto is the model's generation_config.json, vllm none, else a folder with such a "
+        "file",
     )
-    override_generation_config: dict[str, Any] | None = _option(None, "keys that replace those of that file")
+    override_generation_config: Mapping[str, Any] | None = _option(None, "keys that replace those of that file")
     skip_tokenizer_init: bool = _option(False, "work on token ids alone, without a tokenizer")
     dtype: str = _option(
         "auto", "what to compute in; auto follows the checkpoint, float16 is computed in bfloat16", choices=DTYPES
@@ -179,7 +180,7 @@ class EngineConfig:
                 raise ConfigError(f"{item.name}={value!r} is not available; choose {' or '.join(map(repr, choices))}")
             if isinstance(item.default, bool) and not isinstance(value, bool):
                 raise ConfigError(f"{item.name}={value!r} must be True or False")
-            if str(item.type).startswith("dict") and not isinstance(value, dict | None):
+            if str(item.type).startswith("Mapping") and not isinstance(value, dict | None):
                 raise ConfigError(f"{item.name} must be a dict of the file's keys, not {type(value).__name__}")
             if item.name in _NAMES and not (isinstance(value, str) and value) and value is not item.default:
                 raise ConfigError(f"{item.name}={value!r} must be text")

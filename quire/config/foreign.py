@@ -1,9 +1,9 @@
 """vLLM's options that are not fields of `EngineConfig`: what each becomes here, as one table.
 
-Owns the translation of names and values, and nothing else: what an option does is said where it is declared. An option is
-*renamed* (it exists here under another name), *ignored* (it asks for something that has no counterpart: it is accepted, and a log
-line says why it changes nothing) or *absent* (it asks for a feature that this version does not have: its neutral values are
-accepted, any other is refused with the reason). Standard library only.
+Owns the translation of names and values, and nothing else: what an option does is said where it is declared. An option
+is *renamed* (it exists here under another name), *ignored* (what it asks for has no counterpart: it is accepted, and a log
+line says why it changes nothing) or *absent* (it asks for a feature that this version does not have: its neutral values
+are accepted, any other is refused with what to do instead). Standard library only.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def translate(options: Mapping[str, Any]) -> dict[str, Any]:
         elif foreign.kind != "renamed":
             _take_note(foreign, value)
         elif value is not None:
-            if options.get(foreign.text) is not None:
+            if options.get(foreign.text) not in (None, "auto"):
                 raise ConfigError(f"{name} and {foreign.text} are the same option; give one of them")
             translated[foreign.text] = foreign.values.get(value, value)
     return translated

@@ -146,8 +146,27 @@ class SamplingParams:
     skip_reading_prefix_cache: bool | None = None
     """None leaves it to the engine."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    truncate_prompt_tokens: int | None = None
+    """Keeps that many tokens at the prompt's end; -1 what the context holds beside one token of output."""
+    flat_logprobs: bool = False
+    """Report log-probabilities as `FlatLogprobs`, which is a few lists in place of many dicts."""
+    extra_args: dict[str, Any] | None = None
+    """For custom logits processors, which read it; nothing else does."""
+    guided_decoding: StructuredOutputsParams | None = None
+    """An older name of `structured_outputs`; always None after construction."""
+    stream_interval: int | None = None
+    """Accepted for its name's sake: every token is streamed when it is there."""
+    skip_clone: bool = False
+    """Accepted for its name's sake: parameters are always copied."""
+    prompt_logprob_token_ids: list[int] | None = None
+    """Not available, as the rest."""
+    prompt_logprob_start: int | None = None
+    trace_decode_token_ids: list[int] | None = None
+    routed_experts_prompt_start: int = 0
+    watermarking: bool | None = None
 
     def __post_init__(self) -> None:
+        self._check_foreign()
         self._check_counts()
         self._check_distribution()
         self._check_stops()
@@ -169,6 +188,27 @@ class SamplingParams:
         if self.thinking_token_budget is not None:
             budget = _integer("thinking_token_budget", self.thinking_token_budget, -1, MAX_TOKENS)
             self.thinking_token_budget = None if budget == -1 else budget
+
+        if self.truncate_prompt_tokens is not None:
+            self.truncate_prompt_tokens = _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_TOKENS)
+            if self.truncate_prompt_tokens == 0:
+                _refuse("truncate_prompt_tokens", 0, "at least 1, or -1 for what the context holds")
+
+    def _check_foreign(self) -> None:
+        """Take older names, and refuse what there is not by its name."""
+        for name, advice in _ABSENT.items():
+            if getattr(self, name):
+                raise InvalidParameterError(
+                    f"{name}={_shown(getattr(self, name))} is not available in this version; {advice}", param=name
+                )
+        if self.guided_decoding is not None:
+            if self.structured_outputs is not None:
+                raise InvalidParameterError(
+                    "guided_decoding and structured_outputs are the same; give one of them", param="guided_decoding"
+                )
+            self.structured_outputs, self.guided_decoding = self.guided_decoding, None
+        if self.extra_args is not None and not isinstance(self.extra_args, dict):
+            _refuse("extra_args", self.extra_args, "a dict")
 
     def _check_distribution(self) -> None:
         self.temperature = _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
@@ -250,6 +290,11 @@ class SamplingParams:
         A value that the file sets badly is refused like a user's, with the parameter's name.
         """
         return cls(**{**generation_defaults(config), **overrides})
+
+    @classmethod
+    def from_optional(cls, **options: Any) -> Self:
+        """Parameters of which None stands for the default."""
+        return cls(**{name: value for name, value in options.items() if value is not None})
 
     def clone(self) -> Self:
         """An independent copy, checked anew. Containers are copied; the processors themselves are shared."""
@@ -345,8 +390,14 @@ class BeamSearchParams:
     skip_special_tokens: bool = True
     stop_token_ids: list[int] = field(default_factory=list)
     allowed_token_ids: list[int] | None = None
+    structured_outputs: None = None
+    """Not available for beams."""
 
     def __post_init__(self) -> None:
+        if self.structured_outputs is not None:
+            raise InvalidParameterError(
+                "structured_outputs are not available for beam search in this version; use generate", param="structured_outputs"
+            )
         self.beam_width = _integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
         self.max_tokens = _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
         self.temperature = _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
@@ -391,7 +442,16 @@ _FLAGS = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "include_stop_str_in_output",
+    "flat_logprobs",
 )
+_ABSENT = {
+    "prompt_logprob_token_ids": "ask for prompt_logprobs, which has as many alternatives as max_logprobs allows",
+    "prompt_logprob_start": "take the part of prompt_logprobs that is of interest",
+    "trace_decode_token_ids": "give the tokens as the end of the prompt, and ask for prompt_logprobs",
+    "routed_experts_prompt_start": "leave it out",
+    "watermarking": "leave it out",
+}
+"""Parameters of vLLM's that there are not, with what to do instead."""
 
 
 def _refuse(param: str, value: object, wanted: str) -> NoReturn:

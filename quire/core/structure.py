@@ -110,6 +110,23 @@ class StructuredOutputsParams:
         return "json_compact" if self.disable_any_whitespace else "json"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuidedDecodingParams(StructuredOutputsParams):
+    """An older name of `StructuredOutputsParams`, with what older programs give beside a form."""
+
+    backend: str | None = None
+    """Accepted for its name's sake, as the next two: there is one compiler of grammars."""
+    disable_fallback: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    """Not available; see `disable_any_whitespace`."""
+
+    def __post_init__(self) -> None:
+        StructuredOutputsParams.__post_init__(self)
+        if self.whitespace_pattern is not None:
+            _refuse("guided_decoding.whitespace_pattern", "is not available; use disable_any_whitespace, or leave it out")
+
+
 def lark_literal(text: str) -> str:
     """A string as Lark's notation writes it, which is JSON's."""
     return json_module.dumps(text)

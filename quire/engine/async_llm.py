@@ -7,30 +7,42 @@ back through one asyncio queue per request. Every wait ends with the engine: if 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import itertools
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
-from typing import Any, Self, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
 
 from quire.common.failures import log_failure
 from quire.config.engine import EngineConfig
 from quire.core.params import SamplingParams
 from quire.core.scheduler.scheduler import Scheduler
+from quire.engine.absent import NO_EMBEDDINGS, NO_PROFILE, NO_RPC, NO_SLEEP, absent, refuse_adapters
 from quire.engine.builder import build_engine
 from quire.engine.engine import Engine
+from quire.engine.metrics import Metric, snapshot
+from quire.engine.model_view import ModelView
 from quire.engine.outputs import RequestOutput
-from quire.engine.prompts import Prompt
+from quire.engine.prompts import Prompt, with_truncation
 from quire.errors import EngineError, InvalidParameterError, QuireError
 from quire.grammar.judge import judge
+from quire.text.pretrained import PretrainedTokenizer
+
+if TYPE_CHECKING:
+    from quire.engine.arg_utils import EngineArgs
 
 logger = logging.getLogger(__name__)
 
 _ANSWER_TIMEOUT_S = 2.0
+_PAUSE_POLL_S = 0.01
 _IDLE_WAIT_S = 0.5
 """How long the idle thread sleeps between looks at whether it should stop; a command wakes it at once."""
+
+PauseMode = Literal["abort", "wait", "keep"]
+"""What becomes of the requests in flight."""
 
 _Item = RequestOutput | BaseException
 _T = TypeVar("_T")
@@ -56,10 +68,14 @@ class _Stream:
 
 
 class AsyncLLM:
-    """A model in this process, for asyncio."""
+    """A model in this process, for asyncio. Safe to use from several threads, each with an event loop of its own.
+
+    `options` are the fields of `EngineConfig`; an unknown one raises ConfigError with what it may have meant.
+    """
 
     def __init__(self, model: str, **options: Any) -> None:
         self.config = EngineConfig.from_options(model, options)
+        self._is_paused = False
         self._engine = build_engine(self.config, is_streaming=True)
         self._engine.record_steps()
         self._commands: queue.SimpleQueue[Callable[[Engine], None]] = queue.SimpleQueue()
@@ -73,22 +89,32 @@ class AsyncLLM:
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         self._thread.start()
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, usage_context: object = None, **ignored: object) -> Self:
+        """A model of parsed arguments."""
+        return cls(**engine_args.options())
+
     async def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: object = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
         """Stream one request's outputs, cumulative unless `sampling_params.output_kind` says otherwise.
 
-        Leaving the loop early aborts the request. Raises a RequestError if it cannot be served.
+        Leaving the loop early aborts the request. Raises a RequestError if it cannot be served. `trace_headers` have no effect.
         """
+        refuse_adapters(lora_request)
+        self._engine.refuse_nested_call()
         params = sampling_params if sampling_params is not None else self._engine.default_params()
         if not isinstance(params, SamplingParams):
             raise InvalidParameterError(f"AsyncLLM takes SamplingParams, not {type(params).__name__}", param="sampling_params")
-        params = params.clone()
+        params = with_truncation(params.clone(), tokenization_kwargs)
         if params.structured_outputs is not None:
             await judge.check_async(params.structured_outputs.wire)
         request_id = request_id if request_id is not None else f"async-{next(self._request_numbers)}"
@@ -105,9 +131,81 @@ class AsyncLLM:
                 with contextlib.suppress(EngineError):  # an engine that is over has no request to abort
                     self._submit(lambda engine: self._abort(engine, request_id, stream))
 
-    async def abort(self, request_id: str) -> None:
-        """End a request; its stream ends with what there is."""
-        self._submit(lambda engine: self._abort(engine, request_id, None))
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End a request, or several; their streams end with what there is."""
+        for each in [request_id] if isinstance(request_id, str) else list(request_id):
+            self._submit(lambda engine, request_id=each: self._abort(engine, request_id, None))  # type: ignore[misc]
+
+    async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
+        """Compute nothing more until `resume_generation`; requests that come meanwhile wait.
+
+        Those in flight are ended ("abort"), finished first ("wait"), or kept to go on later ("keep"). Unless they are kept,
+        `clear_cache` forgets the cached KV.
+        """
+        if mode not in get_args(PauseMode):
+            raise InvalidParameterError(
+                f"mode={mode!r} is unknown; choose one of {', '.join(get_args(PauseMode))}", param="mode"
+            )
+        while mode == "wait" and await self._do(lambda engine: engine.has_work):
+            await asyncio.sleep(_PAUSE_POLL_S)
+        await self._do(lambda engine: self._pause(engine, mode, clear_cache))
+
+    async def resume_generation(self) -> None:
+        """Go on after `pause_generation`."""
+        self._is_paused = False
+        await self._do(lambda engine: None)
+
+    async def is_paused(self) -> bool:
+        """Whether `pause_generation` holds the engine."""
+        return self._is_paused
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget the cached KV of finished requests; see `LLMEngine.reset_prefix_cache`."""
+        return await self._do(lambda engine: engine.reset_prefix_cache(preempts=reset_running_requests))
+
+    async def check_health(self) -> None:
+        """Raises EngineError where the engine is closed or has died."""
+        await self._do(lambda engine: None)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests can be taken."""
+        return not self._is_over and not self._is_closing
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine has died."""
+        return self._failure is not None
+
+    @property
+    def model_config(self) -> ModelView:
+        """The model's limits, and what its `config.json` says."""
+        return self._engine.model
+
+    def get_metrics(self) -> list[Metric]:
+        """The engine's counters, under the names that vLLM gives them."""
+        return snapshot(self._engine.scheduler, self.config.model)
+
+    async def _do(self, command: Callable[[Engine], _T]) -> _T:
+        """Have the engine's thread do something between two steps; raises EngineError where the engine ends before it."""
+        done: concurrent.futures.Future[_T] = concurrent.futures.Future()
+
+        def run(engine: Engine) -> None:
+            try:
+                done.set_result(command(engine))
+            except Exception as error:
+                done.set_exception(error)
+
+        self._submit(run)
+        return await asyncio.wrap_future(done)
+
+    def _pause(self, engine: Engine, mode: PauseMode, clear_cache: bool) -> None:
+        self._is_paused = True
+        if mode == "abort":
+            for request_id in list(engine.scheduler.requests):
+                self._abort(engine, request_id, None)
+        if mode != "keep" and clear_cache:
+            engine.reset_prefix_cache()
 
     async def ask(self, question: Callable[[Engine], _T]) -> _T | None:
         """Ask the engine something between two steps; None where it does not answer in time."""
@@ -130,9 +228,17 @@ class AsyncLLM:
         except TimeoutError:
             return None
 
-    def get_tokenizer(self) -> Any:
-        """The model's tokenizer, or None with `skip_tokenizer_init`."""
-        return self._engine.tokenizer
+    def get_tokenizer(self) -> PretrainedTokenizer | None:
+        """The model's tokenizer, with the methods that transformers' have; None with `skip_tokenizer_init`."""
+        tokenizer = self._engine.tokenizer
+        return None if tokenizer is None else PretrainedTokenizer(tokenizer, name=self.model_config.tokenizer)
+
+    encode = absent("encode", NO_EMBEDDINGS)
+    sleep = absent("sleep", NO_SLEEP)
+    wake_up = absent("wake_up", NO_SLEEP)
+    start_profile = absent("start_profile", NO_PROFILE)
+    stop_profile = absent("stop_profile", NO_PROFILE)
+    collective_rpc = absent("collective_rpc", NO_RPC)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -146,6 +252,8 @@ class AsyncLLM:
             self._submit(lambda engine: None)  # wakes an idle thread
         self._thread.join(timeout_s)
 
+    shutdown = close
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -158,11 +266,11 @@ class AsyncLLM:
         try:
             while not self._is_closing:
                 self._take_commands()
-                if self._engine.has_work:
+                if self._can_step:
                     for output in self._engine.step():
                         if isinstance(output, RequestOutput):
                             self._deliver(output)
-                else:
+                elif not self._engine.has_work:
                     self._engine.idle()
         except BaseException as error:
             log_failure(logger, "the engine's thread died", error)
@@ -170,10 +278,14 @@ class AsyncLLM:
         finally:
             self._end_streams()
 
+    @property
+    def _can_step(self) -> bool:
+        return self._engine.has_work and not self._is_paused
+
     def _take_commands(self) -> None:
         """Carry out what is queued; an idle engine waits for something."""
         with contextlib.suppress(queue.Empty):
-            if not self._engine.has_work:
+            if not self._can_step:
                 self._commands.get(timeout=_IDLE_WAIT_S)(self._engine)
             while True:
                 self._commands.get_nowait()(self._engine)
@@ -228,3 +340,7 @@ class AsyncLLM:
         return EngineError(
             "the engine was closed" if self._failure is None else f"the engine died: {type(self._failure).__name__}"
         )
+
+
+AsyncLLMEngine = AsyncLLM
+"""Its older name."""

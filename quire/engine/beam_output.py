@@ -39,6 +39,7 @@ def beam_output(state: BeamState, tokenizer: Tokenizer | None) -> BeamSearchOutp
                 cumulative_logprob=hypothesis.cumulative_logprob,
                 score=hypothesis.score,
                 finish_reason=hypothesis.finish_reason.value,
+                prompt_token_ids=output.prompt_token_ids,
             )
             for hypothesis in request.decoder.hypotheses
         ]

@@ -163,6 +163,7 @@ def assemble(prepared: PreparedModel, executor: Executor, *, is_streaming: bool 
         tokenizer=prepared.tokenizer,
         generation_config=prepared.generation_config,
         eos_token_ids=prepared.eos_token_ids,
+        model_config=prepared.planned.model_config,
         pace=pace,
         cost_file=cost_file,
     )

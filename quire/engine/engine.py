@@ -1,23 +1,26 @@
 """The engine: requests in, outputs out, one step at a time.
 
 Adds to the loop (`quire.engine.step_loop`) what a program wants to see: prompts and parameters on the way in, texts and
-log-probabilities by token on the way out. Owns the life of per-request logits processors. Synchronous and single-threaded:
-`LLM` drives it directly, `AsyncLLM` from a thread of its own.
+log-probabilities by token on the way out. Owns the life of per-request logits processors. Synchronous, and for one thread at a
+time: `LLM` drives it through `quire.engine.sharing`, `AsyncLLM` from a thread of its own.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 from quire.common.failures import log_failure
-from quire.core.params import BeamSearchParams, SamplingParams
+from quire.core.params import BeamSearchParams, LogitsProcessor, SamplingParams
 from quire.core.scheduler.pace import StepPace
 from quire.core.scheduler.scheduler import Progress
 from quire.engine.beam_output import BeamState, beam_output
 from quire.engine.loops import loop_of
+from quire.engine.model_view import ModelView
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.outputs import BeamSearchOutput, RequestOutput
 from quire.engine.planning import EnginePlan
@@ -31,6 +34,13 @@ from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+Output = RequestOutput | BeamSearchOutput
+
+_NESTED = (
+    "this engine is computing a step, which called this function (from a logits processor, say) and cannot end before it "
+    "returns: generate with another engine, or after the step"
+)
+
 
 class Engine(StepLoop):
     """One model, served. Build it with `quire.engine.builder.build_engine`."""
@@ -43,6 +53,7 @@ class Engine(StepLoop):
         tokenizer: Tokenizer | None = None,
         generation_config: Mapping[str, Any] | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
+        model_config: Mapping[str, object] | None = None,
         clock: Callable[[], float] = time.monotonic,
         pace: StepPace | None = None,
         cost_file: StepCostFile | None = None,
@@ -51,9 +62,13 @@ class Engine(StepLoop):
         self.plan = plan
         self.tokenizer = tokenizer
         self.generation_config = dict(generation_config or {})
+        self.model = ModelView.of(plan, model_config or {})
         self._outputs = OutputProcessor(tokenizer, self.scheduler)
         self._beams: dict[str, BeamState] = {}
         self._processors: dict[str, list[str]] = {}
+        self._in_processors: set[int] = set()
+        """Threads that are inside a logits processor now."""
+        self._lost: list[Output] = []
         self.request_builder = RequestBuilder(plan, tokenizer, eos_token_ids, clock)
         self._is_closed = False
 
@@ -83,6 +98,17 @@ class Engine(StepLoop):
                 param="sampling_params",
             )
 
+    def reset_prefix_cache(self, *, preempts: bool = False) -> bool:
+        """Forget the cached KV of finished requests; whether nothing that is still in use could be found again.
+
+        With `preempts`, running requests give up their blocks, too, and are computed again: the same answers.
+        """
+        if preempts and self.scheduler.has_work:
+            self.loop.forget()
+            self.rewind()
+        self.scheduler.reset_prefix_cache()
+        return not self.scheduler.running
+
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request at once; returns what there is of it. Unknown and finished ids are ignored."""
         request = self.scheduler.abort(request_id)
@@ -95,7 +121,27 @@ class Engine(StepLoop):
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
-    def step(self) -> list[RequestOutput | BeamSearchOutput]:
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._is_closed
+
+    def refuse_nested_call(self) -> None:
+        """Raises EngineError where this thread is inside a logits processor of a step of this engine."""
+        if threading.get_ident() in self._in_processors:
+            raise self.nested_call()
+
+    @staticmethod
+    def nested_call() -> EngineError:
+        """What a call from inside a step is answered with."""
+        return EngineError(_NESTED)
+
+    def take_lost(self) -> list[Output]:
+        """The last outputs of the requests that an interrupted step has ended; they are given once."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    def step(self) -> list[Output]:
         """One step; returns an output for every request that something happened to, as each asked for it.
 
         Never raises for a bug or a broken executor: whoever was affected gets an output with an error.
@@ -106,7 +152,7 @@ class Engine(StepLoop):
             log_failure(logger, "the engine failed outside of the executor and starts over", error)
             return self._start_over(f"the engine failed on this step: {type(error).__name__}")
         except BaseException:  # Ctrl-C: the requests are lost, the engine is not
-            self._start_over("interrupted")
+            self._lost = self._start_over("interrupted")
             raise
 
     def idle(self) -> bool:
@@ -117,18 +163,18 @@ class Engine(StepLoop):
             log_failure(logger, "the engine failed while it was idle", error)
             return False
 
-    def _start_over(self, message: str) -> list[RequestOutput | BeamSearchOutput]:
+    def _start_over(self, message: str) -> list[Output]:
         """`start_over`, and the last output of everyone."""
         self.start_over(message)
-        outputs: list[RequestOutput | BeamSearchOutput] = list(self._outputs.start_over(self.scheduler))
+        outputs: list[Output] = list(self._outputs.start_over(self.scheduler))
         outputs += [beam_output(state, self.tokenizer) for state in self._beams.values()]
         self._beams.clear()
         for request_id in list(self._processors):
             self._forget_processors(request_id)
         return outputs
 
-    def _deliver(self, progress: list[Progress]) -> list[RequestOutput | BeamSearchOutput]:
-        outputs: list[RequestOutput | BeamSearchOutput] = list(self._outputs.process(progress))
+    def _deliver(self, progress: list[Progress]) -> list[Output]:
+        outputs: list[Output] = list(self._outputs.process(progress))
         for sequence, token_id, _ in progress:
             request_id = sequence.request.request_id
             if token_id is None and sequence.request.is_finished:
@@ -154,7 +200,7 @@ class Engine(StepLoop):
         request.priority = priority
         try:
             for processor in params.logits_processors or ():
-                names.append(self.executor.register_processor(processor))
+                names.append(self.executor.register_processor(self._noted(processor)))
             request.sampling = request.sampling._replace(processors=tuple(names))
             self.scheduler.add(request)
         except BaseException:
@@ -163,6 +209,21 @@ class Engine(StepLoop):
             raise
         self._processors[request_id] = names
         self._outputs.add(request, params, prompt.text)
+
+    def _noted(self, processor: LogitsProcessor) -> LogitsProcessor:
+        """A processor during whose calls `refuse_nested_call` refuses."""
+
+        @wraps(processor)
+        def call(*args: Any) -> Any:
+            me = threading.get_ident()
+            self._in_processors.add(me)
+            try:
+                return processor(*args)
+            finally:
+                self._in_processors.discard(me)
+
+        call.__name__ = getattr(processor, "__name__", type(processor).__name__)
+        return call
 
     def _forget_processors(self, request_id: str) -> None:
         for name in self._processors.pop(request_id, ()):

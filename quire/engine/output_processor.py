@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from time import perf_counter
-from typing import Protocol
+from typing import Protocol, TypeVar, cast
 
 from quire.common.failures import log_failure
 from quire.core.params import RequestOutputKind, SamplingParams
@@ -17,12 +17,13 @@ from quire.core.plan import TokenLogprobs
 from quire.core.request import FinishReason, Request, SequenceStatus
 from quire.core.request import Sequence as TokenSequence
 from quire.core.scheduler.scheduler import Progress
-from quire.engine.outputs import CompletionOutput, Logprob, LogprobsByToken, RequestOutput
+from quire.engine.outputs import CompletionOutput, FlatLogprobs, Logprob, LogprobsByToken, RequestOutput
 from quire.engine.text_stream import TextStream
 from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+Record = TypeVar("Record", LogprobsByToken, LogprobsByToken | None)
 REPETITION_DETECTED = "repetition_detected"
 """vLLM's `stop_reason` of an answer that repeated itself."""
 
@@ -191,7 +192,7 @@ class OutputProcessor:
             prompt_token_ids=state.prompt_token_ids,
             outputs=outputs,
             finished=request.is_finished,
-            prompt_logprobs=self._prompt_logprobs(state) if state.is_scored else None,
+            prompt_logprobs=self._scores(state) if state.is_scored else None,
             metrics=request.metrics,
             error=request.error,
         )
@@ -208,7 +209,7 @@ class OutputProcessor:
             text=mine.stream.take() if is_delta else mine.stream.text,
             token_ids=token_ids,
             cumulative_logprob=sequence.cumulative_logprob if has_logprobs else None,
-            logprobs=mine.logprobs[first:] if mine.logprobs is not None else None,
+            logprobs=_as_asked(state, mine.logprobs[first:]) if mine.logprobs is not None else None,
             finish_reason=reason.value if reason is not None and sequence.status is SequenceStatus.FINISHED else None,
             stop_reason=self._visible_stop(state, sequence),
         )
@@ -219,6 +220,10 @@ class OutputProcessor:
         if sequence.finish_reason is FinishReason.REPETITION:
             return REPETITION_DETECTED
         return None if isinstance(reason, int) and reason not in (state.params.stop_token_ids or ()) else reason
+
+    def _scores(self, state: RequestState) -> list[LogprobsByToken | None] | None:
+        records = self._prompt_logprobs(state)
+        return None if records is None else _as_asked(state, records)
 
     def _prompt_logprobs(self, state: RequestState) -> list[LogprobsByToken | None] | None:
         request = state.request
@@ -255,6 +260,11 @@ def _shown(state: RequestState) -> list[tuple[int, TokenSequence]]:
     if state.is_ranked:
         return list(enumerate(sorted(sequences, key=lambda sequence: -sequence.cumulative_logprob)[: state.params.n]))
     return [(each.index, each) for each in sequences]
+
+
+def _as_asked(state: RequestState, records: list[Record]) -> list[Record]:
+    """The records, or the flat form, which reads like that list."""
+    return cast("list[Record]", FlatLogprobs(records)) if state.params.flat_logprobs else records
 
 
 def _bare_output(state: RequestState) -> RequestOutput:

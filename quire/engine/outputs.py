@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from quire.core.request import RequestMetrics
 
@@ -20,6 +21,43 @@ LogprobsByToken = dict[int, Logprob]
 """Token id -> `Logprob`: the token itself first, then the alternatives from the most likely down."""
 
 
+class FlatLogprobs(Sequence[LogprobsByToken | None]):
+    """The log-probabilities of many tokens in a few lists, without an object per entry; reads like a list of dicts.
+
+    Entries of position `i` are those from `start_indices[i]` to `end_indices[i]` of the other lists.
+    """
+
+    def __init__(self, records: Iterable[LogprobsByToken | None]) -> None:
+        self.start_indices: list[int] = []
+        self.end_indices: list[int] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.ranks: list[int | None] = []
+        self.decoded_tokens: list[str | None] = []
+        for record in records:
+            self.start_indices.append(len(self.token_ids))
+            for token_id, entry in (record or {}).items():
+                self.token_ids.append(token_id)
+                self.logprobs.append(entry.logprob)
+                self.ranks.append(entry.rank)
+                self.decoded_tokens.append(entry.decoded_token)
+            self.end_indices.append(len(self.token_ids))
+
+    def __len__(self) -> int:
+        return len(self.start_indices)
+
+    @overload
+    def __getitem__(self, index: int) -> LogprobsByToken: ...
+    @overload
+    def __getitem__(self, index: slice) -> FlatLogprobs: ...
+    def __getitem__(self, index: int | slice) -> LogprobsByToken | FlatLogprobs:
+        if isinstance(index, slice):
+            return FlatLogprobs([self[place] for place in range(len(self))[index]])
+        start, end = self.start_indices[index], self.end_indices[index]
+        entries = zip(self.logprobs[start:end], self.ranks[start:end], self.decoded_tokens[start:end], strict=True)
+        return {token_id: Logprob(*entry) for token_id, entry in zip(self.token_ids[start:end], entries, strict=True)}
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One of a request's sequences, so far or whole."""
@@ -29,11 +67,19 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: list[LogprobsByToken] | None = None
-    """One dict per output token."""
+    """One dict per output token; `FlatLogprobs` where those were asked for."""
     finish_reason: str | None = None
     """"stop", "length", "repetition", "abort", "error", or None while unfinished."""
     stop_reason: int | str | None = None
     """The stop token or stop string that ended it; None for the model's end-of-sequence token."""
+
+    def finished(self) -> bool:
+        """Whether this sequence has ended."""
+        return self.finish_reason is not None
+
+    @property
+    def lora_request(self) -> None:
+        """None: there are no adapters."""
 
 
 @dataclass(slots=True)
@@ -51,6 +97,23 @@ class RequestOutput:
     error: str | None = None
     """Why it failed, where `finish_reason` is "error"."""
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were not computed because the prefix cache held them."""
+        return self.metrics.num_prefix_hit_tokens
+
+    @property
+    def lora_request(self) -> None:
+        """None: there are no adapters."""
+
+    @property
+    def encoder_prompt(self) -> None:
+        """None, as the next: models that generate text have no encoder."""
+
+    @property
+    def encoder_prompt_token_ids(self) -> None:
+        """None."""
+
 
 @dataclass(slots=True)
 class BeamSearchSequence:
@@ -62,6 +125,17 @@ class BeamSearchSequence:
     score: float
     """`cumulative_logprob / len(token_ids) ** length_penalty`."""
     finish_reason: str
+    prompt_token_ids: list[int] = field(default_factory=list, repr=False)
+
+    @property
+    def cum_logprob(self) -> float:
+        """`cumulative_logprob`, by vLLM's name."""
+        return self.cumulative_logprob
+
+    @property
+    def tokens(self) -> list[int]:
+        """The prompt's token ids and the beam's."""
+        return self.prompt_token_ids + self.token_ids
 
 
 @dataclass(slots=True)

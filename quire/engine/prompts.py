@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, SupportsIndex, TypedDict
+from dataclasses import replace
+from typing import Any, NamedTuple, NotRequired, SupportsIndex, TypedDict, TypeVar
 
-from quire.errors import InvalidParameterError
+from quire.core.params import BeamSearchParams, SamplingParams
+from quire.errors import InvalidParameterError, NotAvailableError
 from quire.text.tokenizer import Tokenizer
 
 
@@ -18,8 +20,26 @@ class PromptDict(TypedDict, total=False):
     cache_salt: str
 
 
-Prompt = str | Sequence[int] | PromptDict
+class TextPrompt(TypedDict):
+    """A prompt of text."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt of token ids. Its text, where it is given too, is only handed back."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+Prompt = str | Sequence[int] | PromptDict | TextPrompt | TokensPrompt
 """Text, token ids, or a dict with either."""
+
+_NO_MEDIA = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds", "encoder_prompt")
+"""Keys of prompts for models that read more than text."""
 
 
 class ParsedPrompt(NamedTuple):
@@ -42,13 +62,17 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def parse_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> ParsedPrompt:
     """Tokenize if need be, and check. Raises InvalidParameterError for anything that is not a prompt."""
-    text: object = None
-    token_ids, salt = None, None
+    text: Any = None
+    token_ids: Any = None
+    salt: Any = None
     if isinstance(prompt, str):
         text = prompt
     elif isinstance(prompt, Mapping):
         text, token_ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
-        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+        for key in _NO_MEDIA:
+            if prompt.get(key):
+                raise NotAvailableError(f"a prompt with {key!r} is not available in this version; give text or token ids")
+        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", *_NO_MEDIA}
         if unknown or (text is None and token_ids is None):
             raise InvalidParameterError(
                 "a prompt dict needs 'prompt' or 'prompt_token_ids' (and may have 'cache_salt'), "
@@ -91,3 +115,22 @@ def check_token_ids(token_ids: Iterable[Any], vocab_size: int) -> tuple[int, ...
     if not checked:
         raise InvalidParameterError("the prompt is empty; give at least one token", param="prompt")
     return checked
+
+
+AnyParams = TypeVar("AnyParams", SamplingParams, BeamSearchParams, SamplingParams | BeamSearchParams)
+
+
+def with_truncation(params: AnyParams, tokenization_kwargs: Mapping[str, Any] | None) -> AnyParams:
+    """Parameters with what `tokenization_kwargs` says of a prompt's length; NotAvailableError for what else it says."""
+    given = {name: value for name, value in (tokenization_kwargs or {}).items() if value is not None}
+    keep = given.pop("truncate_prompt_tokens", None)
+    if given:
+        names = ", ".join(map(repr, sorted(map(str, given))))
+        raise NotAvailableError(
+            f"tokenization_kwargs with {names} is not available in this version; give token ids as the prompt"
+        )
+    if keep is None:
+        return params
+    if isinstance(params, BeamSearchParams):
+        raise NotAvailableError("truncate_prompt_tokens is not available for beam search; shorten the prompt's token ids")
+    return replace(params, truncate_prompt_tokens=keep)

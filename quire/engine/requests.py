@@ -46,6 +46,7 @@ class RequestBuilder:
     def sampling(self, request_id: str, prompt: ParsedPrompt, params: SamplingParams) -> Request:
         """A request for samples, without its logits processors, which only an executor can name. Raises a RequestError."""
         self._check(params)
+        prompt = self._truncated(prompt, params.truncate_prompt_tokens)
         sampling = params.to_row_sampling(
             seed=self._seed(params), eos_token_ids=self.eos_token_ids, bad_words=self._bad_words(params)
         )
@@ -66,6 +67,12 @@ class RequestBuilder:
         )
         request.metrics.arrival_s = self._clock()
         return request
+
+    def _truncated(self, prompt: ParsedPrompt, keep: int | None) -> ParsedPrompt:
+        if keep is None:
+            return prompt
+        keep = self._plan.limits.max_model_len - 1 if keep < 0 else keep
+        return prompt._replace(token_ids=prompt.token_ids[-keep:]) if keep else prompt
 
     def beam(self, request_id: str, prompt: ParsedPrompt, params: BeamSearchParams) -> Request:
         """A beam search. Raises a RequestError."""

@@ -107,10 +107,14 @@ class StepLoop:
         log_failure(logger, f"the executor failed on step {plan.step_id}", error)
         message = f"the engine failed on this step: {type(error).__name__}"
         progress = self.update(plan, StepResult(plan.step_id, tuple(WorkResult(error=message) for _ in plan.work)))
+        self.rewind()
+        return progress
+
+    def rewind(self) -> None:
+        """Forget the steps in flight and take everyone's blocks away, to be computed again."""
         self.scheduler.lose_flights()
         if self.recorder is not None:
             self.recorder.forget_open()
-        return progress
 
     def _begun(self, plan: StepPlan, now: float) -> StepPlan:
         if self.recorder is not None:

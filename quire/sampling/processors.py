@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.errors import InvalidParameterError
+from quire.errors import InvalidParameterError, QuireError
 from quire.sampling.rows import RowError, SampledRow
 
 Processor = Callable[..., Any]
@@ -60,7 +60,8 @@ class ProcessorTable:
         try:
             result = processor(*ids, _to_list(row.output_token_ids), logits.clone())
         except Exception as error:
-            raise RowError(f"logits processor {name!r} raised {type(error).__name__}") from error
+            reason = f": {error}" if isinstance(error, QuireError) else ""  # another's text may hold anything
+            raise RowError(f"logits processor {name!r} raised {type(error).__name__}{reason}") from error
         if not isinstance(result, Tensor) or result.shape != logits.shape:
             shape = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
             raise RowError(f"logits processor {name!r} returned {shape} instead of a tensor of {logits.numel()} logits")

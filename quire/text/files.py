@@ -24,13 +24,17 @@ class TextConfig:
     """What the text files of a model say beside `tokenizer.json`.
 
     named_tokens: role ("bos_token", "eos_token", ...) to the token's text. extra_special_tokens: further tokens
-    declared special. chat_templates: name to Jinja source; "default" is the one used unless another is asked for.
+    declared special. padding_side, truncation_side: where batches of texts are filled up and cut. chat_templates: name
+    to Jinja source; "default" is the one used unless another is asked for.
     """
 
     named_tokens: Mapping[str, str] = field(default_factory=dict)
     extra_special_tokens: tuple[str, ...] = ()
     add_bos_token: bool = False
     add_eos_token: bool = False
+    model_max_length: int | None = None
+    padding_side: str = "right"
+    truncation_side: str = "right"
     chat_templates: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -47,6 +51,9 @@ def read_text_config(folder: Path) -> TextConfig:
         extra_special_tokens=tuple(extra),
         add_bos_token=config.get("add_bos_token") is True,
         add_eos_token=config.get("add_eos_token") is True,
+        model_max_length=_length(config.get("model_max_length")),
+        padding_side="left" if config.get("padding_side") == "left" else "right",
+        truncation_side="left" if config.get("truncation_side") == "left" else "right",
         chat_templates=_read_templates(folder, config.get("chat_template")),
     )
 
@@ -86,6 +93,11 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path.name} must hold a JSON object, not {type(value).__name__}")
     return value
+
+
+def _length(value: Any) -> int | None:
+    """A number of tokens; None where it is absent, or the enormous one that stands for absent."""
+    return int(value) if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e15 else None
 
 
 def _token_text(value: Any) -> str | None:

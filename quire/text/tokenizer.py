@@ -87,6 +87,16 @@ class Tokenizer:
         token_id: int | None = self._backend.token_to_id(token)
         return token_id
 
+    @property
+    def backend(self) -> Backend:
+        """The tokenizer of the `tokenizers` library, to be read and not to be changed."""
+        return self._backend
+
+    @property
+    def affixes(self) -> tuple[list[int], list[int]]:
+        """What `encode` puts before and after a text."""
+        return self._prefix, self._suffix
+
     def is_added(self, token_id: int) -> bool:
         """Whether the token was added beside the model's own vocabulary (special or not)."""
         return token_id in self._added
@@ -100,13 +110,13 @@ class Tokenizer:
         `parse_special` reads control tokens in the text as the tokens that they spell: for prompts that a programmer
         wrote, never for text of users. Raises InvalidParameterError for text that is not Unicode (a lone surrogate).
         """
-        _check_unicode(text)
+        check_unicode(text)
         ids = encode_bare(self._backend, text) if parse_special else self.guard.encode(text)
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
     def encode_secret(self, text: str) -> list[int]:
         """Token ids of a text that may have the guard's secret names in it, without BOS or EOS."""
-        _check_unicode(text)
+        check_unicode(text)
         return self.guard.encode(text)
 
     @cached_property
@@ -242,7 +252,8 @@ def _control_levels(added: Iterable[AddedToken], config: TextConfig) -> dict[str
     return levels
 
 
-def _check_unicode(text: str) -> None:
+def check_unicode(text: str) -> None:
+    """Raises InvalidParameterError for a lone surrogate, which no tokenizer can read."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

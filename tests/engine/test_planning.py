@@ -167,7 +167,7 @@ def test_a_length_beyond_the_models_context_needs_to_be_allowed(tiny_config: Pat
 def test_a_scaled_rope_says_how_long_a_context_may_be(
     scaling: dict[str, Any], default: int, longest: int, tiny_config: Path
 ) -> None:
-    overrides = {"hf_overrides": {"rope_parameters": scaling}}
+    overrides: dict[str, Any] = {"hf_overrides": {"rope_parameters": scaling}}
     assert _plan(tiny_config, **overrides).limits.max_model_len == default
     assert _plan(tiny_config, max_model_len=longest, **overrides).limits.max_model_len == longest
     with pytest.raises(ConfigError, match=f"beyond the {longest} tokens"):

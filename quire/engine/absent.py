@@ -1,0 +1,41 @@
+"""Methods that scripts for other engines call and that this version does not have: each raises one clear line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from quire.errors import NotAvailableError
+
+
+def absent(name: str, advice: str) -> Callable[..., NoReturn]:
+    """A method `name` that raises NotAvailableError with what to do instead, whatever it is given."""
+
+    def method(*_: Any, **__: Any) -> NoReturn:
+        raise NotAvailableError(f"{name}() is not available in this version; {advice}")
+
+    method.__name__ = method.__qualname__ = name
+    method.__doc__ = f"Not available in this version; raises NotAvailableError: {advice}."
+    return method
+
+
+NO_EMBEDDINGS = "it makes no embeddings: use a library for embedding models"
+NO_POOLING = "it only generates text; ask a question about the text with chat(), or read log-probabilities with logprobs"
+NO_SLEEP = "close() frees the memory, and making the LLM anew takes it again"
+NO_PROFILE = "profile the whole program (py-spy, perf), or measure with quire bench"
+NO_RPC = "there are no workers to call: the model runs in this process"
+NO_MODEL_CALL = "the model is a declaration and compiled kernels, not a module"
+NO_ADAPTERS = "merge the adapter into the weights and load those"
+
+
+def refuse_adapters(lora_request: object) -> None:
+    """Raises NotAvailableError where a request names an adapter; None, or a list of None, names none."""
+    named = lora_request if isinstance(lora_request, list | tuple) else [lora_request]
+    if any(each is not None for each in named):
+        raise NotAvailableError(f"lora_request is not available in this version; {NO_ADAPTERS}")
+
+
+def refuse_media(mm_processor_kwargs: object) -> None:
+    """Raises NotAvailableError where options of media are given."""
+    if mm_processor_kwargs:
+        raise NotAvailableError("mm_processor_kwargs is not available in this version; prompts are text or token ids")

@@ -1,0 +1,129 @@
+"""`EngineArgs`: an engine's options as one record that a command line fills in, with the names that vLLM gives them.
+
+Made from the declaration of `EngineConfig` and the table of foreign options, so that it has every option of both, once. What an
+option means and which values it may have is said there; nothing is judged here but the form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, field, fields, make_dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from quire.config.engine import EngineConfig
+from quire.config.foreign import FOREIGN_OPTIONS, ForeignOption, read_length
+from quire.errors import ConfigError
+
+DEFAULT_MODEL = "quire-storyteller"
+"""What vLLM's record has a default for as well: the model that ships with the package."""
+
+_THEIRS = {each.text: each for each in FOREIGN_OPTIONS.values() if each.kind == "renamed" and not each.values}
+"""Options that go by vLLM's name here, by ours; but for those whose values are called otherwise, which go by both."""
+
+
+class _Args:
+    """What all such records can do."""
+
+    if TYPE_CHECKING:
+        model: str
+
+        def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add one option per field to a parser, each with its default; returns the parser."""
+        group = parser.add_argument_group("engine options")
+        for item in fields(EngineArgs):  # type: ignore[arg-type]
+            _add_option(group, item)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
+        """The record of parsed arguments; those of other parts of a program are left alone."""
+        names = [item.name for item in fields(cls) if hasattr(args, item.name)]  # type: ignore[arg-type]
+        return cls(**{name: getattr(args, name) for name in names})
+
+    def options(self) -> dict[str, Any]:
+        """What differs from the defaults, and the model: the arguments of `LLM`."""
+        given = {item.name: getattr(self, item.name) for item in fields(self)}  # type: ignore[arg-type]
+        defaults = {item.name: item.default for item in fields(self)}  # type: ignore[arg-type]
+        return {name: value for name, value in given.items() if name == "model" or value != defaults[name]}
+
+    def create_engine_config(self, usage_context: object = None) -> EngineConfig:
+        """The options, judged. Raises ConfigError."""
+        options = self.options()
+        return EngineConfig.from_options(options.pop("model"), options)
+
+
+def _own_fields() -> list[tuple[str, Any, Any]]:
+    made: list[tuple[str, Any, Any]] = []
+    for item in fields(EngineConfig):
+        theirs = _THEIRS.get(item.name)
+        if theirs is not None:
+            metadata = {**item.metadata, "also_named": item.name}
+            made.append((theirs.name, item.type, field(default=item.default, metadata=metadata)))
+        elif item.name == "model":
+            made.append((item.name, item.type, field(default=DEFAULT_MODEL, metadata=item.metadata)))
+        else:
+            made.append((item.name, item.type, field(default=item.default, metadata=item.metadata)))
+    return made
+
+
+def _foreign_fields() -> list[tuple[str, Any, Any]]:
+    options = [each for each in FOREIGN_OPTIONS.values() if each.text not in _THEIRS]
+    return [(each.name, Any, field(default=each.default, metadata={"foreign": each})) for each in options]
+
+
+if TYPE_CHECKING:
+
+    class EngineArgs(_Args):
+        """An engine's options, by the names that vLLM gives them."""
+
+    class AsyncEngineArgs(EngineArgs):
+        """The same, for `AsyncLLM`."""
+
+else:
+    EngineArgs = make_dataclass(
+        "EngineArgs", [*_own_fields(), *_foreign_fields()], bases=(_Args,), namespace={"__module__": __name__}
+    )
+    AsyncEngineArgs = make_dataclass("AsyncEngineArgs", [], bases=(EngineArgs,), namespace={"__module__": __name__})
+
+
+def _add_option(group: argparse._ArgumentGroup, item: Field[Any]) -> None:
+    flags = [f"--{name.replace('_', '-')}" for name in (item.name, item.metadata.get("also_named")) if name]
+    foreign: ForeignOption | None = item.metadata.get("foreign")
+    text = argparse.SUPPRESS if foreign is not None else str(item.metadata["help"]).replace("%", "%%")
+    default = None if item.default is MISSING else item.default
+    if isinstance(default, bool):
+        group.add_argument(*flags, dest=item.name, default=default, help=text, action=argparse.BooleanOptionalAction)
+    else:
+        bare: dict[str, Any] = {} if foreign is None else {"nargs": "?", "const": True}
+        group.add_argument(*flags, dest=item.name, default=default, help=text, type=_reader(item), **bare)
+
+
+def _reader(item: Field[Any]) -> Callable[[str], Any]:
+    kind = str(item.type).removesuffix(" | None")
+    if item.name == "max_model_len":
+        return _length
+    known: Mapping[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "int | str": str}
+    return known.get(kind, _value)
+
+
+def _length(text: str) -> int | str:
+    """A length in any of its spellings; -1 and auto are translated with the other options."""
+    try:
+        return text if text == "auto" else read_length(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _value(text: str) -> Any:
+    """JSON where it is JSON, else text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

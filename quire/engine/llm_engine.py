@@ -1,0 +1,125 @@
+"""`LLMEngine`: requests in, steps, outputs out, by hand. What `LLM` does in a loop, for programs that bring their own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from quire.config.engine import EngineConfig
+from quire.core.params import BeamSearchParams, SamplingParams
+from quire.engine.absent import NO_SLEEP, absent, refuse_adapters
+from quire.engine.builder import build_engine
+from quire.engine.engine import Engine, Output
+from quire.engine.metrics import Metric, snapshot
+from quire.engine.model_view import ModelView
+from quire.engine.prompts import Prompt, with_truncation
+from quire.engine.sharing import Session, SharedEngine
+from quire.text.pretrained import PretrainedTokenizer
+
+if TYPE_CHECKING:
+    from quire.engine.arg_utils import EngineArgs
+
+
+class LLMEngine:
+    """One model in this process. Safe to use from several threads; an output is given to one of them.
+
+    `options` are the fields of `EngineConfig`; an unknown one raises ConfigError with what it may have meant.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self.config = EngineConfig.from_options(model, options)
+        self.engine: Engine = build_engine(self.config)
+        """The engine itself, for one thread at a time: not to be used beside this object in another thread."""
+        self.shared = SharedEngine(self.engine)
+        self._session = Session(self.shared)
+        self._tokenizer: PretrainedTokenizer | None = None
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, usage_context: object = None, **ignored: object) -> Self:
+        """An engine of parsed arguments."""
+        return cls(**engine_args.options())
+
+    @property
+    def model_config(self) -> ModelView:
+        """The model's limits, and what its `config.json` says."""
+        return self.engine.model
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams,
+        arrival_time: float | None = None,
+        lora_request: object = None,
+        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+    ) -> str:
+        """Accept a request; returns its id. Raises a RequestError, and changes nothing, if it cannot be served."""
+        refuse_adapters(lora_request)
+        params = with_truncation(params, tokenization_kwargs)
+        return self._session.add(prompt, params, request_id=request_id, priority=priority)
+
+    def step(self) -> list[Output]:
+        """One step; returns an output for every request that something happened to, as each asked for it."""
+        return self._session.step()
+
+    def abort_request(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """End requests at once; unknown and finished ids are ignored."""
+        for each in [request_id] if isinstance(request_id, str) else list(request_id):
+            self._session.abort(each)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to do or to tell."""
+        return self._session.num_unfinished > 0
+
+    def get_num_unfinished_requests(self) -> int:
+        """Requests whose last output has not been given out."""
+        return self._session.num_unfinished
+
+    def get_tokenizer(self) -> PretrainedTokenizer | None:
+        """The model's tokenizer, with the methods that transformers' have; None with `skip_tokenizer_init`."""
+        if self._tokenizer is None and self.engine.tokenizer is not None:
+            self._tokenizer = PretrainedTokenizer(self.engine.tokenizer, name=self.model_config.tokenizer)
+        return self._tokenizer
+
+    @property
+    def tokenizer(self) -> PretrainedTokenizer | None:
+        """The same."""
+        return self.get_tokenizer()
+
+    def get_metrics(self) -> list[Metric]:
+        """The engine's counters, under the names that vLLM gives them."""
+        return snapshot(self.engine.scheduler, self.config.model)
+
+    def do_log_stats(self) -> None:
+        """Does nothing: counters are read with `get_metrics`."""
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget the cached KV of finished requests; with `reset_running_requests` that of running ones, too, which are
+        computed again. Returns whether nothing that was cached is left."""
+        with self.shared.held() as engine:
+            return engine.reset_prefix_cache(preempts=reset_running_requests)
+
+    def close(self) -> None:
+        """End all requests and free the model's memory. Idempotent."""
+        with self.shared.held() as engine:
+            engine.close()
+
+    shutdown = close
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    sleep = absent("sleep", NO_SLEEP)
+    wake_up = absent("wake_up", NO_SLEEP)
+    add_lora = absent("add_lora", "merge the adapter into the weights and load those")
+
+    def is_sleeping(self) -> bool:
+        """False: this version has no sleep mode."""
+        return False
