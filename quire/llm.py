@@ -36,12 +36,13 @@ Progress = bool | Callable[..., Any]
 class LLM:
     """A model in this process. Safe to use from several threads, whose requests are computed together.
 
-    `LLM("quire-storyteller").generate("Once upon a time")` is all it takes. `chat_template` is a Jinja template, or a file
-    with one, in place of the model's own. `options` are the fields of `EngineConfig`; an unknown one raises ConfigError with
-    what it may have meant.
+    `LLM("quire-storyteller").generate("Once upon a time")` is all it takes. `options` are the fields of
+    `EngineConfig`, and `chat_template`: a Jinja template, or a file with one, in place of the model's own. An unknown one
+    raises ConfigError with what it may have meant.
     """
 
-    def __init__(self, model: str, *, chat_template: str | Path | None = None, **options: Any) -> None:
+    def __init__(self, model: str, **options: Any) -> None:
+        chat_template = options.pop("chat_template", None)
         self._chat_template = None if chat_template is None else _template_source(chat_template)
         self.llm_engine = LLMEngine(model, **options)
         self.config = self.llm_engine.config
@@ -160,8 +161,8 @@ class LLM:
         outputs = self._finish(self._queue, ids, use_tqdm)
         return [output for output in outputs if isinstance(output, RequestOutput)]
 
-    def get_tokenizer(self) -> PretrainedTokenizer | None:
-        """The model's tokenizer, with the methods that transformers' have; None with `skip_tokenizer_init`."""
+    def get_tokenizer(self) -> PretrainedTokenizer:
+        """The model's tokenizer, with the methods that transformers' have; ConfigError with `skip_tokenizer_init`."""
         return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -109,7 +109,7 @@ def test_chat_goes_through_the_template(storyteller: LLM) -> None:
 
 
 def test_special_tokens_in_user_text_are_text(storyteller: LLM) -> None:
-    special = storyteller.get_tokenizer().all_special_ids  # type: ignore[union-attr]
+    special = storyteller.get_tokenizer().all_special_ids
     text = "<|im_end|>"
     messages = [{"role": "user", "content": f"a{text}b"}]
     plain = [{"role": "user", "content": "ab"}]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from quire.config.engine import EngineConfig
 from quire.core.params import GENERATION_CONFIG_KEYS, SamplingParams
+from quire.engine.arg_utils import add_foreign_options
 
 DEFAULT_MAX_TOKENS = 256
 """Where neither the user nor the model's generation_config.json says how long an answer may be."""
@@ -64,7 +65,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, exclude: tuple[str, .
     group = parser.add_argument_group("engine options")
     chosen = [item for item in dataclasses.fields(EngineConfig) if item.name != "model" and item.name not in exclude]
     add_field_options(group, chosen)
-    parser.set_defaults(engine_options=tuple(item.name for item in chosen))
+    parser.set_defaults(engine_options=(*(item.name for item in chosen), *add_foreign_options(parser)))
 
 
 def add_field_options(group: argparse._ArgumentGroup, items: Iterable[dataclasses.Field[Any]]) -> None:

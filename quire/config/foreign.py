@@ -103,6 +103,7 @@ _TABLE: tuple[ForeignOption, ...] = (
              io_processor_plugin=None, enable_return_routed_experts=False, logits_processor_pattern=None),
     *_absent("give kv_cache_memory, or close the LLM and make it anew", enable_sleep_mode=False),
     *_absent("give token ids or text", enable_prompt_embeds=False),
+    *_absent("give functions of one request each as SamplingParams(logits_processors=[...])", [], (), logits_processors=None),
     *_absent("give kv_cache_memory", num_gpu_blocks_override=None),
     *_absent("lower max_model_len to the window", disable_sliding_window=False),
     *_absent("log in once with `hf auth login`; secrets are no options", True, False, hf_token=None),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, field, fields, make_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from quire.config.engine import EngineConfig
@@ -26,18 +26,11 @@ _THEIRS = {each.text: each for each in FOREIGN_OPTIONS.values() if each.kind == 
 class _Args:
     """What all such records can do."""
 
-    if TYPE_CHECKING:
-        model: str
-
-        def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None: ...
-
-        def __getattr__(self, name: str) -> Any: ...
-
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add one option per field to a parser, each with its default; returns the parser."""
         group = parser.add_argument_group("engine options")
-        for item in fields(EngineArgs):  # type: ignore[arg-type]
+        for item in fields(EngineArgs):
             _add_option(group, item)
         return parser
 
@@ -80,9 +73,19 @@ def _foreign_fields() -> list[tuple[str, Any, Any]]:
 
 if TYPE_CHECKING:
 
+    @dataclass(init=False)
     class EngineArgs(_Args):
         """An engine's options, by the names that vLLM gives them."""
 
+        model: str = DEFAULT_MODEL
+
+        def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+    @dataclass(init=False)
     class AsyncEngineArgs(EngineArgs):
         """The same, for `AsyncLLM`."""
 
@@ -103,6 +106,19 @@ def _add_option(group: argparse._ArgumentGroup, item: Field[Any]) -> None:
     else:
         bare: dict[str, Any] = {} if foreign is None else {"nargs": "?", "const": True}
         group.add_argument(*flags, dest=item.name, default=default, help=text, type=_reader(item), **bare)
+
+
+def add_foreign_options(parser: argparse.ArgumentParser) -> list[str]:
+    """Add vLLM's options that a parser lacks, unlisted in its help; returns their names. Absent unless they are given."""
+    known = {option for action in parser._actions for option in action.option_strings}
+    lacking = [each for each in FOREIGN_OPTIONS.values() if f"--{each.name.replace('_', '-')}" not in known]
+    for each in lacking:
+        flag, hidden = f"--{each.name.replace('_', '-')}", argparse.SUPPRESS
+        if isinstance(each.default, bool):
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=hidden, help=hidden)
+        else:
+            parser.add_argument(flag, nargs="?", const=True, type=_value, default=hidden, help=hidden, dest=each.name)
+    return [each.name for each in lacking]
 
 
 def _reader(item: Field[Any]) -> Callable[[str], Any]:

@@ -146,7 +146,7 @@ class AsyncLLM:
             raise InvalidParameterError(
                 f"mode={mode!r} is unknown; choose one of {', '.join(get_args(PauseMode))}", param="mode"
             )
-        while mode == "wait" and await self._do(lambda engine: engine.has_work):
+        while mode == "wait" and not self._is_paused and await self._do(lambda engine: engine.has_work):
             await asyncio.sleep(_PAUSE_POLL_S)
         await self._do(lambda engine: self._pause(engine, mode, clear_cache))
 
@@ -228,10 +228,9 @@ class AsyncLLM:
         except TimeoutError:
             return None
 
-    def get_tokenizer(self) -> PretrainedTokenizer | None:
-        """The model's tokenizer, with the methods that transformers' have; None with `skip_tokenizer_init`."""
-        tokenizer = self._engine.tokenizer
-        return None if tokenizer is None else PretrainedTokenizer(tokenizer, name=self.model_config.tokenizer)
+    def get_tokenizer(self) -> PretrainedTokenizer:
+        """The model's tokenizer, with the methods that transformers' have; ConfigError with `skip_tokenizer_init`."""
+        return self._engine.pretrained_tokenizer()
 
     encode = absent("encode", NO_EMBEDDINGS)
     sleep = absent("sleep", NO_SLEEP)

@@ -28,8 +28,9 @@ from quire.engine.prompts import ParsedPrompt, Prompt, parse_prompt
 from quire.engine.requests import RequestBuilder
 from quire.engine.step_costs import StepCostFile
 from quire.engine.step_loop import StepLoop
-from quire.errors import EngineError, InvalidParameterError
+from quire.errors import ConfigError, EngineError, InvalidParameterError
 from quire.executor.interface import Executor
+from quire.text.pretrained import PretrainedTokenizer
 from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,12 @@ class Engine(StepLoop):
     def default_params(self, **overrides: Any) -> SamplingParams:
         """Sampling parameters as the model's `generation_config.json` wants them."""
         return SamplingParams.from_generation_config(self.generation_config, **overrides)
+
+    def pretrained_tokenizer(self) -> PretrainedTokenizer:
+        """The tokenizer, with the methods that transformers' have. ConfigError where there is none."""
+        if self.tokenizer is None:
+            raise ConfigError("this engine has no tokenizer (skip_tokenizer_init); load the model with one")
+        return PretrainedTokenizer(self.tokenizer, name=self.model.tokenizer)
 
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams | BeamSearchParams, *, priority: int = 0

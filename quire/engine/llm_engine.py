@@ -79,14 +79,14 @@ class LLMEngine:
         """Requests whose last output has not been given out."""
         return self._session.num_unfinished
 
-    def get_tokenizer(self) -> PretrainedTokenizer | None:
-        """The model's tokenizer, with the methods that transformers' have; None with `skip_tokenizer_init`."""
-        if self._tokenizer is None and self.engine.tokenizer is not None:
-            self._tokenizer = PretrainedTokenizer(self.engine.tokenizer, name=self.model_config.tokenizer)
+    def get_tokenizer(self) -> PretrainedTokenizer:
+        """The model's tokenizer, with the methods that transformers' have; ConfigError with `skip_tokenizer_init`."""
+        if self._tokenizer is None:
+            self._tokenizer = self.engine.pretrained_tokenizer()
         return self._tokenizer
 
     @property
-    def tokenizer(self) -> PretrainedTokenizer | None:
+    def tokenizer(self) -> PretrainedTokenizer:
         """The same."""
         return self.get_tokenizer()
 

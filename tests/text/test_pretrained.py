@@ -35,10 +35,7 @@ def pair(request: pytest.FixtureRequest) -> Pair:
     """Ours and transformers', of the same folder."""
     transformers = pytest.importorskip("transformers")
     name = request.param
-    if name in SHARED:
-        folder = request.getfixturevalue("tokenizer_folder")(name)
-    else:
-        folder = resolve_model(name)
+    folder = request.getfixturevalue("tokenizer_folder")(name) if name in SHARED else resolve_model(name)
     # The class that takes tokenizer.json as it is; others build a tokenizer of their own from its vocabulary.
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
     return PretrainedTokenizer(Tokenizer.from_folder(folder), str(folder)), theirs
