@@ -17,6 +17,15 @@ if TYPE_CHECKING:
     from quire.core.params import BeamSearchParams, RequestOutputKind, SamplingParams
     from quire.core.repetition import RepetitionDetectionParams
     from quire.core.structure import GuidedDecodingParams, StructuredOutputsParams
+    from quire.engine.absent import (
+        ClassificationRequestOutput,
+        EmbeddingRequestOutput,
+        LoRARequest,
+        ModelRegistry,
+        PoolingParams,
+        PoolingRequestOutput,
+        ScoringRequestOutput,
+    )
     from quire.engine.arg_utils import AsyncEngineArgs, EngineArgs
     from quire.engine.async_llm import AsyncLLM
     from quire.engine.async_llm import AsyncLLM as AsyncLLMEngine
@@ -32,31 +41,36 @@ if TYPE_CHECKING:
     from quire.errors import NotAvailableError, QuireError
     from quire.inputs import PromptType, TextPrompt, TokensPrompt
     from quire.llm import LLM
-    from quire.pooling_params import PoolingParams
 
 _HOMES = {
-    "LLM": "quire.llm",
     "AsyncEngineArgs": "quire.engine.arg_utils",
     "AsyncLLM": "quire.engine.async_llm",
     "AsyncLLMEngine": "quire.engine.async_llm",
     "BeamSearchOutput": "quire.engine.outputs",
     "BeamSearchParams": "quire.core.params",
     "BeamSearchSequence": "quire.engine.outputs",
+    "ClassificationRequestOutput": "quire.engine.absent",
     "CompletionOutput": "quire.engine.outputs",
+    "EmbeddingRequestOutput": "quire.engine.absent",
     "EngineArgs": "quire.engine.arg_utils",
     "EngineConfig": "quire.config.engine",
     "FlatLogprobs": "quire.engine.outputs",
     "GuidedDecodingParams": "quire.core.structure",
+    "LLM": "quire.llm",
     "LLMEngine": "quire.engine.llm_engine",
+    "LoRARequest": "quire.engine.absent",
     "Logprob": "quire.engine.outputs",
+    "ModelRegistry": "quire.engine.absent",
     "NotAvailableError": "quire.errors",
-    "PoolingParams": "quire.pooling_params",
+    "PoolingParams": "quire.engine.absent",
+    "PoolingRequestOutput": "quire.engine.absent",
     "PromptType": "quire.inputs",
     "QuireError": "quire.errors",
     "RepetitionDetectionParams": "quire.core.repetition",
     "RequestOutput": "quire.engine.outputs",
     "RequestOutputKind": "quire.core.params",
     "SamplingParams": "quire.core.params",
+    "ScoringRequestOutput": "quire.engine.absent",
     "StructuredOutputsParams": "quire.core.structure",
     "TextPrompt": "quire.inputs",
     "TokensPrompt": "quire.inputs",
@@ -70,21 +84,27 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineConfig",
     "FlatLogprobs",
     "GuidedDecodingParams",
     "LLMEngine",
+    "LoRARequest",
     "Logprob",
+    "ModelRegistry",
     "NotAvailableError",
     "PoolingParams",
+    "PoolingRequestOutput",
     "PromptType",
     "QuireError",
     "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",

@@ -1,5 +1,11 @@
 """What `generate`, `chat` and `beam_search` return."""
 
+from quire.engine.absent import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
 from quire.engine.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -12,8 +18,12 @@ from quire.engine.outputs import (
 __all__ = [
     "BeamSearchOutput",
     "BeamSearchSequence",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "FlatLogprobs",
     "Logprob",
+    "PoolingRequestOutput",
     "RequestOutput",
+    "ScoringRequestOutput",
 ]

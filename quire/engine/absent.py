@@ -1,4 +1,4 @@
-"""Methods that scripts for other engines call and that this version does not have: each raises one clear line."""
+"""Methods and classes that scripts for other engines use and that this version does not have: each raises one clear line."""
 
 from __future__ import annotations
 
@@ -39,3 +39,40 @@ def refuse_media(mm_processor_kwargs: object) -> None:
     """Raises NotAvailableError where options of media are given."""
     if mm_processor_kwargs:
         raise NotAvailableError("mm_processor_kwargs is not available in this version; prompts are text or token ids")
+
+
+class PoolingParams:
+    """Parameters of embedding models. Not available: making one raises NotAvailableError, as for the rest."""
+
+    __init__ = absent("PoolingParams", NO_POOLING)
+
+
+class LoRARequest:
+    """An adapter."""
+
+    __init__ = absent("LoRARequest", NO_ADAPTERS)
+
+
+class PoolingRequestOutput:
+    """What an embedding model gives."""
+
+    __init__ = absent("PoolingRequestOutput", NO_EMBEDDINGS)
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput):
+    """An embedding."""
+
+
+class ClassificationRequestOutput(PoolingRequestOutput):
+    """Probabilities of classes."""
+
+
+class ScoringRequestOutput(PoolingRequestOutput):
+    """A similarity."""
+
+
+class ModelRegistry:
+    """Models that a program brings along. Calling anything of it raises NotAvailableError."""
+
+    register_model = staticmethod(absent("ModelRegistry.register_model", "declare the model in quire/models, see docs/howto"))
+    get_supported_archs = staticmethod(absent("ModelRegistry.get_supported_archs", "see the registry in quire/models"))

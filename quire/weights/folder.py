@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import socket
@@ -18,6 +19,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from quire.errors import CheckpointError, ModelNotFoundError
+
+logger = logging.getLogger(__name__)
 
 SHIPPED_MODELS = ("quire-storyteller",)
 _ASSETS = Path(__file__).parent.parent / "assets"
@@ -37,6 +40,8 @@ def resolve_model(name: str, *, revision: str | None = None, download_dir: str |
     if not name or "\0" in name:
         raise ModelNotFoundError(f"model={name!r} is not a name; {_CHOICES}")
     path = Path(name).expanduser()
+    if revision is not None and (path.is_dir() or name in SHIPPED_MODELS):
+        logger.warning("revision=%r has no effect: model=%r is a folder, which has one state", revision, name)
     if path.is_dir():
         return path
     if path.exists():

@@ -177,3 +177,26 @@ def test_a_server_with_tenants_shares_fairly_unless_told_otherwise() -> None:
     assert engine_defaults(ApiConfig(), None) == {"scheduling_policy": "priority"} == engine_defaults(ApiConfig(), "")
     for config, keys in ((ApiConfig(), "a=long-enough"), (ApiConfig(api_keys="k"), None), (ApiConfig(api_keys_file="f"), None)):
         assert engine_defaults(config, keys) == {"scheduling_policy": "fair"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["generate", "-p", "x"], ["chat"], ["plan"], ["serve"], ["bench", "latency"], ["bench", "throughput"]],
+    ids=" ".join,
+)
+def test_no_command_takes_a_context_that_the_model_was_not_made_for(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "quire-storyteller", "--max-model-len", "99999"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "max_model_len=99999 is beyond the 512 tokens" in line and "--allow-long-context" in line
+
+
+def test_flags_of_vllm_are_taken_and_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--gpu-memory-utilization", "0.5", "--trust-remote-code", "--cpu-offload-gb", "0", "--dtype", "float16"]
+    assert main(["plan", "quire-storyteller", "--json", *flags]) == 0
+    assert '"bfloat16"' in capsys.readouterr().out
+    assert main(["plan", "quire-storyteller", "--enable-lora"]) == 2
+    assert "enable_lora=True is not available in this version" in capsys.readouterr().err
+    assert main(["plan", "--help"]) == 0
+    assert "gpu-memory" not in capsys.readouterr().out

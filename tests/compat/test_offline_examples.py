@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
+import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from quire import (
     LLM,
@@ -20,6 +24,8 @@ from quire import (
     BeamSearchParams,
     EngineArgs,
     LLMEngine,
+    LoRARequest,
+    ModelRegistry,
     PoolingParams,
     RequestOutput,
     SamplingParams,
@@ -30,6 +36,7 @@ from quire.engine.metrics import Counter, Gauge, Histogram, Vector
 from quire.errors import InvalidParameterError, NotAvailableError, QuireError
 from quire.sampling_params import GuidedDecodingParams, RequestOutputKind, StructuredOutputsParams
 from quire.utils import FlexibleArgumentParser
+from quire.weights.folder import resolve_model
 
 MODEL = "quire-storyteller"
 SMALL: dict[str, Any] = {"num_threads": 1, "kv_cache_memory": "16MiB", "max_num_seqs": 8}
@@ -339,6 +346,8 @@ Call = Callable[[LLM], object]
         (lambda llm: SamplingParams(prompt_logprob_start=3), "prompt_logprob_start=3 is not available"),
         (lambda llm: BeamSearchParams(2, 2, structured_outputs={}), "structured_outputs are not available for beam"),  # type: ignore[arg-type]
         (lambda llm: PoolingParams(), "PoolingParams() is not available"),
+        (lambda llm: LoRARequest("sql", 1, "folder"), "LoRARequest() is not available"),
+        (lambda llm: ModelRegistry.register_model("x", object), "ModelRegistry.register_model() is not available"),
         (lambda llm: LLM(MODEL, runner="pooling"), "runner='pooling' is not available"),
         (lambda llm: LLM(MODEL, speculative_config={"model": "x"}), "speculative_config={'model': 'x'} is not available"),
         (lambda llm: LLM(MODEL, enable_lora=True), "enable_lora=True is not available"),
@@ -359,7 +368,25 @@ def test_what_an_example_needs_and_this_version_lacks_is_named(call: Call, messa
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_a_chat_template_may_be_given_for_all_chats(tmp_path: Any) -> None:
+def test_half_precision_checkpoints_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = resolve_model(MODEL)
+    for file in source.glob("*.json"):
+        shutil.copyfile(file, tmp_path / file.name)
+    tensors = load_file(source / "model.safetensors")
+    save_file({name: each.half() for name, each in tensors.items()}, tmp_path / "model.safetensors")
+    config = json.loads((source / "config.json").read_text()) | {"torch_dtype": "float16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    answers = []
+    for dtype in ("auto", "half", "bfloat16"):
+        with LLM(str(tmp_path), dtype=dtype, **SMALL) as llm:
+            assert llm.llm_engine.model_config.dtype == "bfloat16"
+            [output] = llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
+            answers.append(output.outputs[0].token_ids)
+    assert answers == [answers[0]] * 3
+    assert caplog.text.count("computing in bfloat16") == 2
+
+
+def test_a_chat_template_may_be_given_for_all_chats(tmp_path: Path) -> None:
     path = tmp_path / "template.jinja"
     path.write_text("{% for message in messages %}[{{ message.content }}]{% endfor %}")
     with LLM(MODEL, chat_template=path, **SMALL) as llm:

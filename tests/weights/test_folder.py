@@ -167,3 +167,21 @@ def test_t03_nothing_of_a_models_folder_is_ever_run(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]" and not (tmp_path / "harmed").exists()
+
+
+def test_a_revision_of_a_folder_is_said_to_have_no_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert resolve_model(str(tmp_path), revision="main") == tmp_path
+    assert "revision='main' has no effect" in caplog.text
+
+
+def test_revision_and_folder_of_a_download_reach_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, object]] = []
+
+    def download(name: str, **options: object) -> str:
+        asked.append({"name": name, **options})
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert resolve_model("owner/name", revision="v2", download_dir="/somewhere") == tmp_path
+    assert [(each["revision"], each["cache_dir"]) for each in asked] == [("v2", "/somewhere")]
