@@ -40,6 +40,8 @@ class ApiConfig:
     max_body_bytes: int = _option(8 << 20, "largest request body")
     max_file_bytes: int = _option(200 << 20, "largest uploaded file")
     max_stored_file_bytes: int = _option(20 << 30, "all uploaded files and results of one tenant together")
+    max_running_batches: int = _option(16, "batches that run at once; others wait as `validating`")
+    max_batch_lines: int = _option(32, "requests of batches in flight at once, of all batches together")
     max_connections: int = _option(16384, "connections held at once")
     header_timeout_s: float = _option(10.0, "time for a request's headers to arrive")
     body_timeout_s: float = _option(60.0, "time for a request's body to arrive")

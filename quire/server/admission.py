@@ -104,6 +104,15 @@ class Admission:
         if len(self._tickets) >= self._config.max_queued_requests or self._has_limits(tenant):
             self._check(tenant, 0)
 
+    def has_room(self, tenant: Tenant) -> bool:
+        """Whether a small request of `tenant` would be taken now, for who can wait: nothing is refused or counted."""
+        try:
+            self._check_tenant(tenant, self.uses[tenant.name], 0)
+            self._check_queue(0)
+        except ApiError:
+            return False
+        return True
+
     def _has_limits(self, tenant: Tenant) -> bool:
         return tenant.max_concurrency is not None or tenant.has_rates
 

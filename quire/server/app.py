@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
@@ -16,20 +17,23 @@ from quire.common.loop_lag import LoopLagProbe
 from quire.config.api import ApiConfig
 from quire.engine.client import EngineClient
 from quire.server import static_page
-from quire.server.anthropic.messages import CountRequest, MessageRequest, Messages
+from quire.server.anthropic.messages import CountRequest, MessageRequest, Messages, MessagesQuery
 from quire.server.door import Door
 from quire.server.gate import Gate
 from quire.server.generation import Tracer
-from quire.server.inspector import Inspector
+from quire.server.inspector import BlockQuery, Inspector, StepsQuery
 from quire.server.openai.batches import Batches, BatchRequest
 from quire.server.openai.chat import ChatCompletions, ChatRequest
 from quire.server.openai.completions import CompletionRequest, Completions
+from quire.server.openai.data_folder import DataFolder
 from quire.server.openai.file_store import FileStore
 from quire.server.openai.files import Files
+from quire.server.openai.listing import FileListing, Listing
 from quire.server.openai.models import EmbeddingRequest, Models
 from quire.server.openai.responses import ResponseRequest, Responses
 from quire.server.openapi import UPLOAD, Endpoint, Operation, document
 from quire.server.operations import Operations
+from quire.server.query import NoQuery
 from quire.server.state import Api
 from quire.server.tenants import KeyRing
 from quire.server.tokens import DetokenizeRequest, TokenizeRequest, Tokens
@@ -39,7 +43,8 @@ def build_app(config: ApiConfig, client: EngineClient, keys: KeyRing, tracer: Tr
     """The ASGI application that serves `client`'s model; `tracer` is told of every generation's end. Raises ConfigError."""
     api = Api(config, client, keys, tracer)
     chat, completions = ChatCompletions(api), Completions(api)
-    files = Files(api, None if config.data_folder is None else FileStore(config.data_folder, config.max_stored_file_bytes))
+    store = None if config.data_folder is None else FileStore(DataFolder(config.data_folder), config.max_stored_file_bytes)
+    files = Files(api, store)
     responses = Responses(api)
     runners = {"/v1/chat/completions": chat.run_body, "/v1/completions": completions.run_body}
     batches = Batches(api, files, {**runners, "/v1/responses": responses.run_body})
@@ -48,10 +53,12 @@ def build_app(config: ApiConfig, client: EngineClient, keys: KeyRing, tracer: Tr
     async def lifespan(_: object) -> AsyncIterator[None]:
         probe = LoopLagProbe(api.metrics.event_loop_lag)
         probe.start()
-        if config.data_folder is not None:
-            await batches.resume()
+        if store is not None:
+            batches.resume()
         yield
         await batches.close()
+        if store is not None:
+            store.close()
         api.texts.close()
         probe.stop()
 
@@ -73,10 +80,10 @@ def _generation_routes(api: Api, chat: ChatCompletions, completions: Completions
         _post("/v1/responses", responses.post, ResponseRequest),
         _get("/v1/responses/{response_id}", responses.get),
         _delete("/v1/responses/{response_id}", responses.delete),
-        _get("/v1/responses/{response_id}/input_items", responses.input_items),
+        _get("/v1/responses/{response_id}/input_items", responses.input_items, Listing),
         _post("/v1/responses/{response_id}/cancel", responses.cancel),
-        _post("/v1/messages", messages.post, MessageRequest),
-        _post("/v1/messages/count_tokens", messages.count_tokens, CountRequest),
+        _post("/v1/messages", messages.post, MessageRequest, MessagesQuery),
+        _post("/v1/messages/count_tokens", messages.count_tokens, CountRequest, MessagesQuery),
         _post("/tokenize", tokens.tokenize, TokenizeRequest),
         _post("/detokenize", tokens.detokenize, DetokenizeRequest),
     ]
@@ -85,13 +92,14 @@ def _generation_routes(api: Api, chat: ChatCompletions, completions: Completions
 def _file_routes(files: Files, batches: Batches) -> list[Operation]:
     return [
         _post("/v1/files", files.post, UPLOAD),
-        _get("/v1/files", files.list, is_listing=True),
+        _get("/v1/files", files.list, FileListing),
         _get("/v1/files/{file_id}", files.get),
         _delete("/v1/files/{file_id}", files.delete),
         _get("/v1/files/{file_id}/content", files.content),
         _post("/v1/batches", batches.post, BatchRequest),
-        _get("/v1/batches", batches.list, is_listing=True),
+        _get("/v1/batches", batches.list, Listing),
         _get("/v1/batches/{batch_id}", batches.get),
+        _delete("/v1/batches/{batch_id}", batches.delete),
         _post("/v1/batches/{batch_id}/cancel", batches.cancel),
     ]
 
@@ -99,8 +107,8 @@ def _file_routes(files: Files, batches: Batches) -> list[Operation]:
 def _operation_routes(api: Api) -> list[Operation]:
     operations, inspector = Operations(api), Inspector(api)
     return [
-        _get("/inspect/steps", inspector.steps),
-        _get("/inspect/blocks/{block}", inspector.block),
+        _get("/inspect/steps", inspector.steps, StepsQuery),
+        _get("/inspect/blocks/{block}", inspector.block, BlockQuery),
         _get("/livez", operations.live),
         _get("/readyz", operations.ready),
         _get("/health", operations.ready),
@@ -125,12 +133,12 @@ def _description_of(routes: Sequence[Operation]) -> Operation:
     return _get("/openapi.json", describe)
 
 
-def _get(path: str, endpoint: Endpoint, *, is_listing: bool = False) -> Operation:
-    return Operation(path, endpoint, methods=["GET"], is_listing=is_listing)
+def _get(path: str, endpoint: Endpoint, query: type[Struct] = NoQuery) -> Operation:
+    return Operation(path, endpoint, methods=["GET"], query=query)
 
 
-def _post(path: str, endpoint: Endpoint, body: Any = None) -> Operation:
-    return Operation(path, endpoint, methods=["POST"], body=body)
+def _post(path: str, endpoint: Endpoint, body: Any = None, query: type[Struct] = NoQuery) -> Operation:
+    return Operation(path, endpoint, methods=["POST"], body=body, query=query)
 
 
 def _delete(path: str, endpoint: Endpoint) -> Operation:

@@ -21,7 +21,7 @@ from quire.server.errors import ApiError, bad_request
 
 _MAX_UNKNOWN = 64
 """Names of unknown fields that are kept."""
-_PATH = re.compile(r" - at `(?:key in )?\$([^`]*)`\Z")
+_PATH = re.compile(r" - at (?:`key` in )?`\$([^`]*)`\Z")
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 

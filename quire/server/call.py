@@ -39,6 +39,8 @@ class Call:
     """The W3C trace context that the request came with, unread."""
     num_body_bytes: int = 0
     """Of a body that was decoded."""
+    is_admitted: bool = False
+    """Whether it has a place among the requests in flight."""
     is_chat: bool = True
     """Whether what is asked for is a reply in a chat, not the continuation of a text."""
 

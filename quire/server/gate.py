@@ -85,6 +85,7 @@ class Gate:
         exchange.tenant = tenant = self._authenticate(scope)
         is_chat = not scope["path"].endswith("/v1/completions")
         call = Call(exchange.request_id, tenant, trace_parent=_trace_parent(fields), is_chat=is_chat)
+        call.is_strict = self._config.strict_fields
         _set_deadlines(call, fields, self._config)
         attach(scope, call)
         scope["app"] = self._app

@@ -128,6 +128,7 @@ class Generator:
             num_sequences=sum(job.params.num_sequences for job in jobs),
             num_prompt_tokens=sum(len(job.prompt_token_ids) for job in jobs),
         )
+        call.is_admitted = True
         run = Run(self, call, jobs, ticket)
         try:
             for number, job in enumerate(jobs):

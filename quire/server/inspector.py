@@ -12,21 +12,38 @@ import dataclasses
 import hashlib
 import secrets
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.inspection import Inspection
 from quire.server.call import call_of
-from quire.server.errors import ApiError, bad_request, overloaded
+from quire.server.errors import ApiError, overloaded
+from quire.server.query import MAX_NUMBER, query_of, whole_number
 from quire.server.responses import json_response
 from quire.server.state import Api
 from quire.text.tokenizer import Tokenizer
 
 MAX_ASKING = 16
 """Requests that may wait for the engine's answer at once."""
-_MAX_NUMBER_LEN = 15
+StepNumber = Annotated[int, Meta(ge=-1, le=MAX_NUMBER)]
+"""-1 is the one before the first, or the last."""
+
+
+class StepsQuery(msgspec.Struct, kw_only=True):
+    """Which steps are asked for."""
+
+    engine: Annotated[str, Meta(max_length=64)] = ""
+    since: StepNumber = -1
+
+
+class BlockQuery(msgspec.Struct, kw_only=True):
+    """In which step a block is looked into."""
+
+    step: StepNumber = -1
 
 
 class Inspector:
@@ -39,12 +56,8 @@ class Inspector:
 
     async def steps(self, request: Request) -> Response:
         """GET /inspect/steps?engine=&since=: the engine's state, and its steps after `since` (all, where that is unknown)."""
-        call, query = call_of(request), request.query_params
-        since = _number(query.get("since", "-1"), "since")
-        engine = query.get("engine", "")
-        if len(engine) > 64:
-            raise bad_request("engine: give what the last answer said", param="engine")
-        inspection = await self._asked(self._api.client.inspect(engine, since))
+        call, query = call_of(request), query_of(request, StepsQuery)
+        inspection = await self._asked(self._api.client.inspect(query.engine, query.since))
         status = self._api.client.status()
         body: dict[str, Any] = {
             "model": self._api.model_names[0],
@@ -64,8 +77,8 @@ class Inspector:
         call = call_of(request)
         if not call.tenant.is_admin:
             raise ApiError(403, "only an admin key may see what blocks hold", code="admin_needed")
-        block = _number(request.path_params["block"], "block")
-        step = _number(request.query_params.get("step", "-1"), "step")
+        block = whole_number("block", request.path_params["block"], -MAX_NUMBER, MAX_NUMBER)
+        step = query_of(request, BlockQuery).step
         content = await self._asked(self._api.client.look_into(block, step))
         if content is None:
             raise ApiError(404, "this block or step is not known (any more)", code="unknown_block")
@@ -119,10 +132,3 @@ def texts_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Iterator[str]:
 
 def _without_names(reason: str | None) -> str | None:
     return "preempted: somebody else needed its memory" if reason is not None and reason.startswith("preempted") else reason
-
-
-def _number(text: str, param: str) -> int:
-    digits = text.removeprefix("-")
-    if not (digits.isascii() and digits.isdigit() and len(digits) <= _MAX_NUMBER_LEN):
-        raise bad_request(f"{param} must be a whole number", param=param)
-    return int(text)

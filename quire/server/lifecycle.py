@@ -29,7 +29,7 @@ from quire.engine.builder import PreparedModel
 from quire.engine.process.client import ProcessClient
 from quire.engine.process.watch import WatchConfig
 from quire.errors import ConfigError, EngineError
-from quire.server.openai.file_store import FileStore
+from quire.server.openai.data_folder import DataFolder
 from quire.server.tenants import KeyRing, read_keys
 from quire.server.texts import read_template
 
@@ -76,7 +76,7 @@ def _check(config: ApiConfig, keys: str | None) -> KeyRing:
     """What the operator may have mistaken, before anything is started: keys, files and folders. Raises ConfigError."""
     read_template(config.chat_template)
     if config.data_folder is not None:
-        FileStore(config.data_folder)
+        DataFolder(config.data_folder).close()
     return read_keys(config, keys)
 
 

@@ -6,6 +6,7 @@ records that decode them, words from docstrings. It says nothing of the model, i
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -16,6 +17,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import quire
+from quire.server.call import call_of
+from quire.server.query import NoQuery, read_query
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 Document = dict[str, Any]
@@ -61,22 +64,39 @@ UPLOAD: Document = {
     "properties": {"file": {"type": "string", "contentMediaType": "application/octet-stream"}, "purpose": {"type": "string"}},
 }
 """The form of an upload, which is no record of JSON."""
-_LISTING: Sequence[Document] = (
-    {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 10_000}},
-    {"name": "after", "in": "query", "schema": {"type": "string"}},
-    {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}},
-)
 
 
 class Operation(Route):
-    """A route and what its body is: a record that decodes JSON, `UPLOAD`, or nothing."""
+    """A route, what its body is (a record that decodes JSON, `UPLOAD`, or nothing), and the record of its query."""
 
     def __init__(
-        self, path: str, endpoint: Endpoint, *, methods: list[str], body: Any = None, is_listing: bool = False
+        self,
+        path: str,
+        endpoint: Endpoint,
+        *,
+        methods: list[str],
+        body: Any = None,
+        query: type[msgspec.Struct] = NoQuery,
     ) -> None:
-        super().__init__(path, endpoint, methods=methods)
+        super().__init__(path, _with_query(endpoint, query), methods=methods)
         self.body_kind = body
-        self.is_listing = is_listing
+        self.query_kind = query
+
+
+def _with_query(endpoint: Endpoint, kind: type[msgspec.Struct]) -> Endpoint:
+    """The endpoint behind a judge of its query, whose findings every answer names, whatever it is made of."""
+
+    @functools.wraps(endpoint)
+    async def judged(request: Request) -> Response:
+        read_query(request.scope, kind)
+        call = call_of(request)
+        has_unknown = bool(call.ignored_fields)
+        response = await endpoint(request)
+        if has_unknown:
+            response.headers.update(call.response_headers())
+        return response
+
+    return judged
 
 
 def document(operations: Sequence[Operation]) -> bytes:
@@ -113,7 +133,7 @@ def _describe(operation: Operation, method: str, bodies: dict[Any, Any]) -> Docu
     described: Document = {
         "operationId": f"{method.lower()}{re.sub(r'[^A-Za-z0-9]+', '_', operation.path)}".rstrip("_"),
         "summary": summary,
-        "parameters": [*parameters, *(_LISTING if operation.is_listing else ())],
+        "parameters": [*parameters, *_query_parameters(operation.query_kind)],
         "responses": {
             "200": {"description": "What was asked for; a stream of events where `stream` is true."},
             "default": {
@@ -126,6 +146,11 @@ def _describe(operation: Operation, method: str, bodies: dict[Any, Any]) -> Docu
     if operation.body_kind is not None:
         described["requestBody"] = {"required": True, "content": _content(operation.body_kind, bodies)}
     return described
+
+
+def _query_parameters(kind: type[msgspec.Struct]) -> list[Document]:
+    properties: Document = msgspec.json.schema(kind)["$defs"][kind.__name__]["properties"]
+    return [{"name": name, "in": "query", "schema": schema} for name, schema in properties.items()]
 
 
 def _content(kind: Any, bodies: dict[Any, Any]) -> Document:

@@ -4,6 +4,7 @@ that freezes (T19), and that a bad configuration is one line, soon (T39)."""
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import resource
@@ -247,9 +248,12 @@ def _target(fd: Path) -> str:
 
 
 def test_t18_the_data_folder_is_nobody_elses(tmp_path: Path) -> None:
+    from quire.server.openai.data_folder import DataFolder
     from quire.server.openai.file_store import FileStore
 
-    FileStore(tmp_path / "data").add_file("a", "x")
+    folder = DataFolder(tmp_path / "data")
+    FileStore(folder).add_file("a", "x", io.BytesIO(b"x"))
+    folder.close()
     folders = [path for path in (tmp_path / "data").rglob("*") if path.is_dir()]
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o700 for path in (tmp_path / "data", *folders))
 

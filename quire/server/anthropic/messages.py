@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -22,7 +22,7 @@ from quire.server.body import read_json
 from quire.server.call import Call, call_of
 from quire.server.errors import ApiError, bad_request, unavailable_feature
 from quire.server.generation import Job, Run, Usage
-from quire.server.openai.fields import Count, asks_for_something
+from quire.server.openai.fields import Count, UserMetadata, asks_for_something
 from quire.server.openai.messages import text_of
 from quire.server.reading import Reading
 from quire.server.responses import EventStream, json_response, named_event, timings
@@ -37,6 +37,12 @@ _UNAVAILABLE = {
     "container": "containers are not available",
     "context_management": "contexts are not managed by this server",
 }
+
+
+class MessagesQuery(msgspec.Struct, kw_only=True):
+    """What Anthropic's clients append to the URL; everything here is what it is with and without it."""
+
+    beta: Literal["true", "false"] = "false"
 
 
 class CountRequest(msgspec.Struct, kw_only=True):
@@ -66,7 +72,7 @@ class MessageRequest(CountRequest, kw_only=True):
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
     stream: bool | None = None
-    metadata: Any = None
+    metadata: UserMetadata | None = None
     service_tier: Any = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None

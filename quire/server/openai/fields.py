@@ -32,6 +32,13 @@ Count = Annotated[int, Meta(ge=1, lt=1 << 31)]
 Budget = Annotated[int, Meta(ge=-1, lt=1 << 31)]
 """-1 is no limit."""
 
+_MetadataKey = Annotated[str, Meta(max_length=64)]
+_MetadataValue = Annotated[str, Meta(max_length=512)]
+Metadata = Annotated[dict[_MetadataKey, _MetadataValue], Meta(max_length=16)]
+"""What a client wants to find again beside an answer or a batch. Kept, so bounded, as OpenAI bounds it."""
+UserMetadata = Annotated[dict[_MetadataKey, _MetadataValue | None], Meta(max_length=16)]
+"""Anthropic's, within the same bounds: `user_id` may be null."""
+
 UNAVAILABLE: Mapping[str, str] = {
     "functions": "function calling is not available on this server",
     "function_call": "function calling is not available on this server",
@@ -136,7 +143,7 @@ class SamplingFields(CommonFields, kw_only=True):
     logits_processors: Any = None
 
     user: Any = None
-    metadata: Any = None
+    metadata: Metadata | None = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
-from typing import IO, Any
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import IO
 
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
@@ -15,8 +16,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from quire.server.body import too_large
 from quire.server.call import call_of
-from quire.server.errors import ApiError, bad_request, unavailable_feature
-from quire.server.openai.file_store import FileStore, storage_failed
+from quire.server.errors import ApiError, bad_request, overloaded, unavailable_feature
+from quire.server.ledger import Ledger
+from quire.server.openai.data_folder import storage_failed
+from quire.server.openai.file_store import FileStore, Record, public
+from quire.server.openai.listing import FileListing, list_object
+from quire.server.query import query_of
 from quire.server.responses import json_response
 from quire.server.state import Api
 
@@ -24,7 +29,9 @@ _CHUNK_BYTES = 1 << 20
 _MIN_UPLOAD_RATE = 64 << 10
 """Bytes a second that an upload must keep up with on average."""
 _MAX_FIELD_BYTES = 4096
-_MAX_LISTED = 10_000
+_MAX_UPLOADS_OF_ONE = 4
+"""Largest files of one tenant that may be on their way at once: each waits on the disk until it is complete."""
+_MAX_UPLOADS = 16
 
 
 class Files:
@@ -33,6 +40,8 @@ class Files:
     def __init__(self, api: Api, store: FileStore | None) -> None:
         self._api = api
         self._store = store
+        self._uploads: Ledger[str, object] = Ledger()
+        """On their way, by tenant."""
 
     @property
     def store(self) -> FileStore:
@@ -46,7 +55,12 @@ class Files:
         call, store = call_of(request), self.store
         if not request.headers.get("content-type", "").startswith("multipart/form-data"):
             raise ApiError(415, "a file is uploaded as multipart/form-data", code="unsupported_media_type")
-        config = self._api.config
+        await asyncio.to_thread(store.check_room, call.tenant.name)
+        with self._room_for_upload(request):
+            return json_response(call, public(await self._take(request, store)))
+
+    async def _take(self, request: Request, store: FileStore) -> Record:
+        call, config = call_of(request), self._api.config
         timeout_s = config.body_timeout_s + config.max_file_bytes / _MIN_UPLOAD_RATE
         bounded = Request(request.scope, _counted(request.receive, config.max_file_bytes + (64 << 10)))
         try:
@@ -60,7 +74,7 @@ class Files:
                 if purpose != "batch":
                     raise unavailable_feature("purpose", "only files for batches are kept here; give purpose='batch'")
                 name, source = upload.filename or "file", upload.file
-                record = await asyncio.to_thread(store.add_file, call.tenant.name, name, source)
+                return await asyncio.to_thread(store.add_file, call.tenant.name, name, source)
         except TimeoutError:
             raise ApiError(408, "the upload took too long", code="body_timeout", headers={"connection": "close"}) from None
         except HTTPException as error:
@@ -69,19 +83,34 @@ class Files:
             raise ApiError(499, "the client went away") from None
         except OSError as error:  # a large upload waits in a temporary file
             raise storage_failed(error) from None
-        return json_response(call, record)
+
+    @contextmanager
+    def _room_for_upload(self, request: Request) -> Iterator[None]:
+        """Count what an upload says that it brings, or may bring at most. Raises ApiError 429."""
+        tenant, largest, name = call_of(request).tenant.name, self._api.config.max_file_bytes, object()
+        declared = request.headers.get("content-length", "")
+        num_bytes = min(largest, int(declared)) if declared.isascii() and declared.isdigit() else largest
+        if (
+            self._uploads.bytes_of(tenant) + num_bytes > _MAX_UPLOADS_OF_ONE * largest
+            or self._uploads.num_bytes + num_bytes > _MAX_UPLOADS * largest
+        ):
+            raise overloaded("too many uploads are on their way; try again later", code="too_many_uploads", retry_after_s=5)
+        self._uploads.put(tenant, name, num_bytes)
+        try:
+            yield
+        finally:
+            self._uploads.drop(tenant, name)
 
     async def list(self, request: Request) -> Response:
         """All files, newest first."""
-        call, store = call_of(request), self.store
-        records = await asyncio.to_thread(store.records, call.tenant.name, "file")
-        purpose = request.query_params.get("purpose")
-        return json_response(call, page(request, [each for each in records if purpose in (None, each["purpose"])]))
+        call, store, query = call_of(request), self.store, query_of(request, FileListing)
+        records, has_more = await asyncio.to_thread(store.page, call.tenant.name, "file", query)
+        return json_response(call, list_object([public(record) for record in records], has_more=has_more))
 
     async def get(self, request: Request) -> Response:
         """A file's record."""
         call, store, file_id = call_of(request), self.store, request.path_params["file_id"]
-        return json_response(call, await asyncio.to_thread(store.get, call.tenant.name, "file", file_id))
+        return json_response(call, public(await asyncio.to_thread(store.get, call.tenant.name, "file", file_id)))
 
     async def content(self, request: Request) -> Response:
         """A file's bytes."""
@@ -92,7 +121,7 @@ class Files:
     async def delete(self, request: Request) -> Response:
         """Remove a file."""
         call, store, file_id = call_of(request), self.store, request.path_params["file_id"]
-        await asyncio.to_thread(store.delete_file, call.tenant.name, file_id)
+        await asyncio.to_thread(store.delete, call.tenant.name, "file", file_id)
         return json_response(call, {"id": file_id, "object": "file", "deleted": True})
 
 
@@ -105,7 +134,8 @@ class _FileResponse(Response):
         self._size = size
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [(b"content-type", b"application/octet-stream"), (b"content-length", str(self._size).encode())]
+        own = [(b"content-type", b"application/octet-stream"), (b"content-length", str(self._size).encode())]
+        headers = [*(each for each in self.raw_headers if each[0] != b"content-length"), *own]
         try:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             async for chunk in self._chunks():
@@ -122,29 +152,6 @@ class _FileResponse(Response):
                 return
             left -= len(chunk)
             yield chunk
-
-
-def page(request: Request, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """OpenAI's list object: `limit` records after the one named by `after`."""
-    limit_text, after = request.query_params.get("limit", str(_MAX_LISTED)), request.query_params.get("after")
-    if not limit_text.isdigit() or not 1 <= int(limit_text[:9]) <= _MAX_LISTED:
-        raise bad_request(f"limit: it must be from 1 to {_MAX_LISTED}", param="limit")
-    order = request.query_params.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise bad_request("order: it must be asc or desc", param="order")
-    if order == "asc":
-        records = list(reversed(records))
-    start = 0
-    if after is not None:
-        start = next((number + 1 for number, each in enumerate(records) if each["id"] == after), len(records))
-    shown = list(records[start : start + int(limit_text)])
-    return {
-        "object": "list",
-        "data": shown,
-        "first_id": shown[0]["id"] if shown else None,
-        "last_id": shown[-1]["id"] if shown else None,
-        "has_more": start + len(shown) < len(records),
-    }
 
 
 def _counted(receive: Receive, max_bytes: int) -> Receive:

@@ -23,15 +23,18 @@ from quire.server.openai.fields import (
     Budget,
     CommonFields,
     Count,
+    Metadata,
     asks_for_something,
     check_common,
     sampling_params,
 )
+from quire.server.openai.listing import Listing, page_of
 from quire.server.openai.logprobs import LogprobTracker, TokenNames
 from quire.server.openai.messages import for_template
 from quire.server.openai.response_items import Item, OutputItems, input_items, is_whole, messages_of, new_id
 from quire.server.openai.response_store import ResponseStore, StoredResponse
 from quire.server.openai.tools import RESPONSES, read_tools
+from quire.server.query import query_of
 from quire.server.reading import Reading
 from quire.server.responses import EventStream, json_response, named_event, timings
 from quire.server.state import Api
@@ -61,7 +64,7 @@ class ResponseRequest(CommonFields, kw_only=True):
     include: list[str] | None = None
     text: dict[str, Any] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -133,12 +136,10 @@ class Responses:
         return json_response(call, self._store.get(call.tenant.name, request.path_params["response_id"]).body)
 
     async def input_items(self, request: Request) -> Response:
-        """What a kept answer was an answer to, newest first."""
+        """What a kept answer was an answer to, newest first where nothing else is asked for."""
         call = call_of(request)
-        items = list(reversed(self._store.get(call.tenant.name, request.path_params["response_id"]).input_items))
-        ids = [item["id"] for item in items]
-        page = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None, "has_more": False}
-        return json_response(call, {"object": "list", "data": items, **page})
+        items = self._store.get(call.tenant.name, request.path_params["response_id"]).input_items
+        return json_response(call, page_of(items, query_of(request, Listing)))
 
     async def delete(self, request: Request) -> Response:
         """Forget an answer."""
@@ -157,6 +158,8 @@ class Responses:
         model = api.check_model(body.model)
         _check(body)
         call.ignore((name for name in _HINTS if asks_for_something(getattr(body, name))), NO_EFFECT)
+        if body.request_id is not None:
+            call.ignore(["request_id"], "what is stored is stored under ids of this server's own")
         functions, demand = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls, RESPONSES)
         tools = await settle_tools(functions, demand, api.tool_notation)
         items, asked = await api.texts.digest(call.num_body_bytes, lambda: _read_input(body.input))
@@ -181,10 +184,7 @@ class Responses:
         job = Job(token_ids, params, None, body.cache_salt, body.priority)
         names = TokenNames(api.client.tokenizer, as_ids=False, shows_special=False)
         prepare_s = time.monotonic() - started_s
-        prepared = _Prepared(body, job, model, messages, items, names, reading, functions, prepare_s)
-        if body.request_id is not None:
-            prepared.id = f"resp_{body.request_id}"
-        return prepared
+        return _Prepared(body, job, model, messages, items, names, reading, functions, prepare_s)
 
     def _params(self, body: ResponseRequest, num_prompt_tokens: int, reading: Reading, given: dict[str, Any]) -> SamplingParams:
         api = self._api

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,13 @@ import httpx
 import openai
 import pytest
 from fake_client import FakeClient, Script
+from faulty_disk import FaultyDisk
 from served import until
 from servers import RunningServer, serve
 
 from quire.config.api import ApiConfig
 from quire.server.errors import ApiError
+from quire.server.openai.data_folder import DataFolder
 from quire.server.openai.file_store import FileStore
 from quire.server.tenants import Tenant, key_ring
 
@@ -92,23 +93,29 @@ def test_files(server: RunningServer) -> None:
 def test_a_disk_that_takes_nothing_is_said_and_leaves_nothing_behind(
     server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(number, os.strerror(number), str(tmp_path))
-
+    disk = FaultyDisk(monkeypatch)
+    disk.number = number
     with client_of(server) as client:
-        for broken in ("shutil.copyfileobj", "pathlib.Path.write_bytes"):
-            with monkeypatch.context() as patch, pytest.raises(openai.InternalServerError) as caught:
-                patch.setattr(broken, fail)
-                client.files.create(file=b"x", purpose="batch")
+        for room_bytes in (0, 1, 150):  # nothing, a part of the content, all of it and a part of its record
+            disk.room_bytes = room_bytes
+            with pytest.raises(openai.InternalServerError) as caught:
+                client.files.create(file=b"x" * 100, purpose="batch")
             assert caught.value.status_code == 507 and caught.value.code == "storage_failed"
             assert caught.value.response.headers["x-should-retry"] == "false"
             assert str(tmp_path) not in caught.value.response.text + caplog.text
-            assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+            assert stored_in(tmp_path) == [] and list(client.files.list()) == []
+        disk.room_bytes = None
         file = client.files.create(file=b"x", purpose="batch")
         for lost in tmp_path.rglob("*.data"):
             lost.unlink()
         with pytest.raises(openai.NotFoundError):
             client.files.content(file.id)
+        assert client.files.delete(file.id).deleted
+
+
+def stored_in(folder: Path) -> list[Path]:
+    """What lies in a data folder."""
+    return [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
 
 
 def test_every_endpoint_that_generates_can_be_run_in_a_batch(server: RunningServer) -> None:
@@ -207,10 +214,12 @@ def test_without_a_folder_both_are_off() -> None:
 
 
 def test_t17_nothing_outside_the_folder_can_be_named(tmp_path: Path) -> None:
-    store = FileStore(tmp_path / "data")
     (tmp_path / "secret.json").write_text("{}")
+    folder = DataFolder(tmp_path / "data")
+    store = FileStore(folder)
     for name in ("../secret", "/etc/passwd", "file-../../secret", "file-" + "0" * 23 + "\n", "file-" + "\uff10" * 24, ""):
         with pytest.raises(ApiError):
             store.get("a", "file", name)
         with pytest.raises(ApiError):
-            store.content_path("a", name)
+            store.open_content("a", name)
+    folder.close()
