@@ -189,18 +189,19 @@ class BatchJob:
                 turn.weigh(len(line.body))
                 self._add_line(line, turn)
         if self._lines:
-            await asyncio.wait(self._lines)
+            await asyncio.wait(self._lines, timeout=self._left_s)
         self._check()
-        return self._has_read_all and not self._again
+        return self._has_read_all and not self._again and not self._lines
 
     async def _has_more(self) -> bool:
-        """Whether a line is left to be sent; waits for those in flight where that may yet turn out. Waits for the disk, too."""
-        while self._has_read_all and not self._again and self._lines:
-            await asyncio.wait(self._lines, return_when=asyncio.FIRST_COMPLETED)
+        """Whether a line is left to be sent, and time for it; waits for those in flight where that may yet turn out, and for
+        the disk."""
+        while self._has_read_all and not self._again and self._lines and self._left_s:
+            await asyncio.wait(self._lines, timeout=self._left_s, return_when=asyncio.FIRST_COMPLETED)
             self._check()
         async with self._writing:
             self._check()
-        return not self._has_read_all or bool(self._again)
+        return self._left_s > 0 and (not self._has_read_all or bool(self._again))
 
     async def _next_line(self, source: BatchInput) -> PlacedLine | None:
         if self._again:

@@ -159,7 +159,10 @@ class Batches:
 
     async def _find(self, call: Call, batch_id: str) -> Record:
         """A batch of the asking tenant. Raises ApiError 404."""
-        return self._current(await asyncio.to_thread(self._files.store.get, call.tenant.name, "batch", batch_id))
+        store, job = self._files.store, self._jobs.get(batch_id)
+        if job is not None and job.tenant.name == call.tenant.name and (record := job.record) is not None:
+            return record  # which may not be on the disk yet, or any more
+        return self._current(await asyncio.to_thread(store.get, call.tenant.name, "batch", batch_id))
 
     def _current(self, record: Record) -> Record:
         """A stored record, or what has become of it since."""

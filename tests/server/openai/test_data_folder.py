@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -56,7 +56,7 @@ def test_a_folder_that_is_gone_or_another_is_noticed(folder: DataFolder) -> None
 def test_what_is_written_in_part_is_taken_back(folder: DataFolder, monkeypatch: pytest.MonkeyPatch, room_bytes: int) -> None:
     path, disk = folder.root / "x", FaultyDisk(monkeypatch)
     folder.replace(path, b"before")
-    writes = (
+    writes: tuple[Callable[[], None], ...] = (
         lambda: folder.replace(path, b"x" * 10),
         lambda: folder.append(path, b"x" * 10, 6),
         lambda: folder.copy(path, io.BytesIO(b"x" * 10)),

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import errno
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import openai
 import pytest
-from fake_client import FakeClient, Script
+from batching import client_of
+from fake_client import FakeClient
 from faulty_disk import FaultyDisk
-from served import until
 from servers import RunningServer, serve
 
 from quire.config.api import ApiConfig
@@ -25,12 +23,6 @@ from quire.server.tenants import Tenant, key_ring
 KEYS = key_ring([(Tenant("a"), ["key-of-a"]), (Tenant("b"), ["key-of-b"])])
 
 
-def line(name: str, url: str = "/v1/chat/completions", **body: Any) -> str:
-    """One request of an input file."""
-    chat = {"model": "fake", "messages": [{"role": "user", "content": "x"}], **body}
-    return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": chat})
-
-
 def config(folder: Path) -> ApiConfig:
     return ApiConfig(data_folder=str(folder), max_file_bytes=100_000)
 
@@ -39,34 +31,6 @@ def config(folder: Path) -> ApiConfig:
 def server(tmp_path: Path) -> Iterator[RunningServer]:
     with serve(FakeClient(), config(tmp_path), KEYS) as running:
         yield running
-
-
-def client_of(server: RunningServer, key: str = "key-of-a") -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.v1, api_key=key, max_retries=0)
-
-
-def begin(client: openai.OpenAI, text: str, endpoint: Any = "/v1/chat/completions") -> Any:
-    file = client.files.create(file=("in.jsonl", text.encode()), purpose="batch")
-    return client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h")
-
-
-def wait(client: openai.OpenAI, batch_id: str, *wanted: str) -> Any:
-    batch: Any = None
-
-    def is_there() -> bool:
-        nonlocal batch
-        batch = client.batches.retrieve(batch_id)
-        return batch.status in wanted
-
-    until(is_there)
-    return batch
-
-
-def results(client: openai.OpenAI, file_id: str) -> dict[str, Any]:
-    """Result lines by their `custom_id`."""
-    entries = [json.loads(text) for text in client.files.content(file_id).text.splitlines()]
-    assert len({entry["custom_id"] for entry in entries}) == len(entries)
-    return {entry["custom_id"]: entry for entry in entries}
 
 
 def test_files(server: RunningServer) -> None:
@@ -118,26 +82,6 @@ def stored_in(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
 
 
-def test_every_endpoint_that_generates_can_be_run_in_a_batch(server: RunningServer) -> None:
-    with client_of(server) as client:
-        for url, body in (
-            ("/v1/completions", {"prompt": [5], "messages": None}),
-            ("/v1/responses", {"input": "x"}),
-        ):
-            lines = [
-                line("good", url, **body),
-                line("bad", url, **body, temperature=9),
-                line("stream", url, **body, stream=True),
-            ]
-            batch = wait(client, begin(client, "\n".join(lines), url).id, "completed")
-            assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 2)
-            answer = results(client, batch.output_file_id)["good"]["response"]["body"]
-            assert {entry["response"]["status_code"] for entry in results(client, batch.error_file_id).values()} == {400}
-        assert answer["object"] == "response" and answer["output"][0]["content"][0]["text"] == "one two three"
-        with pytest.raises(openai.NotFoundError):  # a batch's answers are in its file, and take nothing else's room
-            client.responses.retrieve(answer["id"])
-
-
 def test_a_tenants_files_are_bounded_together(tmp_path: Path) -> None:
     limits = ApiConfig(data_folder=str(tmp_path), max_stored_file_bytes=1000)
     with serve(FakeClient(), limits, KEYS) as server, client_of(server) as client, client_of(server, "key-of-b") as other:
@@ -148,63 +92,6 @@ def test_a_tenants_files_are_bounded_together(tmp_path: Path) -> None:
         other.files.create(file=b"x" * 600, purpose="batch")
         client.files.delete(first.id)
         client.files.create(file=b"x" * 600, purpose="batch")
-
-
-def test_a_batch_is_run(server: RunningServer) -> None:
-    with client_of(server) as client:
-        text = "\n".join([line("one"), line("two", n=2), "", line("bad", temperature=9), line("stream", stream=True)])
-        batch = wait(client, begin(client, text).id, "completed")
-        counts = batch.request_counts
-        assert (counts.total, counts.completed, counts.failed) == (4, 2, 2)
-        good, bad = results(client, batch.output_file_id), results(client, batch.error_file_id)
-        assert set(good) == {"one", "two"} and set(bad) == {"bad", "stream"}
-        assert good["one"]["response"]["body"]["choices"][0]["message"]["content"] == "one two three"
-        assert len(good["two"]["response"]["body"]["choices"]) == 2
-        assert bad["bad"]["response"]["status_code"] == 400
-        assert bad["bad"]["response"]["body"]["error"]["param"] == "temperature"
-        assert [each.id for each in client.batches.list()] == [batch.id]
-
-
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        ("", "empty_file"),
-        ("{", "invalid_json_line"),
-        (line("a") + "\n" + line("a"), "duplicate_custom_id"),
-        (line("a", url="/v1/completions"), "mismatched_url"),
-    ],
-)
-def test_an_input_that_makes_no_sense_fails_the_batch(server: RunningServer, text: str, code: str) -> None:
-    with client_of(server) as client:
-        batch = wait(client, begin(client, text).id, "failed")
-        assert batch.errors.data[0].code == code
-
-
-def test_a_batch_goes_on_after_a_restart_without_repeating_a_line(tmp_path: Path) -> None:
-    first = FakeClient(Script(pieces=("x",), begins=False))
-    with serve(first, config(tmp_path), KEYS) as server, client_of(server) as client:
-        batch = begin(client, "\n".join(line(f"r{number}") for number in range(6)))
-        wait(client, batch.id, "in_progress")
-    record = json.loads((tmp_path / "a" / "batches" / f"{batch.id}.json").read_bytes())
-    output = tmp_path / "a" / "files" / f"{record['_output_file_id']}.data"
-    answered = {"id": "x", "custom_id": "r0", "response": {"status_code": 200, "body": "from before"}, "error": None}
-    output.write_text(json.dumps(answered) + "\n" + '{"custom_id": "r1", "resp')  # and a line that was not finished
-    second = FakeClient()
-    with serve(second, config(tmp_path), KEYS) as server, client_of(server) as client:
-        batch = wait(client, batch.id, "completed")
-        good = results(client, batch.output_file_id)
-    assert set(good) == {f"r{number}" for number in range(6)} and batch.request_counts.completed == 6
-    assert good["r0"]["response"]["body"] == "from before" and len(second.requests) == 5
-
-
-def test_a_batch_is_cancelled(tmp_path: Path) -> None:
-    fake = FakeClient(Script(begins=False))
-    with serve(fake, config(tmp_path), KEYS) as server, client_of(server) as client:
-        batch = begin(client, "\n".join(line(f"r{number}") for number in range(50)))
-        wait(client, batch.id, "in_progress")
-        assert client.batches.cancel(batch.id).status == "cancelling"
-        assert wait(client, batch.id, "cancelled").cancelled_at
-        assert fake.streams == []
 
 
 def test_without_a_folder_both_are_off() -> None:
