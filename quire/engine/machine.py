@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire.common.numbers import format_bytes
 from quire.engine.gpu import Gpu
 
 _UNLIMITED = 1 << 60
@@ -41,6 +42,8 @@ class Machine:
     """NUMA nodes that those cores belong to."""
     instruction_sets: str = ""
     """See `instruction_sets`; "" where unknown."""
+    memory_reason: str = "free memory"
+    """What `available_memory` is."""
     gpu: Gpu | None = None
     """Looked for only where somebody wants to compute on one."""
 
@@ -48,12 +51,16 @@ class Machine:
     def inspect(cls, root: Path = Path("/")) -> Machine:
         """Look."""
         total, available = _memory(root)
+        memory_reason = "free memory"
         for limit, used in _group_memory(root):
             total = min(total, limit)
-            available = min(available, max(0, limit - used))
+            if limit - used < available:
+                available = max(0, limit - used)
+                memory_reason = f"memory that is free under the control group's limit of {format_bytes(limit)}"
         cpus = _allowed_cpus(root)
         num_cores, reason = _cores(root, cpus)
-        return cls(total, available, num_cores, _cpu_name(root), reason, _num_nodes(root, cpus), instruction_sets(root))
+        num_nodes, sets = _num_nodes(root, cpus), instruction_sets(root)
+        return cls(total, available, num_cores, _cpu_name(root), reason, num_nodes, sets, memory_reason)
 
 
 def _memory(root: Path) -> tuple[int, int]:
@@ -77,9 +84,13 @@ def _total_by_system_call() -> int:
 
 
 def _group_memory(root: Path) -> Iterable[tuple[int, int]]:
-    """(limit, used) of every control group that this process is in; page cache is not counted as used."""
+    """(limit, used) of every control group that this process is in; page cache is not counted as used.
+
+    Above `memory.high` the kernel slows a group down until it hardly runs, so that is a limit as well.
+    """
     for folder, limit_name, used_name, inactive in (
         *((f, "memory.max", "memory.current", "inactive_file") for f in _group_folders(root, "")),
+        *((f, "memory.high", "memory.current", "inactive_file") for f in _group_folders(root, "")),
         *((f, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file") for f in _group_folders(root, "memory")),
     ):
         limit, used = _number(folder / limit_name), _number(folder / used_name)

@@ -322,7 +322,7 @@ class _Resolver:
     def _kv_bytes(self, other_bytes: int, most_useful: int) -> int:
         config = self.config
         available = self.machine.available_memory if self.gpu is None else self.gpu.free_memory
-        where = "free memory" if self.gpu is None else "free GPU memory"
+        where = self.machine.memory_reason if self.gpu is None else "free GPU memory"
         free = int(available * config.memory_utilization) - other_bytes
         budget = f"{config.memory_utilization:.0%} of {format_bytes(available)} {where}"
         if config.kv_cache_memory is not None:

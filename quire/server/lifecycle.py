@@ -29,6 +29,7 @@ from quire.engine.builder import PreparedModel
 from quire.engine.process.client import ProcessClient
 from quire.engine.process.watch import WatchConfig
 from quire.errors import ConfigError, EngineError
+from quire.server.exhaustion import ExhaustionLog
 from quire.server.openai.data_folder import DataFolder
 from quire.server.tenants import KeyRing, read_keys
 from quire.server.texts import read_template
@@ -139,6 +140,7 @@ class Lifecycle:
         client = ProcessClient(prepared, watch, has_json_logs=self._settings.api.json_logs)
         client.start()  # first of all: the model loads while the rest is imported
         self._handle_signals()
+        asyncio.get_running_loop().set_exception_handler(ExhaustionLog())
         try:
             server = self._server(client)
             return await self._serve(client, server, listener)

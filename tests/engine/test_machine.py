@@ -46,6 +46,8 @@ def test_no_files_at_all(tmp_path: Path) -> None:
             2,
         ),
         ({"memory.max": "max\n", "memory.current": "5\n"}, 32, 16),
+        ({"memory.max": f"{8 * GIB}\n", "memory.high": f"{4 * GIB}\n", "memory.current": f"{GIB}\n"}, 4, 3),
+        ({"memory.max": f"{8 * GIB}\n", "memory.high": "max\n", "memory.current": f"{GIB}\n"}, 8, 7),
         ({"memory.max": f"{4 * GIB}\n", "memory.current": f"{5 * GIB}\n"}, 4, 0),
         ({"memory.max": "nonsense\n", "memory.current": "5\n"}, 32, 16),
     ],
@@ -54,6 +56,18 @@ def test_control_groups_version_2(files: dict[str, str], total: int, available: 
     groups = {f"sys/fs/cgroup/a/{name}": text for name, text in files.items()}
     machine = _machine(tmp_path, {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/a/b\n", **groups})
     assert (machine.total_memory, machine.available_memory) == (total * GIB, available * GIB)
+
+
+def test_the_narrowest_group_above_decides(tmp_path: Path) -> None:
+    groups = {
+        f"sys/fs/cgroup/{folder}/{name}": f"{size * GIB}\n"
+        for folder, limit, used in (("a", 3, 2), ("a/b", 6, 1), ("a/b/c", 5, 1))
+        for name, size in (("memory.max", limit), ("memory.current", used))
+    }
+    files = {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/a/b/c\n", "sys/fs/cgroup/a/cpu.max": "200000 100000", **groups}
+    machine = _machine(tmp_path, files | _cpus("0-7", TWO_THREADS, {}))
+    assert (machine.total_memory, machine.available_memory, machine.num_cores) == (3 * GIB, GIB, 2)
+    assert machine.memory_reason == "memory that is free under the control group's limit of 3.0 GiB"
 
 
 def test_control_groups_version_1_in_a_container(tmp_path: Path) -> None:

@@ -38,6 +38,30 @@ def test_every_decision_has_a_reason_and_the_sum_fits(tiny_config: Path) -> None
     assert plan.kv_bytes == plan.limits.num_slots * plan.kv_bytes_per_token
 
 
+def test_limits_of_a_container_are_the_plans(tiny_config: Path, tmp_path: Path) -> None:
+    """Of a machine of 32 GiB and eight CPUs: 100 MiB, of which 60 are taken, and the time of two CPUs."""
+    files = {
+        "proc/meminfo": "MemTotal: 33554432 kB\nMemAvailable: 16777216 kB\n",
+        "proc/self/cgroup": "0::/\n",
+        "proc/self/status": "Cpus_allowed_list:\t0-7\n",
+        "sys/fs/cgroup/memory.max": f"{100 << 20}\n",
+        "sys/fs/cgroup/memory.current": f"{70 << 20}\n",
+        "sys/fs/cgroup/memory.stat": f"inactive_file {10 << 20}\n",
+        "sys/fs/cgroup/cpu.max": "200000 100000\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / "machine" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    machine = Machine.inspect(tmp_path / "machine")
+    plan = _plan(tiny_config, machine, max_num_seqs=256)
+    assert plan.num_threads == 2 and plan.total_bytes <= 0.9 * (40 << 20)
+    reasons = {decision.name: decision.reason for decision in plan.decisions}
+    assert "the control group's quota is 2 CPUs' time" in reasons["num_threads"]
+    with pytest.raises(CapacityError, match=r"of 40\.0 MiB memory that is free under the control group's limit of 100\.0 MiB"):
+        _plan(tiny_config, machine, kv_cache_memory="64MiB")
+
+
 def test_given_values_are_obeyed(tiny_config: Path) -> None:
     plan = _plan(tiny_config, kv_cache_memory="1MiB", block_size=8, max_num_seqs=3, max_model_len=100, dtype="bfloat16")
     assert plan.kv_bytes_per_token == 2 * 2 * 2 * 16 * 2

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import resource
+import select
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import pytest
 from batching import client_of
 from fake_client import FakeClient
 from faulty_disk import FaultyDisk
+from served import Served, until
 from servers import RunningServer, serve
 
 from quire.config.api import ApiConfig
@@ -75,6 +79,50 @@ def test_a_disk_that_takes_nothing_is_said_and_leaves_nothing_behind(
         with pytest.raises(openai.NotFoundError):
             client.files.content(file.id)
         assert client.files.delete(file.id).deleted
+
+
+@pytest.mark.slow
+def test_what_the_system_lets_nobody_write_is_answered_and_survived(served: Served) -> None:
+    """As above, where it is the kernel that refuses, in the middle of a file."""
+    pid = served.process.pid
+    limits = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key=served.headers["x-api-key"], max_retries=0) as client:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        try:
+            with pytest.raises(openai.InternalServerError) as caught:
+                client.files.create(file=b"x" * 50_000, purpose="batch")
+            assert caught.value.status_code == 507
+            client.files.delete(client.files.create(file=b"x" * 10_000, purpose="batch").id)
+        finally:
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+        client.files.delete(client.files.create(file=b"x" * 50_000, purpose="batch").id)
+        assert list(client.files.list()) == []
+        assert served.get("/livez").status_code == 200
+
+
+def test_uploads_on_their_way_are_bounded(tmp_path: Path) -> None:
+    """Each waits in a temporary file until it is complete."""
+    head = b"POST /v1/files HTTP/1.1\r\nhost: x\r\nx-api-key: %b\r\ncontent-length: 99999\r\n" \
+           b"content-type: multipart/form-data; boundary=b\r\n\r\n--b\r\n"  # fmt: skip
+    with serve(FakeClient(), config(tmp_path), KEYS) as server:
+        slow = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(5)]
+        for connection in slow:
+            connection.sendall(head % b"key-of-a")
+        refused, _, _ = select.select(slow, [], [], 60)
+        assert len(refused) == 1 and b"too_many_uploads" in refused[0].recv(10_000)
+        with client_of(server, "key-of-b") as client:
+            client.files.create(file=b"x", purpose="batch")
+        for connection in slow:
+            connection.close()
+        with client_of(server) as client:
+
+            def is_taken() -> bool:
+                try:
+                    return bool(client.files.create(file=b"x", purpose="batch"))
+                except openai.RateLimitError:
+                    return False
+
+            until(is_taken)
 
 
 def stored_in(folder: Path) -> list[Path]:
