@@ -120,7 +120,7 @@ class BatchJob:
 
     async def _run_or_cancel(self) -> None:
         try:
-            place = await self._shared.places.enter(self.tenant, self._left_s)
+            place = await self._shared.places.enter(self.tenant, self._left_s) if self._left_s else None
             if place is None:
                 await self._end("expired")
                 return

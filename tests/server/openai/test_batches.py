@@ -179,7 +179,18 @@ def test_so_many_run_at_once_and_the_others_wait(tmp_path: Path) -> None:
         wait(other, theirs, "in_progress")  # before the third: who has nothing comes first
         assert statuses(client) == ["cancelled", "in_progress", "validating", "cancelled"]
         until(lambda: len(fake.streams) == 5)
-        assert len({stream.request.tenant for stream in fake.streams}) == 2, "lines are shared, too"
+
+
+def test_lines_of_a_long_batch_do_not_hold_up_those_of_another_tenant(tmp_path: Path) -> None:
+    fake = FakeClient(Script(pause_s=0.01))
+    limits = config(tmp_path, max_batch_lines=2)
+    with serve(fake, limits, KEYS) as server, client_of(server) as client, client_of(server, "key-of-b") as other:
+        long = begin(client, lines(300))
+        until(lambda: counts_of(client, long.id).completed > 0)
+        wait(other, begin(other, lines(5)).id, "completed")
+        assert client.batches.retrieve(long.id).status == "in_progress"
+        client.batches.cancel(long.id)
+        assert wait(client, long.id, "cancelled").request_counts.completed < 300
 
 
 def test_what_waits_and_runs_takes_little_memory_however_large_the_files_are(tmp_path: Path) -> None:

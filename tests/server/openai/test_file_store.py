@@ -154,6 +154,9 @@ def test_a_list_reads_no_record_that_it_does_not_show(store: FileStore, monkeypa
     monkeypatch.setattr(Path, "read_bytes", counted)
     records, has_more = store.page("a", "batch", Listing(limit=3, after=made[40]))
     assert [record["number"] for record in records] == [39, 38, 37] and has_more and num_read == 3
+    with pytest.raises(ApiError) as caught:  # an end in silence would pass for the list's
+        store.page("a", "batch", Listing(after=new_id("batch")))
+    assert (caught.value.status, caught.value.param) == (400, "after")
 
 
 def test_newest_first_is_the_order_in_which_they_came_whatever_the_clock_said(tmp_path: Path) -> None:
