@@ -151,12 +151,14 @@ class BatchJob:
 
     async def _give_up(self, error: ApiError) -> None:
         """Say why the batch cannot go on, if the disk takes that."""
+        if error.code == STORAGE_FAILED:
+            logger.error("batch %s ends: the data folder could not be used for too long", self.batch_id)
         try:
             line = int(error.param) if error.param is not None and error.param.isdigit() else None
             problem = {"code": error.code or "invalid_input", "message": error.message, "param": None, "line": line}
             await self._end("failed", errors={"object": "list", "data": [problem]})
         except ApiError:
-            logger.error("batch %s ended, and the data folder does not take that", self.batch_id)
+            logger.error("the end of batch %s could not be written: the next server will take it up again", self.batch_id)
 
     async def _end(self, status: str, **fields: Any) -> None:
         """Register what was answered and close the record, unless that has been done."""
