@@ -197,7 +197,7 @@ def test_what_waits_and_runs_takes_little_memory_however_large_the_files_are(tmp
     fake = FakeClient(Script(begins=False))
     limits = config(tmp_path, max_file_bytes=50 << 20, max_running_batches=20)
     filler = "x" * 20_000
-    text = "\n".join(line(f"r{number}", ignored=filler) for number in range(1000))
+    text = "\n".join(line(f"r{number}", ignored=filler) for number in range(500))
     with serve(fake, limits, KEYS) as server, client_of(server) as client:
         file = client.files.create(file=text.encode(), purpose="batch")
         del text
@@ -206,7 +206,7 @@ def test_what_waits_and_runs_takes_little_memory_however_large_the_files_are(tmp
             client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
         until(lambda: set(statuses(client)) == {"in_progress"})
         until(lambda: len(fake.streams) > 0)
-        assert resident_bytes(os.getpid()) - before < 100 << 20, "the inputs are 12 times 20 MB"
+        assert resident_bytes(os.getpid()) - before < 60 << 20, "the inputs are 12 times 10 MB"
         for each in client.batches.list():
             client.batches.cancel(each.id)
         until(lambda: set(statuses(client)) == {"cancelled"})
