@@ -5,7 +5,7 @@ one after another, each with all workloads (with `--resident` all stay loaded an
 disturbance of the machine meets all of them alike); medians over the rounds are compared. The machine's limits are sampled
 around and during every run, while its engine stands still (benchmarks/referee.py). Every run is written down at once: a
 comparison that is ended, by its budget or otherwise, goes on where it was when the same command is given again. Writes the
-record (docs/benchmarks/README.md); prints tables.
+record (docs/benchmarks/records.md); prints tables.
 
     python -m benchmarks.compare                             SmolLM2-135M's configuration, random weights, all that is installed
     python -m benchmarks.compare --model models/M1,models/M2 --json "cpu-{model}.json" --budget 300

@@ -96,7 +96,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def record_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The record (docs/benchmarks/README.md) without its summary.
+    """The record (docs/benchmarks/records.md) without its summary.
 
     A variant is described as it was last; `ready_s` is the median over its processes. `failures` has the last failure of a
     variant that has never run since; `commits` are Quire's at the runs. Lines of schema 3 have `peaks`, measured once a round.

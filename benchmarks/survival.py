@@ -1,6 +1,6 @@
 """What clients see when the engine is killed under load: 32 streams, `kill -9` at random moments, every answer compared.
 
-    python -m benchmarks.survival --kills 20 --write docs/benchmarks/survival.md
+    python -m benchmarks.survival --kills 20 --write docs/lab/survival.md
 
 Prints one row per kill: how long the engine was away, and the longest pause that any stream saw. Fails if a single token of any
 stream differs from the stream's undisturbed run.

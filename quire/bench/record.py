@@ -1,6 +1,6 @@
 """The record of a benchmark: one JSON schema for all of them, and the check that a record keeps to it.
 
-docs/benchmarks/README.md explains each field. A record names everything that is needed to judge the numbers and to measure
+docs/benchmarks/records.md explains each field. A record names everything that is needed to judge the numbers and to measure
 again: machine, versions, commit, decisions of the engine, workload, and the limits of the machine in the same run.
 """
 

@@ -60,7 +60,7 @@ def test_what_is_missing_unknown_or_wrong_is_named(good: dict[str, Any]) -> None
 
 
 def test_every_key_of_the_schema_is_documented(repo_root: Path) -> None:
-    text = (repo_root / "docs" / "benchmarks" / "README.md").read_text()
+    text = (repo_root / "docs" / "benchmarks" / "records.md").read_text()
     keys = {*record.SHAPE, *record.RESULT_SHAPE, *record.RESULT_SHAPE["roofline"]}
     keys |= {*record.SERVE_SHAPE, *record.SERVE_RESULT_SHAPE, *record.SERVE_RESULT_SHAPE["client"]}
     keys |= {*record.SERVE_SHAPE["server"], *record.SERVE_SHAPE["configuration"], *record.SERVE_SHAPE["series"]}

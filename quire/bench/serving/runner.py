@@ -1,6 +1,6 @@
 """A whole measurement of a server: find the model, warm up, load it as asked, and make the record.
 
-The record is that of all benchmarks (docs/benchmarks/README.md), of the kind "serve".
+The record is that of all benchmarks (docs/benchmarks/records.md), of the kind "serve".
 """
 
 from __future__ import annotations
