@@ -1,6 +1,7 @@
 """What a comparison's record says: medians, ratios, shares of the machine's limits, and tables of them in Markdown.
 
-`python -m benchmarks.tables RECORD...` prints the tables of records again; also of runs that are not finished (FILE.jsonl).
+`python -m benchmarks.tables RECORD...` prints the tables of records again: of files, of runs that are not finished
+(FILE.jsonl), or of records in the archive by their names.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.journal import read_lines, record_of
+from benchmarks.records import read_archive
 from benchmarks.variants import Variant
 from quire.bench.bound import IdealStep, MachineRates, bandwidth_s, compute_s, ideal_steps, roofline_s
 from quire.bench.roofline import Peaks
@@ -222,8 +224,10 @@ def _measures(row: Mapping[str, Any], *, is_latency: bool) -> list[str]:
     return [f"{row['wall_s']:.2f}", f"{row['compute_share']:.0%}", f"{row['roofline_share']:.0%}"]
 
 
-def read_record(path: Path) -> dict[str, Any]:
-    """A record, or what a journal amounts to so far."""
+def read_record(path: Path) -> Mapping[str, Any]:
+    """Read a record, what a journal amounts to so far, or, where there is no such file, the archive's record of that name."""
+    if not path.exists() and (archived := read_archive().get(path.name)) is not None:
+        return archived
     if path.suffix != ".jsonl":
         record: dict[str, Any] = json.loads(path.read_text())
         return record
