@@ -35,7 +35,9 @@ MARKERS = {"W1": "o", "W2": "s", "W3": "^", "W4": "D", "W5": "P"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw what the records hold."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], prog="python -m benchmarks.plot")
-    parser.add_argument("records", nargs="+", type=Path, help="JSON files of benchmarks.compare, finished or not, or names in the archive")
+    parser.add_argument(
+        "records", nargs="+", type=Path, help="JSON files of benchmarks.compare, finished or not, or names in the archive"
+    )
     parser.add_argument("--figure", choices=sorted(FIGURES), required=True)
     parser.add_argument("--out", type=Path, default=Path("docs/images"), help="folder (default: docs/images)")
     parser.add_argument("--name", help="of the files, before -light.svg and -dark.svg (default: the figure's)")

@@ -16,7 +16,14 @@ IMAGES = ROOT / "docs" / "images"
 TOLERANCE = 0.1
 """How far a count in the picture may be from the truth, as a share (or 100 lines, for small packages)."""
 THEMES = {
-    "light": {"ink": "#24292f", "box": "#ffffff", "line": "#8c959f", "control": "#ddf4ff", "data": "#fff1e5", "area": "#f6f8fa"},
+    "light": {
+        "ink": "#24292f",
+        "box": "#ffffff",
+        "line": "#8c959f",
+        "control": "#ddf4ff",
+        "data": "#fff1e5",
+        "area": "#f6f8fa",
+    },
     "dark": {"ink": "#e6edf3", "box": "#161b22", "line": "#6e7681", "control": "#0c2d4a", "data": "#3d2008", "area": "#0d1117"},
 }
 
@@ -93,15 +100,17 @@ def draw(theme: str) -> str:
         '<text x="20" y="24" font-weight="600">programs</text><text x="20" y="102" font-weight="600">assembly</text>',
     ]
     for x, y, width, height, title in _AREAS:
-        parts.append(f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="8" fill="{colours["area"]}" stroke="{line}"/>')
+        parts.append(
+            f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="8" fill="{colours["area"]}" stroke="{line}"/>'
+        )
         parts.append(f'<text x="{x + 12}" y="{y + 17}" font-weight="600">{title}</text>')
     for box in BOXES:
         fill, size = colours[box.kind], 13 if box.width > 110 else 12
         parts.append(
             f'<rect x="{box.x}" y="{box.y}" width="{box.width}" height="{HEIGHT}" rx="6" fill="{fill}" stroke="{line}"/>'
             f'<text x="{box.x + 8}" y="{box.y + 18}" font-size="{size}" font-weight="600">{box.name}</text>'
-            f'<text data-name="{box.name}" x="{box.x + box.width - 8}" y="{box.y + 18}" text-anchor="end" font-size="{size - 2}">'
-            f"{counts[box.name] / 1000:.1f}k</text>"
+            f'<text data-name="{box.name}" x="{box.x + box.width - 8}" y="{box.y + 18}" text-anchor="end" '
+            f'font-size="{size - 2}">{counts[box.name] / 1000:.1f}k</text>'
             f'<text x="{box.x + 8}" y="{box.y + 35}" opacity="0.8">{box.text}</text>'
         )
     parts += [*_seam(line), "</svg>"]
@@ -113,7 +122,9 @@ def _seam(line: str) -> list[str]:
     arrows = []
     for y, tip, text in ((230, 404, "StepPlan"), (256, 320, "StepResult")):
         start, step = (320, -6) if tip > 320 else (404, 6)
-        arrows.append(f'<path d="M{start} {y}H{tip}m{step} -4l{-step} 4l{step} 4" fill="none" stroke="{line}" stroke-width="1.5"/>')
+        arrows.append(
+            f'<path d="M{start} {y}H{tip}m{step} -4l{-step} 4l{step} 4" fill="none" stroke="{line}" stroke-width="1.5"/>'
+        )
         arrows.append(f'<text x="362" y="{y - 5}" text-anchor="middle">{text}</text>')
     return arrows
 

@@ -33,7 +33,12 @@ def crowd(server: RunningServer, count: int, lengths: tuple[int, ...] = (330,)) 
 
     def ask(number: int) -> None:
         content = f"Tell me a story about a {SUBJECTS[number % len(SUBJECTS)]}."
-        body = {"messages": [{"role": "user", "content": content}], "max_tokens": lengths[number % len(lengths)], "seed": number, "ignore_eos": True}
+        body = {
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": lengths[number % len(lengths)],
+            "seed": number,
+            "ignore_eos": True,
+        }
         time.sleep(number / 8)
         httpx.post(f"{server.v1}/chat/completions", json=body, timeout=300)
 
