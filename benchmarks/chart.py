@@ -56,10 +56,10 @@ def _panel(results: Sequence[Result], workloads: Sequence[str], corner: tuple[in
     full = _PANEL_WIDTH - 90
     title = results[0].machine if results else ""
     parts = [f'<text x="{left}" y="44" font-weight="600">{title}</text>']
-    for share in (0, 50, 100):
-        x = left + full * share // 100
+    for percent in (0, 50, 100):
+        x = left + full * percent // 100
         parts.append(f'<line x1="{x}" y1="{_TOP - 6}" x2="{x}" y2="{height - 22}" stroke="{faint}"/>')
-        parts.append(f'<text x="{x}" y="{height - 6}" text-anchor="middle" font-size="10">{share} %</text>')
+        parts.append(f'<text x="{x}" y="{height - 6}" text-anchor="middle" font-size="10">{percent} %</text>')
     by_workload: dict[str, dict[str, tuple[Result, Result]]] = {}
     for mine, theirs in pairs(results):
         if (mine.model, mine.format, theirs.format) == (MODEL, FORMAT, FORMAT):

@@ -58,7 +58,7 @@ def _result(name: str, record: Record, workload: str, variant: str) -> Result:
         machine=machine.name,
         date=record["started_at"][:10],
         commit=" ".join(record.get("commits") or [record["versions"]["commit"]]),
-        model=MODELS.get(record["model"], record["model"]),
+        model=MODELS.get(record["model"]) or str(record["model"]),
         workload=workload,
         engine=parsed.engine,
         format=":".join((parsed.form, *parsed.extra)),

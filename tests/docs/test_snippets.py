@@ -2,7 +2,7 @@
 
 Commands of `quire` run in this process; Python snippets one after the other in a process of their own; clients and
 curl against a server that the README's own command started, but for its port. What needs a network, minutes or another machine
-(`pip install`, `make`, `python -m pytest`) is resolved: the target, the tests, the requirement exist.
+(`pip install`, `make`, `python -m pytest`, scripts) is resolved: the target, the tests, the requirement exist.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 import tomllib
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -91,7 +91,18 @@ def _check_pytest(words: list[str]) -> None:
     assert paths and all((ROOT / path).exists() for path in paths)
 
 
-CHECKS = {"quire": _check_options, "make": _check_make, "pip": _check_pip, "python": _check_pytest, "curl": lambda words: None}
+def _check_script(words: list[str]) -> None:
+    subprocess.run(["sh", "-n", str(ROOT / words[1])], check=True)
+
+
+def _check_curl(words: list[str]) -> None:
+    assert any(word.startswith("http://localhost:8000/") for word in words), "run against the server in the slow suite"
+
+
+CHECKS: dict[str, Callable[[list[str]], None]] = {
+    "quire": _check_options, "make": _check_make, "pip": _check_pip, "python": _check_pytest, "sh": _check_script,
+    "curl": _check_curl,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("page", "line"), COMMAND_LINES)

@@ -73,3 +73,21 @@ def test_pictures_are_small(theme: str) -> None:
     images = ROOT / "docs" / "images"
     assert (images / f"block-map-{theme}.webp").stat().st_size < 1_500_000
     assert (images / f"peers-{theme}.svg").stat().st_size < 20_000
+
+
+def test_files_that_guides_name_exist() -> None:
+    skipped = {".git", ".venv", "build", ".mypy_cache", ".ruff_cache", ".hypothesis"}
+    files = [
+        "/" + str(path.relative_to(ROOT))
+        for folder in ("quire", "csrc", "tests", "tools", "benchmarks", "examples", "deploy")
+        for path in (ROOT / folder).rglob("*.*")
+        if not skipped & set(path.parts)
+    ]
+    guides = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "tour.md", *(ROOT / "docs" / "howto").glob("*.md")]
+    missing = {
+        f"{guide.name}: {name}"
+        for guide in guides
+        for name in re.findall(r"`([\w/]+\.(?:py|pyi|cpp|hpp|sh|js))`", guide.read_text(encoding="utf-8"))
+        if not any(file.endswith(f"/{name}") for file in files)
+    }
+    assert missing == set()
