@@ -11,11 +11,12 @@ from markdown_pages import ROOT, without_code
 PAGES = [
     "README.md", "CONTRIBUTING.md", "docs/README.md", "docs/tour.md", "docs/glossary.md", "docs/models.md",
     "docs/troubleshooting.md", "docs/benchmarks/README.md", "docs/lab/README.md",
-    *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs" / "howto").glob("*.md"))),
+    "docs/benchmarks/records.md", "benchmarks/README.md",
+    *(str(page.relative_to(ROOT)) for name in ("howto", "decisions") for page in sorted((ROOT / "docs" / name).glob("*.md"))),
 ]  # fmt: skip
 TERMS = {
     r"stretch(es)?": "split-K chunk",
-    r"(matrix )?products?(?! (name|of the company))": "GEMM",
+    r"(?<!dot )(matrix )?products?": "GEMM",
     r"reckoned": "estimated",
     r"acted out|acting out": "emulated",
     r"goes? past the caches": "streaming store",
