@@ -106,12 +106,23 @@ def stream(log: Log, url: str) -> None:
     log.add("POST /v1/chat/completions, streamed  # to the last text", time.monotonic() - began_s)
 
 
+def ask(log: Log, folder: Path) -> None:
+    """Serve and stream an answer; then the README's snippet in Python."""
+    with serving(log) as url:
+        stream(log, url)
+    readme = (log.clone / "README.md").read_text(encoding="utf-8")
+    snippet = next(code for code in re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL))
+    (folder / "first.py").write_text(snippet, encoding="utf-8")
+    log.run("python first.py  # the README's snippet", folder)
+
+
 def main() -> None:
     """Clone, install, serve, ask."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--source", default=str(ROOT), help="repository to clone (default: this one)")
     parser.add_argument("--make", action="store_true", help="also `make demo`")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("ended"))  # the folder is removed then, too
     with tempfile.TemporaryDirectory(prefix="quire-newcomer-") as name:
         folder = Path(name)
         log = Log(folder)
@@ -121,12 +132,7 @@ def main() -> None:
         log.environment["PYTHON"] = "python"
         log.run("sh tools/install-torch.sh")
         log.run("pip install -q .")
-        with serving(log) as url:
-            stream(log, url)
-        readme = (log.clone / "README.md").read_text(encoding="utf-8")
-        snippet = next(code for code in re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL))
-        (folder / "first.py").write_text(snippet, encoding="utf-8")
-        log.run("python first.py  # the README's snippet", folder)
+        ask(log, folder)
         if args.make:
             del log.environment["PYTHON"]
             log.run("make demo")

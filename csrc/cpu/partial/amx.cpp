@@ -18,7 +18,7 @@
 //
 // Integers are exact sums modulo 2^32, as everywhere, so few rows may go through VNNI: three of int8, whose products take VNNI
 // longer than the memory from four on; of int4 as many as one of its tiles of registers holds, which reads the weight once, and
-// in groups of 32 as many as two tiles of matrices hold. Measured on an Emerald Rapids (docs/benchmarks/kernels-cpu.md), as all
+// in groups of 32 as many as two tiles of matrices hold. Measured on an Emerald Rapids (docs/lab/kernels-cpu.md), as all
 // figures here.
 #include "amx_small_groups.hpp"
 #include "extension.hpp"

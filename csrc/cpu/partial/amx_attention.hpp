@@ -8,7 +8,7 @@
 namespace quire::QUIRE_ISA {
 
 constexpr int ROWS = 16;      // of the query, in a tile
-constexpr int FEW_ROWS = 8;   // so few take no tiles (docs/benchmarks/attention-cpu.md)
+constexpr int FEW_ROWS = 8;   // so few take no tiles (docs/lab/attention-cpu.md)
 constexpr int PAIRED = 32;    // numbers of a tile's line
 constexpr int VALUE_STEPS = TILE / PAIRED;
 

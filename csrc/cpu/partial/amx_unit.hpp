@@ -23,7 +23,7 @@ struct Job {
 };
 
 // The unit's jobs, one after the other, in portions of two products that take turns with rows of the softmax. Where one works
-// and then the other for a microsecond each, both lose up to a third of their speed (docs/benchmarks/attention-cpu.md).
+// and then the other for a microsecond each, both lose up to a third of their speed (docs/lab/attention-cpu.md).
 // What a job has made is stored when the next one begins: a store that waits for products is in the way of all behind it.
 class Unit {
    public:
