@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,19 @@ def test_the_index_names_every_page() -> None:
         if page.resolve() not in reached and page.parent.resolve() not in reached and page != index
     ]
     assert [each for each in missing if each != "docs/benchmarks/records.md"] == []
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    suffixes = {".py", ".cpp", ".hpp", ".sh", ".toml"}
+    sources = [
+        path
+        for folder in ("quire", "csrc", "benchmarks", "tools", "tests", "examples")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in suffixes
+    ]
+    named = {
+        name
+        for path in [*sources, ROOT / "Makefile", ROOT / "CMakeLists.txt"]
+        for name in re.findall(r"\bdocs/[\w/.-]+\.(?:md|csv)\b", path.read_text(encoding="utf-8"))
+    }
+    assert named and [name for name in sorted(named) if not (ROOT / name).is_file()] == []
