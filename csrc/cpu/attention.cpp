@@ -10,6 +10,7 @@
 
 #include "attention.hpp"
 #include "bindings.hpp"
+#include "checks.hpp"
 #include "scratch.hpp"
 #include "shared_prefixes.hpp"
 #include "threads.hpp"
@@ -17,6 +18,7 @@
 
 namespace quire {
 
+constexpr int64_t MAX_TOKENS = int64_t{1} << 31;  // of a step: they are counted in 32 bits
 constexpr int64_t MIN_TASK_ROWS = 96;  // of a task that others are cut off from, for every thread to have some
 
 // A wrong index is a bug of the caller's; it must not become an access outside the cache.
@@ -208,20 +210,31 @@ static void attend(uintptr_t query, uintptr_t out, int dtype, uintptr_t key_cach
                    int64_t num_blocks, int64_t block_size, uintptr_t query_start, uintptr_t context_len,
                    int64_t num_sequences, uintptr_t block_tables, int64_t table_stride, float scale, int64_t window,
                    float soft_cap) {
+    const Arguments args("paged_attention");
+    const DType type = args.dtype(dtype);
     AttentionProblem problem{};
-    problem.query = reinterpret_cast<const void *>(query);
-    problem.out = reinterpret_cast<void *>(out);
-    problem.dtype = static_cast<DType>(dtype);
+    problem.cache = make_cache(key_cache, value_cache, format, num_blocks, num_kv_heads, block_size, head_size);
+    args.between(1, MAX_HEADS, "the number of heads", num_heads);
+    args.require(num_heads % num_kv_heads == 0, "heads must be a multiple of KV heads");
+    args.between(0, MAX_TOKENS - 1, "the number of tokens", num_tokens);
+    args.between(0, MAX_TOKENS - 1, "the number of sequences", num_sequences);
+    const int64_t width = num_heads * head_size;
+    const Memory from = args.rows("query", query, type, num_tokens, query_stride, width);
+    const Memory to = args.memory("out", out, type, {num_tokens, width});
+    args.apart(to, from);
+    problem.query = from.as<const void>();
+    problem.out = to.as<void>();
+    problem.dtype = type;
     problem.num_heads = num_heads;
     problem.query_stride = query_stride;
-    problem.cache = make_cache(key_cache, value_cache, format, num_blocks, num_kv_heads, block_size, head_size);
-    problem.block_tables = reinterpret_cast<const int32_t *>(block_tables);
+    problem.block_tables = args.array<const int32_t>("block_tables", block_tables, {num_sequences, table_stride});
     problem.table_stride = table_stride;
-    problem.scale = scale;
-    problem.soft_cap = soft_cap;
-    problem.window = window;
-    paged_attention(problem, Sequences{reinterpret_cast<const int32_t *>(query_start),
-                                       reinterpret_cast<const int32_t *>(context_len), num_sequences, num_tokens});
+    problem.scale = args.finite("the scale", scale);
+    problem.soft_cap = args.magnitude("the soft cap", soft_cap);
+    problem.window = args.count("the window", window);
+    const int32_t *starts = args.array<const int32_t>("query_start", query_start, {num_sequences + 1});
+    const int32_t *lengths = args.array<const int32_t>("context_len", context_len, {num_sequences});
+    paged_attention(problem, Sequences{starts, lengths, num_sequences, num_tokens});
 }
 
 static void bind_attention(nb::module_ &m) {

@@ -1,13 +1,15 @@
 // The KV cache and attention over it, callable from C++: what the bindings expose, without Python.
 //
 // Both functions check every index that comes from data and throw std::invalid_argument before they touch any memory;
-// pointers, strides and shapes are trusted. Both divide their work over the process's threads (threads.hpp), so they are
+// pointers, strides and shapes have been checked by whoever made them (checks.hpp). Both divide their work over the process's threads (threads.hpp), so they are
 // called from outside a parallel region. The bits of a result never depend on that division.
 #pragma once
 
 #include "dispatch.hpp"
 
 namespace quire {
+
+constexpr int64_t MAX_HEADS = 1 << 16;  // so that products with sizes of heads and blocks do not overflow
 
 // A ragged batch: sequence s owns the query rows [query_start[s], query_start[s + 1]), which end its context.
 struct Sequences {
@@ -38,7 +40,7 @@ void write_tokens(const KVRows &rows, const KVCache &cache, int64_t first, int64
 // Asks for where they will be written.
 void fetch_tokens(const int64_t *slots, const KVCache &cache, int64_t first, int64_t last);
 
-// The problem's cache from the numbers that a binding passes.
+// A cache from the numbers that a binding passes; std::invalid_argument where there can be no such cache.
 KVCache make_cache(uintptr_t keys, uintptr_t values, int format, int64_t num_blocks, int64_t num_kv_heads,
                    int64_t block_size, int64_t head_size);
 

@@ -7,10 +7,13 @@
 
 #include "attention.hpp"
 #include "bindings.hpp"
+#include "checks.hpp"
 #include "elementwise.hpp"
 #include "timing.hpp"
 
 namespace quire {
+
+constexpr int64_t MAX_BLOCK_SIZE = 1 << 20;
 
 static void check_indices(const char *what, const int64_t *indices, int64_t count, int64_t limit) {
     for (int64_t i = 0; i < count; ++i) {
@@ -23,8 +26,19 @@ static void check_indices(const char *what, const int64_t *indices, int64_t coun
 
 KVCache make_cache(uintptr_t keys, uintptr_t values, int format, int64_t num_blocks, int64_t num_kv_heads,
                    int64_t block_size, int64_t head_size) {
-    return KVCache{reinterpret_cast<void *>(keys), reinterpret_cast<void *>(values), static_cast<KVFormat>(format),
-                   num_blocks, num_kv_heads, block_size, head_size};
+    const Arguments args("KV cache");
+    KVCache cache{nullptr, nullptr, args.kv_format(format), args.count("the number of blocks", num_blocks),
+                  args.between(1, MAX_HEADS, "the number of KV heads", num_kv_heads),
+                  args.between(1, MAX_BLOCK_SIZE, "the block size", block_size),
+                  args.between(1, MAX_HEAD_SIZE, "the head size", head_size)};
+    const int64_t row_elements = cache.row_bytes() / kv_element_bytes(cache.format);
+    const auto memory = [&](const char *name, uintptr_t address) {
+        return args.memory(name, address, kv_element_bytes(cache.format), {num_blocks, num_kv_heads, block_size, row_elements});
+    };
+    const Memory key_memory = memory("keys", keys), value_memory = memory("values", values);
+    cache.keys = key_memory.as<void>();
+    cache.values = value_memory.as<void>();
+    return cache;
 }
 
 void check_slots(const KVRows &rows, const KVCache &cache) {
@@ -77,10 +91,15 @@ void write_kv(const KVRows &rows, const KVCache &cache) {
 static void write(uintptr_t key, uintptr_t value, uintptr_t key_cache, uintptr_t value_cache, uintptr_t slots,
                   int dtype, int format, int64_t num_tokens, int64_t key_stride, int64_t value_stride,
                   int64_t num_kv_heads, int64_t head_size, int64_t num_blocks, int64_t block_size) {
-    write_kv(KVRows{reinterpret_cast<const void *>(key), reinterpret_cast<const void *>(value),
-                    static_cast<DType>(dtype), num_tokens, key_stride, value_stride,
-                    reinterpret_cast<const int64_t *>(slots)},
-             make_cache(key_cache, value_cache, format, num_blocks, num_kv_heads, block_size, head_size));
+    const KVCache cache = make_cache(key_cache, value_cache, format, num_blocks, num_kv_heads, block_size, head_size);
+    const Arguments args("write_kv");
+    const DType type = args.dtype(dtype);
+    const int64_t width = num_kv_heads * head_size;
+    args.count("the number of tokens", num_tokens);
+    const Memory keys = args.rows("key", key, type, num_tokens, key_stride, width);
+    const Memory values = args.rows("value", value, type, num_tokens, value_stride, width);
+    const int64_t *at = args.array<const int64_t>("slots", slots, {num_tokens});
+    write_kv(KVRows{keys.as<const void>(), values.as<const void>(), type, num_tokens, key_stride, value_stride, at}, cache);
 }
 
 static bool overlap(const int64_t *sources, const int64_t *destinations, int64_t count) {
@@ -90,13 +109,23 @@ static bool overlap(const int64_t *sources, const int64_t *destinations, int64_t
                        [&](int64_t id) { return std::binary_search(sorted.begin(), sorted.end(), id); });
 }
 
+// Of two copies to one block, which is the last would be chance.
+static void check_distinct(const int64_t *destinations, int64_t count) {
+    std::vector<int64_t> sorted(destinations, destinations + count);
+    std::sort(sorted.begin(), sorted.end());
+    const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
+    if (twice != sorted.end()) throw std::invalid_argument("copy_blocks: two go to block " + std::to_string(*twice));
+}
+
 static void copy_blocks(uintptr_t cache, int64_t num_blocks, int64_t block_bytes, uintptr_t sources,
                         uintptr_t destinations, int64_t count) {
-    const int64_t *from = reinterpret_cast<const int64_t *>(sources),
-                  *to = reinterpret_cast<const int64_t *>(destinations);
+    const Arguments args("copy_blocks");
+    const int64_t *from = args.array<const int64_t>("sources", sources, {count});
+    const int64_t *to = args.array<const int64_t>("destinations", destinations, {count});
+    char *blocks = args.array<char>("the cache", cache, {num_blocks, block_bytes});
     check_indices("copy_blocks: source", from, count, num_blocks);
     check_indices("copy_blocks: destination", to, count, num_blocks);
-    char *blocks = reinterpret_cast<char *>(cache);
+    check_distinct(to, count);
     if (!overlap(from, to, count)) {
         for (int64_t i = 0; i < count; ++i) {
             std::memcpy(blocks + to[i] * block_bytes, blocks + from[i] * block_bytes, block_bytes);

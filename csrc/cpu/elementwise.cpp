@@ -8,30 +8,46 @@
 #include <string>
 
 #include "bindings.hpp"
+#include "checks.hpp"
 #include "timing.hpp"
 #include "weight.hpp"
 
 namespace quire {
 
-static NormRows norm_rows(uintptr_t x, uintptr_t weight, uintptr_t out, int dtype, int weight_dtype, int64_t width,
-                          float eps) {
+// What both norms have in common: checked, but for what is added.
+static NormRows norm_rows(const Arguments &args, const Memory &x, const Memory &out, uintptr_t weight, DType dtype,
+                          DType weight_dtype, int64_t width, float eps) {
+    const Memory gain = args.memory("the weight", weight, weight_dtype, {width});
+    args.apart_or_same(out, x);
+    args.apart(out, gain);
     NormRows norm{};
-    norm.x = reinterpret_cast<const void *>(x);
-    norm.weight = reinterpret_cast<const void *>(weight);
-    norm.out = reinterpret_cast<void *>(out);
-    norm.dtype = static_cast<DType>(dtype);
-    norm.weight_dtype = static_cast<DType>(weight_dtype);
-    norm.width = width;
-    norm.eps = eps;
+    norm.x = x.as<const void>();
+    norm.weight = gain.as<const void>();
+    norm.out = out.as<void>();
+    norm.dtype = dtype;
+    norm.weight_dtype = weight_dtype;
+    norm.width = args.count("the width", width, 1);
+    norm.eps = args.magnitude("eps", eps);
     return norm;
 }
 
 static void rms_norm(uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t sum, uintptr_t out, int dtype,
                      int weight_dtype, int64_t num_rows, int64_t width, float eps, float weight_offset) {
-    NormRows norm = norm_rows(x, weight, out, dtype, weight_dtype, width, eps);
-    norm.residual = reinterpret_cast<const void *>(residual);
-    norm.sum = reinterpret_cast<void *>(sum);
-    norm.weight_offset = weight_offset;
+    const Arguments args("rms_norm");
+    const DType type = args.dtype(dtype);
+    const Memory from = args.memory("x", x, type, {num_rows, width}), to = args.memory("out", out, type, {num_rows, width});
+    NormRows norm = norm_rows(args, from, to, weight, type, args.dtype(weight_dtype), width, eps);
+    norm.weight_offset = args.finite("weight_offset", weight_offset);
+    if (residual != 0 || sum != 0) {
+        const Memory added = args.memory("residual", residual, type, {num_rows, width});
+        const Memory total = args.memory("sum", sum, type, {num_rows, width});
+        args.apart_or_same(total, added);
+        args.apart_or_same(total, from);
+        args.apart(to, total);
+        args.apart(to, added);
+        norm.residual = added.as<const void>();
+        norm.sum = total.as<void>();
+    }
     const KernelTable &table = kernels();
     const Stopwatch stopwatch(KernelClass::elementwise);
     over_rows(num_rows, width, [&](int64_t first, int64_t last) { table.rms_norm(norm, first, last); });
@@ -39,38 +55,57 @@ static void rms_norm(uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_
 
 static void layer_norm(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t out, int dtype, int weight_dtype,
                        int64_t num_rows, int64_t width, float eps) {
-    NormRows norm = norm_rows(x, weight, out, dtype, weight_dtype, width, eps);
-    norm.bias = reinterpret_cast<const void *>(bias);
+    const Arguments args("layer_norm");
+    const DType type = args.dtype(dtype), weight_type = args.dtype(weight_dtype);
+    const Memory from = args.memory("x", x, type, {num_rows, width}), to = args.memory("out", out, type, {num_rows, width});
+    NormRows norm = norm_rows(args, from, to, weight, type, weight_type, width, eps);
+    if (bias != 0) {
+        const Memory added = args.memory("the bias", bias, weight_type, {width});
+        args.apart(to, added);
+        norm.bias = added.as<const void>();
+    }
     const KernelTable &table = kernels();
     const Stopwatch stopwatch(KernelClass::elementwise);
     over_rows(num_rows, width, [&](int64_t first, int64_t last) { table.layer_norm(norm, first, last); });
 }
 
 static bool is_finite(uintptr_t x, int dtype, int64_t count) {
+    const Arguments args("is_finite");
+    const DType type = args.dtype(dtype);
+    const Memory from = args.memory("x", x, type, {count});
     const KernelTable &table = kernels();
     const Stopwatch stopwatch(KernelClass::elementwise);
     std::atomic<bool> all{true};
     over_rows(count, 1, [&](int64_t first, int64_t last) {
-        if (!table.is_finite(reinterpret_cast<const void *>(x), static_cast<DType>(dtype), first, last)) all = false;
+        if (!table.is_finite(from.as<const void>(), type, first, last)) all = false;
     });
     return all;
 }
 
 static void activate(uintptr_t x, uintptr_t out, int dtype, int activation, int64_t count) {
+    const Arguments args("activate");
+    const DType type = args.dtype(dtype);
+    const Activation function = args.activation(activation);
+    const Memory from = args.memory("x", x, type, {count}), to = args.memory("out", out, type, {count});
+    args.apart_or_same(to, from);
     const KernelTable &table = kernels();
     const Stopwatch stopwatch(KernelClass::elementwise);
     over_rows(count, 4, [&](int64_t first, int64_t last) {
-        table.activate(reinterpret_cast<const void *>(x), reinterpret_cast<void *>(out), static_cast<DType>(dtype),
-                       static_cast<Activation>(activation), first, last);
+        table.activate(from.as<const void>(), to.as<void>(), type, function, first, last);
     });
 }
 
 static void gated(uintptr_t gate_up, uintptr_t out, int dtype, int activation, int64_t num_rows, int64_t width) {
+    const Arguments args("gated");
+    const DType type = args.dtype(dtype);
+    const Activation function = args.activation(activation);
+    const Memory from = args.memory("gate_up", gate_up, type, {num_rows, width, 2});
+    const Memory to = args.memory("out", out, type, {num_rows, width});
+    args.apart(to, from);
     const KernelTable &table = kernels();
     const Stopwatch stopwatch(KernelClass::elementwise);
     over_rows(num_rows, 4 * width, [&](int64_t first, int64_t last) {
-        table.gated(reinterpret_cast<const void *>(gate_up), reinterpret_cast<void *>(out), static_cast<DType>(dtype),
-                    static_cast<Activation>(activation), width, first, last);
+        table.gated(from.as<const void>(), to.as<void>(), type, function, width, first, last);
     });
 }
 
@@ -85,10 +120,19 @@ void check_positions(const int64_t *positions, int64_t count, int64_t num_positi
 
 static void rope(uintptr_t x, uintptr_t positions, uintptr_t cos_sin, int dtype, int64_t num_rows, int64_t stride,
                  int64_t num_heads, int64_t head_size, int64_t half, int64_t num_positions, bool is_interleaved) {
-    const RopeRows rows{reinterpret_cast<void *>(x),
-                        reinterpret_cast<const int64_t *>(positions),
-                        reinterpret_cast<const float *>(cos_sin),
-                        static_cast<DType>(dtype),
+    const Arguments args("rope");
+    const DType type = args.dtype(dtype);
+    args.between(0, args.count("the head size", head_size, 1), "what is rotated of a head", 2 * args.count("half", half));
+    args.count("the number of positions", num_positions);
+    const int64_t row = args.product("a row of x", num_heads, head_size);
+    const Memory heads = args.rows("x", x, type, num_rows, stride, row, true);
+    const Memory table_of_angles = args.memory("cos_sin", cos_sin, int64_t{sizeof(float)}, {num_positions, 2, half});
+    const int64_t *at = args.array<const int64_t>("positions", positions, {num_rows});
+    args.apart(heads, table_of_angles);
+    const RopeRows rows{heads.as<void>(),
+                        at,
+                        table_of_angles.as<const float>(),
+                        type,
                         stride,
                         num_heads,
                         head_size,
@@ -138,18 +182,25 @@ void embedding(const Lookup &lookup, const int64_t *ids, int64_t count, void *ou
 }
 
 static void init_lookup(Lookup *self, uintptr_t table, int dtype, int64_t num_rows, int64_t width) {
-    new (self) Lookup{reinterpret_cast<const void *>(table), static_cast<DType>(dtype), num_rows, width, 0};
+    const Arguments args("Lookup");
+    const DType type = args.dtype(dtype);
+    const Memory rows = args.memory("the table", table, type, {num_rows, width});
+    new (self) Lookup{rows.as<const void>(), type, num_rows, width, 0};
 }
 
 static void init_packed_lookup(Lookup *self, const LinearWeight &weight) {
     if (weight.is_integer()) throw std::invalid_argument("embedding: rows cannot be had back from a weight of integers");
+    check_attached("Lookup", weight);
     const DType dtype = weight.format == WeightFormat::f32 ? DType::f32 : DType::bf16;
     new (self) Lookup{weight.data, dtype, weight.num_outputs, weight.num_inputs, weight.panel_bytes()};
 }
 
 static void gather(const Lookup &lookup, uintptr_t token_ids, int64_t num_tokens, uintptr_t out) {
+    const Arguments args("embedding");
+    const int64_t *ids = args.array<const int64_t>("token_ids", token_ids, {num_tokens});
+    const Memory to = args.memory("out", out, lookup.dtype, {num_tokens, lookup.width});
     const Stopwatch stopwatch(KernelClass::elementwise);
-    embedding(lookup, reinterpret_cast<const int64_t *>(token_ids), num_tokens, reinterpret_cast<void *>(out));
+    embedding(lookup, ids, num_tokens, to.as<void>());
 }
 
 static void bind_elementwise(nb::module_ &m) {

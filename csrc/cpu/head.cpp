@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "bindings.hpp"
+#include "checks.hpp"
 #include "elementwise.hpp"
 #include "linear.hpp"
 #include "sampling.hpp"
@@ -101,23 +102,29 @@ static std::vector<Peak> see_all(const LinearWeight &weight, const void *x, DTyp
 static void linear_draws(const LinearWeight &weight, uintptr_t x, int x_dtype, int64_t num_rows, uintptr_t ids,
                          uintptr_t values, int64_t num_draws, uintptr_t rows, uintptr_t scales, uintptr_t seeds,
                          uintptr_t positions, uintptr_t drawn) {
-    Draws draws{{}, reinterpret_cast<const int64_t *>(rows)};
+    const Arguments args("linear_draws");
+    check_attached("linear_draws", weight);
+    const DType dtype = args.dtype(x_dtype);
+    const Memory from = args.memory("x", x, dtype, {num_rows, weight.num_inputs});
+    int64_t *const best = args.array<int64_t>("ids", ids, {num_rows}), *const to = args.array<int64_t>("drawn", drawn, {num_draws});
+    float *const logits = args.array<float>("values", values, {num_rows});
+    const float *const factors = args.array<const float>("scales", scales, {num_draws});
+    const uint64_t *const seed = args.array<const uint64_t>("seeds", seeds, {num_draws});
+    const uint64_t *const position = args.array<const uint64_t>("positions", positions, {num_draws});
+    args.require(weight.num_outputs > 0 || num_rows == 0, "the weight has no outputs to choose from");
+    Draws draws{{}, args.array<const int64_t>("rows", rows, {num_draws})};
     for (int64_t i = 0; i < num_draws; ++i) {
         if (draws.rows[i] < 0 || draws.rows[i] >= num_rows) {
             throw std::invalid_argument("row " + std::to_string(draws.rows[i]) + " of " + std::to_string(num_rows));
         }
-        const DrawKey key{reinterpret_cast<const uint64_t *>(seeds)[i], reinterpret_cast<const uint64_t *>(positions)[i]};
-        draws.running.emplace_back(reinterpret_cast<const float *>(scales)[i], key);
+        draws.running.emplace_back(args.magnitude("a scale", factors[i]), DrawKey{seed[i], position[i]});
     }
-    const std::vector<Peak> peaks =
-        see_all(weight, reinterpret_cast<const void *>(x), static_cast<DType>(x_dtype), num_rows, draws);
+    const std::vector<Peak> peaks = see_all(weight, from.as<const void>(), dtype, num_rows, draws);
     for (int64_t r = 0; r < num_rows; ++r) {
-        reinterpret_cast<int64_t *>(ids)[r] = peaks[r].token_id;
-        reinterpret_cast<float *>(values)[r] = peaks[r].value;
+        best[r] = peaks[r].token_id;
+        logits[r] = peaks[r].value;
     }
-    for (int64_t i = 0; i < num_draws; ++i) {
-        reinterpret_cast<int64_t *>(drawn)[i] = draws.running[i].token_id(peaks[draws.rows[i]].value);
-    }
+    for (int64_t i = 0; i < num_draws; ++i) to[i] = draws.running[i].token_id(peaks[draws.rows[i]].value);
 }
 
 static void linear_peaks(const LinearWeight &weight, uintptr_t x, int x_dtype, int64_t num_rows, uintptr_t ids,

@@ -6,6 +6,7 @@
 #include "linear.hpp"
 
 #include "bindings.hpp"
+#include "checks.hpp"
 #include "scratch.hpp"
 #include "threads.hpp"
 #include "timing.hpp"
@@ -184,21 +185,41 @@ void linear_gated(const LinearWeight &weight, Activation activation, const void 
     project(weight, x, x_dtype, num_rows, Destination{out, out_dtype, true, activation});
 }
 
+// x and `out` of a projection, checked.
+struct Ends {
+    Memory x, out;
+    DType x_dtype, out_dtype;
+};
+
+static Ends checked(const Arguments &args, const LinearWeight &weight, uintptr_t x, int x_dtype, int64_t num_rows,
+                    uintptr_t out, int out_dtype, int64_t num_columns) {
+    Ends ends{{}, {}, args.dtype(x_dtype), args.dtype(out_dtype)};
+    ends.x = args.memory("x", x, ends.x_dtype, {num_rows, weight.num_inputs});
+    ends.out = args.memory("out", out, ends.out_dtype, {num_rows, num_columns});
+    args.apart(ends.out, ends.x);
+    return ends;
+}
+
+static void run(const LinearWeight &weight, uintptr_t x, int x_dtype, int64_t num_rows, uintptr_t out, int out_dtype) {
+    check_attached("linear", weight);
+    const Ends ends = checked(Arguments("linear"), weight, x, x_dtype, num_rows, out, out_dtype, weight.num_outputs);
+    linear(weight, ends.x.as<const void>(), ends.x_dtype, num_rows, ends.out.as<void>(), ends.out_dtype);
+}
+
+static void run_gated(const LinearWeight &weight, int activation, uintptr_t x, int x_dtype, int64_t num_rows,
+                      uintptr_t out, int out_dtype) {
+    const Arguments args("linear_gated");
+    check_attached("linear_gated", weight);
+    args.require(weight.num_outputs % 2 == 0, "the weight must have as many outputs for gate as for up");
+    const Activation function = args.activation(activation);
+    const Ends ends = checked(args, weight, x, x_dtype, num_rows, out, out_dtype, weight.num_outputs / 2);
+    linear_gated(weight, function, ends.x.as<const void>(), ends.x_dtype, num_rows, ends.out.as<void>(), ends.out_dtype);
+}
+
 static void bind_linear(nb::module_ &m) {
     using release = nb::call_guard<nb::gil_scoped_release>;
-    const auto run = [](const LinearWeight &weight, uintptr_t x, int x_dtype, int64_t num_rows, uintptr_t out,
-                        int out_dtype) {
-        linear(weight, reinterpret_cast<const void *>(x), static_cast<DType>(x_dtype), num_rows,
-               reinterpret_cast<void *>(out), static_cast<DType>(out_dtype));
-    };
-    const auto run_gated = [](const LinearWeight &weight, int activation, uintptr_t x, int x_dtype, int64_t num_rows,
-                              uintptr_t out, int out_dtype) {
-        linear_gated(weight, static_cast<Activation>(activation), reinterpret_cast<const void *>(x),
-                     static_cast<DType>(x_dtype), num_rows, reinterpret_cast<void *>(out),
-                     static_cast<DType>(out_dtype));
-    };
-    m.def("linear", run, release());
-    m.def("linear_gated", run_gated, release());
+    m.def("linear", &run, release());
+    m.def("linear_gated", &run_gated, release());
 }
 static const Registration registration(bind_linear);
 

@@ -15,6 +15,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -22,7 +23,9 @@
 #include <nanobind/stl/string.h>
 
 #include "bindings.hpp"
+#include "checks.hpp"
 #include "dispatch.hpp"
+#include "threads.hpp"
 
 namespace quire {
 
@@ -51,6 +54,7 @@ struct Target {
 
     int64_t padded_inputs() const { return dtype == DType::bf16 ? round_up(num_inputs, 2) : num_inputs; }
     int64_t row_words() const { return padded_inputs() * size_of(dtype) / 4; }
+    int64_t num_covered() const { return parts.empty() ? 0 : parts.back().first_row + parts.back().num_rows; }
 };
 
 struct Piece {
@@ -138,14 +142,15 @@ class Loading {
     ~Loading() { cancel(); }
 
     static int64_t num_bytes(int dtype, int64_t num_outputs, int64_t num_inputs) {
-        const Target target{nullptr, static_cast<DType>(dtype), false, num_outputs, num_inputs, {}};
+        const Target target = checked(nullptr, dtype, false, num_outputs, num_inputs);
         return ceil_div(num_outputs, PANEL) * PANEL * target.row_words() * 4;
     }
 
     void add(uintptr_t data, int dtype, bool is_table, int64_t num_outputs, int64_t num_inputs) {
-        if (has_begun_ || num_outputs < 1 || num_inputs < 1) throw std::invalid_argument("nothing can be added");
-        const Target target{reinterpret_cast<char *>(data), static_cast<DType>(dtype), is_table, num_outputs, num_inputs,
-                            {}};
+        if (has_begun_) throw std::invalid_argument("nothing can be added");
+        Target target = checked(nullptr, dtype, is_table, num_outputs, num_inputs);
+        const int64_t num_rows = is_table ? num_outputs : round_up(num_outputs, PANEL);
+        target.data = ARGS.memory("the data", data, int64_t{4}, {num_rows, target.row_words()}).as<char>();
         if (is_table && target.padded_inputs() != num_inputs) throw std::invalid_argument("rows of whole words only");
         const int64_t panel_bytes = target.row_words() * 4 * PANEL;
         const int64_t step = max64(1, PIECE_BYTES / panel_bytes), num_panels = ceil_div(num_outputs, PANEL);
@@ -159,26 +164,39 @@ class Loading {
     void add_part(int file, int64_t start, int64_t num_rows, int type) {
         if (has_begun_ || targets_.empty()) throw std::invalid_argument("there is nothing to add a part to");
         Target &target = targets_.back();
-        const int64_t first = target.parts.empty() ? 0 : target.parts.back().first_row + target.parts.back().num_rows;
-        if (num_rows < 1 || first + num_rows > target.num_outputs) throw std::invalid_argument("too many rows");
+        ARGS.between(0, 2, "the stored type", type);
+        ARGS.require(file >= 0, "there is no such file");
+        ARGS.count("the first byte", start);
+        const int64_t first = target.num_covered();
+        if (num_rows < 1 || num_rows > target.num_outputs - first) throw std::invalid_argument("too many rows");
         target.parts.push_back(Part{file, start, first, num_rows, static_cast<Stored>(type)});
     }
 
     // Begins on a thread of its own. `library` is loaded first where it is not empty: relocating libtorch_cpu takes a
     // quarter of a second that `import torch` then need not spend. That it cannot be loaded is for that import to say.
     void start(const std::string &library) {
-        if (has_begun_.exchange(true)) throw std::invalid_argument("loading has begun already");
-        thread_ = std::thread([this, library] {
-            if (!library.empty()) dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
-            work();
-        });
+        if (has_begun_) throw std::invalid_argument("loading has begun already");
+        begin();
+        try {
+            thread_ = std::thread([this, library] {
+                if (!library.empty()) dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+                work();
+            });
+        } catch (const std::system_error &) {
+            // The system gives no thread: `finish` does it all.
+        }
     }
 
     // Returns when everything is in place, having helped with `num_threads` threads; throws what went wrong.
     void finish(int num_threads) {
-        has_begun_ = true;
+        ARGS.between(1, MAX_THREADS, "the number of threads", num_threads);
+        begin();
         std::vector<std::thread> helpers;
-        for (int i = 1; i < num_threads; ++i) helpers.emplace_back([this] { work(); });
+        try {
+            for (int i = 1; i < num_threads; ++i) helpers.emplace_back([this] { work(); });
+        } catch (const std::system_error &) {
+            // The system gives no more threads: those that there are do it.
+        }
         work();
         for (std::thread &helper : helpers) helper.join();
         join();
@@ -192,6 +210,22 @@ class Loading {
     }
 
   private:
+    static constexpr Arguments ARGS{"Loading"};
+
+    static Target checked(char *data, int dtype, bool is_table, int64_t num_outputs, int64_t num_inputs) {
+        constexpr int64_t MOST = int64_t{1} << 31;
+        ARGS.between(1, MOST, "the number of outputs", num_outputs);
+        ARGS.between(1, MOST, "the number of inputs", num_inputs);
+        return Target{data, ARGS.dtype(dtype), is_table, num_outputs, num_inputs, {}};
+    }
+
+    void begin() {
+        for (const Target &target : targets_) {
+            ARGS.require(target.num_covered() == target.num_outputs, "a target's parts do not make up all of its rows");
+        }
+        has_begun_ = true;
+    }
+
     void join() {
         if (thread_.joinable()) thread_.join();
     }

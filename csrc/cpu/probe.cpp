@@ -2,6 +2,7 @@
 #include <chrono>
 
 #include "bindings.hpp"
+#include "checks.hpp"
 #include "dispatch.hpp"
 #include "threads.hpp"
 
@@ -17,6 +18,7 @@ static double seconds(const Work &work) {
 // Operations per second of all threads together, each doing `rounds` of the loop.
 static double rate(int64_t (*loop)(int64_t), int64_t rounds) {
     const int team = num_threads();
+    Arguments("probe").count("the number of rounds", rounds, 1);
     int64_t total = 0;
     const double elapsed = seconds([&] {
 #pragma omp parallel for schedule(static) num_threads(team) reduction(+ : total)
@@ -28,11 +30,12 @@ static double rate(int64_t (*loop)(int64_t), int64_t rounds) {
 static double read_rate(uintptr_t data, int64_t num_bytes) {
     const KernelTable &table = kernels();
     const int team = num_threads();
+    const char *from = Arguments("probe_read").array<const char>("the memory", data, {num_bytes});
     const int64_t share = num_bytes / team / 64 * 64;
     const double elapsed = seconds([&] {
 #pragma omp parallel for schedule(static) num_threads(team)
         for (int part = 0; part < team; ++part) {
-            table.probe_read(reinterpret_cast<const char *>(data) + part * share, share);
+            table.probe_read(from + part * share, share);
         }
     });
     return static_cast<double>(share * team) / elapsed;

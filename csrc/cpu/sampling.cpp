@@ -3,6 +3,7 @@
 #include "sampling.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -11,16 +12,12 @@
 #include <vector>
 
 #include "bindings.hpp"
+#include "checks.hpp"
 #include "dispatch.hpp"
 #include "threads.hpp"
 #include "timing.hpp"
 
 namespace quire {
-
-template <typename T>
-static T *at(uintptr_t address) {
-    return reinterpret_cast<T *>(address);
-}
 
 // Logits [R, V], and the n rows of them that a call is about.
 struct Batch {
@@ -34,17 +31,47 @@ struct Batch {
     int team() const { return team_size(count < 2 ? 0 : count * num_tokens); }
 };
 
-static Batch make_batch(uintptr_t logits, int64_t num_rows, int64_t num_tokens, uintptr_t row, uintptr_t peak,
-                        uintptr_t scale, int64_t count) {
-    const Batch batch{at<const float>(logits), num_tokens, at<const int64_t>(row), at<const float>(peak),
-                      at<const float>(scale), count};
+// Token ids are 32 bits wide where many are held.
+static int64_t checked_width(const Arguments &args, int64_t num_tokens) {
+    return args.between(1, (int64_t{1} << 31) - 1, "the number of tokens", num_tokens);
+}
+
+static Batch make_batch(const Arguments &args, uintptr_t logits, int64_t num_rows, int64_t num_tokens, uintptr_t row,
+                        uintptr_t peak, uintptr_t scale, int64_t count) {
+    checked_width(args, num_tokens);
+    const Batch batch{args.array<const float>("logits", logits, {num_rows, num_tokens}),
+                      num_tokens,
+                      args.array<const int64_t>("row", row, {count}),
+                      args.array<const float>("peak", peak, {count}),
+                      args.array<const float>("scale", scale, {count}),
+                      count};
     for (int64_t i = 0; i < count; ++i) {
         if (batch.row[i] < 0 || batch.row[i] >= num_rows) {
             throw std::invalid_argument("row " + std::to_string(batch.row[i]) + " of " + std::to_string(num_rows));
         }
-        if (!std::isfinite(batch.peak[i])) throw std::invalid_argument("a row's peak is not finite");
+        args.finite("a row's peak", batch.peak[i]);
+        args.magnitude("a row's scale", batch.scale[i]);
     }
     return batch;
+}
+
+// Of each row the last token that is kept; or of no row.
+struct RowCuts {
+    const float *values = nullptr;
+    const int64_t *ids = nullptr;
+
+    RowCuts(const Arguments &args, uintptr_t cut_values, uintptr_t cut_ids, int64_t count) {
+        if (cut_values == 0 && cut_ids == 0) return;
+        values = args.array<const float>("cut_values", cut_values, {count});
+        ids = args.array<const int64_t>("cut_ids", cut_ids, {count});
+    }
+    bool are_absent() const { return values == nullptr; }
+    Cut operator[](int64_t i) const { return are_absent() ? Cut{} : Cut{values[i], ids[i]}; }
+};
+
+// Distances from a best token are not positive; that the peak is the best is seen while its row is read.
+static void check_peaks(const Arguments &args, const std::atomic<bool> &are_right) {
+    args.require(are_right, "a row's peak is below its largest logit");
 }
 
 // ---- peaks ----
@@ -59,13 +86,18 @@ Peak raised(const SamplingTable &table, Peak peak, const float *logits, int64_t 
 }
 
 static void peaks(uintptr_t logits, int64_t num_rows, int64_t num_tokens, uintptr_t ids, uintptr_t values) {
+    const Arguments args("sampling_peaks");
+    checked_width(args, num_tokens);
+    const float *from = args.array<const float>("logits", logits, {num_rows, num_tokens});
+    int64_t *const best = args.array<int64_t>("ids", ids, {num_rows});
+    float *const largest = args.array<float>("values", values, {num_rows});
     const Stopwatch stopwatch(KernelClass::sampling);
     const SamplingTable &table = sampling_kernels();
 #pragma omp parallel for schedule(static) num_threads(team_size(num_rows < 2 ? 0 : num_rows *num_tokens))
     for (int64_t i = 0; i < num_rows; ++i) {
-        const Peak peak = raised(table, NO_PEAK, at<const float>(logits) + i * num_tokens, 0, num_tokens);
-        at<int64_t>(ids)[i] = peak.token_id;
-        at<float>(values)[i] = peak.value;
+        const Peak peak = raised(table, NO_PEAK, from + i * num_tokens, 0, num_tokens);
+        best[i] = peak.token_id;
+        largest[i] = peak.value;
     }
 }
 
@@ -103,23 +135,33 @@ static void penalise(uintptr_t logits, int64_t num_rows, int64_t num_tokens, uin
                      uintptr_t token_ids, int64_t num_ids, uintptr_t start, uintptr_t output_start, uintptr_t repetition,
                      uintptr_t frequency, uintptr_t presence) {
     const Stopwatch stopwatch(KernelClass::sampling);
-    const int64_t *rows = at<const int64_t>(row), *starts = at<const int64_t>(start);
-    const int64_t *outputs = at<const int64_t>(output_start);
+    const Arguments args("sampling_penalise");
+    checked_width(args, num_tokens);
+    args.count("the number of rows", count);
+    float *const to = args.array<float>("logits", logits, {num_rows, num_tokens});
+    const int64_t *const rows = args.array<const int64_t>("row", row, {count});
+    const int64_t *const starts = args.array<const int64_t>("start", start, {count + 1});
+    const int64_t *const outputs = args.array<const int64_t>("output_start", output_start, {count});
+    const int32_t *const ids = args.array<const int32_t>("token_ids", token_ids, {num_ids});
+    const float *const factors = args.array<const float>("repetition", repetition, {count});
+    const float *const frequencies = args.array<const float>("frequency", frequency, {count});
+    const float *const presences = args.array<const float>("presence", presence, {count});
+    std::vector<bool> is_seen(num_rows);
     for (int64_t i = 0; i < count; ++i) {
         const bool is_ordered = 0 <= starts[i] && starts[i] <= outputs[i] && outputs[i] <= starts[i + 1];
         if (rows[i] < 0 || rows[i] >= num_rows || !is_ordered || starts[i + 1] > num_ids) {
             throw std::invalid_argument("penalties of row " + std::to_string(rows[i]) + " lie outside what was passed");
         }
+        args.require(!is_seen[rows[i]], "a row is named twice");
+        is_seen[rows[i]] = true;
     }
-    const int32_t *ids = at<const int32_t>(token_ids);
 #pragma omp parallel num_threads(team_size(count < 2 ? 0 : num_ids))
     {
         std::vector<int32_t> counts(num_tokens, 0);
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < count; ++i) {
-            PenalisedRow{at<float>(logits) + rows[i] * num_tokens, num_tokens, ids + starts[i], ids + outputs[i],
-                         ids + starts[i + 1], at<const float>(repetition)[i], at<const float>(frequency)[i],
-                         at<const float>(presence)[i]}
+            PenalisedRow{to + rows[i] * num_tokens, num_tokens, ids + starts[i], ids + outputs[i], ids + starts[i + 1],
+                         factors[i], frequencies[i], presences[i]}
                 .penalise(counts.data());
         }
     }
@@ -142,10 +184,11 @@ public:
     CutSearch(const SamplingTable &table, int64_t num_tokens)
         : table_(table), histogram_(new Histogram), ids_(num_tokens) {}
 
-    Cut find(const ScaledRow &row, int64_t top_k, double top_p, float floor) {
+    // `is_peak`: false afterwards if some logit is above the row's peak, and the cut is meaningless.
+    Cut find(const ScaledRow &row, int64_t top_k, double top_p, float floor, bool *is_peak) {
         row_ = &row;
         floor_ = floor;
-        table_.histogram(row, floor, *histogram_);
+        if (!(*is_peak = table_.histogram(row, floor, *histogram_))) return {};
         num_kept_ = 0;
         for (const Bucket &bucket : histogram_->buckets) num_kept_ += bucket.count;
         const int64_t limit = std::min(top_k, num_kept_);
@@ -236,24 +279,32 @@ private:
 static void cuts(uintptr_t logits, int64_t num_rows, int64_t num_tokens, uintptr_t row, uintptr_t peak, uintptr_t scale,
                  int64_t count, uintptr_t top_k, uintptr_t top_p, uintptr_t floor, uintptr_t values, uintptr_t ids) {
     const Stopwatch stopwatch(KernelClass::sampling);
-    const Batch batch = make_batch(logits, num_rows, num_tokens, row, peak, scale, count);
+    const Arguments args("sampling_cuts");
+    const Batch batch = make_batch(args, logits, num_rows, num_tokens, row, peak, scale, count);
     const SamplingTable &table = sampling_kernels();
+    const int64_t *const most = args.array<const int64_t>("top_k", top_k, {count});
+    const double *const shares = args.array<const double>("top_p", top_p, {count});
+    const float *const floors = args.array<const float>("floor", floor, {count});
+    float *const to_values = args.array<float>("values", values, {count});
+    int64_t *const to_ids = args.array<int64_t>("ids", ids, {count});
     for (int64_t i = 0; i < count; ++i) {
-        if (at<const int64_t>(top_k)[i] < 1 || !(at<const float>(floor)[i] <= 0.0f)) {
-            throw std::invalid_argument("top_k must be at least 1 and the floor at most 0");
-        }
+        args.require(most[i] >= 1 && floors[i] <= 0.0f, "top_k must be at least 1 and the floor at most 0");
+        args.require(shares[i] >= 0.0, "top_p must not be negative");
     }
+    std::atomic<bool> are_peaks{true};
 #pragma omp parallel num_threads(batch.team())
     {
         CutSearch search(table, num_tokens);
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < count; ++i) {
-            const Cut cut = search.find(batch[i], at<const int64_t>(top_k)[i], at<const double>(top_p)[i],
-                                        at<const float>(floor)[i]);
-            at<float>(values)[i] = cut.value;
-            at<int64_t>(ids)[i] = cut.token_id;
+            bool is_peak = true;
+            const Cut cut = search.find(batch[i], most[i], shares[i], floors[i], &is_peak);
+            if (!is_peak) are_peaks = false;
+            to_values[i] = cut.value;
+            to_ids[i] = cut.token_id;
         }
     }
+    check_peaks(args, are_peaks);
 }
 
 // ---- draws ----
@@ -262,13 +313,17 @@ static void draw(uintptr_t logits, int64_t num_rows, int64_t num_tokens, uintptr
                  int64_t count, uintptr_t cut_values, uintptr_t cut_ids, uintptr_t seeds, uintptr_t positions,
                  uintptr_t out) {
     const Stopwatch stopwatch(KernelClass::sampling);
-    const Batch batch = make_batch(logits, num_rows, num_tokens, row, peak, scale, count);
+    const Arguments args("sampling_draw");
+    const Batch batch = make_batch(args, logits, num_rows, num_tokens, row, peak, scale, count);
+    const RowCuts cuts(args, cut_values, cut_ids, count);
+    const uint64_t *const seed = args.array<const uint64_t>("seeds", seeds, {count});
+    const uint64_t *const position = args.array<const uint64_t>("positions", positions, {count});
+    int64_t *const drawn = args.array<int64_t>("out", out, {count});
     const SamplingTable &table = sampling_kernels();
 #pragma omp parallel for schedule(dynamic) num_threads(batch.team())
     for (int64_t i = 0; i < count; ++i) {
-        const DrawKey key{at<const uint64_t>(seeds)[i], at<const uint64_t>(positions)[i]};
-        const Cut cut = cut_values ? Cut{at<const float>(cut_values)[i], at<const int64_t>(cut_ids)[i]} : Cut{};
-        at<int64_t>(out)[i] = table.draw(batch[i], cut_values ? &cut : nullptr, key);
+        const Cut cut = cuts[i];
+        drawn[i] = table.draw(batch[i], cuts.are_absent() ? nullptr : &cut, DrawKey{seed[i], position[i]});
     }
 }
 
@@ -303,27 +358,34 @@ static void score(uintptr_t logits, int64_t num_rows, int64_t num_tokens, uintpt
                   int64_t count, uintptr_t cut_values, uintptr_t cut_ids, uintptr_t token_ids, int64_t num_top,
                   uintptr_t totals, uintptr_t ranks, uintptr_t top_ids) {
     const Stopwatch stopwatch(KernelClass::sampling);
-    const Batch batch = make_batch(logits, num_rows, num_tokens, row, peak, scale, count);
+    const Arguments args("sampling_score");
+    const Batch batch = make_batch(args, logits, num_rows, num_tokens, row, peak, scale, count);
+    const RowCuts cuts(args, cut_values, cut_ids, count);
     const SamplingTable &table = sampling_kernels();
+    args.between(0, num_tokens, "num_top", num_top);
+    const int64_t *const ids = args.array<const int64_t>("token_ids", token_ids, {count});
+    int64_t *const sums = args.array<int64_t>("totals", totals, {count}), *const places = args.array<int64_t>("ranks", ranks, {count});
+    int64_t *const best_ids = args.array<int64_t>("top_ids", top_ids, {count, num_top});
     for (int64_t i = 0; i < count; ++i) {
-        const int64_t id = at<const int64_t>(token_ids)[i];
-        if (id < 0 || id >= num_tokens) throw std::out_of_range("token id " + std::to_string(id));
+        if (ids[i] < 0 || ids[i] >= num_tokens) throw std::out_of_range("token id " + std::to_string(ids[i]));
     }
-    if (num_top < 0 || num_top > num_tokens) throw std::invalid_argument("num_top " + std::to_string(num_top));
+    std::atomic<bool> are_peaks{true};
 #pragma omp parallel for schedule(dynamic) num_threads(batch.team())
     for (int64_t i = 0; i < count; ++i) {
         const ScaledRow scaled = batch[i];
-        const Cut cut = cut_values ? Cut{at<const float>(cut_values)[i], at<const int64_t>(cut_ids)[i]} : Cut{};
-        int64_t *best = at<int64_t>(top_ids) + i * num_top;
-        at<int64_t>(totals)[i] = table.total(scaled, cut_values ? &cut : nullptr);
-        at<int64_t>(ranks)[i] =
-            1 + table.count_above(scaled.logits, num_tokens, scaled.logits[at<const int64_t>(token_ids)[i]]);
+        const Cut cut = cuts[i];
+        int64_t *best = best_ids + i * num_top;
+        sums[i] = table.total(scaled, cuts.are_absent() ? nullptr : &cut);
+        if (sums[i] < 0) are_peaks = false;
+        places[i] = 1 + table.count_above(scaled.logits, num_tokens, scaled.logits[ids[i]]);
         num_top <= FEW ? few_best(table, scaled, num_top, best) : many_best(scaled, num_top, best);
     }
+    check_peaks(args, are_peaks);
 }
 
 static void noise(uint64_t seed, uint64_t position, int64_t num_tokens, uintptr_t out) {
-    sampling_kernels().noise(num_tokens, DrawKey{seed, position}, at<float>(out));
+    float *const to = Arguments("sampling_noise").array<float>("out", out, {num_tokens});
+    sampling_kernels().noise(num_tokens, DrawKey{seed, position}, to);
 }
 
 static void bind_sampling(nb::module_ &m) {

@@ -50,8 +50,10 @@ struct SamplingTable {
     // In logits of tokens first_id, first_id + 1, ... (first_id a multiple of 4): the first one at or after `start` whose score is
     // above `least`; num_tokens where there is none.
     Hit (*next_hit)(const ScaledRow &row, int64_t first_id, const DrawKey &key, int64_t start, float least);
+    // Of the weights; -1 where a logit is above the row's peak.
     int64_t (*total)(const ScaledRow &row, const Cut *cut);
-    void (*histogram)(const ScaledRow &row, float floor, Histogram &out);
+    // False where a logit is above the row's peak.
+    bool (*histogram)(const ScaledRow &row, float floor, Histogram &out);
     // Ids of a bucket's tokens, ascending; returns their number.
     int64_t (*collect)(const ScaledRow &row, float floor, int bucket, int32_t *ids);
     void (*weigh)(const ScaledRow &row, const int32_t *ids, int64_t count, int64_t *weights);

@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings.hpp"
+#include "checks.hpp"
 
 namespace quire {
 
@@ -106,13 +107,19 @@ static std::vector<std::pair<int64_t, std::vector<int32_t>>> shared_prefixes(uin
                                                                             int64_t num_sequences, uintptr_t block_tables,
                                                                             int64_t table_stride, int64_t block_size,
                                                                             int64_t window, int64_t max_members) {
+    const Arguments args("shared_prefixes");
     AttentionProblem problem{};
-    problem.cache.block_size = block_size;
-    problem.block_tables = reinterpret_cast<const int32_t *>(block_tables);
+    problem.cache.block_size = args.count("the block size", block_size, 1);
+    args.count("the number of sequences", num_sequences);
+    problem.block_tables = args.array<const int32_t>("block_tables", block_tables, {num_sequences, table_stride});
     problem.table_stride = table_stride;
-    problem.window = window;
-    const Sequences sequences{reinterpret_cast<const int32_t *>(query_start),
-                              reinterpret_cast<const int32_t *>(context_len), num_sequences, 0};
+    problem.window = args.count("the window", window);
+    const Sequences sequences{args.array<const int32_t>("query_start", query_start, {num_sequences + 1}),
+                              args.array<const int32_t>("context_len", context_len, {num_sequences}), num_sequences, 0};
+    for (int64_t s = 0; s < num_sequences; ++s) {
+        args.between(1, table_stride * block_size, "a context", sequences.context_len[s]);
+        args.require(sequences.query_start[s] < sequences.query_start[s + 1], "query_start must ascend");
+    }
     std::vector<std::pair<int64_t, std::vector<int32_t>>> found;
     for (const SharedPrefix &prefix : find_shared_prefixes(problem, sequences, max_members)) {
         found.emplace_back(prefix.end, std::vector<int32_t>{});

@@ -85,6 +85,8 @@ class Decoder {
    public:
     explicit Decoder(const EmbeddingWeights &embedding) : embedding_(embedding) {}
 
+    int64_t width() const { return embedding_.tokens.width; }
+    DType dtype() const { return embedding_.tokens.dtype; }
     void add_block(const BlockWeights &block) { blocks_.push_back(block); }
     void set_caches(const std::vector<KVCache> &caches);  // one for each block
 

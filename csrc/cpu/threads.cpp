@@ -4,6 +4,7 @@
 #include <atomic>
 #include <memory>
 #include <stdexcept>
+#include <string>
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -37,7 +38,9 @@ int thread_index() {
 }
 
 void set_num_threads(int count) {
-    if (count < 1) throw std::invalid_argument("the number of threads must be at least 1");
+    if (count < 1 || count > MAX_THREADS) {
+        throw std::invalid_argument("the number of threads must be at least 1 and at most " + std::to_string(MAX_THREADS));
+    }
     thread_setting.store(count, std::memory_order_relaxed);
 }
 
@@ -76,6 +79,7 @@ int64_t Shares::take(int thread) {
 static void bind_threads(nb::module_ &m) {
     m.def("num_threads", &num_threads);
     m.def("set_num_threads", &set_num_threads, nb::arg("count"));
+    m.attr("MAX_THREADS") = MAX_THREADS;
 }
 static const Registration registration(bind_threads);
 

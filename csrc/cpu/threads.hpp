@@ -9,6 +9,9 @@
 
 namespace quire {
 
+// More are refused: far above any machine's cores, and few enough for the system to give their stacks.
+constexpr int MAX_THREADS = 1024;
+
 int num_threads();
 void set_num_threads(int count);
 

@@ -6,6 +6,7 @@
 #include <nanobind/stl/string.h>
 
 #include "bindings.hpp"
+#include "checks.hpp"
 #include "threads.hpp"
 #include "weight.hpp"
 
@@ -54,6 +55,13 @@ static void pack_integers(const LinearWeight &weight, const Quantized &from, int
     }
 }
 
+// One that is not finite would make every answer of the model nonsense, and nobody could tell why.
+static void check_scales(const Arguments &args, const float *scales, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) args.finite("a scale or an offset", scales[i]);
+}
+
+static Memory memory_of(const LinearWeight &weight) { return {reinterpret_cast<uintptr_t>(weight.data), weight.num_bytes()}; }
+
 template <typename Pack>
 static void pack_panels(const LinearWeight &weight, const Pack &pack) {
     char *to = static_cast<char *>(const_cast<void *>(weight.data));
@@ -65,21 +73,38 @@ static void pack_panels(const LinearWeight &weight, const Pack &pack) {
     }
 }
 
+void check_attached(const char *function, const LinearWeight &weight) {
+    const bool has_memory = weight.data != nullptr || weight.num_bytes() == 0;
+    Arguments(function).require(has_memory, "the weight is attached to no memory");
+}
+
 static void pack(const LinearWeight &weight, uintptr_t from) {
+    const Arguments args("pack");
+    check_attached("pack", weight);
+    args.require(!weight.is_integer(), "a weight of integers is packed by pack_quantized");
+    const DType dtype = weight.format == WeightFormat::f32 ? DType::f32 : DType::bf16;
+    const Memory values = args.memory("the values", from, dtype, {weight.num_outputs, weight.num_inputs});
+    args.apart(memory_of(weight), values);
     pack_panels(weight, [&](int64_t first, int64_t width, char *to) {
         if (weight.format == WeightFormat::f32) {
-            const float *values = reinterpret_cast<const float *>(from);
-            pack_panel(values, weight.num_inputs, first, width, reinterpret_cast<float *>(to));
+            pack_panel(values.as<const float>(), weight.num_inputs, first, width, reinterpret_cast<float *>(to));
         } else {
-            const bf16 *values = reinterpret_cast<const bf16 *>(from);
-            pack_panel(values, weight.num_inputs, first, width, reinterpret_cast<bf16 *>(to));
+            pack_panel(values.as<const bf16>(), weight.num_inputs, first, width, reinterpret_cast<bf16 *>(to));
         }
     });
 }
 
 static void pack_quantized(const LinearWeight &weight, uintptr_t values, uintptr_t scales, uintptr_t offsets) {
-    const Quantized from{reinterpret_cast<const int8_t *>(values), reinterpret_cast<const float *>(scales),
-                         reinterpret_cast<const float *>(offsets)};
+    const Arguments args("pack_quantized");
+    check_attached("pack_quantized", weight);
+    args.require(weight.is_integer(), "a weight of floats is packed by pack");
+    args.require(weight.has_offsets == (offsets != 0), "offsets are given, or not, as the weight says");
+    const int64_t num_groups = weight.num_groups();
+    const Quantized from{args.array<const int8_t>("the values", values, {weight.num_outputs, weight.num_inputs}),
+                         args.array<const float>("the scales", scales, {weight.num_outputs, num_groups}),
+                         args.array<const float>("the offsets", offsets, {weight.has_offsets ? weight.num_outputs : 0, num_groups})};
+    check_scales(args, from.scales, weight.num_outputs * num_groups);
+    if (from.offsets != nullptr) check_scales(args, from.offsets, weight.num_outputs * num_groups);
     pack_panels(weight,
                 [&](int64_t first, int64_t width, char *to) { pack_integers(weight, from, first, width, to); });
 }
@@ -96,9 +121,11 @@ static WeightFormat format_of(const std::string &name) {
 // The arguments say how `data` is laid out; nothing is copied, and the caller keeps the memory alive.
 static void init_weight(LinearWeight *self, const std::string &format, int64_t num_outputs, int64_t num_inputs,
                         int64_t group_size, bool has_offsets, bool has_int8_inputs) {
+    constexpr int64_t MOST = int64_t{1} << 31;  // so that no product below overflows
     LinearWeight weight{format_of(format), has_offsets, has_int8_inputs, num_outputs, num_inputs, group_size, nullptr,
                         nullptr};
-    if (num_outputs < 0 || num_inputs < 1 || group_size < 1 || num_inputs % group_size != 0) {
+    const bool is_sensible = num_outputs >= 0 && num_outputs <= MOST && num_inputs >= 1 && num_inputs <= MOST;
+    if (!is_sensible || group_size < 1 || num_inputs % group_size != 0) {
         throw std::invalid_argument("a weight [" + std::to_string(num_outputs) + ", " + std::to_string(num_inputs) +
                                     "] with groups of " + std::to_string(group_size) + " inputs cannot be");
     }
@@ -117,8 +144,11 @@ static void bind_weight(nb::module_ &m) {
              nb::arg("group_size"), nb::arg("has_offsets"), nb::arg("has_int8_inputs"))
         .def_prop_ro("num_bytes", &LinearWeight::num_bytes)
         .def("attach", [](LinearWeight &self, uintptr_t data, uintptr_t bias) {
-            self.data = reinterpret_cast<const void *>(data);
-            self.bias = reinterpret_cast<const float *>(bias);
+            const Arguments args("LinearWeight.attach");
+            const int64_t num_biases = bias == 0 ? 0 : self.num_outputs;
+            const void *held = args.memory("the weight", data, int64_t{sizeof(float)}, {self.num_bytes() / int64_t{sizeof(float)}}).as<const void>();
+            self.bias = args.array<const float>("the bias", bias, {num_biases});
+            self.data = held;
         });
     m.attr("WEIGHT_LAYOUT") = WEIGHT_LAYOUT;
     m.attr("MAX_INT8_GROUP") = MAX_INT8_GROUP;

@@ -62,4 +62,7 @@ struct LinearWeight {
     }
 };
 
+// std::invalid_argument, in the name of `function`, for a weight without memory.
+void check_attached(const char *function, const LinearWeight &weight);
+
 }  // namespace quire

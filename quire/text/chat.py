@@ -43,6 +43,7 @@ _RESERVED: Final = frozenset(
     | {"varargs", "kwargs", "range", "dict", "namespace", "cycler", "joiner", "raise_exception", "strftime_now"}
 )
 _MAX_DEPTH: Final = 64
+_MAX_REASON_CHARS: Final = 500  # it may quote what the template looked up
 _MAX_SOURCE_CHARS: Final = 1 << 20  # the longest published template has below 64 Ki characters
 
 
@@ -125,7 +126,7 @@ class ChatTemplate:
     def _run(self, variables: dict[str, Any]) -> str:
         from jinja2.exceptions import SecurityError, TemplateError
 
-        from quire.text.sandbox import LimitError, Meter, meter_in_use
+        from quire.text.metering import LimitError, Meter, meter_in_use
 
         limits, clock = self._limits, time.monotonic
         meter = Meter(
@@ -142,7 +143,8 @@ class ChatTemplate:
         except SecurityError as error:
             raise RequestError(f"the chat template does what templates may not{_line_of(error)}") from None
         except TemplateError as error:
-            raise RequestError(f"the chat template cannot render these messages: {error}{_line_of(error)}") from None
+            reason = str(error)[:_MAX_REASON_CHARS]
+            raise RequestError(f"the chat template cannot render these messages: {reason}{_line_of(error)}") from None
         except Exception as error:
             # Its text may quote the messages; the type and the line say enough.
             name = type(error).__name__

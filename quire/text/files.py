@@ -6,15 +6,19 @@ and executes nothing; unknown keys are left alone, because every model family ad
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
+from quire.common.small_files import is_file, is_folder, read_object, read_text
 from quire.errors import CheckpointError, ModelNotFoundError
 
-_MAX_CONFIG_BYTES: Final = 64 << 20  # the largest published tokenizer_config.json is below 2 MiB
+_MAX_CONFIG_BYTES: Final = 16 << 20  # the largest published tokenizer_config.json is below 2 MiB
+_MAX_TOKENIZER_BYTES: Final = 256 << 20  # the largest published tokenizer.json is below 40 MiB
+_MAX_TEMPLATE_BYTES: Final = 4 << 20
+_MAX_TEMPLATES: Final = 64
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _EXTRA_TOKENS: Final = ("additional_special_tokens", "extra_special_tokens")
 
@@ -60,12 +64,12 @@ def read_text_config(folder: Path) -> TextConfig:
 
 def read_tokenizer_json(folder: Path) -> str:
     """The text of `tokenizer.json`. Raises ModelNotFoundError or CheckpointError, saying how to obtain one."""
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise ModelNotFoundError(f"no folder {str(folder)!r} to read a tokenizer from")
     path = folder / "tokenizer.json"
-    if path.is_file():
-        return _read_text(path)
-    others = [name for name in ("tokenizer.model", "tokenizer.model.v3", "tekken.json") if (folder / name).is_file()]
+    if is_file(path):
+        return read_text(path, _MAX_TOKENIZER_BYTES)
+    others = [name for name in ("tokenizer.model", "tokenizer.model.v3", "tekken.json") if is_file(folder / name)]
     if others:
         raise CheckpointError(
             f"{str(folder)!r} has {others[0]} but no tokenizer.json, the only tokenizer format that is read; "
@@ -74,25 +78,8 @@ def read_tokenizer_json(folder: Path) -> str:
     raise CheckpointError(f"{str(folder)!r} has no tokenizer.json; add it, or set skip_tokenizer_init=True and pass token ids")
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode()  # five times as fast as text mode, for megabytes
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path.name} is not UTF-8 text: {error.reason} at byte {error.start}") from None
-
-
 def _read_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    if path.stat().st_size > _MAX_CONFIG_BYTES:
-        raise CheckpointError(f"{path.name} has {path.stat().st_size} bytes; at most {_MAX_CONFIG_BYTES} are read")
-    try:
-        value = json.loads(_read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path.name} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path.name} must hold a JSON object, not {type(value).__name__}")
-    return value
+    return read_object(path, _MAX_CONFIG_BYTES) if is_file(path) else {}
 
 
 def _length(value: Any) -> int | None:
@@ -122,8 +109,8 @@ def _read_templates(folder: Path, inline: Any) -> dict[str, str]:
         if isinstance(each, dict) and isinstance(each.get("name"), str) and isinstance(each.get("template"), str):
             templates[each["name"]] = each["template"]
     for name in ("additional_chat_templates", "chat_templates"):
-        for path in sorted((folder / name).glob("*.jinja")):
-            templates[path.stem] = _read_text(path)
-    if (folder / "chat_template.jinja").is_file():
-        templates["default"] = _read_text(folder / "chat_template.jinja")
+        for path in sorted(islice((folder / name).glob("*.jinja"), _MAX_TEMPLATES)):
+            templates[path.stem] = read_text(path, _MAX_TEMPLATE_BYTES)
+    if is_file(folder / "chat_template.jinja"):
+        templates["default"] = read_text(folder / "chat_template.jinja", _MAX_TEMPLATE_BYTES)
     return templates

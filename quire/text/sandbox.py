@@ -1,8 +1,8 @@
 """The Jinja environment that chat templates run in: what transformers offers them, metered and traced.
 
-Owns three things that Jinja's immutable sandbox does not give. *Metering*: every loop turn, call, operator and filter
-is charged to the render's `Meter`, sizes are checked before a large string or number is made, and a deadline is checked
-on the way, so that no template loops or swells without end. *Tracing*: template text and string literals become
+Owns three things that Jinja's immutable sandbox does not give. *Metering*: every loop turn, call, operator, comparison,
+test and filter is charged to the render's `Meter` by the rules of `metering`, before it is carried out, so that no
+template loops or swells without end. *Tracing*: template text and string literals become
 `TracedText`. And the dialect of Hugging Face templates: `{% generation %}`, loop controls, `tojson` without HTML
 escapes.
 
@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from contextvars import ContextVar
 from functools import wraps
-from string import Formatter
 from typing import Any, Final, cast
 
 from jinja2 import Environment, nodes
-from jinja2.compiler import CodeGenerator, Frame
+from jinja2.compiler import CodeGenerator, Frame, operators
 from jinja2.exceptions import TemplateRuntimeError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import make_attrgetter
@@ -31,61 +28,35 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import pass_environment
 from markupsafe import Markup, escape
 
+from quire.text.metering import (
+    CONTAINERS,
+    LimitError,
+    charge,
+    charge_result,
+    check_arguments,
+    check_operands,
+    meter_in_use,
+    metered,
+    weigh,
+    weighed,
+)
 from quire.text.traced import Span, TracedText, join_traced, spans_of, trace
 
 _TEMPLATE_LEVEL: Final = 2
-_MAX_NUMBER_BITS: Final = 4096
-_MAX_COUNT: Final = 1_000_000  # the largest width, length or count that a template may pass to a function
-_MAX_INDENT: Final = 64
-_MAX_WIDTH_DIGITS: Final = 6
-_INDENTING: Final = frozenset({"indent", "tojson"})
-_COUNTING: Final = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "wordwrap", "truncate", "batch", "slice"})
-# Filters that pass a list on, or count it, without making its text.
+_MAX_REASON_CHARS: Final = 500
+_MAX_FORMAT_CHARS: Final = 128  # of a date: the system's formatting may make 256 times as much of it
+_MAX_SEPARATOR_CHARS: Final = 64
+# Filters that pass a list on, or count it, without looking into what it holds.
 _STRUCTURAL_FILTERS: Final = frozenset(
-    {"length", "count", "first", "last", "list", "items", "dictsort", "select", "selectattr", "reject", "rejectattr"}
-    | {"map", "sort", "unique", "reverse", "batch", "slice", "sum", "min", "max", "groupby", "default", "d", "attr"}
-    | {"join", "metered"}
+    {"length", "count", "first", "last", "list", "items", "select", "selectattr", "reject", "rejectattr"}
+    | {"map", "reverse", "batch", "slice", "default", "d", "attr", "join", "metered"}
 )
-_REMOVED: Final = frozenset({"random", "urlize", "pprint", "xmlattr"})  # unrepeatable, or of use to HTML pages only
-
-meter_in_use: ContextVar[Meter | None] = ContextVar("meter_in_use", default=None)
-
-
-class LimitError(TemplateRuntimeError):
-    """A template went past a limit of its render."""
-
-
-class Meter:
-    """What one render may still spend: steps, characters made, and time."""
-
-    def __init__(self, *, max_steps: int, max_chars: int, deadline_s: float, clock: Callable[[], float]) -> None:
-        self._num_steps_left = max_steps
-        self._num_chars_left = 16 * max_chars  # intermediate strings, most of which are short-lived
-        self.max_chars = max_chars
-        self._deadline_s = deadline_s
-        self._clock = clock
-
-    def charge(self, num_chars: int = 0) -> None:
-        """Pay for one step that makes a string of `num_chars`. Raises LimitError."""
-        self._num_steps_left -= 1
-        self._num_chars_left -= num_chars
-        if num_chars > self.max_chars or self._num_chars_left < 0:
-            raise LimitError(f"it makes more text than {self.max_chars} characters")
-        if self._num_steps_left < 0:
-            raise LimitError("it takes too many steps (an endless loop?)")
-        if self._num_steps_left % 256 == 0 or num_chars > 1 << 16:
-            self.check_time()
-
-    def check_time(self) -> None:
-        """Raises LimitError when the render has taken too long."""
-        if self._clock() > self._deadline_s:
-            raise LimitError("it takes too long")
-
-
-def _charge(num_chars: int = 0) -> None:
-    meter = meter_in_use.get()
-    if meter is not None:  # none while a template is compiled
-        meter.charge(num_chars)
+# Filters that compare what a list holds, for which an iterator is made one, to be weighed.
+_COMPARING_FILTERS: Final = frozenset({"dictsort", "sort", "unique", "min", "max", "groupby"})
+# Unrepeatable, of use to HTML pages only, or taking time that grows with the square of a text's length.
+_REMOVED: Final = frozenset({"random", "urlize", "pprint", "xmlattr", "striptags", "wordwrap"})
+_UNSAFE_METHODS: Final = frozenset({"encode", "translate", "maketrans", "to_bytes", "from_bytes"})
+"""Of texts and numbers: their results may be huge, and no template needs them."""
 
 
 class _Generation(Extension):
@@ -144,6 +115,39 @@ class _TracingGenerator(CodeGenerator):
             self.write(", ")
         self.write("))")
 
+    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
+        self.write("(")
+        self._visit_weighed(node.expr, frame)
+        for operand in node.ops:
+            self.visit(operand, frame)
+        self.write(")")
+
+    def visit_Operand(self, node: nodes.Operand, frame: Frame) -> None:
+        self.write(f" {operators[node.op]} ")
+        self._visit_weighed(node.expr, frame)
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
+        self.write("{")
+        for item in node.items:
+            self._visit_weighed(item.key, frame)
+            self.write(": ")
+            self.visit(item.value, frame)
+            self.write(", ")
+        self.write("}")
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
+        is_slice = isinstance(node.arg, nodes.Slice)  # which Jinja leaves to Python
+        self.write("environment.charged(" if is_slice else "(")
+        super().visit_Getitem(node, frame)
+        self.write(")")
+
+    def _visit_weighed(self, node: nodes.Expr, frame: Frame) -> None:
+        """What will be compared or hashed."""
+        is_small = isinstance(node, nodes.Const)
+        self.write("(" if is_small else "environment.weighed(")
+        self.visit(node, frame)
+        self.write(")")
+
     def _literal(self, text: str) -> str:
         literals = cast(TemplateEnvironment, self.environment).literals
         literals.append(trace(text, _TEMPLATE_LEVEL))
@@ -162,12 +166,14 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self.literals: list[str] = []
         self.concat = _metered_join  # type: ignore[method-assign]
         del self.globals["lipsum"]
-        self.globals |= {"raise_exception": _raise_exception, "strftime_now": strftime_now}
+        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _bounded_format(strftime_now)}
         for name in _REMOVED & self.filters.keys():
             del self.filters[name]
-        self.filters |= {"tojson": _tojson, "join": _join}
+        self.filters |= {"tojson": _tojson, "join": _join, "sum": _sum}
         self.filters = {name: _metered_filter(name, function) for name, function in self.filters.items()}
-        self.filters["metered"] = _metered
+        self.filters["metered"] = metered
+        self.tests = {name: _metered_test(cast(Any, function)) for name, function in self.tests.items()}
+        self.weighed = weighed
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
         for loop in list(source.find_all(nodes.For)):
@@ -175,43 +181,57 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return super()._generate(source, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """`"...".format(...)`, traced where the whole format string is."""
+        """`"...".format(...)`, checked; traced where the whole format string is."""
         wrapper = super().wrap_str_format(value)
         owner = getattr(value, "__self__", None)
-        spans = spans_of(owner) if isinstance(owner, str) else ()
-        if wrapper is None or value.__name__ != "format" or len(spans) != 1 or spans[0][:2] != (0, len(str(owner))):
+        if wrapper is None or not isinstance(owner, str):
             return wrapper
-        formatter = _TracingFormatter(self, spans[0][2])
+        spans = spans_of(owner)
+        is_traced = value.__name__ == "format" and len(spans) == 1 and spans[0][:2] == (0, len(owner))
+        formatter = _TracingFormatter(self, spans[0][2]) if is_traced else None
 
-        def traced(*args: Any, **kwargs: Any) -> str:
-            _check_arguments("format", owner, (*args, *kwargs.values()))
-            return formatter.vformat(owner, args, kwargs)
+        def checked(*args: Any, **kwargs: Any) -> str:
+            check_arguments("format", owner, (*args, *kwargs.values()))
+            return wrapper(*args, **kwargs) if formatter is None else formatter.vformat(owner, args, kwargs)
 
-        return traced
+        return checked
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return super().is_safe_attribute(obj, attr, value) and attr not in _UNSAFE_METHODS
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        return super().getitem(obj, weighed(argument))
+
+    def charged(self, value: Any) -> Any:
+        """`value`, a slice."""
+        charge_result(value)
+        return value
 
     def join_values(self, values: tuple[Any, ...]) -> str:
         """The operator `~`."""
         return _metered_join([_text(value) for value in values])
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        _check_operands(operator, left, right)
+        check_operands(operator, left, right)
         if operator == "+" and isinstance(left, str) and isinstance(right, str):
             if not isinstance(left, Markup) and not isinstance(right, Markup):
                 return _metered_join((left, right))
             result: Any = _add_markup(left, right)
         else:
             result = super().call_binop(context, operator, left, right)
-        _charge(len(result) if isinstance(result, str) else 0)
+        charge(len(result) if isinstance(result, str) else 0)
         return result
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805, RUF100
-        _charge()
-        if not isinstance(__obj, Macro):
-            name, owner = getattr(__obj, "__name__", ""), getattr(__obj, "__self__", None)
-            _check_arguments(name, owner, (*args, *kwargs.values()))
+        charge()
+        if isinstance(__obj, Macro):
+            return super().call(__context, __obj, *args, **kwargs)
+        name, owner = getattr(__obj, "__name__", ""), getattr(__obj, "__self__", None)
+        if name == "join":  # of an iterator nobody knows how much it will give
+            args = tuple(list(metered(arg)) if isinstance(arg, Iterator) else arg for arg in args)
+        check_arguments(name, owner, (*args, *kwargs.values()))
         result = super().call(__context, __obj, *args, **kwargs)
-        if isinstance(result, str):
-            _charge(len(result))
+        charge_result(result)
         return result
 
 
@@ -244,122 +264,79 @@ def _metered_join(parts: Iterable[str]) -> str:
         num_chars += len(part)
         if meter is not None and num_chars > meter.max_chars:
             meter.charge(num_chars)
-    _charge(num_chars)
+    charge(num_chars)
     return join_traced(collected)
 
 
 def _text(value: Any) -> str:
     """`str(value)`, refused for a list or dictionary whose text would be huge (the same list many times over)."""
-    if isinstance(value, list | tuple | dict):
-        _measure(value)
+    if isinstance(value, CONTAINERS):
+        weigh(value)
     return str(value)
-
-
-def _measure(value: Any) -> None:
-    """Charge for the text of nested data before it is made."""
-    meter = meter_in_use.get()
-    num_left = meter.max_chars if meter is not None else 0
-    stack = [value]
-    while stack and num_left >= 0:
-        item = stack.pop()
-        num_left -= 2 + (len(item) if isinstance(item, str) else 0)
-        if isinstance(item, dict):
-            stack += [*item.keys(), *item.values()]
-        elif isinstance(item, list | tuple):
-            stack += item
-    if meter is not None and num_left < 0:
-        meter.charge(meter.max_chars + 1)
 
 
 def _finalize(value: Any) -> Any:
     """What Jinja does to each value before it writes it."""
-    return _text(value) if isinstance(value, list | tuple | dict) else value
-
-
-def _metered(iterable: Iterable[Any]) -> Iterator[Any]:
-    """The turns of a loop, each charged."""
-    for item in iterable:
-        _charge()
-        yield item
+    return _text(value) if isinstance(value, CONTAINERS) else value
 
 
 def _metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    position = 1 if hasattr(function, "jinja_pass_arg") else 0  # of the value, after a context
+    position = _position(function)
 
     @wraps(function)  # keeps the mark by which Jinja passes a context
-    def metered(*args: Any, **kwargs: Any) -> Any:
+    def metered_function(*args: Any, **kwargs: Any) -> Any:
         value = args[position]
-        _check_arguments(name, value, (*args[position + 1 :], *kwargs.values()))
-        if name not in _STRUCTURAL_FILTERS and isinstance(value, list | tuple | dict):
-            _measure(value)
+        if name in _COMPARING_FILTERS and isinstance(value, Iterator):
+            value = list(metered(value))
+            args = (*args[:position], value, *args[position + 1 :])
+        check_arguments(name, value, (*args[position + 1 :], *kwargs.values()))
+        if name not in _STRUCTURAL_FILTERS and isinstance(value, CONTAINERS):
+            weigh(value)
         result = function(*args, **kwargs)
-        _charge(len(result) if isinstance(result, str) else 0)
+        charge_result(result)
         return result
 
-    return metered
+    return metered_function
 
 
-def _check_operands(operator: str, left: Any, right: Any) -> None:
-    """Refuse an operation whose result would be huge before it is made."""
-    if operator == "+":
-        return
-    if isinstance(left, int) and isinstance(right, int):
-        num_bits = left.bit_length() * max(right, 0) if operator == "**" else left.bit_length() + right.bit_length()
-        if operator != "%" and num_bits > _MAX_NUMBER_BITS:
-            raise LimitError(f"it computes a number of more than {_MAX_NUMBER_BITS} bits")
-    elif operator == "*" and (isinstance(left, int) or isinstance(right, int)):
-        count, sequence = (left, right) if isinstance(left, int) else (right, left)
-        if hasattr(sequence, "__len__"):
-            _charge(max(count, 0) * len(sequence))
-    elif operator == "%" and isinstance(left, str):
-        _check_arguments("format", left, right if isinstance(right, tuple) else (right,))
+def _metered_test(function: Callable[..., Any]) -> Callable[..., Any]:
+    position = _position(function)
+
+    @wraps(function)
+    def metered_function(*args: Any) -> Any:
+        if len(args) > position + 1:  # a comparison
+            for arg in args[position:]:
+                weighed(arg)
+        return function(*args)
+
+    return metered_function
 
 
-def _check_arguments(name: str, owner: Any, args: tuple[Any, ...]) -> None:
-    """Refuse widths, counts and replacements that would make a huge string in one call of `name` on `owner`."""
-    max_count = _MAX_INDENT if name in _INDENTING else _MAX_COUNT
-    if name in _COUNTING | _INDENTING and any(isinstance(arg, int) and abs(arg) > max_count for arg in args):
-        raise LimitError(f"it calls {name} with a number above {max_count}")
-    texts = [arg for arg in args if isinstance(arg, str)]
-    if name == "replace" and isinstance(owner, str) and len(texts) >= 2:
-        _charge(owner.count(texts[0]) * len(texts[1]))
-    elif name == "expandtabs" and isinstance(owner, str):
-        _charge(owner.count("\t") * max((arg for arg in args if isinstance(arg, int)), default=8))
-    elif name == "join":
-        _check_join([*texts, *([owner] if isinstance(owner, str) else [])], (owner, *args))
-    elif name in {"format", "format_map"} and isinstance(owner, str):
-        _check_format(owner)
+def _position(function: Callable[..., Any]) -> int:
+    """Of the value that a filter or test is applied to: after a context, where it takes one."""
+    return 1 if hasattr(function, "jinja_pass_arg") else 0
 
 
-def _check_format(text: str) -> None:
-    """Refuse formats with long or computed widths, of either kind (`%*d`, `{:{width}}`)."""
-    num_digits = 0
-    for char in text:
-        num_digits = num_digits + 1 if char.isdigit() else 0
-        if num_digits > _MAX_WIDTH_DIGITS:
-            raise LimitError(f"it formats with a width of more than {_MAX_WIDTH_DIGITS} digits")
-    is_computed = any(part.lstrip("-+#0123456789.").startswith("*") for part in text.split("%")[1:])
-    with suppress(ValueError):  # not a format for braces
-        is_computed |= any("{" in (spec or "") for _, _, spec, _ in Formatter().parse(text))
-    if is_computed:
-        raise LimitError("it formats with a computed width")
+def _raise_exception(message: Any) -> None:
+    raise TemplateRuntimeError(_text(message)[:_MAX_REASON_CHARS])
 
 
-def _check_join(texts: list[str], args: tuple[Any, ...]) -> None:
-    for items in args:
-        if isinstance(items, list | tuple):
-            num_between = len(items) * max((len(text) for text in texts), default=0)
-            _charge(num_between + sum(len(item) for item in items if isinstance(item, str)))
+def _bounded_format(strftime_now: Callable[[str], str]) -> Callable[[str], str]:
+    def bounded(format: str) -> str:
+        if not isinstance(format, str) or len(format) > _MAX_FORMAT_CHARS:
+            raise LimitError(f"it formats a date by other than a text of at most {_MAX_FORMAT_CHARS} characters")
+        return strftime_now(format)
+
+    return bounded
 
 
-def _raise_exception(message: str) -> None:
-    raise TemplateRuntimeError(message)
-
-
-def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
-) -> str:
+def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
     """JSON as it is: Jinja's own filter escapes characters for HTML."""
+    marks = [each for each in (separators or ()) if isinstance(each, str)]
+    if any(len(mark) > _MAX_SEPARATOR_CHARS for mark in (*marks, indent if isinstance(indent, str) else "")):
+        raise LimitError(f"it writes JSON with separators of more than {_MAX_SEPARATOR_CHARS} characters")
+    width = len(indent) if isinstance(indent, str) else int(indent or 0)
+    weigh(value, extra_chars=sum(map(len, marks)), indent=width)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -372,3 +349,14 @@ def _join(environment: Environment, value: Iterable[Any], d: str = "", attribute
             parts.append(_text(d))
         parts.append(_text(item))
     return _metered_join(parts)
+
+
+@pass_environment
+def _sum(environment: Environment, iterable: Iterable[Any], attribute: str | int | None = None, start: Any = 0) -> Any:
+    """Jinja's own, each addition charged: of lists, each makes a longer one."""
+    total = start
+    for item in iterable if attribute is None else map(make_attrgetter(environment, attribute), iterable):
+        check_operands("+", total, item)
+        total = total + item
+        charge_result(total)
+    return total

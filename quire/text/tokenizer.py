@@ -14,16 +14,16 @@ for the two degrees.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from quire.errors import CheckpointError, InvalidParameterError
+from quire.errors import CheckpointError, InvalidParameterError, RequestError
+from quire.text.backend import check_growth, contained, encode_bare, load_backend
 from quire.text.decoding import DecoderRules, Piece, read_decoder
 from quire.text.files import TextConfig, read_text_config, read_tokenizer_json
-from quire.text.guard import Guard, encode_bare
+from quire.text.guard import Guard
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 STRICT_LEVEL: Final = 2
 LENIENT_LEVEL: Final = 1
+_MAX_AFFIXES: Final = 64
 _CONVENTIONAL: Final = frozenset({"<s>", "</s>", "<unk>", "<pad>", "<bos>", "<eos>", "<mask>"})
 
 
@@ -43,15 +44,16 @@ class Tokenizer:
 
     def __init__(self, tokenizer_json: str, config: TextConfig | None = None) -> None:
         self.config = config or TextConfig()
-        self._backend = _load_backend(tokenizer_json)
-        _declare_special_tokens(self._backend, self.config)
-        self._added: dict[int, AddedToken] = self._backend.get_added_tokens_decoder()
-        self.special_token_ids = frozenset(token_id for token_id, token in self._added.items() if token.special)
-        self.control_level = _control_levels(self._added.values(), self.config)
-        controls = {token.content: token_id for token_id, token in self._added.items()}
-        controls = {text: token_id for text, token_id in controls.items() if text in self.control_level}
-        self.guard = Guard(self._backend, tokenizer_json, controls)
-        self._prefix, self._suffix = self._find_affixes()
+        self._backend = load_backend(tokenizer_json)
+        with contained(CheckpointError, "tokenizer.json cannot be used"):
+            _declare_special_tokens(self._backend, self.config)
+            self._added: dict[int, AddedToken] = self._backend.get_added_tokens_decoder()
+            self.special_token_ids = frozenset(token_id for token_id, token in self._added.items() if token.special)
+            self.control_level = _control_levels(self._added.values(), self.config)
+            controls = {token.content: token_id for token_id, token in self._added.items()}
+            controls = {text: token_id for text, token_id in controls.items() if text in self.control_level}
+            self.guard = Guard(self._backend, tokenizer_json, controls)
+            self._prefix, self._suffix = self._find_affixes()
         self._tokens: dict[int, str | None] = {}
         self._pieces: dict[int, Piece | None] = {}
         self._bytes: dict[int, bytes] = {}
@@ -134,14 +136,18 @@ class Tokenizer:
 
         Text is never "cleaned up" (no spaces are removed before punctuation), whatever `tokenizer_config.json` says.
         """
-        text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        return text
+        with contained(RequestError, "the model's tokenizer cannot decode these tokens"):
+            text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            return text
 
     @cached_property
     def decoder_rules(self) -> DecoderRules:
         """How tokens become text one by one. Raises UnsupportedModelError for a decoder that does not work so."""
-        decoder = self._backend.decoder
-        return read_decoder(None if decoder is None else json.loads(bytes(decoder.__getstate__())))
+        with contained(CheckpointError, "tokenizer.json cannot be used"):
+            decoder = self._backend.decoder
+            stages = None if decoder is None else json.loads(bytes(decoder.__getstate__()))
+            check_growth(stages, "decoder")
+            return read_decoder(stages)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes that a token contributes to a text when it is not the first, b"" for an id without a
@@ -195,34 +201,14 @@ class Tokenizer:
             bos, eos = self.bos_token_id, self.eos_token_id
             prefix = [bos] if self.config.add_bos_token and bos is not None else []
             return prefix, [eos] if self.config.add_eos_token and eos is not None else []
-        with _library_errors():
-            bare: list[int] = self._backend.encode("a", add_special_tokens=False).ids
-            full: list[int] = self._backend.encode("a", add_special_tokens=True).ids
+        bare: list[int] = self._backend.encode("a", add_special_tokens=False).ids
+        full: list[int] = self._backend.encode("a", add_special_tokens=True).ids
+        if len(full) > len(bare) + _MAX_AFFIXES:
+            raise CheckpointError(f"tokenizer.json has a post-processor that adds more than {_MAX_AFFIXES} tokens to a text")
         for start in range(len(full) - len(bare) + 1):
             if full[start : start + len(bare)] == bare:
                 return full[:start], full[start + len(bare) :]
         raise CheckpointError("tokenizer.json has a post-processor that changes the text's own tokens: not supported")
-
-
-def _load_backend(tokenizer_json: str) -> Backend:
-    from tokenizers import Tokenizer as Backend
-
-    with _library_errors():
-        backend = Backend.from_str(tokenizer_json)
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
-
-
-@contextmanager
-def _library_errors() -> Iterator[None]:
-    """Report what the library makes of a malformed file, panics included, which pyo3 raises outside the Exception tree."""
-    try:
-        yield
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise CheckpointError(f"tokenizer.json cannot be used: {error}") from None
 
 
 def _declare_special_tokens(backend: Backend, config: TextConfig) -> None:

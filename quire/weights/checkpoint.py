@@ -8,13 +8,13 @@ file straight into the caller's buffer. Imports torch only once tensors are want
 from __future__ import annotations
 
 import ctypes
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
+from quire.common.small_files import is_file, read_object
 from quire.errors import CheckpointError
 from quire.models.declaration import DecoderSpec, LinearSpec, TensorSpec
 from quire.weights.tensor_file import StoredTensor, TensorFile
@@ -35,6 +35,8 @@ _PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 # Tables that can be computed, and causal masks, which old checkpoints carry along.
 _HARMLESS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
 _MAX_SHOWN = 8
+_MAX_NAME_CHARS = 255
+"""Of a file, as most systems have it, and of anything that an error names."""
 _CHUNK_BYTES = 8 << 20
 """Read at a time where values must be converted or transposed on the way."""
 
@@ -140,9 +142,9 @@ class SafetensorsCheckpoint:
 
     def _find_tensors(self) -> dict[str, tuple[TensorFile, StoredTensor]]:
         """Every tensor by name, from the files that the index names or from the only file."""
-        if (self._folder / INDEX_NAME).is_file():
+        if is_file(self._folder / INDEX_NAME):
             return self._read_shards(_read_index(self._folder / INDEX_NAME))
-        candidates = [SINGLE_NAME] if (self._folder / SINGLE_NAME).is_file() else _names(self._folder, {".safetensors"})
+        candidates = [SINGLE_NAME] if is_file(self._folder / SINGLE_NAME) else _names(self._folder, {".safetensors"})
         if len(candidates) == 1:
             return self._read_header(candidates[0])
         if candidates:
@@ -166,7 +168,7 @@ class SafetensorsCheckpoint:
 
     def _read_header(self, file: str) -> dict[str, tuple[TensorFile, StoredTensor]]:
         path = self._folder / file
-        if not path.is_file():
+        if not is_file(path):
             raise CheckpointError(f"{path} is missing; {INDEX_NAME} names it")
         self._files[file] = opened = TensorFile(path)
         return {name: (opened, stored) for name, stored in opened.tensors.items()}
@@ -257,19 +259,15 @@ def _dtype(stored: StoredTensor) -> torch.dtype:
 
 def _read_index(path: Path) -> dict[str, str]:
     """The `weight_map` of an index, checked: plain file names only, so that no path leads out of the folder."""
-    if path.stat().st_size > _MAX_INDEX_BYTES:
-        raise CheckpointError(f"{path} is larger than {_MAX_INDEX_BYTES} bytes; that is not an index of tensors")
-    try:
-        index = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    weight_map = read_object(path, _MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map object")
     for name, file in weight_map.items():
         is_plain = isinstance(file, str) and Path(file).name == file and not set(file) & set("\0/\\")
-        if not is_plain or not file.endswith(".safetensors"):
-            raise CheckpointError(f"{path}: {name} is said to be in {file!r}; expected the plain name of a .safetensors file")
+        if not is_plain or not file.endswith(".safetensors") or len(file) > _MAX_NAME_CHARS:
+            raise CheckpointError(
+                f"{path}: {_short(name)} is said to be in {_short(repr(file))}; expected the plain name of a .safetensors file"
+            )
     return weight_map
 
 
@@ -277,6 +275,10 @@ def _names(folder: Path, suffixes: set[str] | frozenset[str]) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.suffix in suffixes and path.is_file())
 
 
+def _short(text: str) -> str:
+    return text if len(text) <= _MAX_NAME_CHARS else f"{text[:_MAX_NAME_CHARS]}..."
+
+
 def _listed(items: list[str]) -> str:
     rest = len(items) - _MAX_SHOWN
-    return ", ".join(items[:_MAX_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+    return ", ".join(map(_short, items[:_MAX_SHOWN])) + (f" and {rest} more" if rest > 0 else "")

@@ -7,7 +7,6 @@ line fails on a wrong name before it has loaded anything heavy. Never executes a
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import re
@@ -18,13 +17,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from quire.errors import CheckpointError, ModelNotFoundError
+from quire.common.small_files import is_file, read_object
+from quire.errors import ModelNotFoundError
 
 logger = logging.getLogger(__name__)
 
 SHIPPED_MODELS = ("quire-storyteller",)
 _ASSETS = Path(__file__).parent.parent / "assets"
-_MAX_JSON_BYTES = 64 << 20
+_MAX_JSON_BYTES = 16 << 20
 _PROBE_TIMEOUT_S = 1.0
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}(/[A-Za-z0-9_][\w.-]{0,95})?", re.ASCII)
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
@@ -60,31 +60,19 @@ def read_model_config(folder: Path) -> dict[str, object]:
 
     Raises ModelNotFoundError without one, CheckpointError if it is malformed.
     """
-    path = folder if folder.suffix == ".json" and folder.is_file() else folder / "config.json"
-    if not path.is_file():
+    path = folder if folder.suffix == ".json" and is_file(folder) else folder / "config.json"
+    if not is_file(path):
         raise ModelNotFoundError(f"{folder} has no config.json; a model folder holds one, and .safetensors files")
-    return _read_json(path)
+    return read_object(path, _MAX_JSON_BYTES)
 
 
 def read_generation_config(folder: Path) -> dict[str, object]:
     """The parsed `generation_config.json`, or an empty dict where there is none."""
     path = folder / "generation_config.json"
-    return _read_json(path) if path.is_file() else {}
+    return read_object(path, _MAX_JSON_BYTES) if is_file(path) else {}
 
 
 _CHOICES = f"give a model folder, a Hugging Face name (owner/name), or {' or '.join(SHIPPED_MODELS)}"
-
-
-def _read_json(path: Path) -> dict[str, object]:
-    if path.stat().st_size > _MAX_JSON_BYTES:
-        raise CheckpointError(f"{path} is larger than {_MAX_JSON_BYTES} bytes; that is not a config")
-    try:
-        values = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} holds {type(values).__name__}, not an object")
-    return values
 
 
 def _resolve_hub_name(name: str, revision: str | None, download_dir: str | None) -> Path:

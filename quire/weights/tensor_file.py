@@ -18,6 +18,12 @@ from quire.errors import CheckpointError
 
 _MAX_HEADER_BYTES = 100_000_000
 """As the format demands."""
+_MAX_VALUES = 8 << 20
+"""Of a header: names, numbers and lists. A tensor takes some ten; the largest published checkpoint has 100,000 of them."""
+_MAX_DIMS = 64
+_MAX_BYTES = 1 << 62
+_MAX_REASON_CHARS = 300
+_MAX_NAME_CHARS = 150
 _DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
     "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
@@ -44,12 +50,13 @@ class TensorFile:
         self.path = path
         self.descriptor = -1
         try:
-            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe is not waited for
             self._identity = self._look()
             self.tensors, self.metadata = _read_header(self.descriptor, self._identity[0])
         except (OSError, ValueError, RecursionError) as error:
             self.close()
-            raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
+            reason = str(error)[:_MAX_REASON_CHARS]
+            raise CheckpointError(f"{path} is not a readable safetensors file: {reason}") from None
 
     def __del__(self) -> None:
         self.close()
@@ -82,7 +89,10 @@ def _read_header(descriptor: int, size: int) -> tuple[Mapping[str, StoredTensor]
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if size < 8 or not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
         raise ValueError(f"a header of {length} bytes in a file of {size}")
-    header = json.loads(os.pread(descriptor, length, 8).decode(), object_pairs_hook=_unique)
+    data = os.pread(descriptor, length, 8)
+    if data.count(b",") + data.count(b"[") + data.count(b"{") > _MAX_VALUES:
+        raise ValueError(f"a header of more than {_MAX_VALUES} values")
+    header = json.loads(data.decode(), object_pairs_hook=_unique)
     if not isinstance(header, dict):
         raise ValueError("the header is no object")
     metadata = header.pop("__metadata__", None) or {}
@@ -109,8 +119,15 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _tensor(name: str, entry: object, first_byte: int) -> StoredTensor:
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if dtype in _DTYPE_BITS:
-            if all(type(extent) is int and extent >= 0 for extent in shape) and 0 <= begin <= end:
+            if _is_shape(shape) and 0 <= begin <= end <= _MAX_BYTES:
                 if math.prod(shape) * _DTYPE_BITS[dtype] != 8 * (end - begin):
-                    raise ValueError(f"tensor {name}: {dtype} {shape} does not take {end - begin} bytes")
+                    raise ValueError(
+                        f"tensor {name[: _MAX_REASON_CHARS // 2]}: {dtype} {shape} does not take {end - begin} bytes"
+                    )
                 return StoredTensor(dtype, tuple(shape), first_byte + begin, end - begin)
-    raise ValueError(f"tensor {name} is not described as the format demands")
+    raise ValueError(f"tensor {name[: _MAX_REASON_CHARS // 2]} is not described as the format demands")
+
+
+def _is_shape(extents: list[Any]) -> bool:
+    """Few enough and small enough numbers to be multiplied."""
+    return len(extents) <= _MAX_DIMS and all(type(extent) is int and 0 <= extent <= _MAX_BYTES for extent in extents)

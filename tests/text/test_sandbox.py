@@ -58,9 +58,66 @@ SPINNING = [
     "{% for i in range(10**9) %}{% endfor %}",
     "{{ 9 ** 99999999 }}",
     "{% set ns = namespace(n=7) %}{% for i in range(999) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
+    "{{ 1.5|round(10**9) }}",
+    "{{ ('1' * 1000000)|int }}",
+    "{{ ('f' * 1000000)|int(base=16) }}",
+    "{{ ('1' * 1000000)|float }}",
+    "{{ (['x'] * 99999)|map('list')|sum(start=[]) }}",
+]
+
+# A list that holds another twice, which holds a third twice, ...: comparing, hashing or writing it takes exponential time.
+NEST = "{% set ns = namespace(a=(1,), b=(1,)) %}{% for i in range(60) %}{% set ns.a = (ns.a, ns.a) %}{% set ns.b = (ns.b, ns.b) %}{% endfor %}"
+SPINNING += [
+    NEST + use
+    for use in (
+        "{{ ns.a == ns.b }}",
+        "{{ ns.a < ns.b }}",
+        "{{ ns.a in [ns.b] }}",
+        "{{ ns.a is eq(ns.b) }}",
+        "{{ [ns.a]|select('eq', ns.b)|list }}",
+        "{{ [ns.a, ns.b]|sort }}",
+        "{{ [ns.a, ns.b]|map('list')|max }}",
+        "{{ [ns.a, ns.b]|unique|list }}",
+        "{{ [ns.b].index(ns.a) }}",
+        "{{ ns.b.count(ns.a) }}",
+        "{{ {ns.a: 1} }}",
+        "{{ messages[0][ns.a] }}",
+        "{{ messages[0].get(ns.a) }}",
+        "{% for i in [1, 2] %}{{ loop.changed(ns.a) }}{% endfor %}",
+        "{{ '%s' % (ns.a,) }}",
+        "{{ '%s'|format(ns.a) }}",
+        "{{ '{}'.format(ns.a) }}",
+        "{{ '{x}'.format_map({'x': ns.a}) }}",
+        "{{ ns.a ~ 'x' }}",
+        "{{ ns }}",
+        "{{ {'a': ns.a}.items() }}",
+        "{{ {'a': ns.a}.values()|string }}",
+        "{{ ns.a|tojson }}",
+        "{{ raise_exception(ns.a) }}",
+    )
 ]
 
 SWELLING = [
+    "{% set ns = namespace(s=[1]) %}{% for i in range(99) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "{% set ns = namespace(s=[]) %}{% set x = [1] * 1000000 %}{% for i in range(9999) %}{% set ns.s = ns.s + [x[:]] %}{% endfor %}",
+    "{% set ns = namespace(s=[]) %}{% set x = [1] * 1000000 %}{% for i in range(9999) %}{% set ns.s = ns.s + [x|list] %}{% endfor %}",
+    "{{ strftime_now('%Y' * 1000000) }}",
+    "{{ strftime_now('%999999999d' * 100) }}",
+    "{{ ('\\n' * 100000)|indent('x' * 100000) }}",
+    "{% set a = 'x' * 1000000 %}{{ a|replace(new=a, old='x') }}",
+    "{% set a = '1' * 1000000 %}{{ a|replace(1, a) }}",
+    "{% set a = 'x' * 1000000 %}{{ a.translate({120: a}) }}",
+    "{% set a = ('x' * 1000000).encode() %}{{ a.replace('x'.encode(), a) }}",
+    "{{ (1).to_bytes(10**10) }}",
+    "{{ '{:>999999}' * 1000 }}{{ ('{:>999999}' * 1000).format(*range(1000)) }}",
+    "{{ ('%999999s' * 1000) % range(1000)|list }}",
+    "{% set a = 'x' * 1000000 %}{{ ('%(a)s' * 1000) % {'a': a} }}",
+    "{% set a = 'x' * 1000000 %}{{ ('{0[a]}' * 1000).format({'a': a}) }}",
+    "{% set a = 'x' * 1000000 %}{{ a.join(range(99999)|map('string')) }}",
+    "{% set a = 'x' * 1000000 %}{{ a.join(dict.fromkeys('abcdefgh' * 9)) }}{{ a.join({'a': 1, 'b': 1}.keys()) * 9 }}",
+    "{{ ([1] * 100000)|tojson(indent='x' * 1000000) }}",
+    "{{ ([1] * 100000)|tojson(separators=('x' * 1000000, 'y')) }}",
+    "{% set ns = namespace(s=[1] * 100000) %}{% for i in range(500) %}{% set ns.s = [ns.s] %}{% endfor %}{{ ns.s|tojson(indent=64) }}",
     "{% set ns = namespace(s='xx') %}{% for i in range(99) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
     "{% set ns = namespace(s='xx') %}{% for i in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
     "{% set ns = namespace(s=[1]) %}{% for i in range(99) %}{% set ns.s = ns.s * 99 %}{% endfor %}",
@@ -100,6 +157,32 @@ def test_templates_are_stopped_in_time_and_space(source: str) -> None:
         template.render(MESSAGES)
     assert time.process_time() - start < 5
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 256 << 10, "KiB"
+
+
+@pytest.mark.parametrize("name", ["wordwrap", "striptags", "random", "pprint"])
+def test_filters_of_no_use_to_chats_are_absent(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"No filter named '{name}'"):
+        ChatTemplate("{{ messages|" + name + " }}")
+
+
+def test_reasons_are_short() -> None:
+    for source in ("{{ raise_exception('x' * 1000000) }}", "{{ messages['x' * 1000000].y }}"):
+        with pytest.raises(RequestError) as refusal:
+            ChatTemplate(source).render(MESSAGES)
+        assert len(str(refusal.value)) < 1000
+
+
+def test_ordinary_comparisons_slices_sums_and_dates_are_unchanged() -> None:
+    source = """
+    {%- set x = [3, 1, 2] -%}{{ x[1:]|sum }} {{ [[1], [2]]|sum(start=[]) }} {{ x|sort|join(',') }} {{ x|max }}
+    {{- 1 < 2 < 3 }} {{ 'a' in 'abc' }} {{ {'a': 1, 'b': [2]} }} {{ messages[0]['role'] == 'user' }} {{ x is contains_all }}
+    """.replace(" {{ x is contains_all }}", "{{ 2 is eq(2) }} {{ 2.345|round(2) }} {{ '12'|int + 1 }} {{ strftime_now('%Y') }}")
+    from datetime import UTC, datetime
+
+    template = ChatTemplate(source, now=lambda: datetime(2026, 1, 2, tzinfo=UTC))
+    assert template.render(MESSAGES).split() == (
+        "3 [1, 2] 1,2,3 3True True {'a': 1, 'b': [2]} TrueTrue 2.35 13 2026".replace("2.35", str(round(2.345, 2))).split()
+    )
 
 
 @timed

@@ -340,6 +340,13 @@ QINLINE Floats exp_of(Floats d) {
     return mantissa * (Floats)((__builtin_convertvector(n, Ints) + 127) << 23);
 }
 
+// Whether all distances of a block are such that weights and buckets are defined for them.
+QINLINE bool are_below(const float *block, const ScaledRow &row) {
+    int32_t any = 0;
+    for (int i = 0; i < BLOCK; ++i) any |= static_cast<int32_t>(block[i] > row.peak);
+    return any == 0;
+}
+
 // exp of a block's distances, and zero where not kept (kept may be null)
 QINLINE void block_exp(const float *block, const ScaledRow &row, const int32_t *kept, float *out) {
     QUNROLL for (int i = 0; i < BLOCK; i += LANES) {
@@ -360,6 +367,7 @@ static int64_t total(const ScaledRow &row, const Cut *cut) {
         const int64_t end = min64(row.num_tokens, start + SUM_BLOCKS * BLOCK);
         for (; start < end; start += BLOCK) {
             const float *block = block_at(row.logits, start, row.num_tokens, padded);
+            if (!are_below(block, row)) return -1;
             if (cut != nullptr && !mark_kept(block, start, *cut, kept)) continue;
             block_exp(block, row, cut != nullptr ? kept : nullptr, e);
             QUNROLL for (int i = 0; i < BLOCK; i += LANES) {
@@ -385,12 +393,13 @@ QINLINE void find_buckets(const float *block, const ScaledRow &row, float floor,
     }
 }
 
-static void histogram(const ScaledRow &row, float floor, Histogram &out) {
+static bool histogram(const ScaledRow &row, float floor, Histogram &out) {
     alignas(64) float padded[BLOCK], e[BLOCK];
     int32_t buckets[BLOCK];
     __builtin_memset(&out, 0, sizeof out);
     for (int64_t start = 0; start < row.num_tokens; start += BLOCK) {
         const float *block = block_at(row.logits, start, row.num_tokens, padded);
+        if (!are_below(block, row)) return false;
         find_buckets(block, row, floor, buckets);
         block_exp(block, row, nullptr, e);
         for (int i = 0; i < BLOCK; ++i) {
@@ -400,6 +409,7 @@ static void histogram(const ScaledRow &row, float floor, Histogram &out) {
             bucket.weight += static_cast<int64_t>(e[i] * 0x1p40f);
         }
     }
+    return true;
 }
 
 static int64_t collect(const ScaledRow &row, float floor, int bucket, int32_t *ids) {

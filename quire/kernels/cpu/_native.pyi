@@ -1,14 +1,18 @@
 """Types of the extension module (csrc/cpu).
 
-Pointers are addresses of contiguous CPU memory and are trusted: `quire.kernels.cpu.kernels` checks tensors before it
-passes them. dtypes are 0 for float32 and 1 for bfloat16. Indices that come from tensors (tokens, slots, blocks,
-positions) are checked here: ValueError, or IndexError for a token id.
+Pointers are addresses of contiguous CPU memory. How much memory lies behind one is not known here: that a tensor has
+the shape that goes with it is checked by `quire.kernels.cpu` before its address is passed. Everything else is checked
+before anything is read or written, and raises ValueError (IndexError for a token id): codes (dtypes are 0 for float32
+and 1 for bfloat16), counts and sizes, null and unaligned addresses, numbers that must be finite, indices that come from
+tensors (tokens, slots, blocks, positions, rows), and outputs that overlap with inputs.
 """
 
 from typing import overload
 
 def kernel_times() -> dict[str, float]:
     """Seconds that kernels have run for in this process: linear, attention, elementwise, sampling."""
+
+MAX_THREADS: int
 
 def num_threads() -> int: ...
 def set_num_threads(count: int) -> None: ...
