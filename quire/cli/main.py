@@ -11,6 +11,7 @@ import contextlib
 import errno
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -70,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
+        if argv is None:  # the process ends now: another one would only interrupt the interpreter's last steps
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         return _fail("quire: interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
         _discard_stdout()

@@ -53,6 +53,11 @@ def _option(default: Any, text: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": text, **metadata})
 
 
+MAX_NUM_THREADS = 1024
+"""More than any machine's cores would be of use to one engine, and fewer than a system refuses to start."""
+_MAX_INTEGER = 2**31 - 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Options of `LLM`, `AsyncLLM` and the command line: one declaration gives the field, the flag and its help."""
@@ -190,6 +195,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise ConfigError(f"{name}={value!r} must be an integer of at least {least}")
+            most = MAX_NUM_THREADS if name == "num_threads" else _MAX_INTEGER
+            if value is not None and value > most:
+                shown = value if value.bit_length() < 64 else "that"
+                raise ConfigError(f"{name}={shown} is too many: at most {most} are possible; leave it out, or give fewer")
         self._check_target()
         if not isinstance(self.memory_utilization, int | float) or not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(f"memory_utilization={self.memory_utilization!r} must be above 0 and at most 1")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.common.capabilities import FP8_CAPABILITY
+from quire.common.file_states import States, check_unchanged
 from quire.common.heap import return_large_blocks
 from quire.config.engine import EngineConfig
 from quire.core.scheduler.pace import StepPace
@@ -244,7 +245,8 @@ def build_executor(planned: PlannedModel) -> InlineExecutor:
     if plan.is_kv_populated:
         memory.populate(plan.num_threads)
     rows = RowTable(limits.max_num_seqs, limits.block_size)
-    matchers = RowMatchers(GrammarTable(partial(_vocabulary, planned._replace(head_start=None))))
+    states = {name: each for name, each in planned.files.states(plan.config.tokenizer).items() if name.endswith(".json")}
+    matchers = RowMatchers(GrammarTable(partial(_vocabulary, planned._replace(head_start=None), states)))
     sampler = Sampler(select_sampling(selection.kernels), matchers=matchers)
     worker = Worker(model, memory, rows, sampler)
     if selection.kernels.device.type == "cuda":
@@ -386,10 +388,14 @@ def _tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer | None:
     return Tokenizer.from_folder(source)
 
 
-def _vocabulary(planned: PlannedModel) -> Vocabulary:
+def _vocabulary(planned: PlannedModel, states: States) -> Vocabulary:
     """The model's tokens as a compiler of grammars needs them. The tokenizer is read anew: an engine's process has none."""
     from quire.grammar.backend import Vocabulary
 
+    try:
+        check_unchanged(states)
+    except CheckpointError as error:
+        raise RequestError(f"no output can be given a form: {error}") from None
     prepared = _describe(planned)
     tokenizer, eos_token_ids = prepared.tokenizer, prepared.eos_token_ids
     if tokenizer is None or not eos_token_ids:

@@ -10,14 +10,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from quire.common.file_states import states_of
+from quire.common.small_files import is_file, is_folder
 from quire.config.engine import QUANTIZATIONS, STORED_QUANTIZATIONS, EngineConfig
 from quire.errors import ConfigError, ModelNotFoundError
 from quire.models.declaration import DecoderSpec
 from quire.quant.gguf_formats import GgufStorage, read_gguf_storage
 from quire.quant.storage import CheckpointStorage, read_storage
-from quire.weights.folder import read_model_config, resolve_model
+from quire.weights.checkpoint import INDEX_NAME
+from quire.weights.folder import local_path, read_model_config, resolve_model
 from quire.weights.gguf.file import read_gguf
 from quire.weights.gguf.model import GgufModel
+
+_SMALL_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", INDEX_NAME,
+)  # fmt: skip
 
 
 class ModelFiles(NamedTuple):
@@ -29,6 +36,21 @@ class ModelFiles(NamedTuple):
     """What its `config.json` says, or would say."""
     gguf: GgufModel | None = None
     """Everything but the weights of a GGUF file, where the model is one."""
+    config_path: Path | None = None
+    """The config, where the model is nothing else."""
+
+    @property
+    def path(self) -> Path:
+        """What was found, by a name that means the same wherever a process runs, and is never downloaded again."""
+        return Path(self.config_path or (self.folder if self.gguf is None else self.gguf.file.path)).absolute()
+
+    def states(self, tokenizer: str | None) -> dict[str, tuple[int, int]]:
+        """The files that decide what the model answers, and how they are now (see `file_states.check_unchanged`)."""
+        folders = [self.folder] if tokenizer is None else [self.folder, Path(tokenizer)]
+        small = [folder / name for folder in folders for name in _SMALL_FILES]
+        weights = [] if self.config_path else sorted(self.folder.glob("*.safetensors"))
+        own = [] if self.gguf is None else [self.gguf.file.path]
+        return states_of([*(path for path in small if path.is_file()), *(own or weights)])
 
     def storage(
         self, spec: DecoderSpec, config: EngineConfig, *, keeps_fp8: bool = False
@@ -76,11 +98,11 @@ _ROPE_KEYS = {"rope_scaling", "rope_parameters"}
 
 
 def _find(config: EngineConfig) -> ModelFiles:
-    path = Path(config.model).expanduser()
-    if path.suffix == ".json" and path.is_file():
+    path = local_path(config.model)
+    if path.suffix == ".json" and is_file(path):
         if config.load_format != "dummy":
             raise ConfigError(f"model={config.model!r} is a config alone; it can only run with load_format='dummy'")
-        return ModelFiles(path.parent, read_model_config(path))
+        return ModelFiles(path.parent, read_model_config(path), config_path=path)
     file = _gguf_file(path, config)
     if file is not None:
         model = GgufModel.of(read_gguf(file))
@@ -91,12 +113,12 @@ def _find(config: EngineConfig) -> ModelFiles:
 
 def _gguf_file(path: Path, config: EngineConfig) -> Path | None:
     """The GGUF file that MODEL names: itself, or the only one of a folder that is asked for or has no config.json."""
-    if path.suffix == ".gguf" and path.is_file():
+    if path.suffix == ".gguf" and is_file(path):
         if config.load_format == "dummy":
             raise ConfigError("load_format='dummy' makes up the weights of a config.json; a GGUF file has its own")
         return path
     is_asked_for = config.load_format == "gguf"
-    if not path.is_dir() or (not is_asked_for and (path / "config.json").is_file()):
+    if not is_folder(path) or (not is_asked_for and is_file(path / "config.json")):
         if is_asked_for:
             raise ModelNotFoundError(f"model={config.model!r}: no such GGUF file, or folder that holds one")
         return None

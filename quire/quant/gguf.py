@@ -8,6 +8,7 @@ dequantized. Source: the format's description and the block layouts of ggml.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Literal, NamedTuple
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.common.file_states import FileState
 from quire.errors import CheckpointError
 from quire.kernels.interface import PackedLinear, QuantizedWeight
 from quire.models.declaration import LinearSpec, TensorSpec
@@ -39,6 +41,11 @@ class GgufWeights:
             self._file = self._path.open("rb")
         except OSError as error:
             raise CheckpointError(f"{self._path} cannot be read: {error}") from error
+        try:
+            self._check_unchanged()
+        except CheckpointError:
+            self._file.close()
+            raise
 
     def __enter__(self) -> GgufWeights:
         return self
@@ -87,6 +94,7 @@ class GgufWeights:
             raise CheckpointError(f"{self._path}: tensor {stored.name} cannot be read: {error}") from error
         if len(data) != stored.num_bytes:
             raise CheckpointError(f"{self._path}: tensor {stored.name} is truncated")
+        self._check_unchanged()
         raw = torch.from_numpy(data)
         if stored.encoding.name in _FLOATS:
             return raw.view(_FLOATS[stored.encoding.name]).float().view(stored.shape)
@@ -94,6 +102,10 @@ class GgufWeights:
         if not all(part.isfinite().all() for part in (weight.scales, weight.offsets) if part is not None):
             raise CheckpointError(f"{self._path}: tensor {stored.name} has scales that are not finite")
         return weight
+
+    def _check_unchanged(self) -> None:
+        if FileState.of(os.fstat(self._file.fileno())) != self._model.file.state:
+            raise CheckpointError(f"{self._path} has changed while it was being loaded")
 
 
 class _Parts(NamedTuple):

@@ -1,8 +1,10 @@
 """A server's life: listen at once, load beside it, serve, drain when told to end, end.
 
-The listening socket is the only one there is. /livez answers before the model is loaded. The first SIGTERM or SIGINT refuses
-new requests and lets those in flight finish, up to the drain timeout, after which each ends with an error; the second ends
-everything at once. Imports no torch: the model is in the engine's process.
+The listening socket is the only one there is. /livez answers before the model is loaded. The first SIGTERM, SIGINT or SIGHUP
+refuses new requests and lets those in flight finish, up to the drain timeout, after which each ends with an error; the second
+ends everything at once, and further ones change nothing. A SIGHUP that the server was started to ignore (nohup) is ignored.
+What the server says of itself is lost where it cannot be written (a full disk), and nothing else is. Imports no torch: the
+model is in the engine's process.
 """
 
 from __future__ import annotations
@@ -62,6 +64,7 @@ class Settings(NamedTuple):
 
 def run_server(prepared: PreparedModel, settings: Settings, say: Say) -> int:
     """Serve until told to end; the exit code. Raises ConfigError, or EngineError if the model cannot be loaded."""
+    say = _without_errors(say)
     keys = _check(settings.api, settings.api_keys)
     settings = settings._replace(api=_with_room_for_connections(settings.api, say))
     tracer = _tracer(settings.api, prepared.planned.plan.config.model)
@@ -71,6 +74,14 @@ def run_server(prepared: PreparedModel, settings: Settings, say: Say) -> int:
     finally:
         if tracer is not None:
             tracer.close()
+
+
+def _without_errors(say: Say) -> Say:
+    def quietly(text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # a full disk, a reader that is gone, a closed stream
+            say(text)
+
+    return quietly
 
 
 def _check(config: ApiConfig, keys: str | None) -> KeyRing:
@@ -205,9 +216,16 @@ class Lifecycle:
         return _Server(uvicorn_config(app, config, timeout_graceful_shutdown=int(_LAST_WRITES_S)))
 
     def _handle_signals(self) -> None:
+        """Until the process ends: handlers of the event loop's would go with it, and a late signal print a traceback."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._tell)
+
+        def tell(number: int, frame: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the process is about to end
+                loop.call_soon_threadsafe(self._tell)
+
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, tell)
 
     def _tell(self) -> None:
         self._num_signals += 1

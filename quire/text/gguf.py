@@ -19,6 +19,9 @@ _ROLES: Final = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token",
 _MAX_PIECE_LEN: Final = 256
 """Characters of the longest token that merges are derived for; SentencePiece's own limit is far below."""
 
+_MAX_VOCABULARY_CHARS: Final = 16 << 20
+"""Characters of all of them; a vocabulary of 256,000 tokens has less than two million."""
+
 _GPT2_SPLIT: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _MODERN_SPLIT: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -109,7 +112,11 @@ def _byte_level(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> dict
 
 def _sentence_piece(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> dict[str, Any]:
     scores = metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, Sequence) or len(scores) != len(vocabulary.tokens):
+    if (
+        not isinstance(scores, Sequence)
+        or len(scores) != len(vocabulary.tokens)
+        or not all(isinstance(score, int | float) for score in scores)
+    ):
         raise CheckpointError("the GGUF file's tokenizer.ggml.scores do not fit its tokens")
     has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True) is True
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
@@ -128,8 +135,13 @@ def _sentence_piece(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> 
     }  # fmt: skip
 
 
-def _merges(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[list[str]]:
+def _merges(vocabulary: _Vocabulary, scores: Sequence[Any]) -> list[list[str]]:
     """Every pair of tokens that makes up a third, the best score of the third first, as SentencePiece joins them."""
+    num_chars = sum(len(token) for token in vocabulary.tokens if len(token) <= _MAX_PIECE_LEN)
+    if num_chars > _MAX_VOCABULARY_CHARS:
+        raise CheckpointError(
+            f"the GGUF file's tokens have {num_chars} characters; merges are derived of at most {_MAX_VOCABULARY_CHARS}"
+        )
     found = []
     for token_id, token in enumerate(vocabulary.tokens):
         if vocabulary.kinds[token_id] == _NORMAL and len(token) <= _MAX_PIECE_LEN:

@@ -140,7 +140,9 @@ def _own_chars(item: Any) -> int:
 
 
 def _num_parts(item: Any) -> int:
-    return 0 if isinstance(item, Namespace) else 2 * len(item) if isinstance(item, dict) else len(item)
+    if isinstance(item, Namespace):
+        return 0
+    return 2 * len(item) if isinstance(item, dict) else len(item)
 
 
 def _parts(item: Any) -> Iterable[Any]:
@@ -207,7 +209,7 @@ def _check_join(owner: Any, args: tuple[Any, ...]) -> None:
     separator = max((len(each) for each in (owner, *args) if isinstance(each, str)), default=0)
     for items in (owner, *args):
         if isinstance(items, CONTAINERS):
-            charge(len(items) * separator + sum(len(item) for item in _parts(items) if isinstance(item, str)))
+            charge(_num_parts(items) * separator + sum(len(item) for item in _parts(items) if isinstance(item, str)))
 
 
 def _check_number(owner: Any, args: tuple[Any, ...]) -> None:

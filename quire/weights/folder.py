@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from quire.common.small_files import is_file, read_object
+from quire.common.small_files import is_file, is_folder, read_object
 from quire.errors import ModelNotFoundError
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,10 @@ logger = logging.getLogger(__name__)
 SHIPPED_MODELS = ("quire-storyteller",)
 _ASSETS = Path(__file__).parent.parent / "assets"
 _MAX_JSON_BYTES = 16 << 20
+_MAX_PATH_BYTES = 4095
+_MAX_PART_BYTES = 255
+"""As Linux has them."""
+_MAX_SHOWN_CHARS = 80
 _PROBE_TIMEOUT_S = 1.0
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}(/[A-Za-z0-9_][\w.-]{0,95})?", re.ASCII)
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
@@ -37,14 +41,12 @@ def resolve_model(name: str, *, revision: str | None = None, download_dir: str |
 
     Raises ModelNotFoundError, without a network within two seconds.
     """
-    if not name or "\0" in name:
-        raise ModelNotFoundError(f"model={name!r} is not a name; {_CHOICES}")
-    path = Path(name).expanduser()
-    if revision is not None and (path.is_dir() or name in SHIPPED_MODELS):
+    path = local_path(name)
+    if revision is not None and (is_folder(path) or name in SHIPPED_MODELS):
         logger.warning("revision=%r has no effect: model=%r is a folder, which has one state", revision, name)
-    if path.is_dir():
+    if is_folder(path):
         return path
-    if path.exists():
+    if is_file(path):
         raise ModelNotFoundError(f"model={name!r} is a file; give the folder that holds config.json and the weights")
     if name in SHIPPED_MODELS:
         if not (_ASSETS / name).is_dir():
@@ -53,6 +55,18 @@ def resolve_model(name: str, *, revision: str | None = None, download_dir: str |
     if not _HUB_NAME.fullmatch(name) or ".." in name or "--" in name:
         raise ModelNotFoundError(f"model={name!r}: no such folder, and not a hub name either; {_CHOICES}")
     return _resolve_hub_name(name, revision, download_dir)
+
+
+def local_path(name: str) -> Path:
+    """The path that a model's name would be. Raises ModelNotFoundError for what can be none."""
+    if not name or "\0" in name or len(os.fsencode(name)) > _MAX_PATH_BYTES:
+        raise ModelNotFoundError(f"model={name[:_MAX_SHOWN_CHARS]!r} is not a name; {_CHOICES}")
+    if any(len(os.fsencode(part)) > _MAX_PART_BYTES for part in name.split("/")):
+        raise ModelNotFoundError(f"model={name[:_MAX_SHOWN_CHARS]!r}: no file has so long a name; {_CHOICES}")
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:  # of a user whose home is not known
+        return Path(name)
 
 
 def read_model_config(folder: Path) -> dict[str, object]:

@@ -156,8 +156,13 @@ class _PackedFile:
             return None
         import torch
 
-        layout = PackedLayout(*self._layouts[key])
-        return CpuLinear(layout, data, None if bias is None else bias.view(torch.float32))
+        try:
+            layout = PackedLayout(*self._layouts[key])
+            return CpuLinear(layout, data, None if bias is None else bias.view(torch.float32))
+        except (ValueError, TypeError, RuntimeError) as error:  # it does not describe the bytes
+            logger.warning("packed weights in %s are not used: %s", self._path, error)
+            self.is_damaged = True
+            return None
 
     def _bytes(self, name: str) -> Tensor | None:
         tensor = self._file.tensors.get(name)

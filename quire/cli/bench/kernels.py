@@ -10,6 +10,7 @@ from pathlib import Path
 
 from quire.cli.output_file import open_output
 from quire.cli.parser import UsageError
+from quire.config.engine import MAX_NUM_THREADS
 from quire.errors import ConfigError
 
 EXAMPLES = """\
@@ -57,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
         return run_on_gpu(args)
     if args.tune is not None:
         raise UsageError("--tune applies to --device cuda only")
-    if args.num_threads is not None and args.num_threads < 1:
-        raise UsageError("--num-threads must be at least 1")
+    if args.num_threads is not None and not 1 <= args.num_threads <= MAX_NUM_THREADS:
+        raise UsageError(f"--num-threads must be at least 1 and at most {MAX_NUM_THREADS}")
     from quire.bench.kernels import KINDS, measure_limits, measure_linear, render
     from quire.kernels import cpu
 

@@ -12,6 +12,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from quire.config.engine import EngineConfig
@@ -20,6 +21,7 @@ from quire.engine.admission import Admission
 from quire.engine.builder import PreparedModel
 from quire.engine.client import EngineStatus, GenerationRequest, ModelInfo
 from quire.engine.inspection import BlockContent, Inspection
+from quire.engine.model_files import ModelFiles
 from quire.engine.outputs import RequestOutput
 from quire.engine.planning import EnginePlan
 from quire.engine.process.journal import Journal
@@ -46,7 +48,7 @@ class ProcessClient:
     """Serves a model with an engine process. Make it and `start` it in a running event loop."""
 
     def __init__(self, prepared: PreparedModel, watch: WatchConfig | None = None, **launch_options: Any) -> None:
-        start = start_message(prepared.planned.plan)
+        start = start_message(prepared.planned.plan, prepared.planned.files)
         self._admission = Admission(prepared)
         self._tokenizer = prepared.tokenizer
         self._supervisor = Supervisor(
@@ -264,10 +266,13 @@ def merge(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
     return later
 
 
-def start_message(plan: EnginePlan) -> Start:
-    """What an engine is to build: the decisions of a plan, so that each engine after another has the same limits."""
-    limits = plan.limits
-    options: Mapping[str, Any] = asdict(plan.config) | {
+def start_message(plan: EnginePlan, files: ModelFiles | None = None) -> Start:
+    """What an engine is to build: the decisions of a plan, so that each engine after another has the same limits.
+
+    With `files`, each is built of these very files, wherever it runs, or not at all.
+    """
+    limits, config = plan.limits, plan.config
+    options: Mapping[str, Any] = asdict(config) | {
         "dtype": plan.dtype,
         "block_size": limits.block_size,
         "kv_cache_memory": plan.kv_bytes,
@@ -277,7 +282,20 @@ def start_message(plan: EnginePlan) -> Start:
         "max_num_seqs": limits.max_num_seqs,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
         "num_threads": plan.num_threads,
+        "tokenizer": _absolute(config.tokenizer),
+        "weights_cache": _absolute(config.weights_cache),
     }
-    defaults = EngineConfig(model=plan.config.model)
+    model = config.model if files is None else str(files.path)
+    defaults = EngineConfig(model=model)
     given = {name: value for name, value in options.items() if name != "model" and value != getattr(defaults, name)}
-    return Start(plan.config.model, given)
+    if files is None:
+        return Start(model, given)
+    return Start(model, given, files.states(config.tokenizer))
+
+
+def _absolute(name: str | None) -> str | None:
+    """A local path as it means the same wherever a process runs; a name of something else as it is."""
+    if name is None:
+        return None
+    path = Path(name).expanduser()
+    return str(path.absolute()) if path.exists() else name

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 from quire.common import garbage
 from quire.common.failures import log_failure
+from quire.common.file_states import check_unchanged
 from quire.common.json_logs import use_json_logs
 from quire.config.engine import EngineConfig
 from quire.engine.builder import begin_loading, build_executor, pace_of, plan_engine
@@ -53,9 +54,9 @@ class Host:
         """Serve until the connection ends."""
         pulse = threading.Thread(target=self._beat, name="quire-pulse", daemon=True)
         try:
-            config = self._receive_start()
+            start = self._receive_start()
             pulse.start()
-            service = self._service = self._load(config)
+            service = self._service = self._load(start)
             while True:
                 self._serve(service)
         except ChannelClosed:
@@ -66,7 +67,7 @@ class Host:
             self._is_over.set()
             self._channel.close()
 
-    def _receive_start(self) -> EngineConfig:
+    def _receive_start(self) -> Start:
         self._wait(_START_TIMEOUT_S)
         messages = self._channel.receive()
         if len(messages) != 1 or not isinstance(messages[0], Start):
@@ -74,12 +75,14 @@ class Host:
         start = messages[0]
         if start.version != PROTOCOL_VERSION:
             raise ProtocolError(f"version {start.version} instead of {PROTOCOL_VERSION}: restart the server")
-        return EngineConfig.from_options(start.model, start.options)
+        return start
 
-    def _load(self, config: EngineConfig) -> Service:
+    def _load(self, start: Start) -> Service:
         began_s = time.monotonic()
         try:
-            loop = self._build(config)
+            check_unchanged(start.files)
+            loop = self._build(EngineConfig.from_options(start.model, start.options))
+            check_unchanged(start.files)  # also while they were read
         except Exception as error:
             is_expected = isinstance(error, QuireError)
             if not is_expected:
@@ -161,7 +164,7 @@ def main(fileno: int, parent_pid: int, build: BuildLoop = build_loop, *, has_jso
     die_with_parent()
     if os.getppid() != parent_pid:  # it died before the kernel was asked
         return 0
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if has_json_logs:
         use_json_logs(logging.WARNING)

@@ -15,7 +15,7 @@ from quire.core.plan import RowSampling, TokenLogprobs
 from quire.engine.counters import EngineCounters
 from quire.engine.inspection import BlockContent, Inspection
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Both ends come from one installation; a difference means that it was replaced under a running server."""
 JSON_LOGS = "json-logs"
 """The argument by which an engine is told to log as JSON: before the first message, which may go wrong already."""
@@ -31,6 +31,8 @@ class Start(_Message, frozen=True):
     model: str
     options: dict[str, Any]
     """Of `EngineConfig.from_options`."""
+    files: dict[str, tuple[int, int]] = {}
+    """The model's files as the server found them: an engine builds of no others."""
     version: int = PROTOCOL_VERSION
 
 

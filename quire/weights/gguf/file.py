@@ -8,15 +8,16 @@ never read here; a `GgufTensor` says where it lies.
 from __future__ import annotations
 
 import math
-import mmap
+import os
 import struct
 import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import BinaryIO, Final, NamedTuple
 
+from quire.common.file_states import FileState
 from quire.errors import CheckpointError
 
 Value = bool | int | float | str | Sequence[int] | Sequence[float] | Sequence[str]
@@ -48,6 +49,7 @@ ENCODINGS: Final[Mapping[int, Encoding]] = {
 _MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
 _MAX_HEADER_BYTES: Final = 256 << 20  # a vocabulary of 256,000 tokens with merges takes 15 MB
+_BUFFER_BYTES: Final = 64 << 10
 _MAX_KEY_LEN: Final = 65535
 _MAX_ENTRIES: Final = 1 << 16
 _MAX_ARRAY_LEN: Final = 1 << 22
@@ -80,24 +82,27 @@ class GgufFile:
     path: Path
     metadata: Mapping[str, Value]
     tensors: Mapping[str, GgufTensor]
+    state: FileState
+    """As it was when the header was read."""
 
 
 def read_gguf(path: Path) -> GgufFile:
     """Read and check a file's header. Raises CheckpointError."""
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Header(path, data).read()
-    except (OSError, ValueError) as error:  # an empty file cannot be mapped: ValueError
+        with path.open("rb", buffering=_BUFFER_BYTES) as file:
+            return _Header(path, file).read()
+    except (OSError, ValueError) as error:  # a name with a null byte: ValueError
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 class _Header:
     """A cursor over the header; every method checks before it reads."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path = path
-        self._data = data
-        self._size = len(data)
+        self._file = file  # not mapped: touching a page of a file that is cut short meanwhile would kill the process
+        self._state = FileState.of(os.fstat(file.fileno()))
+        self._size = self._state.size
         self._limit = min(self._size, _MAX_HEADER_BYTES)
         self._at = 0
         self._readers: dict[int, Callable[[], Value]] = {_STRING: self._string, _ARRAY: self._array, _BOOL: self._bool}
@@ -123,7 +128,7 @@ class _Header:
                 raise self._error(f"has the tensor {tensor.name!r} twice")
             tensors[tensor.name] = self._placed(tensor, start)
         self._refuse_overlaps(tensors)
-        return GgufFile(self._path, metadata, tensors)
+        return GgufFile(self._path, metadata, tensors, self._state)
 
     def _error(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self._path} {what}")
@@ -133,7 +138,10 @@ class _Header:
             where = "is truncated" if self._limit == self._size else f"has a header of more than {_MAX_HEADER_BYTES} bytes"
             raise self._error(f"{where}: {num_bytes} bytes are wanted at {self._at}")
         self._at += num_bytes
-        return self._data[self._at - num_bytes : self._at]
+        data = self._file.read(num_bytes)
+        if len(data) != num_bytes:
+            raise self._error("is truncated while it is being read")
+        return data
 
     def _number(self, code: str) -> int | float:
         number: int | float = struct.unpack(f"<{code}", self._take(struct.calcsize(f"<{code}")))[0]

@@ -138,7 +138,7 @@ class GgufModel:
         if not self.has_shifted_norms:
             return {}
         is_wide = self._integer("block_count") == _GEMMA_SCALED_BY_WIDTH[self.architecture]
-        width = self._integer("embedding_length") // self._integer("attention.head_count")
+        width = self._integer("embedding_length") // max(1, self._integer("attention.head_count"))
         caps = ("attn_logit_softcapping", "final_logit_softcapping") if self.architecture == "gemma2" else ()
         return {
             "query_pre_attn_scalar": width if is_wide else self._integer("attention.key_length"),
@@ -169,9 +169,12 @@ class GgufModel:
         half = self._integer("rope.dimension_count") // 2
         if tensor.encoding.name != "F32" or tensor.shape != (half,):
             raise CheckpointError(f"{self.file.path} has {_FREQUENCIES} {list(tensor.shape)}; expected F32 [{half}]")
-        with self.file.path.open("rb") as file:
-            file.seek(tensor.offset)
-            factors = list(struct.unpack(f"<{half}f", file.read(tensor.num_bytes)))
+        try:
+            with self.file.path.open("rb") as file:
+                file.seek(tensor.offset)
+                factors = list(struct.unpack(f"<{half}f", file.read(tensor.num_bytes)))
+        except (OSError, struct.error) as error:
+            raise CheckpointError(f"{self.file.path}: {_FREQUENCIES} cannot be read: {error}") from None
         length = self._integer("context_length")
         lists = {"short_factor": factors, "long_factor": factors, "attention_factor": 1.0, "factor": 1.0}
         return {"rope_type": "longrope", "original_max_position_embeddings": length, **lists}
