@@ -38,8 +38,13 @@ def states_of(paths: Iterable[Path]) -> dict[str, tuple[int, int]]:
             size, written_ns = FileState.of(path.stat())
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-        states[str(path.absolute())] = (size, written_ns)
+        states[str(lasting_name(path))] = (size, written_ns)
     return states
+
+
+def lasting_name(path: Path) -> Path:
+    """A name of a file or folder that depends on no other folder: absolute, and not by way of one that may vanish."""
+    return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
 
 
 def check_unchanged(states: States) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from quire.common.file_states import states_of
+from quire.common.file_states import lasting_name, states_of
 from quire.common.small_files import is_file, is_folder
 from quire.config.engine import QUANTIZATIONS, STORED_QUANTIZATIONS, EngineConfig
 from quire.errors import ConfigError, ModelNotFoundError
@@ -42,7 +42,7 @@ class ModelFiles(NamedTuple):
     @property
     def path(self) -> Path:
         """What was found, by a name that means the same wherever a process runs, and is never downloaded again."""
-        return Path(self.config_path or (self.folder if self.gguf is None else self.gguf.file.path)).absolute()
+        return lasting_name(self.config_path or (self.folder if self.gguf is None else self.gguf.file.path))
 
     def states(self, tokenizer: str | None) -> dict[str, tuple[int, int]]:
         """The files that decide what the model answers, and how they are now (see `file_states.check_unchanged`)."""

@@ -18,6 +18,7 @@ _T = TypeVar("_T")
 
 _MAX_INTEGER = 2**31 - 1
 _MAX_NUMBER = 1e30
+_MAX_KEY_CHARS = 120
 
 # Keys that describe training, bookkeeping, generation defaults or other programs' settings.
 _HARMLESS = """
@@ -175,8 +176,9 @@ class ConfigReader:
             is_off = value is None or value is False or value == {} or value == []
             if key in self._read or is_off or key in _HARMLESS_KEYS or _HARMLESS_PATTERN.fullmatch(key):
                 continue
+            where = f"{self._path}{key[:_MAX_KEY_CHARS]}={_shown(value)}"
             raise UnsupportedModelError(
-                f"{self.architecture}: config.json has {self._path}{key}={_shown(value)}, a key that Quire does not "
+                f"{self.architecture}: config.json has {where}, a key that Quire does not "
                 f"know for this architecture; remove it if it does not change what the model computes"
             )
 

@@ -40,7 +40,7 @@ def declare(config: Mapping[str, object]) -> DecoderSpec:
     architecture = _architecture(config)
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
-            f"the architecture {architecture!r} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}"
+            f"the architecture {architecture[:120]!r} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}"
         )
     reader = ConfigReader(config, architecture)
     if reader.has("quantization_config"):
@@ -56,6 +56,6 @@ def _architecture(config: Mapping[str, object]) -> str:
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise UnsupportedModelError(
-            f"config.json has architectures={names!r}; Quire needs one name, out of {', '.join(sorted(ARCHITECTURES))}"
+            f"config.json has architectures={repr(names)[:120]}; Quire needs one, out of {', '.join(sorted(ARCHITECTURES))}"
         )
     return names[0]

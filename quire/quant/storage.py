@@ -27,6 +27,10 @@ from quire.weights.checkpoint import ExpectedTensor, Layout
 Activations = Literal["int8", "float"]
 _INT32 = frozenset({"I32"})
 _MAX_PATTERN_LEN = 500
+_MAX_REPETITIONS = 4
+_ESCAPED = re.compile(r"\\.|\[[^\]]*\]")
+_REPEATED_GROUP = re.compile(r"\)[*+{]")
+_BACK_REFERENCE = re.compile(r"\\[1-9]|\(\?[^:]")
 
 
 class LinearStorage(Protocol):
@@ -317,15 +321,34 @@ def _read_compressed(config: ConfigReader) -> tuple[str, Assign]:
     return f"compressed-tensors, {layout}", assign
 
 
+def _is_plain_pattern(text: str) -> bool:
+    """Whether matching takes bounded time: few repetitions, none of a group, and nothing that refers back.
+
+    `(.+)+x` takes a second for each character of a name by which that second doubles.
+    """
+    plain = _ESCAPED.sub("x", text)
+    has_groups_repeated = _REPEATED_GROUP.search(plain) is not None
+    return (
+        len(text) <= _MAX_PATTERN_LEN
+        and not has_groups_repeated
+        and sum(map(plain.count, "*+{")) <= _MAX_REPETITIONS
+        and _BACK_REFERENCE.search(text) is None
+    )
+
+
 class _Target:
     """A module's name, or with "re:" a pattern that a name must begin with."""
 
     def __init__(self, config: ConfigReader, key: str, text: str) -> None:
         self.text = text
-        try:
-            self._pattern = re.compile(text[3:]) if text.startswith("re:") and len(text) <= _MAX_PATTERN_LEN else None
-        except re.error:
-            raise config.refuse(key, "names, and regular expressions after re:") from None
+        self._pattern = None
+        if text.startswith("re:"):
+            if not _is_plain_pattern(text[3:]):
+                raise config.refuse(key, "names, and after re: regular expressions that repeat no group")
+            try:
+                self._pattern = re.compile(text[3:])
+            except (re.error, RecursionError, OverflowError):
+                raise config.refuse(key, "names, and regular expressions after re:") from None
 
     def matches(self, module: str) -> bool:
         return module == self.text if self._pattern is None else self._pattern.match(module) is not None

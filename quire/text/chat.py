@@ -219,7 +219,8 @@ def _compile(source: str, now: Callable[[], datetime]) -> Template:
     try:
         return environment.from_string(source)
     except TemplateSyntaxError as error:
-        raise ConfigError(f"the chat template is not valid: {error.message} (line {error.lineno})") from None
+        reason = (error.message or "")[:_MAX_REASON_CHARS]
+        raise ConfigError(f"the chat template is not valid: {reason} (line {error.lineno})") from None
     except (SyntaxError, RecursionError, MemoryError, ValueError, OverflowError) as error:
         name = type(error).__name__
         raise ConfigError(f"the chat template cannot be compiled ({name}); is it nested too deeply?") from None

@@ -66,7 +66,11 @@ SPINNING = [
 ]
 
 # A list that holds another twice, which holds a third twice, ...: comparing, hashing or writing it takes exponential time.
-NEST = "{% set ns = namespace(a=(1,), b=(1,)) %}{% for i in range(60) %}{% set ns.a = (ns.a, ns.a) %}{% set ns.b = (ns.b, ns.b) %}{% endfor %}"
+NEST = (
+    "{% set ns = namespace(a=(1,), b=(1,)) %}"
+    "{% for i in range(60) %}{% set ns.a = (ns.a, ns.a) %}{% set ns.b = (ns.b, ns.b) %}{% endfor %}"
+)
+MANY = "{% set ns = namespace(s=[]) %}{% set x = [1] * 1000000 %}{% for i in range(9999) %}"
 SPINNING += [
     NEST + use
     for use in (
@@ -99,8 +103,8 @@ SPINNING += [
 
 SWELLING = [
     "{% set ns = namespace(s=[1]) %}{% for i in range(99) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
-    "{% set ns = namespace(s=[]) %}{% set x = [1] * 1000000 %}{% for i in range(9999) %}{% set ns.s = ns.s + [x[:]] %}{% endfor %}",
-    "{% set ns = namespace(s=[]) %}{% set x = [1] * 1000000 %}{% for i in range(9999) %}{% set ns.s = ns.s + [x|list] %}{% endfor %}",
+    MANY + "{% set ns.s = ns.s + [x[:]] %}{% endfor %}",
+    MANY + "{% set ns.s = ns.s + [x|list] %}{% endfor %}",
     "{{ strftime_now('%Y' * 1000000) }}",
     "{{ strftime_now('%999999999d' * 100) }}",
     "{{ ('\\n' * 100000)|indent('x' * 100000) }}",
@@ -117,7 +121,8 @@ SWELLING = [
     "{% set a = 'x' * 1000000 %}{{ a.join(dict.fromkeys('abcdefgh' * 9)) }}{{ a.join({'a': 1, 'b': 1}.keys()) * 9 }}",
     "{{ ([1] * 100000)|tojson(indent='x' * 1000000) }}",
     "{{ ([1] * 100000)|tojson(separators=('x' * 1000000, 'y')) }}",
-    "{% set ns = namespace(s=[1] * 100000) %}{% for i in range(500) %}{% set ns.s = [ns.s] %}{% endfor %}{{ ns.s|tojson(indent=64) }}",
+    "{% set ns = namespace(s=[1] * 100000) %}{% for i in range(500) %}{% set ns.s = [ns.s] %}{% endfor %}"
+    "{{ ns.s|tojson(indent=64) }}",
     "{% set ns = namespace(s='xx') %}{% for i in range(99) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
     "{% set ns = namespace(s='xx') %}{% for i in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
     "{% set ns = namespace(s=[1]) %}{% for i in range(99) %}{% set ns.s = ns.s * 99 %}{% endfor %}",

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from quire.common.file_states import lasting_name
 from quire.config.engine import EngineConfig
 from quire.core.params import RequestOutputKind
 from quire.engine.admission import Admission
@@ -298,4 +299,4 @@ def _absolute(name: str | None) -> str | None:
     if name is None:
         return None
     path = Path(name).expanduser()
-    return str(path.absolute()) if path.exists() else name
+    return str(lasting_name(path)) if path.exists() else name

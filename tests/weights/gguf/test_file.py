@@ -126,6 +126,48 @@ def _damaged(data: bytes, rng: random.Random) -> bytes:
     return bytes(found)
 
 
+def _random(rng: random.Random) -> bytes:
+    """Anything, behind a header that may be a sound one: its counts, or all of it."""
+    noise = rng.randbytes(rng.choice([0, 7, 40, 3000]))
+    kind = rng.randrange(4)
+    if kind == 0:
+        return noise
+    if kind == 1:
+        return b"GGUF" + noise
+    few = (rng.randrange(4), rng.randrange(4))
+    if kind == 2:
+        return _file(*few, noise, version=rng.choice([2, 3]))
+    key = struct.pack("<Q3sI", 3, b"a.b", rng.randrange(14))
+    return _file(few[0], 1 + few[1], key + noise)
+
+
+def test_random_bytes_are_refused_or_read(tmp_path: Path) -> None:
+    target, rng = tmp_path / "random.gguf", random.Random(11)
+    num_refused = 0
+    for _ in range(NUM_DAMAGED):
+        target.write_bytes(_random(rng))
+        try:
+            read_gguf(target)
+        except CheckpointError:
+            num_refused += 1
+    assert num_refused > NUM_DAMAGED // 2
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a mapped file would end in SIGBUS."""
+    whole = os.fstat
+
+    def longer(descriptor: int) -> os.stat_result:
+        status = whole(descriptor)
+        return os.stat_result((*status[:6], status.st_size + (1 << 20), *status[7:10]))
+
+    data = path.read_bytes()
+    path.write_bytes(data[:60])
+    monkeypatch.setattr(os, "fstat", longer)
+    with pytest.raises(CheckpointError, match="truncated while it is being read"):
+        read_gguf(path)
+
+
 def test_no_damage_does_harm(path: Path, tmp_path: Path) -> None:
     """Either a file whose tensors lie inside it, or CheckpointError; and no allocation beyond twice the file and a little."""
     data, rng = path.read_bytes(), random.Random(5)
