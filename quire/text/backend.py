@@ -28,7 +28,7 @@ _MAX_STAGES: Final = 64
 _MAX_DEPTH: Final = 16
 _MAX_ADDED_CHARS: Final = 256
 _MAX_REASON_CHARS: Final = 200
-_ESCAPED_LETTER: Final = re.compile(r"\\u00[2-7]")
+_ASCII_DIGITS: Final = frozenset("234567")
 _MAY_BE_EMPTY: Final = re.compile(r"[?*|{^$]|\\[bBAzZG]")
 """What a regular expression holds that can match where nothing is."""
 
@@ -37,8 +37,10 @@ def load_backend(tokenizer_json: str) -> Backend:
     """The library's tokenizer. Raises CheckpointError for a document that is not one, or that it cannot bear."""
     from tokenizers import Tokenizer as Backend
 
-    for stages in _find_sections(tokenizer_json, "normalizer"):
-        check_growth(stages, "normalizer")
+    for name in ("normalizer", "decoder"):
+        for stages in _find_sections(tokenizer_json, name):
+            check_growth(stages, name)
+    _check_subwords(tokenizer_json)
     with contained(CheckpointError, "tokenizer.json cannot be used"):
         backend = Backend.from_str(tokenizer_json)
         backend.no_truncation()
@@ -116,10 +118,8 @@ def _growth(stage: dict[str, Any]) -> int:
 
 def _find_sections(document: str, name: str) -> Iterator[Any]:
     """What a JSON document may mean by the key `name`, without reading all of it: a vocabulary takes a second."""
-    if _ESCAPED_LETTER.search(document):  # the key may be spelt otherwise
-        with contained(CheckpointError, "tokenizer.json cannot be used"):
-            content = json.loads(document)
-        yield content.get(name) if isinstance(content, dict) else None
+    if _has_escaped_letters(document):  # the key may be spelt otherwise
+        yield _parsed(document).get(name)
         return
     key, at = f'"{name}"', 0
     while (at := document.find(key, at)) >= 0:
@@ -127,6 +127,43 @@ def _find_sections(document: str, name: str) -> Iterator[Any]:
         if (value := re.compile(r"\s*:\s*(?=\{)").match(document, at)) is not None:
             with contained(CheckpointError, f"tokenizer.json has a {name} that cannot be read"):
                 yield json.JSONDecoder().raw_decode(document, value.end())[0]
+
+
+def _has_escaped_letters(document: str) -> bool:
+    """Whether an ASCII character is written as `\\u00..`, which no program has a reason to do."""
+    at = -1
+    while (at := document.find("\\u00", at + 1)) >= 0:
+        if document[at + 4 : at + 5] in _ASCII_DIGITS:
+            return True
+    return False
+
+
+def _parsed(document: str) -> dict[str, Any]:
+    with contained(CheckpointError, "tokenizer.json cannot be used"):
+        content = json.loads(document)
+    return content if isinstance(content, dict) else {}
+
+
+def _check_subwords(document: str) -> None:
+    """Refuse a prefix of subwords that BPE's merges do not have.
+
+    The library cuts it off all the same, in the middle of a character if need be, and the panic about that is one that it
+    does not survive: the process ends.
+    """
+    key, at, is_used = '"continuing_subword_prefix"', 0, _has_escaped_letters(document)
+    while not is_used and (at := document.find(key, at)) >= 0:
+        at += len(key)
+        is_used = re.compile(r'\s*:\s*"[^"]').match(document, at) is not None
+    model = _parsed(document).get("model") if is_used else None
+    if not isinstance(model, dict) or not isinstance(model.get("merges"), list):
+        return
+    prefix = model.get("continuing_subword_prefix") or ""
+    pairs = [each.split(" ") if isinstance(each, str) else each for each in model["merges"]]
+    fits = isinstance(prefix, str) and prefix.isascii()
+    if not fits or not all(isinstance(pair, list) and str(pair[-1:][0]).startswith(prefix) for pair in pairs if pair):
+        raise CheckpointError(
+            f"tokenizer.json has model.continuing_subword_prefix={str(prefix)[:20]!r}, with which its merges do not begin"
+        )
 
 
 def _list(value: Any) -> list[Any]:

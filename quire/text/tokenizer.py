@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from quire.errors import CheckpointError, InvalidParameterError, RequestError
-from quire.text.backend import check_growth, contained, encode_bare, load_backend
+from quire.text.backend import contained, encode_bare, load_backend
 from quire.text.decoding import DecoderRules, Piece, read_decoder
 from quire.text.files import TextConfig, read_text_config, read_tokenizer_json
 from quire.text.guard import Guard
@@ -145,9 +145,7 @@ class Tokenizer:
         """How tokens become text one by one. Raises UnsupportedModelError for a decoder that does not work so."""
         with contained(CheckpointError, "tokenizer.json cannot be used"):
             decoder = self._backend.decoder
-            stages = None if decoder is None else json.loads(bytes(decoder.__getstate__()))
-            check_growth(stages, "decoder")
-            return read_decoder(stages)
+            return read_decoder(None if decoder is None else json.loads(bytes(decoder.__getstate__())))
 
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes that a token contributes to a text when it is not the first, b"" for an id without a

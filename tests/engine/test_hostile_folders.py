@@ -340,7 +340,10 @@ NAMED: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "a shape of 400,000 dimensions": ("safetensors", lambda header: {"a": _entry([1] * 400_000)}),
     "a shape of numbers of 4,000 digits": ("safetensors", lambda header: {"a": _entry([10**4000] * 60)}),
     "a shape of 60 numbers below 2^62": ("safetensors", lambda header: {"a": _entry([2**61] * 60)}),
-    "a subword prefix": ("tokenizer.json", lambda document: _put(document, "x", "model", "continuing_subword_prefix")),
+    "a subword prefix": (  # which the library cuts off in the middle of a character, in a panic
+        "tokenizer.json",
+        lambda document: _put(_put(document, "x", "model", "continuing_subword_prefix"), [["a", "▁"]], "model", "merges"),
+    ),
     "a lone surrogate": ("tokenizer_config.json", lambda document: document | {"eos_token": "\ud800"}),
     "a shard's long name": (INDEX_NAME, lambda document: {"weight_map": {"a": "x" * 5000 + ".safetensors"}}),
     "nine chained replacements": (
