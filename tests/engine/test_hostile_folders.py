@@ -336,6 +336,8 @@ def test_gguf_files_with_hostile_metadata_are_used_or_refused(tmp_path: Path) ->
     assert num_refused > NUM_DAMAGED // 2
 
 
+TENFOLD = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+
 NAMED: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "a shape of 400,000 dimensions": ("safetensors", lambda header: {"a": _entry([1] * 400_000)}),
     "a shape of numbers of 4,000 digits": ("safetensors", lambda header: {"a": _entry([10**4000] * 60)}),
@@ -367,7 +369,6 @@ NAMED: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
         lambda document: _put(document, [1] * 100_000, "post_processor", "special_tokens", "<s>", "ids"),
     ),
 }
-TENFOLD = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
 
 
 def _entry(shape: list[int]) -> dict[str, Any]:
