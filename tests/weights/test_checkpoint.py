@@ -237,7 +237,7 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path, damage: Callable[[byt
     [
         ("{", "is not valid JSON"),
         ("[" * 100_000, "is not valid JSON"),
-        ("[]", "has no weight_map"),
+        ("[]", "must hold a JSON object, not list"),
         ('{"weight_map": {}}', "has no weight_map"),
         ('{"weight_map": ["a"]}', "has no weight_map"),
         ('{"weight_map": {"a": 3}}', "said to be in 3"),

@@ -68,7 +68,7 @@ HUGE = 2**63
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "cannot be read"),
+        (b"", "truncated"),
         (b"GGUF", "truncated"),
         (b"PK\3\4" + bytes(40), "is no GGUF file"),
         (_file(0, 0, b"", version=1), "version 1"),
