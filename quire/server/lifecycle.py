@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_DRAINED = 0
 EXIT_ABORTED = 1
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _BACKLOG = 2048
 _LAST_WRITES_S = 5.0
 """After the drain, time for clients to take what is left of their answers."""
@@ -72,8 +73,16 @@ def run_server(prepared: PreparedModel, settings: Settings, say: Say) -> int:
         with listen(settings.serve) as listener:
             return asyncio.run(Lifecycle(settings, keys, say, tracer).run(prepared, listener))
     finally:
+        _end_quietly()
         if tracer is not None:
             tracer.close()
+
+
+def _end_quietly() -> None:
+    """Nothing is left that a signal could end sooner, and the interpreter forgets handlers of Python's before it is done."""
+    for number in _SIGNALS:
+        with contextlib.suppress(ValueError):  # not the main thread, which alone has handlers
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _without_errors(say: Say) -> Say:
@@ -223,7 +232,7 @@ class Lifecycle:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the process is about to end
                 loop.call_soon_threadsafe(self._tell)
 
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in _SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, tell)
 
@@ -232,6 +241,7 @@ class Lifecycle:
         self._has_been_told.set()
         if self._num_signals > 1:
             self._is_aborted.set()
+            logging.getLogger("uvicorn.error").disabled = True  # it would print a traceback of each task that is cut off
 
 
 class _Server(uvicorn.Server):
