@@ -13,7 +13,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,8 +33,11 @@ class Target(NamedTuple):
     model: str
     """"" leaves it to a server that has one alone."""
 
-    def post(self, request: BenchRequest) -> list[float]:
-        """One streamed completion: `time.perf_counter()` at each event that carries a choice. RuntimeError if it fails."""
+    def post(self, request: BenchRequest, seen: Callable[[int], None] = lambda count: None) -> list[float]:
+        """One streamed completion: `time.perf_counter()` at each event that carries a choice. RuntimeError if it fails.
+
+        `seen` is called with the number of events so far, as each comes.
+        """
         parts = urlsplit(self.url)
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_DEADLINE_S)
         body: dict[str, Any] = {"prompt": request.token_ids, "max_tokens": request.num_output, "temperature": 0}
@@ -47,7 +50,7 @@ class Target(NamedTuple):
             response = connection.getresponse()
             if response.status != 200:
                 raise RuntimeError(f"the server answered {response.status}: {response.read(1000).decode(errors='replace')}")
-            return _event_times(response)
+            return _event_times(response, seen)
         finally:
             connection.close()
 
@@ -107,7 +110,7 @@ def render(result: dict[str, Any]) -> str:
     )
 
 
-def _event_times(response: http.client.HTTPResponse) -> list[float]:
+def _event_times(response: http.client.HTTPResponse, seen: Callable[[int], None]) -> list[float]:
     times = []
     for line in response:
         if line.startswith(b"data:") and not line.startswith(b"data: [DONE]"):
@@ -116,6 +119,7 @@ def _event_times(response: http.client.HTTPResponse) -> list[float]:
                 raise RuntimeError(f"the server reported: {event['error']}")
             if event.get("choices"):
                 times.append(now)
+                seen(len(times))
     if not times:
         raise RuntimeError("the server sent no tokens")
     return times

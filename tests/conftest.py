@@ -10,11 +10,18 @@ import hypothesis
 import pytest
 from code_in_data import watch
 
+from quire.bench.limits import torch_multiplies_bfloat16
+
 SHARED = Path(os.environ.get("QUIRE_SHARED", Path(__file__).parent.parent.parent / "shared"))
 
 # Triton reads at its first import whether to interpret kernels on the CPU, so this comes before anything can import it.
 if os.environ.get("QUIRE_TEST_DEVICE", "cpu") == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
+
+# On some virtual machines with AMX a bfloat16 GEMM of torch, as the reference kernels compute it, ends the process by an
+# illegal instruction. Asked once, before torch is imported; the suite's workers inherit the answer.
+if "ONEDNN_MAX_CPU_ISA" not in os.environ and "PYTEST_XDIST_WORKER" not in os.environ and not torch_multiplies_bfloat16():
+    os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
 
 # A suite started in the background of a shell inherits an interrupt that is ignored, and so would the programs it starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -12,6 +12,10 @@ best that anyone has. Never stops anybody's work: who samples sees to it that no
 
 from __future__ import annotations
 
+import functools
+import logging
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,7 +23,11 @@ from statistics import median
 from typing import NamedTuple
 
 from quire.bench.roofline import Peaks
+from quire.engine.machine import instruction_sets
 
+logger = logging.getLogger(__name__)
+
+_PROBE_S = 60.0
 _READ_BYTES = 256 << 20
 """Several times any cache."""
 _SHAPES = ((256, 1024, 4096), (512, 2048, 8192), (1024, 1024, 4096))
@@ -160,8 +168,25 @@ def typical(samples: Sequence[Sample]) -> Peaks:
 
 def _torch_products(shapes: Sequence[tuple[int, int, int]], device: str) -> Iterator[Work]:
     for dtype in ("float32", "bfloat16", "int8"):
+        if dtype == "bfloat16" and device == "cpu" and not torch_multiplies_bfloat16():
+            logger.warning("torch's bfloat16 GEMM ends the process on this machine; the limits are measured without it")
+            continue
         for shape in shapes:
             yield _work("torch", dtype, shape, partial(_torch_product, dtype, shape, device))
+
+
+@functools.cache
+def torch_multiplies_bfloat16() -> bool:
+    """Whether torch can, found out by another process: on some virtual machines with AMX it ends by an illegal instruction."""
+    program = "import torch; torch.ones(64, 64, dtype=torch.bfloat16) @ torch.ones(64, 64, dtype=torch.bfloat16)"
+    if "amx_tile" not in instruction_sets().split("+"):
+        return True
+    try:
+        return (
+            subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=_PROBE_S, check=False).returncode == 0
+        )
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def _quire_products(shapes: Sequence[tuple[int, int, int]]) -> Iterator[Work]:

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cli.options import add_engine_options, engine_config
 from quire.common.numbers import format_bytes
+from quire.core.step_cost import StepCostModel, StepWork
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.engine.machine import Machine
     from quire.engine.planning import EnginePlan
 
+_CHUNK = 512
+"""Tokens of the prompt whose speed is estimated."""
 EXAMPLES = """\
 examples:
   quire plan quire-storyteller
@@ -75,12 +78,20 @@ def describe(plan: EnginePlan, machine: Machine) -> dict[str, Any]:
             "num_tokens": limits.num_slots,
             "num_sequences_of_max_len": limits.num_slots // limits.max_model_len,
         },
+        "estimated_steps": _estimated_steps(plan),
         "flops_per_token": {
             "layers": flops.layers,
             "head": flops.head,
             "attention_at_max_len": spec.attention_flops(limits.max_model_len),
         },
     }
+
+
+def _estimated_steps(plan: EnginePlan) -> dict[str, float]:
+    """What the engine starts from where it bounds steps by time; measured steps correct it."""
+    model = StepCostModel(plan.step_costs)
+    chunk = model.seconds(StepWork(1, 0, _CHUNK, 0, _CHUNK, _CHUNK * _CHUNK / 2))
+    return {"decode_s": model.seconds(StepWork(1, 1, 1, 1, 1, 1.0)), "prompt_tokens_per_s": _CHUNK / chunk}
 
 
 def render(record: dict[str, Any]) -> str:
@@ -97,6 +108,13 @@ def render(record: dict[str, Any]) -> str:
                 ("KV cache", format_bytes(memory["kv_bytes"]), _capacity(memory, capacity)),
                 ("workspace", format_bytes(memory["workspace_bytes"]), "at most, in a full step"),
                 ("total", format_bytes(memory["total_bytes"]), _share(memory["total_bytes"], machine)),
+            ],
+        ),
+        _section(
+            "Steps, as estimated before any is measured",
+            [
+                ("one token", f"{1e3 * record['estimated_steps']['decode_s']:,.1f} ms", "of one request with a short context"),
+                ("prompt", f"{record['estimated_steps']['prompt_tokens_per_s']:,.0f} tokens/s", "of a short prompt"),
             ],
         ),
         _section(

@@ -267,3 +267,28 @@ def test_steps_overlap_on_a_gpu_unless_told_otherwise(given: str, on_cpu: bool, 
     machine = replace(_machine(1 << 20), gpu=Gpu("NVIDIA X", (9, 0), 80 * GIB, 40 * GIB, "13.0"))
     assert _plan(tiny_config, overlap=given).is_overlapped is on_cpu
     assert _plan(tiny_config, machine, device="cuda", overlap=given).is_overlapped is on_gpu
+
+
+def test_steps_have_a_target_on_a_cpu(tiny_config: Path) -> None:
+    plan = _plan(tiny_config)
+    assert plan.target_step_s == 0.2 and plan.limits.max_num_partial_prefills == 4
+    assert _plan(tiny_config, target_step_ms=50).target_step_s == 0.05
+    assert _plan(tiny_config, target_step_ms=0).target_step_s is None
+    unchunked = _plan(tiny_config, enable_chunked_prefill=False)
+    assert unchunked.target_step_s is None and unchunked.limits.max_num_partial_prefills == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"target_step_ms": -1}, "target_step_ms=-1 must be a number of milliseconds"),
+        ({"target_step_ms": float("nan")}, "target_step_ms=nan must be a number"),
+        ({"target_step_ms": 100, "enable_chunked_prefill": False}, "needs chunked prefill"),
+        ({"max_num_partial_prefills": 0}, "max_num_partial_prefills=0 must be an integer of at least 1"),
+        ({"max_num_partial_prefills": 1, "max_long_partial_prefills": 2}, "lower the first"),
+        ({"long_prefill_token_threshold": -1}, "must be an integer of at least 0"),
+    ],
+)
+def test_impossible_bounds_of_steps_are_refused(options: dict[str, Any], words: str, tiny_config: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        _plan(tiny_config, **options)

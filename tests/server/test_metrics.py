@@ -45,6 +45,10 @@ NAMES = (
     "prompt_tokens_by_source_total",
     "corrupted_requests_total",
     "iteration_tokens_total_bucket",
+    "step_time_seconds_bucket",
+    "step_target_seconds",
+    "step_predicted_seconds_total",
+    "step_misjudged_seconds_total",
     "cache_config_info",
     "event_loop_lag_seconds_bucket",
 )
