@@ -123,7 +123,7 @@ class SamplingParams:
     """Alternatives to report for each output token: 0 the chosen one alone, -1 the whole vocabulary."""
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
-    """Tokens whose log-probability is reported with every output token, whatever their rank. Implies `logprobs=0`."""
+    """Tokens whose log-probability is reported with every output token, in place of the `logprobs` best."""
     logprobs_mode: LogprobsMode = "raw_logprobs"
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -317,8 +317,8 @@ class SamplingParams:
 
     @property
     def num_logprobs(self) -> int | None:
-        """Alternatives the sampler must report: `logprobs`, or 0 where only `logprob_token_ids` asks for any."""
-        return 0 if self.logprobs is None and self.logprob_token_ids else self.logprobs
+        """The best alternatives that the sampler must report: `logprobs`, or 0 where `logprob_token_ids` names others."""
+        return 0 if self.logprob_token_ids else self.logprobs
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse token ids that a model with `vocab_size` tokens does not have."""
@@ -435,6 +435,8 @@ def generation_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     return defaults
 
 
+_MAX_NAMED = 32
+"""Of several wrong token ids, how many a message names."""
 _DIGITS = re.compile(r"[0-9]{1,10}\Z")
 _FLAGS = (
     "ignore_eos",
@@ -497,9 +499,15 @@ def _sequence(param: str, values: object, max_len: int) -> list[Any]:
 
 
 def _check_vocabulary(param: str, token_ids: Iterable[int] | None, vocab_size: int) -> None:
-    for token_id in token_ids or ():
-        if token_id >= vocab_size:
-            _refuse(param, token_id, f"token ids from 0 to {vocab_size - 1}, the model's vocabulary")
+    unknown = list(dict.fromkeys(token_id for token_id in token_ids or () if token_id >= vocab_size))
+    if unknown:
+        named = ", ".join(map(str, unknown[:_MAX_NAMED]))
+        more = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
+        are = "is" if len(unknown) == 1 else "are"
+        raise InvalidParameterError(
+            f"{param}={named}{more} {are} out of range; give token ids from 0 to {vocab_size - 1}, the model's vocabulary",
+            param=param,
+        )
 
 
 def _strings(param: str, values: object, limits: tuple[int, int]) -> list[str]:

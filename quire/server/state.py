@@ -50,6 +50,8 @@ class Api:
     def default_max_tokens(self, num_top_logprobs: int | None, num_sequences: int) -> int | None:
         """The limit of an answer whose request gives none, besides the context: the model's own, or what its
         log-probabilities leave room for."""
+        if num_top_logprobs is not None and num_top_logprobs < 0:
+            num_top_logprobs = self.client.model.vocab_size
         room = room_for_logprobs(num_top_logprobs, num_sequences, self.config.max_logprob_entries)
         limits = [limit for limit in (self.sampling_defaults.get("max_tokens"), room) if limit is not None]
         return min(limits, default=None)

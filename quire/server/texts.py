@@ -10,7 +10,9 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,6 +29,8 @@ _INLINE_BYTES = 64 << 10
 """Parts of smaller bodies are looked at where they are; 5 MB of tiny messages would take the event loop half a second."""
 _INLINE_MESSAGES = 512
 _THREADS = 2
+_USUAL_ROLES = frozenset({"system", "user", "assistant", "tool"})
+"""What a template makes of others is looked at."""
 NOT_IN_TEMPLATE = "the chat template of this model does not read it"
 _MAX_CHARS_PER_TOKEN = 256
 """A text longer than the context times this is refused unread; the longest tokens of published vocabularies have 128."""
@@ -102,14 +106,16 @@ class Texts:
             return num_chars
 
         def render() -> tuple[str, list[int]]:
-            text = chosen.render(
-                _without_developer(messages, chosen),
+            shown = _without_developer(messages, chosen)
+            draw = partial(
+                chosen.render, tools=options.tools, documents=options.documents, template_kwargs=options.template_kwargs
+            )
+            text = draw(
+                shown,
                 add_generation_prompt=options.add_generation_prompt,
                 continue_final_message=options.continue_final_message,
-                tools=options.tools,
-                documents=options.documents,
-                template_kwargs=options.template_kwargs,
             )
+            _check_roles(shown, draw)
             return "".join((text,)), encode_chat(tokenizer, text)
 
         is_large = len(messages) > _INLINE_MESSAGES
@@ -237,6 +243,22 @@ def _without_developer(messages: Sequence[Mapping[str, Any]], template: ChatTemp
     if "developer" in template.source:
         return messages
     return [{**message, "role": "system"} if message.get("role") == "developer" else message for message in messages]
+
+
+def _check_roles(messages: Sequence[Mapping[str, Any]], render: Callable[[list[Mapping[str, Any]]], str]) -> None:
+    """Refuse a role that the template passes over in silence: its message would be missing from the prompt.
+
+    Rendered once more, with marks in place of what such messages say. Raises ApiError 400 naming the role.
+    """
+    marks = {number: token_hex(16) for number, message in enumerate(messages) if message.get("role") not in _USUAL_ROLES}
+    if not marks:
+        return
+    marked = [{**each, "content": marks[number]} if number in marks else each for number, each in enumerate(messages)]
+    rendered = render(marked)
+    for number, mark in marks.items():
+        if mark not in rendered:
+            role = messages[number].get("role")
+            raise bad_request(f"messages: the chat template of this model does not take the role {role!r}", param="messages")
 
 
 def _short(value: int) -> str:

@@ -13,8 +13,7 @@ from quire.server.body import read_json
 from quire.server.call import call_of
 from quire.server.errors import bad_request
 from quire.server.openai.chat import MAX_DOCUMENTS
-from quire.server.openai.logprobs import TokenNames
-from quire.server.openai.messages import Message, for_template
+from quire.server.openai.messages import Message, check_continuation, for_template
 from quire.server.openai.tools import CHAT, read_tools
 from quire.server.responses import json_response
 from quire.server.state import Api
@@ -32,8 +31,9 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
+    """None is True, unless the last message is continued."""
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Any = None
     documents: Annotated[list[dict[str, Any]], Meta(max_length=MAX_DOCUMENTS)] | None = None
@@ -60,14 +60,15 @@ class Tokens:
         texts = self._api.texts
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("give either prompt or messages", param="prompt")
+        check_continuation(body.add_generation_prompt, body.continue_final_message)
         if body.prompt is not None:
             token_ids = await texts.encode(body.prompt, add_special_tokens=body.add_special_tokens)
         else:
             functions, _ = read_tools(body.tools, None, None, CHAT)
             shown = await settle_tools(functions, Demand(), self._api.tool_notation)
             options = ChatOptions(
-                add_generation_prompt=body.add_generation_prompt,
-                continue_final_message=body.continue_final_message,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                continue_final_message=bool(body.continue_final_message),
                 template_kwargs=body.chat_template_kwargs,
                 tools=None if shown is None else shown.shown,
                 documents=body.documents or None,
@@ -76,10 +77,8 @@ class Tokens:
             num_bytes = options.num_body_bytes
             messages = await texts.digest(num_bytes, lambda: for_template(body.messages or []))
             _, token_ids = await texts.encode_chat(messages, options)
-        answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": texts.max_model_len, "tokens": token_ids}
-        if body.return_token_strs:
-            names = TokenNames(self._api.client.tokenizer, as_ids=False, shows_special=True)
-            answer["token_strs"] = [names.name(token_id) for token_id in token_ids]
+        names = [texts.tokenizer.raw_token(token_id) for token_id in token_ids] if body.return_token_strs else None
+        answer = {"count": len(token_ids), "max_model_len": texts.max_model_len, "tokens": token_ids, "token_strs": names}
         return json_response(call_of(request), answer)
 
     async def detokenize(self, request: Request) -> Response:

@@ -163,6 +163,10 @@ class Tokenizer:
         piece = None if token is None else self.decoder_rules.piece(token)
         return piece.encode() if isinstance(piece, str) else piece or b""
 
+    def raw_token(self, token_id: int) -> str | None:
+        """A token as the vocabulary writes it (`Ġcat`, `▁cat`, `<0x0A>`), or None for an id without a token."""
+        return self._token(token_id)
+
     def token_piece(self, token_id: int) -> Piece | None:
         """What a token contributes when it is not the first of a text, or None for an id without a token."""
         try:

@@ -168,7 +168,7 @@ def test_row_sampling_carries_everything() -> None:
     assert row.logit_bias == ((2, -1.0), (8, 1.0))
     assert row.allowed_token_ids == (3, 5)
     assert row.bad_words == ((1, 2),)
-    assert (row.num_logprobs, row.num_prompt_logprobs, row.logprob_token_ids) == (-1, 2, (6,))
+    assert (row.num_logprobs, row.num_prompt_logprobs, row.logprob_token_ids) == (0, 2, (6,))
     assert (row.logprobs_mode, row.processors, row.min_tokens) == ("raw_logits", ("p",), 3)
 
 
@@ -177,9 +177,10 @@ def test_ignored_eos_is_an_ordinary_token() -> None:
     assert params.to_row_sampling(seed=0, eos_token_ids=(2,)).stop_token_ids == (4,)
 
 
-def test_fixed_tokens_alone_imply_logprobs() -> None:
+def test_fixed_tokens_imply_logprobs_and_take_the_place_of_the_best() -> None:
     assert SamplingParams(logprob_token_ids=[1]).num_logprobs == 0
-    assert SamplingParams(logprob_token_ids=[1], logprobs=3).num_logprobs == 3
+    assert SamplingParams(logprob_token_ids=[1], logprobs=3).num_logprobs == 0
+    assert SamplingParams(logprob_token_ids=[], logprobs=3).num_logprobs == 3
     assert SamplingParams().num_logprobs is None
 
 
@@ -188,6 +189,10 @@ def test_token_ids_must_be_in_the_vocabulary(param: str) -> None:
     make(param, [99]).check_vocabulary(100)
     with pytest.raises(InvalidParameterError, match=r"100 .*0 to 99"):
         make(param, [3, 100]).check_vocabulary(100)
+    with pytest.raises(InvalidParameterError, match=r"100, 250 are out of range.*0 to 99"):
+        make(param, [3, 100, 250, 100]).check_vocabulary(100)
+    with pytest.raises(InvalidParameterError, match=r"131 and 8 more are out of range"):
+        make(param, list(range(90, 128)) + list(range(128, 140))).check_vocabulary(100)
 
 
 def test_biased_ids_must_be_in_the_vocabulary() -> None:

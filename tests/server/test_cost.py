@@ -222,7 +222,7 @@ def test_the_bound_of_log_probabilities_counts_every_factor() -> None:
         SamplingParams(n=5, max_tokens=100, logprobs=4),
         SamplingParams(n=4, max_tokens=100, logprobs=5),
         SamplingParams(n=4, max_tokens=100, logprobs=4, prompt_logprobs=0),
-        SamplingParams(n=1, best_of=4, max_tokens=100, logprobs=4, logprob_token_ids=[1]),
+        SamplingParams(n=1, best_of=4, max_tokens=100, logprob_token_ids=[1, 2, 3, 4, 5]),
         SamplingParams(n=1, max_tokens=2, logprobs=-1),
     ):
         with pytest.raises(ApiError, match="log-probabilities"):

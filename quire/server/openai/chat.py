@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -19,9 +19,18 @@ from quire.server.call import Call, call_of
 from quire.server.errors import ApiError, bad_request, unavailable_feature
 from quire.server.generation import Job, Run, Usage
 from quire.server.openai.deltas import ChoiceReader
-from quire.server.openai.fields import NO_EFFECT, Count, SamplingFields, check_fields, ignored_hints, sampling_params
+from quire.server.openai.fields import (
+    NO_EFFECT,
+    Count,
+    SamplingFields,
+    TopLogprobs,
+    check_fields,
+    check_num_logprobs,
+    ignored_hints,
+    sampling_params,
+)
 from quire.server.openai.logprobs import LogprobTracker, TokenNames, prompt_logprobs
-from quire.server.openai.messages import Message, for_template
+from quire.server.openai.messages import Message, check_continuation, for_template
 from quire.server.openai.tools import CHAT, read_tools
 from quire.server.reading import Reading
 from quire.server.responses import DONE, EventStream, TextEvent, data_event, json_response, timings
@@ -40,15 +49,16 @@ class ChatRequest(SamplingFields, kw_only=True):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: TopLogprobs | None = None
     response_format: Any = None
     tool_choice: Any = None
     modalities: list[Literal["text", "audio"]] | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Annotated[list[dict[str, Any]], Meta(max_length=MAX_DOCUMENTS)] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
+    """None is True, unless the last message is continued."""
+    continue_final_message: bool | None = None
 
 
 @dataclass(slots=True)
@@ -112,6 +122,7 @@ class ChatCompletions:
         started_s = time.monotonic()
         model = api.check_model(body.model)
         _check(body)
+        check_num_logprobs("top_logprobs", body.top_logprobs, api.client.model.max_logprobs)
         call.ignore(ignored_hints(body), NO_EFFECT)
         messages = await api.texts.digest(call.num_body_bytes, lambda: for_template(body.messages))
         functions, demand = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls, CHAT)
@@ -120,8 +131,8 @@ class ChatCompletions:
         param = "max_completion_tokens" if is_newer else "max_tokens"
         wanted = body.max_completion_tokens if is_newer else body.max_tokens
         options = ChatOptions(
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
             template_kwargs=_template_kwargs(body, api.texts.template_source, call),
             tools=None if tools is None else tools.shown,
             documents=body.documents or None,
@@ -177,6 +188,7 @@ def _check(body: ChatRequest) -> None:
         raise bad_request("logprob_token_ids: only with logprobs=true", param="logprob_token_ids")
     if body.continue_final_message and body.messages and body.messages[-1].role != "assistant":
         raise bad_request("continue_final_message: the last message must be the assistant's", param="continue_final_message")
+    check_continuation(body.add_generation_prompt, body.continue_final_message)
 
 
 def _template_kwargs(body: ChatRequest, source: str, call: Call) -> dict[str, Any] | None:
@@ -228,12 +240,9 @@ def _answer(prepared: PreparedChat, output: RequestOutput, usage: Usage) -> dict
     readers = [prepared.reader() for _ in completions]
     answer["choices"] = [_choice(prepared, *each) for each in zip(completions, readers, strict=True)]
     answer["usage"] = usage_body(usage, sum(reader.num_thought_tokens for reader in readers))
-    if request.service_tier is not None:
-        answer["service_tier"] = "default"
-    if request.prompt_logprobs is not None:
-        answer["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
-    if request.return_token_ids:
-        answer["prompt_token_ids"] = output.prompt_token_ids
+    answer["service_tier"] = None if request.service_tier is None else "default"
+    answer["prompt_logprobs"] = None if request.prompt_logprobs is None else prompt_logprobs(output.prompt_logprobs)
+    answer["prompt_token_ids"] = output.prompt_token_ids if request.return_token_ids else None
     if request.timings:
         answer["timings"] = timings(output.metrics, prepare_s=prepared.prepare_s, num_output_tokens=usage.num_output_tokens)
     return answer
@@ -255,9 +264,8 @@ def _choice(prepared: PreparedChat, completion: CompletionOutput, reader: Choice
         "logprobs": logprobs,
         "finish_reason": reader.finish_reason(completion.finish_reason),
         "stop_reason": completion.stop_reason,
+        "token_ids": completion.token_ids if prepared.request.return_token_ids else None,
     }
-    if prepared.request.return_token_ids:
-        choice["token_ids"] = completion.token_ids
     return choice
 
 
@@ -291,6 +299,8 @@ class _ChatEvents:
         self._texts: dict[int, TextEvent] = {}
         self._is_begun = False
         self._ended: set[int] = set()
+        self._num_tokens = 0
+        """Of the events so far, while the run may be ahead of them."""
 
     def take(self, number: int, output: RequestOutput) -> bytes:
         """See `Events`."""
@@ -318,6 +328,7 @@ class _ChatEvents:
 
     def _events(self, completion: CompletionOutput, output: RequestOutput) -> bytes:
         """Of what is new of a choice; empty if nothing is."""
+        self._num_tokens += len(completion.token_ids)
         if self._is_plain and completion.finish_reason is None:
             return self._text_event(completion.index, completion.text) if completion.text else b""
         if completion.index in self._ended:
@@ -367,7 +378,8 @@ class _ChatEvents:
         return self._chunk([choice], usage=self._usage() if self._has_running_usage else None)
 
     def _usage(self) -> dict[str, Any]:
-        return usage_body(self._run.usage, sum(reader.num_thought_tokens for reader in self._readers))
+        usage = replace(self._run.usage, num_output_tokens=self._num_tokens)
+        return usage_body(usage, sum(reader.num_thought_tokens for reader in self._readers))
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
         chunk = {**self._envelope, "choices": choices}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
@@ -24,8 +24,10 @@ from quire.server.openai.chat import answer_chars, stream_error, usage_body
 from quire.server.openai.fields import (
     NO_EFFECT,
     SamplingFields,
+    TopLogprobs,
     asks_for_something,
     check_fields,
+    check_num_logprobs,
     ignored_hints,
     sampling_params,
 )
@@ -36,8 +38,6 @@ from quire.server.structure import from_guided, from_response_format, settle
 
 DEFAULT_MAX_TOKENS = 16
 MAX_BEST_OF = 20
-MAX_LOGPROBS = 20
-"""OpenAI's limit is 5; more is ours."""
 
 _T = TypeVar("_T")
 PromptField = str | list[Any]
@@ -49,7 +49,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     prompt: PromptField
     max_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: TopLogprobs | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_BEST_OF)] | None = None
     suffix: str | None = None
     response_format: Any = None
@@ -118,6 +118,7 @@ class Completions:
         started_s = time.monotonic()
         model = api.check_model(body.model)
         _check(body)
+        check_num_logprobs("logprobs", body.logprobs, api.client.model.max_logprobs)
         call.ignore(ignored_hints(body), NO_EFFECT)
         prompts = await api.texts.work(_num_elements(body.prompt), lambda: split_prompts(body.prompt))
         num_sequences = len(prompts) * (body.best_of or body.n or 1)
@@ -164,7 +165,7 @@ class Completions:
         texts.check_ids(kept, "prompt")  # which are no more than the context holds, by now
         scored = body.prompt_logprobs
         if body.echo and body.logprobs is not None:
-            scored = max(body.logprobs, scored or 0) if scored != -1 else -1
+            scored = -1 if -1 in (body.logprobs, scored) else max(body.logprobs, scored or 0)
         given: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": body.logprobs, "prompt_logprobs": scored}
         given["structured_outputs"] = structure
         given |= await self._api.thinking(body.thinking_token_budget)
@@ -270,32 +271,28 @@ class _Echo:
         self.text = prepared.texts[number]
         request = prepared.request
         self.tokens: list[ScoredToken] = []
-        first_offset = 0
         if request.echo and request.logprobs is not None and output.prompt_logprobs is not None:
-            scorer = LogprobTracker(prepared.names, request.logprobs)
+            scorer = self._tracker(request.logprobs, 0)
             self.tokens = [
                 scorer.score(token_id, record)
                 for token_id, record in zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
             ]
-            first_offset = len(self.text)
-        elif request.echo:
-            first_offset = len(self.text)
-        self.first_offset = first_offset
 
     def tracker(self) -> LogprobTracker | None:
         """Of one choice's own tokens."""
         count = self.prepared.request.logprobs
+        return None if count is None else self._tracker(count, len(self.text) if self.prepared.request.echo else 0)
+
+    def _tracker(self, count: int, first_offset: int) -> LogprobTracker:
         asked = self.prepared.request.logprob_token_ids or ()
-        return None if count is None else LogprobTracker(self.prepared.names, count, self.first_offset, asked)
+        return LogprobTracker(self.prepared.names, count, first_offset, asked=asked, counts_sampled=False)
 
     def logprobs(self, tokens: Sequence[ScoredToken], *, has_prompt: bool) -> dict[str, Any] | None:
         """OpenAI's four lists."""
-        count = self.prepared.request.logprobs
-        if count is None:
+        if self.prepared.request.logprobs is None:
             return None
         shown = [*self.tokens, *tokens] if has_prompt else list(tokens)
-        has_top = count > 0 or bool(self.prepared.request.logprob_token_ids)
-        return legacy_logprobs(shown, has_top=has_top, is_first_unknown=has_prompt and bool(self.tokens))
+        return legacy_logprobs(shown, is_first_unknown=has_prompt and bool(self.tokens))
 
 
 def _choice(echo: _Echo, completion: CompletionOutput, index: int) -> dict[str, Any]:
@@ -309,9 +306,10 @@ def _choice(echo: _Echo, completion: CompletionOutput, index: int) -> dict[str, 
         "logprobs": echo.logprobs(tokens, has_prompt=True),
         "finish_reason": "length" if prepared.is_scoring else completion.finish_reason,
         "stop_reason": completion.stop_reason,
+        "prompt_logprobs": None if request.prompt_logprobs is None else prompt_logprobs(echo.output.prompt_logprobs),
+        "prompt_token_ids": None,
+        "token_ids": None,
     }
-    if request.prompt_logprobs is not None:
-        choice["prompt_logprobs"] = prompt_logprobs(echo.output.prompt_logprobs)
     if request.return_token_ids:
         choice["prompt_token_ids"] = echo.output.prompt_token_ids
         choice["token_ids"] = [] if prepared.is_scoring else completion.token_ids
@@ -332,6 +330,8 @@ class _CompletionEvents:
         self.has_running_usage = self._has_usage and bool(options and options.continuous_usage_stats)
         self._envelope = prepared.envelope()
         self._prompts: dict[int, _ChoiceStreams] = {}
+        self._num_tokens = 0
+        """Of the events so far, while the run may be ahead of them."""
 
     def take(self, number: int, output: RequestOutput) -> bytes:
         """See `Events`."""
@@ -344,7 +344,7 @@ class _CompletionEvents:
         """See `Events`."""
         if not self._has_usage:
             return DONE
-        return data_event({**self._envelope, "choices": [], "usage": self._prepared.usage(self._run.usage)}) + DONE
+        return data_event({**self._envelope, "choices": [], "usage": self._usage()}) + DONE
 
     def fail(self, error: ApiError) -> bytes:
         """See `Events`."""
@@ -354,8 +354,15 @@ class _CompletionEvents:
         """One choice's."""
         chunk = {**self._envelope, "choices": [choice], **more}
         if self._has_usage:
-            chunk["usage"] = self._prepared.usage(self._run.usage) if self.has_running_usage else None
+            chunk["usage"] = self._usage() if self.has_running_usage else None
         return data_event(chunk)
+
+    def count(self, num_tokens: int) -> None:
+        """More tokens are part of the events."""
+        self._num_tokens += num_tokens
+
+    def _usage(self) -> dict[str, Any]:
+        return self._prepared.usage(replace(self._run.usage, num_output_tokens=self._num_tokens))
 
 
 class _ChoiceStreams:
@@ -380,6 +387,7 @@ class _ChoiceStreams:
     def event(self, completion: CompletionOutput, output: RequestOutput) -> bytes:
         """Of what is new of a choice; empty if nothing is."""
         self._num_tokens += len(completion.token_ids)
+        self._events.count(len(completion.token_ids))
         if completion.finish_reason is None:
             text = self._texts.get(completion.index)
             if text is not None:

@@ -8,7 +8,7 @@ is named in a response header or refused, as the operator wishes.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -21,6 +21,9 @@ MAX_STOPS = 4
 MAX_STOP_LEN = 1024
 MAX_LOGIT_BIASES = 2048
 MAX_LIST = 4096
+MAX_LOGIT_BIAS = 100.0
+MAX_NAMED = 32
+"""Of several wrong keys, how many a message names."""
 _MIN_TOP_P = 1e-9
 """What 0 means: the most likely token alone."""
 _TOKEN_ID = re.compile(r"[0-9]{1,10}\Z")
@@ -31,6 +34,8 @@ TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_LIST)]
 Count = Annotated[int, Meta(ge=1, lt=1 << 31)]
 Budget = Annotated[int, Meta(ge=-1, lt=1 << 31)]
 """-1 is no limit."""
+TopLogprobs = Annotated[int, Meta(ge=-1, le=1 << 20)]
+"""-1 is the whole vocabulary. How many are allowed is for the operator to say: see `check_num_logprobs`."""
 
 _MetadataKey = Annotated[str, Meta(max_length=64)]
 _MetadataValue = Annotated[str, Meta(max_length=512)]
@@ -80,7 +85,7 @@ class CommonFields(msgspec.Struct, kw_only=True):
     frequency_penalty: Penalty | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     stop: str | list[str] | None = None
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    logit_bias: dict[str, float] | None = None
     stream: bool | None = None
 
     top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
@@ -193,13 +198,31 @@ def _check_stops(stop: str | list[str] | None) -> None:
             raise bad_request(f"stop: a stop string must have 1 to {MAX_STOP_LEN} characters", param="stop")
 
 
+def check_num_logprobs(param: str, wanted: int | None, most: int) -> None:
+    """Refuse more alternatives than the operator allows; -1, as a wish and as a limit, is the whole vocabulary."""
+    if wanted is None or most < 0 or 0 <= wanted <= most:
+        return
+    what = "-1, the whole vocabulary," if wanted < 0 else str(wanted)
+    raise bad_request(
+        f"{param}: {what} is more than the {most} alternatives that this server gives (--max-logprobs)", param=param
+    )
+
+
 def _check_logit_bias(biases: Mapping[str, float]) -> None:
     if len(biases) > MAX_LOGIT_BIASES:
         message = f"logit_bias: {len(biases)} entries are given, and at most {MAX_LOGIT_BIASES} are allowed"
         raise bad_request(message, param="logit_bias")
-    for key in biases:
-        if not _TOKEN_ID.match(key):
-            raise bad_request(f"logit_bias: {key[:40]!r} is not a token id", param="logit_bias")
+    _refuse_keys([key for key in biases if not _TOKEN_ID.match(key)], "not token ids")
+    beyond = [key for key, bias in biases.items() if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS]
+    _refuse_keys(beyond, f"keys whose bias is not from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}")
+
+
+def _refuse_keys(keys: Sequence[str], what: str) -> None:
+    """Name all wrong keys at once, so that they need not be found one request at a time."""
+    if keys:
+        more = f" and {len(keys) - MAX_NAMED} more" if len(keys) > MAX_NAMED else ""
+        named = ", ".join(repr(key[:40]) for key in keys[:MAX_NAMED])
+        raise bad_request(f"logit_bias: {named}{more}: {what}", param="logit_bias")
 
 
 def sampling_params(request: CommonFields, defaults: Mapping[str, Any], **given: Any) -> SamplingParams:

@@ -1,16 +1,15 @@
-"""Log-probabilities in OpenAI's forms, in step with the text that is shown.
+"""Log-probabilities in OpenAI's forms: one entry for each token of an answer, as the engine gives them offline.
 
-Text is held back while it may be part of a stop string, and cut where it was one; the tokens reported must be those whose text
-is shown, so they wait with it. A `LogprobTracker` sees a sequence's tokens and its text grow and gives out each token once,
-in order, so a stream's parts add up to the whole answer's list.
+An answer's list is as long as its `token_ids` and as `usage.completion_tokens`. It includes the token that ended the answer and
+those of a stop string, whose text is not shown. In a stream an entry comes with its token, also while the token's text is held
+back because it may be part of a stop string; a stream's parts add up to the whole answer's list.
 """
 
 from __future__ import annotations
 
-import math
 from codecs import getincrementaldecoder
-from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import msgspec
@@ -44,7 +43,7 @@ class ScoredToken(NamedTuple):
     """The bytes that it contributes to the text; None for a special token that is not shown."""
     logprob: float
     top: tuple[Alternative, ...]
-    """Likeliest first."""
+    """The token itself first where anything was asked for, then the others: likeliest first, or in the order of the request."""
     text_offset: int
     """Where its text begins, in characters."""
 
@@ -88,55 +87,67 @@ class TokenNames:
 
 
 class LogprobTracker:
-    """One sequence's tokens on their way out. `num_top`: alternatives to show; `asked`: and these, whatever their rank."""
+    """Scores one sequence's tokens as they come.
 
-    def __init__(self, names: TokenNames, num_top: int, first_offset: int = 0, asked: Iterable[int] = ()) -> None:
+    num_top: alternatives to show, -1 for all that were computed. asked: token ids to show in their place. counts_sampled:
+    whether the token itself is one of the `num_top`, as in chats, or comes beside them, as in legacy completions.
+    """
+
+    def __init__(
+        self,
+        names: TokenNames,
+        num_top: int,
+        first_offset: int = 0,
+        *,
+        asked: Iterable[int] = (),
+        counts_sampled: bool = True,
+    ) -> None:
         self._names = names
         self._num_top = num_top
-        self._asked = frozenset(asked)
+        self._asked = tuple(dict.fromkeys(asked))
+        self._counts_sampled = counts_sampled
         self._decoder = getincrementaldecoder("utf-8")("replace")
         self._num_chars = first_offset
-        self._num_bytes = 0
-        self._num_shown_bytes = 0
-        self._waiting: deque[tuple[int, ScoredToken]] = deque()
 
     def take(self, completion: CompletionOutput) -> list[ScoredToken]:
-        """The tokens whose text is shown now, given what is new of the sequence."""
-        self._num_shown_bytes += len(completion.text.encode())
-        for token_id, record in zip(completion.token_ids, completion.logprobs or (), strict=False):
-            self._waiting.append((self._num_bytes, self.score(token_id, record)))
-        shown: list[ScoredToken] = []
-        is_stopped = completion.finish_reason == "stop" and isinstance(completion.stop_reason, str)
-        is_cut = completion.finish_reason is None or is_stopped
-        while self._waiting:
-            start, token = self._waiting[0]
-            if start >= self._num_shown_bytes and (is_cut or not token.data):
-                break
-            shown.append(token)
-            self._waiting.popleft()
-        return shown
+        """One entry for each new token of the sequence."""
+        if completion.logprobs is None:
+            return []
+        pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+        return [self.score(token_id, record) for token_id, record in pairs]
 
     def score(self, token_id: int, record: LogprobsByToken | None) -> ScoredToken:
         """The next token of the text; `record` is None for a prompt's first, which nothing predicts."""
-        data = self._names.data(token_id)
+        names = self._names
+        data = names.data(token_id)
         offset = self._num_chars
         self._num_chars += len(self._decoder.decode(data or b""))
-        self._num_bytes += len(data or b"")
         record = record or {}
         mine = record.get(token_id)
-        ranked = sorted(
-            (math.inf if each.rank is None else each.rank, -each.logprob, other)
-            for other, each in record.items()
-            if (each.rank is not None and each.rank <= self._num_top) or other in self._asked
+        top = tuple(
+            Alternative(names.name(other), names.data(other), finite(logprob)) for other, logprob in self._top(token_id, record)
         )
-        names = self._names
-        top = tuple(Alternative(names.name(other), names.data(other), finite(-negated)) for _, negated, other in ranked)
         return ScoredToken(
-            token_id, self._names.name(token_id), data, MIN_LOGPROB if mine is None else finite(mine.logprob), top, offset
+            token_id, names.name(token_id), data, MIN_LOGPROB if mine is None else finite(mine.logprob), top, offset
         )
 
+    def _top(self, token_id: int, record: LogprobsByToken) -> Iterable[tuple[int, float]]:
+        """What of a record is shown. A record begins with the token itself; its others are in the order of their ranks, and
+        those without a rank were asked for by id."""
+        if self._asked:
+            wanted = dict.fromkeys((token_id, *self._asked))
+            return [(other, record[other].logprob) for other in wanted if other in record]
+        if self._num_top < 0:
+            return [(other, each.logprob) for other, each in record.items()]
+        chosen = (
+            (other, each.logprob)
+            for other, each in record.items()
+            if other == token_id or (each.rank is not None and each.rank <= self._num_top)
+        )
+        return islice(chosen, self._num_top) if self._counts_sampled else chosen
 
-def legacy_logprobs(tokens: Sequence[ScoredToken], *, has_top: bool, is_first_unknown: bool = False) -> dict[str, Any]:
+
+def legacy_logprobs(tokens: Sequence[ScoredToken], *, is_first_unknown: bool = False) -> dict[str, Any]:
     """As legacy completions show them: four lists of equal length."""
     logprobs: list[float | None] = [token.logprob for token in tokens]
     top: list[dict[str, float] | None] = [_legacy_top(token) for token in tokens]
@@ -145,7 +156,7 @@ def legacy_logprobs(tokens: Sequence[ScoredToken], *, has_top: bool, is_first_un
     return {
         "tokens": [token.name for token in tokens],
         "token_logprobs": logprobs,
-        "top_logprobs": top if has_top else None,
+        "top_logprobs": top,
         "text_offset": [token.text_offset for token in tokens],
     }
 
@@ -163,7 +174,11 @@ def finite(logprob: float) -> float:
 
 
 def _legacy_top(token: ScoredToken) -> dict[str, float]:
-    return {**{other.name: other.logprob for other in reversed(token.top)}, token.name: token.logprob}
+    """By name, the token itself first; of several tokens with the same name the likeliest stays."""
+    shown = {token.name: token.logprob}
+    for other in token.top:
+        shown.setdefault(other.name, other.logprob)
+    return shown
 
 
 def _shown(value: Logprob) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from quire.server.errors import bad_request, unavailable_feature
 MAX_MESSAGES = 4096
 MAX_CALLS_OF_MESSAGE = 128
 MAX_ID_LEN = 128
-Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
+Role = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+"""Any name: the chat template decides which it takes (see `Texts.encode_chat`)."""
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
@@ -56,6 +57,15 @@ def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
     if len(messages) > MAX_MESSAGES:
         raise bad_request(f"messages: {len(messages)} are given, and at most {MAX_MESSAGES} are allowed", param="messages")
     return [_for_template(message, f"messages[{number}]") for number, message in enumerate(messages)]
+
+
+def check_continuation(add_generation_prompt: bool | None, continue_final_message: bool | None) -> None:
+    """Refuse what both begins a new message and continues the last. Raises ApiError 400."""
+    if add_generation_prompt and continue_final_message:
+        raise bad_request(
+            "continue_final_message: not together with add_generation_prompt=true; leave one of them out",
+            param="continue_final_message",
+        )
 
 
 def _for_template(message: Message, where: str) -> dict[str, Any]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
@@ -24,8 +23,10 @@ from quire.server.openai.fields import (
     CommonFields,
     Count,
     Metadata,
+    TopLogprobs,
     asks_for_something,
     check_common,
+    check_num_logprobs,
     sampling_params,
 )
 from quire.server.openai.listing import Listing, page_of
@@ -58,7 +59,7 @@ class ResponseRequest(CommonFields, kw_only=True):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: TopLogprobs | None = None
     store: bool | None = None
     previous_response_id: str | None = None
     include: list[str] | None = None
@@ -188,6 +189,7 @@ class Responses:
 
     def _params(self, body: ResponseRequest, num_prompt_tokens: int, reading: Reading, given: dict[str, Any]) -> SamplingParams:
         api = self._api
+        check_num_logprobs("top_logprobs", body.top_logprobs, api.client.model.max_logprobs)
         wants_logprobs = body.top_logprobs is not None or _LOGPROBS in (body.include or ())
         if wants_logprobs and not reading.is_plain:
             param = "include" if body.top_logprobs is None else "top_logprobs"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -149,19 +150,36 @@ def test_42_logprobs(client: openai.OpenAI) -> None:
     joined = b"".join(bytes(token.bytes or []) for token in choice.logprobs.content)
     assert joined == (choice.message.content or "").encode()
     for token in choice.logprobs.content:
-        assert len(token.top_logprobs) == 3 and token.logprob <= 0
-        values = [top.logprob for top in token.top_logprobs]
-        assert values == sorted(values, reverse=True)
+        first, *others = token.top_logprobs
+        assert len(others) == 2 and token.logprob <= 0 and (first.token, first.logprob) == (token.token, token.logprob)
+        values = [top.logprob for top in others]
+        assert values == sorted(values, reverse=True) and token.token not in [top.token for top in others]
     alone = ask(client, logprobs=True).choices[0].logprobs
     assert alone is not None and alone.content is not None and alone.content[0].top_logprobs == []
 
 
-def test_42_logprobs_of_a_stopped_text_end_with_it(client: openai.OpenAI) -> None:
-    text = ask(client, max_tokens=12).choices[0].message.content or ""
-    choice = ask(client, max_tokens=12, stop=text[9:14], logprobs=True).choices[0]
-    assert choice.logprobs is not None and choice.logprobs.content is not None
-    joined = b"".join(bytes(token.bytes or []) for token in choice.logprobs.content)
-    assert joined.startswith((choice.message.content or "").encode()) and len(joined) < len(text)
+def test_42_every_tokens_log_probability_is_the_operators_to_allow(http: httpx.Client) -> None:
+    body = {"messages": CAT, "max_tokens": 2, "logprobs": True, "top_logprobs": -1}
+    legacy = {"prompt": "Once", "max_tokens": 1, "logprobs": -1}
+    response = {"input": "Once", "max_output_tokens": 16, "top_logprobs": -1}
+    for path, fields in (("chat/completions", body), ("completions", legacy), ("responses", response)):
+        error = http.post(f"/v1/{path}", json=fields).json()["error"]
+        assert error["param"] in ("top_logprobs", "logprobs") and "--max-logprobs" in error["message"]
+    with serve_model(max_logprobs=-1) as server, httpx.Client(base_url=server.url, timeout=60) as free:
+        choice = free.post("/v1/chat/completions", json=body).json()["choices"][0]
+        assert all(len(token["top_logprobs"]) == 4096 for token in choice["logprobs"]["content"])
+        total = sum(math.exp(top["logprob"]) for top in choice["logprobs"]["content"][0]["top_logprobs"])
+        assert total == pytest.approx(1, abs=1e-4)
+        assert len(free.post("/v1/completions", json=legacy).json()["choices"][0]["logprobs"]["top_logprobs"][0]) > 3900
+        assert (
+            len(free.post("/v1/completions", json={**legacy, "logprobs": 30}).json()["choices"][0]["logprobs"]["tokens"]) == 1
+        )
+        for path, fields in (("chat/completions", body), ("completions", legacy)):
+            refusal = free.post(f"/v1/{path}", json={**fields, "max_tokens": 200}).json()["error"]
+            assert refusal["code"] == "too_many_logprobs", "bounded before it is computed"
+        del body["max_tokens"]
+        answer = free.post("/v1/chat/completions", json={**body, "ignore_eos": True}).json()
+        assert answer["usage"]["completion_tokens"] == (1 << 17) // 4097, "what was left out is what there is room for"
 
 
 def test_45_text_parts_are_joined_and_others_refused(client: openai.OpenAI, http: httpx.Client) -> None:
@@ -185,6 +203,8 @@ def test_46_roles(client: openai.OpenAI) -> None:
     ]
     assert ask(client, messages, max_tokens=1).choices[0].message.role == "assistant"
     assert refused(client, [{"role": "tool", "content": "A cat."}]).param == "messages[0].tool_call_id"
+    own = [*messages, {"role": "ipython", "content": "42"}, {"role": "narrator", "content": "Then"}]
+    assert ask(client, own, max_tokens=1).choices[0].message.role == "assistant", "the template takes any role"
     call = {**call, "function": {"name": "look", "arguments": "{"}}
     error = refused(client, [{"role": "assistant", "content": None, "tool_calls": [call]}])
     assert error.param == "messages[0].tool_calls[0].function.arguments"
@@ -244,6 +264,45 @@ def test_vllm_fields(client: openai.OpenAI, server: RunningServer) -> None:
     assert spans["total_ms"] >= spans["decode_ms"] > 0 and spans["first_token_ms"] >= spans["prefill_ms"] > 0
     ids = ask(client, logprobs=True, extra_body={"return_tokens_as_token_ids": True}).choices[0].logprobs
     assert ids is not None and ids.content is not None and ids.content[0].token.startswith("token_id:")
+
+
+def test_a_message_is_begun_or_continued_but_not_both(http: httpx.Client) -> None:
+    messages = [*CAT, {"role": "assistant", "content": "Once upon"}]
+    for path in ("/v1/chat/completions", "/tokenize"):
+        for value in (None, False):
+            fields = {"messages": messages, "continue_final_message": True, "add_generation_prompt": value}
+            assert http.post(path, json={**fields, "max_tokens": 1}).status_code == 200
+        error = http.post(path, json={**fields, "add_generation_prompt": True}).json()["error"]
+        assert error["param"] == "continue_final_message" and "add_generation_prompt" in error["message"]
+
+
+def test_all_wrong_keys_of_a_logit_bias_are_named_at_once(http: httpx.Client) -> None:
+    def refusal(biases: dict[str, float]) -> str:
+        error = http.post("/v1/chat/completions", json={"messages": CAT, "logit_bias": biases}).json()["error"]
+        assert error["param"] == "logit_bias"
+        return str(error["message"])
+
+    assert all(f"'{key}'" in refusal({"x": 1, "5": 1, "-3": 1, "1.5": 1}) for key in ("x", "-3", "1.5"))
+    assert "'7', '9'" in refusal({"7": 101, "8": 100, "9": -100.5})
+    assert "99999, 88888" in refusal({"99999": 1, "5": 1, "88888": 1})
+    many = refusal({f"x{number}": 1 for number in range(40)})
+    assert "'x31' and 8 more" in many
+
+
+def test_what_was_not_asked_for_is_null_as_with_vllm(http: httpx.Client) -> None:
+    chat = http.post("/v1/chat/completions", json={"messages": CAT, "max_tokens": 1}).json()
+    choice = http.post("/v1/completions", json={"prompt": "Once", "max_tokens": 1}).json()["choices"][0]
+    tokens = http.post("/tokenize", json={"prompt": "Once"}).json()
+    shown = {**chat, **chat["choices"][0]}
+    assert all(shown[name] is None for name in ("prompt_logprobs", "prompt_token_ids", "token_ids", "logprobs", "service_tier"))
+    assert all(choice[name] is None for name in ("prompt_logprobs", "prompt_token_ids", "token_ids", "logprobs"))
+    assert tokens["token_strs"] is None
+
+
+def test_token_strs_are_the_vocabularys_own(http: httpx.Client) -> None:
+    answer = http.post("/tokenize", json={"prompt": "Once upon caf\u00e9", "return_token_strs": True}).json()
+    strs = answer["token_strs"]
+    assert len(strs) == answer["count"] and "".join(strs) == "Once\u0120upon\u0120caf\u00c3\u00a9"
 
 
 def test_continue_final_message_with_echo(client: openai.OpenAI) -> None:

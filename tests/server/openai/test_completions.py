@@ -84,7 +84,9 @@ def test_83_84_logprobs_are_four_lists_with_offsets_into_the_text(client: openai
 
 def test_84_zero_and_the_limit(client: openai.OpenAI) -> None:
     logprobs = ask(client, logprobs=0).choices[0].logprobs
-    assert logprobs is not None and logprobs.token_logprobs and logprobs.top_logprobs is None
+    assert logprobs is not None and logprobs.tokens and logprobs.token_logprobs and logprobs.top_logprobs is not None
+    alone = [{name: value} for name, value in zip(logprobs.tokens, logprobs.token_logprobs, strict=True)]
+    assert logprobs.top_logprobs == alone, "the chosen tokens themselves"
     assert refused(client, logprobs=21).param == "logprobs"
 
 

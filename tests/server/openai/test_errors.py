@@ -78,7 +78,7 @@ def test_01_03_10_16_every_error_has_the_same_shape(
         ({"temperature": "hot"}, "temperature"),
         ({"n": 1.5}, "n"),
         ({"max_tokens": True}, "max_tokens"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "a king", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"stream": "yes"}, "stream"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),

@@ -78,6 +78,28 @@ def test_67_usage_is_last(http: httpx.Client, is_running: bool) -> None:
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 8
     assert all("usage" in chunk for chunk in chunks)
     assert all((chunk["usage"] is not None) is is_running for chunk in chunks)
+    if is_running:
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts[0] == 0 and counts == sorted(counts) and counts[-1] == 8, "the chunk of the role has no token yet"
+
+
+def test_67_running_usage_counts_what_was_sent_and_not_what_waits() -> None:
+    """Several outputs are there before the first is taken; each chunk counts its own."""
+    body = {"prompt": "x", "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    chat = {**body, "messages": CAT}
+    del chat["prompt"]
+    with serve(FakeClient(Script(pieces=["a", "b", "c", "d"]))) as server:
+        for path, fields in (("completions", body), ("chat/completions", chat)):
+            lines = httpx.post(f"{server.v1}/{path}", json=fields).text.splitlines()
+            chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            texts = [choice.get("text") or choice.get("delta", {}).get("content") for c in chunks for choice in c["choices"]]
+            counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+            assert "".join(text or "" for text in texts) == "abcd" and counts[-1] == 4
+            shown = 0
+            for chunk, count in zip(chunks, counts, strict=True):
+                for choice in chunk["choices"]:
+                    shown += len(choice.get("text") or choice.get("delta", {}).get("content") or "")
+                assert count == shown
 
 
 @pytest.mark.parametrize("fields", [{}, {"stop": "the"}, {"temperature": 1.5, "max_tokens": 24}, {"logprobs": True}])
@@ -100,8 +122,9 @@ def test_37_72_characters_of_several_tokens_come_whole_also_before_a_stop(http: 
     tokens = [
         token for chunk in chunks for choice in chunk["choices"] for token in (choice["logprobs"] or {"content": []})["content"]
     ]
-    assert any(b"\xf0" in bytes(token["bytes"]) and len(token["bytes"]) < 4 for token in tokens), "no character is in pieces"
-    assert b"".join(bytes(token["bytes"]) for token in tokens) == WIDE.encode()
+    pieces = [bytes(token["bytes"] or ()) for token in tokens]
+    assert any(b"\xf0" in piece and len(piece) < 4 for piece in pieces), "no character is in pieces"
+    assert b"".join(pieces) == WIDE.encode() and tokens[-1]["bytes"] is None, "the token that ended it is no text"
     for stop in ("\U0001f431", "\u200d", "\u732b\U0001f431 ", "n", "\u0e33 e"):
         cut = WIDE[: WIDE.index(stop)]
         assert content(events(http, **fields, stop=stop)) == cut

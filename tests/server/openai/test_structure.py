@@ -181,7 +181,7 @@ def test_logprobs_penalties_and_stop_strings_beside_a_form(client: openai.OpenAI
     fields: dict[str, Any] = {"response_format": named(PERSON), "presence_penalty": 1.5, "frequency_penalty": 1.0, "top_p": 0.9}
     answer = ask(client, **fields, logprobs=True, top_logprobs=2).choices[0]
     jsonschema.validate(json.loads(answer.message.content), PERSON)
-    assert b"".join(bytes(token.bytes) for token in answer.logprobs.content).decode() == answer.message.content
+    assert b"".join(bytes(token.bytes or ()) for token in answer.logprobs.content).decode() == answer.message.content
     stopped = ask(client, **fields, stop='"kind"').choices[0]
     assert stopped.message.content == answer.message.content[: answer.message.content.index('"kind"')]
 

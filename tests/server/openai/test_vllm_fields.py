@@ -114,15 +114,16 @@ def test_prompts_are_cut_and_their_tokens_shown(http: httpx.Client) -> None:
 def test_log_probabilities_of_chosen_tokens(http: httpx.Client) -> None:
     ids = [5, 300, 35]
     names = [http.post("/detokenize", json={"tokens": [token_id]}).json()["prompt"] for token_id in ids]
-    for top in (0, 2):
+    for top in (0, 2, 20):
         fields = {"logprobs": True, "top_logprobs": top, "logprob_token_ids": ids}
         for token in ask(http, "/v1/chat/completions", **fields)["choices"][0]["logprobs"]["content"]:
             shown = [other["token"] for other in token["top_logprobs"]]
-            assert set(names) <= set(shown) and len(shown) == len(set(shown)) <= top + len(ids)
-            values = [other["logprob"] for other in token["top_logprobs"]]
-            assert values == sorted(values, reverse=True)
-    every = ask(http, "/v1/completions", logprobs=0, logprob_token_ids=ids)["choices"][0]["logprobs"]["top_logprobs"]
-    assert len(every) == 8 and all(set(names) <= set(each) for each in every)
+            assert shown == [token["token"], *(name for name in names if name != token["token"])], "the token, and no other"
+        for echo in (False, True):
+            answer = ask(http, "/v1/completions", logprobs=top, logprob_token_ids=ids, echo=echo, prompt_logprobs=3)
+            scores = answer["choices"][0]["logprobs"]
+            for token, others in list(zip(scores["tokens"], scores["top_logprobs"], strict=True))[1 if echo else 0 :]:
+                assert list(others) == [token, *(name for name in names if name != token)]
     for path in ("/v1/chat/completions", "/v1/completions"):
         refused = http.post(path, json={**BODIES[path], "logprob_token_ids": ids})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprob_token_ids")
