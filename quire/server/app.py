@@ -30,7 +30,7 @@ from quire.server.openai.file_store import FileStore
 from quire.server.openai.files import Files
 from quire.server.openai.listing import FileListing, Listing
 from quire.server.openai.models import EmbeddingRequest, Models
-from quire.server.openai.responses import ResponseRequest, Responses
+from quire.server.openai.responses import InputTokensRequest, ResponseRequest, Responses
 from quire.server.openapi import UPLOAD, Endpoint, Operation, document
 from quire.server.operations import Operations
 from quire.server.query import NoQuery
@@ -78,6 +78,7 @@ def _generation_routes(api: Api, chat: ChatCompletions, completions: Completions
         _get("/v1/models", models.list),
         _get("/v1/models/{model:path}", models.get),
         _post("/v1/responses", responses.post, ResponseRequest),
+        _post("/v1/responses/input_tokens", responses.input_tokens, InputTokensRequest),
         _get("/v1/responses/{response_id}", responses.get),
         _delete("/v1/responses/{response_id}", responses.delete),
         _get("/v1/responses/{response_id}/input_items", responses.input_items, Listing),

@@ -22,26 +22,29 @@ Block = dict[str, Any]
 class Turn(msgspec.Struct, kw_only=True):
     """One turn."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
 # -- what turns bring ----------------------------------------------------------------------------------------------------
 
 
-def messages_of(turns: Sequence[Turn], system: str | None) -> list[dict[str, Any]]:
-    """The turns as templates read them. Raises ApiError 400 naming the block that is wrong."""
+def messages_of(turns: Sequence[Turn], system: str | None, unread: list[str] | None = None) -> list[dict[str, Any]]:
+    """The turns as templates read them. Raises ApiError 400 naming the block that is wrong.
+
+    `unread` is told where there are thoughts that only the service that made them can read.
+    """
     if not turns:
         raise bad_request("messages: at least one is needed", param="messages")
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for number, turn in enumerate(turns):
         where = f"messages[{number}].content"
-        if isinstance(turn.content, str) or not turn.content:
+        if isinstance(turn.content, str) or not turn.content or turn.role == "system":
             messages.append({"role": turn.role, "content": text_of(turn.content, where)})
         elif turn.role == "user":
             messages += _user_messages(turn.content, where)
         else:
-            messages.append(_assistant_message(turn.content, where))
+            messages.append(_assistant_message(turn.content, where, [] if unread is None else unread))
     if "tool_calls" in messages[-1]:
         raise bad_request("messages: a turn with the results of the last one's tool_use is missing", param="messages")
     return messages
@@ -64,7 +67,7 @@ def _user_messages(blocks: Sequence[Block], where: str) -> list[dict[str, Any]]:
     return [*results, {"role": "user", "content": "\n".join(texts)}] if texts else results
 
 
-def _assistant_message(blocks: Sequence[Block], where: str) -> dict[str, Any]:
+def _assistant_message(blocks: Sequence[Block], where: str, unread: list[str]) -> dict[str, Any]:
     calls: list[dict[str, Any]] = []
     texts: dict[str, list[str]] = {"text": [], "thinking": []}
     for number, block in enumerate(blocks):
@@ -73,6 +76,8 @@ def _assistant_message(blocks: Sequence[Block], where: str) -> dict[str, Any]:
             calls.append(_call(block, place))
         elif block.get("type") == "thinking":
             texts["thinking"].append(string_field(block, "thinking", place, max_len=None))
+        elif block.get("type") == "redacted_thinking":
+            unread.append(place)
         else:
             texts["text"].append(part_text(block, place))
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts["text"])}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -17,12 +18,13 @@ from quire.core.params import SamplingParams
 from quire.core.structure import StructuredOutputsParams
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.server.anthropic.blocks import Block, ContentBlocks, Turn, messages_of
+from quire.server.anthropic.context import apply_edits, read_edits
 from quire.server.anthropic.tools import read_tools
 from quire.server.body import read_json
 from quire.server.call import Call, call_of
 from quire.server.errors import ApiError, bad_request, unavailable_feature
 from quire.server.generation import Job, Run, Usage
-from quire.server.openai.fields import Count, UserMetadata, asks_for_something
+from quire.server.openai.fields import NO_EFFECT, Count, UserMetadata, asks_for_something
 from quire.server.openai.messages import text_of
 from quire.server.reading import Reading
 from quire.server.responses import EventStream, json_response, named_event, timings
@@ -35,8 +37,13 @@ MAX_STOPS = 16
 _UNAVAILABLE = {
     "mcp_servers": "this server fetches nothing",
     "container": "containers are not available",
-    "context_management": "contexts are not managed by this server",
+    "compaction": "conversations are not summarized by this server",
+    "thread": "conversations are not kept; send all of their messages",
 }
+_HINTS = ("speed", "inference_geo", "diagnostics", "fallbacks")
+_NEUTRAL = (None, "standard", "default")
+_THINKING = ("enabled", "adaptive", "between_tools", "disabled")
+_NOT_APART = "what this model thinks is not told apart from its answers"
 
 
 class MessagesQuery(msgspec.Struct, kw_only=True):
@@ -57,8 +64,32 @@ class CountRequest(msgspec.Struct, kw_only=True):
     mcp_servers: Any = None
     container: Any = None
     context_management: Any = None
+    compaction: Any = None
+    thread: Any = None
     output_format: Any = None
     output_config: dict[str, Any] | None = None
+    cache_control: Any = None
+    """Of no effect, as in blocks and tools: every prefix is kept as long as there is room."""
+
+    @property
+    def thinking_kind(self) -> str | None:
+        """What `thinking.type` says. Raises ApiError 400."""
+        kind = None if self.thinking is None else self.thinking.get("type")
+        if self.thinking is not None and kind not in _THINKING:
+            raise bad_request(f"thinking.type: it must be one of {', '.join(_THINKING)}", param="thinking.type")
+        return kind
+
+
+class _Encoded(NamedTuple):
+    """What a request's turns, tools and edits come to."""
+
+    token_ids: list[int]
+    reading: Reading
+    form: StructuredOutputsParams | None
+    edits: dict[str, Any] | None
+    """The report on `context_management`, where that was given."""
+    original_len: int
+    """Tokens of the prompt before it was edited."""
 
 
 class MessageRequest(CountRequest, kw_only=True):
@@ -74,6 +105,12 @@ class MessageRequest(CountRequest, kw_only=True):
     stream: bool | None = None
     metadata: UserMetadata | None = None
     service_tier: Any = None
+    user_profile_id: Any = None
+    workspace_id: Any = None
+    speed: Any = None
+    inference_geo: Any = None
+    diagnostics: Any = None
+    fallbacks: Any = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
@@ -85,7 +122,7 @@ class _Prepared:
     request: MessageRequest
     job: Job
     model: str
-    reading: Reading
+    encoded: _Encoded
     prepare_s: float
     id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
 
@@ -101,6 +138,11 @@ class _Prepared:
             "stop_sequence": None,
             "usage": usage,
         }
+
+    @property
+    def edits(self) -> dict[str, Any]:
+        """What was cleared from the conversation, where edits were asked for."""
+        return {} if self.encoded.edits is None else {"context_management": self.encoded.edits}
 
     def timings(self, output: RequestOutput, usage: Usage) -> dict[str, Any]:
         """Where the time went, if that was asked for."""
@@ -122,11 +164,13 @@ class Messages:
         body = await read_json(request, MessageRequest, is_strict=self._api.config.strict_fields)
         started_s = time.monotonic()
         model = self._api.check_model(body.model)
-        token_ids, reading, form = await self._encode(call, body)
-        given = reading.constraints(form, "output_format" if body.output_format is not None else "output_config.format")
-        params = self._params(body, len(token_ids), given | await self._budget(body, reading))
+        call.ignore((name for name in _HINTS if getattr(body, name) not in _NEUTRAL), NO_EFFECT)
+        encoded = await self._encode(call, body)
+        token_ids, reading = encoded.token_ids, encoded.reading
+        given = reading.constraints(encoded.form, "output_format" if body.output_format is not None else "output_config.format")
+        params = self._params(body, len(token_ids), given | await self._budget(call, body, reading))
         job = Job(token_ids, params, None, body.cache_salt, body.priority)
-        prepared = _Prepared(body, job, model, reading, time.monotonic() - started_s)
+        prepared = _Prepared(body, job, model, encoded, time.monotonic() - started_s)
         if not body.stream:
             return json_response(call, await self._create(call, prepared, request.receive))
         run = await self._api.generator.start(call, [prepared.job], is_stream=True)
@@ -136,43 +180,62 @@ class Messages:
         """How many tokens the prompt has."""
         body = await read_json(request, CountRequest, is_strict=self._api.config.strict_fields)
         self._api.check_model(body.model)
-        token_ids, _, _ = await self._encode(call_of(request), body)
-        return json_response(call_of(request), {"input_tokens": len(token_ids)})
+        encoded = await self._encode(call_of(request), body)
+        answer: dict[str, Any] = {"input_tokens": len(encoded.token_ids)}
+        if encoded.edits is not None:
+            answer["context_management"] = {"original_input_tokens": encoded.original_len}
+        return json_response(call_of(request), answer)
 
-    async def _encode(self, call: Call, body: CountRequest) -> tuple[list[int], Reading, StructuredOutputsParams | None]:
-        """The prompt, how its answer is read, and the form that it is to have. A last turn of the assistant's is one to go on
-        with."""
+    async def _encode(self, call: Call, body: CountRequest) -> _Encoded:
+        """The prompt and how its answer is read. A last turn of the assistant's is one to go on with."""
         api = self._api
         for name, reason in _UNAVAILABLE.items():
-            if asks_for_something(getattr(body, name)):
+            if _asks_for_something(getattr(body, name)):
                 raise unavailable_feature(name, reason)
+        edits = read_edits(body.context_management)
         tools = await settle_tools(*read_tools(body.tools, body.tool_choice), api.tool_notation)
-        system = text_of(body.system, "system")
-        messages = await api.texts.digest(call.num_body_bytes, lambda: messages_of(body.messages, system))
-        is_continued = body.messages[-1].role == "assistant"
+        system = text_of(body.system or None, "system")
+        is_continued = bool(body.messages) and body.messages[-1].role == "assistant"
         options = ChatOptions(
             continue_final_message=is_continued,
             template_kwargs=self._template_kwargs(call, body),
             tools=None if tools is None else tools.shown,
             num_body_bytes=call.num_body_bytes,
         )
-        text, token_ids = await api.texts.encode_chat(messages, options)
+
+        async def encode(turns: Sequence[Turn]) -> tuple[list[dict[str, Any]], str, list[int]]:
+            unread: list[str] = []
+            messages = await api.texts.digest(call.num_body_bytes, lambda: messages_of(turns, system, unread))
+            text, token_ids = await api.texts.encode_chat(messages, options)
+            if turns is body.messages:
+                call.ignore(unread, "these thoughts can be read by those who made them only")
+            return messages, text, token_ids
+
+        first = await encode(body.messages)
+
+        async def count(turns: Sequence[Turn]) -> int:
+            return len((first if turns is body.messages else await encode(turns))[2])
+
+        edited = await apply_edits(body.messages, edits, count)
+        messages, text, token_ids = first if edited.turns is body.messages else await encode(edited.turns)
         form = await settle(_asked_form(body))
-        continued = str(messages[-1]["content"]) if is_continued else None
-        return token_ids, api.reading(tools, form, text, continued), form
+        reading = api.reading(tools, form, text, str(messages[-1]["content"]) if is_continued else None)
+        report = None if body.context_management is None else {"applied_edits": list(edited.applied)}
+        return _Encoded(token_ids, reading, form, report, len(first[2]))
 
     def _template_kwargs(self, call: Call, body: CountRequest) -> dict[str, Any] | None:
         """What the template is told of the thinking that is wanted; what it cannot be told is named in a header."""
         source = self._api.texts.template_source
         kwargs: dict[str, Any] = {}
-        if body.thinking is not None:
-            is_wanted = body.thinking.get("type") != "disabled"
-            if is_wanted and self._api.marks is None:
-                raise unavailable_feature("thinking", "what this model thinks is not told apart from its answers")
-            if "enable_thinking" in source:
-                kwargs["enable_thinking"] = is_wanted
-            elif not is_wanted and self._api.marks is not None:
-                call.ignore(["thinking"], NOT_IN_TEMPLATE)
+        kind, has_marks = body.thinking_kind, self._api.marks is not None
+        if kind is not None and "enable_thinking" in source:
+            kwargs["enable_thinking"] = kind != "disabled"
+        elif kind == "disabled" and has_marks:
+            call.ignore(["thinking"], NOT_IN_TEMPLATE)
+        elif kind not in (None, "disabled") and not has_marks:
+            call.ignore(["thinking"], _NOT_APART)
+        if has_marks and (body.thinking or {}).get("display") == "omitted":
+            call.ignore(["thinking.display"], "thoughts are shown as they come; disable them, or pass them over")
         effort = (body.output_config or {}).get("effort")
         if effort is not None and "reasoning_effort" in source:
             kwargs["reasoning_effort"] = effort
@@ -191,23 +254,30 @@ class Messages:
         max_tokens = self._api.texts.max_tokens(num_prompt_tokens, body.max_tokens, default=None, param="max_tokens")
         return SamplingParams(**values, **given, max_tokens=max_tokens, stop=body.stop_sequences)
 
-    async def _budget(self, body: MessageRequest, reading: Reading) -> dict[str, Any]:
+    async def _budget(self, call: Call, body: MessageRequest, reading: Reading) -> dict[str, Any]:
         """The sampling parameters for `thinking.budget_tokens`; where nothing is to be thought there is none."""
-        thinking = body.thinking or {}
-        budget = thinking.get("budget_tokens")
-        if budget is None or thinking.get("type") == "disabled":
+        budget = (body.thinking or {}).get("budget_tokens")
+        if budget is None or body.thinking_kind == "disabled":
             return {}
         if isinstance(budget, bool) or not isinstance(budget, int) or not 0 <= budget < 1 << 31:
             raise bad_request("thinking.budget_tokens: it must be an integer, 0 or above", param="thinking")
+        if self._api.marks is None:
+            call.ignore(["thinking.budget_tokens"], _NOT_APART)
+            return {}
         return await self._api.thinking(budget, reading, "thinking.budget_tokens")
 
     async def _create(self, call: Call, prepared: _Prepared, receive: Receive) -> dict[str, Any]:
         (output,), usage = await self._api.generator.answer(call, [prepared.job], receive)
         completion = output.outputs[0]
-        blocks = ContentBlocks(prepared.reading)
+        blocks = ContentBlocks(prepared.encoded.reading)
         blocks.take(completion)
         body = prepared.body(blocks.content, _usage(usage))
-        return {**body, **_stop(completion, blocks), **prepared.timings(output, usage)}
+        return {**body, **_stop(completion, blocks), **prepared.edits, **prepared.timings(output, usage)}
+
+
+def _asks_for_something(value: Any) -> bool:
+    """As of any optional field; an object without anything in it is a way of leaving it out, too."""
+    return any(map(asks_for_something, value.values())) if isinstance(value, dict) else asks_for_something(value)
 
 
 def _asked_form(body: CountRequest) -> list[Asked]:
@@ -249,7 +319,7 @@ class _MessageEvents:
         self._prepared = prepared
         self._run = run
         self._last: RequestOutput | None = None
-        self._blocks = ContentBlocks(prepared.reading)
+        self._blocks = ContentBlocks(prepared.encoded.reading)
 
     def take(self, number: int, output: RequestOutput) -> bytes:
         """See `Events`."""
@@ -264,7 +334,8 @@ class _MessageEvents:
         """See `Events`."""
         assert self._last is not None, "a run ends with an output"
         usage, stop = self._run.usage, _stop(self._last.outputs[0], self._blocks)
-        delta = _event("message_delta", delta=stop, usage=_usage(usage), **self._prepared.timings(self._last, usage))
+        more = {**self._prepared.edits, **self._prepared.timings(self._last, usage)}
+        delta = _event("message_delta", delta=stop, usage=_usage(usage), **more)
         return delta + _event("message_stop")
 
     def fail(self, error: ApiError) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quire.engine.outputs import CompletionOutput
@@ -28,22 +28,44 @@ def new_id(prefix: str) -> str:
 # -- what a request brings -----------------------------------------------------------------------------------------------
 
 
-def input_items(value: str | Sequence[Item]) -> list[Item]:
-    """The input as items with ids, as they are listed later. Raises ApiError 400 naming the item that is wrong."""
-    if isinstance(value, str):
-        value = [{"role": "user", "content": value}]
-    if not value:
-        raise bad_request("input: it is empty", param="input")
-    return [_input_item(item, f"input[{number}]") for number, item in enumerate(value)]
+class InputReader:
+    """Reads what one request brings. `unseal` gives the thoughts of a text that this server has sealed (see `sealed`)."""
+
+    def __init__(self, unseal: Callable[[str], str | None]) -> None:
+        self._unseal = unseal
+        self.unread: list[str] = []
+        """Where there were thoughts that cannot be read: sealed by another server, or before this one was started."""
+
+    def items(self, value: str | Sequence[Item]) -> list[Item]:
+        """The input as items with ids, as they are listed later. Raises ApiError 400 naming the item that is wrong."""
+        if isinstance(value, str):
+            value = [{"role": "user", "content": value}]
+        if not value:
+            raise bad_request("input: it is empty", param="input")
+        return [self._item(item, f"input[{number}]") for number, item in enumerate(value)]
+
+    def _item(self, item: Item, where: str) -> Item:
+        if item.get("type") == "reasoning":
+            return {"id": new_id("rs"), "type": "reasoning", "summary": [], "content": self._thoughts(item, where)}
+        return _input_item(item, where)
+
+    def _thoughts(self, item: Item, where: str) -> list[Item]:
+        """The thoughts of an earlier answer: what was sealed, where it can be verified, else what stands there."""
+        sealed, content = item.get("encrypted_content"), item.get("content") or []
+        if not isinstance(sealed, str | None):
+            raise bad_request(f"{where}.encrypted_content: it must be a text", param=f"{where}.encrypted_content")
+        text = None if sealed is None else self._unseal(sealed)
+        if text is not None:
+            return [{"type": "reasoning_text", "text": text}]
+        if sealed is not None and not content:
+            self.unread.append(f"{where}.encrypted_content")
+        return _reasoning_parts(content, where)
 
 
 def _input_item(item: Item, where: str) -> Item:
     kind = item.get("type", "message")
     if kind == "message":
         return _input_message(item, where)
-    if kind == "reasoning":
-        content = item.get("content") or []
-        return {"id": new_id("rs"), "type": kind, "summary": [], "content": _reasoning_parts(content, where)}
     if kind == "function_call":
         arguments = string_field(item, "arguments", where, max_len=1 << 20)
         arguments_of(arguments, f"{where}.arguments")
@@ -68,7 +90,7 @@ def _input_message(item: Item, where: str) -> Item:
 
 
 def _reasoning_parts(content: Any, where: str) -> list[Item]:
-    """The thoughts of an earlier answer. Encrypted ones, which come without content, are of no use here."""
+    """Thoughts in the clear."""
     param = f"{where}.content"
     texts = [part.get("text") for part in content if isinstance(part, Mapping)] if isinstance(content, list) else [None]
     if any(not isinstance(text, str) for text in texts):
@@ -117,8 +139,10 @@ def _add(message: dict[str, Any], item: Item) -> None:
 class OutputItems:
     """The items of one answer, and the events that tell of their growth."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: Reading, seal: Callable[[str], str] | None = None) -> None:
+        """`seal`: makes the `encrypted_content` of thoughts, where that is wanted."""
         self._reading = reading
+        self._seal = seal
         self._reader = reading.reader()
         self._parts: list[str] = []
         """The open item's text."""
@@ -193,6 +217,8 @@ class OutputItems:
         else:
             part = self._part(text)
             item["content"] = [part]
+            if item["type"] == "reasoning" and self._seal is not None:
+                item["encrypted_content"] = self._seal(text)
             extra = {"logprobs": [_delta_logprob(token) for token in self._tokens]} if item["type"] == "message" else {}
             events = [
                 StreamEvent(f"response.{_DELTAS[item['type']]}.done", {**where, "text": text, **extra}),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
 from quire.core.params import SamplingParams
+from quire.core.structure import StructuredOutputsParams
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.server.body import decode, read_json
 from quire.server.call import Call, call_of
@@ -32,8 +35,9 @@ from quire.server.openai.fields import (
 from quire.server.openai.listing import Listing, page_of
 from quire.server.openai.logprobs import LogprobTracker, TokenNames
 from quire.server.openai.messages import for_template
-from quire.server.openai.response_items import Item, OutputItems, input_items, is_whole, messages_of, new_id
+from quire.server.openai.response_items import InputReader, Item, OutputItems, is_whole, messages_of, new_id
 from quire.server.openai.response_store import ResponseStore, StoredResponse
+from quire.server.openai.sealed import Sealer
 from quire.server.openai.tools import RESPONSES, read_tools
 from quire.server.query import query_of
 from quire.server.reading import Reading
@@ -51,6 +55,12 @@ _UNAVAILABLE = {
 }
 _HINTS = ("max_tool_calls", "prompt_cache_retention")
 _LOGPROBS = "message.output_text.logprobs"
+_SEALED = "reasoning.encrypted_content"
+_INCLUDABLE = (
+    _LOGPROBS, _SEALED, "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
+    "message.input_image.image_url", "computer_call_output.output.image_url", "code_interpreter_call.outputs",
+)  # fmt: skip
+"""All that OpenAI documents. Those besides the first two belong to tools and images, which no answer of this server has."""
 
 
 class ResponseRequest(CommonFields, kw_only=True):
@@ -85,16 +95,47 @@ class ResponseRequest(CommonFields, kw_only=True):
     context_management: Any = None
 
 
+class InputTokensRequest(msgspec.Struct, kw_only=True):
+    """What decides a prompt, all of it optional."""
+
+    model: str | None = None
+    input: str | list[dict[str, Any]] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    text: dict[str, Any] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning: dict[str, Any] | None = None
+    conversation: Any = None
+
+    def whole(self) -> ResponseRequest:
+        """The request for an answer that has this prompt."""
+        return ResponseRequest(**{**msgspec.structs.asdict(self), "input": [] if self.input is None else self.input})
+
+
+class _Prompt(NamedTuple):
+    """What a request's input, instructions and tools come to."""
+
+    token_ids: list[int]
+    messages: list[dict[str, Any]]
+    """The conversation, without the instructions."""
+    items: list[Item]
+    reading: Reading
+    functions: list[Function]
+    form: StructuredOutputsParams | None
+
+
 @dataclass(slots=True)
 class _Prepared:
     request: ResponseRequest
     job: Job
     model: str
-    messages: list[dict[str, Any]]
-    input_items: list[dict[str, Any]]
+    prompt: _Prompt
     names: TokenNames
-    reading: Reading
-    functions: list[Function]
+    seal: Callable[[str], str] | None
+    """None where thoughts are not to be sealed."""
     prepare_s: float
     id: str = field(default_factory=lambda: new_id("resp"))
     created: int = field(default_factory=lambda: int(time.time()))
@@ -109,6 +150,9 @@ class _Prepared:
             num_tokens = usage.num_output_tokens
             answer["timings"] = timings(output.metrics, prepare_s=self.prepare_s, num_output_tokens=num_tokens)
 
+    def output_items(self) -> OutputItems:
+        return OutputItems(self.prompt.reading, self.seal)
+
     def tracker(self) -> LogprobTracker | None:
         return LogprobTracker(self.names, self.request.top_logprobs or 0) if self.has_logprobs else None
 
@@ -119,6 +163,7 @@ class Responses:
     def __init__(self, api: Api) -> None:
         self._api = api
         self._store = ResponseStore(api.config.max_stored_responses, api.config.max_stored_bytes)
+        self._sealer = Sealer()
 
     async def post(self, request: Request) -> Response:
         """Answer, in one piece or as a stream of events."""
@@ -130,6 +175,15 @@ class Responses:
         run = await self._api.generator.start(call, [prepared.job], is_stream=True)
         events = _ResponseEvents(prepared, run, lambda answer: self._keep(call, prepared, answer))
         return EventStream(call, run, events, self._api.config.keep_alive_s)
+
+    async def input_tokens(self, request: Request) -> Response:
+        """How many tokens the prompt of such a request has."""
+        call = call_of(request)
+        body = (await read_json(request, InputTokensRequest, is_strict=self._api.config.strict_fields)).whole()
+        self._api.check_model(body.model)
+        _check(body)
+        prompt = await self._prompt(call, body)
+        return json_response(call, {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
 
     async def get(self, request: Request) -> Response:
         """An answer that was kept."""
@@ -161,13 +215,24 @@ class Responses:
         call.ignore((name for name in _HINTS if asks_for_something(getattr(body, name))), NO_EFFECT)
         if body.request_id is not None:
             call.ignore(["request_id"], "what is stored is stored under ids of this server's own")
+        prompt = await self._prompt(call, body)
+        reading = prompt.reading
+        given = reading.constraints(prompt.form, "text.format") | await api.thinking(body.thinking_token_budget, reading)
+        params = self._params(body, len(prompt.token_ids), reading, given)
+        job = Job(prompt.token_ids, params, None, body.cache_salt, body.priority)
+        names = TokenNames(api.client.tokenizer, as_ids=False, shows_special=False)
+        seal = partial(self._sealer.seal, call.tenant.name) if _SEALED in (body.include or ()) else None
+        return _Prepared(body, job, model, prompt, names, seal, time.monotonic() - started_s)
+
+    async def _prompt(self, call: Call, body: ResponseRequest) -> _Prompt:
+        api = self._api
         functions, demand = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls, RESPONSES)
         tools = await settle_tools(functions, demand, api.tool_notation)
-        items, asked = await api.texts.digest(call.num_body_bytes, lambda: _read_input(body.input))
         history: list[dict[str, Any]] = []
         if body.previous_response_id is not None:
             previous = self._store.get(call.tenant.name, body.previous_response_id, param="previous_response_id")
             history = list(previous.messages)
+        items, asked = await self._read_input(call, body) if body.input or not history else ([], [])
         messages = [*history, *asked]
         shown = [{"role": "system", "content": body.instructions}, *messages] if body.instructions else messages
         options = ChatOptions(
@@ -179,13 +244,19 @@ class Responses:
         if body.truncation == "auto":
             token_ids = api.texts.truncate(token_ids, api.texts.max_model_len - (body.max_output_tokens or 1))
         form = await settle(_asked_form(body))
-        reading = api.reading(tools, form, text)
-        given = reading.constraints(form, "text.format") | await api.thinking(body.thinking_token_budget, reading)
-        params = self._params(body, len(token_ids), reading, given)
-        job = Job(token_ids, params, None, body.cache_salt, body.priority)
-        names = TokenNames(api.client.tokenizer, as_ids=False, shows_special=False)
-        prepare_s = time.monotonic() - started_s
-        return _Prepared(body, job, model, messages, items, names, reading, functions, prepare_s)
+        return _Prompt(token_ids, messages, items, api.reading(tools, form, text), functions, form)
+
+    async def _read_input(self, call: Call, body: ResponseRequest) -> tuple[list[Item], list[dict[str, Any]]]:
+        """The input's items, and the same as messages for the template."""
+        reader = InputReader(partial(self._sealer.unseal, call.tenant.name))
+
+        def read() -> tuple[list[Item], list[dict[str, Any]]]:
+            items = reader.items(body.input)
+            return items, for_template(messages_of(items))
+
+        found = await self._api.texts.digest(call.num_body_bytes, read)
+        call.ignore(reader.unread, "it was sealed by another server, or before this one was started; send its content")
+        return found
 
     def _params(self, body: ResponseRequest, num_prompt_tokens: int, reading: Reading, given: dict[str, Any]) -> SamplingParams:
         api = self._api
@@ -212,7 +283,7 @@ class Responses:
         (output,), usage = await self._api.generator.answer(call, [prepared.job], receive)
         completion = output.outputs[0]
         tracker = prepared.tracker()
-        items = OutputItems(prepared.reading)
+        items = prepared.output_items()
         items.take(completion, tracker.take(completion) if tracker is not None else [])
         answer = _body(prepared, _status(completion), _usage(usage, items.num_thought_tokens), items.items)
         prepared.add_timings(answer, output, usage)
@@ -223,8 +294,8 @@ class Responses:
         if prepared.request.store is False:
             return
         kept = messages_of([item for item in answer["output"] if is_whole(item)])
-        messages = [*prepared.messages, *(for_template(kept) if kept else ())]
-        self._store.put(call.tenant.name, StoredResponse(answer, prepared.input_items, messages))
+        messages = [*prepared.prompt.messages, *(for_template(kept) if kept else ())]
+        self._store.put(call.tenant.name, StoredResponse(answer, prepared.prompt.items, messages))
 
 
 def _check(body: ResponseRequest) -> None:
@@ -232,15 +303,9 @@ def _check(body: ResponseRequest) -> None:
     for name, reason in _UNAVAILABLE.items():
         if asks_for_something(getattr(body, name)):
             raise unavailable_feature(name, reason)
-    unknown = [each for each in body.include or () if each != _LOGPROBS]
+    unknown = [each for each in body.include or () if each not in _INCLUDABLE]
     if unknown:
-        raise unavailable_feature("include", f"only {_LOGPROBS!r} can be included here")
-
-
-def _read_input(value: str | list[Item]) -> tuple[list[Item], list[dict[str, Any]]]:
-    """The input's items, and the same as messages for the template."""
-    items = input_items(value)
-    return items, for_template(messages_of(items))
+        raise bad_request(f"include: {unknown[0][:80]!r} is none of {', '.join(_INCLUDABLE)}", param="include")
 
 
 def _asked_form(body: ResponseRequest) -> list[Asked]:
@@ -291,7 +356,7 @@ def _body(prepared: _Prepared, status: str, usage: dict[str, Any] | None, output
         "temperature": params.temperature,
         "text": {"format": (request.text or {}).get("format") or {"type": "text"}},
         "tool_choice": request.tool_choice or "auto",
-        "tools": [_shown(function) for function in prepared.functions],
+        "tools": [_shown(function) for function in prepared.prompt.functions],
         "top_logprobs": request.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": request.truncation or "disabled",
@@ -324,7 +389,7 @@ class _ResponseEvents:
         self._keep = keep
         self._number = 0
         self._last: RequestOutput | None = None
-        self._items = OutputItems(prepared.reading)
+        self._items = prepared.output_items()
         self._tracker = prepared.tracker()
 
     def take(self, number: int, output: RequestOutput) -> bytes:

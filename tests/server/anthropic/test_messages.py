@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import httpx
 import pytest
 from fake_client import FakeClient, Script
 from servers import MODEL, RunningServer, serve
@@ -80,7 +81,14 @@ def test_a_stream(claude: anthropic.Anthropic) -> None:
         {"messages": [*CAT, {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]},
         {"messages": [*CAT, {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": 1}]}]},
         {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
-        {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+        {"thinking": {"type": "hard", "budget_tokens": 1024}},
+        {"thinking": {"type": "enabled", "budget_tokens": "many"}},
+        {"context_management": {"edits": [{"type": "forget_everything"}]}},
+        {"context_management": {"edits": {}}},
+        {"mcp_servers": [{"type": "url", "url": "http://127.0.0.1:1", "name": "x"}]},
+        {"container": "container_1"},
+        {"compaction": {"type": "summarize"}},
+        {"thread": {"id": "x"}},
         {"temperature": 1.5},
         {"max_tokens": 0},
         {"messages": []},
@@ -169,6 +177,59 @@ def test_thoughts_text_and_calls_are_blocks_of_their_own() -> None:
             result = {"type": "tool_result", "tool_use_id": called.id}
             again: Any = client.messages.create(**{**fields, "messages": [*said, {"role": "user", "content": [result]}]})
             assert again.content[1].text == "Yes"
+
+
+@pytest.mark.parametrize("kind", ["enabled", "adaptive", "between_tools", "disabled"])
+def test_a_model_that_does_not_think_answers_and_says_that_thinking_had_no_effect(http: httpx.Client, kind: str) -> None:
+    thinking = {"type": kind, **({"budget_tokens": 1024} if kind == "enabled" else {}), "display": "omitted"}
+    body = {"messages": CAT, "max_tokens": 6, "temperature": 0, "model": MODEL}
+    plain = http.post("/v1/messages", json=body).json()
+    for more in ({}, {"stream": True}):
+        answer = http.post("/v1/messages", json={**body, **more, "thinking": thinking})
+        assert answer.status_code == 200
+        assert answer.headers.get("x-quire-ignored-fields") == (
+            None if kind == "disabled" else "thinking" + (", thinking.budget_tokens" if kind == "enabled" else "")
+        )
+        if not more:
+            assert answer.json()["content"] == plain["content"] and len(plain["content"]) == 1
+    count = http.post("/v1/messages/count_tokens", json={"messages": CAT, "model": MODEL, "thinking": thinking}).json()
+    assert count["input_tokens"] == plain["usage"]["input_tokens"] + plain["usage"]["cache_read_input_tokens"]
+
+
+def test_what_agents_send_by_default_changes_nothing(claude: anthropic.Anthropic) -> None:
+    neutral: dict[str, Any] = {
+        "metadata": {"user_id": "u"}, "service_tier": "auto", "mcp_servers": [], "container": None, "stop_sequences": [],
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}, "speed": "standard",
+        "cache_control": {"type": "ephemeral"}, "system": [], "output_config": {}, "user_profile_id": "p",
+    }  # fmt: skip
+    cached = {"type": "text", "text": "Tell me of a cat.", "cache_control": {"type": "ephemeral"}}
+    tools = [{**TOOLS[0], "type": "custom", "cache_control": {"type": "ephemeral", "ttl": "1h"}}]
+    turns: list[Any] = [{"role": "user", "content": [cached]}]
+    fields: Any = dict(
+        model=MODEL, max_tokens=6, messages=turns, tools=tools, tool_choice={"type": "none"},
+        betas=["context-management-2025-06-27", "interleaved-thinking-2025-05-14"],
+        extra_body={**neutral, "temperature": 0},
+    )  # fmt: skip
+    raw = claude.beta.messages.with_raw_response.create(**fields)
+    assert "x-quire-ignored-fields" not in raw.headers
+    answer: Any = raw.parse()
+    assert answer.content[0].text == ask(claude).content[0].text
+    assert answer.context_management is not None and answer.context_management.applied_edits == []
+    named = claude.messages.with_raw_response.create(
+        model=MODEL, max_tokens=1, messages=CAT, extra_body={"speed": "fast", "inference_geo": "eu"}
+    )
+    assert named.headers["x-quire-ignored-fields"] == "speed, inference_geo"
+
+
+def test_instructions_between_turns_and_thoughts_of_others(http: httpx.Client) -> None:
+    turns = [
+        *CAT,
+        {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "A cat."}]},
+        {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+        {"role": "user", "content": "And?"},
+    ]
+    answer = http.post("/v1/messages", json={"messages": turns, "max_tokens": 2, "model": MODEL})
+    assert answer.status_code == 200 and answer.headers["x-quire-ignored-fields"] == "messages[1].content[0]"
 
 
 def test_a_stream_that_fails_ends_with_an_error() -> None:

@@ -43,7 +43,8 @@ def answer_of(http: httpx.Client, path: str, end: str, *, is_stream: bool) -> tu
     events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
     if path == "/v1/responses":
         return _of_response(events, answer)
-    ids, scores = [], []
+    ids: list[int] = []
+    scores: list[Any] = []
     choices = [choice for event in events for choice in event["choices"]] if is_stream else answer.json()["choices"]
     for choice in choices:
         mine = choice.get("token_ids") or []

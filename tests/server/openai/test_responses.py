@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, get_args
 
+import httpx
 import openai
 import pytest
 from fake_client import FakeClient, Script
-from servers import MODEL, serve
+from servers import MODEL, RunningServer, serve
 
 from quire.config.api import ApiConfig
 from quire.server.errors import ApiError
 from quire.server.openai.response_store import ResponseStore, StoredResponse
+from quire.server.tenants import KeyRing, Tenant, key_ring
 
 TOOLS: list[Any] = [
     {
@@ -100,7 +105,8 @@ def test_a_stream(client: openai.OpenAI) -> None:
         ({"input": [{"type": "function_call_output", "call_id": "x"}]}, "input[0].output"),
         ({"input": [{"type": "reasoning", "content": [{}]}]}, "input[0].content"),
         ({"background": True}, "background"),
-        ({"include": ["file_search_call.results"]}, "include"),
+        ({"include": ["reasoning.encrypted_content", "everything"]}, "include"),
+        ({"input": [{"type": "reasoning", "encrypted_content": 5}]}, "input[0].encrypted_content"),
         ({"temperature": 3}, "temperature"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
@@ -180,6 +186,108 @@ def test_thoughts_text_and_calls_are_items_of_their_own() -> None:
         again = client.responses.create(model="fake", input=[*whole.output, {"role": "user", "content": "x"}])  # type: ignore[list-item]
         assert again.usage is not None and again.usage.input_tokens > 0
         assert client.responses.create(model="fake", input="y", previous_response_id=whole.id).output_text
+
+
+@contextmanager
+def thinker(tmp_path: Path, keys: KeyRing | None = None) -> Iterator[RunningServer]:
+    """A server whose model thinks before it answers, and whose prompts show what it thought."""
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for each in messages %}{{ each.reasoning_content }}{{ each.content }}{% endfor %}")
+    config = ApiConfig(reasoning_parser="think", chat_template=str(template))
+    with serve(FakeClient(Script(pieces=["<think>\nHm", "m, caf\u00e9</think>\n", "\nYes"])), config, keys) as server:
+        yield server
+
+
+SEALED = {"include": ["reasoning.encrypted_content"], "store": False, "input": "x"}
+
+
+def num_tokens(http: httpx.Client, items: list[dict[str, Any]], **headers: str) -> tuple[int, str | None]:
+    """Tokens of a prompt of these items, and what of them was ignored."""
+    answer = http.post(
+        "/v1/responses/input_tokens", json={"input": [*items, {"role": "user", "content": "x"}]}, headers=headers
+    )
+    assert answer.status_code == 200, answer.text
+    return answer.json()["input_tokens"], answer.headers.get("x-quire-ignored-fields")
+
+
+def test_sealed_thoughts_come_back_also_where_nothing_else_of_them_does(tmp_path: Path) -> None:
+    with thinker(tmp_path) as server, httpx.Client(base_url=server.url) as http:
+        thoughts, message = http.post("/v1/responses", json=SEALED).json()["output"]
+        assert thoughts["content"][0]["text"] == "Hmm, caf\u00e9" and message["content"][0]["text"] == "Yes"
+        events = http.post("/v1/responses", json={**SEALED, "stream": True}).text.splitlines()
+        done = [json.loads(line[6:]) for line in events if '"response.output_item.done"' in line and line.startswith("data")]
+        assert done[0]["item"]["encrypted_content"] == thoughts["encrypted_content"], "the same thoughts, the same seal"
+        bare = {"type": "reasoning", "id": thoughts["id"], "summary": [], "encrypted_content": thoughts["encrypted_content"]}
+        whole, _ = num_tokens(http, [thoughts, message])
+        assert num_tokens(http, [bare, message]) == (whole, None)
+        less, _ = num_tokens(http, [message])
+        kept = http.post("/v1/responses", json={**SEALED, "store": True}).json()
+        assert kept["output"][0]["encrypted_content"]
+        plain = http.post("/v1/responses", json={"input": "x"}).json()["output"][0]
+        assert "encrypted_content" not in plain and whole > less
+
+
+def test_what_was_not_sealed_here_for_this_tenant_is_not_believed(tmp_path: Path) -> None:
+    keys = key_ring([(Tenant("one"), ["sk-key-of-one"]), (Tenant("two"), ["sk-key-of-two"])])
+    one, two = ({"authorization": f"Bearer sk-key-of-{name}"} for name in ("one", "two"))
+    with thinker(tmp_path, keys) as server, thinker(tmp_path) as other, httpx.Client(base_url=server.url) as http:
+        thoughts, message = http.post("/v1/responses", json=SEALED, headers=one).json()["output"]
+        mine = thoughts["encrypted_content"]
+        foreign = httpx.post(f"{other.url}/v1/responses", json=SEALED).json()["output"][0]["encrypted_content"]
+
+        def read(sealed: str, who: dict[str, str]) -> tuple[int, str | None]:
+            return num_tokens(http, [{"type": "reasoning", "summary": [], "encrypted_content": sealed}, message], **who)
+
+        longest, ignored = read(mine, one)
+        assert ignored is None
+        changed = mine[:60] + ("A" if mine[60] != "A" else "B") + mine[61:]
+        for sealed, who in (
+            (mine, two),
+            (foreign, one),
+            (changed, one),
+            (mine[:-4], one),
+            ("gAAAA...", one),
+            ("quire1.\u00e9", one),
+        ):
+            count, ignored = read(sealed, who)
+            assert count < longest and ignored == "input[0].encrypted_content", "named, and no part of the prompt"
+        shown = {"type": "reasoning", "content": thoughts["content"], "encrypted_content": foreign}
+        assert num_tokens(http, [shown, message], **one) == (longest, None), "what stands beside it is readable"
+
+
+def test_an_operator_may_have_unreadable_thoughts_refused() -> None:
+    config = ApiConfig(reasoning_parser="think", strict_fields=True)
+    with serve(FakeClient(Script()), config) as server:
+        items = [{"type": "reasoning", "encrypted_content": "gAAAA"}, {"role": "user", "content": "x"}]
+        error = httpx.post(f"{server.v1}/responses", json={"input": items}).json()["error"]
+        assert error["param"] == "input[0].encrypted_content"
+
+
+def test_every_documented_include_is_known(client: openai.OpenAI) -> None:
+    from openai.types.responses import ResponseIncludable
+
+    answer = ask(client, include=list(get_args(ResponseIncludable)), temperature=0)
+    assert answer.output_text == ask(client, temperature=0).output_text
+    assert len(answer.output[0].content[0].logprobs) == 4, "each is given where there is something to give"
+    with pytest.raises(openai.BadRequestError, match="everything"):
+        ask(client, extra_body={"include": ["everything"]})
+
+
+def test_the_tokens_of_an_input_are_counted(client: openai.OpenAI) -> None:
+    first = ask(client, instructions="Be brief.")
+    assert client.responses.input_tokens.count(
+        model=MODEL, input="Tell me of a cat.", instructions="Be brief."
+    ).input_tokens == (first.usage.input_tokens)
+    count = client.responses.input_tokens.count
+    later = ask(client, "And then?", previous_response_id=first.id, tools=TOOLS, tool_choice="none")
+    counted = count(input="And then?", previous_response_id=first.id, tools=TOOLS, tool_choice="none")
+    assert (counted.input_tokens, counted.object) == (later.usage.input_tokens, "response.input_tokens")
+    assert count(previous_response_id=first.id).input_tokens < counted.input_tokens
+    for fields in ({}, {"input": [{"type": "message", "role": "user", "content": 5}]}, {"input": "x", "conversation": "c"}):
+        with pytest.raises(openai.BadRequestError):
+            client.post("/responses/input_tokens", body=fields, cast_to=object)
+    with pytest.raises(openai.NotFoundError):
+        count(model="another", input="x")
 
 
 def test_an_answer_of_nothing_is_an_empty_message_without_deltas() -> None:
