@@ -75,6 +75,9 @@ def add_field_options(group: argparse._ArgumentGroup, items: Iterable[dataclasse
         if str(item.type) == "bool":
             group.add_argument(flag, action=_Switch, help=text)
             continue
+        if str(item.type) == "tuple[str, ...]":
+            group.add_argument(flag, action=_Collect, metavar=item.name.rpartition("_")[2].upper(), help=text)
+            continue
         kind = str(item.type).removesuffix(" | None")
         choices = item.metadata.get("choices")
         metavar = None if choices else "SIZE" if kind == "int | str" else _METAVARS.get(kind)
@@ -123,6 +126,18 @@ class _Switch(argparse.BooleanOptionalAction):
         super().__init__(option_strings, dest, default=argparse.SUPPRESS, help=help)
 
 
+class _Collect(argparse.Action):
+    """An option that may be given several times; absent from the namespace unless given."""
+
+    def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, dest, default=argparse.SUPPRESS, **options)
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), values))
+
+
 def _field(name: str) -> dataclasses.Field[Any]:
     return next(item for item in dataclasses.fields(EngineConfig) if item.name == name)
 
@@ -132,7 +147,7 @@ def _help_of(item: dataclasses.Field[Any]) -> str:
     text = str(item.metadata["help"]).replace("%", "%%")
     if text.startswith("not available"):
         return argparse.SUPPRESS
-    return text if item.default is None or "default" in text else f"{text} (default: {_shown(item.default)})"
+    return text if item.default in (None, ()) or "default" in text else f"{text} (default: {_shown(item.default)})"
 
 
 def _shown(value: object) -> str:

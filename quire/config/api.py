@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -10,6 +11,9 @@ from quire.errors import ConfigError
 TOOL_PARSERS = ("hermes", "mistral", "llama3_json")
 REASONING_PARSERS = ("think", "mistral")
 METRICS_PREFIXES = ("quire", "vllm")
+
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?\Z")
 
 
 def _option(default: Any, text: str, **metadata: Any) -> Any:
@@ -34,6 +38,9 @@ class ApiConfig:
         choices=("auto", "none", *REASONING_PARSERS),
     )
     metrics_prefix: str = _option("quire", "first part of all metric names", choices=METRICS_PREFIXES)
+    allow_origin: tuple[str, ...] = _option(
+        (), "origin whose pages may use this server from a browser, such as https://example.com, or * for all (repeatable)"
+    )
     strict_fields: bool = _option(False, "refuse request fields that are unknown or have no effect, instead of naming them")
     json_logs: bool = _option(False, "write logs as one JSON object a line, with a line for each request")
     data_folder: str | None = _option(None, "folder of uploaded files and batches; without it both are off")
@@ -67,6 +74,8 @@ class ApiConfig:
                 _check_number(item.name, value, is_whole=isinstance(item.default, int))
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"root_path={self.root_path!r} must begin with a slash and not end with one")
+        for origin in self.allow_origin:
+            _check_origin(origin)
         if self.served_model_name is not None and not self.served_names:
             raise ConfigError("served_model_name is empty; give at least one name, or leave it out")
 
@@ -74,6 +83,17 @@ class ApiConfig:
     def served_names(self) -> tuple[str, ...]:
         """The names of the served model; empty where none was given."""
         return tuple(filter(None, (name.strip() for name in (self.served_model_name or "").split(","))))
+
+
+def _check_origin(origin: str) -> None:
+    default_port = {"http": ":80", "https": ":443"}.get(origin.partition(":")[0])
+    if origin == "*" or (_ORIGIN.match(origin) and not (default_port and origin.endswith(default_port))):
+        return
+    raise ConfigError(
+        f"allow_origin={origin!r} is not an origin as browsers send it: a scheme, a host, and a port unless it is the scheme's "
+        "own, in lower case and without a path, such as https://example.com or http://localhost:3000; or * for all, which "
+        "alone covers pages from files"
+    )
 
 
 def _check_number(name: str, value: object, *, is_whole: bool) -> None:

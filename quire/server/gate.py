@@ -2,7 +2,8 @@
 
 Owns request ids, the limits on request lines and headers, authentication, body limits, the
 translation of every exception into an error body, and the access log. Default-deny: without a valid key only the paths in
-`PUBLIC_PATHS`, compared as raw bytes, are reachable, so no spelling of a path slips past.
+`PUBLIC_PATHS`, compared as raw bytes, are reachable, so no spelling of a path slips past. A browser's preflight, which has no
+key, is answered here and goes no further (see `cors`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from quire.config.api import ApiConfig
 from quire.errors import UnavailableError
 from quire.server.body import read_body, too_large
 from quire.server.call import Call, attach
+from quire.server.cors import Cors
 from quire.server.errors import ApiError, bad_request, from_exception
 from quire.server.static_page import PATHS as PAGE_PATHS
 from quire.server.tenants import EVERYBODY, MAX_KEY_LEN, NOBODY, KeyRing, Tenant
@@ -69,6 +71,7 @@ class Gate:
         self._config = config
         self._keys = keys
         self._observer = observer
+        self.cors = Cors(config.allow_origin)
         self._root_path = config.root_path.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,6 +85,11 @@ class Gate:
         """Check, authenticate, bound, and hand on to the router."""
         scope, fields = exchange.scope, exchange.fields
         _check_size(scope, fields)
+        preflight = self.cors.preflight(scope["method"], fields)
+        if preflight is not None:
+            await exchange.send({"type": "http.response.start", "status": 204, "headers": preflight})
+            await exchange.send({"type": "http.response.body", "body": b""})
+            return
         exchange.tenant = tenant = self._authenticate(scope)
         is_chat = not scope["path"].endswith("/v1/completions")
         call = Call(exchange.request_id, tenant, trace_parent=_trace_parent(fields), is_chat=is_chat)
@@ -219,6 +227,7 @@ class _Exchange:
             (b"x-request-id", self.request_id.encode()),
             (b"openai-processing-ms", str(elapsed_ms).encode()),
             (b"x-content-type-options", b"nosniff"),
+            *self._gate.cors.headers(self.fields),
         ]
 
     async def _fail(self, error: ApiError) -> None:
