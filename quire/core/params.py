@@ -505,7 +505,8 @@ def _check_vocabulary(param: str, token_ids: Iterable[int] | None, vocab_size: i
         more = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
         are = "is" if len(unknown) == 1 else "are"
         raise InvalidParameterError(
-            f"{param}={named}{more} {are} out of range; give token ids from 0 to {vocab_size - 1}, the model's vocabulary",
+            f"{param}={named}{more} {are} out of range; give token ids from 0 to {vocab_size - 1}: the model's "
+            f"vocabulary has {vocab_size}",
             param=param,
         )
 

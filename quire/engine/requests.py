@@ -98,11 +98,11 @@ class RequestBuilder:
         return request
 
     def _check(self, params: SamplingParams) -> None:
-        params.check_vocabulary(self._plan.spec.vocab_size)
-        limit = self._plan.config.max_logprobs
+        vocab_size, limit = self._plan.spec.vocab_size, self._plan.config.max_logprobs
+        params.check_vocabulary(vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(params, name)
-            if value is not None and limit >= 0 and not 0 <= value <= limit:
+            if value is not None and 0 <= limit < (vocab_size if value < 0 else value):
                 raise InvalidParameterError(
                     f"{name}={value} exceeds this engine's max_logprobs={limit}; lower it, or raise max_logprobs", param=name
                 )

@@ -122,7 +122,7 @@ class ChatCompletions:
         started_s = time.monotonic()
         model = api.check_model(body.model)
         _check(body)
-        check_num_logprobs("top_logprobs", body.top_logprobs, api.client.model.max_logprobs)
+        check_num_logprobs("top_logprobs", body.top_logprobs, api.client.model)
         call.ignore(ignored_hints(body), NO_EFFECT)
         messages = await api.texts.digest(call.num_body_bytes, lambda: for_template(body.messages))
         functions, demand = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls, CHAT)
@@ -336,7 +336,10 @@ class _ChatEvents:
         chunks = list(self._content(completion))
         if completion.finish_reason is not None:
             self._ended.add(completion.index)
-            chunks.append(self._end(completion, output))
+            end = self._end(completion, output)
+            if self._has_running_usage and chunks:  # so that each chunk counts more tokens than the one before
+                end["choices"][0] = {**chunks.pop()["choices"][0], **_told(end["choices"][0])}
+            chunks.append(end)
         return b"".join(map(data_event, chunks))
 
     def _text_event(self, index: int, text: str) -> bytes:
@@ -386,6 +389,11 @@ class _ChatEvents:
         if self._has_usage:
             chunk["usage"] = usage
         return chunk
+
+
+def _told(end: dict[str, Any]) -> dict[str, Any]:
+    """What only a choice's end says."""
+    return {name: end[name] for name in ("finish_reason", "stop_reason")}
 
 
 def stream_error(error: ApiError) -> bytes:

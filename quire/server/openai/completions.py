@@ -118,7 +118,7 @@ class Completions:
         started_s = time.monotonic()
         model = api.check_model(body.model)
         _check(body)
-        check_num_logprobs("logprobs", body.logprobs, api.client.model.max_logprobs)
+        check_num_logprobs("logprobs", body.logprobs, api.client.model)
         call.ignore(ignored_hints(body), NO_EFFECT)
         prompts = await api.texts.work(_num_elements(body.prompt), lambda: split_prompts(body.prompt))
         num_sequences = len(prompts) * (body.best_of or body.n or 1)

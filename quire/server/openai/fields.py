@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from quire.core.params import LogprobsMode, SamplingParams
+from quire.engine.client import ModelInfo
 from quire.server.errors import bad_request, unavailable_feature
 
 MAX_STOPS = 4
@@ -198,9 +199,10 @@ def _check_stops(stop: str | list[str] | None) -> None:
             raise bad_request(f"stop: a stop string must have 1 to {MAX_STOP_LEN} characters", param="stop")
 
 
-def check_num_logprobs(param: str, wanted: int | None, most: int) -> None:
+def check_num_logprobs(param: str, wanted: int | None, model: ModelInfo) -> None:
     """Refuse more alternatives than the operator allows; -1, as a wish and as a limit, is the whole vocabulary."""
-    if wanted is None or most < 0 or 0 <= wanted <= most:
+    most = model.max_logprobs
+    if wanted is None or most < 0 or (model.vocab_size if wanted < 0 else wanted) <= most:
         return
     what = "-1, the whole vocabulary," if wanted < 0 else str(wanted)
     raise bad_request(

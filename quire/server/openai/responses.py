@@ -260,7 +260,7 @@ class Responses:
 
     def _params(self, body: ResponseRequest, num_prompt_tokens: int, reading: Reading, given: dict[str, Any]) -> SamplingParams:
         api = self._api
-        check_num_logprobs("top_logprobs", body.top_logprobs, api.client.model.max_logprobs)
+        check_num_logprobs("top_logprobs", body.top_logprobs, api.client.model)
         wants_logprobs = body.top_logprobs is not None or _LOGPROBS in (body.include or ())
         if wants_logprobs and not reading.is_plain:
             param = "include" if body.top_logprobs is None else "top_logprobs"
