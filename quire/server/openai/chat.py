@@ -143,7 +143,8 @@ class ChatCompletions:
         if not token_ids:
             raise bad_request("messages: the prompt is empty", param="messages")
         num_top = (body.top_logprobs or 0) if body.logprobs else None
-        default = api.default_max_tokens(num_top, body.n or 1)
+        num_others = len(body.logprob_token_ids) if body.logprobs and body.logprob_token_ids else num_top
+        default = api.default_max_tokens(num_others, body.n or 1)
         max_tokens = api.texts.max_tokens(len(token_ids), wanted, default=default, param=param)
         given: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": num_top}
         form = await settle([*from_response_format(body.response_format), *from_guided(body)])

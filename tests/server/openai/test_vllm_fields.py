@@ -124,6 +124,15 @@ def test_log_probabilities_of_chosen_tokens(http: httpx.Client) -> None:
             scores = answer["choices"][0]["logprobs"]
             for token, others in list(zip(scores["tokens"], scores["top_logprobs"], strict=True))[1 if echo else 0 :]:
                 assert list(others) == [token, *(name for name in names if name != token)]
+    many = {
+        **BODIES["/v1/chat/completions"],
+        "logprobs": True,
+        "logprob_token_ids": list(range(128)),
+        "n": 8,
+        "max_tokens": None,
+    }
+    answer = http.post("/v1/chat/completions", json={**many, "ignore_eos": True}).json()
+    assert answer["usage"]["completion_tokens"] <= (1 << 17) // 129, "without max_tokens, what there is room for"
     for path in ("/v1/chat/completions", "/v1/completions"):
         refused = http.post(path, json={**BODIES[path], "logprob_token_ids": ids})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprob_token_ids")
