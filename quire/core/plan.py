@@ -28,7 +28,7 @@ class Grammar(NamedTuple):
     """The form that a row's output must have, before it is compiled."""
 
     kind: str
-    """"json" and "json_compact" (a JSON schema, the latter without white space), "regex" or "lark"."""
+    """"json" and "json_compact" (a JSON schema, the latter without white space), "regex", "lark" or "gbnf"."""
     text: str
 
 

@@ -7,6 +7,7 @@ which has the compiler; when it is compiled is the scheduler's business.
 from __future__ import annotations
 
 import json as json_module
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
@@ -22,6 +23,7 @@ MAX_CHOICES_LEN = 256 << 10
 MAX_GRAMMAR_LEN = 64 << 10
 """A chain of 6,000 rules, 110 kB, took the compiler 2 s."""
 _NOT_ASKED = ("json_object", False)
+_BEGINS_GBNF = re.compile(r"(?:[ \t\r\n]+|#[^\n]*|//[^\n]*)*+[A-Za-z0-9_][A-Za-z0-9_.\-]*[ \t\r\n]*::=")
 _FORMS = ("json", "regex", "choice", "grammar", "json_object")
 
 
@@ -39,7 +41,8 @@ class StructuredOutputsParams:
     choice: list[str] | None = None
     """The answer is one of these."""
     grammar: str | None = None
-    """A context-free grammar in Lark's notation, as llguidance reads it; its rule `start` is the answer."""
+    """A context-free grammar: in Lark's notation, as llguidance reads it, where the rule `start` is the answer; or in
+    llama.cpp's (GBNF; vLLM says EBNF), where `root` is. Which one is seen by `::=` in its first rule."""
     json_object: bool | None = None
     """The answer is a JSON object, of any form."""
     disable_any_whitespace: bool = False
@@ -100,6 +103,8 @@ class StructuredOutputsParams:
 
     def _from_grammar(self, param: str) -> Grammar:
         text = _text(self.grammar, MAX_GRAMMAR_LEN, param)
+        if _BEGINS_GBNF.match(text):
+            return Grammar("gbnf", text)
         for directive in ("%json", "%llguidance"):
             if directive in text:  # a schema in there would not be judged by our rules, and options could loosen them
                 _refuse(param, f"must not contain {directive}; give a schema as 'json'")

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from quire.core.plan import Grammar
 from quire.errors import InvalidParameterError
+from quire.grammar.lexemes import gbnf_to_lark
 
 WHITE_SPACE = r"( |\n {0,64})?"
 """Between the parts of a JSON text. Bounded, because small models like to go on with white space forever."""
@@ -139,6 +140,8 @@ def _source(library: ModuleType, grammar: Grammar) -> str:
         text = json.loads(library.LLMatcher.grammar_from_regex(grammar.text))["grammars"][0]["lark_grammar"]
     elif grammar.kind == "lark":
         text = grammar.text
+    elif grammar.kind == "gbnf":
+        text = gbnf_to_lark(grammar.text)
     else:
         text = f"start: %json {embedded_schema(grammar.text, is_compact=grammar.kind == 'json_compact')}"
     return str(library.LLMatcher.grammar_from_lark(f"{text}\n{_NO_FORCING}\n"))

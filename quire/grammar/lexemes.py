@@ -1,0 +1,571 @@
+"""Turns the rules of a GBNF grammar into Lark's notation, so that they mean the same, character by character.
+
+The difficulty. llama.cpp reads a grammar as rules over characters. The compiler here first cuts text into *lexemes*
+(regular expressions), each as long as it can be: with the lexemes `[a-z]+` and `"b"`, the text "aab" is one lexeme, and
+`[a-z]+ "b"` never matches. A grammar of one-character lexemes would be right, but far too slow. So the largest regular
+parts of the rules become lexemes, and a lexeme is split again where its longest match could be wrong: where some lexeme
+may end before a character that follows it somewhere, and this one could go on with the very same character. Characters
+are compared by the first byte of their UTF-8 form, at which a lexer decides. Single characters need no splitting, so
+this comes to an end, and every approximation errs on the side of splitting.
+
+All work is counted: a grammar that would need more than the limits is split into characters throughout.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Final
+
+from quire.errors import InvalidParameterError
+from quire.grammar.gbnf import EMPTY, ROOT, Alt, Chars, Lexeme, Node, Ref, Repeat, Seq, parse_gbnf
+
+MAX_ATOMS: Final = 20_000
+"""Characters and classes of one lexeme, with the rules that it names written out."""
+_MAX_NESTING: Final = 100
+_MAX_ROUNDS: Final = 24
+_MAX_WORK: Final = 300_000
+"""Steps of comparing lexemes, about a microsecond each."""
+_MAX_WRITTEN: Final = 1 << 20
+"""Characters of the result."""
+_LEADS: Final = ((0x80, 0, 0), (0x800, 6, 0xC0), (0x10000, 12, 0xE0), (0x110000, 18, 0xF0))
+"""UTF-8: the end of a range of code points, and how their first byte is made."""
+
+
+def gbnf_to_lark(text: str) -> str:
+    """Returns the same grammar in Lark's notation. Raises InvalidParameterError with the place of a mistake."""
+    rules = _Rules(parse_gbnf(text))
+    if ROOT in rules.sizes:  # all of it is one regular expression
+        return _written({ROOT: Lexeme(rules.nodes[ROOT])}, rules)
+    split: set[Node] = set()
+    budget = _Budget(_MAX_WORK)
+    try:
+        for _ in range(_MAX_ROUNDS):
+            bodies = rules.bodies(split)
+            conflicts = _Comparison(bodies, rules, budget).conflicts()
+            if not conflicts:
+                return _written(bodies, rules)
+            split |= conflicts
+    except _TooMuchError:
+        pass
+    return _written(rules.bodies(None), rules)
+
+
+class _TooMuchError(Exception):
+    pass
+
+
+class _Budget:
+    def __init__(self, num_steps: int) -> None:
+        self._num_left = num_steps
+
+    def spend(self, num_steps: int = 1) -> None:
+        self._num_left -= num_steps
+        if self._num_left < 0:
+            raise _TooMuchError
+
+
+class _Rules:
+    """The rules, and which of them are regular: without recursion, but for one at either end, and of bounded size."""
+
+    def __init__(self, nodes: dict[str, Node]) -> None:
+        self.nodes = dict(nodes)
+        self.sizes: dict[str, tuple[int, int]] = {}
+        """Of regular rules: (atoms, nesting)."""
+        self._find_regular()
+        self.reachable = self._reachable()
+        _check_ends(self.nodes, self.reachable)
+
+    def _find_regular(self) -> None:
+        waiting = {name: set(_refs(node)) for name, node in self.nodes.items()}
+        users: dict[str, list[str]] = {name: [] for name in self.nodes}
+        for name, refs in waiting.items():
+            for ref in refs:
+                users[ref].append(name)
+        ready = deque(name for name, refs in waiting.items() if refs <= {name})
+        while ready:
+            name = ready.popleft()
+            node = _without_itself(name, self.nodes[name]) if name in waiting[name] else self.nodes[name]
+            size = None if node is None else self._measure(node)
+            if name in self.sizes or node is None or size is None:
+                continue
+            self.nodes[name], self.sizes[name] = node, size
+            for user in users[name]:
+                waiting[user].discard(name)
+                if waiting[user] <= {user} and user not in self.sizes:
+                    ready.append(user)
+
+    def _reachable(self) -> list[str]:
+        found, waiting = {ROOT: None}, [ROOT]
+        while waiting:
+            for ref in _refs(self.nodes[waiting.pop()]):
+                if ref not in found:
+                    found[ref] = None
+                    waiting.append(ref)
+        return list(found)
+
+    def _measure(self, node: Node) -> tuple[int, int] | None:
+        """(atoms, nesting) of a regular node; None for one that is not regular, or too large to be one lexeme."""
+        if isinstance(node, Chars):
+            return 1, 0
+        if isinstance(node, Ref):
+            size = self.sizes.get(node.name)
+            return None if size is None or size[1] >= _MAX_NESTING else (size[0], size[1] + 1)
+        sizes = [self._measure(child) for child in _children(node)]
+        if None in sizes:
+            return None
+        num_atoms = 1 + sum(size[0] for size in sizes if size)
+        nesting = 1 + max((size[1] for size in sizes if size), default=0)
+        return (num_atoms, nesting) if num_atoms <= MAX_ATOMS and nesting <= _MAX_NESTING else None
+
+    def bodies(self, split: Collection[Node] | None) -> dict[str, Node]:
+        """The rules that are more than one lexeme, cut into lexemes other than those to be split; None for all of them."""
+        found: dict[str, Node] = {}
+        waiting = [ROOT]
+        while waiting:
+            name = waiting.pop()
+            if name not in found:
+                found[name] = self._cut(self.nodes[name], split)
+                waiting += _refs(found[name])
+        return found
+
+    def _cut(self, node: Node, split: Collection[Node] | None) -> Node:
+        if isinstance(node, Chars):
+            return Lexeme(node)
+        whole = self._lexeme(node, split)
+        if whole is not None or isinstance(node, Ref):
+            return whole or node
+        if isinstance(node, Repeat):
+            return Repeat(self._cut(node.body, split), node.low, node.high)
+        if isinstance(node, Seq) and len(node.items) > 2 and self._measure(node) is not None:
+            middle = (len(node.items) + 1) // 2  # split lexemes are halved, for as few and as long ones as will do
+            return Seq(tuple(self._cut(Seq(half), split) for half in (node.items[:middle], node.items[middle:])))
+        parts: list[Node] = []
+        for group in self._groups(node):
+            joined = None if len(group) < 2 or len(group) == len(_children(node)) else type(node)(tuple(group))
+            lexeme = None if joined is None else self._lexeme(joined, split)
+            parts += [self._cut(each, split) for each in group] if lexeme is None else [lexeme]
+        return type(node)(tuple(parts))
+
+    def _lexeme(self, node: Node, split: Collection[Node] | None) -> Lexeme | None:
+        if split is None or node in split or self._measure(node) is None:
+            return None
+        return Lexeme(node)
+
+    def _groups(self, node: Node) -> Iterator[list[Node]]:
+        """A node's children, those that are regular and stand together in one list, within the limits."""
+        group: list[Node] = []
+        num_atoms = 0
+        for child in _children(node):
+            size = self._measure(child)
+            if group and (size is None or num_atoms + size[0] > MAX_ATOMS // 2):
+                yield group
+                group, num_atoms = [], 0
+            if size is None:
+                yield [child]
+            else:
+                group.append(child)
+                num_atoms += size[0]
+        if group:
+            yield group
+
+
+class _Comparison:
+    """Finds lexemes whose longest match could be wrong: all lexemes run side by side, as if each could come anywhere."""
+
+    def __init__(self, bodies: Mapping[str, Node], rules: _Rules, budget: _Budget) -> None:
+        self._bodies, self._rules, self._budget = bodies, rules, budget
+        self._lexemes = list(dict.fromkeys(lexeme.node for body in bodies.values() for lexeme in _lexemes(body)))
+        self._classes = _Classes(self._atoms())
+        self._moves: list[list[tuple[int, int]]] = []
+        """Of each state of all automata: (classes of characters, next state)."""
+        self._jumps: list[list[int]] = []
+        self._owners: list[int] = []
+        self._ends: dict[int, int] = {}
+        self._starts = [self._build_lexeme(number, node) for number, node in enumerate(self._lexemes)]
+        self._numbers = {node: number for number, node in enumerate(self._lexemes)}
+
+    def conflicts(self) -> set[Node]:
+        """Lexemes to be split."""
+        follow = self._follow()
+        found: set[int] = set()
+        start = self._closed(self._starts)
+        waiting, seen = [start], {start}
+        while waiting:
+            states = waiting.pop()
+            ended = 0  # first bytes that may follow a lexeme that can end here
+            for state in states if states is not start else ():
+                if state in self._ends:
+                    ended |= follow[self._ends[state]]
+            for cls, targets in self._targets(states).items():
+                if ended & self._classes.leads[cls]:
+                    found |= {self._owners[target] for target in targets}
+                after = self._closed(targets)
+                if after not in seen:
+                    seen.add(after)
+                    waiting.append(after)
+        return {node for node in map(self._lexemes.__getitem__, found) if not isinstance(node, Chars)}
+
+    def _targets(self, states: Collection[int]) -> dict[int, set[int]]:
+        """Where each class of characters leads."""
+        found: dict[int, set[int]] = {}
+        for state in states:
+            for mask, target in self._moves[state]:
+                while mask:
+                    self._budget.spend()
+                    cls = (mask & -mask).bit_length() - 1
+                    found.setdefault(cls, set()).add(target)
+                    mask &= mask - 1
+        return found
+
+    def _closed(self, states: Collection[int]) -> frozenset[int]:
+        found, waiting = set(states), list(states)
+        while waiting:
+            for state in self._jumps[waiting.pop()]:
+                self._budget.spend()
+                if state not in found:
+                    found.add(state)
+                    waiting.append(state)
+        return frozenset(found)
+
+    def _atoms(self) -> set[Chars]:
+        found: set[Chars] = set()
+        waiting, seen = list(self._lexemes), set()
+        while waiting:
+            self._budget.spend()
+            node = waiting.pop()
+            if isinstance(node, Chars):
+                found.add(node)
+            elif isinstance(node, Ref) and node.name not in seen:
+                seen.add(node.name)
+                waiting.append(self._rules.nodes[node.name])
+            elif not isinstance(node, Ref):
+                waiting += _children(node)
+        return found
+
+    def _build_lexeme(self, number: int, node: Node) -> int:
+        start, end = self._state(number), self._state(number)
+        self._build(node, start, end, number)
+        self._ends[end] = number
+        return start
+
+    def _state(self, owner: int) -> int:
+        self._budget.spend()
+        self._moves.append([])
+        self._jumps.append([])
+        self._owners.append(owner)
+        return len(self._owners) - 1
+
+    def _build(self, node: Node, start: int, end: int, owner: int) -> None:
+        """An automaton from `start` to `end`. Repetitions count to two at most, which only makes it accept more."""
+        self._budget.spend()
+        if isinstance(node, Chars):
+            self._moves[start].append((self._classes.mask(node), end))
+        elif isinstance(node, Ref):
+            self._build(self._rules.nodes[node.name], start, end, owner)
+        elif isinstance(node, Alt):
+            for option in node.options:
+                self._build(option, start, end, owner)
+        elif isinstance(node, Seq):
+            for item in node.items:
+                middle = self._state(owner)
+                self._build(item, start, middle, owner)
+                start = middle
+            self._jumps[start].append(end)
+        elif isinstance(node, Repeat):
+            first, last = self._state(owner), self._state(owner)
+            self._jumps[start].append(first)
+            self._build(node.body, first, last, owner)
+            self._jumps[last].append(end)
+            if node.low == 0:
+                self._jumps[start].append(end)
+            if node.high is None or node.high > 1:
+                self._jumps[last].append(first)
+
+    def _follow(self) -> list[int]:
+        """First bytes of what may follow each lexeme."""
+        nullable, first = self._beginnings()
+        after_rule = dict.fromkeys(self._bodies, 0)
+        after_lexeme = [0] * len(self._lexemes)
+
+        def visit(node: Node, after: int) -> None:
+            self._budget.spend()
+            if isinstance(node, Lexeme):
+                after_lexeme[self._numbers[node.node]] |= after
+            elif isinstance(node, Ref):
+                after_rule[node.name] |= after
+            elif isinstance(node, Repeat):
+                again = node.high is None or node.high > 1
+                visit(node.body, after | (_first(node.body, first, nullable) if again else 0))
+            elif isinstance(node, Alt):
+                for option in node.options:
+                    visit(option, after)
+            elif isinstance(node, Seq):
+                for item in reversed(node.items):
+                    visit(item, after)
+                    after = _first(item, first, nullable) | (after if _is_nullable(item, nullable) else 0)
+
+        while True:
+            before = dict(after_rule)
+            for name, body in self._bodies.items():
+                visit(body, after_rule[name])
+            if after_rule == before:
+                return after_lexeme
+
+    def _beginnings(self) -> tuple[set[Any], dict[Any, int]]:
+        """Which lexemes and rules may be empty, and the first bytes of each; rules by name, lexemes by node."""
+        nullable: set[Any] = set()
+        first: dict[Any, int] = {}
+        for number, node in enumerate(self._lexemes):
+            begun = self._closed([self._starts[number]])
+            first[node] = self._classes.leads_of(mask for state in begun for mask, _ in self._moves[state])
+            if any(state in self._ends for state in begun):
+                nullable.add(node)
+        first |= dict.fromkeys(self._bodies, 0)
+        has_changed = True
+        while has_changed:
+            has_changed = False
+            for name, body in reversed(self._bodies.items()):
+                self._budget.spend()
+                found = first[name] | _first(body, first, nullable)
+                if found != first[name] or (name not in nullable and _is_nullable(body, nullable)):
+                    has_changed = True
+                    first[name] = found
+                    nullable |= {name} if _is_nullable(body, nullable) else set()
+        return nullable, first
+
+
+class _Classes:
+    """Characters that no atom tells apart, as numbers, and the first bytes of each such class."""
+
+    def __init__(self, atoms: Collection[Chars]) -> None:
+        bounds = {edge for atom in atoms for low, high in atom.ranges for edge in (low, high + 1)}
+        bounds |= {end for end, _, _ in _LEADS}
+        edges = sorted(bounds)
+        self._numbers = {low: number for number, low in enumerate(edges)}
+        self.leads = [_lead_bytes(low, high - 1) for low, high in zip(edges, edges[1:], strict=False)]
+
+    def mask(self, atom: Chars) -> int:
+        """The classes of an atom, as bits."""
+        found = 0
+        for low, high in atom.ranges:
+            first, end = self._numbers[low], self._numbers[high + 1]
+            found |= (1 << end) - (1 << first)
+        return found
+
+    def leads_of(self, masks: Iterator[int]) -> int:
+        """The first bytes of all classes in these masks."""
+        every = 0
+        for mask in masks:
+            every |= mask
+        found = 0
+        while every:
+            found |= self.leads[(every & -every).bit_length() - 1]
+            every &= every - 1
+        return found
+
+
+def _lead_bytes(low: int, high: int) -> int:
+    found, start = 0, 0
+    for end, shift, base in _LEADS:
+        first, last = max(low, start), min(high, end - 1)
+        if first <= last:
+            found |= (2 << (base + (last >> shift))) - (1 << (base + (first >> shift)))
+        start = end
+    return found
+
+
+def _children(node: Node) -> tuple[Node, ...]:
+    if isinstance(node, Seq):
+        return node.items
+    if isinstance(node, Alt):
+        return node.options
+    return (node.body,) if isinstance(node, Repeat) else ()
+
+
+def _refs(node: Node) -> Iterator[str]:
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Ref):
+            yield node.name
+        waiting += _children(node)
+
+
+def _lexemes(node: Node) -> Iterator[Lexeme]:
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Lexeme):
+            yield node
+        waiting += _children(node)
+
+
+def _is_nullable(node: Node, nullable: Collection[Any]) -> bool:
+    if isinstance(node, Lexeme | Ref):
+        return (node.node if isinstance(node, Lexeme) else node.name) in nullable
+    if isinstance(node, Alt):
+        return any(_is_nullable(option, nullable) for option in node.options)
+    if isinstance(node, Repeat):
+        return node.low == 0 or _is_nullable(node.body, nullable)
+    return all(_is_nullable(item, nullable) for item in _children(node))
+
+
+def _first(node: Node, first: Mapping[Any, int], nullable: Collection[Any]) -> int:
+    if isinstance(node, Lexeme | Ref):
+        return first[node.node if isinstance(node, Lexeme) else node.name]
+    found = 0
+    for child in _children(node):
+        found |= _first(child, first, nullable)
+        if isinstance(node, Seq) and not _is_nullable(child, nullable):
+            break
+    return found
+
+
+def _without_itself(name: str, node: Node) -> Node | None:
+    """A rule that goes on with itself at its end, or at its beginning, as a repetition; None for any other recursion."""
+    own, others = [], []
+    for option in _alternatives(node, name):
+        items = option.items if isinstance(option, Seq) else (option,)
+        (own if any(name in _refs(item) for item in items) else others).append(items)
+    for at_end in (True, False):
+        steps = [items[:-1] if at_end else items[1:] for items in own if items[-1 if at_end else 0] == Ref(name)]
+        if len(steps) == len(own) and not any(name in _refs(Seq(step)) for step in steps) and others:
+            again = Repeat(Alt(tuple(map(Seq, steps))), 0, None)
+            base = Alt(tuple(map(Seq, others)))
+            return Seq((again, base) if at_end else (base, again))
+    return None
+
+
+def _alternatives(node: Node, name: str) -> list[Node]:
+    """What a rule's body may be, one by one, as far as that brings the rule's own name to the surface."""
+    if name not in _refs(node):
+        return [node]
+    if isinstance(node, Alt):
+        return [each for option in node.options for each in _alternatives(option, name)]
+    if isinstance(node, Repeat) and (node.low, node.high) == (0, 1):
+        return [*_alternatives(node.body, name), EMPTY]
+    if isinstance(node, Seq) and len(node.items) == 1:
+        return _alternatives(node.items[0], name)
+    if isinstance(node, Seq) and name not in _refs(Seq(node.items[:-1])):
+        tails = _alternatives(node.items[-1], name)
+        return [Seq((*node.items[:-1], *(tail.items if isinstance(tail, Seq) else (tail,)))) for tail in tails]
+    return [node]
+
+
+def _check_ends(nodes: Mapping[str, Node], reachable: Collection[str]) -> None:
+    """Refuse rules that no finite text satisfies, where an answer would never end."""
+    users: dict[str, set[str]] = {name: set() for name in nodes}
+    for name in reachable:
+        for ref in _refs(nodes[name]):
+            users[ref].add(name)
+    ending: set[str] = set()
+    waiting = deque(reachable)
+    while waiting:
+        name = waiting.popleft()
+        if name not in ending and _can_end(nodes[name], ending):
+            ending.add(name)
+            waiting += users[name]
+    endless = [name for name in reachable if name not in ending]
+    if endless:
+        message = f"the rule {endless[-1][:64]!r} of the grammar can never come to an end: each way through it leads back to it"
+        raise InvalidParameterError(f"structured_outputs: {message}", param="structured_outputs")
+
+
+def _can_end(node: Node, ending: Collection[str]) -> bool:
+    if isinstance(node, Ref):
+        return node.name in ending
+    if isinstance(node, Alt):
+        return any(_can_end(option, ending) for option in node.options)
+    if isinstance(node, Repeat) and node.low == 0:
+        return True
+    return all(_can_end(child, ending) for child in _children(node))
+
+
+# Writing it down.
+
+
+def _written(bodies: Mapping[str, Node], rules: _Rules) -> str:
+    names = {name: f"rule_{number}" for number, name in enumerate(bodies)}
+    lexemes = dict.fromkeys(lexeme.node for body in bodies.values() for lexeme in _lexemes(body))
+    terminals: dict[Node, str] = {}
+    lines = [f"start: {names[ROOT]}"]
+    num_chars = 0
+    for number, node in enumerate(lexemes):
+        terminals[node], line = _terminal(f"LEXEME_{number}", node, rules)
+        lines += [line] if line else []
+        num_chars += len(line)
+        if num_chars > _MAX_WRITTEN:
+            message = "the grammar is too large with the rules that it names written out"
+            raise InvalidParameterError(f"structured_outputs: {message}", param="structured_outputs")
+    lines += [f"{names[name]}: {_rule(body, names, terminals)}" for name, body in bodies.items()]
+    return "\n".join(lines)
+
+
+def _terminal(name: str, node: Node, rules: _Rules) -> tuple[str, str]:
+    """How a lexeme is named in rules, and its own line. The compiler's lexemes are never empty."""
+    pattern = _pattern(node, rules)
+    if not pattern:
+        return '""', ""
+    if _pattern_is_nullable(node, rules):
+        return f"{name}?", f"{name}: /{pattern}/ & /(?s:.+)/"
+    return name, f"{name}: /{pattern}/"
+
+
+def _pattern_is_nullable(node: Node, rules: _Rules) -> bool:
+    if isinstance(node, Ref):
+        return _pattern_is_nullable(rules.nodes[node.name], rules)
+    if isinstance(node, Chars):
+        return False
+    if isinstance(node, Alt):
+        return any(_pattern_is_nullable(option, rules) for option in node.options)
+    if isinstance(node, Repeat) and node.low == 0:
+        return True
+    return all(_pattern_is_nullable(child, rules) for child in _children(node))
+
+
+def _pattern(node: Node, rules: _Rules) -> str:
+    """The regular expression, in which only letters, digits and `_` stand for themselves."""
+    if isinstance(node, Chars):
+        (low, high), *others = node.ranges
+        if low == high and not others:
+            return _escaped(low)
+        return "[" + "".join(_class_range(*each) for each in node.ranges) + "]"
+    if isinstance(node, Ref):
+        return _pattern(rules.nodes[node.name], rules)
+    if isinstance(node, Seq):
+        return "".join(_pattern(item, rules) for item in node.items)
+    if isinstance(node, Alt):
+        return "(?:" + "|".join(_pattern(option, rules) for option in node.options) + ")"
+    assert isinstance(node, Repeat)
+    body = _pattern(node.body, rules)
+    return f"(?:{body}){_count(node)}" if body and node.high != 0 else ""
+
+
+def _class_range(low: int, high: int) -> str:
+    """A part of a class, without surrogates, which no text holds."""
+    if low < 0xD800 <= high or low <= 0xDFFF < high:
+        return _class_range(low, 0xD7FF) * (low < 0xD800) + _class_range(0xE000, high) * (high > 0xDFFF)
+    return _escaped(low) if low == high else f"{_escaped(low)}-{_escaped(high)}"
+
+
+def _escaped(code: int) -> str:
+    char = chr(code)
+    return char if char.isascii() and (char.isalnum() or char == "_") else f"\\x{{{code:x}}}"
+
+
+def _count(node: Repeat) -> str:
+    signs: dict[tuple[int, int | None], str] = {(0, None): "*", (1, None): "+", (0, 1): "?", (1, 1): ""}
+    high = "" if node.high is None else node.high
+    return signs.get((node.low, node.high), f"{{{node.low},{high}}}")
+
+
+def _rule(node: Node, names: Mapping[str, str], terminals: Mapping[Node, str]) -> str:
+    if isinstance(node, Lexeme):
+        return terminals[node.node]
+    if isinstance(node, Ref):
+        return names[node.name]
+    if isinstance(node, Repeat):
+        return '""' if node.high == 0 else f"({_rule(node.body, names, terminals)}){_count(node)}"
+    between = " " if isinstance(node, Seq) else " | "
+    return "(" + (between.join(_rule(child, names, terminals) for child in _children(node)) or '""') + ")"
