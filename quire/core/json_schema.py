@@ -60,6 +60,56 @@ def checked_schema(schema: object, param: str) -> str:
     return "{}" if decoded is True else text
 
 
+def closed_schema(schema: object, param: str, *, is_strict: bool) -> dict[str, Any] | bool:
+    """Returns the schema with objects that hold what they declare, and nothing else. Raises InvalidParameterError.
+
+    Where an object says nothing of `additionalProperties` there are none, so what the schema accepts afterwards, it
+    accepted before. With `is_strict`, as OpenAI means it, all that is declared is required too, and an object that
+    declares nothing is empty. An object that says what else it may hold, a map, is left as it is; and so are objects
+    that are put together (`allOf`, or `anyOf` beside `properties`), since one part does not know the others'.
+    """
+    _, decoded = _both_forms(schema, param)
+    joined: set[str] = set()
+    for number, (_, depth, node) in enumerate(_subschemas(decoded)):
+        if number > MAX_SCHEMAS or depth > MAX_SCHEMA_DEPTH:
+            return dict(decoded)  # which is for `checked_schema` to refuse
+        joined.update(_joined_references(node))
+    waiting: list[tuple[str, object]] = [("#", decoded)]
+    while waiting:
+        path, node = waiting.pop()
+        if not isinstance(node, dict):
+            continue
+        if _is_object(node, is_strict=is_strict) and path not in joined and not _combinations(node):
+            node.setdefault("additionalProperties", False)
+            if is_strict and isinstance(node.get("properties"), dict):
+                node["required"] = list(node["properties"])
+        apart = {id(branch) for branch in _combinations(node)}
+        waiting += [(place, child) for place, child in _children(path, node) if id(child) not in apart]
+    return decoded if isinstance(decoded, bool) else dict(decoded)
+
+
+def _is_object(node: Mapping[str, Any], *, is_strict: bool) -> bool:
+    kinds = node.get("type")
+    is_named = kinds == "object" or (isinstance(kinds, list) and "object" in kinds)
+    return "properties" in node or (is_strict and is_named)
+
+
+def _combinations(node: Mapping[str, Any]) -> list[Any]:
+    """Schemas that hold for the very value that another one holds for too: several of `allOf`, any beside `properties`."""
+    branches = [each for word in ("anyOf", "oneOf", "allOf") if isinstance(node.get(word), list) for each in node[word]]
+    is_alone = "properties" not in node and "$ref" not in node and len(node.get("allOf") or ()) < 2
+    if "$ref" in node and "properties" in node:
+        return [*branches, {"$ref": node["$ref"]}]
+    return [] if is_alone else branches
+
+
+def _joined_references(node: object) -> Iterator[str]:
+    if isinstance(node, Mapping):
+        for each in _combinations(node):
+            if isinstance(each, Mapping) and isinstance(each.get("$ref"), str):
+                yield each["$ref"]
+
+
 def _both_forms(schema: object, param: str) -> tuple[str, Any]:
     """(text, decoded); the text is in one form, so that equal schemas are compiled once."""
     if not isinstance(schema, str | Mapping | bool):
@@ -89,16 +139,19 @@ def _subschemas(root: object) -> Iterator[tuple[str, int, object]]:
     while waiting:
         path, depth, node = waiting.pop()
         yield path, depth, node
-        if not isinstance(node, Mapping):
-            continue
-        for keyword, value in node.items():
-            place = f"{path}/{keyword}"
-            if keyword in _SUBSCHEMA or (keyword == "items" and not isinstance(value, list)):
-                waiting.append((place, depth + 1, value))
-            elif (keyword in _SUBSCHEMAS or keyword == "items") and isinstance(value, list):
-                waiting += [(f"{place}/{number}", depth + 2, each) for number, each in enumerate(value)]
-            elif keyword in _NAMED_SUBSCHEMAS and isinstance(value, Mapping):
-                waiting += [(f"{place}/{name}", depth + 2, each) for name, each in value.items()]
+        waiting += [(place, depth + place.count("/", len(path)), each) for place, each in _children(path, node)]
+
+
+def _children(path: str, node: object) -> Iterator[tuple[str, object]]:
+    """A schema's own subschemas, and their paths."""
+    for keyword, value in node.items() if isinstance(node, Mapping) else ():
+        place = f"{path}/{keyword}"
+        if keyword in _SUBSCHEMA or (keyword == "items" and not isinstance(value, list)):
+            yield place, value
+        elif (keyword in _SUBSCHEMAS or keyword == "items") and isinstance(value, list):
+            yield from ((f"{place}/{number}", each) for number, each in enumerate(value))
+        elif keyword in _NAMED_SUBSCHEMAS and isinstance(value, Mapping):
+            yield from ((f"{place}/{name.replace('~', '~0').replace('/', '~1')}", each) for name, each in value.items())
 
 
 def _check_keywords(node: Mapping[str, Any], path: str, param: str) -> None:

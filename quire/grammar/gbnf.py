@@ -227,7 +227,7 @@ class _Parser:
         self._at += 1
         length = _HEX_LENGTHS.get(escape)
         if length is None:
-            if not escape or escape.isalnum() and escape not in _ESCAPES:
+            if not escape or (escape.isalnum() and escape not in _ESCAPES):
                 self._fail(f"there is no escape \\{escape}", start)
             return ord(_ESCAPES.get(escape, escape))
         digits = self._text[self._at : self._at + length]

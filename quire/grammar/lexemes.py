@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
+from itertools import pairwise
 from typing import Any, Final
 
 from quire.errors import InvalidParameterError
@@ -325,7 +326,7 @@ class _Comparison:
         has_changed = True
         while has_changed:
             has_changed = False
-            for name, body in reversed(self._bodies.items()):
+            for name, body in reversed(list(self._bodies.items())):
                 self._budget.spend()
                 found = first[name] | _first(body, first, nullable)
                 if found != first[name] or (name not in nullable and _is_nullable(body, nullable)):
@@ -343,7 +344,7 @@ class _Classes:
         bounds |= {end for end, _, _ in _LEADS}
         edges = sorted(bounds)
         self._numbers = {low: number for number, low in enumerate(edges)}
-        self.leads = [_lead_bytes(low, high - 1) for low, high in zip(edges, edges[1:], strict=False)]
+        self.leads = [_lead_bytes(low, high - 1) for low, high in pairwise(edges)]
 
     def mask(self, atom: Chars) -> int:
         """The classes of an atom, as bits."""
@@ -424,7 +425,8 @@ def _first(node: Node, first: Mapping[Any, int], nullable: Collection[Any]) -> i
 
 def _without_itself(name: str, node: Node) -> Node | None:
     """A rule that goes on with itself at its end, or at its beginning, as a repetition; None for any other recursion."""
-    own, others = [], []
+    own: list[tuple[Node, ...]] = []
+    others: list[tuple[Node, ...]] = []
     for option in _alternatives(node, name):
         items = option.items if isinstance(option, Seq) else (option,)
         (own if any(name in _refs(item) for item in items) else others).append(items)

@@ -47,6 +47,11 @@ class Reading:
         """Whether all of an answer is text."""
         return self.marks is None and self.tools is None
 
+    @property
+    def is_call(self) -> bool:
+        """Whether all answers are calls, so that no form for text has anything to say."""
+        return self.tools is not None and self.tools.is_enforced
+
     def reader(self) -> AnswerReader:
         """For one answer."""
         return AnswerReader(self)
@@ -55,17 +60,31 @@ class Reading:
         """The sampling parameters that the reading, and the form that `param` asks for, need. Raises ApiError 400."""
         given: dict[str, Any] = {"structured_outputs": form}
         grammar = None if self.tools is None else self.tools.grammar
-        if grammar is not None and form is not None:
-            raise bad_request(f"{param}: not together with tools that must be called", param=param)
-        if self.marks is not None and form is not None:
-            grammar = _behind_thoughts(_json_grammar(form.wire), self.marks, self.is_inside)
-        elif self.marks is not None and self.tools is not None and self.tools.is_enforced and grammar is not None:
+        if grammar is not None and form is not None and not self.is_call:
+            if not is_json(form):
+                raise bad_request(f"{param}: beside tools an answer that is text can have the form of JSON alone", param=param)
+            grammar = _either(_json_grammar(form.wire), grammar.text)
+        if self.marks is not None and form is not None and not self.is_call:
+            text = _json_grammar(form.wire) if grammar is None else grammar.text
+            grammar = _behind_thoughts(text, self.marks, self.is_inside)
+        elif self.marks is not None and self.is_call and grammar is not None:
             grammar = _behind_thoughts(grammar.text, self.marks, self.is_inside)
         if grammar is not None:
             given["structured_outputs"] = StructuredOutputsParams.of_grammar(grammar)
         if (self.tools is not None and self.tools.shows_special) or (self.marks is not None and self.marks.is_special):
             given["skip_special_tokens"] = False
         return given
+
+
+def is_json(form: StructuredOutputsParams) -> bool:
+    """Whether a form is JSON, before which there may be thoughts and beside which there may be calls."""
+    return form.wire.kind in ("json", "json_compact")
+
+
+def _either(form: str, calls: str) -> Grammar:
+    """Two grammars of ours, each of which ends with the rule `start`, as alternatives."""
+    (one, _, first), (other, _, second) = form.rpartition("start: "), calls.rpartition("start: ")
+    return Grammar("lark", f"{one}{other}answer: {first} | {second}\nstart: answer")
 
 
 def _json_grammar(wire: Grammar) -> str:

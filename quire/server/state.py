@@ -17,7 +17,7 @@ from quire.server.cost import room_for_logprobs
 from quire.server.errors import ApiError, unavailable_feature
 from quire.server.generation import Generator, Tracer
 from quire.server.metrics import Metrics
-from quire.server.reading import Marks, Reading
+from quire.server.reading import Marks, Reading, is_json
 from quire.server.tenants import KeyRing
 from quire.server.texts import Texts, read_template
 from quire.server.tools import ToolUse
@@ -69,7 +69,8 @@ class Api:
     ) -> Reading:
         """How the answers to a request are read. `prompt` is the rendered chat, `continued` the message that the answer goes on
         with, if it does. Thoughts may come before JSON; forms of other kinds leave no room for them."""
-        marks = self.marks if form is None or form.wire.kind in ("json", "json_compact") else None
+        is_call = tools is not None and tools.is_enforced
+        marks = self.marks if form is None or is_call or is_json(form) else None
         return Reading(marks, marks is not None and is_thinking(marks.form, prompt, continued), tools)
 
     async def thinking(

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from quire.core.json_schema import MAX_SCHEMA_BYTES
+from quire.core.json_schema import MAX_SCHEMA_BYTES, closed_schema
 from quire.core.structure import StructuredOutputsParams
 from quire.errors import InvalidParameterError
 from quire.grammar.judge import judge
@@ -45,6 +45,11 @@ async def settle(asked: list[Asked]) -> StructuredOutputsParams | None:
     return structure
 
 
+def asks_for_json(asked: list[Asked]) -> bool:
+    """Whether a form of JSON is asked for, beside which an answer may be a call instead."""
+    return any(values.get(name) for _, values in asked if isinstance(values, Mapping) for name in ("json", "json_object"))
+
+
 def from_response_format(value: object, param: str = "response_format") -> list[Asked]:
     """What a chat's `response_format` asks for."""
     if value is None:
@@ -63,13 +68,20 @@ def from_response_format(value: object, param: str = "response_format") -> list[
 
 
 def from_named_schema(value: Mapping[str, Any], param: str) -> list[Asked]:
-    """A schema with a name, as OpenAI wants it. `strict` changes nothing: answers always have the form."""
+    """A schema with a name, as OpenAI wants it. Answers always have the form; `strict` closes the schema besides."""
     name, schema, strict = value.get("name"), value.get("schema"), value.get("strict")
     if not isinstance(name, str) or not NAME.match(name):
         raise bad_request(f"{param}.name: it must have 1 to 64 letters, digits, - or _", param=f"{param}.name")
     if not isinstance(strict, bool | None):
         raise bad_request(f"{param}.strict: it must be true or false", param=f"{param}.strict")
-    return [(f"{param}.schema", {"json": {"type": "object"} if schema is None else schema})]
+    if schema is None:
+        return [(f"{param}.schema", {"json": {"type": "object"}})]
+    if strict and isinstance(schema, Mapping):
+        try:
+            schema = closed_schema(schema, f"{param}.schema", is_strict=True)
+        except InvalidParameterError as error:
+            raise _renamed(error, f"{param}.schema") from None
+    return [(f"{param}.schema", {"json": schema})]
 
 
 def from_guided(request: object) -> list[Asked]:

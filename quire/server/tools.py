@@ -1,8 +1,11 @@
 """Tools of a request, whichever API it speaks: what it offers and demands, and the grammar that holds the model to it.
 
 `required`, a named function, `strict` and `parallel_tool_calls=false` are enforced by a grammar in the model's own notation, so
-what they promise holds by construction. With `auto` and none of these the model writes what it likes, and the parser reads it.
-Without tools, or with `tool_choice: "none"`, no parser runs.
+what they promise holds by construction; and so are calls beside a form for text answers (`response_format`), which an answer has
+unless it is a call. With `auto` and none of these the model writes what it likes, and the parser reads it. Without tools, or with
+`tool_choice: "none"`, no parser runs.
+
+The template is shown the functions as the client wrote them, key for key, and all of them where a grammar sees to which are called.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from quire.core.json_schema import checked_schema
+from quire.core.json_schema import checked_schema, closed_schema
 from quire.core.plan import Grammar
 from quire.core.structure import MAX_GRAMMAR_LEN, lark_literal
 from quire.errors import InvalidParameterError
@@ -44,6 +47,8 @@ class Function(msgspec.Struct, kw_only=True):
     strict: bool | None = None
     where: str = ""
     """Where the body has its parameters."""
+    shown: dict[str, Any] | None = None
+    """As templates read it, in the client's words and order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,13 @@ class ToolShape:
     """The key of the parameters."""
     kinds: tuple[str | None, ...] = ("function",)
     """Values of `type` that mean a function."""
+    kept: tuple[str, ...] | None = None
+    """Keys that are shown to the model; None for all."""
+
+    def shown(self, tool: Mapping[str, Any]) -> dict[str, Any]:
+        """A tool that holds a function's fields itself, in the form that templates read, its keys in their order."""
+        fields = {("parameters" if name == self.schema else name): value for name, value in tool.items() if name != "type"}
+        return {"type": "function", "function": {k: v for k, v in fields.items() if self.kept is None or k in self.kept}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,11 +107,12 @@ def call_id(form: ToolFormat, prefix: str = "call") -> str:
 
 
 async def settle_tools(
-    functions: Sequence[Function], demand: Demand, model: tuple[ToolFormat | None, int | None]
+    functions: Sequence[Function], demand: Demand, model: tuple[ToolFormat | None, int | None], *, has_form: bool = False
 ) -> ToolUse | None:
     """What the functions of a request and its demand come to; None where no call can come. Raises ApiError 400.
 
-    `model` is the notation of the model's calls, if known, and the id of its marker where that is a special token.
+    `model` is the notation of the model's calls, if known, and the id of its marker where that is a special token. With
+    `has_form` an answer that is text has a form, so the grammar is one of calls alone.
     """
     if not functions or demand.mode == "none":
         return None
@@ -109,12 +122,13 @@ async def settle_tools(
         raise unavailable_feature("tools", message)
     allowed = [function for function in functions if demand.names is None or function.name in demand.names]
     grammar = None
-    if demand.mode != "auto" or not demand.is_parallel or any(function.strict for function in allowed):
+    if has_form or demand.mode != "auto" or not demand.is_parallel or any(function.strict for function in allowed):
         most = 1 if demand.mode == "named" or not demand.is_parallel else MAX_CALLS
         named = list(zip((function.name for function in allowed), await _schemas(allowed), strict=True))
-        await judge.check_async(Grammar("lark", _grammar(form, named, (demand.mode, most), None)))
-        grammar = Grammar("lark", _grammar(form, named, (demand.mode, most), marker))
-    shown = [{"type": "function", "function": _shown(function)} for function in allowed]
+        how = ("required" if has_form else demand.mode, most)
+        await judge.check_async(Grammar("lark", _grammar(form, named, how, None)))
+        grammar = Grammar("lark", _grammar(form, named, how, marker))
+    shown = [_shown(function) for function in (allowed if grammar is None else functions)]
     return ToolUse(mode=demand.mode, shown=shown, form=form, grammar=grammar, shows_special=marker is not None)
 
 
@@ -132,6 +146,7 @@ def functions_of(tools: Any, shape: ToolShape) -> list[Function]:
             raise unavailable_feature(f"{where}.type", "only functions can be called here")
         fields, where = (tool.get(shape.within), f"{where}.{shape.within}") if shape.within else (tool, where)
         function = _function(fields, where, shape.schema)
+        function.shown = dict(tool) if shape.within else shape.shown(tool)
         if not NAME.match(function.name) or function.name in names:
             message = f"{where}.name: it must have 1 to 64 letters, digits, - or _, and no other function may have it"
             raise bad_request(message, param=f"{where}.name")
@@ -154,12 +169,18 @@ def _function(fields: Any, where: str, schema: str) -> Function:
 
 
 async def _schemas(functions: Sequence[Function]) -> list[str]:
-    """The schemas that calls' arguments are held to. Only of a strict function must it be one that can be enforced."""
+    """The schemas that calls' arguments are held to. Only of a strict function must it be one that can be enforced.
+
+    No function has parameters that it does not declare, unless it says so, and models that may name others go on doing so.
+    """
     texts: list[str] = []
     for function in functions:
         try:
             schema = {"type": "object", **(function.parameters or {})}
-            texts.append(checked_schema(schema, function.where))
+            if function.strict and schema["type"] != "object":
+                raise InvalidParameterError(f"{function.where}: its type must be object", param=function.where)
+            closed = closed_schema(schema, function.where, is_strict=bool(function.strict))
+            texts.append(checked_schema(closed, function.where))
         except InvalidParameterError as error:
             texts.append(_any_arguments(function, error))
         await asyncio.sleep(0)  # each takes up to 20 ms
@@ -181,8 +202,7 @@ def _any_arguments(function: Function, error: InvalidParameterError) -> str:
 
 def _shown(function: Function) -> dict[str, Any]:
     """A function as templates read it."""
-    parameters = function.parameters if function.parameters is not None else {"type": "object", "properties": {}}
-    return {"name": function.name, "description": function.description or "", "parameters": parameters}
+    return function.shown or {"type": "function", "function": {"name": function.name}}
 
 
 def _grammar(form: ToolFormat, functions: Sequence[tuple[str, str]], demand: tuple[Mode, int], marker: int | None) -> str:

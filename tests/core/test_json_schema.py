@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.core.json_schema import checked_schema
+from quire.core.json_schema import checked_schema, closed_schema
 from quire.errors import InvalidParameterError
 
 
@@ -74,3 +74,55 @@ def test_a_keyword_that_cannot_be_enforced_is_named_wherever_it_stands(schema: A
 )
 def test_what_else_is_refused(schema: Any, words: str) -> None:
     assert words in refusal(schema)
+
+
+def test_a_strict_schema_is_closed_wherever_an_object_stands() -> None:
+    item = {"type": "object", "properties": {"x": {"type": ["object", "null"]}}}
+    schema = {
+        "type": "object",
+        "properties": {
+            "list": {"type": "array", "items": item},
+            "either": {"anyOf": [{"$ref": "#/$defs/one"}, {"type": "null"}]},
+            "one": {"allOf": [{"$ref": "#/$defs/one"}]},
+        },
+        "required": ["list"],
+        "$defs": {"one": {"properties": {"y": {}}}},
+    }
+    before = json.dumps(schema)
+    closed: Any = closed_schema(schema, "json", is_strict=True)
+    assert closed["required"] == ["list", "either", "one"] and closed["additionalProperties"] is False
+    inner = closed["properties"]["list"]["items"]
+    assert inner["required"] == ["x"] and inner["additionalProperties"] is False
+    assert inner["properties"]["x"]["additionalProperties"] is False
+    assert closed["$defs"]["one"] == {"properties": {"y": {}}, "additionalProperties": False, "required": ["y"]}
+    assert json.dumps(schema) == before  # the client's own is shown to the model
+
+
+def test_what_says_itself_what_else_it_holds_stays_open() -> None:
+    for extra in (True, {"type": "integer"}, False):
+        schema = {"type": "object", "properties": {"a": {}}, "additionalProperties": extra}
+        closed: Any = closed_schema(schema, "json", is_strict=True)
+        assert closed["additionalProperties"] == extra
+    assert closed_schema({"type": "object"}, "json", is_strict=False) == {"type": "object"}
+    loose: Any = closed_schema({"properties": {"a": {}}}, "json", is_strict=False)
+    assert loose == {"properties": {"a": {}}, "additionalProperties": False}  # and nothing more is required
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"$ref": "#/$defs/a"}, {"properties": {"y": {}}}], "$defs": {"a": {"properties": {"x": {}}}}},
+        {"properties": {"x": {}}, "anyOf": [{"properties": {"y": {}}}, {"required": ["x"]}]},
+        {"$ref": "#/$defs/a", "properties": {"y": {}}, "$defs": {"a": {"properties": {"x": {}}}}},
+    ],
+)
+def test_objects_that_are_put_together_stay_open(schema: dict[str, Any]) -> None:
+    """Each part would forbid what the others declare."""
+    assert closed_schema(schema, "json", is_strict=True) == schema
+
+
+@pytest.mark.parametrize("depth", [70, 300])
+def test_a_schema_that_is_too_deep_is_left_to_be_refused(depth: int) -> None:
+    deep: Any = json.loads('{"items":' * depth + "{}" + "}" * depth)
+    with pytest.raises(InvalidParameterError, match="nested"):
+        checked_schema(closed_schema(deep, "json", is_strict=True), "json")

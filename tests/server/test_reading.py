@@ -32,20 +32,35 @@ def test_tokens_up_to_the_second_mark_are_counted(size: int) -> None:
     assert cut.num_thought_tokens == 2
 
 
-def tools(mode: Mode) -> ToolUse:
-    settled = asyncio.run(settle_tools([Function(name="f")], Demand(mode=mode), (HERMES, None)))
+def tools(mode: Mode, *, has_form: bool = False) -> ToolUse:
+    settled = asyncio.run(settle_tools([Function(name="f")], Demand(mode=mode), (HERMES, None), has_form=has_form))
     assert settled is not None
     return settled
 
 
-def test_special_marks_are_shown_to_the_parser_and_a_form_excludes_demanded_tools() -> None:
-    form = StructuredOutputsParams(json_object=True)
+def test_special_marks_are_shown_to_the_parser() -> None:
     assert Reading(Marks(MISTRAL_THINK, 3, 4, is_special=True)).constraints(None, "x")["skip_special_tokens"] is False
     assert "skip_special_tokens" not in Reading(Marks(THINK, 3, 4)).constraints(None, "x")
-    assert Reading(tools=tools("auto")).constraints(form, "x")["structured_outputs"] is form
+
+
+def test_a_form_is_for_answers_that_are_text() -> None:
+    form, regex = StructuredOutputsParams(json_object=True), StructuredOutputsParams(regex="a")
+    for mode in ("required", "named"):
+        demanded = tools(mode)  # type: ignore[arg-type]
+        assert Reading(tools=demanded).constraints(form, "x")["structured_outputs"].wire == demanded.grammar
+        assert Reading(tools=demanded).constraints(regex, "x")["structured_outputs"].wire == demanded.grammar
+    assert Reading(tools=tools("auto")).constraints(regex, "x")["structured_outputs"] is regex
+    offered = tools("auto", has_form=True)
     with pytest.raises(ApiError) as caught:
-        Reading(tools=tools("required")).constraints(form, "text.format")
+        Reading(tools=offered).constraints(regex, "text.format")
     assert caught.value.param == "text.format"
+    call = '<tool_call>\n{"name": "f", "arguments": {"b": 2}}\n</tool_call>'
+    for marks, thoughts in ((None, ""), (Marks(THINK), "<think>so</think>\n")):
+        wire = Reading(marks, tools=offered).constraints(JSON, "x")["structured_outputs"].wire
+        native = compile_grammar(wire, NativeVocabulary(TOKENS))
+        for text, is_good in ((call, True), ('{"a": 1}', True), ('{"b": 1}', False), ("so", False)):
+            matcher, data = native.deep_copy(), list((thoughts + text).encode())
+            assert (matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()) == is_good, text
 
 
 TOKENS = Vocabulary(

@@ -29,7 +29,7 @@ from quire.server.openai.messages import text_of
 from quire.server.reading import Reading
 from quire.server.responses import EventStream, json_response, named_event, timings
 from quire.server.state import Api
-from quire.server.structure import Asked, settle
+from quire.server.structure import Asked, asks_for_json, settle
 from quire.server.texts import NOT_IN_TEMPLATE, ChatOptions
 from quire.server.tools import settle_tools
 
@@ -192,8 +192,9 @@ class Messages:
         for name, reason in _UNAVAILABLE.items():
             if _asks_for_something(getattr(body, name)):
                 raise unavailable_feature(name, reason)
-        edits = read_edits(body.context_management)
-        tools = await settle_tools(*read_tools(body.tools, body.tool_choice), api.tool_notation)
+        edits, asked = read_edits(body.context_management), _asked_form(body)
+        functions, demand = read_tools(body.tools, body.tool_choice)
+        tools = await settle_tools(functions, demand, api.tool_notation, has_form=asks_for_json(asked))
         system = text_of(body.system or None, "system")
         is_continued = bool(body.messages) and body.messages[-1].role == "assistant"
         options = ChatOptions(
@@ -218,7 +219,7 @@ class Messages:
 
         edited = await apply_edits(body.messages, edits, count)
         messages, text, token_ids = first if edited.turns is body.messages else await encode(edited.turns)
-        form = await settle(_asked_form(body))
+        form = await settle(asked)
         reading = api.reading(tools, form, text, str(messages[-1]["content"]) if is_continued else None)
         report = None if body.context_management is None else {"applied_edits": list(edited.applied)}
         return _Encoded(token_ids, reading, form, report, len(first[2]))

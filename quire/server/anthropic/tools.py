@@ -8,7 +8,7 @@ from typing import Any
 from quire.server.errors import bad_request
 from quire.server.tools import Demand, Function, ToolShape, functions_of
 
-SHAPE = ToolShape(schema="input_schema", kinds=(None, "custom"))
+SHAPE = ToolShape(schema="input_schema", kinds=(None, "custom"), kept=("name", "description", "parameters"))
 _MODES: Mapping[str, Any] = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
 
 

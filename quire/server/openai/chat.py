@@ -35,7 +35,7 @@ from quire.server.openai.tools import CHAT, read_tools
 from quire.server.reading import Reading
 from quire.server.responses import DONE, EventStream, TextEvent, data_event, json_response, timings
 from quire.server.state import Api
-from quire.server.structure import from_guided, from_response_format, settle
+from quire.server.structure import asks_for_json, from_guided, from_response_format, settle
 from quire.server.texts import NOT_IN_TEMPLATE, ChatOptions, effort_kwargs
 from quire.server.tools import settle_tools
 
@@ -126,7 +126,8 @@ class ChatCompletions:
         call.ignore(ignored_hints(body), NO_EFFECT)
         messages = await api.texts.digest(call.num_body_bytes, lambda: for_template(body.messages))
         functions, demand = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls, CHAT)
-        tools = await settle_tools(functions, demand, api.tool_notation)
+        asked = [*from_response_format(body.response_format), *from_guided(body)]
+        tools = await settle_tools(functions, demand, api.tool_notation, has_form=asks_for_json(asked))
         is_newer = body.max_completion_tokens is not None
         param = "max_completion_tokens" if is_newer else "max_tokens"
         wanted = body.max_completion_tokens if is_newer else body.max_tokens
@@ -147,7 +148,7 @@ class ChatCompletions:
         default = api.default_max_tokens(num_others, body.n or 1)
         max_tokens = api.texts.max_tokens(len(token_ids), wanted, default=default, param=param)
         given: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": num_top}
-        form = await settle([*from_response_format(body.response_format), *from_guided(body)])
+        form = await settle(asked)
         reading = api.reading(tools, form, text, _continued(body, messages))
         given |= reading.constraints(form, "response_format")
         given |= await api.thinking(body.thinking_token_budget, reading)

@@ -43,7 +43,7 @@ from quire.server.query import query_of
 from quire.server.reading import Reading
 from quire.server.responses import EventStream, json_response, named_event, timings
 from quire.server.state import Api
-from quire.server.structure import Asked, from_named_schema, from_response_format, settle
+from quire.server.structure import Asked, asks_for_json, from_named_schema, from_response_format, settle
 from quire.server.texts import NOT_IN_TEMPLATE, ChatOptions, effort_kwargs
 from quire.server.tools import Function, settle_tools
 
@@ -227,7 +227,8 @@ class Responses:
     async def _prompt(self, call: Call, body: ResponseRequest) -> _Prompt:
         api = self._api
         functions, demand = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls, RESPONSES)
-        tools = await settle_tools(functions, demand, api.tool_notation)
+        forms = _asked_form(body)
+        tools = await settle_tools(functions, demand, api.tool_notation, has_form=asks_for_json(forms))
         history: list[dict[str, Any]] = []
         if body.previous_response_id is not None:
             previous = self._store.get(call.tenant.name, body.previous_response_id, param="previous_response_id")
@@ -243,7 +244,7 @@ class Responses:
         text, token_ids = await api.texts.encode_chat(shown, options)
         if body.truncation == "auto":
             token_ids = api.texts.truncate(token_ids, api.texts.max_model_len - (body.max_output_tokens or 1))
-        form = await settle(_asked_form(body))
+        form = await settle(forms)
         return _Prompt(token_ids, messages, items, api.reading(tools, form, text), functions, form)
 
     async def _read_input(self, call: Call, body: ResponseRequest) -> tuple[list[Item], list[dict[str, Any]]]:

@@ -160,3 +160,51 @@ def test_a_conversation_goes_on_behind_a_call(client: openai.OpenAI) -> None:
     ]
     answer = client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS, tool_choice="none", max_tokens=4)
     assert answer.choices[0].message.content
+
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}, "day": {"$ref": "#/$defs/day"}}, "$defs": {}}
+CITY["$defs"] = {"day": {"type": "object", "properties": {"number": {"type": "integer", "minimum": 1, "maximum": 9}}}}
+
+
+@pytest.mark.parametrize("strict", [True, None])
+def test_arguments_are_those_that_are_declared(client: openai.OpenAI, strict: bool | None) -> None:
+    """And with `strict` all of them, at any depth, though the schema says nothing of the kind."""
+    answer = ask(client, tools=[tool("weather", CITY, strict=strict)], tool_choice=NAMED, n=4, max_tokens=300)
+    for choice in answer.choices:
+        arguments = json.loads(choice.message.tool_calls[0].function.arguments)
+        assert set(arguments) <= {"city", "day"} and set(arguments.get("day", {})) <= {"number"}
+        assert not strict or (set(arguments) == {"city", "day"} and set(arguments["day"]) == {"number"})
+
+
+def test_a_response_format_is_closed_where_it_is_strict(client: openai.OpenAI) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY, "strict": True}}
+    answer = ask(client, tools=openai.omit, response_format=form, n=4, max_tokens=300)
+    for choice in answer.choices:
+        assert set(json.loads(choice.message.content)) == {"city", "day"}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED, "auto"])
+def test_calls_and_a_form_for_text_go_together(client: openai.OpenAI, choice: Any) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "word", "schema": {"enum": ["yes", "no"]}}}
+    answer = ask(client, tool_choice=choice, response_format=form, n=4, max_tokens=400, parallel_tool_calls=False)
+    for each in answer.choices:
+        if choice == "auto" and not each.message.tool_calls:
+            assert json.loads(each.message.content) in ("yes", "no")
+        else:
+            check_call(each.message.tool_calls[0])
+    name = {"type": "function", "name": "weather"}
+    flat = [{"type": "function", **each["function"]} for each in TOOLS]
+    response: Any = client.responses.create(
+        model=MODEL,
+        input="How is the weather?",
+        max_output_tokens=400,
+        tools=flat,
+        tool_choice=name if choice == NAMED else choice,
+        text={"format": {"type": "json_schema", "name": "word", "schema": {"enum": ["yes", "no"]}}},
+    )
+    assert response.output[0].type == "function_call" or choice == "auto"
+
+
+def test_arguments_that_are_no_object_are_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="type must be object"):
+        ask(client, tools=[tool("weather", {"type": "array"}, strict=True)])
