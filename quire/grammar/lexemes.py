@@ -141,6 +141,7 @@ class _Rules:
         if isinstance(node, Seq) and len(node.items) > 2 and self._measure(node) is not None:
             middle = (len(node.items) + 1) // 2  # split lexemes are halved, for as few and as long ones as will do
             return Seq(tuple(self._cut(Seq(half), split) for half in (node.items[:middle], node.items[middle:])))
+        assert isinstance(node, Seq | Alt)
         parts: list[Node] = []
         for group in self._groups(node):
             joined = None if len(group) < 2 or len(group) == len(_children(node)) else type(node)(tuple(group))

@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+from collections.abc import Iterator
 from functools import cache
 from itertools import islice
 from typing import Any, TypeVar, cast
 
 import msgspec
+from msgspec import Meta, inspect
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
@@ -79,7 +81,7 @@ def decode(body: bytes, kind: type[_T]) -> tuple[_T, list[str]]:
     """
     with contextlib.suppress(msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         value: _T = msgspec.json.decode(body, type=_without_others(kind))
-        return value, []
+        return value, _nested_unknown(body, kind)
     try:
         value = msgspec.json.decode(body, type=kind)
         names = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
@@ -88,13 +90,100 @@ def decode(body: bytes, kind: type[_T]) -> tuple[_T, list[str]]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise bad_request("the request body is not valid JSON", code="invalid_json") from None
     known = set(kind.__struct_encode_fields__)
-    return value, list(islice((name for name in names if name not in known), _MAX_UNKNOWN))
+    unknown = [*islice((name for name in names if name not in known), _MAX_UNKNOWN), *_nested_unknown(body, kind)]
+    return value, unknown[:_MAX_UNKNOWN]
 
 
 @cache
 def _without_others(kind: type[_T]) -> type[_T]:
     """The same record, which refuses unknown fields: as a rule there are none, and then decoding once will do."""
     return cast(type[_T], msgspec.defstruct(kind.__name__, (), bases=(kind,), forbid_unknown_fields=True))
+
+
+# Fields within fields.
+
+
+def shape(kind: type[msgspec.Struct], **bounds: Any) -> Meta:
+    """Declares which fields an object has that is read by hand: `Annotated[Any, shape(Kind)]`.
+
+    What has none of these names is reported as unknown fields are. It judges nothing else.
+    """
+    return Meta(extra={_SHAPE: kind}, **bounds)
+
+
+_SHAPE = "shape"
+
+
+def _nested_unknown(body: bytes, kind: type[msgspec.Struct]) -> list[str]:
+    """Paths of fields within fields that `kind` does not know, at any depth; only those parts are decoded."""
+    nested = _nested_fields(kind)
+    if not nested.__struct_fields__:
+        return []
+    values = msgspec.json.decode(body, type=nested)
+    paths = (
+        path
+        for field in _fields_of(kind)
+        if (value := getattr(values, field.name, None)) is not None
+        for path in unknown_paths(value, field.type, field.encode_name)
+    )
+    return list(islice(paths, _MAX_UNKNOWN))
+
+
+@cache
+def _nested_fields(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """A record of those fields of `kind` that hold records, undecoded."""
+    nested = [field for field in _fields_of(kind) if _holds_records(field.type)]
+    fields: list[Any] = [(field.name, Any, None) for field in nested]
+    return msgspec.defstruct(f"{kind.__name__}Nested", fields, rename={each.name: each.encode_name for each in nested})
+
+
+@cache
+def _fields_of(kind: type[msgspec.Struct]) -> tuple[inspect.Field, ...]:
+    info = inspect.type_info(kind)
+    assert isinstance(info, inspect.StructType)
+    return info.fields
+
+
+def _holds_records(info: inspect.Type) -> bool:
+    if isinstance(info, inspect.Metadata):
+        return _SHAPE in (info.extra or {}) or _holds_records(info.type)
+    if isinstance(info, inspect.UnionType):
+        return any(map(_holds_records, info.types))
+    return isinstance(info, inspect.StructType) or (isinstance(info, inspect.ListType) and _holds_records(info.item_type))
+
+
+def unknown_paths(value: Any, info: inspect.Type, path: str) -> Iterator[str]:
+    """Where, within decoded JSON at `path`, objects have fields that the type does not declare."""
+    if isinstance(info, inspect.Metadata):
+        shaped = (info.extra or {}).get(_SHAPE)
+        yield from unknown_paths(value, info.type, path) if shaped is None else _unknown_in(value, shaped, path)
+    elif isinstance(info, inspect.UnionType):
+        for each in info.types:
+            yield from unknown_paths(value, each, path)
+    elif isinstance(info, inspect.ListType) and isinstance(value, list):
+        for number, item in enumerate(value if _holds_records(info.item_type) else ()):
+            yield from unknown_paths(item, info.item_type, f"{path}[{number}]")
+    elif isinstance(info, inspect.StructType):
+        yield from _unknown_in(value, info.cls, path)
+
+
+def _unknown_in(value: Any, kind: type[msgspec.Struct], path: str) -> Iterator[str]:
+    known = {field.encode_name: field.type for field in _fields_of(kind)}
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        if name not in known:
+            yield f"{path}.{name}"
+        elif isinstance(inner, dict | list):
+            yield from unknown_paths(inner, known[name], f"{path}.{name}")
+
+
+def convert_part(data: Any, kind: type[_T], where: str) -> _T:
+    """As `convert`, of what stands at `where` in the body."""
+    try:
+        return convert(data, kind)
+    except ApiError as error:
+        param = f"{where}.{error.param}" if error.param else where
+        shown = error.message.removeprefix(f"{error.param or 'the request body'}: ")
+        raise bad_request(f"{param}: {shown}", param=param, code=error.code) from None
 
 
 def convert(data: Any, kind: type[_T]) -> _T:

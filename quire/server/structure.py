@@ -60,7 +60,8 @@ def from_response_format(value: object, param: str = "response_format") -> list[
     if kind == "text":
         return []
     if kind == "json_object":
-        return [(param, {"json_object": True})]
+        schema = value.get("schema")  # as llama.cpp has it
+        return [(param, {"json_object": True}) if schema is None else (f"{param}.schema", {"json": schema})]
     schema = value.get("json_schema")
     if not isinstance(schema, Mapping):
         raise bad_request(f"{param}.json_schema: it must be an object", param=f"{param}.json_schema")
@@ -68,7 +69,7 @@ def from_response_format(value: object, param: str = "response_format") -> list[
 
 
 def from_named_schema(value: Mapping[str, Any], param: str) -> list[Asked]:
-    """A schema with a name, as OpenAI wants it. Answers always have the form; `strict` closes the schema besides."""
+    """A schema with a name, as OpenAI wants it. Answers always have the form, and no keys that it does not declare."""
     name, schema, strict = value.get("name"), value.get("schema"), value.get("strict")
     if not isinstance(name, str) or not NAME.match(name):
         raise bad_request(f"{param}.name: it must have 1 to 64 letters, digits, - or _", param=f"{param}.name")
@@ -76,9 +77,9 @@ def from_named_schema(value: Mapping[str, Any], param: str) -> list[Asked]:
         raise bad_request(f"{param}.strict: it must be true or false", param=f"{param}.strict")
     if schema is None:
         return [(f"{param}.schema", {"json": {"type": "object"}})]
-    if strict and isinstance(schema, Mapping):
+    if isinstance(schema, Mapping):
         try:
-            schema = closed_schema(schema, f"{param}.schema", is_strict=True)
+            schema = closed_schema(schema, f"{param}.schema", is_strict=bool(strict))
         except InvalidParameterError as error:
             raise _renamed(error, f"{param}.schema") from None
     return [(f"{param}.schema", {"json": schema})]

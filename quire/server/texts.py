@@ -106,9 +106,12 @@ class Texts:
             return num_chars
 
         def render() -> tuple[str, list[int]]:
-            shown = _without_developer(messages, chosen)
+            shown = chosen.needs.fit_messages(_without_developer(messages, chosen))
             draw = partial(
-                chosen.render, tools=options.tools, documents=options.documents, template_kwargs=options.template_kwargs
+                chosen.render,
+                tools=None if options.tools is None else chosen.needs.fit_tools(options.tools),
+                documents=options.documents,
+                template_kwargs=options.template_kwargs,
             )
             text = draw(
                 shown,

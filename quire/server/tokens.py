@@ -9,11 +9,12 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.body import read_json
+from quire.server.body import read_json, shape
 from quire.server.call import call_of
 from quire.server.errors import bad_request
 from quire.server.openai.chat import MAX_DOCUMENTS
 from quire.server.openai.messages import Message, check_continuation, for_template
+from quire.server.openai.shapes import ChatTool
 from quire.server.openai.tools import CHAT, read_tools
 from quire.server.responses import json_response
 from quire.server.state import Api
@@ -35,7 +36,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     """None is True, unless the last message is continued."""
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Any = None
+    tools: list[Annotated[Any, shape(ChatTool)]] | None = None
     documents: Annotated[list[dict[str, Any]], Meta(max_length=MAX_DOCUMENTS)] | None = None
     return_token_strs: bool = False
 

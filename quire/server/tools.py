@@ -1,11 +1,12 @@
 """Tools of a request, whichever API it speaks: what it offers and demands, and the grammar that holds the model to it.
 
-`required`, a named function, `strict` and `parallel_tool_calls=false` are enforced by a grammar in the model's own notation, so
-what they promise holds by construction; and so are calls beside a form for text answers (`response_format`), which an answer has
-unless it is a call. With `auto` and none of these the model writes what it likes, and the parser reads it. Without tools, or with
-`tool_choice: "none"`, no parser runs.
+`required`, a named function, `strict` and `parallel_tool_calls=false` are enforced by a grammar in the model's own notation,
+so what they promise holds by construction; and so are calls beside a form for text answers (`response_format`), which an
+answer has unless it is a call. With `auto` and none of these the model writes what it likes, and the parser reads it. Without
+tools, or with `tool_choice: "none"`, no parser runs.
 
-The template is shown the functions as the client wrote them, key for key, and all of them where a grammar sees to which are called.
+The template is shown the functions as the client wrote them, key for key, and all of them where a grammar sees to which are
+called.
 """
 
 from __future__ import annotations

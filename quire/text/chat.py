@@ -25,10 +25,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Final
 
 from quire.errors import ConfigError, InvalidParameterError, RequestError
+from quire.text.template_needs import TemplateNeeds
 from quire.text.tokenizer import LENIENT_LEVEL, STRICT_LEVEL, Tokenizer
 from quire.text.traced import Span, join_traced, spans_of, trace
 
@@ -75,6 +77,17 @@ class ChatTemplate:
         self.source = source
         self._limits = limits or RenderLimits()
         self._template = _compile(source, now)
+
+    @cached_property
+    def needs(self) -> TemplateNeeds:
+        """What messages and tools must have for this template."""
+        return TemplateNeeds(self._probe)
+
+    def _probe(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str | None:
+        try:
+            return self.render(messages, tools=tools or None)
+        except RequestError:
+            return None
 
     @property
     def reads_documents(self) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from quire.engine.outputs import CompletionOutput
+from quire.server.anthropic.shapes import ContentBlock
+from quire.server.body import shape
 from quire.server.errors import ApiError, bad_request
 from quire.server.openai.messages import MAX_CALLS_OF_MESSAGE, arguments_of, part_text, string_field, text_of
 from quire.server.reading import Event, Reading
@@ -23,7 +25,7 @@ class Turn(msgspec.Struct, kw_only=True):
     """One turn."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[Annotated[Block, shape(ContentBlock)]]
 
 
 # -- what turns bring ----------------------------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ from quire.core.structure import StructuredOutputsParams
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.server.anthropic.blocks import Block, ContentBlocks, Turn, messages_of
 from quire.server.anthropic.context import apply_edits, read_edits
+from quire.server.anthropic.shapes import OfferedTool, OutputConfig, OutputFormat, TextBlock, Thinking, ToolChoice
 from quire.server.anthropic.tools import read_tools
-from quire.server.body import read_json
+from quire.server.body import read_json, shape
 from quire.server.call import Call, call_of
 from quire.server.errors import ApiError, bad_request, unavailable_feature
 from quire.server.generation import Job, Run, Usage
@@ -57,17 +58,17 @@ class CountRequest(msgspec.Struct, kw_only=True):
 
     model: Annotated[str, Meta(max_length=256)]
     messages: list[Turn]
-    system: str | list[dict[str, Any]] | None = None
-    thinking: dict[str, Any] | None = None
-    tool_choice: Any = None
-    tools: Any = None
+    system: str | list[Annotated[dict[str, Any], shape(TextBlock)]] | None = None
+    thinking: Annotated[dict[str, Any], shape(Thinking)] | None = None
+    tool_choice: Annotated[Any, shape(ToolChoice)] = None
+    tools: list[Annotated[Any, shape(OfferedTool)]] | None = None
     mcp_servers: Any = None
     container: Any = None
     context_management: Any = None
     compaction: Any = None
     thread: Any = None
-    output_format: Any = None
-    output_config: dict[str, Any] | None = None
+    output_format: Annotated[Any, shape(OutputFormat)] = None
+    output_config: Annotated[dict[str, Any], shape(OutputConfig)] | None = None
     cache_control: Any = None
     """Of no effect, as in blocks and tools: every prefix is kept as long as there is room."""
 

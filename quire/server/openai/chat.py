@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from quire.engine.outputs import CompletionOutput, RequestOutput
-from quire.server.body import decode, read_json
+from quire.server.body import decode, read_json, shape
 from quire.server.call import Call, call_of
 from quire.server.errors import ApiError, bad_request, unavailable_feature
 from quire.server.generation import Job, Run, Usage
@@ -31,6 +31,7 @@ from quire.server.openai.fields import (
 )
 from quire.server.openai.logprobs import LogprobTracker, TokenNames, prompt_logprobs
 from quire.server.openai.messages import Message, check_continuation, for_template
+from quire.server.openai.shapes import ChatTool, ResponseFormat, ToolChoice
 from quire.server.openai.tools import CHAT, read_tools
 from quire.server.reading import Reading
 from quire.server.responses import DONE, EventStream, TextEvent, data_event, json_response, timings
@@ -38,6 +39,7 @@ from quire.server.state import Api
 from quire.server.structure import asks_for_json, from_guided, from_response_format, settle
 from quire.server.texts import NOT_IN_TEMPLATE, ChatOptions, effort_kwargs
 from quire.server.tools import settle_tools
+from quire.text.template_needs import joined_text
 
 MAX_DOCUMENTS = 1024
 
@@ -50,8 +52,9 @@ class ChatRequest(SamplingFields, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    response_format: Any = None
-    tool_choice: Any = None
+    response_format: Annotated[Any, shape(ResponseFormat)] = None
+    tools: list[Annotated[Any, shape(ChatTool)]] | None = None
+    tool_choice: Annotated[Any, shape(ToolChoice)] = None
     modalities: list[Literal["text", "audio"]] | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -206,7 +209,7 @@ def _template_kwargs(body: ChatRequest, source: str, call: Call) -> dict[str, An
 
 def _continued(body: ChatRequest, messages: list[dict[str, Any]]) -> str | None:
     """The text that the answer goes on with, where it goes on with the last of these messages."""
-    return str(messages[-1]["content"]) if body.continue_final_message else None
+    return joined_text(messages[-1]["content"]) if body.continue_final_message else None
 
 
 # -- the answer in one piece ---------------------------------------------------------------------------------------------
@@ -276,7 +279,7 @@ def echoed_text(request: ChatRequest) -> str:
     if not request.echo or not request.messages:
         return ""
     last = for_template(request.messages[-1:])[0]
-    return str(last["content"]) if request.continue_final_message else ""
+    return joined_text(last["content"]) if request.continue_final_message else ""
 
 
 # -- the stream ----------------------------------------------------------------------------------------------------------

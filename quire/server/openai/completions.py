@@ -16,7 +16,7 @@ from starlette.types import Receive
 
 from quire.core.structure import StructuredOutputsParams
 from quire.engine.outputs import CompletionOutput, RequestOutput
-from quire.server.body import decode, read_json
+from quire.server.body import decode, read_json, shape
 from quire.server.call import Call, call_of
 from quire.server.errors import ApiError, bad_request, unavailable_feature
 from quire.server.generation import Job, Run, Usage
@@ -32,6 +32,7 @@ from quire.server.openai.fields import (
     sampling_params,
 )
 from quire.server.openai.logprobs import LogprobTracker, ScoredToken, TokenNames, legacy_logprobs, prompt_logprobs
+from quire.server.openai.shapes import ResponseFormat
 from quire.server.responses import DONE, EventStream, TextEvent, data_event, json_response, timings
 from quire.server.state import Api
 from quire.server.structure import from_guided, from_response_format, settle
@@ -52,7 +53,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
     logprobs: TopLogprobs | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_BEST_OF)] | None = None
     suffix: str | None = None
-    response_format: Any = None
+    response_format: Annotated[Any, shape(ResponseFormat)] = None
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from quire.server.body import convert_part, shape
 from quire.server.errors import bad_request, unavailable_feature
 
 MAX_MESSAGES = 4096
@@ -19,6 +20,16 @@ MAX_ID_LEN = 128
 Role = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 """Any name: the chat template decides which it takes (see `Texts.encode_chat`)."""
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+class Part(msgspec.Struct, kw_only=True):
+    """A part of a content, which is text."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    annotations: Any = None
+    logprobs: Any = None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
@@ -40,14 +51,18 @@ class Message(msgspec.Struct, kw_only=True):
     """One message as OpenAI's API has it."""
 
     role: Role
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[Annotated[dict[str, Any], shape(Part)]] | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_CALLS_OF_MESSAGE)] | None = None
+    tool_calls: Annotated[list[Annotated[dict[str, Any], shape(ToolCall)]], Meta(max_length=MAX_CALLS_OF_MESSAGE)] | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     """Another name of the same."""
+    thinking: str | None = None
+    """What gpt-oss' template calls it."""
+    tool_plan: str | None = None
+    """What Cohere's templates show before calls."""
 
 
 def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -69,21 +84,30 @@ def check_continuation(add_generation_prompt: bool | None, continue_final_messag
 
 
 def _for_template(message: Message, where: str) -> dict[str, Any]:
-    content = text_of(message.content, f"{where}.content")
-    shown: dict[str, Any] = {"role": message.role, "content": content}
+    content: Any = message.content
+    if isinstance(content, list) and text_of(content, f"{where}.content") is not None:
+        content = [_text_part(part) for part in content]
     if message.role == "tool" and not message.tool_call_id:
         raise bad_request(f"{where}: a tool's message needs tool_call_id", param=f"{where}.tool_call_id")
     if content is None and not (message.role == "assistant" and (message.tool_calls or message.refusal)):
         raise bad_request(f"{where}: content is missing", param=f"{where}.content")
+    shown: dict[str, Any] = {"role": message.role, "content": message.refusal if content is None else content}
     if message.tool_calls:
         shown["tool_calls"] = [_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(message.tool_calls)]
-    if content is None:
-        shown["content"] = message.refusal or ""
-    thoughts = message.reasoning if message.reasoning_content is None else message.reasoning_content
-    for name, value in (("name", message.name), ("tool_call_id", message.tool_call_id), ("reasoning_content", thoughts)):
-        if value is not None:
+    for name in _PASSED_ON:
+        if (value := getattr(message, name)) is not None:
             shown[name] = value
+    if message.reasoning is not None:
+        shown.setdefault("reasoning_content", message.reasoning)
     return shown
+
+
+_PASSED_ON = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking", "tool_plan")
+
+
+def _text_part(part: dict[str, Any]) -> dict[str, Any]:
+    """A part as templates know it, whatever it is called elsewhere."""
+    return {"type": "text", "text": part[_TEXT_PARTS[part["type"]]]}
 
 
 def text_of(content: str | Sequence[dict[str, Any]] | None, where: str) -> str | None:
@@ -118,9 +142,11 @@ def string_field(fields: Mapping[str, Any], name: str, where: str, *, max_len: i
     return value
 
 
-def _call(call: ToolCall, where: str) -> dict[str, Any]:
+def _call(given: dict[str, Any], where: str) -> dict[str, Any]:
+    """A call as templates read it: in the client's words and order, its arguments an object."""
+    call = convert_part(given, ToolCall, where)
     arguments = arguments_of(call.function.arguments, f"{where}.function.arguments")
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return {**given, "type": "function", "function": {**given["function"], "arguments": arguments}}
 
 
 def arguments_of(text: str, param: str) -> dict[str, Any]:

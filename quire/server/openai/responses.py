@@ -16,7 +16,7 @@ from starlette.types import Receive
 from quire.core.params import SamplingParams
 from quire.core.structure import StructuredOutputsParams
 from quire.engine.outputs import CompletionOutput, RequestOutput
-from quire.server.body import decode, read_json
+from quire.server.body import decode, read_json, shape
 from quire.server.call import Call, call_of
 from quire.server.errors import ApiError, bad_request, unavailable_feature
 from quire.server.generation import Job, Run, Usage
@@ -38,6 +38,7 @@ from quire.server.openai.messages import for_template
 from quire.server.openai.response_items import InputReader, Item, OutputItems, is_whole, messages_of, new_id
 from quire.server.openai.response_store import ResponseStore, StoredResponse
 from quire.server.openai.sealed import Sealer
+from quire.server.openai.shapes import InputItem, Reasoning, ResponseStreamOptions, ResponseTool, TextOptions, ToolChoice
 from quire.server.openai.tools import RESPONSES, read_tools
 from quire.server.query import query_of
 from quire.server.reading import Reading
@@ -66,26 +67,26 @@ _INCLUDABLE = (
 class ResponseRequest(CommonFields, kw_only=True):
     """The body."""
 
-    input: str | list[dict[str, Any]]
+    input: str | list[Annotated[dict[str, Any], shape(InputItem)]]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     top_logprobs: TopLogprobs | None = None
     store: bool | None = None
     previous_response_id: str | None = None
     include: list[str] | None = None
-    text: dict[str, Any] | None = None
+    text: Annotated[dict[str, Any], shape(TextOptions)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: Metadata | None = None
-    tools: Any = None
-    tool_choice: Any = None
+    tools: list[Annotated[Any, shape(ResponseTool)]] | None = None
+    tool_choice: Annotated[Any, shape(ToolChoice)] = None
     parallel_tool_calls: bool | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: Any = None
     service_tier: str | None = None
-    stream_options: Any = None
-    reasoning: dict[str, Any] | None = None
+    stream_options: Annotated[Any, shape(ResponseStreamOptions)] = None
+    reasoning: Annotated[dict[str, Any], shape(Reasoning)] | None = None
     thinking_token_budget: Budget | None = None
     max_tool_calls: Any = None
 

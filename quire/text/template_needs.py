@@ -1,0 +1,105 @@
+"""What a chat template cannot do without: found out by trying, and given to it.
+
+A prompt is what transformers renders of the same messages and tools, key for key. But some templates fail, or write
+"None", where an API's client may leave something out: an assistant's content beside calls, a function's description.
+Where transformers renders such a chat nothing is changed; only where it does not, the empty value is filled in. Lists of
+text parts go to templates that read them, and are joined with line breaks for others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, lru_cache
+from typing import Any, Final
+
+Message = Mapping[str, Any]
+Render = Callable[[Sequence[Message], Sequence[Message]], str | None]
+"""A template's text for messages and tools; None where it refuses them."""
+
+_CALL: Final = {"id": "abcdefghi", "type": "function", "function": {"name": "probe", "arguments": {"a": "x"}}}
+_USER: Final = {"role": "user", "content": "Hi"}
+_ANSWERS: Final = ({"role": "tool", "tool_call_id": "abcdefghi", "name": "probe", "content": "3"},)
+_PARAMETERS: Final = {"type": "object", "properties": {"a": {"type": "string", "description": "an a"}}}
+_FUNCTION: Final = {"name": "probe", "description": "probes", "parameters": _PARAMETERS}
+_NOTHINGS: Final = ("None", "null", "Undefined")
+_PARTS: Final = ("alpha", "omega")
+
+
+class TemplateNeeds:
+    """One template's needs. Each is looked into when a chat first has something that could touch it."""
+
+    def __init__(self, render: Render) -> None:
+        self._render = render
+        self._content = cache(self._find_content)
+        self._reads_parts = lru_cache(64)(self._find_reads_parts)  # any name may come as a role
+        self._lacks = cache(self._find_lacks)
+
+    def fit_messages(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with contents that the template can render."""
+        return [self._fit_message(message) for message in messages]
+
+    def fit_tools(self, tools: Sequence[Message]) -> list[Message]:
+        """The tools with what the template cannot do without."""
+        return [self._fit_tool(tool) for tool in tools]
+
+    def _fit_message(self, message: Message) -> Message:
+        content = message.get("content")
+        if isinstance(content, list) and not self._reads_parts(str(message.get("role"))):
+            return {**message, "content": joined_text(content)}
+        return message if content is not None else {**message, "content": self._content()}
+
+    def _find_content(self) -> str | None:
+        """What stands for a content that is null, beside calls: null itself, if the template can do with it."""
+
+        def render(content: str | None) -> str | None:
+            called = {"role": "assistant", "content": content, "tool_calls": [_CALL]}
+            return self._render([_USER, called, *_ANSWERS], [{"type": "function", "function": _FUNCTION}])
+
+        with_text, text = render(""), render(None)
+        is_fine = text is not None and all(text.count(word) <= (with_text or "").count(word) for word in _NOTHINGS)
+        return None if is_fine or with_text is None else ""
+
+    def _find_reads_parts(self, role: str) -> bool:
+        """Whether a list of texts is rendered as these texts."""
+        before: list[Message] = [] if role in ("system", "developer", "user") else [_USER]
+        before += [{"role": "assistant", "content": "", "tool_calls": [_CALL]}] if role == "tool" else []
+        after = [] if role == "user" else [_USER]
+        extra = {"tool_call_id": "abcdefghi", "name": "probe"} if role == "tool" else {}
+
+        def render(content: Any) -> str | None:
+            return self._render([*before, {"role": role, "content": content, **extra}, *after], [])
+
+        parts = [{"type": "text", "text": text} for text in _PARTS]
+        single, plain, both = render(parts[:1]), render(_PARTS[0]), render(parts)
+        return single is not None and single == plain and both is not None and all(both.count(text) == 1 for text in _PARTS)
+
+    def _fit_tool(self, tool: Message) -> Message:
+        function = tool.get("function")
+        if not isinstance(function, Mapping):
+            return tool
+        parameters = function.get("parameters")
+        filled = dict(function)
+        for name, value in (("description", ""), ("parameters", {"type": "object", "properties": {}})):
+            if filled.get(name) is None and self._lacks(name, name in filled):
+                filled[name] = value
+        if isinstance(parameters, Mapping) and "properties" not in parameters and self._lacks("properties", False):
+            filled["parameters"] = {**parameters, "properties": {}}
+        return {**tool, "function": filled}
+
+    def _find_lacks(self, name: str, is_null: bool) -> bool:
+        """Whether the template fails on a function without this, or with null in its place."""
+
+        def render(function: Message) -> str | None:
+            return self._render([_USER], [{"type": "function", "function": function}])
+
+        if name == "properties":
+            return render({**_FUNCTION, "parameters": {"type": "object"}}) is None and render(_FUNCTION) is not None
+        without = {key: value for key, value in _FUNCTION.items() if key != name} | ({name: None} if is_null else {})
+        return render(without) is None and render(_FUNCTION) is not None
+
+
+def joined_text(content: object) -> str:
+    """The text of a content in any form; parts are joined with line breaks."""
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return content if isinstance(content, str) else ""
