@@ -68,9 +68,10 @@ def closed_schema(schema: object, param: str, *, is_strict: bool) -> dict[str, A
 
     Where an object says nothing of `additionalProperties` there are none, and where an integer says nothing of its bounds
     it is one that every JSON program can read; so what the schema accepts afterwards, it accepted before, and a small
-    model does not add keys and digits without end. With `is_strict`, as OpenAI means it, all that is declared is required too, and an object that
-    declares nothing is empty. An object that says what else it may hold, a map, is left as it is; and so are objects
-    that are put together (`allOf`, or `anyOf` beside `properties`), since one part does not know the others'.
+    model does not add keys and digits without end. With `is_strict`, as OpenAI means it, all that is declared is
+    required too, and an object that declares nothing is empty. An object that says what else it may hold, a map, is
+    left as it is; and so are objects that are put together (`allOf`, or `anyOf` beside `properties`), since one part
+    does not know the others'.
     """
     _, decoded = _both_forms(schema, param)
     joined: set[str] = set()

@@ -99,8 +99,8 @@ def test_a_strict_schema_is_closed_wherever_an_object_stands() -> None:
 
 
 def test_what_says_itself_what_else_it_holds_stays_open() -> None:
-    for extra in (True, {"type": "integer"}, False):
-        schema = {"type": "object", "properties": {"a": {}}, "additionalProperties": extra}
+    for extra in (True, {"type": "string"}, False):
+        schema: dict[str, Any] = {"type": "object", "properties": {"a": {}}, "additionalProperties": extra}
         closed: Any = closed_schema(schema, "json", is_strict=True)
         assert closed["additionalProperties"] == extra
     assert closed_schema({"type": "object"}, "json", is_strict=False) == {"type": "object"}
@@ -126,3 +126,11 @@ def test_a_schema_that_is_too_deep_is_left_to_be_refused(depth: int) -> None:
     deep: Any = json.loads('{"items":' * depth + "{}" + "}" * depth)
     with pytest.raises(InvalidParameterError, match="nested"):
         checked_schema(closed_schema(deep, "json", is_strict=True), "json")
+
+
+def test_an_integer_without_bounds_is_one_that_every_program_reads() -> None:
+    node = {"type": "array", "items": {"type": "integer"}}
+    closed: Any = closed_schema(node, "json", is_strict=False)
+    assert closed["items"] == {"type": "integer", "minimum": 1 - (1 << 53), "maximum": (1 << 53) - 1}
+    for own in ({"minimum": 0}, {"enum": [1]}, {"multipleOf": 5}):
+        assert closed_schema({"type": "integer", **own}, "json", is_strict=True) == {"type": "integer", **own}

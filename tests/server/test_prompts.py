@@ -99,10 +99,10 @@ def _reference(source: str, messages: list[dict[str, Any]], tools: list[dict[str
         call["function"]["arguments"] = json.loads(call["function"]["arguments"])
     given: dict[str, Any] = {"tools": tools, "chat_template": source, "add_generation_prompt": True, **NAMED}
     try:
-        texts, _ = render_jinja_template([messages], **given)
+        rendered: Any = render_jinja_template([messages], **given)
     except Exception:  # the template refuses these messages, in whatever way
         return None
-    return str(texts[0])
+    return str(rendered[0][0])
 
 
 def _prompt(template: ChatTemplate, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str | None:

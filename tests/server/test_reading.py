@@ -45,8 +45,9 @@ def test_special_marks_are_shown_to_the_parser() -> None:
 
 def test_a_form_is_for_answers_that_are_text() -> None:
     form, regex = StructuredOutputsParams(json_object=True), StructuredOutputsParams(regex="a")
-    for mode in ("required", "named"):
-        demanded = tools(mode)  # type: ignore[arg-type]
+    modes: list[Mode] = ["required", "named"]
+    for mode in modes:
+        demanded = tools(mode)
         assert Reading(tools=demanded).constraints(form, "x")["structured_outputs"].wire == demanded.grammar
         assert Reading(tools=demanded).constraints(regex, "x")["structured_outputs"].wire == demanded.grammar
     assert Reading(tools=tools("auto")).constraints(regex, "x")["structured_outputs"] is regex

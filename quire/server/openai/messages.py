@@ -1,6 +1,7 @@
 """A chat's messages: checked, and brought into the form that chat templates read.
 
-Text parts are joined with line breaks. What is not text is refused by name: this server takes text alone, and fetches nothing.
+Lists of text parts stay lists, for templates that read them; others get them joined with line breaks (`template_needs`).
+What is not text is refused by name: this server takes text alone, and fetches nothing.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
+import pydantic
 import pytest
 from servers import MODEL, RunningServer
 
@@ -55,3 +56,25 @@ def test_a_mistake_is_an_exception_with_our_words(server: RunningServer, llm: An
         langchain_openai.ChatOpenAI(base_url=server.v1, api_key="none", model="other", max_retries=0).invoke(ASK)
     with pytest.raises(Exception, match="temperature"):
         llm.bind(temperature=9).invoke(ASK)
+
+
+class Stay(pydantic.BaseModel):
+    """Where somebody stays, and how long."""
+
+    city: Literal["Oslo", "Rome"]
+    days: int
+    company: bool | None = None
+
+
+@pytest.mark.parametrize("strict", [True, None])
+@pytest.mark.parametrize("method", ["function_calling", "json_schema"])
+def test_structured_output(llm: Any, method: str, strict: bool | None) -> None:
+    stay = llm.with_structured_output(Stay, method=method, strict=strict).invoke(ASK, max_tokens=200)
+    assert stay.city in ("Oslo", "Rome") and abs(stay.days) < 1 << 53
+
+
+def test_bound_tools_with_and_without_strict(llm: Any) -> None:
+    for strict in (True, None):
+        bound = llm.bind_tools([Stay], tool_choice="Stay", strict=strict)
+        [call] = bound.invoke(ASK, max_tokens=200).tool_calls
+        assert call["name"] == "Stay" and set(call["args"]) <= {"city", "days", "company"} and Stay(**call["args"])

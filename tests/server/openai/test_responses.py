@@ -98,7 +98,6 @@ def test_a_stream(client: openai.OpenAI) -> None:
         ({"tools": [{"type": "function", "name": "f", "strict": "x"}]}, "tools[0].strict"),
         ({"tools": [{"type": "function", "name": "f", "parameters": {"not": {}}, "strict": True}]}, "tools[0].parameters"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": "required", "text": {"format": {"type": "json_object"}}}, "text.format"),
         ({"tools": TOOLS, "top_logprobs": 1}, "top_logprobs"),
         ({"input": [{"type": "function_call", "call_id": "x", "name": "f", "arguments": "["}]}, "input[0].arguments"),
         ({"input": [{"type": "function_call", "call_id": "x", "arguments": "{}"}]}, "input[0].name"),
