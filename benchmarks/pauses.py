@@ -34,6 +34,8 @@ _SEEN_BEFORE = 8
 """Tokens that have come when the long prompt is sent."""
 _BEHIND_S = 0.05
 _WAIT_S = 120.0
+_FIELDS = (("return_token_ids", True),)
+"""A model without a tokenizer has no texts to stream, but ids."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         servers = {name: stack.enter_context(running(launch)) for name, launch in _launches(args).items()}
         rounds = [
-            {"server": name, **_measure(Target(server.url, ""), number, args)}
+            {"server": name, **_measure(Target(server.url, "", _FIELDS), number, args)}
             for number in range(-1, args.rounds)
             for name, server in servers.items()
         ]
@@ -106,7 +108,8 @@ def _beside(target: Target, stream: BenchRequest, long: BenchRequest, short: Ben
     with ThreadPoolExecutor(3) as pool:
         streaming = pool.submit(target.post, stream, seen)
         if not has_begun.wait(_WAIT_S):
-            raise RuntimeError(f"the stream sent fewer than {_SEEN_BEFORE} tokens within {_WAIT_S} s")
+            found = len(streaming.result(_WAIT_S))
+            raise RuntimeError(f"the stream had sent fewer than {_SEEN_BEFORE} events after {_WAIT_S} s, and {found} in all")
         sent_s = time.perf_counter()
         computing = pool.submit(_first_token_s, target, long)
         time.sleep(_BEHIND_S)

@@ -32,6 +32,8 @@ class Target(NamedTuple):
     url: str
     model: str
     """"" leaves it to a server that has one alone."""
+    fields: tuple[tuple[str, Any], ...] = ()
+    """Of every body, on top of the usual ones."""
 
     def post(self, request: BenchRequest, seen: Callable[[int], None] = lambda count: None) -> list[float]:
         """One streamed completion: `time.perf_counter()` at each event that carries a choice. RuntimeError if it fails.
@@ -42,6 +44,7 @@ class Target(NamedTuple):
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_DEADLINE_S)
         body: dict[str, Any] = {"prompt": request.token_ids, "max_tokens": request.num_output, "temperature": 0}
         body |= {"model": self.model} if self.model else {}
+        body |= dict(self.fields)
         try:
             payload = json.dumps(body | {"stream": True, "ignore_eos": True})
             connection.request(
