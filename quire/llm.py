@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from quire.core.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.engine import absent as without
 from quire.engine.absent import absent
+from quire.engine.digest import Digest
 from quire.engine.engine import Engine, Output
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.metrics import Metric
@@ -233,12 +234,12 @@ class LLM:
                 f"{len(listed)} sampling_params for {len(prompts)} prompts; give one for all or one for each",
                 param="sampling_params",
             )
-        own = [with_truncation(each.clone(), tokenization_kwargs) for each in listed]
-        for each in own:
+        copies = {id(each): with_truncation(each.clone(), tokenization_kwargs) for each in listed}
+        for each in copies.values():
             each.output_kind = RequestOutputKind.FINAL_ONLY
             if each.structured_outputs is not None:
                 judge.check(each.structured_outputs.wire)
-        return own
+        return [copies[id(each)] for each in listed]
 
     def _run(
         self,
@@ -250,13 +251,19 @@ class LLM:
     ) -> list[Output]:
         """Run requests to their end; if anything goes wrong on the way in, or Ctrl-C is pressed, none of them stays."""
         session = Session(self.llm_engine.shared)
-        return self._finish(session, self._add(session, prompts, params, priority), use_tqdm)
+        return self._finish(session, self._add(session, prompts, self._digested(params), priority), use_tqdm)
+
+    def _digested(self, params: Sequence[SamplingParams | BeamSearchParams]) -> list[Digest | BeamSearchParams]:
+        """Each object of parameters for samples, read once however many prompts it is for."""
+        distinct = {id(each): each for each in params}
+        digests = {key: self.engine.digest(each) for key, each in distinct.items() if isinstance(each, SamplingParams)}
+        return [digests[id(each)] if isinstance(each, SamplingParams) else each for each in params]
 
     @staticmethod
     def _add(
         session: Session,
         prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams | BeamSearchParams],
+        params: Sequence[SamplingParams | BeamSearchParams | Digest],
         priority: Sequence[int] | None,
     ) -> list[str]:
         """Add requests, all or none."""

@@ -183,3 +183,25 @@ def test_public_names_are_exported_and_lazy() -> None:
     script = "import sys, quire; print(sorted({'torch', 'numpy', 'tokenizers', 'jinja2'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_parameters_of_many_prompts_are_read_once(storyteller: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One object for all, or the same object for each; what they list is held once."""
+    digested: list[SamplingParams] = []
+    plain = storyteller.engine.digest
+
+    def digest(params: SamplingParams) -> Any:
+        digested.append(params)
+        return plain(params)
+
+    monkeypatch.setattr(storyteller.engine, "digest", digest)
+    params = SamplingParams(max_tokens=2, temperature=0.0, bad_words=["the"] * 50, allowed_token_ids=list(range(3, 300)))
+    together = storyteller.generate(["Once", "upon", "a"], params, use_tqdm=False)
+    each = storyteller.generate(["Once", "upon", "a"], [params] * 3, use_tqdm=False)
+    assert len(digested) == 2
+    assert [one.outputs[0].token_ids for one in together] == [one.outputs[0].token_ids for one in each]
+    other = SamplingParams(max_tokens=1, temperature=0.0)
+    assert [len(one.outputs[0].token_ids) for one in storyteller.generate(["a", "b"], [params, other], use_tqdm=False)] == [
+        2,
+        1,
+    ]

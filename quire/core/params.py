@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from numbers import Real
@@ -44,6 +45,8 @@ MAX_LOGIT_BIASES = 1 << 16
 MAX_ALLOWED_TOKEN_IDS = 1 << 20
 MAX_BAD_WORDS = 4096
 MAX_BAD_WORD_LEN = 1024
+MAX_BAD_WORD_TOKENS = 1 << 18
+"""Of all spellings of all bad words: what a sampler looks through takes some 100 bytes for each."""
 MAX_PROCESSORS = 64
 MAX_TOKEN_ID = 2**31 - 1
 
@@ -298,12 +301,34 @@ class SamplingParams:
 
     def clone(self) -> Self:
         """An independent copy, checked anew. Containers are copied; the processors themselves are shared."""
-        copy = replace(self)
+        copied = replace(self)
         for item in fields(self):
-            value = getattr(copy, item.name)
+            value = getattr(copied, item.name)
             if isinstance(value, list | dict):
-                setattr(copy, item.name, value.copy())
-        return copy
+                setattr(copied, item.name, value.copy())
+        return copied
+
+    def limited(self, max_tokens: int) -> Self:
+        """The same for a prompt that leaves room for `max_tokens` alone; what these parameters list is shared, not copied."""
+        if max_tokens == self.max_tokens:
+            return self
+        if self.min_tokens > max_tokens:
+            _refuse("min_tokens", self.min_tokens, f"an integer from 0 to max_tokens={max_tokens}")
+        copied = copy(self)
+        copied.max_tokens = max_tokens
+        return copied
+
+    def lists_the_same(self, other: SamplingParams) -> bool:
+        """Whether both hold the very same lists, so that what was made of one's holds for the other."""
+        return all(getattr(self, name) is getattr(other, name) for name in _LISTS)
+
+    @property
+    def num_listed(self) -> int:
+        """About how much there is to be read in its lists, counted in token ids; a word to be tokenized counts as eight for
+        each of its characters."""
+        ids = (self.stop_token_ids, self.logit_bias, self.allowed_token_ids, self.logprob_token_ids)
+        words = self.bad_words or ()
+        return sum(len(each) for each in ids if each) + 8 * (len(words) + sum(map(len, words)))
 
     @property
     def num_sequences(self) -> int:
@@ -437,6 +462,7 @@ def generation_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 _MAX_NAMED = 32
 """Of several wrong token ids, how many a message names."""
+_LISTS = ("stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words", "logprob_token_ids", "structured_outputs")
 _DIGITS = re.compile(r"[0-9]{1,10}\Z")
 _FLAGS = (
     "ignore_eos",
@@ -498,17 +524,18 @@ def _sequence(param: str, values: object, max_len: int) -> list[Any]:
     return entries
 
 
-def _check_vocabulary(param: str, token_ids: Iterable[int] | None, vocab_size: int) -> None:
-    unknown = list(dict.fromkeys(token_id for token_id in token_ids or () if token_id >= vocab_size))
-    if unknown:
-        named = ", ".join(map(str, unknown[:_MAX_NAMED]))
-        more = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
-        are = "is" if len(unknown) == 1 else "are"
-        raise InvalidParameterError(
-            f"{param}={named}{more} {are} out of range; give token ids from 0 to {vocab_size - 1}: the model's "
-            f"vocabulary has {vocab_size}",
-            param=param,
-        )
+def _check_vocabulary(param: str, token_ids: Collection[int] | None, vocab_size: int) -> None:
+    if not token_ids or max(token_ids) < vocab_size:
+        return
+    unknown = list(dict.fromkeys(token_id for token_id in token_ids if token_id >= vocab_size))
+    named = ", ".join(map(str, unknown[:_MAX_NAMED]))
+    more = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
+    are = "is" if len(unknown) == 1 else "are"
+    raise InvalidParameterError(
+        f"{param}={named}{more} {are} out of range; give token ids from 0 to {vocab_size - 1}: the model's "
+        f"vocabulary has {vocab_size}",
+        param=param,
+    )
 
 
 def _strings(param: str, values: object, limits: tuple[int, int]) -> list[str]:
@@ -523,7 +550,15 @@ def _strings(param: str, values: object, limits: tuple[int, int]) -> list[str]:
 
 
 def _token_ids(param: str, values: object, max_len: int) -> list[int]:
-    return [_integer(param, value, 0, MAX_TOKEN_ID) for value in _sequence(param, values, max_len)]
+    entries = _sequence(param, values, max_len)
+    if _are_token_ids(entries):
+        return entries
+    return [_integer(param, value, 0, MAX_TOKEN_ID) for value in entries]
+
+
+def _are_token_ids(values: Collection[Any]) -> bool:
+    """Whether all are plain integers in range: a fifth of the time that it takes to look at each of a quarter of a million."""
+    return not values or (set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= MAX_TOKEN_ID)
 
 
 def _logit_bias(biases: object) -> dict[int, float]:

@@ -67,7 +67,11 @@ class ThinkingBudget(NamedTuple):
 
 
 class RowSampling(NamedTuple):
-    """All that the sampler must know of one row: plain values, checked by `SamplingParams` before they get here."""
+    """All that the sampler must know of one row: plain values, checked by `SamplingParams` before they get here.
+
+    Rows that come of one body refer to the same tuples, however many they are: whoever makes something of a long one keeps it
+    by the tuple's identity.
+    """
 
     seed: int = 0
     """64-bit key of the counter-based generator."""

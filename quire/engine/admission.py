@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from quire.core.params import SamplingParams
 from quire.core.request import Request
 from quire.core.scheduler.admission import fit
 from quire.engine.builder import PreparedModel
 from quire.engine.client import GenerationRequest, ModelInfo
+from quire.engine.digest import Digest
 from quire.engine.fingerprint import fingerprint
 from quire.engine.prompts import ParsedPrompt, check_token_ids
 from quire.engine.requests import RequestBuilder
@@ -23,6 +25,8 @@ class Admitted(NamedTuple):
 
     asked: GenerationRequest
     request: Request
+    digest: Digest
+    """Of what was asked; what it lists is that of all requests that were asked for with one digest."""
 
 
 class Admission:
@@ -35,6 +39,10 @@ class Admission:
         self._builder = RequestBuilder(plan, prepared.tokenizer, prepared.eos_token_ids)
         self.model = model_info(prepared)
 
+    def digest(self, params: SamplingParams) -> Digest:
+        """See `EngineClient.digest`."""
+        return self._builder.digest(params)
+
     def admit(self, asked: GenerationRequest) -> Admitted:
         """Raises a RequestError for a request that can never be served."""
         if asked.params.logits_processors:
@@ -43,10 +51,11 @@ class Admission:
             )
         token_ids = check_token_ids(asked.prompt_token_ids, self._vocab_size)
         prompt = ParsedPrompt(asked.prompt, token_ids, asked.cache_salt)
-        request = self._builder.sampling(asked.request_id, prompt, asked.params)
+        digest = (asked.digest or self._builder.digest(asked.params)).of(asked.params)
+        request = self._builder.sampling(asked.request_id, prompt, digest)
         request.priority, request.tenant, request.weight = asked.priority, asked.tenant, asked.weight
         fit(request, self._limits)
-        return Admitted(asked, request)
+        return Admitted(asked, request, digest)
 
 
 def model_info(prepared: PreparedModel) -> ModelInfo:

@@ -22,6 +22,7 @@ from quire.core.params import SamplingParams
 from quire.core.scheduler.scheduler import Scheduler
 from quire.engine.absent import NO_EMBEDDINGS, NO_PROFILE, NO_RPC, NO_SLEEP, absent, refuse_adapters
 from quire.engine.builder import build_engine
+from quire.engine.digest import Digest
 from quire.engine.engine import Engine
 from quire.engine.metrics import Metric, snapshot
 from quire.engine.model_view import ModelView
@@ -97,7 +98,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | Digest | None = None,
         request_id: str | None = None,
         *,
         lora_request: object = None,
@@ -107,16 +108,18 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Stream one request's outputs, cumulative unless `sampling_params.output_kind` says otherwise.
 
+        With a digest of the engine's, what the parameters list is read and held once for all prompts that are given it.
         Leaving the loop early aborts the request. Raises a RequestError if it cannot be served. `trace_headers` have no effect.
         """
         refuse_adapters(lora_request)
         self._engine.refuse_nested_call()
         params = sampling_params if sampling_params is not None else self._engine.default_params()
-        if not isinstance(params, SamplingParams):
+        if not isinstance(params, SamplingParams | Digest):
             raise InvalidParameterError(f"AsyncLLM takes SamplingParams, not {type(params).__name__}", param="sampling_params")
-        params = with_truncation(params.clone(), tokenization_kwargs)
-        if params.structured_outputs is not None:
-            await judge.check_async(params.structured_outputs.wire)
+        params = with_truncation(params.clone(), tokenization_kwargs) if isinstance(params, SamplingParams) else params
+        asked = params.params if isinstance(params, Digest) else params
+        if asked.structured_outputs is not None:
+            await judge.check_async(asked.structured_outputs.wire)
         request_id = request_id if request_id is not None else f"async-{next(self._request_numbers)}"
         stream = _Stream()
         self._submit(lambda engine: self._add(engine, request_id, (prompt, params, priority), stream))
@@ -289,7 +292,9 @@ class AsyncLLM:
             while True:
                 self._commands.get_nowait()(self._engine)
 
-    def _add(self, engine: Engine, request_id: str, request: tuple[Prompt, SamplingParams, int], stream: _Stream) -> None:
+    def _add(
+        self, engine: Engine, request_id: str, request: tuple[Prompt, SamplingParams | Digest, int], stream: _Stream
+    ) -> None:
         prompt, params, priority = request
         try:
             engine.add_request(request_id, prompt, params, priority=priority)

@@ -19,6 +19,7 @@ import msgspec
 
 from quire.core.params import SamplingParams
 from quire.engine.counters import EngineCounters
+from quire.engine.digest import Digest
 from quire.engine.inspection import BlockContent, Inspection
 from quire.engine.outputs import RequestOutput
 from quire.text.tokenizer import Tokenizer
@@ -35,6 +36,9 @@ class GenerationRequest:
     """Unique among the requests in flight; appears in logs."""
     prompt_token_ids: Sequence[int]
     params: SamplingParams
+    digest: Digest | None = None
+    """What the client's `digest` made of them, or of parameters that differ in `max_tokens` and `output_kind` alone; with None
+    they are read for this request."""
     prompt: str | None = None
     """Only handed back, in `RequestOutput.prompt`."""
     priority: int = 0
@@ -130,6 +134,13 @@ class EngineClient(Protocol):
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer (None with `skip_tokenizer_init`). Encode long texts in a thread: it releases the GIL."""
+        ...
+
+    def digest(self, params: SamplingParams) -> Digest:
+        """Read parameters once for any number of requests; they must not be changed afterwards. Raises a RequestError.
+
+        For any thread: it takes as long as what they list is long.
+        """
         ...
 
     async def generate(self, request: GenerationRequest) -> OutputStream:

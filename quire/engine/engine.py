@@ -19,9 +19,10 @@ from quire.core.params import BeamSearchParams, LogitsProcessor, SamplingParams
 from quire.core.scheduler.pace import StepPace
 from quire.core.scheduler.scheduler import Progress
 from quire.engine.beam_output import BeamState, beam_output
+from quire.engine.digest import Digest
 from quire.engine.loops import loop_of
 from quire.engine.model_view import ModelView
-from quire.engine.output_processor import OutputProcessor
+from quire.engine.output_processor import Asked, OutputProcessor
 from quire.engine.outputs import BeamSearchOutput, RequestOutput
 from quire.engine.planning import EnginePlan
 from quire.engine.prompts import ParsedPrompt, Prompt, parse_prompt
@@ -85,8 +86,15 @@ class Engine(StepLoop):
             raise ConfigError("this engine has no tokenizer (skip_tokenizer_init); load the model with one")
         return PretrainedTokenizer(self.tokenizer, name=self.model.tokenizer)
 
+    def digest(self, params: SamplingParams) -> Digest:
+        """Read parameters once, for `add_request` with any number of prompts; later changes to `params` do not count.
+
+        Safe in any thread. Raises a RequestError.
+        """
+        return self.request_builder.digest(params.clone())
+
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | BeamSearchParams, *, priority: int = 0
+        self, request_id: str, prompt: Prompt, params: SamplingParams | BeamSearchParams | Digest, *, priority: int = 0
     ) -> None:
         """Accept a request. Raises a RequestError, and changes nothing, if it cannot be served."""
         if self._is_closed:
@@ -98,7 +106,9 @@ class Engine(StepLoop):
             self.scheduler.add(request)
             self._beams[request_id] = BeamState(request, params, parsed.text)
         elif isinstance(params, SamplingParams):
-            self._add_sampling(request_id, parsed, params.clone(), priority)
+            self._add_sampling(request_id, parsed, self.digest(params), priority)
+        elif isinstance(params, Digest):
+            self._add_sampling(request_id, parsed, params, priority)
         else:
             raise InvalidParameterError(
                 f"the parameters are of type {type(params).__name__}; give SamplingParams or BeamSearchParams",
@@ -201,9 +211,10 @@ class Engine(StepLoop):
 
     # -- building requests -------------------------------------------------------------------------------------------
 
-    def _add_sampling(self, request_id: str, prompt: ParsedPrompt, params: SamplingParams, priority: int) -> None:
+    def _add_sampling(self, request_id: str, prompt: ParsedPrompt, digest: Digest, priority: int) -> None:
         names: list[str] = []
-        request = self.request_builder.sampling(request_id, prompt, params)
+        params = digest.params
+        request = self.request_builder.sampling(request_id, prompt, digest)
         request.priority = priority
         try:
             for processor in params.logits_processors or ():
@@ -215,7 +226,7 @@ class Engine(StepLoop):
                 self.executor.unregister_processor(name)
             raise
         self._processors[request_id] = names
-        self._outputs.add(request, params, prompt.text)
+        self._outputs.add(request, Asked(params, digest.stop_strings, prompt.text))
 
     def _noted(self, processor: LogitsProcessor) -> LogitsProcessor:
         """A processor during whose calls `refuse_nested_call` refuses."""

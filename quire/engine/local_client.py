@@ -7,11 +7,13 @@ import time
 from collections.abc import AsyncGenerator
 from typing import cast
 
+from quire.core.params import SamplingParams
 from quire.engine.admission import Admission, Admitted
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.builder import PreparedModel
 from quire.engine.client import EngineStatus, GenerationRequest, ModelInfo
 from quire.engine.counters import count
+from quire.engine.digest import Digest
 from quire.engine.inspection import BlockContent, Inspection
 from quire.engine.outputs import RequestOutput
 from quire.errors import EngineError, InvalidParameterError, UnavailableError
@@ -38,6 +40,9 @@ class LocalClient:
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self._tokenizer
+
+    def digest(self, params: SamplingParams) -> Digest:
+        return self._admission.digest(params)
 
     async def generate(self, request: GenerationRequest) -> _LocalStream:
         if self._is_closed or self._is_draining:
@@ -93,7 +98,7 @@ class _LocalStream:
         prompt = {"prompt_token_ids": asked.prompt_token_ids}
         if asked.cache_salt is not None:
             prompt["cache_salt"] = asked.cache_salt  # type: ignore[assignment]
-        outputs = llm.generate(prompt, asked.params, asked.request_id, priority=asked.priority)  # type: ignore[arg-type]
+        outputs = llm.generate(prompt, admitted.digest, asked.request_id, priority=asked.priority)  # type: ignore[arg-type]
         self._outputs = cast("AsyncGenerator[RequestOutput]", outputs)
         self._is_finished = False
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from time import perf_counter
-from typing import Protocol, TypeVar, cast
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 from quire.common.failures import log_failure
 from quire.core.params import RequestOutputKind, SamplingParams
@@ -19,6 +19,7 @@ from quire.core.request import Sequence as TokenSequence
 from quire.core.scheduler.scheduler import Progress
 from quire.engine.outputs import CompletionOutput, FlatLogprobs, Logprob, LogprobsByToken, RequestOutput
 from quire.engine.text_stream import TextStream
+from quire.text.stop import StopStrings
 from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,15 @@ class Ends(Protocol):
     def fail(self, request_id: str, message: str) -> object: ...
 
 
+class Asked(NamedTuple):
+    """What its sender wants to see of a request."""
+
+    params: SamplingParams
+    stop_strings: StopStrings
+    """Those of `params`, made once for all requests with these."""
+    prompt: str | None
+
+
 class _SequenceState:
     """What has been made of one sequence's tokens."""
 
@@ -51,10 +61,12 @@ class _SequenceState:
 class RequestState:
     """A request as the user sees it."""
 
-    def __init__(self, request: Request, params: SamplingParams, prompt: str | None) -> None:
+    def __init__(self, request: Request, asked: Asked) -> None:
+        params = asked.params
         self.request = request
         self.params = params
-        self.prompt = prompt
+        self.stop_strings = asked.stop_strings
+        self.prompt = asked.prompt
         self.prompt_token_ids = list(request.prompt_token_ids)
         """One list for all outputs: a stream's cost per token must not grow with its prompt."""
         self.sequences: dict[int, _SequenceState] = {}
@@ -77,9 +89,9 @@ class OutputProcessor:
         self._texts: dict[int, str] = {}
         """Of single tokens that log-probabilities name; bounded by the vocabulary."""
 
-    def add(self, request: Request, params: SamplingParams, prompt: str | None) -> None:
+    def add(self, request: Request, asked: Asked) -> None:
         """Begin to follow a request."""
-        self._states[request.request_id] = RequestState(request, params, prompt)
+        self._states[request.request_id] = RequestState(request, asked)
 
     def process(self, progress: Iterable[Progress]) -> list[RequestOutput]:
         """Take in a step's progress; returns an output for each request that something happened to, as it asked."""
@@ -173,7 +185,7 @@ class OutputProcessor:
     def _state_of(self, state: RequestState, sequence: TokenSequence) -> _SequenceState:
         mine = state.sequences.get(sequence.index)
         if mine is None:
-            stream = TextStream(self._tokenizer, state.request.prompt_token_ids, state.params)
+            stream = TextStream(self._tokenizer, state.request.prompt_token_ids, state.params, state.stop_strings)
             mine = _SequenceState(stream, state.params.num_logprobs is not None)
             state.sequences[sequence.index] = mine
         return mine

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from quire.core.params import BeamSearchParams, SamplingParams
+from quire.engine.digest import Digest
 from quire.engine.engine import Engine, Output
 from quire.engine.outputs import BeamSearchOutput
 from quire.engine.prompts import Prompt
@@ -96,7 +97,7 @@ class Session:
     def add(
         self,
         prompt: Prompt,
-        params: SamplingParams | BeamSearchParams,
+        params: SamplingParams | BeamSearchParams | Digest,
         *,
         request_id: str | None = None,
         priority: int = 0,

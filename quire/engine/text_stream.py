@@ -6,14 +6,17 @@ from collections.abc import Sequence
 
 from quire.core.params import SamplingParams
 from quire.text.detokenizer import Detokenizer
-from quire.text.stop import StopMatcher
+from quire.text.stop import StopMatcher, StopStrings
 from quire.text.tokenizer import Tokenizer
 
 
 class TextStream:
     """Turns tokens into text that is safe to show. Without a tokenizer (or `detokenize=False`) the text stays empty."""
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int], params: SamplingParams, stop: StopStrings
+    ) -> None:
+        """`stop` are those of `params`, shared by all answers."""
         self._parts: list[str] = []
         """The text that has not been taken, in pieces: a growing string would be copied at each token."""
         self._min_tokens = params.min_tokens
@@ -27,8 +30,7 @@ class TextStream:
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
             )
-            if params.stop:
-                self._stop = StopMatcher(tuple(params.stop), include_stop_str=params.include_stop_str_in_output)
+            self._stop = stop.matcher()
 
     @property
     def text(self) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -24,15 +25,18 @@ from quire.errors import RequestError
 from quire.grammar.rows import RowMatchers
 from quire.kernels.sampling import Penalties, SamplingKernels
 from quire.sampling.processors import ProcessorTable
-from quire.sampling.rows import RowError, SampledRow
+from quire.sampling.rows import RowError, SampledRow, TokenIds
 from quire.sampling.thinking import ThinkingWatch
 
 MAX_TABLES = 4096
-"""Requests whose id lists are kept as arrays; more than any batch holds."""
-MAX_HELD_IDS = 1 << 22
-"""Ids that those arrays hold together (32 MiB); the latest request's are kept in any case."""
+"""Lists that are kept as arrays; more than any batch holds."""
+MAX_HELD_BYTES = 64 << 20
+"""What those arrays hold together; the latest ones are kept in any case."""
+_WORD_ID_BYTES = 200
+"""Of a token of a bad word: an edge of the trie, and the tokens behind it."""
 
 Ids = NDArray[np.int64]
+_Key = tuple[int, int, int, int]
 
 
 def is_edited(row: SampledRow) -> bool:
@@ -58,23 +62,50 @@ def _is_too_short(row: SampledRow) -> bool:
     return bool(row.sampling.stop_token_ids) and len(row.output_token_ids) < row.sampling.min_tokens
 
 
+class BadWords:
+    """Token sequences whose last token is forbidden where the ones before it have just been generated.
+
+    A trie of what must have been generated, backwards: a step follows the output from its end as far as some word goes on, so
+    it costs no more for many words than for a few. Nodes are numbered, and one dictionary holds all edges.
+    """
+
+    def __init__(self, words: Iterable[Sequence[int]]) -> None:
+        self._edges: dict[tuple[int, int], int] = {}
+        banned: dict[int, list[int]] = {}
+        for word in words:
+            node = 0
+            for token_id in reversed(word[:-1]):
+                node = self._edges.setdefault((node, token_id), len(self._edges) + 1)
+            banned.setdefault(node, []).append(word[-1])
+        self._banned = {node: np.array(ids, dtype=np.int64) for node, ids in banned.items()}
+
+    def completing(self, output_token_ids: TokenIds) -> list[Ids]:
+        """The tokens that would complete a word now."""
+        node, found = 0, [self._banned[0]] if 0 in self._banned else []
+        for place in range(len(output_token_ids) - 1, -1, -1):
+            following = self._edges.get((node, int(output_token_ids[place])))
+            if following is None:
+                break
+            node = following
+            if node in self._banned:
+                found.append(self._banned[node])
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class _Tables:
-    """A request's id lists as arrays, made once."""
+    """What rows list, as arrays, made once for all rows that refer to the same lists."""
 
     sampling: RowSampling
-    allowed: Ids
+    """Of the row that they were made for: it keeps the lists alive by whose identity they are found."""
+    forbidden: Tensor | None
+    """bool [V]: what `allowed_token_ids` leaves out; where the logits are."""
     stops: Ids
     bias_ids: Ids
     biases: NDArray[np.float32]
-    bad_words: dict[int, list[tuple[Ids, int]]]
-    """By the length of the part that must have been generated: that part, and the token then forbidden."""
-    thinking: ThinkingWatch | None
-
-    @property
-    def num_ids(self) -> int:
-        num_steps = 0 if self.sampling.thinking is None else sum(map(len, self.sampling.thinking.marks[::2]))
-        return len(self.allowed) + len(self.stops) + len(self.bias_ids) + sum(map(len, self.sampling.bad_words)) + num_steps
+    bad_words: BadWords | None
+    num_bytes: int
+    """About what they hold."""
 
 
 class RowEditor:
@@ -84,8 +115,9 @@ class RowEditor:
         self._kernels = kernels
         self._processors = processors
         self._matchers = matchers
-        self._tables: OrderedDict[int, _Tables] = OrderedDict()
-        self._held_ids = 0
+        self._tables: OrderedDict[_Key, _Tables] = OrderedDict()
+        self._held_bytes = 0
+        self._watches: OrderedDict[int, tuple[RowSampling, ThinkingWatch]] = OrderedDict()
 
     def edit(self, logits: Tensor, rows: Sequence[SampledRow]) -> dict[int, str]:
         """Edit `logits` (float32 [m, V], one row for each of `rows`) in place; returns the errors of rows that failed.
@@ -96,12 +128,12 @@ class RowEditor:
         bans, biases = _Pairs(), _Pairs()
         for i, row in enumerate(rows):
             try:
-                tables = self._tables_of(row.sampling, logits.shape[1])
+                tables = self._tables_of(row.sampling, logits)
             except RowError as error:
                 errors[i] = str(error)
                 continue
-            if row.sampling.allowed_token_ids is not None:
-                _keep_only(logits[i], tables.allowed)
+            if tables.forbidden is not None:
+                logits[i].masked_fill_(tables.forbidden, -torch.inf)
             bans.add(i, _banned(row, tables))
             biases.add(i, tables.bias_ids, tables.biases)
         if bans:
@@ -121,11 +153,10 @@ class RowEditor:
                 continue
             try:
                 allowed = None if row.sampling.grammar is None else self._allowed(row)
-            except RequestError as error:
+                forced = self._forced(row, logits.shape[1])
+            except (RequestError, RowError) as error:
                 errors[i] = str(error)
                 continue
-            watch = self._tables_of(row.sampling, logits.shape[1]).thinking
-            forced = None if watch is None else watch.forced(row.output_token_ids)
             if forced is not None and (allowed is None or allowed[forced]):
                 logits[i] = -torch.inf
                 logits[i, forced] = 0.0
@@ -145,22 +176,35 @@ class RowEditor:
             except RowError as error:
                 errors[i] = str(error)
 
-    def _tables_of(self, sampling: RowSampling, vocab_size: int) -> _Tables:
-        """A row keeps one RowSampling object for life, so its identity finds the tables without hashing long lists."""
-        key = id(sampling)
+    def _forced(self, row: SampledRow, vocab_size: int) -> int | None:
+        """The token that the budget for thoughts demands now. A row keeps one RowSampling for life, which finds its watch."""
+        if row.sampling.thinking is None:
+            return None
+        key = id(row.sampling)
+        found = self._watches.get(key)
+        if found is None or found[0] is not row.sampling:
+            _checked("thinking", row.sampling.thinking.marks.end_token_ids, vocab_size)
+            found = self._watches[key] = (row.sampling, ThinkingWatch(row.sampling.thinking))
+        self._watches.move_to_end(key)
+        if len(self._watches) > MAX_TABLES:
+            self._watches.popitem(last=False)
+        return found[1].forced(row.output_token_ids)
+
+    def _tables_of(self, sampling: RowSampling, logits: Tensor) -> _Tables:
+        """Rows of one request, and of requests that came together, refer to the same lists; identity finds the tables without
+        hashing long ones."""
+        key = _lists_of(sampling)
         found = self._tables.get(key)
-        if found is None or found.sampling is not sampling:
-            self._forget(key)
-            found = self._tables[key] = _make_tables(sampling, vocab_size)
-            self._held_ids += found.num_ids
+        if found is None:
+            found = self._tables[key] = _make_tables(sampling, logits.shape[1], logits.device)
+            self._held_bytes += found.num_bytes
         self._tables.move_to_end(key)
-        while len(self._tables) > MAX_TABLES or (self._held_ids > MAX_HELD_IDS and len(self._tables) > 1):
+        while len(self._tables) > MAX_TABLES or (self._held_bytes > MAX_HELD_BYTES and len(self._tables) > 1):
             self._forget(next(iter(self._tables)))
         return found
 
-    def _forget(self, key: int) -> None:
-        tables = self._tables.pop(key, None)
-        self._held_ids -= 0 if tables is None else tables.num_ids
+    def _forget(self, key: _Key) -> None:
+        self._held_bytes -= self._tables.pop(key).num_bytes
 
 
 class _Pairs:
@@ -191,21 +235,30 @@ class _Pairs:
         return torch.from_numpy(np.concatenate(self._values))
 
 
-def _make_tables(sampling: RowSampling, vocab_size: int) -> _Tables:
-    bad_words: dict[int, list[tuple[Ids, int]]] = {}
-    for word in sampling.bad_words:
-        *before, last = _checked("bad_words", word, vocab_size).tolist()
-        bad_words.setdefault(len(before), []).append((np.array(before, dtype=np.int64), last))
-    if sampling.thinking is not None:
-        _checked("thinking", sampling.thinking.marks.end_token_ids, vocab_size)
+def _lists_of(sampling: RowSampling) -> _Key:
+    """What identifies the lists of a row, while some row holds them."""
+    return id(sampling.allowed_token_ids), id(sampling.bad_words), id(sampling.stop_token_ids), id(sampling.logit_bias)
+
+
+def _make_tables(sampling: RowSampling, vocab_size: int, device: torch.device) -> _Tables:
+    allowed = sampling.allowed_token_ids
+    forbidden = None
+    if allowed is not None:
+        forbidden = torch.ones(vocab_size, dtype=torch.bool)
+        forbidden[torch.from_numpy(_checked("allowed_token_ids", allowed, vocab_size))] = False
+        forbidden = forbidden.to(device)
+    _checked("bad_words", chain.from_iterable(sampling.bad_words), vocab_size)
     return _Tables(
         sampling=sampling,
-        allowed=_checked("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size),
+        forbidden=forbidden,
         stops=_checked("stop_token_ids", sampling.stop_token_ids, vocab_size),
         bias_ids=_checked("logit_bias", [token_id for token_id, _ in sampling.logit_bias], vocab_size),
         biases=np.array([bias for _, bias in sampling.logit_bias], dtype=np.float32),
-        bad_words=bad_words,
-        thinking=None if sampling.thinking is None else ThinkingWatch(sampling.thinking),
+        bad_words=BadWords(sampling.bad_words) if sampling.bad_words else None,
+        num_bytes=(0 if forbidden is None else vocab_size)
+        + 8 * len(sampling.stop_token_ids)
+        + 12 * len(sampling.logit_bias)
+        + _WORD_ID_BYTES * sum(map(len, sampling.bad_words)),
     )
 
 
@@ -217,13 +270,6 @@ def _checked(name: str, token_ids: Iterable[int], vocab_size: int) -> Ids:
     return ids
 
 
-def _keep_only(logits: Tensor, allowed: Ids) -> None:
-    ids = torch.from_numpy(allowed).to(logits.device)
-    kept = logits[ids]
-    logits.fill_(-torch.inf)
-    logits[ids] = kept
-
-
 def _forbid(logits: Tensor, allowed: NDArray[np.bool_]) -> None:
     """Ids beyond the vocabulary have logits in some models, and no text."""
     num_tokens = min(len(allowed), len(logits))
@@ -233,26 +279,10 @@ def _forbid(logits: Tensor, allowed: NDArray[np.bool_]) -> None:
 
 def _banned(row: SampledRow, tables: _Tables) -> Ids:
     """Tokens that bad words and `min_tokens` forbid at this position."""
-    banned = [_completing(row, tables)] if tables.bad_words else []
+    banned = [] if tables.bad_words is None else tables.bad_words.completing(row.output_token_ids)
     if _is_too_short(row):
         banned.append(tables.stops)
     return np.concatenate(banned) if banned else np.empty(0, dtype=np.int64)
-
-
-def _completing(row: SampledRow, tables: _Tables) -> Ids:
-    """Tokens that would complete a bad word of which the rest has just been generated."""
-    longest = max(tables.bad_words)
-    output = np.asarray(row.output_token_ids[-longest:] if longest else (), dtype=np.int64)
-    return np.array(
-        [
-            last
-            for before_len, words in tables.bad_words.items()
-            if before_len <= len(output)
-            for before, last in words
-            if np.array_equal(before, output[len(output) - before_len :])
-        ],
-        dtype=np.int64,
-    )
 
 
 def _penalties(rows: Sequence[SampledRow], device: torch.device) -> Penalties | None:

@@ -6,9 +6,11 @@ catches up wherever one is missing (after a preemption, on another engine, in a 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
-from quire.core.plan import ANY_STATE, ThinkingBudget
+from quire.core.plan import ANY_STATE, MarkSpelling, ThinkingBudget
 from quire.sampling.rows import TokenIds
 
 _BEFORE, _WITHIN, _BEHIND = "before", "within", "behind"
@@ -20,9 +22,7 @@ class ThinkingWatch:
 
     def __init__(self, budget: ThinkingBudget) -> None:
         self._budget = budget
-        marks = budget.marks
-        self._begin = {(state, token_id): to for state, token_id, to in marks.begin_steps}
-        self._end = {(state, token_id): to for state, token_id, to in marks.end_steps}
+        self._begin, self._end = _steps(budget.marks)
         self._start_over()
 
     def _start_over(self) -> None:
@@ -60,3 +60,14 @@ class ThinkingWatch:
             self._state = self._end.get((self._state, token_id), usual)
             if self._state == len(marks.end_token_ids):
                 self._where = _BEHIND
+
+
+_Steps = dict[tuple[int, int], int]
+"""(state, token id) to the next state."""
+
+
+@lru_cache(maxsize=4)
+def _steps(marks: MarkSpelling) -> tuple[_Steps, _Steps]:
+    """Of the first mark and of the second one: thousands for a large vocabulary, and the same for all of a model's rows."""
+    begin = {(state, token_id): to for state, token_id, to in marks.begin_steps}
+    return begin, {(state, token_id): to for state, token_id, to in marks.end_steps}

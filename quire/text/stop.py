@@ -82,6 +82,25 @@ class _Automaton:
         return children[node].get(char, _ROOT)
 
 
+class StopStrings:
+    """All stop strings of a request: read when the first text comes, for all answers to it."""
+
+    __slots__ = ("_include_stop_str", "_matcher", "stop")
+
+    def __init__(self, stop: tuple[str, ...] = (), *, include_stop_str: bool = False) -> None:
+        self.stop = stop
+        self._include_stop_str = include_stop_str
+        self._matcher: StopMatcher | None = None
+
+    def matcher(self) -> StopMatcher | None:
+        """For one answer from its beginning; None without stop strings."""
+        if not self.stop:
+            return None
+        if self._matcher is None:
+            self._matcher = StopMatcher(self.stop, include_stop_str=self._include_stop_str)
+        return self._matcher.copy()
+
+
 class StopMatcher:
     """Streams text through, up to a stop string.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from quire.grammar.rows import RowMatchers
 from quire.grammar.table import GrammarTable
 from quire.kernels.reference.sampling import ReferenceSampling
 from quire.sampling import edits
-from quire.sampling.edits import RowEditor, is_edited
+from quire.sampling.edits import BadWords, RowEditor, is_edited
 from quire.sampling.processors import ProcessorTable
 from quire.sampling.rows import SampledRow
 
@@ -104,14 +105,38 @@ def test_tables_are_kept_for_a_rows_sampling_and_bounded(monkeypatch: pytest.Mon
 
 
 def test_long_lists_are_not_hoarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edits, "MAX_HELD_IDS", 10)
+    monkeypatch.setattr(edits, "MAX_HELD_BYTES", 50)
     editor = RowEditor(KERNELS, ProcessorTable(), RowMatchers())
     for _ in range(3):
         rows = [SampledRow(RowSampling(allowed_token_ids=tuple(range(n))), 0) for n in (4, 20, 3)]
         logits = torch.zeros(3, 20)
         assert editor.edit(logits, rows) == {}
         assert logits.isfinite().sum(dim=1).tolist() == [4, 20, 3]
-        assert [table.num_ids for table in editor._tables.values()] == [3] and editor._held_ids == 3
+        assert [table.num_bytes for table in editor._tables.values()] == [20, 20] and editor._held_bytes == 40
+
+
+def test_rows_that_refer_to_the_same_lists_share_one_table() -> None:
+    """As the sequences of one body do, whose seeds differ: 512 prompts with long lists hold one copy of them."""
+    editor = RowEditor(KERNELS, ProcessorTable(), RowMatchers())
+    first = RowSampling(
+        allowed_token_ids=tuple(range(4)), bad_words=((2,), (3, 1)), logit_bias=((0, 1.0),), stop_token_ids=(3,)
+    )
+    rows = [SampledRow(first._replace(seed=seed, min_tokens=seed % 2), 0, (), [3]) for seed in range(64)]
+    logits = torch.zeros(64, 8)
+    assert editor.edit(logits, rows) == {}
+    assert len(editor._tables) == 1
+    assert logits[0].tolist()[:4] == [1.0, -math.inf, -math.inf, 0.0]
+
+
+def test_bad_words_are_what_the_definition_says() -> None:
+    """A trie walked backwards forbids exactly the last tokens of words whose other tokens have just been generated."""
+    rng = random.Random(4)
+    for _ in range(200):
+        words = [tuple(rng.randrange(3) for _ in range(rng.randrange(1, 6))) for _ in range(rng.randrange(1, 12))]
+        output = [rng.randrange(3) for _ in range(rng.randrange(8))]
+        expected = {word[-1] for word in words if list(word[:-1]) == output[len(output) - len(word) + 1 :]}
+        found = {int(token_id) for ids in BadWords(words).completing(output) for token_id in ids}
+        assert found == expected, (words, output)
 
 
 def test_the_grammar_has_the_last_word() -> None:

@@ -43,7 +43,8 @@ class Relay:
         for entry in self.journal.entries.values():
             if not entry.is_sent:
                 entry.is_sent = True
-                self._tell(entry.to_message())
+                for message in self.journal.telling(entry):
+                    self._tell(message)
         gains = self.service.step()
         self.num_steps += 1
         if gains is not None:

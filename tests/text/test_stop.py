@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from timing import timed
 
 from quire.errors import InvalidParameterError
-from quire.text.stop import StopMatcher, cut_at_stop
+from quire.text.stop import StopMatcher, StopStrings, cut_at_stop
 
 STOPS = st.lists(st.text("abc", min_size=1, max_size=6), max_size=5).map(tuple)
 CHUNKS = st.lists(st.text("abc", max_size=7), max_size=12)
@@ -131,3 +131,13 @@ def test_t12_a_megabyte_takes_linear_time(stop: tuple[str, ...]) -> None:
 
     # Three doublings at 2.5 each; quadratic work would take 64 times as long.
     assert cost_s(1 << 20) < 15.6 * cost_s(1 << 17)
+
+
+def test_all_answers_look_for_stop_strings_with_what_was_made_once() -> None:
+    strings = StopStrings(("the end", "fin"), include_stop_str=True)
+    first, second = strings.matcher(), strings.matcher()
+    assert first is not None and second is not None
+    assert first._automaton is second._automaton
+    assert first.feed("the e") == ("the e", None) and second.feed("fin.") == ("fin", "fin")
+    assert first.feed("nd") == ("nd", "the end")
+    assert StopStrings().matcher() is None

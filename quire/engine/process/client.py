@@ -17,10 +17,11 @@ from typing import Any
 
 from quire.common.file_states import lasting_name
 from quire.config.engine import EngineConfig
-from quire.core.params import RequestOutputKind
+from quire.core.params import RequestOutputKind, SamplingParams
 from quire.engine.admission import Admission
 from quire.engine.builder import PreparedModel
 from quire.engine.client import EngineStatus, GenerationRequest, ModelInfo
+from quire.engine.digest import Digest
 from quire.engine.inspection import BlockContent, Inspection
 from quire.engine.model_files import ModelFiles
 from quire.engine.outputs import RequestOutput
@@ -77,6 +78,9 @@ class ProcessClient:
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self._tokenizer
+
+    def digest(self, params: SamplingParams) -> Digest:
+        return self._admission.digest(params)
 
     async def generate(self, request: GenerationRequest) -> _Stream:
         self._check_available()

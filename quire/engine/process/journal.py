@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from quire.common.failures import log_failure
 from quire.core.decoding import SamplingDecoder
@@ -20,9 +20,10 @@ from quire.core.kvcache.manager import BlockTable
 from quire.core.request import FinishReason, Sequence, SequenceStatus
 from quire.core.scheduler.scheduler import Progress
 from quire.engine.admission import Admitted
-from quire.engine.output_processor import OutputProcessor
+from quire.engine.output_processor import Asked, OutputProcessor
 from quire.engine.outputs import RequestOutput
-from quire.engine.process.messages import Abort, Add, Down, Finish, Gain, Gains, Resumed, Served
+from quire.engine.process.messages import NO_LISTS, Abort, Add, Down, Finish, Gain, Gains, Lists, Resumed, Served
+from quire.engine.process.shared_lists import SharedLists, without_lists
 from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,8 @@ class Entry:
 
     def __init__(self, number: int, admitted: Admitted) -> None:
         self.number = number
+        self.lists = NO_LISTS
+        """The number of what it lists."""
         self.asked = admitted.asked
         self.request = admitted.request
         self.is_sent = False
@@ -68,14 +71,16 @@ class Entry:
         resumed = tuple(Resumed(each.index, tuple(each.output_token_ids)) for each in unfinished) if has_begun else ()
         # Prompt log-probabilities come with the first token, so whoever has that needs them no more.
         sampling = request.sampling._replace(num_prompt_logprobs=None) if has_begun else request.sampling
+        is_shared = self.lists != NO_LISTS
         return Add(
             number=self.number,
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
-            sampling=sampling,
+            sampling=without_lists(sampling) if is_shared else sampling,
             num_sequences=self.decoder.num_sequences,
             max_tokens=request.max_tokens,
-            stop_token_ids=tuple(sorted(request.stop_token_ids)),
+            stop_token_ids=() if is_shared else tuple(sorted(request.stop_token_ids)),
+            lists=self.lists,
             namespace=request.namespace,
             priority=request.priority,
             tenant=request.tenant,
@@ -151,6 +156,8 @@ class Journal:
         self.entries: dict[int, Entry] = {}
         """By number, hence in order of arrival."""
         self._by_id: dict[str, Entry] = {}
+        self.lists = SharedLists()
+        """What the requests in flight list."""
         self._outputs = OutputProcessor(tokenizer, self)
         self._clock = clock
         self._num_entries = 0
@@ -163,10 +170,19 @@ class Journal:
         """Begin to follow a request; if that fails, nothing of it is kept."""
         self._num_entries += 1
         entry = Entry(self._num_entries, admitted)
-        self._outputs.add(entry.request, admitted.asked.params, admitted.asked.prompt)
+        self._outputs.add(entry.request, Asked(admitted.asked.params, admitted.digest.stop_strings, admitted.asked.prompt))
+        entry.lists = self.lists.hold(admitted.digest)
         self.entries[entry.number] = entry
         self._by_id[entry.request.request_id] = entry
         return entry
+
+    def telling(self, entry: Entry) -> Iterator[Lists | Add]:
+        """What tells the engine that runs now of a request: what it lists, where that is new there, and the request itself."""
+        lists = self.lists.unsent(entry.lists)
+        if lists is not None:
+            yield lists
+            self.lists.note_sent(entry.lists)  # now that it was sent
+        yield entry.to_message()
 
     def take(self, gains: Gains) -> list[RequestOutput]:
         """Take in a step; returns what the requests' senders are to see."""
@@ -205,6 +221,7 @@ class Journal:
     def leave_engine(self) -> None:
         """The engine is gone, and with it whatever it was to hear."""
         self._messages.clear()
+        self.lists.leave_engine()
         for entry in self.entries.values():
             entry.leave_engine()
 
@@ -234,4 +251,7 @@ class Journal:
                 entry = self._by_id.pop(output.request_id)
                 del self.entries[entry.number]
                 entry.request.release()
+                forget = self.lists.release(entry.lists)
+                if forget is not None:
+                    self._messages.append(forget)
         return outputs

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from quire.core.plan import RowSampling, TokenLogprobs
+from quire.core.plan import Grammar, MarkSpelling, RowSampling, TokenLogprobs
 from quire.engine.counters import EngineCounters
 from quire.engine.inspection import BlockContent, Inspection
 
@@ -43,6 +43,29 @@ class Resumed(_Message, frozen=True, array_like=True):
     output_token_ids: tuple[int, ...]
 
 
+NO_LISTS = 0
+"""In place of a number of lists: the request brings its own."""
+
+
+class Lists(_Message, frozen=True):
+    """What the requests that name this number have in common; they may be many, and this may be long. See `RowSampling`."""
+
+    number: int
+    stop_token_ids: tuple[int, ...]
+    """Also those that end a sequence."""
+    logit_bias: tuple[tuple[int, float], ...]
+    allowed_token_ids: tuple[int, ...] | None
+    bad_words: tuple[tuple[int, ...], ...]
+    grammar: Grammar | None
+    marks: MarkSpelling | None
+
+
+class Forget(_Message, frozen=True):
+    """No further request will name these lists."""
+
+    number: int
+
+
 class Add(_Message, frozen=True):
     """A request, new or begun by an engine that is no more: all that its tokens depend on."""
 
@@ -62,6 +85,8 @@ class Add(_Message, frozen=True):
     arrival_s: float
     repetition: tuple[int, int, int] | None = None
     resumed: tuple[Resumed, ...] = ()
+    lists: int = NO_LISTS
+    """The number of `Lists` that were sent before, and are then missing from `sampling` and `stop_token_ids`."""
 
 
 class Abort(_Message, frozen=True):
@@ -96,7 +121,7 @@ class LookInto(_Message, frozen=True):
     step: int
 
 
-Down = Start | Add | Abort | Finish | Inspect | LookInto
+Down = Start | Lists | Forget | Add | Abort | Finish | Inspect | LookInto
 
 
 class Ready(_Message, frozen=True):

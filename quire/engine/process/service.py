@@ -11,19 +11,23 @@ from quire.core.request import FinishReason, Request, ResumedSequence, Sequence
 from quire.core.scheduler.scheduler import Progress
 from quire.engine.counters import count
 from quire.engine.process.messages import (
+    NO_LISTS,
     Abort,
     Add,
     Finish,
+    Forget,
     Gain,
     Gains,
     Inspect,
     Inspected,
+    Lists,
     LookedInto,
     LookInto,
     Pulse,
     Refused,
     Served,
 )
+from quire.engine.process.shared_lists import with_lists
 from quire.engine.step_loop import StepLoop
 from quire.errors import RequestError
 
@@ -38,6 +42,8 @@ class Service:
         loop.record_steps()
         self._requests: dict[int, Request] = {}
         self._numbers: dict[str, int] = {}
+        self._lists: dict[int, tuple[Lists, frozenset[int]]] = {}
+        """Lists, with the tokens of theirs that end a sequence."""
 
     @property
     def has_work(self) -> bool:
@@ -52,13 +58,19 @@ class Service:
             log_failure(logger, "the engine failed while it was idle", error)
             return False
 
-    def obey(self, message: Add | Abort | Finish | Inspect | LookInto) -> Refused | Inspected | LookedInto | None:
+    def obey(
+        self, message: Lists | Forget | Add | Abort | Finish | Inspect | LookInto
+    ) -> Refused | Inspected | LookedInto | None:
         """Carry out what the server says; returns what it must hear at once."""
         if isinstance(message, Add):
             return self._add(message)
         if isinstance(message, Inspect | LookInto):
             return self._show(message)
-        if isinstance(message, Abort):
+        if isinstance(message, Lists):
+            self._lists[message.number] = message, frozenset(message.stop_token_ids)
+        elif isinstance(message, Forget):
+            self._lists.pop(message.number, None)
+        elif isinstance(message, Abort):
             self._end(message.number)
         else:
             self._finish(message)
@@ -87,6 +99,9 @@ class Service:
     def _add(self, message: Add) -> Refused | None:
         try:
             request = _request(message)
+            if message.lists != NO_LISTS:
+                lists, request.stop_token_ids = self._lists[message.lists]
+                request.sampling = with_lists(request.sampling, lists)
             self.loop.scheduler.add(request)
         except RequestError as error:
             return Refused(message.number, str(error))

@@ -207,7 +207,8 @@ class Supervisor:
             if channel.num_unsent_bytes > _MAX_UNSENT_BYTES:
                 break
             try:
-                channel.send(entry.to_message())
+                for part in self._journal.telling(entry):
+                    channel.send(part)
             except ChannelClosed:
                 raise
             except FrameTooLarge as error:
