@@ -152,7 +152,9 @@ class LLM:
         """Accept prompts without computing them; returns their request ids. See `wait_for_completion`."""
         without.refuse_adapters(lora_request)
         listed = as_prompts(prompts)
-        ids = self._add(self._queue, listed, self._params_for(listed, sampling_params, tokenization_kwargs), priority)
+        ids = self._add(
+            self._queue, listed, self._digested(self._params_for(listed, sampling_params, tokenization_kwargs)), priority
+        )
         self._queued += ids
         return ids
 

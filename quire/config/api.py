@@ -61,6 +61,10 @@ class ApiConfig:
     max_prompts: int = _option(512, "prompts in one completion request")
     max_sequences: int = _option(1024, "sequences that one HTTP request may generate (prompts times n)")
     max_logprob_entries: int = _option(1 << 17, "log-probabilities in one answer (tokens times alternatives times sequences)")
+    max_list_entries: int = _option(
+        1 << 22, "entries of logit_bias and stop_token_ids that one request may have, times its sequences"
+    )
+    max_repeated: int = _option(16 << 20, "characters and token ids of prompts that one answer may repeat, times n")
     max_stored_responses: int = _option(1024, "answers of /v1/responses that are kept in memory to be continued")
     max_stored_bytes: int = _option(64 << 20, "memory for them")
 

@@ -106,7 +106,7 @@ class Digester:
                         "or shorter ones",
                         param="bad_words",
                     )
-                if token_ids:
+                if token_ids and max(token_ids) < self._plan.spec.vocab_size:  # the model cannot write the others anyway
                     spellings[token_ids] = None
         return list(spellings)
 

@@ -32,6 +32,8 @@ class Ticket:
     num_sequences: int
     num_prompt_tokens: int
     admitted_s: float
+    num_listed: int = 0
+    """Token ids that it lists, which take memory as those of its prompts do."""
     has_started: bool = False
     """Whether an output of it has been seen."""
 
@@ -84,11 +86,11 @@ class Admission:
         """Requests that have been admitted and have not ended."""
         return len(self._tickets)
 
-    def admit(self, tenant: Tenant, *, num_sequences: int, num_prompt_tokens: int) -> Ticket:
+    def admit(self, tenant: Tenant, *, num_sequences: int, num_prompt_tokens: int, num_listed: int = 0) -> Ticket:
         """Take a request in. Raises ApiError 429 with `Retry-After`, and changes nothing but a count, if it may not."""
         use = self.uses[tenant.name]
-        self._check(tenant, num_prompt_tokens)
-        ticket = Ticket(tenant, num_sequences, num_prompt_tokens, self._clock())
+        self._check(tenant, num_prompt_tokens, num_listed)
+        ticket = Ticket(tenant, num_sequences, num_prompt_tokens, self._clock(), num_listed)
         self._tickets[ticket] = None
         self._num_changes += 1
         self._num_sequences += num_sequences
@@ -121,11 +123,11 @@ class Admission:
         use, now = self.uses.get(tenant.name), self._clock()
         return {} if use is None else {**use.requests.headers("requests", now), **use.tokens.headers("tokens", now)}
 
-    def _check(self, tenant: Tenant, num_prompt_tokens: int) -> None:
+    def _check(self, tenant: Tenant, num_prompt_tokens: int, num_listed: int = 0) -> None:
         use = self.uses[tenant.name]
         try:
             self._check_tenant(tenant, use, num_prompt_tokens)
-            self._check_queue(num_prompt_tokens)
+            self._check_queue(num_prompt_tokens + num_listed)
         except ApiError as error:
             use.num_refused += 1
             self.num_rejections[error.code or "queue_full"] += 1
@@ -161,11 +163,11 @@ class Admission:
         return not ticket.has_started and any(each is ticket for each in self._queued(self._num_running()))
 
     def queue(self) -> tuple[int, int]:
-        """(requests, prompt tokens) that wait."""
+        """(requests, tokens) that wait: those of prompts, and those that are listed."""
         state = (self._num_changes, self._num_running())
         if self._counted is None or self._counted[0] != state:
             queued = self._queued(state[1])
-            self._counted = state, (len(queued), sum(ticket.num_prompt_tokens for ticket in queued))
+            self._counted = state, (len(queued), sum(ticket.num_prompt_tokens + ticket.num_listed for ticket in queued))
         return self._counted[1]
 
     def _queued(self, num_running: int) -> list[Ticket]:
@@ -179,14 +181,14 @@ class Admission:
             excess -= ticket.num_sequences
         return queued
 
-    def _check_queue(self, num_prompt_tokens: int) -> None:
+    def _check_queue(self, num_held: int) -> None:
         num_requests, num_tokens = self.queue()
         config = self._config
         if num_requests >= config.max_queued_requests:
             message = f"{num_requests} requests are waiting, and no more than {config.max_queued_requests} may"
-        elif num_requests and num_tokens + num_prompt_tokens > config.max_queued_tokens:
+        elif num_requests and num_tokens + num_held > config.max_queued_tokens:
             message = (
-                f"{num_tokens} prompt tokens are waiting, and with this request's {num_prompt_tokens} they would be more "
+                f"{num_tokens} tokens of prompts and lists are waiting, and with this request's {num_held} they would be more "
                 f"than {config.max_queued_tokens}"
             )
         else:

@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -22,16 +22,23 @@ from quire.core.params import RequestOutputKind, SamplingParams
 from quire.core.plan import NO_TOKEN_LEFT, NOT_FINITE
 from quire.core.request import RequestMetrics
 from quire.engine.client import CallingStream, EngineClient, GenerationRequest, OutputStream
+from quire.engine.digest import Digest
 from quire.engine.outputs import RequestOutput
 from quire.engine.process.supervisor import CONVICTED
 from quire.server.admission import Admission, Ticket
 from quire.server.call import Call
-from quire.server.cost import check_logprobs
+from quire.server.cost import Bounds, Piece
 from quire.server.errors import ApiError, bad_request, from_exception, overloaded, useless_to_retry
 from quire.server.metrics import NOT_FINITE_CODE, Metrics
+from quire.server.off_loop import off_loop
 
 MAX_BUFFERED_OUTPUTS = 4096
 """Outputs that a stream's reader may be behind; beyond, its request is aborted (each is one step's tokens)."""
+
+_TOKENS_AT_ONCE = 1 << 14
+"""Of prompts that are given to the engine in one turn of the event loop: a millisecond or two."""
+_TOKENS_OF_PROMPT = 1024
+"""What a prompt costs beside its tokens, counted in tokens."""
 
 Item = tuple[int, RequestOutput]
 """(index of the job, output)."""
@@ -45,10 +52,14 @@ class Job:
 
     prompt_token_ids: Sequence[int]
     params: SamplingParams
+    """All jobs of one run have the same, but for `max_tokens` (`SamplingParams.limited`): they are read once."""
     prompt: str | None = None
     cache_salt: str | None = None
     priority: int | None = None
     """None: that of the tenant's class."""
+    num_shown: int = 1
+    num_repeated: int = 0
+    """See `Piece`."""
 
 
 @dataclass(slots=True)
@@ -100,13 +111,12 @@ class _Progress:
 class Generator:
     """Starts runs on one engine."""
 
-    def __init__(self, client: EngineClient, admission: Admission, metrics: Metrics, max_logprob_entries: int) -> None:
+    def __init__(self, client: EngineClient, admission: Admission, metrics: Metrics, bounds: Bounds) -> None:
         self.client = client
         self.admission = admission
         self.metrics = metrics
         self.tracer: Tracer | None = None
-        self._max_logprob_entries = max_logprob_entries
-        self._vocab_size = client.model.vocab_size
+        self._bounds = bounds
 
     async def answer(self, call: Call, jobs: Sequence[Job], receive: Receive | None) -> tuple[list[RequestOutput], Usage]:
         """Run jobs to their end: every job's output, in order. Ends early if the client leaves, where there is one."""
@@ -120,20 +130,27 @@ class Generator:
 
     async def start(self, call: Call, jobs: Sequence[Job], *, is_stream: bool) -> Run:
         """Admit and submit. Raises ApiError or a QuireError, with nothing left running."""
-        costs = ((len(job.prompt_token_ids), job.params) for job in jobs)
-        check_logprobs(costs, self._max_logprob_entries, self._vocab_size)
+        self._bounds.check([Piece(len(job.prompt_token_ids), job.params, job.num_shown, job.num_repeated) for job in jobs])
         self._check_priorities(call, jobs)
+        for job in jobs:
+            job.params.output_kind = RequestOutputKind.DELTA if is_stream else RequestOutputKind.FINAL_ONLY
+        params = jobs[0].params
+        digest = await off_loop(params.num_listed, lambda: self.client.digest(params))
         ticket = self.admission.admit(
             call.tenant,
             num_sequences=sum(job.params.num_sequences for job in jobs),
             num_prompt_tokens=sum(len(job.prompt_token_ids) for job in jobs),
+            num_listed=digest.num_ids,
         )
         call.is_admitted = True
         run = Run(self, call, jobs, ticket)
         try:
+            num_tokens = 0
             for number, job in enumerate(jobs):
-                job.params.output_kind = RequestOutputKind.DELTA if is_stream else RequestOutputKind.FINAL_ONLY
-                await run.submit(number, job)
+                if num_tokens > _TOKENS_AT_ONCE:  # others have their turn between a body's prompts, too
+                    num_tokens = await asyncio.sleep(0, 0)
+                num_tokens += _TOKENS_OF_PROMPT + len(job.prompt_token_ids)
+                await run.submit(number, job, digest)
         except BaseException:
             await run.close()
             raise
@@ -160,6 +177,8 @@ class Run:
         self._call = call
         self._jobs = jobs
         self._ticket = ticket
+        self._usage = Usage(sum(len(job.prompt_token_ids) for job in jobs))
+        """Kept, since a stream may tell it with each of a thousand sequences' tokens."""
         self._progress: list[_Progress] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._num_unfinished = len(jobs)
@@ -180,20 +199,17 @@ class Run:
     @property
     def usage(self) -> Usage:
         """Counts over all jobs; a prompt counts once, however many sequences continue it."""
-        return Usage(
-            sum(len(job.prompt_token_ids) for job in self._jobs),
-            sum(each.metrics.num_prefix_hit_tokens for each in self._progress if each.metrics is not None),
-            sum(sum(each.num_tokens.values()) for each in self._progress),
-        )
+        return replace(self._usage)
 
-    async def submit(self, number: int, job: Job) -> None:
-        """Give one job to the engine."""
+    async def submit(self, number: int, job: Job, digest: Digest) -> None:
+        """Give one job to the engine; `digest` is what the jobs' parameters come to."""
         suffix = f"-{number}" if len(self._jobs) > 1 else ""
         stream = await self._generator.client.generate(
             GenerationRequest(
                 request_id=f"{self._call.request_id}{suffix}.{time.monotonic_ns():x}",
                 prompt_token_ids=job.prompt_token_ids,
                 params=job.params,
+                digest=digest,
                 prompt=job.prompt,
                 priority=self._call.tenant.priority if job.priority is None else job.priority,
                 tenant=self._call.tenant.name,
@@ -330,12 +346,15 @@ class Run:
         metrics = self._generator.metrics
         if progress.metrics is None:
             metrics.prompt_computed(len(output.prompt_token_ids), output.metrics.num_prefix_hit_tokens)
+            self._usage.num_cached_tokens += output.metrics.num_prefix_hit_tokens
         progress.metrics = output.metrics
         is_delta = self._jobs[number].params.output_kind is RequestOutputKind.DELTA
         num_new = 0
         for completion in output.outputs:
-            before = progress.num_tokens.get(completion.index, 0) if is_delta else 0
-            progress.num_tokens[completion.index] = before + len(completion.token_ids)
+            known = progress.num_tokens.get(completion.index, 0)
+            num_now = len(completion.token_ids) + (known if is_delta else 0)
+            progress.num_tokens[completion.index] = num_now
+            self._usage.num_output_tokens += num_now - known
             num_new += len(completion.token_ids)
             if completion.finish_reason is not None and completion.index not in progress.reasons:
                 progress.reasons[completion.index] = completion.finish_reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
@@ -19,6 +20,7 @@ from quire.engine.outputs import RequestOutput
 from quire.server.call import Call
 from quire.server.errors import ApiError, from_exception
 from quire.server.generation import Run
+from quire.server.off_loop import off_loop
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,18 @@ _STREAM_HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
+
+
+_MAX_ROUND_BYTES = 256 << 10
+"""Events that are made in one turn of the event loop, of what has gathered while the client was slow."""
+
+
+def answer_chars(output: RequestOutput) -> int:
+    """About how much there is to write down of an output, log-probabilities above all."""
+    num_entries = sum(len(record) for each in output.outputs for record in each.logprobs or ())
+    num_entries += sum(len(record) for record in output.prompt_logprobs or () if record is not None)
+    num_chars = sum(len(each.text) + 8 * len(each.token_ids) for each in output.outputs)
+    return 100 * num_entries + num_chars + 8 * len(output.prompt_token_ids)
 
 
 class StreamEvent(NamedTuple):
@@ -118,6 +132,8 @@ class EventStream(Response):
         self._sent_s = time.monotonic()
         """When something was last sent."""
         self._has_ended = False
+        self._begun: set[int] = set()
+        """Jobs of which something was taken."""
         self._writer: Writer | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -151,13 +167,17 @@ class EventStream(Response):
 
     async def _next(self) -> bytes:
         """What is to be sent next, beside what `_pass_on` sends meanwhile; nothing after the end."""
-        run, take = self._run, self._events.take
+        run = self._run
         pass_on = None if self._writer is None else self._pass_on
         while not run.is_over:
             item = await run.get(self._sent_s + self._keep_alive_s - time.monotonic(), pass_on)
-            parts = []
+            parts, num_bytes = [], 0
             while item is not None:
-                parts.append(take(*item))
+                parts.append(await self._events_of(*item))
+                num_bytes += len(parts[-1])
+                if num_bytes > _MAX_ROUND_BYTES:  # the others' turn
+                    await asyncio.sleep(0)
+                    break
                 item = run.take()
             events = b"".join(parts)
             now = time.monotonic()
@@ -169,10 +189,17 @@ class EventStream(Response):
         is_last, self._has_ended = not self._has_ended, True
         return self._events.end() if is_last else b""
 
+    async def _events_of(self, number: int, output: RequestOutput) -> bytes:
+        """An output's events; those of a job's first one, which may show a whole prompt, are made beside the event loop."""
+        size = 0 if number in self._begun else answer_chars(output)
+        self._begun.add(number)
+        return await off_loop(size, lambda: self._events.take(number, output))
+
     def _pass_on(self, number: int, output: RequestOutput) -> bool:
-        """Send an output's events from within the call that brings it; False where the client is not ready for more."""
+        """Send an output's events from within the call that brings it; False where the client is not ready for more, and for a
+        job's first one."""
         writer = self._writer
-        if writer is None or not writer.can_write():
+        if writer is None or not writer.can_write() or number not in self._begun:
             return False
         events = self._events.take(number, output)
         if events:

@@ -13,7 +13,7 @@ from quire.core.structure import StructuredOutputsParams
 from quire.engine.client import EngineClient
 from quire.engine.spelling import spell_marks
 from quire.server.admission import Admission
-from quire.server.cost import room_for_logprobs
+from quire.server.cost import Bounds, room_for_logprobs
 from quire.server.errors import ApiError, unavailable_feature
 from quire.server.generation import Generator, Tracer
 from quire.server.metrics import Metrics
@@ -41,7 +41,7 @@ class Api:
         self.marks = self._marks(config.reasoning_parser)
         self.admission = Admission(config, keys.tenants, lambda: client.status().num_running)
         self.metrics = Metrics(config.metrics_prefix, self.model_names[0], client, self.admission)
-        self.generator = Generator(client, self.admission, self.metrics, config.max_logprob_entries)
+        self.generator = Generator(client, self.admission, self.metrics, Bounds(config, info.vocab_size))
         self.generator.tracer = tracer
         self.sampling_defaults = generation_defaults(info.generation_config)
         decisive = f"{info.fingerprint} {sorted(self.sampling_defaults.items())} {self.texts.template_source}"

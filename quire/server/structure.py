@@ -18,6 +18,7 @@ from quire.core.structure import StructuredOutputsParams
 from quire.errors import InvalidParameterError
 from quire.grammar.judge import judge
 from quire.server.errors import ApiError, bad_request
+from quire.server.off_loop import off_loop
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
 """Of schemas and functions."""
@@ -35,10 +36,11 @@ async def settle(asked: list[Asked]) -> StructuredOutputsParams | None:
         names = " and ".join(name for name, _ in asked)
         raise bad_request(f"{names} both ask for a form of the answer; give one of them", param=asked[1][0])
     ((param, values),) = asked
-    if len(msgspec.json.encode(values)) > 2 * MAX_SCHEMA_BYTES:  # found out in a moment, where the loop waits for it
+    num_bytes = len(msgspec.json.encode(values))
+    if num_bytes > 2 * MAX_SCHEMA_BYTES:  # found out in a moment, where the loop waits for it
         raise bad_request(f"{param}: it is larger than {MAX_SCHEMA_BYTES} bytes", param=param)
     try:
-        structure = StructuredOutputsParams.from_mapping(values)
+        structure = await off_loop(num_bytes, lambda: StructuredOutputsParams.from_mapping(values))
         await judge.check_async(structure.wire)
     except InvalidParameterError as error:
         raise _renamed(error, param) from None

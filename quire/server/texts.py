@@ -7,7 +7,7 @@ Owns no limits but the model's context length; never logs a text.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,8 @@ _INLINE_CHARS = 4096
 _INLINE_BYTES = 64 << 10
 """Parts of smaller bodies are looked at where they are; 5 MB of tiny messages would take the event loop half a second."""
 _INLINE_MESSAGES = 512
+_GROUP_CHARS = 64 << 10
+"""Of prompts that are encoded together: some 30 ms."""
 _THREADS = 2
 _USUAL_ROLES = frozenset({"system", "user", "assistant", "tool"})
 """What a template makes of others is looked at."""
@@ -91,6 +93,22 @@ class Texts:
             len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens, parse_special=parse_special)
         )
 
+    async def encode_many(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of raw prompts, a group of them after the other, so that others' texts have their turn in between."""
+        if not texts:
+            return []
+        tokenizer = self.tokenizer
+        for text in texts:
+            self._check_chars(len(text))
+        encoded: list[list[int]] = []
+        for group in _groups(texts):
+
+            def encode(group: Sequence[str] = group) -> list[list[int]]:
+                return [tokenizer.encode(each, add_special_tokens=add_special_tokens, parse_special=True) for each in group]
+
+            encoded += await self.work(sum(map(len, group)), encode)
+        return encoded
+
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> tuple[str, list[int]]:
         """The rendered prompt and its token ids; special tokens that users spelt out stay plain text."""
         tokenizer, template = self.tokenizer, self._template
@@ -144,8 +162,14 @@ class Texts:
 
         return await self.work(4 * len(token_ids), decode)
 
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """The same for ids that were checked, at once."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
     def check_ids(self, token_ids: Sequence[int], param: str) -> None:
         """Refuse ids that the model does not have."""
+        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
+            return
         for token_id in token_ids:
             if not 0 <= token_id < self._vocab_size:
                 raise bad_request(
@@ -199,6 +223,18 @@ class Texts:
         if num_chars <= _INLINE_CHARS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+
+def _groups(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Texts one after the other, as many together as make a moment's work."""
+    first = num_chars = 0
+    for place, text in enumerate(texts):
+        num_chars += len(text)
+        if num_chars >= _GROUP_CHARS:
+            yield texts[first : place + 1]
+            first, num_chars = place + 1, 0
+    if first < len(texts):
+        yield texts[first:]
 
 
 def _num_chars(messages: Sequence[Mapping[str, Any]]) -> int:

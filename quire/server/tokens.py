@@ -12,6 +12,7 @@ from starlette.responses import Response
 from quire.server.body import read_json, shape
 from quire.server.call import call_of
 from quire.server.errors import bad_request
+from quire.server.off_loop import off_loop
 from quire.server.openai.chat import MAX_DOCUMENTS
 from quire.server.openai.messages import Message, check_continuation, for_template
 from quire.server.openai.shapes import ChatTool
@@ -65,7 +66,8 @@ class Tokens:
         if body.prompt is not None:
             token_ids = await texts.encode(body.prompt, add_special_tokens=body.add_special_tokens)
         else:
-            functions, _ = read_tools(body.tools, None, None, CHAT)
+            size = call_of(request).num_body_bytes
+            functions, _ = await off_loop(size, lambda: read_tools(body.tools, None, None, CHAT))
             shown = await settle_tools(functions, Demand(), self._api.tool_notation)
             options = ChatOptions(
                 add_generation_prompt=body.add_generation_prompt is not False,
@@ -73,14 +75,18 @@ class Tokens:
                 template_kwargs=body.chat_template_kwargs,
                 tools=None if shown is None else shown.shown,
                 documents=body.documents or None,
-                num_body_bytes=call_of(request).num_body_bytes,
+                num_body_bytes=size,
             )
-            num_bytes = options.num_body_bytes
-            messages = await texts.digest(num_bytes, lambda: for_template(body.messages or []))
+            messages = await off_loop(size, lambda: for_template(body.messages or []))
             _, token_ids = await texts.encode_chat(messages, options)
-        names = [texts.tokenizer.raw_token(token_id) for token_id in token_ids] if body.return_token_strs else None
-        answer = {"count": len(token_ids), "max_model_len": texts.max_model_len, "tokens": token_ids, "token_strs": names}
-        return json_response(call_of(request), answer)
+        answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": texts.max_model_len, "tokens": token_ids}
+        raw_token = texts.tokenizer.raw_token
+
+        def show() -> Response:
+            answer["token_strs"] = list(map(raw_token, token_ids)) if body.return_token_strs else None
+            return json_response(call_of(request), answer)
+
+        return await off_loop(16 * len(token_ids), show)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, special tokens included."""
@@ -89,4 +95,5 @@ class Tokens:
         most = max(_MAX_DECODED, self._api.texts.max_model_len)
         if len(body.tokens) > most:
             raise bad_request(f"tokens: {len(body.tokens)} are given, and at most {most} are decoded at once", param="tokens")
-        return json_response(call_of(request), {"prompt": await self._api.texts.decode(body.tokens)})
+        text = await self._api.texts.decode(body.tokens)
+        return await off_loop(len(text), lambda: json_response(call_of(request), {"prompt": text}))

@@ -177,8 +177,8 @@ def _mark_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     create = TextStream.__init__
 
     class MarkedStream(TextStream):
-        def __init__(self, tokenizer: Any, prompt: Any, params: Any) -> None:
-            create(self, tokenizer, prompt, params)
+        def __init__(self, tokenizer: Any, prompt: Any, params: Any, stop: Any) -> None:
+            create(self, tokenizer, prompt, params, stop)
             self.is_victim = _has_mark(params)
 
     monkeypatch.setattr("quire.engine.output_processor.TextStream", MarkedStream)

@@ -17,8 +17,9 @@ import pytest
 from served import MODEL, Served, cpu_s, resident_bytes, until
 from timing import timed
 
+from quire.config.api import ApiConfig
 from quire.core.params import SamplingParams
-from quire.server.cost import check_logprobs, room_for_logprobs
+from quire.server.cost import Bounds, Piece, room_for_logprobs
 from quire.server.errors import ApiError
 
 pytestmark = pytest.mark.slow
@@ -214,9 +215,14 @@ def _calm_gaps(served: Served) -> list[float]:
     return calm.close()
 
 
+def _bounds(**limits: int) -> Bounds:
+    return Bounds(ApiConfig(**limits), 1000)  # type: ignore[arg-type]
+
+
 def test_the_bound_of_log_probabilities_counts_every_factor() -> None:
+    bounds = _bounds(max_logprob_entries=2000)
     params = SamplingParams(n=4, max_tokens=100, logprobs=4)
-    check_logprobs([(10, params)], 2000, 1000)
+    bounds.check([Piece(10, params)])
     for changed in (
         SamplingParams(n=4, max_tokens=101, logprobs=4),
         SamplingParams(n=5, max_tokens=100, logprobs=4),
@@ -226,6 +232,37 @@ def test_the_bound_of_log_probabilities_counts_every_factor() -> None:
         SamplingParams(n=1, max_tokens=2, logprobs=-1),
     ):
         with pytest.raises(ApiError, match="log-probabilities"):
-            check_logprobs([(10, changed)], 2000, 1000)
-    check_logprobs([(10**6, SamplingParams(n=100, max_tokens=10**6))], 2000, 1000)
+            bounds.check([Piece(10, changed)])
+    bounds.check([Piece(10**6, SamplingParams(n=100, max_tokens=10**6))])
     assert room_for_logprobs(None, 5, 2000) is None and room_for_logprobs(4, 4, 2000) == 100
+
+
+def test_a_prompts_log_probabilities_count_as_often_as_the_answer_shows_them() -> None:
+    bounds = _bounds(max_logprob_entries=3000)
+    params = SamplingParams(n=4, max_tokens=1, prompt_logprobs=0)
+    bounds.check([Piece(1000, params, num_shown=3)])
+    with pytest.raises(ApiError, match="up to 4000 log-probabilities"):
+        bounds.check([Piece(1000, params, num_shown=4)])
+
+
+def test_the_bound_of_lists_counts_prompts_and_choices_and_names_the_longest() -> None:
+    bounds = _bounds(max_list_entries=6000)
+    params = SamplingParams(n=2, logit_bias=dict.fromkeys(range(100), 1.0), stop_token_ids=list(range(200)))
+    bounds.check([Piece(1, params)] * 10)
+    with pytest.raises(ApiError, match=r"have 6600 entries.*one may have 6000") as caught:
+        bounds.check([Piece(1, params)] * 11)
+    assert (caught.value.status, caught.value.param) == (400, "stop_token_ids")
+
+
+def test_the_bound_of_what_an_answer_repeats_counts_all_prompts() -> None:
+    bounds = _bounds(max_repeated=1000)
+    pieces = [Piece(1, SamplingParams(), num_repeated=500)] * 2
+    bounds.check(pieces)
+    with pytest.raises(ApiError, match="would repeat 1001 characters"):
+        bounds.check([*pieces, Piece(1, SamplingParams(), num_repeated=1)])
+
+
+def test_the_bound_of_sequences_holds_for_every_api() -> None:
+    with pytest.raises(ApiError, match="1 prompts make 3 sequences") as caught:
+        _bounds(max_sequences=2).check([Piece(1, SamplingParams(n=3))])
+    assert caught.value.param == "n"

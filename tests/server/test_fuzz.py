@@ -1,8 +1,11 @@
 """T09: whatever is sent to any route, the answer comes in time, is no 5xx, and every error has the one shape.
 
 Bodies are made in two ways: by schemathesis from the document that the server itself publishes (values of the right types
-and of wrong ones), and by mutating bodies that work (truncated, nested, repeated, of other types, with bytes changed).
-QUIRE_FUZZ_SECONDS asks for more than the suite's few seconds of each, QUIRE_FUZZ_SEED for others.
+and of wrong ones), and by mutating bodies that work (truncated, nested, repeated, of other types, with bytes changed; many
+prompts and choices, and long lists in several fields at once, so that what multiplies is multiplied).
+QUIRE_FUZZ_SECONDS asks for more than the suite's few seconds of each, QUIRE_FUZZ_BODIES for a number of mutated bodies,
+QUIRE_FUZZ_SEED for others: a hundred thousand are
+`QUIRE_FUZZ_BODIES=100000 python -m pytest -s --timeout 0 tests/server/test_fuzz.py -k mutated`.
 """
 
 from __future__ import annotations
@@ -12,22 +15,27 @@ import json
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from large_bodies import CHAT as CHATS
+from large_bodies import COMPLETIONS, LISTS, PLAIN, listed, listing_fields, multiplied
+from plain_http import Answer, PlainClient
 from schemathesis import APIOperation, Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import content_type_conformance, negative_data_rejection, response_schema_conformance
 from served import Served
 
 SECONDS = float(os.environ.get("QUIRE_FUZZ_SECONDS", "6"))
+BODIES = int(os.environ.get("QUIRE_FUZZ_BODIES", "0"))
 SEED = int(os.environ.get("QUIRE_FUZZ_SEED", "1"))
+MAX_FAILURES = 5
 MAX_ANSWER_S = 2.0
 MAX_WAIT_S = 30.0
 """A machine that does other things besides may hold any answer up, once."""
@@ -46,6 +54,9 @@ SEEDS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/messages", {"model": "quire-storyteller", "max_tokens": 2, "tools": [{"name": "f", "input_schema": {}}], "messages": [
         {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "x"}]}]}),
+    ("/v1/messages", {"model": "quire-storyteller", "max_tokens": 2, "system": [{"type": "text", "text": "x"}], "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "tool_result", "tool_use_id": "a", "content": [
+            {"type": "text", "text": "x"}]}]}]}),
     ("/v1/messages/count_tokens", {"model": "quire-storyteller", "messages": [{"role": "user", "content": "x"}]}),
     ("/v1/embeddings", {"input": ["x"]}),
     ("/v1/batches", {"input_file_id": "file-x", "endpoint": "/v1/completions", "completion_window": "24h"}),
@@ -53,6 +64,10 @@ SEEDS: list[tuple[str, dict[str, Any]]] = [
     ("/detokenize", {"tokens": [1, 2]}),
 ]  # fmt: skip
 NAMES = ("x", "n", "", " ", "x ", "a, b", "\r\nx: y", "\x00", "\u0416" * 2000)
+_PRODUCTS = 0.1
+"""Of all bodies."""
+_COUNTS = (*(1,) * 10, *(2, 3) * 3, 17, 17, 64, 512)
+_SIZES = (1, 1, 2, 3, 3, 16, 16, 100, 1000, 1 << 18)
 JUNK: tuple[Any, ...] = (
     None, True, -1, 0, 1.5, 2**63, -(2**63), 10**40, 1e99, "", "x" * 5000, "\x00", "\u202e", "\U0010ffff", [], {}, [[]], [{}],
     [None] * 50, {"type": []}, {"": None}, {"$ref": "#"}, "NaN", "0x10", [1, "a", None], "../../etc/passwd",
@@ -69,21 +84,21 @@ def watched(served: Served) -> Iterator[Served]:
     assert served.progress()["num_restarts"] == 0
 
 
-def _is_in_time(response: httpx.Response) -> bool:
+def _is_in_time(answer: Answer) -> bool:
     """A body that lost its limit of tokens is answered with as many as the context holds, each of which may take a while."""
-    num_tokens = response.content.count(b"data:")
-    if response.status_code == 200 and response.headers["content-type"] == "application/json":
-        usage = response.json().get("usage") or {}
+    num_tokens = answer.content.count(b"data:")
+    if answer.status == 200 and answer.kind == "application/json":
+        usage = answer.json().get("usage") or {}
         num_tokens = usage.get("completion_tokens", 0) + usage.get("output_tokens", 0)
-    return response.elapsed.total_seconds() < MAX_ANSWER_S * (1 + num_tokens / 50)
+    return answer.elapsed_s < MAX_ANSWER_S * (1 + num_tokens / 50)
 
 
-def _check(response: httpx.Response, sent: object) -> None:
-    assert _is_in_time(response), (response.elapsed.total_seconds(), sent)
-    assert response.status_code < 500, (sent, response.text)
-    if response.status_code >= 400:
-        assert {"message", "type", "param", "code"} == set(response.json()["error"]), (sent, response.text)
-        assert len(response.content) < 2000, "an error quotes only a little of what it complains of"
+def _check(answer: Answer, sent: object) -> None:
+    assert _is_in_time(answer), (answer.elapsed_s, sent)
+    assert answer.status < 500, (sent, answer.content)
+    if answer.status >= 400:
+        assert {"message", "type", "param", "code"} == set(answer.json()["error"]), (sent, answer.content)
+        assert len(answer.content) < 2000, "an error quotes only a little of what it complains of"
 
 
 def _cases(document: dict[str, Any]) -> st.SearchStrategy[Case[Any]]:
@@ -126,21 +141,41 @@ def test_t09_what_the_published_document_allows_and_what_it_forbids(watched: Ser
 def test_t09_mutated_bodies(watched: Served) -> None:
     rng = random.Random(SEED)
     deadline_s = time.monotonic() + SECONDS
-    statuses: set[int] = set()
-    with watched.client(timeout_s=MAX_WAIT_S) as http:
+    statuses: Counter[int] = Counter()
+    failures: list[str] = []
+    with PlainClient(watched.port, watched.headers, MAX_WAIT_S) as http:
         for number in itertools.count():
-            is_enough = {200, 400, 404} <= statuses or number > 2000  # a busy machine needs longer for as many
-            if time.monotonic() > deadline_s and is_enough:
+            is_enough = {200, 400, 404} <= statuses.keys() or number > 2000  # a busy machine needs longer for as many
+            if time.monotonic() > deadline_s and is_enough and number >= BODIES:
                 break
-            path, body = rng.choice(SEEDS)
+            path, body = _product(rng) if rng.random() < _PRODUCTS else rng.choice(SEEDS)
             content = _spoilt(rng, json.dumps(_mutated(rng, body)).encode())
-            response = http.post(path, content=content)
-            if not _is_in_time(response):
-                again = [http.post(path, content=content) for _ in range(3)]
-                response = min(again, key=lambda each: each.elapsed)
-            _check(response, (path, content[:2000]))
-            statuses.add(response.status_code)
-    assert {200, 400, 404} <= statuses
+            answer = http.post(path, content)
+            if not _is_in_time(answer):
+                answer = min((http.post(path, content) for _ in range(3)), key=lambda each: each.elapsed_s)
+            statuses[answer.status] += 1
+            if number % 1000 == 999:
+                print(f"{number + 1} bodies: {dict(sorted(statuses.items()))}", flush=True)
+            try:
+                _check(answer, (path, content[:2000]))
+            except AssertionError as error:  # a long run should find more than one
+                failures.append(str(error))
+                if len(failures) == MAX_FAILURES:
+                    break
+    print(f"{statuses.total()} bodies: {dict(sorted(statuses.items()))}")
+    assert not failures, "\n".join(failures)
+    assert {200, 400, 404} <= statuses.keys()
+
+
+def _product(rng: random.Random) -> tuple[str, dict[str, Any]]:
+    """A route with many prompts or choices, as a rule few of them, and with several lists, as a rule short ones."""
+    path = rng.choice((COMPLETIONS, COMPLETIONS, CHATS, *PLAIN))
+    body = multiplied(path, rng.choice(_COUNTS), rng.choice((1, 1, 1, 2, 4)))
+    names = [name for name in listing_fields(path) if name not in body]
+    for name in rng.sample(names, min(len(names), rng.choice((1, 1, 2, 3)))):
+        size = min(len(LISTS[name]), rng.choice(_SIZES))
+        body = listed(path, name, body, size / len(LISTS[name]))
+    return path, body
 
 
 def _mutated(rng: random.Random, value: Any) -> Any:

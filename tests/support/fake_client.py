@@ -7,9 +7,10 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from quire.core.params import RequestOutputKind
+from quire.core.params import RequestOutputKind, SamplingParams
 from quire.core.request import RequestMetrics
 from quire.engine.client import EngineState, EngineStatus, GenerationRequest, ModelInfo
+from quire.engine.digest import Digest
 from quire.engine.inspection import BlockContent, Inspection
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.text.tokenizer import Tokenizer
@@ -126,6 +127,9 @@ class FakeClient:
         if self._tokenizer is None:
             self._tokenizer = Tokenizer.from_folder(resolve_model("quire-storyteller"))
         return self._tokenizer
+
+    def digest(self, params: SamplingParams) -> Digest:
+        return Digest(params, params.to_row_sampling(seed=0), frozenset())
 
     async def generate(self, request: GenerationRequest) -> FakeStream:
         if self.script.raises is not None:

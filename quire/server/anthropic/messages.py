@@ -25,10 +25,11 @@ from quire.server.body import read_json, shape
 from quire.server.call import Call, call_of
 from quire.server.errors import ApiError, bad_request, unavailable_feature
 from quire.server.generation import Job, Run, Usage
+from quire.server.off_loop import off_loop
 from quire.server.openai.fields import NO_EFFECT, Count, UserMetadata, asks_for_something
 from quire.server.openai.messages import text_of
 from quire.server.reading import Reading
-from quire.server.responses import EventStream, json_response, named_event, timings
+from quire.server.responses import EventStream, answer_chars, json_response, named_event, timings
 from quire.server.state import Api
 from quire.server.structure import Asked, asks_for_json, settle
 from quire.server.texts import NOT_IN_TEMPLATE, ChatOptions
@@ -193,8 +194,9 @@ class Messages:
         for name, reason in _UNAVAILABLE.items():
             if _asks_for_something(getattr(body, name)):
                 raise unavailable_feature(name, reason)
+        size = call.num_body_bytes
         edits, asked = read_edits(body.context_management), _asked_form(body)
-        functions, demand = read_tools(body.tools, body.tool_choice)
+        functions, demand = await off_loop(size, lambda: read_tools(body.tools, body.tool_choice))
         tools = await settle_tools(functions, demand, api.tool_notation, has_form=asks_for_json(asked))
         system = text_of(body.system or None, "system")
         is_continued = bool(body.messages) and body.messages[-1].role == "assistant"
@@ -207,7 +209,7 @@ class Messages:
 
         async def encode(turns: Sequence[Turn]) -> tuple[list[dict[str, Any]], str, list[int]]:
             unread: list[str] = []
-            messages = await api.texts.digest(call.num_body_bytes, lambda: messages_of(turns, system, unread))
+            messages = await off_loop(call.num_body_bytes, lambda: messages_of(turns, system, unread))
             text, token_ids = await api.texts.encode_chat(messages, options)
             if turns is body.messages:
                 call.ignore(unread, "these thoughts can be read by those who made them only")
@@ -272,7 +274,7 @@ class Messages:
         (output,), usage = await self._api.generator.answer(call, [prepared.job], receive)
         completion = output.outputs[0]
         blocks = ContentBlocks(prepared.encoded.reading)
-        blocks.take(completion)
+        await self._api.texts.work(answer_chars(output), lambda: blocks.take(completion))
         body = prepared.body(blocks.content, _usage(usage))
         return {**body, **_stop(completion, blocks), **prepared.edits, **prepared.timings(output, usage)}
 

@@ -14,10 +14,11 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from quire.engine.outputs import CompletionOutput, RequestOutput
-from quire.server.body import decode, read_json, shape
+from quire.server.body import read_bytes, read_json, shape
 from quire.server.call import Call, call_of
 from quire.server.errors import ApiError, bad_request, unavailable_feature
 from quire.server.generation import Job, Run, Usage
+from quire.server.off_loop import off_loop
 from quire.server.openai.deltas import ChoiceReader
 from quire.server.openai.fields import (
     NO_EFFECT,
@@ -34,7 +35,7 @@ from quire.server.openai.messages import Message, check_continuation, for_templa
 from quire.server.openai.shapes import ChatTool, ResponseFormat, ToolChoice
 from quire.server.openai.tools import CHAT, read_tools
 from quire.server.reading import Reading
-from quire.server.responses import DONE, EventStream, TextEvent, data_event, json_response, timings
+from quire.server.responses import DONE, EventStream, TextEvent, answer_chars, data_event, json_response, timings
 from quire.server.state import Api
 from quire.server.structure import asks_for_json, from_guided, from_response_format, settle
 from quire.server.texts import NOT_IN_TEMPLATE, ChatOptions, effort_kwargs
@@ -127,8 +128,11 @@ class ChatCompletions:
         _check(body)
         check_num_logprobs("top_logprobs", body.top_logprobs, api.client.model)
         call.ignore(ignored_hints(body), NO_EFFECT)
-        messages = await api.texts.digest(call.num_body_bytes, lambda: for_template(body.messages))
-        functions, demand = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls, CHAT)
+        size = call.num_body_bytes
+        messages = await off_loop(size, lambda: for_template(body.messages))
+        functions, demand = await off_loop(
+            size, lambda: read_tools(body.tools, body.tool_choice, body.parallel_tool_calls, CHAT)
+        )
         asked = [*from_response_format(body.response_format), *from_guided(body)]
         tools = await settle_tools(functions, demand, api.tool_notation, has_form=asks_for_json(asked))
         is_newer = body.max_completion_tokens is not None
@@ -155,8 +159,10 @@ class ChatCompletions:
         reading = api.reading(tools, form, text, _continued(body, messages))
         given |= reading.constraints(form, "response_format")
         given |= await api.thinking(body.thinking_token_budget, reading)
-        params = sampling_params(body, api.sampling_defaults, **given)
-        job = Job(token_ids, params, text if body.echo else None, body.cache_salt, body.priority)
+        params = await off_loop(size, lambda: sampling_params(body, api.sampling_defaults, **given))
+        num_repeated = (body.n or 1) * len(echoed_text(body)) + (len(token_ids) if body.return_token_ids else 0)
+        prompt = text if body.echo else None
+        job = Job(token_ids, params, prompt, body.cache_salt, body.priority, num_repeated=num_repeated)
         names = TokenNames(
             api.client.tokenizer,
             as_ids=bool(body.return_tokens_as_token_ids),
@@ -170,8 +176,7 @@ class ChatCompletions:
 
     async def run_body(self, call: Call, body: bytes) -> dict[str, Any]:
         """The answer to a body that did not come by HTTP (a batch's line); never a stream."""
-        request, _ = decode(body, ChatRequest)
-        call.num_body_bytes = len(body)
+        request, _ = await read_bytes(call, body, ChatRequest)
         if request.stream:
             raise bad_request("stream: a batch's line is answered in one piece", param="stream")
         prepared = await self.prepare(call, request)
@@ -213,13 +218,6 @@ def _continued(body: ChatRequest, messages: list[dict[str, Any]]) -> str | None:
 
 
 # -- the answer in one piece ---------------------------------------------------------------------------------------------
-
-
-def answer_chars(output: RequestOutput) -> int:
-    """About how much there is to write down of an output, log-probabilities above all."""
-    num_entries = sum(len(record) for each in output.outputs for record in each.logprobs or ())
-    num_entries += sum(len(record) for record in output.prompt_logprobs or () if record is not None)
-    return 100 * num_entries + sum(len(each.text) for each in output.outputs)
 
 
 def usage_body(usage: Usage, num_thought_tokens: int = 0) -> dict[str, Any]:

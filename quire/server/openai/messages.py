@@ -120,8 +120,10 @@ def text_of(content: str | Sequence[dict[str, Any]] | None, where: str) -> str |
     return "\n".join(part_text(part, f"{where}[{number}]") for number, part in enumerate(content))
 
 
-def part_text(part: dict[str, Any], where: str) -> str:
-    """The text of one part. Raises ApiError 400 for one that is no text."""
+def part_text(part: object, where: str) -> str:
+    """The text of one part, whatever a body has in its place. Raises ApiError 400 for one that is no text."""
+    if not isinstance(part, Mapping):
+        raise bad_request(f"{where}: a part must be an object", param=where)
     kind = part.get("type")
     field = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if field is None:

@@ -16,10 +16,11 @@ from starlette.types import Receive
 from quire.core.params import SamplingParams
 from quire.core.structure import StructuredOutputsParams
 from quire.engine.outputs import CompletionOutput, RequestOutput
-from quire.server.body import decode, read_json, shape
+from quire.server.body import read_bytes, read_json, shape
 from quire.server.call import Call, call_of
 from quire.server.errors import ApiError, bad_request, unavailable_feature
 from quire.server.generation import Job, Run, Usage
+from quire.server.off_loop import off_loop
 from quire.server.openai.fields import (
     NO_EFFECT,
     Budget,
@@ -42,7 +43,7 @@ from quire.server.openai.shapes import InputItem, Reasoning, ResponseStreamOptio
 from quire.server.openai.tools import RESPONSES, read_tools
 from quire.server.query import query_of
 from quire.server.reading import Reading
-from quire.server.responses import EventStream, json_response, named_event, timings
+from quire.server.responses import EventStream, answer_chars, json_response, named_event, timings
 from quire.server.state import Api
 from quire.server.structure import Asked, asks_for_json, from_named_schema, from_response_format, settle
 from quire.server.texts import NOT_IN_TEMPLATE, ChatOptions, effort_kwargs
@@ -172,7 +173,8 @@ class Responses:
         body = await read_json(request, ResponseRequest, is_strict=self._api.config.strict_fields)
         prepared = await self._prepare(call, body)
         if not body.stream:
-            return json_response(call, await self._create(call, prepared, request.receive))
+            answer = await self._create(call, prepared, request.receive)
+            return await off_loop(call.num_body_bytes, lambda: json_response(call, answer))
         run = await self._api.generator.start(call, [prepared.job], is_stream=True)
         events = _ResponseEvents(prepared, run, lambda answer: self._keep(call, prepared, answer))
         return EventStream(call, run, events, self._api.config.keep_alive_s)
@@ -219,7 +221,8 @@ class Responses:
         prompt = await self._prompt(call, body)
         reading = prompt.reading
         given = reading.constraints(prompt.form, "text.format") | await api.thinking(body.thinking_token_budget, reading)
-        params = self._params(body, len(prompt.token_ids), reading, given)
+        num_prompt = len(prompt.token_ids)
+        params = await off_loop(call.num_body_bytes, lambda: self._params(body, num_prompt, reading, given))
         job = Job(prompt.token_ids, params, None, body.cache_salt, body.priority)
         names = TokenNames(api.client.tokenizer, as_ids=False, shows_special=False)
         seal = partial(self._sealer.seal, call.tenant.name) if _SEALED in (body.include or ()) else None
@@ -227,7 +230,9 @@ class Responses:
 
     async def _prompt(self, call: Call, body: ResponseRequest) -> _Prompt:
         api = self._api
-        functions, demand = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls, RESPONSES)
+        functions, demand = await off_loop(
+            call.num_body_bytes, lambda: read_tools(body.tools, body.tool_choice, body.parallel_tool_calls, RESPONSES)
+        )
         forms = _asked_form(body)
         tools = await settle_tools(functions, demand, api.tool_notation, has_form=asks_for_json(forms))
         history: list[dict[str, Any]] = []
@@ -256,7 +261,7 @@ class Responses:
             items = reader.items(body.input)
             return items, for_template(messages_of(items))
 
-        found = await self._api.texts.digest(call.num_body_bytes, read)
+        found = await off_loop(call.num_body_bytes, read)
         call.ignore(reader.unread, "it was sealed by another server, or before this one was started; send its content")
         return found
 
@@ -274,8 +279,7 @@ class Responses:
 
     async def run_body(self, call: Call, body: bytes) -> dict[str, Any]:
         """The answer to a body that did not come by HTTP (a batch's line); never a stream, and not kept to be continued."""
-        request, _ = decode(body, ResponseRequest)
-        call.num_body_bytes = len(body)
+        request, _ = await read_bytes(call, body, ResponseRequest)
         if request.stream:
             raise bad_request("stream: a batch's line is answered in one piece", param="stream")
         request.store = False
@@ -286,7 +290,9 @@ class Responses:
         completion = output.outputs[0]
         tracker = prepared.tracker()
         items = prepared.output_items()
-        items.take(completion, tracker.take(completion) if tracker is not None else [])
+        await self._api.texts.work(
+            answer_chars(output), lambda: items.take(completion, tracker.take(completion) if tracker is not None else [])
+        )
         answer = _body(prepared, _status(completion), _usage(usage, items.num_thought_tokens), items.items)
         prepared.add_timings(answer, output, usage)
         self._keep(call, prepared, answer)

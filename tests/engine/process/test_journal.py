@@ -41,7 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "looping": {"seed": 4, "n": 2, "allowed_token_ids": [5, 6], "repetition_detection": LOOP},
     "thinking": {"seed": 5, "n": 2, "thinking_token_budget": 2, "thinking_marks": ThinkingMarks("<th>", "</th>", True)},
     "listed": {"seed": 10, "n": 2, "allowed_token_ids": [*range(5, 200)], "logit_bias": {n: 0.1 * n for n in range(9, 40)},
-               "bad_words": ["a", "the"], "min_tokens": 5, "stop_token_ids": [*range(90, 200)]},
+               "bad_words": ["q", "Z", "the"], "min_tokens": 5, "stop_token_ids": [*range(90, 200)]},
     "formed": {"seed": 9, "n": 2, "ignore_eos": False, "structured_outputs": {"regex": "[a-d]{4,}[0-9]{3}"}},
 }  # fmt: skip
 

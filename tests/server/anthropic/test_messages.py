@@ -81,6 +81,7 @@ def test_a_stream(claude: anthropic.Anthropic) -> None:
         {"messages": [*CAT, {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]},
         {"messages": [*CAT, {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": 1}]}]},
         {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [1, None]}]}]},
         {"thinking": {"type": "hard", "budget_tokens": 1024}},
         {"thinking": {"type": "enabled", "budget_tokens": "many"}},
         {"context_management": {"edits": [{"type": "forget_everything"}]}},
