@@ -395,7 +395,8 @@ class Scheduler:
         """Give prompts their share of the step: those of admitted sequences, then of those that can be admitted."""
         if not behind and not self.waiting:
             return
-        self._prompts.open(self._draft.work, len(self.waiting) + max(0, len(behind) - 1))
+        queued = self.waiting.head() or (behind[1] if len(behind) > 1 else None)
+        self._prompts.open(self._draft.work, 0 if queued is None else len(queued.token_ids))
         if self.limits.max_num_partial_prefills > 1:
             self._prompts.serve_short()
             self._schedule_chunks(behind)

@@ -11,8 +11,8 @@ from quire.core.plan import RowWork, StepPlan
 from quire.core.scheduler.pace import StepPace
 from quire.core.step_cost import StepCostModel, StepWork, UnitCosts, work_of
 
-# 10 ms a step, 1 ms a token; what else there is costs next to nothing.
-_COSTS = UnitCosts(0.010, 1e-9, 0.001, 1e-9, 1e-12, 1e-12)
+# 2 ms a step, 1 ms a token; what else there is costs next to nothing.
+_COSTS = UnitCosts(0.002, 1e-9, 0.001, 1e-9, 1e-12, 1e-12)
 
 
 def _pace(target_s: float, costs: UnitCosts = _COSTS) -> StepPace:
@@ -24,35 +24,45 @@ def _tokens(plan: StepPlan, row: int) -> int:
 
 
 def test_a_long_prompt_takes_what_the_target_leaves_beside_a_stream(harness: Callable[..., Any]) -> None:
-    h = harness(max_num_batched_tokens=128, pace=_pace(0.050))
+    h = harness(max_num_batched_tokens=128, max_model_len=256, num_blocks=128, pace=_pace(0.050))
     stream = h.add("stream", 8, max_tokens=60)
     h.step()
-    h.add("long", 100)
-    plans = [h.step() for _ in range(3)]
-    # The first step finds it in the queue, which is worth 50 ms. Then there are 50 ms for all: 10 for the step, 1 for the
-    # stream, and 36 tokens of the prompt.
-    assert [plan.num_tokens - 1 for plan in plans] == [48, 36, 16]
-    assert [h.scheduler.pace.model.seconds(work_of(plan.work)) for plan in plans] == pytest.approx([0.059, 0.047, 0.027])
+    long = h.add("long", 200)
+    plans = [h.step() for _ in range(4)]
+    # The first step finds it in the queue, which is worth two targets. Then there are 50 ms for all: 2 for the step, 1 for the
+    # stream, and 44 tokens of the prompt, a multiple of 4.
+    assert [plan.num_tokens - 1 for plan in plans] == [96, 44, 44, 16]
+    assert all(h.scheduler.pace.model.seconds(work_of(plan.work)) <= 0.103 for plan in plans)
     h.run()
     h.check(stream)
+    h.check(long)
 
 
 def test_without_running_streams_a_step_may_take_two_targets(harness: Callable[..., Any]) -> None:
     h = harness(max_num_batched_tokens=128, pace=_pace(0.030))
     h.add("long", 100)
-    assert h.step().num_tokens == 48, "60 ms, of which the step itself takes 10"
+    assert h.step().num_tokens == 56, "60 ms, of which the step itself takes 2"
 
 
-def test_queued_prompts_get_up_to_two_targets_beside_running_streams(harness: Callable[..., Any]) -> None:
+def test_queued_prompts_get_the_time_of_one_up_to_two_targets() -> None:
     pace, decodes = _pace(0.050), [RowWork(0, 5, 1, 1)]
-    assert pace.prompt_s(decodes, 0) == pytest.approx(0.039)
-    assert pace.prompt_s(decodes, 1) == pytest.approx(0.050)
-    assert pace.prompt_s(decodes, 7) == pytest.approx(0.100)
+    assert pace.prompt_s(decodes, 0) == pytest.approx(0.047)
+    assert pace.prompt_s(decodes, 10) == pytest.approx(0.047)
+    assert pace.prompt_s(decodes, 60) == pytest.approx(0.060)
+    assert pace.prompt_s(decodes, 1000) == pytest.approx(0.100)
+    many = [RowWork(row, 5, 1, 1) for row in range(40)]
+    assert pace.prompt_s(many, 10) == pytest.approx(2 * 0.042)
 
 
 def test_decodes_that_take_the_whole_target_leave_prompts_a_quarter() -> None:
     decodes = [RowWork(row, 5, 1, 1) for row in range(100)]
-    assert _pace(0.050).prompt_s(decodes, 0) == pytest.approx(0.0125)
+    assert _pace(0.100).prompt_s(decodes, 0) == pytest.approx(0.025)
+
+
+def test_steps_are_not_so_short_that_they_only_read_weights() -> None:
+    costs, decodes = _COSTS._replace(step_s=0.005), [RowWork(0, 5, 1, 1)]
+    assert _pace(0.020, costs).prompt_s(decodes, 0) == pytest.approx(0.030), "one and a half targets at most"
+    assert _pace(0.040, costs).prompt_s(decodes, 0) == pytest.approx(0.040), "eight times 5 ms"
 
 
 def test_every_step_brings_a_prompt_forward_however_slow_the_machine(harness: Callable[..., Any]) -> None:
