@@ -29,6 +29,8 @@ from markdown_pages import ROOT, Block, blocks
 
 from quire.cli.main import COMMANDS, main
 from quire.cli.parser import Parser
+from quire.core.structure import StructuredOutputsParams
+from quire.grammar.judge import judge
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs" / "howto").glob("*.md"))]
 BLOCKS = [block for page in PAGES for block in blocks(page)]
@@ -128,8 +130,15 @@ def test_the_blocks_are_found() -> None:
     readme = [line for page, line in COMMAND_LINES if page == "README.md"]
     assert {"pip install .", SERVE} <= set(readme) and any(line.startswith("make demo") for line in readme)
     assert any(line.startswith("make test ") for line in readme) and len(PYTHON) >= 8 and len(COMMAND_LINES) > 20
-    unknown = {block.language for block in BLOCKS} - {"python", "bash"}
+    unknown = {block.language for block in BLOCKS} - {"python", "bash", "ebnf"}
     assert not unknown, f"blocks in {unknown} are not run by any test"
+
+
+def test_grammars_are_understood() -> None:
+    grammars = [block.code for block in BLOCKS if block.language == "ebnf"]
+    assert grammars
+    for grammar in grammars:
+        judge.check(StructuredOutputsParams(grammar=grammar).wire)
 
 
 # -- what runs -------------------------------------------------------------------------------------------------------------

@@ -249,7 +249,7 @@ def test_loading_is_begun_with_whole_targets_only() -> None:
     ]
     for add in wrong:
         with pytest.raises(ValueError):
-            add(_native.Loading(None))
+            add(_native.Loading(data))
     loading = _native.Loading(data)
     loading.add(data.data_ptr(), 0, False, 32, 32)
     for part in ((-1, 0, 32, 0), (0, -1, 32, 0), (0, 0, 33, 0), (0, 0, 32, 3)):
