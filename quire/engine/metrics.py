@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from quire.core.scheduler.scheduler import Scheduler
-from quire.engine.counters import count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +48,8 @@ class Histogram(Metric):
 
 def snapshot(scheduler: Scheduler, model: str) -> list[Metric]:
     """The engine's numbers now. Prompt tokens and cache hits are those of finished requests."""
+    from quire.engine.counters import count  # needs the server's message library, which offline use does without
+
     labels = {"model_name": model, "engine": "0"}
     counts, stats = count(scheduler), scheduler.stats
     totals = {

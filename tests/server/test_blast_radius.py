@@ -139,7 +139,7 @@ SERVER_FAULTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "its text cannot be tokenized": (Tokenizer, "encode", lambda self, text, **_: MARK in text),
     "its chat cannot be rendered": (ChatTemplate, "render", lambda self, messages, **_: MARK in str(messages)),
     "it cannot be judged": (Admission, "admit", lambda self, asked: _has_mark(asked.params)),
-    "it cannot be followed": (OutputProcessor, "add", lambda self, request, params, prompt: _has_mark(params)),
+    "it cannot be followed": (OutputProcessor, "add", lambda self, request, asked: _has_mark(asked.params)),
     "it cannot be put into a message": (Entry, "to_message", lambda self: _has_mark(self.asked.params)),
     "its tokens cannot be taken in": (Entry, "take", lambda self, *_: _has_mark(self.asked.params)),
     "its token cannot become text": (TextStream, "append", lambda self, *_: self.is_victim),
