@@ -395,8 +395,7 @@ class Scheduler:
         """Give prompts their share of the step: those of admitted sequences, then of those that can be admitted."""
         if not behind and not self.waiting:
             return
-        queued = self.waiting.head() or (behind[1] if len(behind) > 1 else None)
-        self._prompts.open(self._draft.work, 0 if queued is None else len(queued.token_ids))
+        self._prompts.open(self._draft.work, self._queued_len(behind))
         if self.limits.max_num_partial_prefills > 1:
             self._prompts.serve_short()
             self._schedule_chunks(behind)
@@ -405,6 +404,13 @@ class Scheduler:
             behind = list(filter(_is_behind, self.running))
         self._schedule_chunks(behind)
         self._admit()
+
+    def _queued_len(self, behind: list[Sequence]) -> int:
+        """Length of the prompt that waits behind the one to be served first; 0 where none does."""
+        if len(behind) > 1:
+            return len(behind[1].token_ids)
+        head = self.waiting.head() if behind or len(self.waiting) > 1 else None
+        return 0 if head is None else len(head.token_ids)
 
     def _schedule_chunks(self, sequences: list[Sequence]) -> None:
         planned = set(self._planned)
