@@ -114,6 +114,7 @@ def _cases(document: dict[str, Any]) -> st.SearchStrategy[Case[Any]]:
     return st.one_of(strategies)
 
 
+@pytest.mark.slow
 def test_t09_what_the_published_document_allows_and_what_it_forbids(watched: Served) -> None:
     """Also that what the document forbids is refused, so that the document is true."""
     cases = _cases(watched.get("/openapi.json").json())

@@ -103,6 +103,7 @@ def _render(template: ChatTemplate, case: str, add_generation_prompt: bool) -> s
 CONTROL_LIKE = re.compile(r"<\|[^|<>\n]*\|>|<｜[^｜\n]*｜>|</?(?:start_of_turn|end_of_turn|s)>|\[/?[A-Z_]{4,}\]")
 
 
+@pytest.mark.slow
 def test_every_template_renders_as_in_transformers_and_keeps_its_own_tokens(
     templates: dict[str, ChatTemplate],
 ) -> None:

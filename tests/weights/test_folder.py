@@ -146,6 +146,7 @@ print(seen)
 """
 
 
+@pytest.mark.slow
 def test_t03_nothing_of_a_models_folder_is_ever_run(tmp_path: Path) -> None:
     """A folder with code of its own, pickles and `auto_map`: all of it is ignored, and not even opened."""
     harm = f"open({str(tmp_path / 'harmed')!r}, 'w')"

@@ -76,6 +76,7 @@ def test_cuts_draws_and_scores(sampling: SamplingKernels, device: torch.device, 
         assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(scores, wanted, strict=True))
 
 
+@pytest.mark.slow
 def test_draws_and_scores_do_not_depend_on_stretches(
     sampling: SamplingKernels, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +170,7 @@ def stretches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, s
     monkeypatch.setattr(triton_sampling, "_BLOCK", 64)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stretches")
 @pytest.mark.parametrize("step", [11, thorough(3)])
 def test_cuts_in_stretches(sampling: SamplingKernels, device: torch.device, step: int) -> None:

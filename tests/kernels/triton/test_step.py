@@ -89,6 +89,7 @@ def test_fused_is_one_by_one(kernels: Kernels, device: torch.device, family: str
         assert fused.dtype is not model.dtype or fused.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Qwen2ForCausalLM", thorough("Qwen3ForCausalLM"), thorough("Gemma2ForCausalLM")])
 def test_products_that_the_next_kernel_finishes_are_one_by_one_the_same(
     kernels: Kernels, device: torch.device, family: str
