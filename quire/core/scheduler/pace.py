@@ -5,8 +5,8 @@ Owns the target and the model of step costs that it is held against. Chunk sizes
 A step computes its decodes in any case. Prompts get what they leave of the target, and at least
 
 - a quarter of the target, however slow the decodes are;
-- eight times the fixed part of a step (reading the weights), up to one and a half targets: shorter steps would spend more
-  than a ninth of their time on it;
+- eight times what a step takes whatever the chunk's length (reading the weights, and the keys and values before the chunk), up
+  to one and a half targets: shorter steps would spend more than a ninth of their time on it;
 - while further prompts queue, twice the decodes' time and the time of the next prompt, up to two targets: those that queue wait
   for their first token, longer than the running ones wait for their next, and a server that admits fewer requests than arrive
   would never see its queue end;
@@ -51,13 +51,14 @@ class StepPace:
         self.quantum = quantum
         self._last_end_s = -math.inf
 
-    def prompt_s(self, decodes: Sequence[RowWork], queued_len: int) -> float:
+    def prompt_s(self, decodes: Sequence[RowWork], queued_len: int, context_len: int = 0) -> float:
         """Seconds of a step that prompts may take beside `decodes`.
 
-        `queued_len` is the length of the prompt that waits for those that are being served; 0 where none does.
+        `queued_len` is the length of the prompt that waits for those that are being served, 0 where none does; `context_len`
+        are the tokens computed so far of the one that is served first.
         """
         target_s, costs = self.target_s, self.model.units()
-        fixed_s = costs.step_s + costs.head_s
+        fixed_s = costs.step_s + costs.head_s + costs.context_s * context_len
         if not decodes:
             return max(_MAX_TARGETS * target_s - fixed_s, _LEAST_TARGETS * target_s)
         decode_s = self.model.seconds(work_of(decodes))

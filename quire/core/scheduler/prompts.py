@@ -31,10 +31,10 @@ class PromptRoom:
         self._is_first_pass = False
         self._num_long = self._num_pending = 0
 
-    def open(self, decodes: list[RowWork], queued_len: int) -> None:
-        """Begin with a step that holds `decodes` so far; a prompt of `queued_len` tokens waits for those being served."""
+    def open(self, decodes: list[RowWork], queued_len: int, context_len: int) -> None:
+        """Begin with a step that holds `decodes` so far; see `StepPace.prompt_s` for the lengths."""
         self._all_tokens, self._num_tokens_taken = self._draft.num_tokens_left, 0
-        self._all_s = self._left_s = math.inf if self._pace is None else self._pace.prompt_s(decodes, queued_len)
+        self._all_s = self._left_s = math.inf if self._pace is None else self._pace.prompt_s(decodes, queued_len, context_len)
         self._is_first_pass, self._num_long, self._num_pending = False, 0, 0
 
     def serve_short(self) -> None:

@@ -395,7 +395,8 @@ class Scheduler:
         """Give prompts their share of the step: those of admitted sequences, then of those that can be admitted."""
         if not behind and not self.waiting:
             return
-        self._prompts.open(self._draft.work, self._queued_len(behind))
+        context_len = behind[0].num_planned if behind else 0
+        self._prompts.open(self._draft.work, self._queued_len(behind), context_len)
         if self.limits.max_num_partial_prefills > 1:
             self._prompts.serve_short()
             self._schedule_chunks(behind)

@@ -72,6 +72,8 @@ def test_steps_are_not_so_short_that_they_only_read_weights() -> None:
     costs, decodes = _COSTS._replace(step_s=0.005), [RowWork(0, 5, 1, 1)]
     assert _pace(0.020, costs).prompt_s(decodes, 0) == pytest.approx(0.030), "one and a half targets at most"
     assert _pace(0.040, costs).prompt_s(decodes, 0) == pytest.approx(0.040), "eight times 5 ms"
+    costs = costs._replace(context_s=1e-5)
+    assert _pace(0.040, costs).prompt_s(decodes, 0, context_len=100) == pytest.approx(0.048), "and of 1 ms of keys and values"
 
 
 def test_every_step_brings_a_prompt_forward_however_slow_the_machine(harness: Callable[..., Any]) -> None:
