@@ -151,8 +151,8 @@ def begin_loading(planned: PlannedModel) -> PlannedModel:
 
 
 def assemble(prepared: PreparedModel, executor: Executor, *, is_streaming: bool = False) -> Engine:
-    """An engine of a prepared model around an executor. Where its outputs are not streamed, nobody waits for a step, and its
-    steps are bounded by time only if the user wants it."""
+    """An engine of a prepared model around an executor. Where its outputs are not streamed, its steps are bounded by time
+    only if the config gives a target."""
     from quire.engine.engine import Engine
 
     planned = prepared.planned
@@ -181,8 +181,8 @@ def pace_of(planned: PlannedModel) -> tuple[StepPace | None, StepCostFile | None
     from quire.engine.fingerprint import cache_name
 
     path = cache_name(plan, planned.files).path(Path(plan.config.weights_cache).expanduser(), COST_SUFFIX)
-    cost_file = StepCostFile(path, Machine.inspect().cpu_name)
-    cost_file.restore(pace.model)
+    cost_file = StepCostFile(path, Machine.inspect().cpu_name, pace.model)
+    cost_file.restore()
     return pace, cost_file
 
 

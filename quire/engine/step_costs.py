@@ -97,12 +97,12 @@ def _num_bytes(parts: Sequence[LinearSpec], formats: WeightFormats, dtype: str) 
 class StepCostFile:
     """Where a model's step costs are kept; a folder that cannot be written costs one warning."""
 
-    def __init__(self, path: Path, cpu_name: str) -> None:
-        self._path, self._cpu_name = path, cpu_name
+    def __init__(self, path: Path, cpu_name: str, model: StepCostModel) -> None:
+        self._path, self._cpu_name, self._model = path, cpu_name, model
         self._num_saved = 0
         self._has_failed = False
 
-    def restore(self, model: StepCostModel) -> bool:
+    def restore(self) -> bool:
         """Let the model begin with what an earlier run learned on this processor; False where there is nothing to use."""
         try:
             with self._path.open("rb") as file:
@@ -113,19 +113,19 @@ class StepCostFile:
             logger.warning("step costs in %s are not used: %s", self._path, error)
             return False
         is_ours = isinstance(record, dict) and record.get("cpu") == self._cpu_name
-        return is_ours and model.restore(record)
+        return is_ours and self._model.restore(record)
 
-    def save_if_due(self, model: StepCostModel) -> None:
+    def save_if_due(self) -> None:
         """Write the file where enough was learned since it was last written."""
-        if model.num_observed - self._num_saved >= _SAVE_AFTER:
-            self.save(model)
+        if self._model.num_observed - self._num_saved >= _SAVE_AFTER:
+            self.save()
 
-    def save(self, model: StepCostModel) -> None:
+    def save(self) -> None:
         """Write the file, if anything was learned: under another name first, so that a reader sees a whole one or none."""
-        if self._has_failed or model.num_observed == self._num_saved:
+        if self._has_failed or self._model.num_observed == self._num_saved:
             return
-        self._num_saved = model.num_observed
-        record = json.dumps({"cpu": self._cpu_name, **model.saved()})
+        self._num_saved = self._model.num_observed
+        record = json.dumps({"cpu": self._cpu_name, **self._model.saved()})
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor, name = tempfile.mkstemp(dir=self._path.parent, prefix=self._path.stem)

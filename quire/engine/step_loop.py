@@ -74,8 +74,8 @@ class StepLoop:
         if self.scheduler.flights:
             self.advance()  # a step that was planned ahead for those who have ended
             return True
-        if self._pace is not None and self._cost_file is not None:
-            self._cost_file.save_if_due(self._pace.model)
+        if self._cost_file is not None:
+            self._cost_file.save_if_due()
         return self.executor.idle()
 
     # -- the verbs ---------------------------------------------------------------------------------------------------
@@ -141,8 +141,8 @@ class StepLoop:
         """End what computes, and free the memory. Idempotent."""
         self.loop.close()
         self.executor.close()
-        if self._pace is not None and self._cost_file is not None:
-            self._cost_file.save(self._pace.model)
+        if self._cost_file is not None:
+            self._cost_file.save()
 
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(self._limits, digest_key=os.urandom(16), pace=self._pace)

@@ -31,6 +31,11 @@ def _params(**options: object) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 16, "ignore_eos": True, "temperature": 0.0, **options})  # type: ignore[arg-type]
 
 
+def test_steps_are_bounded_by_time_where_outputs_are_streamed(llm: AsyncLLM, tiny_config: Path) -> None:
+    assert llm.scheduler.pace is not None and llm.scheduler.pace.target_s == 0.2
+    assert LLM(str(tiny_config), **OPTIONS).engine.scheduler.pace is None
+
+
 async def _collect(llm: AsyncLLM, prompt: list[int], params: SamplingParams) -> list[RequestOutput]:
     return [output async for output in llm.generate({"prompt_token_ids": prompt}, params)]
 

@@ -141,6 +141,15 @@ def _chunked(make: MakeEngine) -> Answers:
     return _answers(make(max_num_batched_tokens=7, max_num_seqs=3))
 
 
+def _bounded_by_time(make: MakeEngine) -> Answers:
+    """The target is too short for anything, so that chunks have the least length, and two prompts share a step."""
+    engine = make(target_step_ms=0.001, max_long_partial_prefills=2)
+    assert engine.scheduler.pace is not None
+    answers = _answers(engine)
+    assert max(engine.scheduler.stats.num_steps_by_size[6:]) == 0, "no step of more than 32 tokens"
+    return answers
+
+
 def _one_token_at_a_time(make: MakeEngine) -> Answers:
     return _answers(make(max_num_batched_tokens=1, max_num_seqs=1))
 
@@ -252,6 +261,7 @@ def _restarted(make: MakeEngine) -> Answers:
 CASES: dict[str, Callable[[MakeEngine], Answers]] = {
     "batched": _batched,
     "chunked": _chunked,
+    "bounded by time": _bounded_by_time,
     "one token at a time": _one_token_at_a_time,
     "unchunked": _unchunked,
     "cached": _cached,

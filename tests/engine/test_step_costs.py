@@ -31,7 +31,7 @@ def _learned(path: Path) -> StepCostModel:
     model = StepCostModel(_COSTS)
     for _ in range(20):
         model.observe(work_of([RowWork(0, 0, 64)]), 1.0)
-    StepCostFile(path, "a processor").save(model)
+    StepCostFile(path, "a processor", model).save()
     return model
 
 
@@ -51,7 +51,7 @@ def test_an_unknown_processor_counts_as_a_slow_one(tiny_config: Path) -> None:
 def test_the_next_run_begins_with_what_the_last_one_learned(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "model.steps.json"
     model, later = _learned(path), StepCostModel(_COSTS)
-    assert StepCostFile(path, "a processor").restore(later)
+    assert StepCostFile(path, "a processor", later).restore()
     assert later.units() == model.units() != _COSTS
 
 
@@ -59,28 +59,29 @@ def test_the_next_run_begins_with_what_the_last_one_learned(tmp_path: Path) -> N
 def test_damaged_files_are_not_used(content: bytes, tmp_path: Path) -> None:
     path, model = tmp_path / "model.steps.json", StepCostModel(_COSTS)
     path.write_bytes(content)
-    assert not StepCostFile(path, "a processor").restore(model)
+    assert not StepCostFile(path, "a processor", model).restore()
     assert model.units() == _COSTS
 
 
 def test_another_processors_costs_are_not_used(tmp_path: Path) -> None:
     path, model = tmp_path / "model.steps.json", StepCostModel(_COSTS)
     _learned(path)
-    assert not StepCostFile(path, "another processor").restore(model)
+    assert not StepCostFile(path, "another processor", model).restore()
 
 
 def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
-    model, file = StepCostModel(_COSTS), StepCostFile(tmp_path / "file" / "model.steps.json", "a processor")
+    model = StepCostModel(_COSTS)
+    file = StepCostFile(tmp_path / "file" / "model.steps.json", "a processor", model)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             model.observe(work_of([RowWork(0, 0, 64)]), 1.0)
-            file.save(model)
+            file.save()
     assert len(caplog.records) == 1
 
 
 def test_nothing_is_written_before_anything_was_learned(tmp_path: Path) -> None:
-    StepCostFile(tmp_path / "model.steps.json", "a processor").save(StepCostModel(_COSTS))
+    StepCostFile(tmp_path / "model.steps.json", "a processor", StepCostModel(_COSTS)).save()
     assert not list(tmp_path.iterdir())
 
 
@@ -89,7 +90,7 @@ def test_a_model_that_is_the_same_finds_its_costs_beside_its_packed_weights(tiny
     pace, file = pace_of(plan_engine(config))
     assert isinstance(pace, StepPace) and file is not None
     pace.model.observe(work_of([RowWork(0, 0, 64)]), 1.0)
-    file.save(pace.model)
+    file.save()
     (written,) = tmp_path.iterdir()
     assert written.name.endswith(".steps.json") and json.loads(written.read_text())["num_observed"] == 1
     again, _ = pace_of(plan_engine(config))

@@ -60,7 +60,9 @@ class PromptRoom:
 
         0 where there is no room, or it is not the sequence's turn.
         """
-        count = self._short(start, gap) if self._is_first_pass else self._long(start, gap)
+        count = gap
+        if gap > 1:  # with one token to go, the cache holding the rest, it is as good as a decode
+            count = self._short(start, gap) if self._is_first_pass else self._long(start, gap)
         if count:
             self._num_tokens_taken += count
             if self._pace is not None:
@@ -69,8 +71,6 @@ class PromptRoom:
 
     def _short(self, start: int, gap: int) -> int:
         """All of a short prompt, or nothing."""
-        if gap == 1:
-            return 1  # the prefix cache holds the rest, so it is as good as a decode, and nobody looks at it again as a prompt
         if not self._is_short(start, gap):
             self._num_long += 1
         elif gap <= self._draft.num_tokens_left and self._fits_beside_long(start, gap):
@@ -101,7 +101,7 @@ class PromptRoom:
 
     def _fitting(self, start: int, most: int, seconds: float) -> int:
         """At most `most` tokens that take up to `seconds`: whole quanta where time is what bounds them."""
-        if self._pace is None or not self._limits.enable_chunked_prefill:
+        if self._pace is None:
             return most
         quantum = self._pace.quantum
         count = self._pace.model.chunk_len(seconds, start, most)

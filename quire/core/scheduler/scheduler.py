@@ -218,7 +218,7 @@ class Scheduler:
         """Take in what came of the oldest step in flight; returns what happened, in the plan's order."""
         flight = self.flights[0]
         assert plan.step_id == result.step_id == flight.step_id and len(result.results) == len(plan.work)
-        if self.pace is not None and flight.forecast is not None:
+        if self.pace is not None and flight.forecast is not None and result.elapsed_s > 0.0:  # a lost step took no time
             self.stats.count_duration(flight.forecast.seconds, self.pace.measure(flight.forecast, result.elapsed_s, now))
         self._now, self._progress = now, []
         gone, add_progress, num_plain = flight.gone, self._progress.append, 0

@@ -1,4 +1,4 @@
-"""Steps bounded by time: running streams go on beside long prompts, short prompts beside long ones, and nobody starves."""
+"""Steps bounded by time: running streams go on beside long prompts, short prompts beside long ones, and no prompt starves."""
 
 from __future__ import annotations
 
