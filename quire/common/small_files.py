@@ -1,4 +1,4 @@
-"""Reading small files that somebody else wrote, such as a model's JSON: bounded, and with one kind of error.
+"""Reading small untrusted files, such as a model's JSON: bounded, and with one kind of error.
 
 Owns the bounds: bytes, how many values a document holds (a byte of `[[],[],...` becomes some forty in memory), and
 whether its texts are Unicode at all, which JSON's escapes do not promise. Whatever is wrong with a file is a

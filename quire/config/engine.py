@@ -32,7 +32,7 @@ STORED_QUANTIZATIONS = {
     "compressed-tensors": ("compressed-tensors",),
     "gguf": ("gguf",),
 }
-"""What vLLM calls the quantization of a checkpoint, and the methods that its files may name: asked for, it must be there."""
+"""What vLLM calls the quantization of a checkpoint, and the methods that its files may name."""
 _NAMES = ("tokenizer", "revision", "tokenizer_revision", "download_dir", "generation_config")
 
 _LEAST = {

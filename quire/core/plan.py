@@ -69,7 +69,7 @@ class ThinkingBudget(NamedTuple):
 class RowSampling(NamedTuple):
     """All that the sampler must know of one row: plain values, checked by `SamplingParams` before they get here.
 
-    Rows that come of one body refer to the same tuples, however many they are: whoever makes something of a long one keeps it
+    Rows that come of one body refer to the same tuples, however many they are: code that derives data from a long one keeps it
     by the tuple's identity.
     """
 

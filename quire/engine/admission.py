@@ -26,7 +26,7 @@ class Admitted(NamedTuple):
     asked: GenerationRequest
     request: Request
     digest: Digest
-    """Of what was asked; what it lists is that of all requests that were asked for with one digest."""
+    """The request's parameters; their lists are shared by all requests of one digest."""
 
 
 class Admission:

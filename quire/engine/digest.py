@@ -2,7 +2,7 @@
 
 What costs time and memory in parameters is what they list: tokens that may or may not come, words, strings that end the answer,
 a grammar. A digest holds all of that in the form in which it is used, and every request made with it, and every sequence of it,
-refers to these very objects. Whoever asks with many prompts makes one digest. Making one is safe in any thread.
+refers to these very objects. A request of many prompts makes one digest. Making one is safe in any thread.
 """
 
 from __future__ import annotations

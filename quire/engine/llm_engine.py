@@ -63,7 +63,7 @@ class LLMEngine:
         return self._session.add(prompt, params, request_id=request_id, priority=priority)
 
     def step(self) -> list[Output]:
-        """One step; returns an output for every request that something happened to, as each asked for it."""
+        """One step; returns an output for every request that made progress, of the kind that it wants."""
         return self._session.step()
 
     def abort_request(self, request_id: str | Iterable[str], internal: bool = False) -> None:

@@ -249,7 +249,7 @@ class OutputProcessor:
         return state.prompt_logprobs
 
     def _by_token(self, record: TokenLogprobs, num_ranked: int | None) -> LogprobsByToken:
-        """The first `num_ranked` alternatives (all with -1) are in order of rank; those asked for by id come after."""
+        """The first `num_ranked` alternatives (all with -1) are in order of rank; those requested by id come after."""
         by_token = {record.token_id: Logprob(record.logprob, record.rank, self._text_of(record.token_id))}
         for rank, (token_id, logprob) in enumerate(zip(record.top_ids, record.top_logprobs, strict=True), start=1):
             if token_id != record.token_id:

@@ -67,7 +67,7 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: list[LogprobsByToken] | None = None
-    """One dict per output token; `FlatLogprobs` where those were asked for."""
+    """One dict per output token; `FlatLogprobs` with `flat_logprobs`."""
     finish_reason: str | None = None
     """"stop", "length", "repetition", "abort", "error", or None while unfinished."""
     stop_reason: int | str | None = None

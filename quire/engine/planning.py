@@ -387,7 +387,7 @@ class _Resolver:
         return wanted
 
     def _check_context(self) -> None:
-        """Refuse a context that the model was not made for, unless it is asked for in so many words."""
+        """Refuse a context that the model was not made for, unless `allow_long_context` is set."""
         wanted, longest = self.config.max_model_len, self.spec.max_context_len
         if wanted is not None and wanted > longest and not self.config.allow_long_context:
             raise ConfigError(

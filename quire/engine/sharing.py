@@ -1,8 +1,8 @@
-"""One engine for several threads: one of them steps at a time, and outputs reach whoever added the request.
+"""One engine for several threads: one of them steps at a time, and outputs reach the thread that added the request.
 
 Owns the lock around an engine and the post of its outputs. A `Session` is one caller's view: requests that it adds, outputs
 that are its own, also where another session's step made them, so that the requests of several threads share their steps.
-Nobody waits longer than for the step of another; a call from inside a step (from a logits processor) could never be served
+A thread waits at most for the step of another; a call from inside a step (from a logits processor) could never be served
 and is refused.
 """
 
@@ -26,7 +26,7 @@ class SharedEngine:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._turn = threading.Lock()
-        """Held by whoever is next in line: a thread that steps again and again would otherwise keep all others out."""
+        """Held by the thread that is next in line: one that steps again and again would otherwise keep all others out."""
         self._lock = threading.Lock()
         self._holder: int | None = None
         self._owners: dict[str, Session] = {}
@@ -59,7 +59,7 @@ class SharedEngine:
         return request_id
 
     def forget(self, request_id: str, session: Session) -> None:
-        """The request is nobody's any more; what comes of it is dropped. The engine must be held."""
+        """Drop the request's outputs from now on. The engine must be held."""
         if self._owners.get(request_id) is session:
             del self._owners[request_id]
 

@@ -23,7 +23,7 @@ class Piece(NamedTuple):
     num_prompt_tokens: int
     params: SamplingParams
     num_shown: int = 1
-    """How often the answer shows what is asked for of the prompt: its log-probabilities."""
+    """How often the answer repeats the prompt's log-probabilities."""
     num_repeated: int = 0
     """Characters and token ids of the prompt in the answer, counted as often as they are there."""
 

@@ -19,7 +19,7 @@ _SILENCE_S = 60.0
 
 
 class ExhaustionLog:
-    """An event loop's handler of what nobody else handled. Says the same thing once a minute; the rest is as always."""
+    """An event loop's handler of unhandled exceptions. Says the same thing once a minute; the rest is as always."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -34,7 +34,7 @@ StepNumber = Annotated[int, Meta(ge=-1, le=MAX_NUMBER)]
 
 
 class StepsQuery(msgspec.Struct, kw_only=True):
-    """Which steps are asked for."""
+    """Which steps to return."""
 
     engine: Annotated[str, Meta(max_length=64)] = ""
     since: StepNumber = -1

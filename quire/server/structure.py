@@ -48,7 +48,7 @@ async def settle(asked: list[Asked]) -> StructuredOutputsParams | None:
 
 
 def asks_for_json(asked: list[Asked]) -> bool:
-    """Whether a form of JSON is asked for, beside which an answer may be a call instead."""
+    """Whether JSON is requested, beside which an answer may be a call instead."""
     return any(values.get(name) for _, values in asked if isinstance(values, Mapping) for name in ("json", "json_object"))
 
 

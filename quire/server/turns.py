@@ -15,7 +15,7 @@ from quire.server.ledger import Ledger
 from quire.server.tenants import Tenant
 
 _POLL_S = 0.05
-"""How often those who wait look for room that nobody has announced."""
+"""How often a waiting line looks for room that was not announced."""
 
 
 class Turn:
@@ -107,7 +107,7 @@ class Turns:
         self._look()
 
     def _look(self) -> None:
-        """Give out what there is room for, and look again soon where somebody has to wait on."""
+        """Give out what there is room for, and look again soon where a line has to wait on."""
         while self._is_open() and (tenant := self._next()) is not None:
             turn = Turn(self, tenant)
             self.held.put(tenant.name, turn, self._assumed_bytes)

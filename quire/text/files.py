@@ -29,7 +29,7 @@ class TextConfig:
 
     named_tokens: role ("bos_token", "eos_token", ...) to the token's text. extra_special_tokens: further tokens
     declared special. padding_side, truncation_side: where batches of texts are filled up and cut. chat_templates: name
-    to Jinja source; "default" is the one used unless another is asked for.
+    to Jinja source; "default" is the one used unless another is named.
     """
 
     named_tokens: Mapping[str, str] = field(default_factory=dict)

@@ -227,7 +227,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(__obj, Macro):
             return super().call(__context, __obj, *args, **kwargs)
         name, owner = getattr(__obj, "__name__", ""), getattr(__obj, "__self__", None)
-        if name == "join":  # of an iterator nobody knows how much it will give
+        if name == "join":  # how much an iterator will give is not known before
             args = tuple(list(metered(arg)) if isinstance(arg, Iterator) else arg for arg in args)
         check_arguments(name, owner, (*args, *kwargs.values()))
         result = super().call(__context, __obj, *args, **kwargs)

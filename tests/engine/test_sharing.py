@@ -1,4 +1,4 @@
-"""Several threads on one engine: each gets its own right answers, nobody waits for himself, and an end is heard of by all."""
+"""Several threads on one engine: each gets its own right answers, no thread waits for itself, and all learn of an end."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class EngineProcess:
                 self._process = subprocess.Popen(
                     [*command, str(theirs.fileno()), str(os.getpid()), *([JSON_LOGS] if has_json_logs else [])],
                     stdin=subprocess.DEVNULL,
-                    cwd="/",  # which nobody can delete; what is to be read has absolute names
+                    cwd="/",  # it cannot be deleted; all paths are absolute
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,  # a terminal's Ctrl-C is for the server, which decides what becomes of the engine
                 )

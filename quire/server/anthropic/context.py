@@ -93,7 +93,7 @@ class Edited:
 
 
 def read_edits(value: Any) -> list[Edit]:
-    """The edits that are asked for, each kind at most once. Raises ApiError 400 naming the one that is wrong."""
+    """The edits that the request names, each kind at most once. Raises ApiError 400 naming the one that is wrong."""
     if value is None:
         return []
     edits = value.get("edits") if isinstance(value, Mapping) else ()

@@ -143,7 +143,7 @@ class _Prepared:
 
     @property
     def edits(self) -> dict[str, Any]:
-        """What was cleared from the conversation, where edits were asked for."""
+        """What was cleared from the conversation, where the request has edits."""
         return {} if self.encoded.edits is None else {"context_management": self.encoded.edits}
 
     def timings(self, output: RequestOutput, usage: Usage) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class BatchJob:
         self._shared = shared
         self._store = shared.store
         self._deadline_s = time.monotonic() + left_s
-        """On the clock that nobody can set."""
+        """On the monotonic clock."""
         self._record: Record = {}
         """Empty until it is needed."""
         self._task: asyncio.Task[None] | None = None
@@ -282,7 +282,7 @@ class BatchJob:
     def _written(self, task: asyncio.Task[Any]) -> None:
         self._writes.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever wanted it may be gone
+            task.exception()  # the coroutine that awaited it may be gone
 
     async def _operate(self, operate: Callable[[], _T]) -> _T:
         """In a thread; where the disk fails, again and again, until it does not."""

@@ -43,7 +43,7 @@ class ScoredToken(NamedTuple):
     """The bytes that it contributes to the text; None for a special token that is not shown."""
     logprob: float
     top: tuple[Alternative, ...]
-    """The token itself first where anything was asked for, then the others: likeliest first, or in the order of the request."""
+    """The token itself first where alternatives were requested, then these: likeliest first, or in the request's order."""
     text_offset: int
     """Where its text begins, in characters."""
 
@@ -133,7 +133,7 @@ class LogprobTracker:
 
     def _top(self, token_id: int, record: LogprobsByToken) -> Iterable[tuple[int, float]]:
         """What of a record is shown. A record begins with the token itself; its others are in the order of their ranks, and
-        those without a rank were asked for by id."""
+        those without a rank were requested by id."""
         if self._asked:
             wanted = dict.fromkeys((token_id, *self._asked))
             return [(other, record[other].logprob) for other in wanted if other in record]

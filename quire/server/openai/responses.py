@@ -194,7 +194,7 @@ class Responses:
         return json_response(call, self._store.get(call.tenant.name, request.path_params["response_id"]).body)
 
     async def input_items(self, request: Request) -> Response:
-        """What a kept answer was an answer to, newest first where nothing else is asked for."""
+        """The input items of a kept answer, newest first by default."""
         call = call_of(request)
         items = self._store.get(call.tenant.name, request.path_params["response_id"]).input_items
         return json_response(call, page_of(items, query_of(request, Listing)))
