@@ -143,7 +143,7 @@ def _chunked(make: MakeEngine) -> Answers:
 
 def _bounded_by_time(make: MakeEngine) -> Answers:
     """The target is too short for anything, so that chunks have the least length, and two prompts share a step."""
-    engine = make(target_step_ms=0.001, max_long_partial_prefills=2)
+    engine = make(target_step_ms=1e-6, max_long_partial_prefills=2)
     assert engine.scheduler.pace is not None
     answers = _answers(engine)
     assert max(engine.scheduler.stats.num_steps_by_size[6:]) == 0, "no step of more than 32 tokens"
