@@ -45,12 +45,11 @@ static void check(const AttentionProblem &problem, const Sequences &sequences) {
     }
 }
 
-// Rows of a task, at most. More of them share what is done to keys and values; fewer leave every thread some tasks.
+// Rows of a task, at most. More of them share what is done to keys and values; fewer leave every thread four tasks.
 static int64_t max_task_rows(const AttentionProblem &problem, const Sequences &sequences, int team) {
-    const int64_t num_rows = sequences.num_tokens * problem.num_heads;
-    int64_t rows = kernels().max_task_rows(problem);
-    while (rows / 2 >= MIN_TASK_ROWS && num_rows < 4 * team * rows) rows /= 2;
-    return rows;
+    const int64_t share = ceil_div(sequences.num_tokens * problem.num_heads, int64_t{4} * team);
+    const int64_t most = kernels().max_task_rows(problem), least = max64(MIN_TASK_ROWS, most / 4);
+    return min64(most, max64(least, share));
 }
 
 // The tasks of a batch, and what those of several sequences point into.
@@ -74,11 +73,12 @@ static void for_head_groups(const AttentionProblem &problem, int64_t max_heads, 
     }
 }
 
-// All tasks of one sequence: per group of heads, at most `max_rows` rows.
+// All tasks of one sequence: per group of heads, even shares of at most `max_rows` rows.
 static void add_tasks(const AttentionProblem &problem, const Sequences &sequences, int64_t s, int64_t max_rows,
                       std::vector<AttentionTask> &tasks) {
-    const int64_t heads = min64(problem.num_heads / problem.cache.num_kv_heads, max_rows), positions = max_rows / heads;
+    const int64_t heads = min64(problem.num_heads / problem.cache.num_kv_heads, max_rows);
     const int64_t start = sequences.query_start[s], rows = sequences.query_start[s + 1] - start;
+    const int64_t positions = ceil_div(rows, ceil_div(rows, max_rows / heads));
     const int64_t context = sequences.context_len[s];
     for_head_groups(problem, heads, [&](AttentionTask task) {
         for (int64_t p = 0; p < rows; p += positions) {

@@ -25,7 +25,7 @@ constexpr int MAX_ROWS = 576;
 // Tiles of keys that rows may pass over in one go.
 constexpr int RUN_TILES = 8, RUN_COPIES = RUN_TILES / 2;  // what is gathered of them is bfloat16
 #else
-constexpr int MAX_ROWS = 192;
+constexpr int MAX_ROWS = HAS_BF16_DOTS ? 384 : 192;
 constexpr int RUN_TILES = 1, RUN_COPIES = 1;
 #endif
 

@@ -96,10 +96,19 @@ QINLINE Vec store_rounded(bf16 *p, Vec x) {
     return as_float(shift_left<16>(bits));
 }
 QINLINE Vec round_to_bf16(Vec x) { return as_float(shift_left<16>(round_to_bf16_bits(x))); }
-// Of numbers that are zero or normal.
+#if defined(QUIRE_EMULATE_BF16)
+QINLINE Vec without_subnormals(Vec x) {
+    const Bits magnitude = and_bits(as_bits(x), broadcast_bits(0x7fffffffu)), sign = broadcast_bits(0x80000000u);
+    const __mmask16 is_tiny = _mm512_cmplt_epu32_mask(magnitude, broadcast_bits(0x00800000u));
+    return as_float(_mm512_mask_and_epi32(as_bits(x), is_tiny, as_bits(x), sign));
+}
+#endif
+// Where this copy has `dot_bf16`, subnormal numbers are stored as zero, which is what it takes them for.
 QINLINE void store_normal(bf16 *p, Vec x) {
 #if defined(__AVX512BF16__)
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), (__m256i)_mm512_cvtneps_pbh(x));
+#elif defined(QUIRE_EMULATE_BF16)
+    store(p, without_subnormals(x));
 #else
     store(p, x);
 #endif
@@ -122,11 +131,6 @@ QINLINE float reduce_max(Vec x) { return _mm512_reduce_max_ps(x); }
 #if defined(__AVX512BF16__)
 QINLINE Vec dot_bf16(Vec sum, Bits x, Bits w) { return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)w); }
 #elif defined(QUIRE_EMULATE_BF16)
-QINLINE Vec without_subnormals(Vec x) {
-    const Bits magnitude = and_bits(as_bits(x), broadcast_bits(0x7fffffffu)), sign = broadcast_bits(0x80000000u);
-    const __mmask16 is_tiny = _mm512_cmplt_epu32_mask(magnitude, broadcast_bits(0x00800000u));
-    return as_float(_mm512_mask_and_epi32(as_bits(x), is_tiny, as_bits(x), sign));
-}
 QINLINE Vec dot_bf16(Vec sum, Bits x, Bits w) {
     const Bits high = broadcast_bits(0xffff0000u);
     const Vec x_high = without_subnormals(as_float(and_bits(x, high))), x_low = without_subnormals(as_float(shift_left<16>(x)));

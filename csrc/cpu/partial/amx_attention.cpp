@@ -100,18 +100,6 @@ struct WholeRows {
     }
 };
 
-// Scales of 8-bit rows.
-struct Scales {
-    float keys[TILE], values[TILE];
-};
-
-static void scale_scores(float *scores, int64_t num_rows, const float (&scales)[TILE]) {
-    for (float *row = scores; row < scores + num_rows * TILE; row += TILE) {
-        QUNROLL
-        for (int v = 0; v < TILE_VECS; ++v) store(row + v * LANES, mul(load(row + v * LANES), load(scales + v * LANES)));
-    }
-}
-
 // ---- a run of tiles ----
 
 // Two tiles of rows, a block, pass over all of a run's tiles before the next block does, so that their outputs stay in the
@@ -310,7 +298,7 @@ class RowBlocks {
     WholeRows whole_;
 };
 
-// Subnormal numbers count as zero, as they do for the unit, for as long as this lives.
+// Takes subnormal numbers as zero, as the unit does, for as long as it lives.
 class FlushesSubnormals {
    public:
     FlushesSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | FLUSH_RESULTS | ZERO_OPERANDS); }
@@ -346,18 +334,13 @@ void attend_run(const Run &run, int64_t num_rows) {
 
 // ---- tasks ----
 
-// A factor that is not above zero has another highest score.
-static bool is_for_tiles(const AttentionProblem &problem) {
-    return problem.dtype == DType::bf16 && problem.cache.format != KVFormat::f32 && problem.scale > 0.0f;
-}
-
 int64_t max_rows_by_tiles(const AttentionProblem &problem) {
-    return is_for_tiles(problem) ? MAX_ROWS : avx512vnni::table.max_task_rows(problem);
+    return has_bf16_products(problem) ? MAX_ROWS : avx512vnni::table.max_task_rows(problem);
 }
 
 void attend_by_tiles(const AttentionProblem &problem, const AttentionTask &task, const AttentionTask *next_task,
                      float *scratch) {
-    if (!is_for_tiles(problem)) return avx512vnni::table.attend(problem, task, next_task, scratch);
+    if (!has_bf16_products(problem)) return avx512vnni::table.attend(problem, task, next_task, scratch);
     const WholeTiles configured;
     attend(problem, task, next_task, scratch);
 }

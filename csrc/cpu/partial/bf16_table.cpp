@@ -1,4 +1,4 @@
-// The table of an instruction set that differs from AVX512-VNNI in the projections only (products of bfloat16).
+// The table of an instruction set that differs from AVX512-VNNI by products of bfloat16, in the projections and in attention.
 #include "extension.hpp"
 
 namespace quire::QUIRE_ISA {
@@ -28,6 +28,9 @@ const KernelTable &extended_table() {
         table.gemm = gemm;
         table.store_sums = store_sums;
         table.store_gated = store_gated;
+        table.max_task_rows = max_rows_by_pairs;
+        table.attention_scratch = attention_scratch;
+        table.attend = attend_by_pairs;
         table.probe_pairs = probe_pairs;
     });
     return made;

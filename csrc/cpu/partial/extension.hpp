@@ -1,4 +1,4 @@
-// What the tables of instruction sets have in common that differ from AVX512-VNNI in the projections only.
+// What the tables of instruction sets have in common that extend AVX512-VNNI's.
 #pragma once
 
 #include "../isa/kernels.hpp"
@@ -16,6 +16,11 @@ int64_t probe_quad_tiles(int64_t rounds);
 // amx_attention.cpp
 int64_t max_rows_by_tiles(const AttentionProblem &problem);
 void attend_by_tiles(const AttentionProblem &problem, const AttentionTask &task, const AttentionTask *next_task,
+                     float *scratch);
+
+// bf16_attention.cpp
+int64_t max_rows_by_pairs(const AttentionProblem &problem);
+void attend_by_pairs(const AttentionProblem &problem, const AttentionTask &task, const AttentionTask *next_task,
                      float *scratch);
 
 // For static initialisers: AVX512-VNNI's table under this set's name, as `change(table)` leaves it.

@@ -1,4 +1,4 @@
-"""Products of tiles, acted out: against an independent statement of what Intel's manual says that the instruction computes.
+"""Products of tiles and of pairs, acted out: against an independent statement of what Intel's manual says that the instruction computes.
 
 And the instructions themselves, where the processor has them, against what is acted out.
 """
@@ -186,52 +186,57 @@ def test_outputs_that_the_instruction_does_not_round(amx: Kernels, name: str, sc
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("name", ["avx512bf16", "amx"])
 @pytest.mark.parametrize("exponents", [1, 75])
-@pytest.mark.parametrize("kv_format", ["bfloat16", "int8"])
+@pytest.mark.parametrize("kv_format", ["bfloat16", "int8", "fp8"])
 @pytest.mark.parametrize(
     ("lens", "heads", "head_size"), [(((70, 150), (1, 90), (2, 33)), (4, 2), 64), (((40, 40),), (9, 1), 80)]
 )
 def test_a_processor_attends_as_the_twin_does(
     amx: Kernels,
     paged: type[Paged],
+    name: str,
     lens: tuple[tuple[int, int], ...],
     heads: tuple[int, int],
     head_size: int,
     kv_format: str,
     exponents: int,
 ) -> None:
-    """Of tiles and of few rows; where many numbers are subnormal, too."""
-    if "amx" not in cpu.supported_isas():
-        pytest.skip("this processor has no amx")
+    """Many rows and few; where many numbers are subnormal, too."""
+    if name not in cpu.supported_isas():
+        pytest.skip(f"this processor has no {name}")
     case = paged.random(lens, heads[1], head_size, torch.bfloat16)
     for each in (*case.keys, *case.values):
         each.mul_(2.0**-exponents)
     query = _draw(sum(count for count, _ in lens), heads[0], head_size, exponents=exponents)
     key_cache, value_cache, batch = case.pages(16, kv_format)
     bits = []
-    for name in (NAME, "amx"):
-        cpu.set_isa(name)
+    for isa in (f"{name}emulated", name):
+        cpu.set_isa(isa)
         bits.append(amx.paged_attention(query, key_cache, value_cache, batch, scale=head_size**-0.5).view(torch.int16))
     assert torch.equal(*bits)
 
 
+@pytest.mark.parametrize("isa", [NAME, "avx512bf16emulated"])
+@pytest.mark.parametrize("kv_format", ["bfloat16", "int8"])
 @pytest.mark.parametrize("exponents", [1, 60])
 @pytest.mark.parametrize("num_heads", [1, 2, 4, 5])
-def test_rows_that_need_no_tiles_have_the_bits_of_tiles(
-    amx: Kernels, paged: type[Paged], num_heads: int, exponents: int
+def test_a_row_alone_has_the_bits_that_it_has_among_many(
+    amx: Kernels, paged: type[Paged], num_heads: int, exponents: int, kv_format: str, isa: str
 ) -> None:
-    """A row alone is multiplied by vectors, and in a prompt by tiles."""
+    """Alone it reads the cache by itself; with many, what was gathered of it for all of them."""
+    cpu.set_isa(isa)
     num_tokens = 150
     case = paged.random(((num_tokens, num_tokens),), 1, 64, torch.bfloat16)
     case.values[0].mul_(2.0**-exponents)
     query = _draw(num_tokens, num_heads, 64, exponents=exponents)
-    key_cache, value_cache, batch = case.pages(16, "bfloat16")
+    key_cache, value_cache, batch = case.pages(16, kv_format)
     want = amx.paged_attention(query, key_cache, value_cache, batch, scale=0.125)
     for position in (0, 63, 64, 100, 149):
         alone = replace(
             case, lens=((1, position + 1),), keys=(case.keys[0][: position + 1],), values=(case.values[0][: position + 1],)
         )
-        key_cache, value_cache, batch = alone.pages(16, "bfloat16")
+        key_cache, value_cache, batch = alone.pages(16, kv_format)
         row = query[position : position + 1].contiguous()
         got = amx.paged_attention(row, key_cache, value_cache, batch, scale=0.125)
         assert torch.equal(got[0].view(torch.int16), want[position].view(torch.int16)), position
