@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from quire.config.limits import SchedulerLimits
-from quire.core.decoding import SamplingDecoder
-from quire.core.plan import RowSampling, StepPlan, StepResult, WorkResult
-from quire.core.request import Request
+from quire.core.plan import StepPlan, StepResult, WorkResult
+from quire.core.request_spec import RequestSpec
 from quire.core.scheduler.scheduler import Scheduler
 from quire.engine.recorder import StepRecorder
 
@@ -98,10 +97,11 @@ def _limits(load: Load) -> SchedulerLimits:
     )
 
 
-def _request(name: str, number: int, prompt_len: int, max_tokens: int) -> Request:
+def _request(name: str, number: int, prompt_len: int, max_tokens: int) -> RequestSpec:
     first = 10 * _STOP_TOKEN + number * 100_000  # no two prompts share a token, so nothing is served from the cache
     prompt = tuple(range(first, first + prompt_len))
-    return Request(name, prompt, RowSampling(), SamplingDecoder(), max_tokens, frozenset({_STOP_TOKEN}))
+    stops = frozenset({_STOP_TOKEN})
+    return RequestSpec(request_id=name, prompt_token_ids=prompt, max_tokens=max_tokens, stop_token_ids=stops)
 
 
 def _made_up(plan: StepPlan) -> StepResult:

@@ -11,11 +11,11 @@ reported.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from quire.core.plan import TokenLogprobs, WorkResult
 from quire.core.request import Demand, FinishReason, Sequence, SequenceOps
+from quire.core.request_spec import BeamSettings
 
 
 class Hypothesis(NamedTuple):
@@ -33,17 +33,6 @@ class _Candidate(NamedTuple):
     beam: Sequence
     token_id: int
     ends: bool
-
-
-@dataclass(frozen=True, slots=True)
-class BeamSettings:
-    """What a search is asked for."""
-
-    beam_width: int
-    max_tokens: int
-    eos_token_ids: frozenset[int] = frozenset()
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
 
 
 class BeamDecoder:

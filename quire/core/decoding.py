@@ -1,11 +1,18 @@
-"""Sampling as a decoder: independent sequences that share their prompt's blocks."""
+"""Sampling as a decoder: independent sequences that share their prompt's blocks; and the decoder that a spec asks for."""
 
 from __future__ import annotations
 
+from quire.core.beam import BeamDecoder
 from quire.core.plan import WorkResult
-from quire.core.request import Demand, Sequence, SequenceOps
+from quire.core.request import Decoder, Demand, Sequence, SequenceOps
+from quire.core.request_spec import RequestSpec
 
 _ONE_SAMPLE = Demand(1, 0)
+
+
+def decoder_of(spec: RequestSpec, *, is_forked: bool = False) -> Decoder:
+    """A new decoder for a request; `is_forked` where its sequences are there already."""
+    return SamplingDecoder(spec.num_sequences, is_forked=is_forked) if spec.beam is None else BeamDecoder(spec.beam)
 
 
 class SamplingDecoder:

@@ -1,8 +1,9 @@
 """Requests and their sequences: what the control plane knows of each piece of work.
 
-A `Request` is what a user submitted; its `Sequence`s are the token streams that answer it (several with `n > 1` or beam
-search). A sequence has *known* tokens (prompt and output so far) and *computed* ones (their KV is in its blocks); a step
-computes some of the gap. These are records: who may change them is the scheduler.
+A `Request` is a `RequestSpec` as it is served; its `Sequence`s are the token streams that answer it (several with `n > 1` or
+beam search). A sequence has *known* tokens (prompt and output so far) and *computed* ones (their KV is in its blocks); a step
+computes some of the gap. These are records: who may change them is the scheduler. `RequestRecord` and `SequenceRecord` hold
+what is known of them elsewhere, too: by a server whose scheduler is in another process.
 
 The scheduler knows nothing of how tokens are chosen. A request's `Decoder` says what a closed gap should yield and turns the
 outcome into appends, forks and finishes through `SequenceOps`, which the scheduler implements.
@@ -10,14 +11,16 @@ outcome into appends, forks and finishes through `SequenceOps`, which the schedu
 
 from __future__ import annotations
 
+from collections import abc
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
 
 from quire.core.kvcache.manager import BlockTable
-from quire.core.kvcache.prefix import ChainKeys, Namespace, ScoringKey
+from quire.core.kvcache.prefix import ChainKeys, ScoringKey
 from quire.core.plan import RowSampling, TokenLogprobs, WorkResult
 from quire.core.repetition import RepetitionWatch
+from quire.core.request_spec import RequestSpec, ResumedSequence
 
 Rank = tuple[int, int, int]
 """(priority, arrival number, sequence index): the smaller goes first."""
@@ -66,48 +69,27 @@ class RequestMetrics:
     """Time spent on making text of its tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResumedSequence:
-    """A sequence that another engine has begun and that this one is to go on with."""
+class RequestRecord(RequestSpec):
+    """A spec, and what became of it so far: as a scheduler knows it, or a server whose engine runs elsewhere."""
 
-    index: int
-    output_token_ids: tuple[int, ...]
-    """What it has generated so far, at least one token."""
+    __slots__ = ("error", "metrics", "prompt_logprobs", "sequences")
+    __setattr__ = object.__setattr__  # a spec is frozen, what becomes of it is not
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """One user request: a prompt, how to decode it, and its place in the order of service."""
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    sampling: RowSampling
-    decoder: Decoder
-    max_tokens: int
-    """Output tokens per sequence, already bounded by the context length."""
-    stop_token_ids: frozenset[int] = frozenset()
-    """Tokens that end a sequence: the request's own and, unless it ignores them, the model's end-of-sequence tokens."""
-    priority: int = 0
-    """The smaller goes first; only under the policies `priority` and `fair`."""
-    tenant: str = ""
-    """On whose account it is served, under the policy `fair`."""
-    weight: float = 1.0
-    """The tenant's share relative to others'; above 0."""
-    namespace: Namespace = ()
-    reads_cache: bool = True
-    resumed: tuple[ResumedSequence, ...] = ()
-    """Its unfinished sequences, where the request was begun elsewhere; their tokens go on as they would have there."""
-    arrival: int = 0
-    """Set by the scheduler: its place in the order of arrival."""
-    arrival_step: int = 0
-    """Set by the scheduler: the last step planned before it arrived."""
-    sequences: list[Sequence] = field(default_factory=list)
-    metrics: RequestMetrics = field(default_factory=RequestMetrics)
-    error: str | None = None
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    sequences: abc.Sequence[SequenceRecord]
+    error: str | None
+    metrics: RequestMetrics
+    prompt_logprobs: list[TokenLogprobs | None]
     """One entry per prompt token scored so far; the first is None, since nothing predicts the first token."""
-    repetition: tuple[int, int, int] | None = None
-    """Ends a sequence that repeats itself; see `RepetitionDetectionParams.rule`."""
+
+    def __init__(self, spec: RequestSpec) -> None:
+        for name in RequestSpec.__slots__:
+            object.__setattr__(self, name, getattr(spec, name))
+        self.sequences = []
+        self.error = None
+        self.metrics = RequestMetrics(spec.arrival_s)
+        self.prompt_logprobs = []
 
     @property
     def is_finished(self) -> bool:
@@ -123,29 +105,81 @@ class Request:
         They refer to it as it does to them, so that without this all of it would stay until the collector of cycles looks.
         """
         assert self.is_finished
-        self.sequences.clear()
+        self.sequences = []
+
+
+class Request(RequestRecord):
+    """A request in a scheduler."""
+
+    __slots__ = ("arrival", "arrival_step", "decoder", "resumed")
+
+    sequences: list[Sequence]
+    decoder: Decoder
+    resumed: tuple[ResumedSequence, ...]
+    """Its unfinished sequences, where the request was begun elsewhere; their tokens go on as they would have there."""
+    arrival: int
+    """Its place in the order of arrival."""
+    arrival_step: int
+    """The last step planned before it arrived."""
+
+    def __init__(self, spec: RequestSpec, decoder: Decoder, resumed: tuple[ResumedSequence, ...] = ()) -> None:
+        super().__init__(spec)
+        self.decoder = decoder
+        self.resumed = resumed
+        self.arrival = self.arrival_step = 0
 
     @property
     def scoring(self) -> ScoringKey | None:
-        """How prompt log-probabilities are wanted, or None where they are not."""
+        """How prompt log-probabilities are wanted, or None where they are not, or came with the first token elsewhere."""
         sampling = self.sampling
-        if sampling.num_prompt_logprobs is None:
+        if sampling.num_prompt_logprobs is None or self.resumed:
             return None
         return (sampling.num_prompt_logprobs, sampling.logprobs_mode, sampling.logprob_token_ids, sampling.temperature)
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
-    """One token stream of a request."""
+class SequenceRecord:
+    """One token stream of a request, and what became of it so far."""
 
-    request: Request
+    request: RequestRecord
     index: int
     """Its number within the request; also the index from which its seed is derived."""
     token_ids: list[int]
+    status: SequenceStatus = field(default=SequenceStatus.WAITING, kw_only=True)
+    cumulative_logprob: float = field(default=0.0, kw_only=True)
+    finish_reason: FinishReason | None = field(default=None, kw_only=True)
+    stop_reason: int | str | None = field(default=None, kw_only=True)
+    """The stop token or stop string that ended it, if one did."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Tokens generated so far."""
+        return self.token_ids[len(self.request.prompt_token_ids) :]
+
+    @property
+    def name(self) -> str:
+        """For logs: the request's id, and the sequence's index where there are several."""
+        return self.request.request_id if self.index == 0 else f"{self.request.request_id}#{self.index}"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence(SequenceRecord):
+    """One token stream of a request in a scheduler."""
+
+    request: Request
     table: BlockTable
     keys: ChainKeys | None
     sampling: RowSampling
-    status: SequenceStatus = SequenceStatus.WAITING
     num_computed: int = 0
     num_planned: int = 0
     """What `num_computed` will be once the steps in flight are taken in."""
@@ -162,10 +196,6 @@ class Sequence:
     """Blocks promised at admission for known tokens that are not computed yet."""
     len_at_admission: int = 0
     """Known tokens when it was last admitted: it has made progress once it has more."""
-    cumulative_logprob: float = 0.0
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    """The stop token or stop string that ended it, if one did."""
     waits_for: str | None = None
     """While waiting: why it was not admitted when it was last considered."""
     rank: Rank = (0, 0, 0)
@@ -175,21 +205,6 @@ class Sequence:
     def __post_init__(self) -> None:
         if self.request.repetition is not None:
             self.watch = RepetitionWatch(self.request.repetition, len(self.request.prompt_token_ids))
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Length of the prompt."""
-        return len(self.request.prompt_token_ids)
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
-        return len(self.token_ids) - len(self.request.prompt_token_ids)
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        """Tokens generated so far."""
-        return self.token_ids[len(self.request.prompt_token_ids) :]
 
     @property
     def gap(self) -> int:
@@ -215,11 +230,6 @@ class Sequence:
         self.waits_for = reason
         if self.request.metrics.first_scheduled_s is None:
             self.request.metrics.waited_for = reason
-
-    @property
-    def name(self) -> str:
-        """For logs: the request's id, and the sequence's index where there are several."""
-        return self.request.request_id if self.index == 0 else f"{self.request.request_id}#{self.index}"
 
 
 class SequenceOps(Protocol):

@@ -6,27 +6,16 @@ at once, in its own thread, and also while the engine is still loading.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 from quire.core.params import SamplingParams
-from quire.core.request import Request
-from quire.core.scheduler.admission import fit
 from quire.engine.builder import PreparedModel
 from quire.engine.client import GenerationRequest, ModelInfo
 from quire.engine.digest import Digest
 from quire.engine.fingerprint import fingerprint
 from quire.engine.prompts import ParsedPrompt, check_token_ids
-from quire.engine.requests import RequestBuilder
+from quire.engine.requests import PreparedRequest, RequestBuilder
 from quire.errors import InvalidParameterError
-
-
-class Admitted(NamedTuple):
-    """A request that can be served, as its sender and as the scheduler sees it."""
-
-    asked: GenerationRequest
-    request: Request
-    digest: Digest
-    """The request's parameters; their lists are shared by all requests of one digest."""
 
 
 class Admission:
@@ -34,7 +23,6 @@ class Admission:
 
     def __init__(self, prepared: PreparedModel) -> None:
         plan = prepared.planned.plan
-        self._limits = plan.limits
         self._vocab_size = plan.spec.vocab_size
         self._builder = RequestBuilder(plan, prepared.tokenizer, prepared.eos_token_ids)
         self.model = model_info(prepared)
@@ -43,7 +31,7 @@ class Admission:
         """See `EngineClient.digest`."""
         return self._builder.digest(params)
 
-    def admit(self, asked: GenerationRequest) -> Admitted:
+    def admit(self, asked: GenerationRequest) -> PreparedRequest:
         """Raises a RequestError for a request that can never be served."""
         if asked.params.logits_processors:
             raise InvalidParameterError(
@@ -52,10 +40,8 @@ class Admission:
         token_ids = check_token_ids(asked.prompt_token_ids, self._vocab_size)
         prompt = ParsedPrompt(asked.prompt, token_ids, asked.cache_salt)
         digest = (asked.digest or self._builder.digest(asked.params)).of(asked.params)
-        request = self._builder.sampling(asked.request_id, prompt, digest)
-        request.priority, request.tenant, request.weight = asked.priority, asked.tenant, asked.weight
-        fit(request, self._limits)
-        return Admitted(asked, request, digest)
+        standing: dict[str, Any] = {"priority": asked.priority, "tenant": asked.tenant, "weight": asked.weight}
+        return self._builder.sampling(asked.request_id, prompt, digest, **standing)
 
 
 def model_info(prepared: PreparedModel) -> ModelInfo:

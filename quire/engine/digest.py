@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from quire.core.params import MAX_BAD_WORD_TOKENS, SamplingParams, ThinkingMarks
 from quire.core.plan import MarkSpelling, RowSampling
+from quire.core.request_spec import RequestSpec
 from quire.engine.planning import EnginePlan
 from quire.engine.spelling import spell_marks
 from quire.errors import InvalidParameterError
@@ -25,10 +26,8 @@ class Digest:
 
     params: SamplingParams
     """Not to be changed any more."""
-    sampling: RowSampling
+    spec: RequestSpec
     """For any prompt: without a seed, and without a budget for thoughts, which depends on how the prompt ends."""
-    stop_token_ids: frozenset[int]
-    """Tokens that end a sequence."""
     stop_strings: StopStrings = field(default_factory=StopStrings)
     marks: tuple[ThinkingMarks, MarkSpelling] | None = None
     """Around thoughts whose number has a budget, and how the model's tokens spell them."""
@@ -39,11 +38,16 @@ class Digest:
         return self if params is self.params else replace(self, params=params)
 
     @property
+    def sampling(self) -> RowSampling:
+        """The sampler's part of `spec`."""
+        return self.spec.sampling
+
+    @property
     def num_ids(self) -> int:
         """Token ids that it lists, those of grammars and strings not included."""
         row = self.sampling
         num_words = len(row.bad_words) + sum(map(len, row.bad_words))
-        return len(row.allowed_token_ids or ()) + len(row.logit_bias) + len(self.stop_token_ids) + num_words
+        return len(row.allowed_token_ids or ()) + len(row.logit_bias) + len(self.spec.stop_token_ids) + num_words
 
 
 class Digester:
@@ -63,10 +67,16 @@ class Digester:
         sampling = params.to_row_sampling(seed=0, eos_token_ids=eos_token_ids, bad_words=self._bad_words(params))
         if params.num_sequences > params.n and sampling.num_logprobs is None:
             sampling = sampling._replace(num_logprobs=0)  # best_of ranks by log-probability
+        spec = RequestSpec(
+            sampling=sampling,
+            num_sequences=params.num_sequences,
+            stop_token_ids=eos.union(params.stop_token_ids or ()),
+            repetition=None if params.repetition_detection is None else params.repetition_detection.rule,
+            reads_cache=not params.skip_reading_prefix_cache,
+        )
         return Digest(
             params=params,
-            sampling=sampling,
-            stop_token_ids=eos.union(params.stop_token_ids or ()),
+            spec=spec,
             stop_strings=StopStrings(tuple(params.stop or ()), include_stop_str=params.include_stop_str_in_output),
             marks=self._marks(params),
         )

@@ -22,7 +22,7 @@ from quire.engine.beam_output import BeamState, beam_output
 from quire.engine.digest import Digest
 from quire.engine.loops import loop_of
 from quire.engine.model_view import ModelView
-from quire.engine.output_processor import Asked, OutputProcessor
+from quire.engine.output_processor import OutputProcessor
 from quire.engine.outputs import BeamSearchOutput, RequestOutput
 from quire.engine.planning import EnginePlan
 from quire.engine.prompts import ParsedPrompt, Prompt, parse_prompt
@@ -65,7 +65,7 @@ class Engine(StepLoop):
         self.tokenizer = tokenizer
         self.generation_config = dict(generation_config or {})
         self.model = ModelView.of(plan, model_config or {})
-        self._outputs = OutputProcessor(tokenizer, self.scheduler)
+        self._outputs = OutputProcessor(tokenizer, self)
         self._beams: dict[str, BeamState] = {}
         self._processors: dict[str, list[str]] = {}
         self._in_processors: set[int] = set()
@@ -101,10 +101,8 @@ class Engine(StepLoop):
             raise EngineError("the engine is closed")
         parsed = parse_prompt(prompt, self.tokenizer, self.plan.spec.vocab_size)
         if isinstance(params, BeamSearchParams):
-            request = self.request_builder.beam(request_id, parsed, params)
-            request.priority = priority
-            self.scheduler.add(request)
-            self._beams[request_id] = BeamState(request, params, parsed.text)
+            spec = self.request_builder.beam(request_id, parsed, params, priority=priority)
+            self._beams[request_id] = BeamState(self.scheduler.add(spec), params, parsed.text)
         elif isinstance(params, SamplingParams):
             self._add_sampling(request_id, parsed, self.digest(params), priority)
         elif isinstance(params, Digest):
@@ -183,7 +181,7 @@ class Engine(StepLoop):
     def _start_over(self, message: str) -> list[Output]:
         """`start_over`, and the last output of everyone."""
         self.start_over(message)
-        outputs: list[Output] = list(self._outputs.start_over(self.scheduler))
+        outputs: list[Output] = list(self._outputs.start_over())
         outputs += [beam_output(state, self.tokenizer) for state in self._beams.values()]
         self._beams.clear()
         for request_id in list(self._processors):
@@ -213,20 +211,17 @@ class Engine(StepLoop):
 
     def _add_sampling(self, request_id: str, prompt: ParsedPrompt, digest: Digest, priority: int) -> None:
         names: list[str] = []
-        params = digest.params
-        request = self.request_builder.sampling(request_id, prompt, digest)
-        request.priority = priority
         try:
-            for processor in params.logits_processors or ():
+            for processor in digest.params.logits_processors or ():
                 names.append(self.executor.register_processor(self._noted(processor)))
-            request.sampling = request.sampling._replace(processors=tuple(names))
-            self.scheduler.add(request)
+            prepared = self.request_builder.sampling(request_id, prompt, digest, processors=tuple(names), priority=priority)
+            request = self.scheduler.add(prepared.spec)
         except BaseException:
             for name in names:
                 self.executor.unregister_processor(name)
             raise
         self._processors[request_id] = names
-        self._outputs.add(request, Asked(params, digest.stop_strings, prompt.text))
+        self._outputs.add(request, prepared)
 
     def _noted(self, processor: LogitsProcessor) -> LogitsProcessor:
         """A processor during whose calls `refuse_nested_call` refuses."""

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from typing import cast
 
 from quire.core.params import SamplingParams
-from quire.engine.admission import Admission, Admitted
+from quire.engine.admission import Admission
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.builder import PreparedModel
 from quire.engine.client import EngineStatus, GenerationRequest, ModelInfo
@@ -49,7 +49,7 @@ class LocalClient:
             raise UnavailableError("the server is shutting down", state="draining", retry_after_s=5)
         if request.request_id in self._streams:
             raise InvalidParameterError(f"request id {request.request_id!r} is already in use", param="request_id")
-        stream = _LocalStream(self._llm, self._admission.admit(request), self._streams)
+        stream = _LocalStream(self._llm, (request, self._admission.admit(request).digest), self._streams)
         self._streams[request.request_id] = stream
         return stream
 
@@ -91,14 +91,14 @@ class LocalClient:
 class _LocalStream:
     """One request's outputs. What the engine raises becomes its last output."""
 
-    def __init__(self, llm: AsyncLLM, admitted: Admitted, streams: dict[str, _LocalStream]) -> None:
-        asked = admitted.asked
+    def __init__(self, llm: AsyncLLM, admitted: tuple[GenerationRequest, Digest], streams: dict[str, _LocalStream]) -> None:
+        asked, digest = admitted
         self._asked = asked
         self._streams = streams
         prompt = {"prompt_token_ids": asked.prompt_token_ids}
         if asked.cache_salt is not None:
             prompt["cache_salt"] = asked.cache_salt  # type: ignore[assignment]
-        outputs = llm.generate(prompt, admitted.digest, asked.request_id, priority=asked.priority)  # type: ignore[arg-type]
+        outputs = llm.generate(prompt, digest, asked.request_id, priority=asked.priority)  # type: ignore[arg-type]
         self._outputs = cast("AsyncGenerator[RequestOutput]", outputs)
         self._is_finished = False
 

@@ -9,17 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from time import perf_counter
-from typing import NamedTuple, Protocol, TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 from quire.common.failures import log_failure
-from quire.core.params import RequestOutputKind, SamplingParams
+from quire.core.params import RequestOutputKind
 from quire.core.plan import TokenLogprobs
-from quire.core.request import FinishReason, Request, SequenceStatus
-from quire.core.request import Sequence as TokenSequence
-from quire.core.scheduler.scheduler import Progress
+from quire.core.request import FinishReason, RequestRecord, SequenceRecord, SequenceStatus
 from quire.engine.outputs import CompletionOutput, FlatLogprobs, Logprob, LogprobsByToken, RequestOutput
+from quire.engine.requests import PreparedRequest
 from quire.engine.text_stream import TextStream
-from quire.text.stop import StopStrings
 from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -30,20 +28,19 @@ REPETITION_DETECTED = "repetition_detected"
 
 
 class Ends(Protocol):
-    """Where sequences are ended: the scheduler, or whoever stands for one in another process."""
+    """Where sequences are ended: at a scheduler, or at what stands for one in another process."""
 
-    def finish(self, sequence: TokenSequence, reason: FinishReason, stop_reason: int | str | None = None) -> None: ...
+    def stop(self, sequence: SequenceRecord, matched: str) -> None:
+        """The text of a sequence has reached a stop string."""
+        ...
 
-    def fail(self, request_id: str, message: str) -> object: ...
+    def fail(self, request_id: str, message: str) -> None:
+        """The output of a request cannot be made."""
+        ...
 
 
-class Asked(NamedTuple):
-    """What its sender wants to see of a request."""
-
-    params: SamplingParams
-    stop_strings: StopStrings
-    """Those of `params`, made once for all requests with these."""
-    prompt: str | None
+Happening = tuple[SequenceRecord, int | None, TokenLogprobs | None]
+"""Something happened to a sequence: it gained a token, ended (None), or both. A scheduler's `Progress` is one."""
 
 
 class _SequenceState:
@@ -61,11 +58,11 @@ class _SequenceState:
 class RequestState:
     """A request as the user sees it."""
 
-    def __init__(self, request: Request, asked: Asked) -> None:
+    def __init__(self, request: RequestRecord, asked: PreparedRequest) -> None:
         params = asked.params
         self.request = request
         self.params = params
-        self.stop_strings = asked.stop_strings
+        self.stop_strings = asked.digest.stop_strings
         self.prompt = asked.prompt
         self.prompt_token_ids = list(request.prompt_token_ids)
         """One list for all outputs: a stream's cost per token must not grow with its prompt."""
@@ -76,24 +73,24 @@ class RequestState:
         """Whether only the best of its sequences are shown, which are known at the end."""
         self.is_silent = self.is_ranked or params.output_kind is RequestOutputKind.FINAL_ONLY
         """Whether nothing is shown before the end."""
-        self.is_scored = request.scoring is not None
+        self.is_scored = request.sampling.num_prompt_logprobs is not None
 
 
 class OutputProcessor:
     """Text and outputs of all unfinished sampling requests of one engine."""
 
-    def __init__(self, tokenizer: Tokenizer | None, scheduler: Ends) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, ends: Ends) -> None:
         self._tokenizer = tokenizer
-        self._scheduler = scheduler
+        self._ends = ends
         self._states: dict[str, RequestState] = {}
         self._texts: dict[int, str] = {}
         """Of single tokens that log-probabilities name; bounded by the vocabulary."""
 
-    def add(self, request: Request, asked: Asked) -> None:
+    def add(self, request: RequestRecord, asked: PreparedRequest) -> None:
         """Begin to follow a request."""
         self._states[request.request_id] = RequestState(request, asked)
 
-    def process(self, progress: Iterable[Progress]) -> list[RequestOutput]:
+    def process(self, progress: Iterable[Happening]) -> list[RequestOutput]:
         """Take in a step's progress; returns an output for each request that something happened to, as it asked."""
         touched: dict[str, RequestState] = {}
         began_s = perf_counter()
@@ -127,9 +124,8 @@ class OutputProcessor:
         state = self._states.pop(request_id, None)
         return None if state is None else self._last_output(state)
 
-    def start_over(self, scheduler: Ends) -> list[RequestOutput]:
-        """Follow another scheduler, which knows no request; returns the last outputs of those followed so far."""
-        self._scheduler = scheduler
+    def start_over(self) -> list[RequestOutput]:
+        """Follow nothing any more; returns the last outputs of the requests followed so far."""
         outputs = [self._last_output(state) for state in self._states.values()]
         self._states.clear()
         return outputs
@@ -147,17 +143,19 @@ class OutputProcessor:
             self._fail(state, state.request.sequences[0], error)
             return _bare_output(state)
 
-    def _fail(self, state: RequestState, sequence: TokenSequence, error: Exception) -> None:
+    def _fail(self, state: RequestState, sequence: SequenceRecord, error: Exception) -> None:
         """End a request whose output cannot be made, also where its last token has ended it already."""
         log_failure(logger, f"request {sequence.name} failed while its output was made", error)
         message = f"the output could not be made: {type(error).__name__}"
-        self._scheduler.fail(state.request.request_id, message)
+        self._ends.fail(state.request.request_id, message)
         state.request.error = message
         sequence.finish_reason, sequence.stop_reason = FinishReason.ERROR, None
 
     # -- one token ---------------------------------------------------------------------------------------------------
 
-    def _take(self, state: RequestState, sequence: TokenSequence, token_id: int | None, logprobs: TokenLogprobs | None) -> None:
+    def _take(
+        self, state: RequestState, sequence: SequenceRecord, token_id: int | None, logprobs: TokenLogprobs | None
+    ) -> None:
         mine = self._state_of(state, sequence)
         if token_id is None:
             self._flush(mine, sequence)
@@ -172,9 +170,9 @@ class OutputProcessor:
             # The text decides, also where the same token reached the length limit.
             mine.is_flushed = True
             sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, matched
-            self._scheduler.finish(sequence, FinishReason.STOP, matched)
+            self._ends.stop(sequence, matched)
 
-    def _flush(self, mine: _SequenceState, sequence: TokenSequence) -> None:
+    def _flush(self, mine: _SequenceState, sequence: SequenceRecord) -> None:
         if mine.is_flushed:
             return
         mine.is_flushed = True
@@ -182,7 +180,7 @@ class OutputProcessor:
         if matched is not None:
             sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, matched
 
-    def _state_of(self, state: RequestState, sequence: TokenSequence) -> _SequenceState:
+    def _state_of(self, state: RequestState, sequence: SequenceRecord) -> _SequenceState:
         mine = state.sequences.get(sequence.index)
         if mine is None:
             stream = TextStream(self._tokenizer, state.request.prompt_token_ids, state.params, state.stop_strings)
@@ -209,7 +207,7 @@ class OutputProcessor:
             error=request.error,
         )
 
-    def _completion(self, state: RequestState, sequence: TokenSequence, index: int) -> CompletionOutput:
+    def _completion(self, state: RequestState, sequence: SequenceRecord, index: int) -> CompletionOutput:
         mine = self._state_of(state, sequence)
         is_delta = state.is_delta
         first = mine.num_delivered
@@ -226,7 +224,7 @@ class OutputProcessor:
             stop_reason=self._visible_stop(state, sequence),
         )
 
-    def _visible_stop(self, state: RequestState, sequence: TokenSequence) -> int | str | None:
+    def _visible_stop(self, state: RequestState, sequence: SequenceRecord) -> int | str | None:
         """The stop that the user asked for; the model's own end of sequence is not worth a mention."""
         reason = sequence.stop_reason
         if sequence.finish_reason is FinishReason.REPETITION:
@@ -266,7 +264,7 @@ class OutputProcessor:
         return text
 
 
-def _shown(state: RequestState) -> list[tuple[int, TokenSequence]]:
+def _shown(state: RequestState) -> list[tuple[int, SequenceRecord]]:
     """The sequences to be shown, with the index that each is shown under."""
     sequences = state.request.sequences
     if state.is_ranked:

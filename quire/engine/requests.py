@@ -1,21 +1,21 @@
 """From what a user asked to what the scheduler serves: parameters are judged against the model, seeds are fixed.
 
 Torch-free and without state but a counter, so that a request can be judged wherever it arrives, in the engine's process or
-not. A `Request` made here holds all that its answer depends on: made again from the same wire form, it gives the same tokens.
+not. Owns the making of `RequestSpec`s: what would make an engine refuse a request is found out here, once.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from quire.common.seeds import mix64
-from quire.core.beam import BeamDecoder, BeamSettings
-from quire.core.decoding import SamplingDecoder
 from quire.core.kvcache.prefix import Namespace
 from quire.core.params import BeamSearchParams, SamplingParams
 from quire.core.plan import ThinkingBudget
-from quire.core.request import Request
+from quire.core.request_spec import BeamSettings, RequestSpec, fit
 from quire.engine.digest import Digest, Digester
 from quire.engine.planning import EnginePlan
 from quire.engine.prompts import ParsedPrompt
@@ -24,6 +24,20 @@ from quire.text.tokenizer import Tokenizer
 
 _TAIL = 64
 """Tokens at a prompt's end among which a mark that begins thoughts is looked for."""
+
+
+class PreparedRequest(NamedTuple):
+    """A request for samples that can be served: what travels to the scheduler, and what its sender wants to see of it."""
+
+    spec: RequestSpec
+    digest: Digest
+    prompt: str | None
+    """The prompt's text, where it is known; only handed back."""
+
+    @property
+    def params(self) -> SamplingParams:
+        """Its parameters, as they were given."""
+        return self.digest.params
 
 
 class RequestBuilder:
@@ -47,24 +61,29 @@ class RequestBuilder:
         """Parameters, read once for all requests that `sampling` makes with them. Safe in any thread. Raises a RequestError."""
         return self._digester.digest(params, self.eos_token_ids)
 
-    def sampling(self, request_id: str, prompt: ParsedPrompt, digest: Digest) -> Request:
-        """A request for samples, without its logits processors, which only an executor can name. Raises a RequestError."""
+    def sampling(
+        self, request_id: str, prompt: ParsedPrompt, digest: Digest, *, processors: tuple[str, ...] = (), **standing: Any
+    ) -> PreparedRequest:
+        """A request for samples. Raises a RequestError.
+
+        `processors` are the names of its logits processors, which only an executor can give; `standing` are fields of the spec
+        that say how it is served beside others (`priority`, `tenant`, `weight`).
+        """
         params = digest.params
         prompt = self._truncated(prompt, params.truncate_prompt_tokens)
-        sampling = digest.sampling._replace(seed=self._seed(params), thinking=self._thinking(digest, prompt))
-        request = Request(
+        spec = replace(
+            digest.spec,
             request_id=request_id,
             prompt_token_ids=prompt.token_ids,
-            sampling=sampling,
-            decoder=SamplingDecoder(params.num_sequences),
+            sampling=digest.sampling._replace(
+                seed=self._seed(params), thinking=self._thinking(digest, prompt), processors=processors
+            ),
             max_tokens=params.max_tokens or self._plan.limits.max_model_len,
-            stop_token_ids=digest.stop_token_ids,
-            repetition=None if params.repetition_detection is None else params.repetition_detection.rule,
             namespace=_namespace(prompt),
-            reads_cache=not params.skip_reading_prefix_cache,
+            arrival_s=self._clock(),
+            **standing,
         )
-        request.metrics.arrival_s = self._clock()
-        return request
+        return PreparedRequest(fit(spec, self._plan.limits), digest, prompt.text)
 
     def _truncated(self, prompt: ParsedPrompt, keep: int | None) -> ParsedPrompt:
         if keep is None:
@@ -72,7 +91,7 @@ class RequestBuilder:
         keep = self._plan.limits.max_model_len - 1 if keep < 0 else keep
         return prompt._replace(token_ids=prompt.token_ids[-keep:]) if keep else prompt
 
-    def beam(self, request_id: str, prompt: ParsedPrompt, params: BeamSearchParams) -> Request:
+    def beam(self, request_id: str, prompt: ParsedPrompt, params: BeamSearchParams, *, priority: int = 0) -> RequestSpec:
         """A beam search. Raises a RequestError."""
         params.check_vocabulary(self._plan.spec.vocab_size)
         max_tokens = min(params.max_tokens, self._plan.limits.max_model_len - len(prompt.token_ids))
@@ -84,16 +103,17 @@ class RequestBuilder:
             length_penalty=params.length_penalty,
             early_stopping=params.early_stopping,
         )
-        request = Request(
+        spec = RequestSpec(
             request_id=request_id,
             prompt_token_ids=prompt.token_ids,
             sampling=params.to_row_sampling(),
-            decoder=BeamDecoder(settings),
+            beam=settings,
             max_tokens=max_tokens,
             namespace=_namespace(prompt),
+            priority=priority,
+            arrival_s=self._clock(),
         )
-        request.metrics.arrival_s = self._clock()
-        return request
+        return fit(spec, self._plan.limits)
 
     def _seed(self, params: SamplingParams) -> int:
         if params.seed is not None:

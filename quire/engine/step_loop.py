@@ -17,7 +17,7 @@ from collections.abc import Callable
 from quire.common.failures import log_failure
 from quire.config.limits import SchedulerLimits
 from quire.core.plan import StepPlan, StepResult, WorkResult
-from quire.core.request import Request
+from quire.core.request import FinishReason, Request, Sequence, SequenceRecord
 from quire.core.scheduler.pace import StepPace
 from quire.core.scheduler.scheduler import Progress, Scheduler
 from quire.engine.loops import Loop, PlainLoop
@@ -120,6 +120,17 @@ class StepLoop:
         if self.recorder is not None:
             self.recorder.begin(plan, now)
         return plan
+
+    # -- for an output processor (`Ends`) ---------------------------------------------------------------------------
+
+    def stop(self, sequence: SequenceRecord, matched: str) -> None:
+        """End a sequence whose text has reached a stop string."""
+        assert isinstance(sequence, Sequence)
+        self.scheduler.finish(sequence, FinishReason.STOP, matched)
+
+    def fail(self, request_id: str, message: str) -> None:
+        """End a request whose output cannot be made."""
+        self.scheduler.fail(request_id, message)
 
     # -- failures ----------------------------------------------------------------------------------------------------
 

@@ -13,11 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.common.seeds import derive_seed
-from quire.core.beam import BeamSettings
 from quire.core.plan import TokenLogprobs
 from quire.core.request import FinishReason
+from quire.core.request_spec import BeamSettings, RequestSpec
 from quire.executor.null import null_logits, null_logprobs, null_sample
-from quire.sim.scenario import RequestSpec
 
 _NEVER = -1.0e9
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from time import perf_counter, thread_time
 
 from quire.config.limits import SchedulerLimits
-from quire.core.decoding import SamplingDecoder
-from quire.core.plan import RowSampling
 from quire.core.request import FinishReason, Request
+from quire.core.request_spec import RequestSpec, fit
 from quire.core.scheduler.scheduler import Scheduler
 from quire.executor.null import NullExecutor
 from quire.sim.traces import Trace
@@ -108,10 +107,9 @@ class _Replay:
         while self.num_arrived < len(requests) and requests[self.num_arrived].arrival_s <= self.clock_s:
             number = self.num_arrived
             num_output = requests[number].num_output_tokens
-            decoder = SamplingDecoder()
-            request = Request(str(number), self.trace.prompt(number), RowSampling(), decoder, num_output)
-            self.scheduler.add(request)
-            self.requests[number] = request
+            prompt = self.trace.prompt(number)
+            spec = RequestSpec(request_id=str(number), prompt_token_ids=prompt, max_tokens=num_output)
+            self.requests[number] = self.scheduler.add(fit(spec, self.scheduler.limits))
             self.num_arrived += 1
 
     def step(self) -> None:

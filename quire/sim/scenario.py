@@ -6,16 +6,14 @@ Pools are tiny on purpose: with 4 to 16 blocks, preemption, eviction, copy-on-wr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from quire.common.numbers import ceil_div
 from quire.config.limits import POLICIES, SchedulerLimits
-from quire.core.beam import BeamDecoder, BeamSettings
-from quire.core.decoding import SamplingDecoder
 from quire.core.plan import RowSampling
-from quire.core.request import Decoder, Request
+from quire.core.request_spec import BeamSettings, RequestSpec
 from quire.core.scheduler.pace import StepPace
 from quire.core.step_cost import NUM_COSTS, StepCostModel, UnitCosts
 
@@ -53,37 +51,18 @@ class PaceSpec:
         return StepPace(StepCostModel(self.costs), self.target_s, quantum=self.quantum)
 
 
-@dataclass(frozen=True, slots=True)
-class RequestSpec:
-    """One request, as a value from which any number of equal `Request`s can be made."""
+class Arrival(NamedTuple):
+    """When a request arrives."""
 
-    request_id: str
-    arrival_step: int
-    prompt_token_ids: tuple[int, ...]
-    max_tokens: int
-    sampling: RowSampling
-    num_sequences: int = 1
-    beam: BeamSettings | None = None
-    stop_token_ids: frozenset[int] = frozenset()
-    priority: int = 0
-    namespace: tuple[str, ...] = ()
-    reads_cache: bool = True
-    tenant: str = ""
-    weight: float = 1.0
+    step: int
+    spec: RequestSpec
 
-    def build(self) -> Request:
-        """A fresh request."""
-        decoder: Decoder = BeamDecoder(self.beam) if self.beam is not None else SamplingDecoder(self.num_sequences)
-        return Request(
-            self.request_id, self.prompt_token_ids, self.sampling, decoder, self.max_tokens, self.stop_token_ids,
-            self.priority, self.tenant, self.weight, self.namespace, self.reads_cache,
-        )  # fmt: skip
 
-    def fits(self, limits: SchedulerLimits) -> bool:
-        """Whether it can be served at all: stated here a second time, so that the scheduler's refusals are checked."""
-        num_prompt = len(self.prompt_token_ids)
-        num_slots = min(num_prompt + self.max_tokens, limits.max_model_len) - 1
-        return num_prompt < limits.max_model_len and ceil_div(num_slots, limits.block_size) <= limits.num_blocks
+def can_serve(limits: SchedulerLimits, spec: RequestSpec) -> bool:
+    """Whether it can be served at all: stated here a second time, so that the refusals are checked."""
+    num_prompt = len(spec.prompt_token_ids)
+    num_slots = min(num_prompt + spec.max_tokens, limits.max_model_len) - 1
+    return num_prompt < limits.max_model_len and ceil_div(num_slots, limits.block_size) <= limits.num_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +71,7 @@ class Scenario:
 
     seed: int
     limits: SchedulerLimits
-    specs: tuple[RequestSpec, ...]
+    arrivals: tuple[Arrival, ...]
     faults: Faults
     hash: Hash = "keyed"
     pace: PaceSpec | None = None
@@ -106,7 +85,7 @@ class Scenario:
         """
         budget = self.limits.max_num_batched_tokens if self.pace is None else 1
         total = 0
-        for spec in self.specs:
+        for _, spec in self.arrivals:
             width = spec.beam.beam_width * 2 if spec.beam is not None else spec.num_sequences
             length = len(spec.prompt_token_ids) + spec.max_tokens
             total += width * spec.max_tokens * (ceil_div(length, budget) + 2)
@@ -119,10 +98,10 @@ def make_scenario(seed: int, *, is_liveness: bool = False) -> Scenario:
     limits = _limits(random)
     documents = [tuple(random.randrange(3) for _ in range(limits.num_slots + 8)) for _ in range(3)]
     num_requests = random.randint(1, 14)
-    specs = tuple(_Draw(random, limits, documents).spec(number) for number in range(num_requests))
+    arrivals = tuple(_Draw(random, limits, documents).arrival(number) for number in range(num_requests))
     last_step = random.randint(1, 40) if is_liveness else 300
     hash_kind: Hash = "colliding" if random.random() < 0.15 else "keyed"
-    return Scenario(seed, limits, specs, _faults(random, last_step), hash_kind, _pace(random))
+    return Scenario(seed, limits, arrivals, _faults(random, last_step), hash_kind, _pace(random))
 
 
 def _limits(random: Random) -> SchedulerLimits:
@@ -168,16 +147,26 @@ class _Draw:
     limits: SchedulerLimits
     documents: Sequence[tuple[int, ...]]
 
-    def spec(self, number: int) -> RequestSpec:
+    def arrival(self, number: int) -> Arrival:
         random = self.random
         prompt, max_tokens = self._lengths()
         beam = self._beam(max_tokens) if random.random() < 0.2 else None
         stops = frozenset({STOP_TOKEN}) if beam is None and random.random() < 0.7 else frozenset[int]()
-        return RequestSpec(
-            f"r{number}", random.choice((0, 0, random.randint(0, 40))), prompt, max_tokens, self._sampling(number),
-            random.choice((1, 1, 1, 2, 4)), beam, stops, random.choice((0, 0, 1, 2)),
-            random.choice(((), (), ("tenant",))), random.random() < 0.9, *random.choice((("", 1.0), ("a", 1.0), ("b", 3.0))),
-        )  # fmt: skip
+        step = random.choice((0, 0, random.randint(0, 40)))
+        spec = RequestSpec(
+            request_id=f"r{number}",
+            prompt_token_ids=prompt,
+            max_tokens=max_tokens,
+            sampling=self._sampling(number),
+            num_sequences=random.choice((1, 1, 1, 2, 4)),
+            beam=beam,
+            stop_token_ids=stops,
+            priority=random.choice((0, 0, 1, 2)),
+            namespace=random.choice(((), (), ("tenant",))),
+            reads_cache=random.random() < 0.9,
+        )
+        tenant, weight = random.choice((("", 1.0), ("a", 1.0), ("b", 3.0)))
+        return Arrival(step, replace(spec, tenant=tenant, weight=weight))
 
     def _lengths(self) -> tuple[tuple[int, ...], int]:
         """A prompt and how many tokens may follow; one in twenty cannot be served."""

@@ -15,6 +15,7 @@ from quire.core.beam import BeamDecoder
 from quire.core.kvcache.prefix import PrefixIndex
 from quire.core.plan import StepPlan, TokenLogprobs
 from quire.core.request import FinishReason, Request, Sequence
+from quire.core.request_spec import RequestSpec, fit
 from quire.core.scheduler.audit import audit, audit_plan
 from quire.core.scheduler.preemption import Preemption
 from quire.core.scheduler.scheduler import Progress, Scheduler
@@ -22,7 +23,7 @@ from quire.errors import PromptTooLongError
 from quire.executor.null import NullExecutor
 from quire.sim.faults import Nemesis
 from quire.sim.oracle import Oracle
-from quire.sim.scenario import VOCAB_SIZE, RequestSpec, Scenario
+from quire.sim.scenario import VOCAB_SIZE, Scenario, can_serve
 
 Sabotage = Callable[[Scheduler], None]
 """Breaks a scheduler on purpose, for tests that prove that the checks see it."""
@@ -81,7 +82,7 @@ class Simulation:
         self._is_overlapped = is_overlapped
         self._in_flight: deque[StepPlan] = deque()
         self._is_audited = is_audited
-        self._arriving = sorted(scenario.specs, key=lambda spec: -spec.arrival_step)
+        self._arriving = sorted(scenario.arrivals, key=lambda arrival: -arrival.step)
         self._nemesis = Nemesis(scenario.faults, Random(scenario.seed ^ 0x5EED))
         self._durations = Random(scenario.seed ^ 0x7173)
         """Of steps, which a scheduler that bounds them by time learns from: any will do."""
@@ -105,11 +106,11 @@ class Simulation:
 
     def _step(self) -> None:
         scheduler, outcome, step = self.scheduler, self.outcome, self.outcome.num_steps
-        last_arrival = max(spec.arrival_step for spec in self.scenario.specs)
+        last_arrival = max(arrival.step for arrival in self.scenario.arrivals)
         bound = max(self.scenario.faults.last_step, last_arrival) + self.scenario.max_steps * (1 + self._is_overlapped)
         assert step <= bound, f"not finished after {bound} steps"
-        while self._arriving and self._arriving[-1].arrival_step <= step:
-            self._add(self._arriving.pop())
+        while self._arriving and self._arriving[-1].step <= step:
+            self._add(self._arriving.pop().spec)
         self._nemesis.strike_between_steps(scheduler, step)
         self._plan(float(step))
         plan = self._in_flight.popleft()
@@ -140,15 +141,14 @@ class Simulation:
             audit_plan(self.scheduler, plan)
 
     def _add(self, spec: RequestSpec) -> None:
-        request = spec.build()
         try:
-            self.scheduler.add(request)
+            fitting = fit(spec, self.scenario.limits)
         except PromptTooLongError:
-            assert not spec.fits(self.scenario.limits), f"{spec.request_id} was refused, but it fits"
+            assert not can_serve(self.scenario.limits, spec), f"{spec.request_id} was refused, but it fits"
             self.outcome.num_refused += 1
             return
-        assert spec.fits(self.scenario.limits), f"{spec.request_id} was accepted, but can never be served"
-        self.requests.append((spec, request))
+        assert can_serve(self.scenario.limits, spec), f"{spec.request_id} was accepted, but can never be served"
+        self.requests.append((spec, self.scheduler.add(fitting)))
 
     def _record(self, progress: list[Progress]) -> None:
         for sequence, token_id, logprobs in progress:

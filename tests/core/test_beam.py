@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from quire.core.beam import BeamDecoder, BeamSettings
+from quire.core.beam import BeamDecoder
 from quire.core.plan import RowSampling
 from quire.core.request import FinishReason
+from quire.core.request_spec import BeamSettings
 
 
 def _harness() -> Any:

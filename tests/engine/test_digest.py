@@ -69,13 +69,13 @@ def _sent(journal: Journal) -> list[Told]:
 
 def test_every_request_of_a_digest_refers_to_the_same_lists(admission: Admission) -> None:
     admitted = [admission.admit(request) for request in _requests(admission, **LONG)]
-    rows = [each.request.sampling for each in admitted]
+    rows = [each.spec.sampling for each in admitted]
     for name in ("allowed_token_ids", "logit_bias", "stop_token_ids", "bad_words", "grammar"):
         assert len({id(getattr(row, name)) for row in rows}) == 1, name
     assert rows[0].allowed_token_ids == tuple(range(3, 250)), "each token once"
-    assert len({id(each.request.stop_token_ids) for each in admitted}) == 1
+    assert len({id(each.spec.stop_token_ids) for each in admitted}) == 1
     assert len({id(each.digest.stop_strings) for each in admitted}) == 1
-    assert [each.request.max_tokens for each in admitted[:2]] == [8, 7]
+    assert [each.spec.max_tokens for each in admitted[:2]] == [8, 7]
     assert len({row.seed for row in rows}) == NUM_PROMPTS, "seeds are each request's own"
 
 
@@ -167,7 +167,7 @@ def test_short_lists_travel_with_their_request(admission: Admission) -> None:
     for request in _requests(admission, logit_bias={5: 1.0}, stop_token_ids=[7])[:2]:
         journal.add(admission.admit(request))
     for message in _sent(journal):
-        assert isinstance(message, Add) and message.sampling.logit_bias == ((5, 1.0),) and 7 in message.stop_token_ids
+        assert isinstance(message, Add) and message.spec.sampling.logit_bias == ((5, 1.0),) and 7 in message.spec.stop_token_ids
 
 
 def test_an_engine_reads_the_parameters_of_many_prompts_once(make_engine: MakeEngine) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,14 +89,6 @@ def test_a_refused_request_changes_nothing(case: str, make_engine: MakeEngine, u
         engine.add_request("bad", prompt, _params(**options))
     assert "\n" not in str(raised.value)
     _assert_neighbours_unharmed(run_all(engine), undisturbed)
-    _assert_idle(engine)
-
-
-def test_a_request_larger_than_the_pool_is_refused_with_the_numbers(make_engine: MakeEngine) -> None:
-    engine = make_engine(num_blocks=4, max_model_len=64)
-    engine.scheduler.limits = replace(engine.scheduler.limits, num_blocks=3)
-    with pytest.raises(PromptTooLongError, match=r"60 tokens.* 4 KV blocks of 16.* the whole pool has 3"):
-        engine.add_request("large", {"prompt_token_ids": [3] * 60}, _params())
     _assert_idle(engine)
 
 

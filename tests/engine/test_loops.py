@@ -18,11 +18,11 @@ from optional_packages import needs_grammars
 
 from quire.config.engine import EngineConfig
 from quire.config.limits import SchedulerLimits
-from quire.core.beam import BeamDecoder, BeamSettings
-from quire.core.decoding import SamplingDecoder
+from quire.core.beam import BeamDecoder
 from quire.core.params import BeamSearchParams, SamplingParams
 from quire.core.plan import NOT_FINITE, RowSampling, RowWork, StepPlan, StepResult
-from quire.core.request import Decoder, Request
+from quire.core.request import Request
+from quire.core.request_spec import BeamSettings, RequestSpec
 from quire.core.scheduler.audit import audit, audit_plan
 from quire.engine.builder import build_engine
 from quire.engine.engine import Engine
@@ -85,10 +85,16 @@ def loops() -> Iterator[Callable[..., Audited]]:
         each.close()
 
 
-def _request(name: str, prompt: list[int], max_tokens: int, **options: Any) -> Request:
-    decoder: Decoder = options.pop("decoder", None) or SamplingDecoder(options.pop("num_sequences", 1))
-    stops = options.pop("stops", frozenset())
-    return Request(name, tuple(prompt), RowSampling(**options), decoder, max_tokens, stops)
+def _request(name: str, prompt: list[int], max_tokens: int, **options: Any) -> RequestSpec:
+    return RequestSpec(
+        request_id=name,
+        prompt_token_ids=tuple(prompt),
+        max_tokens=max_tokens,
+        num_sequences=options.pop("num_sequences", 1),
+        beam=options.pop("beam", None),
+        stop_token_ids=options.pop("stops", frozenset()),
+        sampling=RowSampling(**options),
+    )
 
 
 def _outcome(request: Request) -> list[Any]:
@@ -107,10 +113,10 @@ class Ask:
     beam_width: int
     options: dict[str, Any] = field(default_factory=dict)
 
-    def build(self, name: str) -> Request:
+    def build(self, name: str) -> RequestSpec:
         if self.beam_width:
             settings = BeamSettings(self.beam_width, self.max_tokens, frozenset({11}))
-            return _request(name, self.prompt, self.max_tokens, decoder=BeamDecoder(settings))
+            return _request(name, self.prompt, self.max_tokens, beam=settings)
         stops = frozenset({11, 10, 9})
         return _request(name, self.prompt, self.max_tokens, num_sequences=self.num_sequences, stops=stops, **self.options)
 
@@ -205,11 +211,12 @@ def test_a_failed_step_costs_its_requests_and_nobody_elses(
     expected.scheduler.add(_request("later", [2, 2, 1], 9))
     answer = _outcome(expected.finish_all()["later"])
     loop = loops(is_overlapped=True, executor=Failing({4}), launcher=launcher())
-    first, later = _request("first", [1, 2, 3], 20), _request("later", [2, 2, 1], 9)
-    loop.scheduler.add(first)
+    first = loop.scheduler.add(_request("first", [1, 2, 3], 20))
     for _ in range(3):  # steps 1 to 3 are taken in, 4 is in flight
         loop.advance()
-    loop.scheduler.add(later)  # planned in step 5, which is computed behind the one that fails
+    later = loop.scheduler.add(
+        _request("later", [2, 2, 1], 9)
+    )  # planned in step 5, which is computed behind the one that fails
     loop.finish_all()
     assert first.error is not None and "RuntimeError" in first.error and later.error is None
     assert _outcome(later) == answer

@@ -8,9 +8,8 @@ import msgspec
 import pytest
 
 from quire.config.limits import SchedulerLimits
-from quire.core.decoding import SamplingDecoder
-from quire.core.plan import RowSampling, StepPlan, StepResult, WorkResult
-from quire.core.request import Request
+from quire.core.plan import StepPlan, StepResult, WorkResult
+from quire.core.request_spec import RequestSpec, fit
 from quire.core.scheduler.scheduler import Scheduler
 from quire.engine import recorder as module
 from quire.engine.inspection import Inspection
@@ -40,9 +39,11 @@ class Engine:
         self.cached: dict[int, set[int]] = {}
 
     def add(self, name: str, prompt: list[int], max_tokens: int, n: int = 1) -> None:
-        request = Request(name, tuple(prompt), RowSampling(), SamplingDecoder(n), max_tokens, frozenset({2}))
-        request.metrics.arrival_s = self.now
-        self.scheduler.add(request)
+        spec = RequestSpec(
+            request_id=name, prompt_token_ids=tuple(prompt), num_sequences=n, max_tokens=max_tokens,
+            stop_token_ids=frozenset({2}), arrival_s=self.now,
+        )  # fmt: skip
+        self.scheduler.add(fit(spec, self.scheduler.limits))
 
     def step(self) -> StepPlan:
         self.now += 1.0

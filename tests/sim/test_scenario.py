@@ -1,6 +1,6 @@
 """Scenarios are values of their seed, and varied."""
 
-from quire.sim.scenario import make_scenario
+from quire.sim.scenario import can_serve, make_scenario
 
 
 def test_a_seed_always_means_the_same() -> None:
@@ -16,9 +16,9 @@ def test_seeds_cover_the_options() -> None:
     assert {limit.enable_prefix_caching for limit in limits} == {True, False}
     assert {scenario.hash for scenario in scenarios} == {"keyed", "colliding"}
     assert {limit.num_blocks for limit in limits} == set(range(4, 17))
-    specs = [spec for scenario in scenarios for spec in scenario.specs]
+    specs = [spec for scenario in scenarios for _, spec in scenario.arrivals]
     assert any(spec.beam for spec in specs) and any(spec.num_sequences > 1 for spec in specs)
-    assert any(not spec.fits(scenario.limits) for scenario in scenarios for spec in scenario.specs)
+    assert any(not can_serve(each.limits, spec) for each in scenarios for _, spec in each.arrivals)
 
 
 def test_liveness_scenarios_stop_their_faults_early() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from quire.core.params import RequestOutputKind, SamplingParams
 from quire.core.request import RequestMetrics
+from quire.core.request_spec import RequestSpec
 from quire.engine.client import EngineState, EngineStatus, GenerationRequest, ModelInfo
 from quire.engine.digest import Digest
 from quire.engine.inspection import BlockContent, Inspection
@@ -129,7 +130,7 @@ class FakeClient:
         return self._tokenizer
 
     def digest(self, params: SamplingParams) -> Digest:
-        return Digest(params, params.to_row_sampling(seed=0), frozenset())
+        return Digest(params, RequestSpec(sampling=params.to_row_sampling(seed=0)))
 
     async def generate(self, request: GenerationRequest) -> FakeStream:
         if self.script.raises is not None:

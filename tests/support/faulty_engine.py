@@ -103,10 +103,12 @@ class Saboteur:
         is_faulty = sampling.num_prompt_logprobs == FAULTY_SCORES
         return inner(logits * float("nan") if is_faulty else logits, target_ids, sampling)
 
-    def _add(self, inner: Callable[..., Any], request: Any) -> None:
-        inner(request)
+    @staticmethod
+    def _add(inner: Callable[..., Any], *args: Any) -> Any:
+        request = inner(*args)
         if NAMES.get(request.prompt_token_ids[0]) == "its tokens cannot be taken in":
             request.decoder.absorb = _fail
+        return request
 
 
 def _fail(*_: object, **__: object) -> Any:

@@ -27,10 +27,12 @@ from typing import NamedTuple
 from quire.common.failures import log_failure
 from quire.common.seeds import derive_seed
 from quire.config.limits import SchedulerLimits
+from quire.core.decoding import decoder_of
 from quire.core.kvcache.manager import KVCacheManager
 from quire.core.plan import RowWork, StepPlan, StepResult, TokenLogprobs, WorkResult
-from quire.core.request import FinishReason, Rank, Request, ResumedSequence, Sequence, SequenceStatus
-from quire.core.scheduler.admission import Refusal, fit
+from quire.core.request import FinishReason, Rank, Request, Sequence, SequenceStatus
+from quire.core.request_spec import RequestSpec, ResumedSequence
+from quire.core.scheduler.admission import Refusal
 from quire.core.scheduler.draft import PlanDraft
 from quire.core.scheduler.fairness import FairQueue
 from quire.core.scheduler.flight import Flight
@@ -103,23 +105,23 @@ class Scheduler:
 
     # -- requests come and go ----------------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
-        """Accept a request, or refuse one that could never be served.
-
-        Raises `PromptTooLongError` with the numbers, `InvalidParameterError` for an id that is in use.
-        """
-        if request.request_id in self.requests:
-            raise InvalidParameterError(f"request id {request.request_id!r} is already in use", param="request_id")
-        fit(request, self.limits)
+    def add(self, spec: RequestSpec, resumed: tuple[ResumedSequence, ...] = ()) -> Request:
+        """Accept a request that went through `fit`, new or begun elsewhere. InvalidParameterError for an id that is in use."""
+        if spec.request_id in self.requests:
+            raise InvalidParameterError(f"request id {spec.request_id!r} is already in use", param="request_id")
+        assert 0 < len(spec.prompt_token_ids) <= self.limits.max_model_len - spec.max_tokens, "it did not go through `fit`"
+        request = Request(spec, decoder_of(spec, is_forked=bool(resumed)), resumed)
         self._num_arrivals += 1
         request.arrival, request.arrival_step = self._num_arrivals, self._step_id
         if request.scoring is not None:
             request.prompt_logprobs.append(None)
-        self.requests[request.request_id] = request
+        self.requests[spec.request_id] = request
         self.waiting.arrived(request)
-        for begun in request.resumed or _FROM_THE_START:
-            token_ids = [*request.prompt_token_ids, *begun.output_token_ids]
+        for begun in resumed or _FROM_THE_START:
+            assert len(begun.output_token_ids) < spec.max_tokens, f"{spec.request_id}#{begun.index} has ended"
+            token_ids = [*spec.prompt_token_ids, *begun.output_token_ids]
             self.waiting.push(self._new_sequence(request, begun.index, token_ids))
+        return request
 
     def abort(self, request_id: str) -> Request | None:
         """End a request at once, wherever it is; None if it is not known (any more)."""

@@ -86,10 +86,10 @@ class ProcessClient:
         self._check_available()
         if request.request_id in self._streams:
             raise InvalidParameterError(f"request id {request.request_id!r} is already in use", param="request_id")
-        admitted = self._admission.admit(request)
+        prepared = self._admission.admit(request)
         stream = self._streams[request.request_id] = _Stream(request, self)
         self._num_prompt_tokens += len(request.prompt_token_ids)
-        self._supervisor.add(admitted)
+        self._supervisor.add(prepared)
         return stream
 
     async def abort(self, request_id: str) -> None:

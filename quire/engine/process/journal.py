@@ -15,15 +15,13 @@ import time
 from collections.abc import Callable, Iterator
 
 from quire.common.failures import log_failure
-from quire.core.decoding import SamplingDecoder
-from quire.core.kvcache.manager import BlockTable
-from quire.core.request import FinishReason, Sequence, SequenceStatus
-from quire.core.scheduler.scheduler import Progress
-from quire.engine.admission import Admitted
-from quire.engine.output_processor import Asked, OutputProcessor
+from quire.core.request import FinishReason, RequestRecord, SequenceRecord, SequenceStatus
+from quire.core.request_spec import ResumedSequence
+from quire.engine.output_processor import Happening, OutputProcessor
 from quire.engine.outputs import RequestOutput
-from quire.engine.process.messages import NO_LISTS, Abort, Add, Down, Finish, Gain, Gains, Lists, Resumed, Served
+from quire.engine.process.messages import NO_LISTS, Abort, Add, Down, Finish, Gain, Gains, Lists, Served
 from quire.engine.process.shared_lists import SharedLists, without_lists
+from quire.engine.requests import PreparedRequest
 from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -32,12 +30,12 @@ logger = logging.getLogger(__name__)
 class Entry:
     """One request in flight: what it is, how far it got, and how it fared with the engines so far."""
 
-    def __init__(self, number: int, admitted: Admitted) -> None:
+    def __init__(self, number: int, prepared: PreparedRequest) -> None:
         self.number = number
         self.lists = NO_LISTS
         """The number of what it lists."""
-        self.asked = admitted.asked
-        self.request = admitted.request
+        self.prepared = prepared
+        self.request = RequestRecord(prepared.spec)
         self.is_sent = False
         """Whether the engine that runs now has it."""
         self.num_gained = 0
@@ -47,51 +45,27 @@ class Entry:
         self._num_earlier_preemptions = 0
         self.sequence(0)
 
-    @property
-    def decoder(self) -> SamplingDecoder:
-        decoder = self.request.decoder
-        assert isinstance(decoder, SamplingDecoder)
-        return decoder
-
-    def sequence(self, index: int) -> Sequence:
-        """The mirror of one of its sequences; it begins with the prompt."""
+    def sequence(self, index: int) -> SequenceRecord:
+        """What is known of one of its sequences; it begins with the prompt."""
         request = self.request
         for known in request.sequences:
             if known.index == index:
                 return known
-        sequence = Sequence(request, index, list(request.prompt_token_ids), BlockTable(None), None, request.sampling)
-        request.sequences.append(sequence)
+        sequence = SequenceRecord(request, index, list(request.prompt_token_ids))
+        request.sequences = [*request.sequences, sequence]
         return sequence
 
     def to_message(self) -> Add:
         """The request as an engine is to take it up: from its start, or from where it is."""
-        request = self.request
-        unfinished = [each for each in request.sequences if each.status is not SequenceStatus.FINISHED]
-        has_begun = any(each.num_output_tokens for each in request.sequences)
-        resumed = tuple(Resumed(each.index, tuple(each.output_token_ids)) for each in unfinished) if has_begun else ()
-        # Prompt log-probabilities come with the first token, so whoever has that needs them no more.
-        sampling = request.sampling._replace(num_prompt_logprobs=None) if has_begun else request.sampling
-        is_shared = self.lists != NO_LISTS
-        return Add(
-            number=self.number,
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            sampling=without_lists(sampling) if is_shared else sampling,
-            num_sequences=self.decoder.num_sequences,
-            max_tokens=request.max_tokens,
-            stop_token_ids=() if is_shared else tuple(sorted(request.stop_token_ids)),
-            lists=self.lists,
-            namespace=request.namespace,
-            priority=request.priority,
-            tenant=request.tenant,
-            weight=request.weight,
-            reads_cache=request.reads_cache,
-            arrival_s=request.metrics.arrival_s,
-            repetition=request.repetition,
-            resumed=resumed,
-        )
+        sequences = self.request.sequences
+        unfinished = [each for each in sequences if each.status is not SequenceStatus.FINISHED]
+        has_begun = any(each.num_output_tokens for each in sequences)
+        resumed = tuple(ResumedSequence(each.index, tuple(each.output_token_ids)) for each in unfinished) if has_begun else ()
+        spec = self.prepared.spec
+        spec = spec if self.lists == NO_LISTS else without_lists(spec)
+        return Add(self.number, spec, resumed, self.lists)
 
-    def take(self, gain: Gain, now: float) -> list[Progress]:
+    def take(self, gain: Gain, now: float) -> list[Happening]:
         """Take in what a step brought one sequence; what comes after its end here (a stop string) is void."""
         request = self.request
         sequence = self.sequence(gain.index)
@@ -113,20 +87,22 @@ class Entry:
             self._end(sequence, FinishReason(gain.finish_reason), now)
             sequence.stop_reason = gain.stop_token_id
         records = gain.logprobs or (None,) * len(gain.token_ids)
-        progress = [Progress(sequence, token_id, record) for token_id, record in zip(gain.token_ids, records, strict=True)]
+        progress: list[Happening] = [
+            (sequence, token_id, record) for token_id, record in zip(gain.token_ids, records, strict=True)
+        ]
         for record in gain.logprobs:
             sequence.cumulative_logprob += record.logprob
         if gain.finish_reason is not None:
-            progress.append(Progress(sequence, None, None))
+            progress.append((sequence, None, None))
         return progress
 
-    def end(self, reason: FinishReason, error: str | None = None) -> list[Progress]:
+    def end(self, reason: FinishReason, error: str | None = None) -> list[Happening]:
         """End whatever of it is unfinished."""
         self.request.error = error if error is not None else self.request.error
         unfinished = [each for each in self.request.sequences if each.status is not SequenceStatus.FINISHED]
         for sequence in unfinished:
             self._end(sequence, reason, time.monotonic())
-        return [Progress(sequence, None, None) for sequence in unfinished]
+        return [(sequence, None, None) for sequence in unfinished]
 
     def leave_engine(self) -> None:
         """The engine that had it is gone."""
@@ -134,7 +110,7 @@ class Entry:
         self.num_gained = 0
         self._num_earlier_preemptions = self.request.metrics.num_preemptions
 
-    def _end(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+    def _end(self, sequence: SequenceRecord, reason: FinishReason, now: float) -> None:
         sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, reason
         if self.request.is_finished:
             self.request.metrics.finished_s = now
@@ -166,12 +142,12 @@ class Journal:
     def __len__(self) -> int:
         return len(self.entries)
 
-    def add(self, admitted: Admitted) -> Entry:
+    def add(self, prepared: PreparedRequest) -> Entry:
         """Begin to follow a request; if that fails, nothing of it is kept."""
         self._num_entries += 1
-        entry = Entry(self._num_entries, admitted)
-        self._outputs.add(entry.request, Asked(admitted.asked.params, admitted.digest.stop_strings, admitted.asked.prompt))
-        entry.lists = self.lists.hold(admitted.digest)
+        entry = Entry(self._num_entries, prepared)
+        self._outputs.add(entry.request, prepared)
+        entry.lists = self.lists.hold(prepared.digest)
         self.entries[entry.number] = entry
         self._by_id[entry.request.request_id] = entry
         return entry
@@ -187,14 +163,14 @@ class Journal:
     def take(self, gains: Gains) -> list[RequestOutput]:
         """Take in a step; returns what the requests' senders are to see."""
         now = self._clock()
-        progress: list[Progress] = []
+        progress: list[Happening] = []
         for gain in gains.gains:
             entry = self.entries.get(gain.number)
             if entry is not None:
                 progress += self._take(entry, gain, now)
         return self._deliver(progress)
 
-    def _take(self, entry: Entry, gain: Gain, now: float) -> list[Progress]:
+    def _take(self, entry: Entry, gain: Gain, now: float) -> list[Happening]:
         """What a gain comes to; one that cannot be taken in ends its request."""
         try:
             return entry.take(gain, now)
@@ -225,13 +201,14 @@ class Journal:
         for entry in self.entries.values():
             entry.leave_engine()
 
-    # What the output processor asks of a scheduler.
+    # What the output processor asks of it (`Ends`).
 
-    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+    def stop(self, sequence: SequenceRecord, matched: str) -> None:
         """A stop string has ended a sequence; its engine would go on."""
         is_known_to_engine = sequence.status is not SequenceStatus.FINISHED
         entry = self._by_id[sequence.request.request_id]
-        sequence.status, sequence.finish_reason, sequence.stop_reason = SequenceStatus.FINISHED, reason, stop_reason
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, matched
         if sequence.request.is_finished:
             sequence.request.metrics.finished_s = self._clock()
         if is_known_to_engine:
@@ -244,7 +221,7 @@ class Journal:
             entry.end(FinishReason.ERROR, message)
             self._messages.append(Abort(entry.number))
 
-    def _deliver(self, progress: list[Progress]) -> list[RequestOutput]:
+    def _deliver(self, progress: list[Happening]) -> list[RequestOutput]:
         outputs = self._outputs.process(progress)
         for output in outputs:
             if output.finished:

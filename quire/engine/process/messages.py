@@ -11,11 +11,12 @@ from typing import Any
 
 import msgspec
 
-from quire.core.plan import Grammar, MarkSpelling, RowSampling, TokenLogprobs
+from quire.core.plan import Grammar, MarkSpelling, TokenLogprobs
+from quire.core.request_spec import RequestSpec, ResumedSequence
 from quire.engine.counters import EngineCounters
 from quire.engine.inspection import BlockContent, Inspection
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Both ends come from one installation; a difference means that it was replaced under a running server."""
 JSON_LOGS = "json-logs"
 """The argument by which an engine is told to log as JSON: before the first message, which may go wrong already."""
@@ -36,19 +37,12 @@ class Start(_Message, frozen=True):
     version: int = PROTOCOL_VERSION
 
 
-class Resumed(_Message, frozen=True, array_like=True):
-    """An unfinished sequence of a request that another engine has begun."""
-
-    index: int
-    output_token_ids: tuple[int, ...]
-
-
 NO_LISTS = 0
 """In place of a number of lists: the request brings its own."""
 
 
 class Lists(_Message, frozen=True):
-    """What the requests that name this number have in common; they may be many, and this may be long. See `RowSampling`."""
+    """What the requests that name this number have in common; they may be many, and this may be long. See `RequestSpec`."""
 
     number: int
     stop_token_ids: tuple[int, ...]
@@ -70,23 +64,10 @@ class Add(_Message, frozen=True):
     """A request, new or begun by an engine that is no more: all that its tokens depend on."""
 
     number: int
-    request_id: str
-    """For logs."""
-    prompt_token_ids: tuple[int, ...]
-    sampling: RowSampling
-    num_sequences: int
-    max_tokens: int
-    stop_token_ids: tuple[int, ...]
-    namespace: tuple[str, ...]
-    priority: int
-    tenant: str
-    weight: float
-    reads_cache: bool
-    arrival_s: float
-    repetition: tuple[int, int, int] | None = None
-    resumed: tuple[Resumed, ...] = ()
+    spec: RequestSpec
+    resumed: tuple[ResumedSequence, ...] = ()
     lists: int = NO_LISTS
-    """The number of `Lists` that were sent before, and are then missing from `sampling` and `stop_token_ids`."""
+    """The number of `Lists` that were sent before, and are then missing from `spec`."""
 
 
 class Abort(_Message, frozen=True):

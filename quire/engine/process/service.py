@@ -6,8 +6,7 @@ import logging
 from collections.abc import Iterator
 
 from quire.common.failures import log_failure
-from quire.core.decoding import SamplingDecoder
-from quire.core.request import FinishReason, Request, ResumedSequence, Sequence
+from quire.core.request import FinishReason, Request, Sequence
 from quire.core.scheduler.scheduler import Progress
 from quire.engine.counters import count
 from quire.engine.process.messages import (
@@ -98,11 +97,8 @@ class Service:
 
     def _add(self, message: Add) -> Refused | None:
         try:
-            request = _request(message)
-            if message.lists != NO_LISTS:
-                lists, request.stop_token_ids = self._lists[message.lists]
-                request.sampling = with_lists(request.sampling, lists)
-            self.loop.scheduler.add(request)
+            spec = message.spec if message.lists == NO_LISTS else with_lists(message.spec, *self._lists[message.lists])
+            request = self.loop.scheduler.add(spec, message.resumed)
         except RequestError as error:
             return Refused(message.number, str(error))
         self._requests[message.number] = request
@@ -146,26 +142,6 @@ class Service:
         for request in {sequence.request: None for sequence in by_sequence}:
             if request.is_finished and request.request_id in self._numbers:
                 self._forget(request)
-
-
-def _request(message: Add) -> Request:
-    request = Request(
-        request_id=message.request_id,
-        prompt_token_ids=message.prompt_token_ids,
-        sampling=message.sampling,
-        decoder=SamplingDecoder(message.num_sequences, is_forked=bool(message.resumed)),
-        max_tokens=message.max_tokens,
-        stop_token_ids=frozenset(message.stop_token_ids),
-        repetition=message.repetition,
-        priority=message.priority,
-        tenant=message.tenant,
-        weight=message.weight,
-        namespace=message.namespace,
-        reads_cache=message.reads_cache,
-        resumed=tuple(ResumedSequence(each.index, each.output_token_ids) for each in message.resumed),
-    )
-    request.metrics.arrival_s = message.arrival_s
-    return request
 
 
 def _gain(number: int, sequence: Sequence, progress: list[Progress]) -> Gain:

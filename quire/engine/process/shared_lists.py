@@ -6,9 +6,10 @@ both ends know a digest's lists, and the count of requests in flight that need t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from quire.core.plan import MarkSpelling, RowSampling
+from quire.core.plan import MarkSpelling
+from quire.core.request_spec import RequestSpec
 from quire.engine.digest import Digest
 from quire.engine.process.messages import NO_LISTS, Forget, Lists
 
@@ -87,18 +88,20 @@ class SharedLists:
             held.is_sent = False
 
 
-def without_lists(row: RowSampling) -> RowSampling:
-    """What is left to be said of a row whose lists are known by their number."""
+def without_lists(spec: RequestSpec) -> RequestSpec:
+    """What is left to be said of a request whose lists are known by their number."""
+    row = spec.sampling
     thinking = None if row.thinking is None else row.thinking._replace(marks=_NO_MARKS)
-    return row._replace(stop_token_ids=(), logit_bias=(), allowed_token_ids=None, bad_words=(), grammar=None, thinking=thinking)
+    row = row._replace(stop_token_ids=(), logit_bias=(), allowed_token_ids=None, bad_words=(), grammar=None, thinking=thinking)
+    return replace(spec, sampling=row, stop_token_ids=frozenset())
 
 
-def with_lists(row: RowSampling, lists: Lists) -> RowSampling:
-    """The row that `without_lists` was made of; its lists are the very objects of `lists`."""
-    thinking = row.thinking
+def with_lists(spec: RequestSpec, lists: Lists, stop_token_ids: frozenset[int]) -> RequestSpec:
+    """The request that `without_lists` was made of; its lists are the very objects of `lists`."""
+    thinking = spec.sampling.thinking
     if thinking is not None and lists.marks is not None:
         thinking = thinking._replace(marks=lists.marks)
-    return row._replace(
+    row = spec.sampling._replace(
         stop_token_ids=lists.stop_token_ids,
         logit_bias=lists.logit_bias,
         allowed_token_ids=lists.allowed_token_ids,
@@ -106,3 +109,4 @@ def with_lists(row: RowSampling, lists: Lists) -> RowSampling:
         grammar=lists.grammar,
         thinking=thinking,
     )
+    return replace(spec, sampling=row, stop_token_ids=stop_token_ids)

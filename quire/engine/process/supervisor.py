@@ -18,7 +18,6 @@ from typing import Any
 
 from quire.common.failures import log_failure
 from quire.core.request import FinishReason
-from quire.engine.admission import Admitted
 from quire.engine.client import EngineState
 from quire.engine.outputs import RequestOutput
 from quire.engine.process.channel import ChannelClosed, FrameTooLarge, ProtocolError, wait
@@ -38,6 +37,7 @@ from quire.engine.process.messages import (
 )
 from quire.engine.process.quarantine import choose, judge
 from quire.engine.process.watch import Watch, WatchConfig
+from quire.engine.requests import PreparedRequest
 from quire.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -101,9 +101,9 @@ class Supervisor:
         process = self._process
         return None if process is None else process.pid
 
-    def add(self, admitted: Admitted) -> None:
+    def add(self, prepared: PreparedRequest) -> None:
         """Serve a request; its outputs are delivered."""
-        self._post(lambda: self._add(admitted))
+        self._post(lambda: self._add(prepared))
 
     def abort(self, request_id: str) -> None:
         """End a request, if it is in flight."""
@@ -286,11 +286,11 @@ class Supervisor:
 
     # -- commands ----------------------------------------------------------------------------------------------------
 
-    def _add(self, admitted: Admitted) -> None:
+    def _add(self, prepared: PreparedRequest) -> None:
         try:
-            entry = self._journal.add(admitted)
+            entry = self._journal.add(prepared)
         except Exception as error:
-            request_id, name = admitted.request.request_id, type(error).__name__
+            request_id, name = prepared.spec.request_id, type(error).__name__
             log_failure(logger, f"request {request_id} could not be taken in", error)
             message = f"the request could not be taken in: {name}"
             self._deliver([RequestOutput(request_id, None, [], [], finished=True, error=message)])

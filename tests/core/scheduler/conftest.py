@@ -11,11 +11,11 @@ import pytest
 from quire.config.limits import SchedulerLimits
 from quire.core.plan import RowSampling, StepPlan, StepResult
 from quire.core.request import Request
+from quire.core.request_spec import RequestSpec, fit
 from quire.core.scheduler.audit import audit, audit_plan
 from quire.core.scheduler.scheduler import Progress, Scheduler
 from quire.executor.null import NullExecutor
 from quire.sim.oracle import Oracle
-from quire.sim.scenario import RequestSpec
 
 _VOCAB_SIZE = 16
 
@@ -44,9 +44,10 @@ class Harness:
         if isinstance(prompt, int):
             prompt = [1000 + sum(map(ord, request_id)), *range(1, prompt)]
         sampling = changes.pop("sampling", RowSampling(temperature=0.0))
-        spec = RequestSpec(request_id, 0, tuple(prompt), max_tokens, sampling, **changes)
-        request = spec.build()
-        self.scheduler.add(request)
+        spec = RequestSpec(
+            request_id=request_id, prompt_token_ids=tuple(prompt), max_tokens=max_tokens, sampling=sampling, **changes
+        )
+        request = self.scheduler.add(fit(spec, self.limits))
         self.specs[request_id] = spec
         return request
 

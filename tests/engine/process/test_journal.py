@@ -14,7 +14,7 @@ from relay import Relay
 
 from quire.config.engine import EngineConfig
 from quire.core.params import RequestOutputKind, SamplingParams, ThinkingMarks
-from quire.core.request import FinishReason, Request, Sequence
+from quire.core.request import FinishReason, RequestRecord, SequenceRecord
 from quire.engine.admission import Admission
 from quire.engine.builder import prepare_model
 from quire.engine.client import GenerationRequest
@@ -188,7 +188,7 @@ def test_messages_are_smaller_than_json(make_relay: MakeRelay) -> None:
 
 def test_a_request_that_is_over_is_gone_at_once_on_both_sides(make_relay: MakeRelay) -> None:
     relay = make_relay()
-    with no_cycles_of(Request, Sequence):
+    with no_cycles_of(RequestRecord, SequenceRecord):
         for place, kind in enumerate(("greedy", "scored", "forked", "best")):
             relay.add(_request(kind, kind, 9 + place))
         relay.add(_request("aborted", "hot", 20, max_tokens=100))

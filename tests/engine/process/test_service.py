@@ -8,6 +8,7 @@ from cycles import no_cycles_of
 from quire.config.limits import SchedulerLimits
 from quire.core.plan import RowSampling
 from quire.core.request import Request, Sequence
+from quire.core.request_spec import RequestSpec
 from quire.engine.process.messages import Abort, Add, Finish
 from quire.engine.process.service import Service
 from quire.engine.step_loop import StepLoop
@@ -21,22 +22,14 @@ def service() -> Service:
 
 
 def _add(service: Service, number: int, *, max_tokens: int = 5, num_sequences: int = 1) -> None:
-    message = Add(
-        number=number,
+    spec = RequestSpec(
         request_id=f"r{number}",
         prompt_token_ids=(1, 2, 3, number),
         sampling=RowSampling(seed=number),
         num_sequences=num_sequences,
         max_tokens=max_tokens,
-        stop_token_ids=(),
-        namespace=(),
-        priority=0,
-        tenant="",
-        weight=1.0,
-        reads_cache=True,
-        arrival_s=0.0,
     )
-    assert service.obey(message) is None
+    assert service.obey(Add(number, spec)) is None
 
 
 def _run(service: Service) -> None:

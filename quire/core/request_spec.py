@@ -1,0 +1,96 @@
+"""What is asked of an engine: one request as plain values, made once and never changed.
+
+A `RequestSpec` is all that a request's tokens and its place in the order of service depend on. It is made where the request
+arrives, in the engine's process or in another, and travels as it is: to the journal, over the wire and into the scheduler,
+which keeps what becomes of it in a `Request`. A new field is declared here and read where it takes effect; nothing in between
+names it. Two requests of equal specs give the same tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from quire.common.numbers import ceil_div
+from quire.config.limits import SchedulerLimits
+from quire.core.kvcache.prefix import Namespace
+from quire.core.plan import RowSampling
+from quire.errors import InvalidParameterError, PromptTooLongError
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSettings:
+    """What a beam search is asked for."""
+
+    beam_width: int
+    max_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSpec:
+    """One request. Plain values alone, so that it can be encoded; equal where all of them are."""
+
+    request_id: str = ""
+    """Unique among the requests in flight; appears in logs."""
+    prompt_token_ids: tuple[int, ...] = ()
+    sampling: RowSampling = field(default_factory=RowSampling)
+    max_tokens: int = 1
+    """Output tokens per sequence; bounded by the context length once the spec went through `fit`."""
+    num_sequences: int = 1
+    """Samples, whose sequences fork at the prompt's end."""
+    beam: BeamSettings | None = None
+    """In place of samples: the best beams."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that end a sequence: the request's own and, unless it ignores them, the model's end-of-sequence tokens."""
+    repetition: tuple[int, int, int] | None = None
+    """Ends a sequence that repeats itself; see `RepetitionDetectionParams.rule`."""
+    priority: int = 0
+    """The smaller goes first; only under the policies `priority` and `fair`."""
+    tenant: str = ""
+    """On whose account it is served, under the policy `fair`."""
+    weight: float = 1.0
+    """The tenant's share relative to others'; above 0."""
+    namespace: Namespace = ()
+    """Requests share cached prefixes only within one."""
+    reads_cache: bool = True
+    arrival_s: float = 0.0
+    """When it arrived, on the machine's monotonic clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedSequence:
+    """A sequence that another engine has begun and that this one is to go on with."""
+
+    index: int
+    output_token_ids: tuple[int, ...]
+    """What it has generated so far, at least one token."""
+
+
+def fit(spec: RequestSpec, limits: SchedulerLimits) -> RequestSpec:
+    """The spec with `max_tokens` bounded by the context: to be called once for each, by whoever makes it.
+
+    A question of lengths and limits alone, not of other requests. Raises PromptTooLongError, with the numbers, for what could
+    never be served.
+    """
+    num_prompt = len(spec.prompt_token_ids)
+    if num_prompt == 0:
+        raise InvalidParameterError("the prompt is empty; give at least one token", param="prompt")
+    if num_prompt >= limits.max_model_len:
+        raise PromptTooLongError(
+            f"the prompt has {num_prompt} tokens, but the context holds {limits.max_model_len}, of which at least one is "
+            "for the answer; shorten the prompt or raise max_model_len"
+        )
+    # The last token sampled is never computed, so it needs no slot.
+    num_slots = min(num_prompt + spec.max_tokens, limits.max_model_len) - 1
+    num_blocks = ceil_div(num_slots, limits.block_size)
+    if num_blocks > limits.num_blocks:
+        raise PromptTooLongError(
+            f"the prompt's {num_prompt} tokens and up to {num_slots + 1 - num_prompt} new ones need {num_blocks} KV "
+            f"blocks of {limits.block_size}, but the whole pool has {limits.num_blocks}; shorten the prompt, lower "
+            "max_tokens, or give the KV cache more memory"
+        )
+    max_tokens = min(spec.max_tokens, limits.max_model_len - num_prompt)
+    return spec if max_tokens == spec.max_tokens else replace(spec, max_tokens=max_tokens)
