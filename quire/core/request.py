@@ -207,6 +207,12 @@ class Sequence(SequenceRecord):
             self.watch = RepetitionWatch(self.request.repetition, len(self.request.prompt_token_ids))
 
     @property
+    def content_ids(self) -> list[int]:
+        """What stands at each known position, for the prefix cache; `token_ids` itself where those say so."""
+        prompt = self.request.content_ids
+        return self.token_ids if prompt is None else [*prompt, *self.token_ids[len(prompt) :]]
+
+    @property
     def gap(self) -> int:
         """Tokens that the next step may compute: known ones that no step in flight computes, or else the one it samples.
 

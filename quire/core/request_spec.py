@@ -36,6 +36,9 @@ class RequestSpec:
     request_id: str = ""
     """Unique among the requests in flight; appears in logs."""
     prompt_token_ids: tuple[int, ...] = ()
+    content_ids: tuple[int, ...] | None = None
+    """What stands at each position of the prompt, by which cached prefixes are told apart; None: the token ids say so. Where
+    a token only holds the place of other content (of an image, say), a negative 32-bit number: part of the content's digest."""
     sampling: RowSampling = field(default_factory=RowSampling)
     max_tokens: int = 1
     """Output tokens per sequence; bounded by the context length once the spec went through `fit`."""
@@ -58,6 +61,9 @@ class RequestSpec:
     reads_cache: bool = True
     arrival_s: float = 0.0
     """When it arrived, on the machine's monotonic clock."""
+
+    def __post_init__(self) -> None:
+        assert self.content_ids is None or len(self.content_ids) == len(self.prompt_token_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,8 @@ PACKAGE = Path(__file__).parents[2] / "quire"
 MARKS = MarkSpelling(((0, 5, 1),), 1, ((0, 6, 1),), (6,))
 OTHERS: dict[str, Any] = {
     "request_id": "a",
-    "prompt_token_ids": (5, 6, 7),
+    "prompt_token_ids": (5, 6),
+    "content_ids": (5, -7),
     "sampling": RowSampling(
         seed=2**64 - 1, min_p=0.25, logit_bias=((3, -1.5),), bad_words=((1, 2), (3,)), num_logprobs=-1,
         grammar=Grammar("regex", "a+"), thinking=ThinkingBudget(9, True, MARKS),

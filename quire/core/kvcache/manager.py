@@ -1,7 +1,8 @@
 """The KV cache manager: block tables on top of the pool and the prefix index.
 
 Owns allocation on demand, sharing by reference, copy-on-write, publishing of full blocks, merging of identical ones and
-eviction. It says what changed (`TableChange`); it never builds plans, knows no requests, and touches no tensor.
+eviction. It says what changed (`TableChange`); it never builds plans, knows no requests, and touches no tensor. Token ids here
+are ids of what stands at each position (`Sequence.content_ids`): where these agree, so do keys and values.
 
 Two rules keep shared memory honest. A full block is immutable, so any number of tables may name it. A partial block has one
 writer: whoever writes to a partial block that others name as well gets a copy first.

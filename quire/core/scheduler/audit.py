@@ -115,7 +115,7 @@ def _audit_published(sequence: Sequence) -> None:
     for place in range(sequence.table.num_chained - 1, -1, -1):
         if node is None:
             return
-        expected = tuple(sequence.token_ids[place * size : (place + 1) * size])
+        expected = tuple(sequence.content_ids[place * size : (place + 1) * size])
         assert node.tokens == expected, f"{sequence.name}: block {place} is published with tokens {node.tokens}"
         node = node.parent
 

@@ -124,7 +124,7 @@ class KVBlocks:
         keep = sequence.request.error is None
         self.num_reserved -= sequence.num_reserved
         sequence.num_reserved = 0
-        self.manager.release(sequence.table, sequence.token_ids, sequence.num_computed, keep=keep)
+        self.manager.release(sequence.table, sequence.content_ids, sequence.num_computed, keep=keep)
         sequence.table.chain = sequence.keys.root if sequence.keys is not None else None
         sequence.table.num_chained = 0
         sequence.num_computed = sequence.num_planned = 0
@@ -137,7 +137,7 @@ class KVBlocks:
         request = sequence.request
         if sequence.keys is None or not request.reads_cache:
             return NO_MATCH, []
-        match = self.manager.match(sequence.keys, sequence.token_ids, len(sequence.token_ids) - 1)
+        match = self.manager.match(sequence.keys, sequence.content_ids, len(sequence.token_ids) - 1)
         if request.scoring is None:
             return match, []
         records = self._shared_records(sequence, match)
@@ -176,7 +176,7 @@ class KVBlocks:
         if sequence.keys is None:
             return []
         first = sequence.table.num_chained
-        merged = self.manager.publish(sequence.table, sequence.keys, sequence.token_ids, sequence.num_computed)
+        merged = self.manager.publish(sequence.table, sequence.keys, sequence.content_ids, sequence.num_computed)
         if sequence.request.scoring is not None:
             self._attach_records(sequence, first)
         return merged

@@ -8,7 +8,7 @@ import pytest
 
 from quire.common.numbers import ceil_div
 from quire.core.plan import RowSampling
-from quire.core.request import FinishReason, SequenceStatus
+from quire.core.request import FinishReason, Request, SequenceStatus
 from quire.core.scheduler.audit import audit
 from quire.errors import InvalidParameterError, PromptTooLongError
 from quire.sim.faults import force_preemption
@@ -174,6 +174,26 @@ def test_a_second_request_with_the_same_prefix_computes_only_the_rest(harness: H
     assert request.metrics.num_prefix_hit_tokens == 20
     run.run()
     run.check(request)
+
+
+def test_prompts_of_equal_tokens_share_only_what_has_the_same_content(harness: Harness) -> None:
+    run = harness()
+    image, other = [-5, -6, -7, -8, -9, -10], [-5, -6, -7, -8, -9, -11]
+    text, padding = list(range(6)), [3] * 6
+
+    def add(name: str, content: list[int]) -> Request:
+        request: Request = run.add(name, [*text, *padding, *text], content_ids=(*text, *content, *text))
+        run.run()
+        run.check(request)
+        return request
+
+    add("a", image)
+    assert add("the same", image).metrics.num_prefix_hit_tokens == 17
+    assert add("another", other).metrics.num_prefix_hit_tokens == 11, "up to where the contents differ"
+    plain = run.add("plain", [*text, *padding, *text])
+    first = run.add("further", [*text, *padding, *text, 20, 21], content_ids=(*text, *image, *text, 20, 21))
+    run.run()
+    assert plain.metrics.num_prefix_hit_tokens == 6 and first.metrics.num_prefix_hit_tokens >= 18
 
 
 def test_hits_are_counted_to_the_token_and_the_last_token_is_always_computed(harness: Harness) -> None:
