@@ -7,14 +7,12 @@ time: `LLM` drives it through `quire.engine.sharing`, `AsyncLLM` from a thread o
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
-from quire.common.failures import log_failure
 from quire.core.params import BeamSearchParams, LogitsProcessor, SamplingParams
 from quire.core.scheduler.pace import StepPace
 from quire.core.scheduler.scheduler import Progress
@@ -33,8 +31,6 @@ from quire.errors import ConfigError, EngineError, InvalidParameterError
 from quire.executor.interface import Executor
 from quire.text.pretrained import PretrainedTokenizer
 from quire.text.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 Output = RequestOutput | BeamSearchOutput
 
@@ -163,30 +159,13 @@ class Engine(StepLoop):
         """
         try:
             return self._deliver(self.advance())
-        except Exception as error:
-            log_failure(logger, "the engine failed outside of the executor and starts over", error)
-            return self._start_over(f"the engine failed on this step: {type(error).__name__}")
         except BaseException:  # Ctrl-C: the requests are lost, the engine is not
-            self._lost = self._start_over("interrupted")
+            self.start_over("interrupted")
+            self._lost = [*self._outputs.end_all(), *(beam_output(state, self.tokenizer) for state in self._beams.values())]
+            self._beams.clear()
+            for request_id in list(self._processors):
+                self._forget_processors(request_id)
             raise
-
-    def idle(self) -> bool:
-        """See `StepLoop.idle`; never raises for a bug or a broken executor."""
-        try:
-            return super().idle()
-        except Exception as error:
-            log_failure(logger, "the engine failed while it was idle", error)
-            return False
-
-    def _start_over(self, message: str) -> list[Output]:
-        """`start_over`, and the last output of everyone."""
-        self.start_over(message)
-        outputs: list[Output] = list(self._outputs.start_over())
-        outputs += [beam_output(state, self.tokenizer) for state in self._beams.values()]
-        self._beams.clear()
-        for request_id in list(self._processors):
-            self._forget_processors(request_id)
-        return outputs
 
     def _deliver(self, progress: list[Progress]) -> list[Output]:
         outputs: list[Output] = list(self._outputs.process(progress))

@@ -124,7 +124,7 @@ class OutputProcessor:
         state = self._states.pop(request_id, None)
         return None if state is None else self._last_output(state)
 
-    def start_over(self) -> list[RequestOutput]:
+    def end_all(self) -> list[RequestOutput]:
         """Follow nothing any more; returns the last outputs of the requests followed so far."""
         outputs = [self._last_output(state) for state in self._states.values()]
         self._states.clear()

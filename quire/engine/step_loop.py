@@ -17,7 +17,7 @@ from collections.abc import Callable
 from quire.common.failures import log_failure
 from quire.config.limits import SchedulerLimits
 from quire.core.plan import StepPlan, StepResult, WorkResult
-from quire.core.request import FinishReason, Request, Sequence, SequenceRecord
+from quire.core.request import FinishReason, Sequence, SequenceRecord
 from quire.core.scheduler.pace import StepPace
 from quire.core.scheduler.scheduler import Progress, Scheduler
 from quire.engine.loops import Loop, PlainLoop
@@ -64,19 +64,30 @@ class StepLoop:
         return self.scheduler.has_work
 
     def advance(self) -> list[Progress]:
-        """Go on until one step has been taken in. An executor that fails costs the requests of that step; anything else that
-        raises calls for `start_over`."""
-        return self.loop.advance(self)
+        """Go on until one step has been taken in. Never raises for a bug or a broken executor.
+
+        An executor that fails costs the requests of that step; anything else that raises costs all of them.
+        """
+        try:
+            return self.loop.advance(self)
+        except Exception as error:
+            log_failure(logger, "the engine failed outside of the executor and starts over", error)
+            return self.start_over(f"the engine failed on this step: {type(error).__name__}")
 
     def idle(self) -> bool:
-        """Make use of a moment without requests, for some milliseconds; whether there may be more to do."""
+        """Make use of a moment without requests, for some milliseconds; whether there may be more to do. Never raises for a
+        bug or a broken executor."""
         assert not self.has_work
         if self.scheduler.flights:
             self.advance()  # a step that was planned ahead for those who have ended
             return True
-        if self._cost_file is not None:
-            self._cost_file.save_if_due()
-        return self.executor.idle()
+        try:
+            if self._cost_file is not None:
+                self._cost_file.save_if_due()
+            return self.executor.idle()
+        except Exception as error:
+            log_failure(logger, "the engine failed while it was idle", error)
+            return False
 
     # -- the verbs ---------------------------------------------------------------------------------------------------
 
@@ -134,19 +145,22 @@ class StepLoop:
 
     # -- failures ----------------------------------------------------------------------------------------------------
 
-    def start_over(self, message: str) -> list[Request]:
+    def start_over(self, message: str) -> list[Progress]:
         """End every request and begin with an empty control plane: this one may be half-way through a change.
 
         The worker need not be told: a row begins anew with its next owner, and nothing in the new pool counts as cached.
-        Returns the requests that were lost.
+        Returns the ends of all sequences that were lost: also of requests that the failed step has ended, untold.
         """
         self.loop.forget()
-        lost = self.scheduler.give_up(message)
+        in_flight = [sequence.request for flight in self.scheduler.flights for sequence in flight.sequences]
+        lost = dict.fromkeys([*self.scheduler.give_up(message), *in_flight])
+        for request in lost:
+            request.error = request.error or message
         stats, self.scheduler = self.scheduler.stats, self._new_scheduler()
         self.scheduler.stats = stats
         if self.recorder is not None:
             self.record_steps()
-        return lost
+        return [Progress(sequence, None, None) for request in lost for sequence in request.sequences]
 
     def close(self) -> None:
         """End what computes, and free the memory. Idempotent."""

@@ -240,7 +240,7 @@ def test_starting_over_waits_for_what_is_in_flight(loops: Callable[..., Audited]
     loop = loops(is_overlapped=True, launcher=launcher())
     loop.scheduler.add(_request("a", [1, 2, 3], 20))
     loop.advance()
-    assert [request.request_id for request in loop.start_over("lost")] == ["a"]
+    assert [progress.sequence.name for progress in loop.start_over("lost")] == ["a"]
     loop.scheduler.add(_request("b", [1, 2, 3], 4))
     assert len(loop.finish_all()["b"].sequences[0].output_token_ids) == 4
 

@@ -99,7 +99,7 @@ class Host:
     def _serve(self, service: Service) -> None:
         """One round: what the server says, then a step, then what it brought."""
         if not service.has_work:
-            while not wait((self._channel,), (), 0.0) and service.idle():
+            while not wait((self._channel,), (), 0.0) and service.loop.idle():
                 pass
             self._wait(None)
         for message in self._channel.receive():

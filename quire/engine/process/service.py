@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 
-from quire.common.failures import log_failure
 from quire.core.request import FinishReason, Request, Sequence
 from quire.core.scheduler.scheduler import Progress
 from quire.engine.counters import count
@@ -30,8 +28,6 @@ from quire.engine.process.shared_lists import with_lists
 from quire.engine.step_loop import StepLoop
 from quire.errors import RequestError
 
-logger = logging.getLogger(__name__)
-
 
 class Service:
     """The requests of one engine, by the server's numbers."""
@@ -48,14 +44,6 @@ class Service:
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return self.loop.has_work
-
-    def idle(self) -> bool:
-        """See `StepLoop.idle`; never raises."""
-        try:
-            return self.loop.idle()
-        except Exception as error:
-            log_failure(logger, "the engine failed while it was idle", error)
-            return False
 
     def obey(
         self, message: Lists | Forget | Add | Abort | Finish | Inspect | LookInto
@@ -77,13 +65,7 @@ class Service:
 
     def step(self) -> Gains | None:
         """One step; returns what it brought, all of it in one message. Never raises for a bug or a broken executor."""
-        try:
-            progress = self.loop.advance()
-        except Exception as error:
-            log_failure(logger, "the engine failed outside of the executor and starts over", error)
-            lost = self.loop.start_over(f"the engine failed on this step: {type(error).__name__}")
-            progress = [Progress(sequence, None, None) for request in lost for sequence in request.sequences]
-        gains = tuple(self._gains(progress))
+        gains = tuple(self._gains(self.loop.advance()))
         return Gains(gains) if gains else None
 
     def fail(self, gain: Gain, message: str) -> Gains:
