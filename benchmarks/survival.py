@@ -22,9 +22,10 @@ from quire.bench.record import timestamp
 from quire.config.engine import EngineConfig
 from quire.core.params import RequestOutputKind, SamplingParams
 from quire.engine.builder import prepare_model
-from quire.engine.client import GenerationRequest
+from quire.engine.client import Client
 from quire.engine.machine import Machine
-from quire.engine.process.client import ProcessClient
+from quire.engine.process.link import supervised
+from quire.engine.prompts import ParsedPrompt
 from quire.errors import ConfigError
 
 NUM_STREAMS = 32
@@ -47,7 +48,7 @@ class Kill(NamedTuple):
     ready_s: float
 
 
-async def stream(client: ProcessClient, name: str, place: int) -> Seen:
+async def stream(client: Client, name: str, place: int) -> Seen:
     """Run one request to its end."""
     assert client.tokenizer is not None
     prompt = client.tokenizer.encode(f"Once upon a time there was a number called {place}.")
@@ -60,7 +61,7 @@ async def stream(client: ProcessClient, name: str, place: int) -> Seen:
     params = SamplingParams(seed=place, **common, **kinds[place % 3])
     seen = Seen([], "", [])
     text = ""
-    asked = GenerationRequest(request_id=f"{name}-{place}", prompt_token_ids=prompt, params=params)
+    asked = client.prepare(f"{name}-{place}", ParsedPrompt(None, prompt), client.digest(params))
     async for output in await client.generate(asked):
         if output.error is not None:
             raise RuntimeError(output.error)
@@ -70,12 +71,12 @@ async def stream(client: ProcessClient, name: str, place: int) -> Seen:
     return seen._replace(text=text)
 
 
-async def all_streams(client: ProcessClient, name: str) -> list[Seen]:
+async def all_streams(client: Client, name: str) -> list[Seen]:
     """All requests together."""
     return list(await asyncio.gather(*(stream(client, name, place) for place in range(NUM_STREAMS))))
 
 
-async def kill_some(client: ProcessClient, rng: random.Random, num_kills: int, kills: list[Kill]) -> None:
+async def kill_some(client: Client, rng: random.Random, num_kills: int, kills: list[Kill]) -> None:
     """Kill the engine at random moments of its life until it has been killed often enough."""
     while len(kills) < num_kills:
         await asyncio.sleep(rng.uniform(0.0, 3.0))
@@ -92,8 +93,9 @@ async def kill_some(client: ProcessClient, rng: random.Random, num_kills: int, k
 async def measure(args: argparse.Namespace) -> None:
     """Run, compare, print."""
     options = {"num_threads": args.threads, "kv_cache_memory": "256MiB"}
-    client = ProcessClient(prepare_model(EngineConfig.from_options(args.model, options), is_for_here=False))
-    client.start()
+    prepared = prepare_model(EngineConfig.from_options(args.model, options), is_for_here=False)
+    client = Client(prepared, supervised(prepared))
+    client.link.start()
     undisturbed = await all_streams(client, "calm")
     kills: list[Kill] = []
     streams: list[Seen] = []

@@ -1,22 +1,17 @@
 """`AsyncLLM`: the engine for asyncio programs. Requests stream; the engine runs in a thread of its own.
 
-The event loop never computes and never waits for a step: commands go to the engine's thread through a queue, outputs come
-back through one asyncio queue per request. Every wait ends with the engine: if its thread dies, all streams raise EngineError.
+The event loop never computes and never waits for a step: that is left to `EngineThread`, where prompts are tokenized, too.
+Every wait ends with the engine: if its thread dies, all streams raise EngineError.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import itertools
-import logging
-import queue
-import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
 
-from quire.common.failures import log_failure
 from quire.config.engine import EngineConfig
 from quire.core.params import SamplingParams
 from quire.core.scheduler.scheduler import Scheduler
@@ -24,48 +19,24 @@ from quire.engine.absent import NO_EMBEDDINGS, NO_PROFILE, NO_RPC, NO_SLEEP, abs
 from quire.engine.builder import build_engine
 from quire.engine.digest import Digest
 from quire.engine.engine import Engine
+from quire.engine.engine_thread import EngineThread
 from quire.engine.metrics import Metric, snapshot
 from quire.engine.model_view import ModelView
 from quire.engine.outputs import RequestOutput
 from quire.engine.prompts import Prompt, with_truncation
-from quire.errors import EngineError, InvalidParameterError, QuireError
+from quire.engine.streams import Stream
+from quire.errors import InvalidParameterError
 from quire.grammar.judge import judge
 from quire.text.pretrained import PretrainedTokenizer
 
 if TYPE_CHECKING:
     from quire.engine.arg_utils import EngineArgs
 
-logger = logging.getLogger(__name__)
-
-_ANSWER_TIMEOUT_S = 2.0
 _PAUSE_POLL_S = 0.01
-_IDLE_WAIT_S = 0.5
-"""How long the idle thread sleeps between looks at whether it should stop; a command wakes it at once."""
-
 PauseMode = Literal["abort", "wait", "keep"]
 """What becomes of the requests in flight."""
 
-_Item = RequestOutput | BaseException
 _T = TypeVar("_T")
-
-
-class _Stream:
-    """One request's way back to the event loop it came from."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[_Item] = asyncio.Queue()
-
-    def put(self, item: _Item) -> None:
-        """Called from the engine's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is listening any more
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
-
-    async def get(self) -> RequestOutput:
-        item = await self._queue.get()
-        if isinstance(item, BaseException):
-            raise item
-        return item
 
 
 class AsyncLLM:
@@ -76,19 +47,10 @@ class AsyncLLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         self.config = EngineConfig.from_options(model, options)
-        self._is_paused = False
         self._engine = build_engine(self.config, is_streaming=True)
-        self._engine.record_steps()
-        self._commands: queue.SimpleQueue[Callable[[Engine], None]] = queue.SimpleQueue()
-        self._streams: dict[str, _Stream] = {}
+        self._link = EngineThread(self._engine)
         self._request_numbers = itertools.count()
-        self._is_closing = False
-        self._is_over = False
-        self._ending = threading.Lock()
-        """Guards `_is_over`: a command is either queued before the thread's last look at the queue, or refused."""
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
-        self._thread.start()
+        self._link.start()
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, usage_context: object = None, **ignored: object) -> Self:
@@ -121,23 +83,21 @@ class AsyncLLM:
         if asked.structured_outputs is not None:
             await judge.check_async(asked.structured_outputs.wire)
         request_id = request_id if request_id is not None else f"async-{next(self._request_numbers)}"
-        stream = _Stream()
-        self._submit(lambda engine: self._add(engine, request_id, (prompt, params, priority), stream))
+        stream = Stream()
+        self._link.begin(request_id, lambda engine: engine.add_request(request_id, prompt, params, priority=priority), stream)
         is_finished = False
         try:
-            while not is_finished:
-                output = await stream.get()
+            async for output in stream:
                 is_finished = output.finished
                 yield output
         finally:
             if not is_finished:
-                with contextlib.suppress(EngineError):  # an engine that is over has no request to abort
-                    self._submit(lambda engine: self._abort(engine, request_id, stream))
+                self._link.leave(request_id, stream)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End a request, or several; their streams end with what there is."""
         for each in [request_id] if isinstance(request_id, str) else list(request_id):
-            self._submit(lambda engine, request_id=each: self._abort(engine, request_id, None))  # type: ignore[misc]
+            self._link.abort(each)
 
     async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
         """Compute nothing more until `resume_generation`; requests that come meanwhile wait.
@@ -149,18 +109,18 @@ class AsyncLLM:
             raise InvalidParameterError(
                 f"mode={mode!r} is unknown; choose one of {', '.join(get_args(PauseMode))}", param="mode"
             )
-        while mode == "wait" and not self._is_paused and await self._do(lambda engine: engine.has_work):
+        while mode == "wait" and not self._link.is_paused and await self._do(lambda engine: engine.has_work):
             await asyncio.sleep(_PAUSE_POLL_S)
         await self._do(lambda engine: self._pause(engine, mode, clear_cache))
 
     async def resume_generation(self) -> None:
         """Go on after `pause_generation`."""
-        self._is_paused = False
+        self._link.is_paused = False
         await self._do(lambda engine: None)
 
     async def is_paused(self) -> bool:
         """Whether `pause_generation` holds the engine."""
-        return self._is_paused
+        return self._link.is_paused
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget the cached KV of finished requests; see `LLMEngine.reset_prefix_cache`."""
@@ -173,12 +133,12 @@ class AsyncLLM:
     @property
     def is_running(self) -> bool:
         """Whether requests can be taken."""
-        return not self._is_over and not self._is_closing
+        return self._link.is_running
 
     @property
     def errored(self) -> bool:
         """Whether the engine has died."""
-        return self._failure is not None
+        return self._link.failure is not None
 
     @property
     def model_config(self) -> ModelView:
@@ -199,37 +159,15 @@ class AsyncLLM:
             except Exception as error:
                 done.set_exception(error)
 
-        self._submit(run)
+        self._link.submit(run)
         return await asyncio.wrap_future(done)
 
     def _pause(self, engine: Engine, mode: PauseMode, clear_cache: bool) -> None:
-        self._is_paused = True
+        self._link.is_paused = True
         if mode == "abort":
-            for request_id in list(engine.scheduler.requests):
-                self._abort(engine, request_id, None)
+            self._link.abort_all(engine)
         if mode != "keep" and clear_cache:
             engine.reset_prefix_cache()
-
-    async def ask(self, question: Callable[[Engine], _T]) -> _T | None:
-        """Ask the engine something between two steps; None where it does not answer in time."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[_T] = loop.create_future()
-
-        def take(value: _T) -> None:
-            if not answer.done():
-                answer.set_result(value)
-
-        def reply(engine: Engine) -> None:
-            value = question(engine)
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is listening any more
-                loop.call_soon_threadsafe(take, value)
-
-        self._submit(reply)
-        try:
-            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-                return await answer
-        except TimeoutError:
-            return None
 
     def get_tokenizer(self) -> PretrainedTokenizer:
         """The model's tokenizer, with the methods that transformers' have; ConfigError with `skip_tokenizer_init`."""
@@ -249,10 +187,7 @@ class AsyncLLM:
 
     def close(self, timeout_s: float = 30.0) -> None:
         """End all requests and free the model. Waits for the step in flight, at most `timeout_s`. Idempotent."""
-        self._is_closing = True
-        with contextlib.suppress(EngineError):
-            self._submit(lambda engine: None)  # wakes an idle thread
-        self._thread.join(timeout_s)
+        self._link.close(timeout_s)
 
     shutdown = close
 
@@ -261,89 +196,6 @@ class AsyncLLM:
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.close)
-
-    # -- the engine's thread -----------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            while not self._is_closing:
-                self._take_commands()
-                if self._can_step:
-                    for output in self._engine.step():
-                        if isinstance(output, RequestOutput):
-                            self._deliver(output)
-                elif not self._engine.has_work:
-                    self._engine.idle()
-        except BaseException as error:
-            log_failure(logger, "the engine's thread died", error)
-            self._failure = error
-        finally:
-            self._end_streams()
-
-    @property
-    def _can_step(self) -> bool:
-        return self._engine.has_work and not self._is_paused
-
-    def _take_commands(self) -> None:
-        """Carry out what is queued; an idle engine waits for something."""
-        with contextlib.suppress(queue.Empty):
-            if not self._can_step:
-                self._commands.get(timeout=_IDLE_WAIT_S)(self._engine)
-            while True:
-                self._commands.get_nowait()(self._engine)
-
-    def _add(
-        self, engine: Engine, request_id: str, request: tuple[Prompt, SamplingParams | Digest, int], stream: _Stream
-    ) -> None:
-        prompt, params, priority = request
-        try:
-            engine.add_request(request_id, prompt, params, priority=priority)
-        except Exception as error:
-            if not isinstance(error, QuireError):
-                log_failure(logger, f"request {request_id} could not be added", error)
-                error = EngineError(f"the request could not be added: {type(error).__name__}")
-            stream.put(error)
-            return
-        self._streams[request_id] = stream
-
-    def _abort(self, engine: Engine, request_id: str, stream: _Stream | None) -> None:
-        """Abort by id, or on behalf of a stream: one that was refused because its id is in use must not end another's."""
-        if stream is not None and self._streams.get(request_id) is not stream:
-            return
-        output = engine.abort(request_id)
-        if output is not None:
-            self._deliver(output)
-
-    def _deliver(self, output: RequestOutput) -> None:
-        stream = self._streams.get(output.request_id)
-        if stream is not None:
-            stream.put(output)
-            if output.finished:
-                del self._streams[output.request_id]
-
-    def _end_streams(self) -> None:
-        """Nothing runs any more: refuse new commands, and tell everyone who still waits."""
-        with self._ending:
-            self._is_over = True
-        with contextlib.suppress(Exception):
-            self._engine.close()
-        for stream in self._streams.values():
-            stream.put(self._last_word())
-        self._streams.clear()
-        with contextlib.suppress(queue.Empty):
-            while True:  # a closed engine refuses what is added now, and its stream hears of it
-                self._commands.get_nowait()(self._engine)
-
-    def _submit(self, command: Callable[[Engine], None]) -> None:
-        with self._ending:
-            if self._is_over:
-                raise self._last_word()
-            self._commands.put(command)
-
-    def _last_word(self) -> EngineError:
-        return EngineError(
-            "the engine was closed" if self._failure is None else f"the engine died: {type(self._failure).__name__}"
-        )
 
 
 AsyncLLMEngine = AsyncLLM

@@ -24,7 +24,7 @@ from quire.engine.output_processor import OutputProcessor
 from quire.engine.outputs import BeamSearchOutput, RequestOutput
 from quire.engine.planning import EnginePlan
 from quire.engine.prompts import ParsedPrompt, Prompt, parse_prompt
-from quire.engine.requests import RequestBuilder
+from quire.engine.requests import PreparedRequest, RequestBuilder
 from quire.engine.step_costs import StepCostFile
 from quire.engine.step_loop import StepLoop
 from quire.errors import ConfigError, EngineError, InvalidParameterError
@@ -108,6 +108,12 @@ class Engine(StepLoop):
                 f"the parameters are of type {type(params).__name__}; give SamplingParams or BeamSearchParams",
                 param="sampling_params",
             )
+
+    def add(self, prepared: PreparedRequest) -> None:
+        """Accept a request that was prepared elsewhere. Raises InvalidParameterError for an id that is in use."""
+        if self._is_closed:
+            raise EngineError("the engine is closed")
+        self._outputs.add(self.scheduler.add(prepared.spec), prepared)
 
     def reset_prefix_cache(self, *, preempts: bool = False) -> bool:
         """Forget the cached KV of finished requests; whether nothing that is still in use could be found again.
@@ -194,13 +200,12 @@ class Engine(StepLoop):
             for processor in digest.params.logits_processors or ():
                 names.append(self.executor.register_processor(self._noted(processor)))
             prepared = self.request_builder.sampling(request_id, prompt, digest, processors=tuple(names), priority=priority)
-            request = self.scheduler.add(prepared.spec)
+            self.add(prepared)
         except BaseException:
             for name in names:
                 self.executor.unregister_processor(name)
             raise
         self._processors[request_id] = names
-        self._outputs.add(request, prepared)
 
     def _noted(self, processor: LogitsProcessor) -> LogitsProcessor:
         """A processor during whose calls `refuse_nested_call` refuses."""

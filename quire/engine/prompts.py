@@ -46,8 +46,8 @@ class ParsedPrompt(NamedTuple):
     """What the engine needs of a prompt."""
 
     text: str | None
-    token_ids: tuple[int, ...]
-    cache_salt: str | None
+    token_ids: Sequence[int]
+    cache_salt: str | None = None
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -74,7 +74,7 @@ class RequestBuilder:
         spec = replace(
             digest.spec,
             request_id=request_id,
-            prompt_token_ids=prompt.token_ids,
+            prompt_token_ids=tuple(prompt.token_ids),
             sampling=digest.sampling._replace(
                 seed=self._seed(params), thinking=self._thinking(digest, prompt), processors=processors
             ),
@@ -105,7 +105,7 @@ class RequestBuilder:
         )
         spec = RequestSpec(
             request_id=request_id,
-            prompt_token_ids=prompt.token_ids,
+            prompt_token_ids=tuple(prompt.token_ids),
             sampling=params.to_row_sampling(),
             beam=settings,
             max_tokens=max_tokens,

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from quire.common.loop_lag import LoopLagProbe
 from quire.config.api import ApiConfig
-from quire.engine.client import EngineClient
+from quire.engine.client import Client
 from quire.server import static_page
 from quire.server.anthropic.messages import CountRequest, MessageRequest, Messages, MessagesQuery
 from quire.server.door import Door
@@ -39,7 +39,7 @@ from quire.server.tenants import KeyRing
 from quire.server.tokens import DetokenizeRequest, TokenizeRequest, Tokens
 
 
-def build_app(config: ApiConfig, client: EngineClient, keys: KeyRing, tracer: Tracer | None = None) -> ASGIApp:
+def build_app(config: ApiConfig, client: Client, keys: KeyRing, tracer: Tracer | None = None) -> ASGIApp:
     """The ASGI application that serves `client`'s model; `tracer` is told of every generation's end. Raises ConfigError."""
     api = Api(config, client, keys, tracer)
     chat, completions = ChatCompletions(api), Completions(api)

@@ -21,10 +21,12 @@ from starlette.types import Receive
 from quire.core.params import RequestOutputKind, SamplingParams
 from quire.core.plan import NO_TOKEN_LEFT, NOT_FINITE
 from quire.core.request import RequestMetrics
-from quire.engine.client import CallingStream, EngineClient, GenerationRequest, OutputStream
+from quire.engine.client import Client
 from quire.engine.digest import Digest
 from quire.engine.outputs import RequestOutput
 from quire.engine.process.supervisor import CONVICTED
+from quire.engine.prompts import ParsedPrompt
+from quire.engine.streams import Stream
 from quire.server.admission import Admission, Ticket
 from quire.server.call import Call
 from quire.server.cost import Bounds, Piece
@@ -98,7 +100,7 @@ class Tracer(Protocol):
 class _Progress:
     """What is known of one job's generation."""
 
-    stream: OutputStream
+    stream: Stream
     metrics: RequestMetrics | None = None
     num_tokens: dict[int, int] = field(default_factory=dict)
     """Output tokens by sequence."""
@@ -111,7 +113,7 @@ class _Progress:
 class Generator:
     """Starts runs on one engine."""
 
-    def __init__(self, client: EngineClient, admission: Admission, metrics: Metrics, bounds: Bounds) -> None:
+    def __init__(self, client: Client, admission: Admission, metrics: Metrics, bounds: Bounds) -> None:
         self.client = client
         self.admission = admission
         self.metrics = metrics
@@ -204,25 +206,19 @@ class Run:
     async def submit(self, number: int, job: Job, digest: Digest) -> None:
         """Give one job to the engine; `digest` is what the jobs' parameters come to."""
         suffix = f"-{number}" if len(self._jobs) > 1 else ""
-        stream = await self._generator.client.generate(
-            GenerationRequest(
-                request_id=f"{self._call.request_id}{suffix}.{time.monotonic_ns():x}",
-                prompt_token_ids=job.prompt_token_ids,
-                params=job.params,
-                digest=digest,
-                prompt=job.prompt,
-                priority=self._call.tenant.priority if job.priority is None else job.priority,
-                tenant=self._call.tenant.name,
-                weight=self._call.tenant.weight,
-                cache_salt=self._call.tenant.cache_salt(job.cache_salt),
-            )
+        client, tenant = self._generator.client, self._call.tenant
+        prepared = client.prepare(
+            f"{self._call.request_id}{suffix}.{time.monotonic_ns():x}",
+            ParsedPrompt(job.prompt, job.prompt_token_ids, tenant.cache_salt(job.cache_salt)),
+            digest.of(job.params),
+            priority=tenant.priority if job.priority is None else job.priority,
+            tenant=tenant.name,
+            weight=tenant.weight,
         )
+        stream = await client.generate(prepared)
         progress = _Progress(stream)
         self._progress.append(progress)
-        if isinstance(stream, CallingStream):
-            stream.listen(partial(self._take_safely, number, progress))
-        else:
-            self._tasks.append(asyncio.create_task(self._pump(number)))
+        stream.listen(partial(self._take_safely, number, progress))
 
     def watch(self, receive: Receive) -> None:
         """End the run as soon as the client leaves."""
@@ -275,7 +271,6 @@ class Run:
             self._alarm.cancel()
         for task in self._tasks:
             task.cancel()
-        # A stream may be closed only when nobody waits in it.
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()  # each holds, by what ended it, this run: nobody would free them before the cycle collector
         for each in self._progress:
@@ -290,19 +285,8 @@ class Run:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    async def _pump(self, number: int) -> None:
-        """Move one job's outputs into the common queue."""
-        progress = self._progress[number]
-        try:
-            async for output in progress.stream:
-                self._take(number, progress, output)
-            if not progress.is_finished:
-                self._fail(ApiError(500, "the engine ended the request early", code="engine_error"))
-        except Exception as error:
-            self._fail(from_exception(error))
-
     def _take_safely(self, number: int, progress: _Progress, output: RequestOutput) -> None:
-        """As `_take`, for a caller that is not to hear of failures."""
+        """Take one output of a job, for a caller that is not to hear of failures."""
         try:
             if not self._is_closed:
                 self._take(number, progress, output)

@@ -28,7 +28,8 @@ from quire.common.failures import log_failure
 from quire.config.api import ApiConfig
 from quire.config.serve import ServeConfig
 from quire.engine.builder import PreparedModel
-from quire.engine.process.client import ProcessClient
+from quire.engine.client import Client
+from quire.engine.process.link import supervised
 from quire.engine.process.watch import WatchConfig
 from quire.errors import ConfigError, EngineError
 from quire.server.exhaustion import ExhaustionLog
@@ -157,8 +158,8 @@ class Lifecycle:
         watch = WatchConfig(
             silence_timeout_s=config.silence_timeout, step_timeout_s=config.step_timeout, max_restarts=config.max_restarts
         )
-        client = ProcessClient(prepared, watch, has_json_logs=self._settings.api.json_logs)
-        client.start()  # first of all: the model loads while the rest is imported
+        client = Client(prepared, supervised(prepared, watch, has_json_logs=self._settings.api.json_logs))
+        client.link.start()  # first of all: the model loads while the rest is imported
         self._handle_signals()
         asyncio.get_running_loop().set_exception_handler(ExhaustionLog())
         try:
@@ -167,7 +168,7 @@ class Lifecycle:
         finally:
             await client.close()
 
-    async def _serve(self, client: ProcessClient, server: uvicorn.Server, listener: socket.socket) -> int:
+    async def _serve(self, client: Client, server: uvicorn.Server, listener: socket.socket) -> int:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             host, port = listener.getsockname()[:2]
@@ -181,7 +182,7 @@ class Lifecycle:
             if serving.done() and not serving.cancelled() and serving.exception() is not None:
                 log_failure(logger, "the HTTP server failed", serving.exception() or EngineError())
 
-    async def _live(self, client: ProcessClient, server: uvicorn.Server, serving: asyncio.Task[None]) -> int:
+    async def _live(self, client: Client, server: uvicorn.Server, serving: asyncio.Task[None]) -> int:
         told = asyncio.create_task(self._has_been_told.wait())
         loading = asyncio.create_task(self._await_model(client))
         await asyncio.wait([told, serving, loading], return_when=asyncio.FIRST_COMPLETED)
@@ -192,7 +193,7 @@ class Lifecycle:
         told.cancel()
         return await self._drain(client, server, serving)
 
-    async def _await_model(self, client: ProcessClient) -> None:
+    async def _await_model(self, client: Client) -> None:
         """Say when the model is there. Raises EngineError if it cannot be loaded."""
         while (status := client.status()).state != "ready":
             if status.state == "failed":
@@ -201,7 +202,7 @@ class Lifecycle:
         garbage.settle()
         self._say("ready")
 
-    async def _drain(self, client: ProcessClient, server: uvicorn.Server, serving: asyncio.Task[None]) -> int:
+    async def _drain(self, client: Client, server: uvicorn.Server, serving: asyncio.Task[None]) -> int:
         timeout_s, num_requests = self._settings.serve.drain_timeout, client.status().num_requests
         if num_requests:
             self._say(f"draining: {num_requests} requests have {timeout_s:g} s to finish; once more ends them at once")
@@ -216,7 +217,7 @@ class Lifecycle:
         aborted.cancel()
         return EXIT_ABORTED if self._is_aborted.is_set() else EXIT_DRAINED
 
-    def _server(self, client: ProcessClient) -> uvicorn.Server:
+    def _server(self, client: Client) -> uvicorn.Server:
         from quire.server.app import build_app
         from quire.server.protocol import uvicorn_config
 

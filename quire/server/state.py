@@ -10,7 +10,7 @@ from typing import Any
 from quire.config.api import ApiConfig
 from quire.core.params import ThinkingMarks, generation_defaults
 from quire.core.structure import StructuredOutputsParams
-from quire.engine.client import EngineClient
+from quire.engine.client import Client
 from quire.engine.spelling import spell_marks
 from quire.server.admission import Admission
 from quire.server.cost import Bounds, room_for_logprobs
@@ -28,7 +28,7 @@ from quire.text.tools import FORMATS, ToolFormat, format_of_template
 class Api:
     """One served model: its client, its texts, who may use it, and the books."""
 
-    def __init__(self, config: ApiConfig, client: EngineClient, keys: KeyRing, tracer: Tracer | None = None) -> None:
+    def __init__(self, config: ApiConfig, client: Client, keys: KeyRing, tracer: Tracer | None = None) -> None:
         self.config = config
         self.client = client
         self.keys = keys

@@ -132,7 +132,7 @@ def test_a_dead_engine_ends_every_stream(llm: AsyncLLM, caplog: pytest.LogCaptur
 
 
 def test_close_ends_open_streams(llm: AsyncLLM) -> None:
-    hold_after(llm, 3)
+    hold_after(llm._engine, 3)
 
     async def run() -> None:
         async for _ in llm.generate({"prompt_token_ids": [3, 4]}, _params(max_tokens=200)):

@@ -14,13 +14,13 @@ from quire.config.limits import SchedulerLimits
 from quire.core import params as parameters
 from quire.core.params import SamplingParams
 from quire.core.request import FinishReason
-from quire.engine.admission import Admission
 from quire.engine.builder import prepare_model
-from quire.engine.client import GenerationRequest
 from quire.engine.engine import Engine
 from quire.engine.process.journal import Journal
 from quire.engine.process.messages import Abort, Add, Forget, Lists
 from quire.engine.process.service import Service
+from quire.engine.prompts import ParsedPrompt
+from quire.engine.requests import PreparedRequest, RequestBuilder
 from quire.engine.step_loop import StepLoop
 from quire.errors import InvalidParameterError
 from quire.executor.null import NullExecutor
@@ -41,18 +41,17 @@ MakeEngine = Callable[..., Engine]
 
 
 @pytest.fixture(scope="module")
-def admission(tiny_config: Path) -> Admission:
-    return Admission(prepare_model(EngineConfig(model=str(tiny_config), load_format="dummy", tokenizer="quire-storyteller")))
+def builder(tiny_config: Path) -> RequestBuilder:
+    prepared = prepare_model(EngineConfig(model=str(tiny_config), load_format="dummy", tokenizer="quire-storyteller"))
+    return RequestBuilder(prepared.planned.plan, prepared.tokenizer, prepared.eos_token_ids)
 
 
-def _requests(admission: Admission, **options: Any) -> list[GenerationRequest]:
+def _requests(builder: RequestBuilder, **options: Any) -> list[PreparedRequest]:
     """Many prompts with one digest, as a body's prompts have."""
     params = SamplingParams(max_tokens=8, **options)
-    digest = admission.digest(params)
+    digest = builder.digest(params)
     return [
-        GenerationRequest(
-            request_id=f"r{number}", prompt_token_ids=[5, number], params=params.limited(8 - number % 2), digest=digest
-        )
+        builder.sampling(f"r{number}", ParsedPrompt(None, [5, number]), digest.of(params.limited(8 - number % 2)))
         for number in range(NUM_PROMPTS)
     ]
 
@@ -67,8 +66,8 @@ def _sent(journal: Journal) -> list[Told]:
     return [msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Told) for message in told]
 
 
-def test_every_request_of_a_digest_refers_to_the_same_lists(admission: Admission) -> None:
-    admitted = [admission.admit(request) for request in _requests(admission, **LONG)]
+def test_every_request_of_a_digest_refers_to_the_same_lists(builder: RequestBuilder) -> None:
+    admitted = _requests(builder, **LONG)
     rows = [each.spec.sampling for each in admitted]
     for name in ("allowed_token_ids", "logit_bias", "stop_token_ids", "bad_words", "grammar"):
         assert len({id(getattr(row, name)) for row in rows}) == 1, name
@@ -79,8 +78,8 @@ def test_every_request_of_a_digest_refers_to_the_same_lists(admission: Admission
     assert len({row.seed for row in rows}) == NUM_PROMPTS, "seeds are each request's own"
 
 
-def test_bad_words_are_tokenized_once_for_all_prompts(admission: Admission, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = admission._builder._tokenizer
+def test_bad_words_are_tokenized_once_for_all_prompts(builder: RequestBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = builder._tokenizer
     assert tokenizer is not None
     texts: list[str] = []
     plain = type(tokenizer).encode
@@ -90,45 +89,44 @@ def test_bad_words_are_tokenized_once_for_all_prompts(admission: Admission, monk
         return plain(self, text, **options)
 
     monkeypatch.setattr(type(tokenizer), "encode", encode)
-    for request in _requests(admission, bad_words=["one", " one", "two", "two"]):
-        admission.admit(request)
+    _requests(builder, bad_words=["one", " one", "two", "two"])
     assert sorted(texts) == [" one", " one", " one", " two", "one", "two"]
 
 
-def test_words_that_the_model_has_no_tokens_for_forbid_nothing(admission: Admission) -> None:
+def test_words_that_the_model_has_no_tokens_for_forbid_nothing(builder: RequestBuilder) -> None:
     """The tokenizer of these tests knows more tokens than the model does."""
-    tokenizer = admission._builder._tokenizer
+    tokenizer = builder._tokenizer
     assert tokenizer is not None and tokenizer.vocab_size > 256
     beyond = next(text for text in ("the", "and", "was", "ing") if max(tokenizer.encode(text, add_special_tokens=False)) >= 256)
-    words = admission.digest(SamplingParams(bad_words=[beyond, "q"])).sampling.bad_words
+    words = builder.digest(SamplingParams(bad_words=[beyond, "q"])).sampling.bad_words
     assert words and max(map(max, words)) < 256
 
 
-def test_words_with_too_many_tokens_are_refused_by_name(admission: Admission, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_with_too_many_tokens_are_refused_by_name(builder: RequestBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.engine.digest.MAX_BAD_WORD_TOKENS", 20)
     with pytest.raises(InvalidParameterError, match="bad_words: their spellings have more than 20 tokens") as caught:
-        admission.digest(SamplingParams(bad_words=["something rather long to say"] * 3 + ["and something else that is long"]))
+        builder.digest(SamplingParams(bad_words=["something rather long to say"] * 3 + ["and something else that is long"]))
     assert caught.value.param == "bad_words"
     assert parameters.MAX_BAD_WORD_TOKENS > 2 * 256 * 257, "all that the HTTP API takes, at a token for each character"
 
 
-def test_what_is_listed_travels_once_and_prompts_cost_their_own_tokens(admission: Admission) -> None:
+def test_what_is_listed_travels_once_and_prompts_cost_their_own_tokens(builder: RequestBuilder) -> None:
     """A body of many prompts is as long on its way as its prompts and one copy of its lists."""
-    journal = Journal(admission._builder._tokenizer)
-    for request in _requests(admission, **LONG):
-        journal.add(admission.admit(request))
+    journal = Journal(builder._tokenizer)
+    for request in _requests(builder, **LONG):
+        journal.add(request)
     messages = _sent(journal)
     assert [type(message) for message in messages] == [Lists, *[Add] * NUM_PROMPTS]
     sizes = [len(msgspec.msgpack.encode(message)) for message in messages]
     assert sizes[0] > 1500 and max(sizes[1:]) < 500, sizes[:3]
 
 
-def test_an_engine_holds_one_copy_and_forgets_it_with_the_last_request(admission: Admission) -> None:
+def test_an_engine_holds_one_copy_and_forgets_it_with_the_last_request(builder: RequestBuilder) -> None:
     limits = SchedulerLimits(num_blocks=256, max_num_seqs=NUM_PROMPTS, max_model_len=256)
     service = Service(StepLoop(limits, NullExecutor(NUM_PROMPTS, 256, 16, vocab_size=256), lambda: 0.0))
-    journal = Journal(admission._builder._tokenizer)
-    for request in _requests(admission, **LONG):
-        journal.add(admission.admit(request))
+    journal = Journal(builder._tokenizer)
+    for request in _requests(builder, **LONG):
+        journal.add(request)
     for message in _sent(journal):
         assert service.obey(message) is None
     rows = [request.sampling for request in service.loop.scheduler.requests.values()]
@@ -145,27 +143,27 @@ def test_an_engine_holds_one_copy_and_forgets_it_with_the_last_request(admission
     assert not service._lists and not len(journal.lists) and not service.has_work
 
 
-def test_another_engine_is_told_anew_and_an_ended_body_s_number_is_not_used_again(admission: Admission) -> None:
-    journal = Journal(admission._builder._tokenizer)
-    requests = _requests(admission, **LONG)
+def test_another_engine_is_told_anew_and_an_ended_body_s_number_is_not_used_again(builder: RequestBuilder) -> None:
+    journal = Journal(builder._tokenizer)
+    requests = _requests(builder, **LONG)
     for request in requests[:3]:
-        journal.add(admission.admit(request))
+        journal.add(request)
     first = _sent(journal)
     journal.leave_engine()
     assert _sent(journal) == first, "the next engine knows nothing"
     for entry in list(journal.entries.values()):
         journal.end(entry, FinishReason.ABORT)
     assert [type(message) for message in _sent(journal)][-1] is Forget
-    journal.add(admission.admit(requests[4]))
+    journal.add(requests[4])
     lists, add = _sent(journal)
     assert isinstance(lists, Lists) and isinstance(add, Add)
     assert isinstance(first[0], Lists) and lists.number == add.lists != first[0].number
 
 
-def test_short_lists_travel_with_their_request(admission: Admission) -> None:
-    journal = Journal(admission._builder._tokenizer)
-    for request in _requests(admission, logit_bias={5: 1.0}, stop_token_ids=[7])[:2]:
-        journal.add(admission.admit(request))
+def test_short_lists_travel_with_their_request(builder: RequestBuilder) -> None:
+    journal = Journal(builder._tokenizer)
+    for request in _requests(builder, logit_bias={5: 1.0}, stop_token_ids=[7])[:2]:
+        journal.add(request)
     for message in _sent(journal):
         assert isinstance(message, Add) and message.spec.sampling.logit_bias == ((5, 1.0),) and 7 in message.spec.stop_token_ids
 

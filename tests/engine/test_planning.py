@@ -14,7 +14,7 @@ from quire.engine.builder import plan_engine
 from quire.engine.gpu import Gpu, inspect_gpu
 from quire.engine.machine import Machine
 from quire.engine.planning import EnginePlan
-from quire.engine.process.client import start_message
+from quire.engine.process.link import start_message
 from quire.errors import CapacityError, ConfigError, ModelNotFoundError, UnsupportedModelError
 
 GIB = 1 << 30

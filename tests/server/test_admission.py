@@ -237,9 +237,9 @@ def test_tenants_have_quotas_salts_and_books_of_their_own() -> None:
         assert post("key-of-other").status_code == 200
         thread.join()
         assert post("key-of-other", cache_salt="mine").status_code == 200
-        salts = [request.cache_salt for request in client.requests]
-        assert None not in salts and len(set(salts)) == 3
-        assert {(request.tenant, request.weight) for request in client.requests} == {("small", 2.0), ("other", 1.0)}
+        salts = [request.spec.namespace for request in client.requests]
+        assert () not in salts and len(set(salts)) == 3
+        assert {(request.spec.tenant, request.spec.weight) for request in client.requests} == {("small", 2.0), ("other", 1.0)}
         usage = httpx.get(f"{server.v1}/usage", headers={"x-api-key": "key-of-small"}).json()
         assert (usage["tenant"], usage["requests"], usage["refused_requests"], usage["completion_tokens"]) == ("small", 1, 1, 1)
         assert usage["limits"] == {"weight": 2.0, "tokens_per_minute": None, "requests_per_minute": None, "max_concurrency": 1}

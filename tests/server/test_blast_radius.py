@@ -21,11 +21,11 @@ from served import until
 from servers import MODEL, RunningServer, serve
 
 from quire.config.engine import EngineConfig
-from quire.engine.admission import Admission
 from quire.engine.builder import prepare_model
+from quire.engine.client import Client
 from quire.engine.output_processor import OutputProcessor
-from quire.engine.process.client import ProcessClient
 from quire.engine.process.journal import Entry
+from quire.engine.process.link import supervised
 from quire.engine.text_stream import TextStream
 from quire.server.generation import Run
 from quire.server.responses import data_event
@@ -49,11 +49,12 @@ NEIGHBOURS: list[tuple[str, dict[str, Any]]] = [
 def server() -> Iterator[RunningServer]:
     """The API in this process over the real model in another, which some prompts break."""
     options = {"num_threads": 1, "kv_cache_memory": "48MiB", "max_num_seqs": 64}
-    client = ProcessClient(prepare_model(EngineConfig.from_options(MODEL, options), is_for_here=False), command=ENGINE)
+    prepared = prepare_model(EngineConfig.from_options(MODEL, options), is_for_here=False)
+    client = Client(prepared, supervised(prepared, command=ENGINE))
     with serve(client) as running:
 
         async def start() -> None:
-            client.start()
+            client.link.start()
 
         running.run(start)
         yield running
@@ -138,7 +139,7 @@ def _has_mark(params: Any) -> bool:
 SERVER_FAULTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "its text cannot be tokenized": (Tokenizer, "encode", lambda self, text, **_: MARK in text),
     "its chat cannot be rendered": (ChatTemplate, "render", lambda self, messages, **_: MARK in str(messages)),
-    "it cannot be judged": (Admission, "admit", lambda self, asked: _has_mark(asked.params)),
+    "it cannot be judged": (Client, "prepare", lambda self, name, prompt, digest, **_: _has_mark(digest.params)),
     "it cannot be followed": (OutputProcessor, "add", lambda self, request, asked: _has_mark(asked.params)),
     "it cannot be put into a message": (Entry, "to_message", lambda self: _has_mark(self.prepared.params)),
     "its tokens cannot be taken in": (Entry, "take", lambda self, *_: _has_mark(self.prepared.params)),

@@ -92,7 +92,7 @@ def test_a_class_of_priority_is_the_operators_and_a_request_may_only_ask_for_a_l
             if served is None:
                 assert (answer.status_code, answer.json()["error"]["param"]) == (400, "priority")
             else:
-                assert answer.status_code == 200 and engine.requests[-1].priority == served
+                assert answer.status_code == 200 and engine.requests[-1].spec.priority == served
                 assert "x-quire-ignored-fields" not in answer.headers
 
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from quire.engine.async_llm import AsyncLLM
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 
@@ -27,9 +26,9 @@ def run_all(engine: Engine, after_step: Callable[[], None] = lambda: None) -> di
     raise AssertionError(f"still busy after {MAX_STEPS} steps")
 
 
-def hold_after(llm: AsyncLLM, num_steps: int) -> None:
+def hold_after(engine: Engine, num_steps: int) -> None:
     """From now on the engine makes so many steps and then no other, however much there is to do."""
-    make_step, left = llm._engine.step, num_steps
+    make_step, left = engine.step, num_steps
 
     def step() -> Any:
         nonlocal left
@@ -39,4 +38,4 @@ def hold_after(llm: AsyncLLM, num_steps: int) -> None:
         time.sleep(0.002)
         return []
 
-    llm._engine.step = step  # type: ignore[method-assign]
+    engine.step = step  # type: ignore[method-assign]

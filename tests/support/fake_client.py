@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from quire.core.params import RequestOutputKind, SamplingParams
 from quire.core.request import RequestMetrics
 from quire.core.request_spec import RequestSpec
-from quire.engine.client import EngineState, EngineStatus, GenerationRequest, ModelInfo
+from quire.engine.client import Client, EngineState, EngineStatus, ModelInfo
 from quire.engine.digest import Digest
 from quire.engine.inspection import BlockContent, Inspection
 from quire.engine.outputs import CompletionOutput, RequestOutput
+from quire.engine.prompts import ParsedPrompt
+from quire.engine.requests import PreparedRequest
+from quire.engine.streams import Stream
 from quire.text.tokenizer import Tokenizer
 from quire.weights.folder import resolve_model
 
@@ -36,40 +40,47 @@ class Script:
     """Raised by `generate`."""
 
 
-@dataclass(slots=True, eq=False)
-class FakeStream:
+class FakeStream(Stream):
     """One request's outputs."""
 
-    request: GenerationRequest
-    script: Script
-    closed: Callable[[FakeStream], None]
-    position: int = 0
-    is_closed: bool = False
-    is_finished: bool = False
-    text: str = ""
+    def __init__(self, request: PreparedRequest, script: Script, closed: Callable[[FakeStream], None]) -> None:
+        super().__init__()
+        self.request = request
+        self.script = script
+        self.closed = closed
+        self.is_closed = False
+        self.is_finished = False
+        self._playing: asyncio.Task[None] | None = None
 
-    def __aiter__(self) -> FakeStream:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        if self.is_finished:
-            raise StopAsyncIteration
-        if not self.script.begins:
-            await asyncio.Event().wait()
-        if self.request.params.output_kind is RequestOutputKind.FINAL_ONLY:
-            for number in range(len(self.script.pieces)):
-                await self._wait(number)
-            return self._last("".join(self.script.pieces), len(self.script.pieces))
-        if self.position == len(self.script.pieces):
-            return self._last("", 0)
-        await self._wait(self.position)
-        self.position += 1
-        return self._output(self.script.pieces[self.position - 1], 1, None)
+    def listen(self, take: Callable[[RequestOutput], None]) -> None:
+        super().listen(take)
+        self._playing = asyncio.create_task(self._play())
 
     async def aclose(self) -> None:
+        await super().aclose()
         if not self.is_closed:
             self.is_closed = True
+            if self._playing is not None:
+                self._playing.cancel()
             self.closed(self)
+
+    async def _play(self) -> None:
+        pieces = self.script.pieces
+        if not self.script.begins:
+            return
+        is_final_only = self.request.params.output_kind is RequestOutputKind.FINAL_ONLY
+        for number, piece in enumerate(pieces):
+            await self._wait(number)
+            if not is_final_only:
+                self.put(self._output(piece, 1, None))
+        self.is_finished = True
+        last = self._output(
+            "".join(pieces) if is_final_only else "",
+            len(pieces) if is_final_only else 0,
+            "error" if self.script.error else "stop",
+        )
+        last.error = self.script.error
+        self.put(last)
 
     async def _wait(self, number: int) -> None:
         """Until a piece may come."""
@@ -78,30 +89,24 @@ class FakeStream:
             await asyncio.sleep(0.002)
         await asyncio.sleep(self.script.pause_s)
 
-    def _last(self, text: str, num_tokens: int) -> RequestOutput:
-        self.is_finished = True
-        output = self._output(text, num_tokens, "error" if self.script.error else "stop")
-        output.error = self.script.error
-        return output
-
     def _output(self, text: str, num_tokens: int, reason: str | None) -> RequestOutput:
         choices = [
             CompletionOutput(index, text, [5] * num_tokens, finish_reason=reason) for index in range(self.request.params.n)
         ]
-        ids = list(self.request.prompt_token_ids)
+        spec = self.request.spec
         metrics = RequestMetrics(1.0, 1.5, 2.0, 3.0, 3.0)
-        return RequestOutput(self.request.request_id, None, ids, choices, reason is not None, metrics=metrics)
+        return RequestOutput(spec.request_id, None, list(spec.prompt_token_ids), choices, reason is not None, metrics=metrics)
 
 
-@dataclass(slots=True)
-class FakeClient:
-    """An `EngineClient`."""
+@dataclass
+class FakeClient(Client):
+    """A client without a link."""
 
     script: Script = field(default_factory=Script)
     state: EngineState = "ready"
     num_running: int = 0
     policy: str = "fcfs"
-    requests: list[GenerationRequest] = field(default_factory=list)
+    requests: list[PreparedRequest] = field(default_factory=list)
     streams: list[FakeStream] = field(default_factory=list)
     num_aborted: int = 0
     inspection: Inspection | None = None
@@ -132,7 +137,13 @@ class FakeClient:
     def digest(self, params: SamplingParams) -> Digest:
         return Digest(params, RequestSpec(sampling=params.to_row_sampling(seed=0)))
 
-    async def generate(self, request: GenerationRequest) -> FakeStream:
+    def prepare(self, request_id: str, prompt: ParsedPrompt, digest: Digest, **standing: Any) -> PreparedRequest:
+        namespace = () if prompt.cache_salt is None else (prompt.cache_salt,)
+        token_ids = tuple(prompt.token_ids)
+        spec = replace(digest.spec, request_id=request_id, prompt_token_ids=token_ids, namespace=namespace, **standing)
+        return PreparedRequest(spec, digest, prompt.text)
+
+    async def generate(self, request: PreparedRequest) -> FakeStream:
         if self.script.raises is not None:
             raise self.script.raises
         self.requests.append(request)

@@ -1,18 +1,19 @@
-"""A server and an engine in one thread, their messages encoded and decoded: what `ProcessClient` does, by hand."""
+"""A server and an engine in one thread, their messages encoded and decoded: what a supervisor does, by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from quire.engine.admission import Admission
-from quire.engine.client import GenerationRequest
+from quire.core.params import SamplingParams
 from quire.engine.outputs import RequestOutput
 from quire.engine.process.journal import Journal
 from quire.engine.process.messages import Down, Gains, Up
 from quire.engine.process.service import Service
+from quire.engine.prompts import ParsedPrompt
+from quire.engine.requests import RequestBuilder
 from quire.engine.step_loop import StepLoop
 
 MAX_STEPS = 20_000
@@ -21,16 +22,16 @@ MAX_STEPS = 20_000
 class Relay:
     """Requests on an engine that can be replaced at any step."""
 
-    def __init__(self, admission: Admission, journal: Journal, make_loop: Callable[[], StepLoop]) -> None:
-        self.admission = admission
+    def __init__(self, requests: RequestBuilder, journal: Journal, make_loop: Callable[[], StepLoop]) -> None:
+        self.requests = requests
         self.journal = journal
         self.outputs: dict[str, list[RequestOutput]] = {}
         self._make_loop = make_loop
         self.service = Service(make_loop())
         self.num_steps = 0
 
-    def add(self, request: GenerationRequest) -> None:
-        self.journal.add(self.admission.admit(request))
+    def add(self, name: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        self.journal.add(self.requests.sampling(name, ParsedPrompt(None, prompt), self.requests.digest(params)))
 
     def replace_engine(self) -> None:
         """The engine is gone, with everything it knew."""

@@ -10,16 +10,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 
 from quire.config.api import ApiConfig
 from quire.config.engine import EngineConfig
-from quire.engine.async_llm import AsyncLLM
-from quire.engine.builder import prepare_model
-from quire.engine.client import EngineClient
-from quire.engine.local_client import LocalClient
+from quire.engine.builder import build_engine, prepare_model
+from quire.engine.client import Client
+from quire.engine.engine_thread import EngineThread
 from quire.server.app import build_app
 from quire.server.generation import Tracer
 from quire.server.protocol import uvicorn_config
@@ -34,7 +33,7 @@ class RunningServer:
 
     port: int
     loop: asyncio.AbstractEventLoop
-    client: EngineClient
+    client: Client
     server: uvicorn.Server
     errors: list[BaseException] = field(default_factory=list)
 
@@ -65,20 +64,21 @@ def routes_of(app: Any) -> list[Any]:
 
 
 @contextmanager
-def local_llm(**options: Any) -> Iterator[tuple[AsyncLLM, Any]]:
-    """The shipped model's engine and its prepared model, for a `LocalClient`."""
-    options = {"num_threads": 1, "kv_cache_memory": "48MiB", "max_num_seqs": 64, **options}
-    prepared = prepare_model(EngineConfig.from_options(MODEL, options), is_for_here=False)
-    llm = AsyncLLM(MODEL, **options)
+def local_client(**options: Any) -> Iterator[Client]:
+    """The shipped model in this process."""
+    config = EngineConfig.from_options(MODEL, {"num_threads": 1, "kv_cache_memory": "48MiB", "max_num_seqs": 64, **options})
+    prepared = prepare_model(config, is_for_here=False)
+    link = EngineThread(build_engine(config, is_streaming=True))
+    link.start()
     try:
-        yield llm, prepared
+        yield Client(prepared, link)
     finally:
-        llm.close()
+        link.close()
 
 
 @contextmanager
 def serve(
-    client: EngineClient,
+    client: Client,
     config: ApiConfig | None = None,
     keys: KeyRing | None = None,
     tracer: Tracer | None = None,
@@ -109,7 +109,7 @@ def serve(
 @contextmanager
 def held(server: RunningServer) -> Iterator[None]:
     """The model of this server takes in whatever comes, and computes nothing of it until the block ends."""
-    engine = server.client._llm._engine  # type: ignore[attr-defined]
+    engine: Any = cast("EngineThread", server.client.link).engine
 
     def wait() -> list[Any]:
         time.sleep(0.002)
@@ -127,5 +127,5 @@ def serve_model(
     config: ApiConfig | None = None, keys: KeyRing | None = None, tracer: Tracer | None = None, **options: Any
 ) -> Iterator[RunningServer]:
     """The shipped model, served."""
-    with local_llm(**options) as (llm, prepared), serve(LocalClient(llm, prepared), config, keys, tracer) as server:
+    with local_client(**options) as client, serve(client, config, keys, tracer) as server:
         yield server

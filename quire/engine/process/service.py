@@ -52,7 +52,7 @@ class Service:
         if isinstance(message, Add):
             return self._add(message)
         if isinstance(message, Inspect | LookInto):
-            return self._show(message)
+            return answer(self.loop, message)
         if isinstance(message, Lists):
             self._lists[message.number] = message, frozenset(message.stop_token_ids)
         elif isinstance(message, Forget):
@@ -87,13 +87,6 @@ class Service:
         self._numbers[request.request_id] = message.number
         return None
 
-    def _show(self, message: Inspect | LookInto) -> Inspected | LookedInto:
-        recorder = self.loop.recorder
-        assert recorder is not None
-        if isinstance(message, Inspect):
-            return Inspected(message.number, recorder.inspect(message.engine, message.since, self.loop.now()))
-        return LookedInto(message.number, recorder.content(message.block, message.step))
-
     def _finish(self, message: Finish) -> None:
         request = self._requests.get(message.number)
         if request is not None:
@@ -124,6 +117,15 @@ class Service:
         for request in {sequence.request: None for sequence in by_sequence}:
             if request.is_finished and request.request_id in self._numbers:
                 self._forget(request)
+
+
+def answer(loop: StepLoop, question: Inspect | LookInto) -> Inspected | LookedInto:
+    """What a loop that records its steps says of them."""
+    recorder = loop.recorder
+    assert recorder is not None
+    if isinstance(question, Inspect):
+        return Inspected(question.number, recorder.inspect(question.engine, question.since, loop.now()))
+    return LookedInto(question.number, recorder.content(question.block, question.step))
 
 
 def _gain(number: int, sequence: Sequence, progress: list[Progress]) -> Gain:

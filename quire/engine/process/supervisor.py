@@ -18,17 +18,15 @@ from typing import Any
 
 from quire.common.failures import log_failure
 from quire.core.request import FinishReason
-from quire.engine.client import EngineState
+from quire.engine.client import EngineState, EngineStatus, Question, Seen
 from quire.engine.outputs import RequestOutput
 from quire.engine.process.channel import ChannelClosed, FrameTooLarge, ProtocolError, wait
 from quire.engine.process.journal import Entry, Journal
 from quire.engine.process.launcher import EngineProcess
 from quire.engine.process.messages import (
     Gains,
-    Inspect,
     Inspected,
     LookedInto,
-    LookInto,
     Pulse,
     Ready,
     Refused,
@@ -38,6 +36,7 @@ from quire.engine.process.messages import (
 from quire.engine.process.quarantine import choose, judge
 from quire.engine.process.watch import Watch, WatchConfig
 from quire.engine.requests import PreparedRequest
+from quire.engine.streams import Post, Stream
 from quire.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -48,28 +47,24 @@ _MAX_UNSENT_BYTES = 1 << 20
 """While the engine has not taken that much, it is given nothing more: requests wait in the journal, not in a buffer."""
 CONVICTED = "the engine died three times while it ran this request, lastly with no other beside it; it is not tried again"
 
-Deliver = Callable[[list[RequestOutput]], None]
-Seen = Inspected | LookedInto
-Show = Callable[[Seen], None]
-
 
 class Supervisor:
-    """The thread and what others may see of it."""
+    """The thread and what others may see of it: a `Link`."""
 
-    def __init__(self, launch: Callable[[], EngineProcess], journal: Journal, deliver: Deliver, config: WatchConfig) -> None:
+    def __init__(self, launch: Callable[[], EngineProcess], journal: Journal, config: WatchConfig) -> None:
         self.watch = Watch(config)
         self.reason = "the model is being loaded"
         """Why the engine is not ready."""
         self._launch = launch
         self._journal = journal
-        self._deliver = deliver
+        self._post = Post()
+        self._deliver = self._post.deliver
         self._process: EngineProcess | None = None
         self._start_at_s: float | None = time.monotonic()
         """When the next engine is started, while none runs; None: never again."""
-        self._questions: list[Inspect | LookInto] = []
+        self._questions: list[Question] = []
         """For the engine, as soon as it listens; those that it does not hear soon are forgotten by who asked."""
-        self.show: Show = lambda answer: None
-        """Called in the supervisor's thread with each answer to a question."""
+        self.show: Callable[[Seen], None] = lambda answer: None
         self._has_failed = False
         self._is_closing = False
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -101,30 +96,43 @@ class Supervisor:
         process = self._process
         return None if process is None else process.pid
 
-    def add(self, prepared: PreparedRequest) -> None:
-        """Serve a request; its outputs are delivered."""
-        self._post(lambda: self._add(prepared))
+    def add(self, prepared: PreparedRequest, stream: Stream) -> None:
+        self._submit(lambda: self._add(prepared, stream))
 
     def abort(self, request_id: str) -> None:
-        """End a request, if it is in flight."""
-        self._post(lambda: self._end(request_id, FinishReason.ABORT, None))
+        self._submit(lambda: self._end(request_id, FinishReason.ABORT, None))
 
-    def ask(self, question: Inspect | LookInto) -> None:
-        """Put a question to the engine that runs now, if one does; `show` is called with the answer."""
-        self._post(lambda: self._questions.append(question))
+    def ask(self, question: Question) -> None:
+        self._submit(lambda: self._questions.append(question))
 
     def end_all(self, message: str) -> None:
-        """End every request with an error."""
-        self._post(lambda: self._end_all(message))
+        self._submit(lambda: self._end_all(message))
 
     def close(self, timeout_s: float = 15.0) -> None:
-        """End everything, the engine's process included. Idempotent."""
         self._is_closing = True
-        self._post(lambda: None)
+        self._submit(lambda: None)
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
-    def _post(self, command: Callable[[], None]) -> None:
+    def status(self, num_requests: int, num_prompt_tokens: int) -> EngineStatus:
+        watch, state, reason, now = self.watch, self.state, self.reason, time.monotonic()
+        if state == "stalled":
+            reason = watch.complaint(now) or "the engine shows no progress"
+        pulse = watch.pulse
+        num_waiting = max(pulse.num_waiting, num_requests - pulse.num_running, 0)
+        return EngineStatus(
+            state=state,
+            reason=reason,
+            num_requests=num_requests,
+            num_prompt_tokens=num_prompt_tokens,
+            **pulse.counters() | {"num_waiting": num_waiting},
+            last_step_age_s=None if not num_requests or watch.last_step_s is None else now - watch.last_step_s,
+            last_sign_of_life_age_s=now - watch.last_sign_s if watch.last_sign_s else None,
+            num_restarts=watch.num_restarts,
+            engine_pid=self.engine_pid,
+        )
+
+    def _submit(self, command: Callable[[], None]) -> None:
         self._commands.put(command)
         with contextlib.suppress(OSError):  # full: it is awake; closed: it is over, and says so to whoever still comes
             self._wake_sender.send(b"\0")
@@ -286,7 +294,8 @@ class Supervisor:
 
     # -- commands ----------------------------------------------------------------------------------------------------
 
-    def _add(self, prepared: PreparedRequest) -> None:
+    def _add(self, prepared: PreparedRequest, stream: Stream) -> None:
+        self._post.open(prepared.spec.request_id, stream)
         try:
             entry = self._journal.add(prepared)
         except Exception as error:

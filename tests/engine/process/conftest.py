@@ -13,10 +13,11 @@ import pytest
 
 from quire.config.engine import EngineConfig
 from quire.engine.builder import prepare_model
-from quire.engine.process.client import ProcessClient
+from quire.engine.client import Client
+from quire.engine.process.link import supervised
 from quire.engine.process.watch import WatchConfig
 
-MakeClient = Callable[..., AbstractAsyncContextManager[ProcessClient]]
+MakeClient = Callable[..., AbstractAsyncContextManager[Client]]
 NULL_ENGINE = (sys.executable, str(Path(null_engine.__file__)))
 
 
@@ -25,11 +26,11 @@ def make_client(tiny_config: Path) -> MakeClient:
     """Clients of null engines; `watch` are options of `WatchConfig`."""
 
     @asynccontextmanager
-    async def make(**watch: Any) -> AsyncIterator[ProcessClient]:
+    async def make(**watch: Any) -> AsyncIterator[Client]:
         options: dict[str, Any] = {"load_format": "dummy", "kv_cache_memory": "2MiB", "num_threads": 1, "max_num_seqs": 64}
         prepared = prepare_model(EngineConfig(model=str(tiny_config), **options), is_for_here=False)
-        client = ProcessClient(prepared, WatchConfig(**watch), command=NULL_ENGINE)
-        client.start()
+        client = Client(prepared, supervised(prepared, WatchConfig(**watch), command=NULL_ENGINE))
+        client.link.start()
         try:
             yield client
         finally:

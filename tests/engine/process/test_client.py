@@ -16,15 +16,17 @@ from null_engine import DEADLY_TOKEN, ENDLESS_TOKEN, SLOW_TOKEN
 from timing import timed
 
 from quire.core.params import RequestOutputKind, SamplingParams
-from quire.engine.client import EngineState, GenerationRequest
+from quire.engine.client import Client, EngineState
 from quire.engine.outputs import RequestOutput
-from quire.engine.process.client import ProcessClient, merge
+from quire.engine.process.link import supervised
 from quire.engine.process.supervisor import CONVICTED
+from quire.engine.prompts import ParsedPrompt
+from quire.engine.streams import Stream, merge_deltas
 from quire.errors import InvalidParameterError, PromptTooLongError, UnavailableError
 
 pytestmark = [timed, pytest.mark.slow]
 
-MakeClient = Callable[..., AbstractAsyncContextManager[ProcessClient]]
+MakeClient = Callable[..., AbstractAsyncContextManager[Client]]
 DEADLINE_S = 200.0
 
 
@@ -33,15 +35,23 @@ class Answer(NamedTuple):
     error: str | None
 
 
-def _request(name: str, first: int = 3, *, prompt_len: int = 20, **params: Any) -> GenerationRequest:
+Request = tuple[str, list[int], SamplingParams]
+
+
+def _request(name: str, first: int = 3, *, prompt_len: int = 20, **params: Any) -> Request:
     rng = random.Random(f"prompt {name.split('/')[0]}")
     options = {"max_tokens": 40, "ignore_eos": True, "output_kind": RequestOutputKind.DELTA, "seed": len(name), **params}
     prompt = [first, *(rng.randrange(9, 250) for _ in range(prompt_len - 1))]
-    return GenerationRequest(request_id=name, prompt_token_ids=prompt, params=SamplingParams(**options))
+    return name, prompt, SamplingParams(**options)
 
 
-async def _answer(client: ProcessClient, request: GenerationRequest) -> Answer:
-    outputs = [output async for output in await client.generate(request)]
+async def _generate(client: Client, request: Request) -> Stream:
+    name, prompt, params = request
+    return await client.generate(client.prepare(name, ParsedPrompt(None, prompt), client.digest(params)))
+
+
+async def _answer(client: Client, request: Request) -> Answer:
+    outputs = [output async for output in await _generate(client, request)]
     return _joined(outputs)
 
 
@@ -69,13 +79,13 @@ def _run(scenario: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-def _pid(client: ProcessClient) -> int:
+def _pid(client: Client) -> int:
     pid = client.status().engine_pid
     assert pid is not None
     return pid
 
 
-def _state(client: ProcessClient) -> EngineState:
+def _state(client: Client) -> EngineState:
     return client.status().state
 
 
@@ -87,9 +97,9 @@ def test_requests_are_taken_while_the_engine_loads_and_refused_when_they_never_f
             assert answer.error is None and len(answer.token_ids[0]) == 40
             assert client.status().is_ready and client.status().num_requests == 0
             with pytest.raises(PromptTooLongError):
-                await client.generate(_request("long", prompt_len=10_000))
+                await _generate(client, _request("long", prompt_len=10_000))
             with pytest.raises(InvalidParameterError, match="vocabulary"):
-                await client.generate(_request("alien", first=100_000))
+                await _generate(client, _request("alien", first=100_000))
 
     _run(scenario)
 
@@ -100,7 +110,7 @@ def test_streams_survive_kills_at_random_moments_with_the_same_tokens(make_clien
     rng = random.Random(11)
     kinds: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"n": 3}, {"logprobs": 2}]
 
-    def requests(round_: str) -> list[GenerationRequest]:
+    def requests(round_: str) -> list[Request]:
         return [_request(f"r{i}/{round_}", max_tokens=200, **{"seed": i, **kinds[i % 4]}) for i in range(32)]
 
     async def scenario() -> None:
@@ -142,7 +152,7 @@ def test_a_frozen_engine_is_not_ready_and_is_replaced(make_client: MakeClient) -
     async def scenario() -> None:
         async with make_client(silence_timeout_s=2.0) as client:
             undisturbed = await _answer(client, _request("calm", max_tokens=150))
-            stream = await client.generate(_request("calm/2", max_tokens=150, seed=4))
+            stream = await _generate(client, _request("calm/2", max_tokens=150, seed=4))
             outputs = [await anext(stream)]
             frozen = _pid(client)
             os.kill(frozen, signal.SIGSTOP)
@@ -200,13 +210,14 @@ def test_an_engine_that_never_lives_is_given_up_and_says_so(make_client: MakeCli
 
     async def scenario() -> None:
         prepared = prepare_model(EngineConfig(model=str(tiny_config), load_format="dummy", kv_cache_memory="1MiB"))
-        client = ProcessClient(prepared, WatchConfig(max_restarts=2, first_pause_s=0.05), command=("/bin/false",))
-        client.start()
+        watch = WatchConfig(max_restarts=2, first_pause_s=0.05)
+        client = Client(prepared, supervised(prepared, watch, command=("/bin/false",)))
+        client.link.start()
         answer = await _answer(client, _request("a"))
         assert answer.error is not None and "3 engines in a row" in answer.error
         assert _state(client) == "failed" and "exit code" not in client.status().reason
         with pytest.raises(UnavailableError, match="failed"):
-            await client.generate(_request("b"))
+            await _generate(client, _request("b"))
         await client.close()
 
     _run(scenario)
@@ -215,12 +226,12 @@ def test_an_engine_that_never_lives_is_given_up_and_says_so(make_client: MakeCli
 def test_leaving_and_aborting_free_the_engine_in_every_phase(make_client: MakeClient) -> None:
     async def scenario() -> None:
         async with make_client() as client:
-            loading = await client.generate(_request("loading", max_tokens=200))
+            loading = await _generate(client, _request("loading", max_tokens=200))
             await loading.aclose()
-            decoding = await client.generate(_request("decoding", SLOW_TOKEN, max_tokens=200))
+            decoding = await _generate(client, _request("decoding", SLOW_TOKEN, max_tokens=200))
             await anext(decoding)
             await decoding.aclose()
-            aborted = await client.generate(_request("aborted", SLOW_TOKEN, max_tokens=200))
+            aborted = await _generate(client, _request("aborted", SLOW_TOKEN, max_tokens=200))
             await anext(aborted)
             await client.abort("aborted")
             last = [output async for output in aborted][-1]
@@ -235,7 +246,7 @@ def test_a_slow_reader_costs_one_output_and_loses_nothing(make_client: MakeClien
     async def scenario() -> None:
         async with make_client() as client:
             prompt = await _answer(client, _request("calm", max_tokens=100))
-            stream = await client.generate(_request("calm/slow", max_tokens=100, seed=4))
+            stream = await _generate(client, _request("calm/slow", max_tokens=100, seed=4))
             outputs = [await anext(stream)]
             await _until(lambda: client.status().num_requests == 0)
             outputs += [output async for output in stream]
@@ -254,7 +265,7 @@ def test_a_drain_lets_requests_finish_and_takes_no_more(make_client: MakeClient)
             await asyncio.sleep(0)
             assert client.status().is_draining
             with pytest.raises(UnavailableError) as refusal:
-                await client.generate(_request("b"))
+                await _generate(client, _request("b"))
             assert refusal.value.state == "draining" and refusal.value.retry_after_s
             assert await drain
             assert (await stream).error is None and _state(client) == "closed"
@@ -283,5 +294,5 @@ def test_merging_deltas_keeps_their_order() -> None:
     def delta(text: str, token_id: int, *, finished: bool = False) -> RequestOutput:
         return RequestOutput("a", None, [1], [CompletionOutput(0, text, [token_id])], finished=finished)
 
-    merged = merge(merge(delta("a", 1), delta("b", 2)), delta("c", 3, finished=True))
+    merged = merge_deltas(merge_deltas(delta("a", 1), delta("b", 2)), delta("c", 3, finished=True))
     assert (merged.outputs[0].text, merged.outputs[0].token_ids, merged.finished) == ("abc", [1, 2, 3], True)

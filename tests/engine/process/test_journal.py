@@ -15,12 +15,11 @@ from relay import Relay
 from quire.config.engine import EngineConfig
 from quire.core.params import RequestOutputKind, SamplingParams, ThinkingMarks
 from quire.core.request import FinishReason, RequestRecord, SequenceRecord
-from quire.engine.admission import Admission
 from quire.engine.builder import prepare_model
-from quire.engine.client import GenerationRequest
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.process.journal import Journal
+from quire.engine.requests import RequestBuilder
 
 pytestmark = pytest.mark.slow
 
@@ -63,16 +62,17 @@ def make_relay(make_engine: MakeEngine, tiny_config: Path) -> MakeRelay:
             model=str(tiny_config), load_format="dummy", kv_cache_memory="512KiB", tokenizer=options["tokenizer"]
         )
         prepared = prepare_model(config)
-        return Relay(Admission(prepared), Journal(prepared.tokenizer), next_engine)
+        requests = RequestBuilder(prepared.planned.plan, prepared.tokenizer, prepared.eos_token_ids)
+        return Relay(requests, Journal(prepared.tokenizer), next_engine)
 
     return make
 
 
-def _request(name: str, kind: str, prompt_len: int, **params: Any) -> GenerationRequest:
+def _request(name: str, kind: str, prompt_len: int, **params: Any) -> tuple[str, list[int], SamplingParams]:
     rng = random.Random(f"{name} {prompt_len}")
     prompt = [rng.randrange(3, 250) for _ in range(prompt_len)]
     options = {"max_tokens": 10, "ignore_eos": True, "output_kind": RequestOutputKind.DELTA, **KINDS[kind], **params}
-    return GenerationRequest(request_id=name, prompt_token_ids=prompt, params=SamplingParams(**options))
+    return name, prompt, SamplingParams(**options)
 
 
 def _joined(outputs: list[RequestOutput]) -> list[tuple[Any, ...]]:
@@ -95,7 +95,7 @@ def _answers(relay: Relay, *, without: str = "", **run: int) -> dict[str, list[t
     for place, kind in enumerate(KINDS):
         if kind == without:
             continue
-        relay.add(_request(kind, kind, 5 + 9 * place))
+        relay.add(*_request(kind, kind, 5 + 9 * place))
     return {name: _joined(outputs) for name, outputs in relay.run(**run).items()}
 
 
@@ -119,8 +119,8 @@ def test_the_server_needs_of_an_engine_only_what_the_engine_alone_gives(make_rel
     engine = make_engine(tokenizer="quire-storyteller")
     outputs: dict[str, list[RequestOutput]] = {}
     for place, kind in enumerate(KINDS):
-        asked = _request(kind, kind, 5 + 9 * place)
-        engine.add_request(kind, {"prompt_token_ids": list(asked.prompt_token_ids)}, asked.params)
+        _, prompt, params = _request(kind, kind, 5 + 9 * place)
+        engine.add_request(kind, {"prompt_token_ids": prompt}, params)
     while engine.has_work:
         for output in engine.step():
             assert isinstance(output, RequestOutput)
@@ -130,7 +130,7 @@ def test_the_server_needs_of_an_engine_only_what_the_engine_alone_gives(make_rel
 
 def test_an_aborted_request_ends_with_what_it_has_and_frees_its_engine(make_relay: MakeRelay) -> None:
     relay = make_relay()
-    relay.add(_request("a", "greedy", 20, max_tokens=100))
+    relay.add(*_request("a", "greedy", 20, max_tokens=100))
     for _ in range(5):
         relay.step()
     [last] = relay.journal.end(relay.journal.entries[1], FinishReason.ABORT)
@@ -142,7 +142,7 @@ def test_an_aborted_request_ends_with_what_it_has_and_frees_its_engine(make_rela
 
 def test_what_a_lost_request_had_is_not_delivered_twice(make_relay: MakeRelay) -> None:
     relay = make_relay()
-    relay.add(_request("a", "greedy", 20))
+    relay.add(*_request("a", "greedy", 20))
     for _ in range(3):
         relay.step()
     relay.replace_engine()
@@ -153,7 +153,7 @@ def test_what_a_lost_request_had_is_not_delivered_twice(make_relay: MakeRelay) -
 
 def test_late_words_about_ended_requests_are_ignored(make_relay: MakeRelay) -> None:
     relay = make_relay()
-    relay.add(_request("a", "greedy", 20, max_tokens=50))
+    relay.add(*_request("a", "greedy", 20, max_tokens=50))
     relay.step()
     [entry] = relay.journal.entries.values()
     relay.journal.end(entry, FinishReason.ABORT)
@@ -164,7 +164,7 @@ def test_late_words_about_ended_requests_are_ignored(make_relay: MakeRelay) -> N
 
 def test_an_engine_that_starts_over_ends_its_requests_with_the_reason(make_relay: MakeRelay) -> None:
     relay = make_relay()
-    relay.add(_request("a", "forked", 20))
+    relay.add(*_request("a", "forked", 20))
     relay.step()
 
     def fail(now: float) -> None:
@@ -180,7 +180,7 @@ def test_messages_are_smaller_than_json(make_relay: MakeRelay) -> None:
     import msgspec
 
     relay = make_relay()
-    relay.add(_request("a", "greedy", 200))
+    relay.add(*_request("a", "greedy", 200))
     [entry] = relay.journal.entries.values()
     message = entry.to_message()
     assert len(msgspec.msgpack.encode(message)) < len(json.dumps(msgspec.to_builtins(message)))
@@ -190,8 +190,8 @@ def test_a_request_that_is_over_is_gone_at_once_on_both_sides(make_relay: MakeRe
     relay = make_relay()
     with no_cycles_of(RequestRecord, SequenceRecord):
         for place, kind in enumerate(("greedy", "scored", "forked", "best")):
-            relay.add(_request(kind, kind, 9 + place))
-        relay.add(_request("aborted", "hot", 20, max_tokens=100))
+            relay.add(*_request(kind, kind, 9 + place))
+        relay.add(*_request("aborted", "hot", 20, max_tokens=100))
         for _ in range(5):
             relay.step()
         relay.journal.end(relay.journal.entries[5], FinishReason.ABORT)

@@ -8,19 +8,20 @@ import pytest
 
 from quire.config.engine import EngineConfig
 from quire.core.params import SamplingParams
-from quire.engine.admission import Admission
 from quire.engine.builder import prepare_model
-from quire.engine.client import GenerationRequest
 from quire.engine.process.journal import Entry
 from quire.engine.process.quarantine import MIN_GAINED, choose, judge
+from quire.engine.prompts import ParsedPrompt
+from quire.engine.requests import RequestBuilder
 
 
 @pytest.fixture
 def entries(tiny_config: Path) -> list[Entry]:
     options = {"load_format": "dummy", "kv_cache_memory": "512KiB"}
-    admission = Admission(prepare_model(EngineConfig(model=str(tiny_config), **options)))  # type: ignore[arg-type]
-    asked = [GenerationRequest(request_id=str(i), prompt_token_ids=[3], params=SamplingParams()) for i in range(8)]
-    return [Entry(number, admission.admit(each)) for number, each in enumerate(asked)]
+    prepared = prepare_model(EngineConfig(model=str(tiny_config), **options))  # type: ignore[arg-type]
+    requests = RequestBuilder(prepared.planned.plan, prepared.tokenizer, prepared.eos_token_ids)
+    digest = requests.digest(SamplingParams())
+    return [Entry(number, requests.sampling(str(number), ParsedPrompt(None, [3]), digest)) for number in range(8)]
 
 
 def _run_engine(entries: list[Entry], poisonous: set[int]) -> Entry | None:

@@ -89,7 +89,7 @@ def test_a_priority_and_a_salt_reach_the_engine(path: str) -> None:
         plain = httpx.post(server.url + path, json={**body, "cache_salt": None, "priority": None})
     assert answer.status_code == plain.status_code == 200 and "x-quire-ignored-fields" not in answer.headers
     first, second = engine.requests
-    assert first.priority == -3 and first.cache_salt and second.priority == 0 and second.cache_salt is None
+    assert (first.spec.priority, second.spec.priority) == (-3, 0) and first.spec.namespace and not second.spec.namespace
 
 
 def test_prompts_are_cut_and_their_tokens_shown(http: httpx.Client) -> None:

@@ -8,18 +8,19 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from engines import hold_after
 
 from quire.config.engine import EngineConfig
 from quire.core.params import RequestOutputKind, SamplingParams
-from quire.engine.async_llm import AsyncLLM
-from quire.engine.builder import prepare_model
-from quire.engine.client import EngineClient, GenerationRequest
-from quire.engine.local_client import LocalClient
+from quire.engine.builder import build_engine, prepare_model
+from quire.engine.client import Client, model_info
+from quire.engine.engine_thread import EngineThread
 from quire.engine.outputs import RequestOutput
+from quire.engine.prompts import ParsedPrompt
+from quire.engine.streams import Stream
 from quire.errors import InvalidParameterError, PromptTooLongError, UnavailableError
 from quire.weights.folder import resolve_model
 
@@ -27,41 +28,44 @@ OPTIONS: dict[str, Any] = {"load_format": "dummy", "kv_cache_memory": "512KiB", 
 
 
 @pytest.fixture
-def client(tiny_config: Path) -> Iterator[EngineClient]:
-    llm = AsyncLLM(str(tiny_config), **OPTIONS)
-    yield LocalClient(llm, prepare_model(EngineConfig(model=str(tiny_config), **OPTIONS)))
-    llm.close()
+def client(tiny_config: Path) -> Iterator[Client]:
+    config = EngineConfig(model=str(tiny_config), **OPTIONS)
+    link = EngineThread(build_engine(config, is_streaming=True))
+    link.start()
+    yield Client(prepare_model(config), link)
+    link.close()
 
 
-def _request(name: str, prompt: Sequence[int] = (3, 4, 5), **params: Any) -> GenerationRequest:
+async def _generate(client: Client, name: str, prompt: Sequence[int] = (3, 4, 5), **params: Any) -> Stream:
     options = {"max_tokens": 8, "ignore_eos": True, "output_kind": RequestOutputKind.DELTA, **params}
-    return GenerationRequest(request_id=name, prompt_token_ids=prompt, params=SamplingParams(**options))
+    digest = client.digest(SamplingParams(**options))
+    return await client.generate(client.prepare(name, ParsedPrompt(None, prompt), digest))
 
 
-async def _collect(client: EngineClient, request: GenerationRequest) -> list[RequestOutput]:
-    return [output async for output in await client.generate(request)]
+async def _collect(client: Client, name: str, prompt: Sequence[int] = (3, 4, 5), **params: Any) -> list[RequestOutput]:
+    return [output async for output in await _generate(client, name, prompt, **params)]
 
 
-def test_deltas_end_with_a_finished_output(client: EngineClient) -> None:
-    outputs = asyncio.run(_collect(client, _request("a", seed=1)))
+def test_deltas_end_with_a_finished_output(client: Client) -> None:
+    outputs = asyncio.run(_collect(client, "a", seed=1))
     assert sum(len(each.outputs[0].token_ids) for each in outputs) == 8
-    assert [each.finished for each in outputs] == [False] * 7 + [True]
+    assert [each.finished for each in outputs] == [False] * (len(outputs) - 1) + [True]
     assert client.status().is_ready and client.status().num_requests == 0
 
 
-def test_what_can_never_be_served_is_refused_before_it_streams(client: EngineClient) -> None:
+def test_what_can_never_be_served_is_refused_before_it_streams(client: Client) -> None:
     limit = client.model.max_model_len
     with pytest.raises(PromptTooLongError, match=str(limit)):
-        asyncio.run(_collect(client, _request("long", [3] * limit)))
+        asyncio.run(_collect(client, "long", [3] * limit))
     with pytest.raises(InvalidParameterError, match="vocabulary"):
-        asyncio.run(_collect(client, _request("alien", [client.model.vocab_size])))
+        asyncio.run(_collect(client, "alien", [client.model.vocab_size]))
     with pytest.raises(InvalidParameterError, match="functions"):
-        asyncio.run(_collect(client, _request("code", logits_processors=[lambda output, logits: logits])))
+        asyncio.run(_collect(client, "code", logits_processors=[lambda output, logits: logits]))
 
 
-def test_leaving_early_ends_the_request(client: EngineClient) -> None:
+def test_leaving_early_ends_the_request(client: Client) -> None:
     async def leave() -> None:
-        stream = await client.generate(_request("a", max_tokens=200))
+        stream = await _generate(client, "a", max_tokens=200)
         await anext(stream)
         await stream.aclose()
 
@@ -69,14 +73,14 @@ def test_leaving_early_ends_the_request(client: EngineClient) -> None:
     assert client.status().num_requests == 0
 
 
-def test_a_closed_client_ends_streams_and_refuses(client: EngineClient) -> None:
+def test_a_closed_client_ends_streams_and_refuses(client: Client) -> None:
     async def close() -> tuple[RequestOutput, bool]:
-        stream = await client.generate(_request("a", max_tokens=200))
-        hold_after(client._llm, 3)  # type: ignore[attr-defined]
+        stream = await _generate(client, "a", max_tokens=200)
+        hold_after(cast("EngineThread", client.link).engine, 3)
         await anext(stream)
         is_empty = await client.drain(0.0)
         with pytest.raises(UnavailableError, match="shutting down"):
-            await client.generate(_request("b"))
+            await _generate(client, "b")
         return [output async for output in stream][-1], is_empty
 
     last, is_empty = asyncio.run(close())
@@ -85,8 +89,6 @@ def test_a_closed_client_ends_streams_and_refuses(client: EngineClient) -> None:
 
 def test_the_fingerprint_changes_with_the_numbers_and_not_with_the_limits(tiny_config: Path) -> None:
     def fingerprint(**options: Any) -> str:
-        from quire.engine.admission import model_info
-
         return model_info(prepare_model(EngineConfig(model=str(tiny_config), **{**OPTIONS, **options}))).fingerprint
 
     assert fingerprint() == fingerprint(max_num_seqs=4, block_size=32)
@@ -96,8 +98,6 @@ def test_the_fingerprint_changes_with_the_numbers_and_not_with_the_limits(tiny_c
 def test_the_fingerprint_changes_with_the_weights_the_tokenizer_and_the_processor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quire.engine.admission import model_info
-
     def fingerprint(folder: Path) -> str:
         return model_info(prepare_model(EngineConfig(model=str(folder), kv_cache_memory="4MiB"))).fingerprint
 
@@ -121,6 +121,6 @@ def test_the_fingerprint_changes_with_the_weights_the_tokenizer_and_the_processo
 def test_the_server_side_imports_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "import quire.engine.client, quire.engine.admission, quire.engine.output_processor; print('ok')"
+        "import quire.engine.client, quire.engine.process.link, quire.engine.output_processor; print('ok')"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "ok\n"

@@ -1,0 +1,60 @@
+"""The link to an engine in a process of its own: what that engine is to build, and who supervises it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from quire.common.file_states import lasting_name
+from quire.config.engine import EngineConfig
+from quire.engine.builder import PreparedModel
+from quire.engine.model_files import ModelFiles
+from quire.engine.planning import EnginePlan
+from quire.engine.process.journal import Journal
+from quire.engine.process.launcher import EngineProcess
+from quire.engine.process.messages import Start
+from quire.engine.process.supervisor import Supervisor
+from quire.engine.process.watch import WatchConfig
+
+
+def supervised(prepared: PreparedModel, watch: WatchConfig | None = None, **launch_options: Any) -> Supervisor:
+    """A link to engine processes that serve a model, one after another; it begins to load when it is started."""
+    start = start_message(prepared.planned.plan, prepared.planned.files)
+    return Supervisor(lambda: EngineProcess(start, **launch_options), Journal(prepared.tokenizer), watch or WatchConfig())
+
+
+def start_message(plan: EnginePlan, files: ModelFiles | None = None) -> Start:
+    """What an engine is to build: the decisions of a plan, so that each engine after another has the same limits.
+
+    With `files`, each is built of these very files, wherever it runs, or not at all.
+    """
+    limits, config = plan.limits, plan.config
+    options: Mapping[str, Any] = asdict(config) | {
+        "dtype": plan.dtype,
+        "block_size": limits.block_size,
+        "kv_cache_memory": plan.kv_bytes,
+        "populate_kv_cache": "on" if plan.is_kv_populated else "off",
+        "memory_utilization": 1.0,  # what is sensible has been decided; what is impossible is still refused
+        "max_model_len": limits.max_model_len,
+        "max_num_seqs": limits.max_num_seqs,
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
+        "num_threads": plan.num_threads,
+        "tokenizer": _absolute(config.tokenizer),
+        "weights_cache": _absolute(config.weights_cache),
+    }
+    model = config.model if files is None else str(files.path)
+    defaults = EngineConfig(model=model)
+    given = {name: value for name, value in options.items() if name != "model" and value != getattr(defaults, name)}
+    if files is None:
+        return Start(model, given)
+    return Start(model, given, files.states(config.tokenizer))
+
+
+def _absolute(name: str | None) -> str | None:
+    """A local path as it means the same wherever a process runs; a name of something else as it is."""
+    if name is None:
+        return None
+    path = Path(name).expanduser()
+    return str(lasting_name(path)) if path.exists() else name
