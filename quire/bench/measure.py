@@ -20,8 +20,8 @@ from quire.core.params import RequestOutputKind, SamplingParams
 from quire.core.plan import RowWork, StepPlan, StepResult
 from quire.core.scheduler.stats import SchedulerStats
 from quire.engine.engine import Engine
-from quire.engine.loops import PlainLoop
 from quire.engine.outputs import RequestOutput
+from quire.engine.step_loop import PlainLoop
 from quire.errors import EngineError
 from quire.executor.interface import Launched
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.engine.engine import Engine
-from quire.engine.loops import PlainLoop
+from quire.engine.step_loop import PlainLoop
 from quire.kernels.cpu import kernel_times
 
 FORWARD_KERNELS = ("linear", "attention", "elementwise")

@@ -18,7 +18,6 @@ from quire.core.scheduler.pace import StepPace
 from quire.core.scheduler.scheduler import Progress
 from quire.engine.beam_output import BeamState, beam_output
 from quire.engine.digest import Digest
-from quire.engine.loops import loop_of
 from quire.engine.model_view import ModelView
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.outputs import BeamSearchOutput, RequestOutput
@@ -26,7 +25,7 @@ from quire.engine.planning import EnginePlan
 from quire.engine.prompts import ParsedPrompt, Prompt, parse_prompt
 from quire.engine.requests import PreparedRequest, RequestBuilder
 from quire.engine.step_costs import StepCostFile
-from quire.engine.step_loop import StepLoop
+from quire.engine.step_loop import StepLoop, loop_of
 from quire.errors import ConfigError, EngineError, InvalidParameterError
 from quire.executor.interface import Executor
 from quire.text.pretrained import PretrainedTokenizer

@@ -1,18 +1,28 @@
-"""The loop of every engine: its three verbs, and what happens when one of them fails.
+"""The loop of every engine: its three verbs, how they follow each other, and what happens when one of them fails.
 
     plan = scheduler.schedule(now)          # control plane: which tokens of which sequences, in which blocks
     result = executor.execute(plan)         # data plane: one forward pass and the sampling
     progress = scheduler.update(plan, result, now)
 
-In which order they follow each other is said in `quire.engine.loops`. Knows requests as token ids: texts are `Engine`'s
-business, messages to another process those of `quire.engine.process`.
+They follow each other one after the other, or with the next step planned while one runs:
+
+    plain       schedule 1, execute 1, update 1, schedule 2, execute 2, update 2, ...
+    overlapped  schedule 1, schedule 2, await 1, update 1, schedule 3, await 2, update 2, ...  while 1, 2, 3 are launched
+
+Both give the same tokens: the overlapped loop counts on what the step in flight will have computed, never on which tokens come
+of it. It takes in each outcome while the next step runs, so whoever ends has had a step too many, whose outcome is dropped, and
+who comes waits for a step more.
+
+Knows requests as token ids: texts are `Engine`'s business, messages to another process those of `quire.engine.process`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from quire.common.failures import log_failure
 from quire.config.limits import SchedulerLimits
@@ -20,7 +30,8 @@ from quire.core.plan import StepPlan, StepResult, WorkResult
 from quire.core.request import FinishReason, Sequence, SequenceRecord
 from quire.core.scheduler.pace import StepPace
 from quire.core.scheduler.scheduler import Progress, Scheduler
-from quire.engine.loops import Loop, PlainLoop
+from quire.engine.launchers import DirectLauncher, Launcher, StepThread
+from quire.engine.planning import EnginePlan
 from quire.engine.recorder import StepRecorder
 from quire.engine.step_costs import StepCostFile
 from quire.executor.interface import Executor, Launched
@@ -92,22 +103,26 @@ class StepLoop:
     # -- the verbs ---------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """See `quire.engine.loops.Control`, as for the next five."""
+        """Decide the next step, where none is in flight."""
         now = self._clock()
         return self._begun(self.scheduler.schedule(now), now)
 
     def schedule_ahead(self) -> StepPlan | None:
+        """Decide the step after the one in flight; None where everyone has to wait for that one."""
         now = self._clock()
         plan = self.scheduler.schedule_ahead(now)
         return None if plan is None else self._begun(plan, now)
 
     def execute(self, plan: StepPlan) -> StepResult:
+        """Compute a step."""
         return self.executor.execute(plan)
 
     def launch(self, plan: StepPlan) -> Launched:
+        """Begin to compute a step. Safe to call in another thread, one step at a time; so is the wait for what it gives."""
         return self.executor.launch(plan)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Progress]:
+        """Take in the oldest step in flight."""
         progress = self.scheduler.update(plan, result, self._clock())
         if self.recorder is not None:
             self.recorder.end(self._clock())
@@ -171,3 +186,78 @@ class StepLoop:
 
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(self._limits, digest_key=os.urandom(16), pace=self._pace)
+
+
+class Loop(Protocol):
+    """An order of the verbs."""
+
+    def advance(self, steps: StepLoop) -> list[Progress]:
+        """Go on until one step has been taken in."""
+        ...
+
+    def forget(self) -> None:
+        """Drop the outcomes of the steps in flight, once these are launched: the control plane knows them no more."""
+        ...
+
+    def close(self) -> None:
+        """`forget`, and end what computes. Idempotent."""
+        ...
+
+
+class PlainLoop:
+    """One verb after the other."""
+
+    def advance(self, steps: StepLoop) -> list[Progress]:
+        plan = steps.schedule()
+        try:
+            result = steps.execute(plan)
+        except Exception as error:
+            return steps.abandon(plan, error)
+        return steps.update(plan, result)
+
+    def forget(self) -> None:
+        """Nothing is ever in flight between two calls."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class OverlappedLoop:
+    """Plans a step, and takes in another, while one is computed: by a device, or by the thread that launches it."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._in_flight: deque[StepPlan] = deque()
+        self._launcher = launcher
+
+    def advance(self, steps: StepLoop) -> list[Progress]:
+        if not self._in_flight:
+            self._begin(steps, steps.schedule())
+        ahead = steps.schedule_ahead()
+        if ahead is not None:
+            self._begin(steps, ahead)
+        try:
+            result = self._launcher.collect()()
+        except Exception as error:
+            plan = self._in_flight.popleft()
+            self.forget()
+            return steps.abandon(plan, error)
+        return steps.update(self._in_flight.popleft(), result)
+
+    def forget(self) -> None:
+        self._in_flight.clear()
+        self._launcher.drain()
+
+    def close(self) -> None:
+        self.forget()
+        self._launcher.close()
+
+    def _begin(self, steps: StepLoop, plan: StepPlan) -> None:
+        self._in_flight.append(plan)
+        self._launcher.submit(steps.launch, plan)
+
+
+def loop_of(plan: EnginePlan) -> Loop:
+    """The order of the verbs that a plan has decided on."""
+    if not plan.is_overlapped:
+        return PlainLoop()
+    return OverlappedLoop(StepThread() if plan.device == "cpu" else DirectLauncher())

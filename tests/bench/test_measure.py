@@ -15,7 +15,8 @@ from quire.bench.workload import parallel_workload, prefix_workload, random_work
 from quire.config.engine import EngineConfig
 from quire.engine.builder import build_engine
 from quire.engine.engine import Engine
-from quire.engine.loops import DirectLauncher, OverlappedLoop
+from quire.engine.launchers import DirectLauncher
+from quire.engine.step_loop import OverlappedLoop
 from quire.errors import EngineError
 
 

@@ -26,8 +26,8 @@ from quire.core.request_spec import BeamSettings, RequestSpec
 from quire.core.scheduler.audit import audit, audit_plan
 from quire.engine.builder import build_engine
 from quire.engine.engine import Engine
-from quire.engine.loops import DirectLauncher, Launcher, OverlappedLoop, PlainLoop, StepThread
-from quire.engine.step_loop import StepLoop
+from quire.engine.launchers import DirectLauncher, Launcher, StepThread
+from quire.engine.step_loop import OverlappedLoop, PlainLoop, StepLoop
 from quire.errors import EngineError
 from quire.executor.interface import Launched
 from quire.executor.null import NullExecutor
@@ -246,7 +246,7 @@ def test_starting_over_waits_for_what_is_in_flight(loops: Callable[..., Audited]
 
 
 def test_a_thread_that_died_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.loops._LOOK_S", 0.01)
+    monkeypatch.setattr("quire.engine.launchers._LOOK_S", 0.01)
     thread = StepThread()
     monkeypatch.setattr(thread, "_run", lambda: None)
     thread.submit(lambda plan: lambda: StepResult(plan.step_id), StepPlan(1))

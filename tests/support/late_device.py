@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.core.plan import StepPlan
 from quire.engine.engine import Engine
-from quire.engine.loops import OverlappedLoop
+from quire.engine.step_loop import OverlappedLoop
 from quire.worker.last_tokens import Arrival
 
 DEADLINE_S = 20.0

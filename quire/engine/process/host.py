@@ -22,11 +22,10 @@ from quire.common.file_states import check_unchanged
 from quire.common.json_logs import use_json_logs
 from quire.config.engine import EngineConfig
 from quire.engine.builder import begin_loading, build_executor, pace_of, plan_engine
-from quire.engine.loops import loop_of
 from quire.engine.process.channel import Channel, ChannelClosed, FrameTooLarge, ProtocolError, wait
 from quire.engine.process.messages import PROTOCOL_VERSION, Down, Gains, Pulse, Ready, Start, StartFailed
 from quire.engine.process.service import Service
-from quire.engine.step_loop import StepLoop
+from quire.engine.step_loop import StepLoop, loop_of
 from quire.errors import CapacityError, EngineError, QuireError
 
 logger = logging.getLogger(__name__)
