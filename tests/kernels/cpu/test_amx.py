@@ -1,4 +1,4 @@
-"""Products of tiles and of pairs, acted out: against an independent statement of what Intel's manual says that the instruction computes.
+"""Products of tiles and of pairs, acted out: against what Intel's manual says that the instruction computes, stated anew.
 
 And the instructions themselves, where the processor has them, against what is acted out.
 """
