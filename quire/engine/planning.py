@@ -20,7 +20,7 @@ from quire.engine import attention
 from quire.engine.machine import Machine
 from quire.engine.step_costs import estimate
 from quire.errors import CapacityError, ConfigError
-from quire.models.declaration import DTYPE_BYTES, DecoderSpec
+from quire.models.declaration import DTYPE_BYTES, AttentionSpec, DecoderSpec, Mixer
 from quire.quant.formats import WeightFormats
 
 DEFAULT_BLOCK_SIZE = 16
@@ -415,11 +415,11 @@ def _workspace_bytes(spec: DecoderSpec, num_batched_tokens: int, max_num_seqs: i
 
 def _layer_bytes(spec: DecoderSpec, num_tokens: int) -> int:
     """Of that, what a layer takes."""
-    widest = max(
-        max(
-            block.mlp.up.num_outputs * (2 if block.mlp.gate is not None else 1) + block.mlp.up.num_outputs,
-            2 * (block.attention.num_heads + 2 * block.attention.num_kv_heads) * block.attention.head_dim,
-        )
-        for block in spec.blocks
-    )
+    widest = max(_mixer_width(mixer) for block in spec.blocks for mixer in block.mixers)
     return num_tokens * (3 * spec.hidden_size + widest) * DTYPE_BYTES["float32"]
+
+
+def _mixer_width(mixer: Mixer) -> int:
+    """Its first projection, and a copy of it or what is activated."""
+    first = sum(part.num_outputs for part in mixer.projections[0])
+    return first + (first if isinstance(mixer, AttentionSpec) else mixer.down.num_inputs)

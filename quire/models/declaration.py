@@ -99,9 +99,9 @@ class AttentionSpec:
     soft_cap: float | None = None
 
     @property
-    def inputs(self) -> tuple[LinearSpec, ...]:
-        """Queries, keys and values: one product."""
-        return (self.query, self.key, self.value)
+    def projections(self) -> tuple[tuple[LinearSpec, ...], ...]:
+        """Its matrix products, each as the parts that are stacked into one weight."""
+        return ((self.query, self.key, self.value), (self.output,))
 
     @property
     def num_heads(self) -> int:
@@ -122,29 +122,44 @@ class MlpSpec:
     activation: Activation
 
     @property
-    def inputs(self) -> tuple[LinearSpec, ...]:
-        """Gate and up, or up alone: one product."""
-        return (self.up,) if self.gate is None else (self.gate, self.up)
+    def projections(self) -> tuple[tuple[LinearSpec, ...], ...]:
+        """Its matrix products: gate and up are one."""
+        return ((self.up,) if self.gate is None else (self.gate, self.up), (self.down,))
+
+
+Mixer = AttentionSpec | MlpSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Sublayer:
+    """`post_norm(mixer(norm(x)))`; either norm may be absent."""
+
+    norm: NormSpec | None
+    mixer: Mixer
+    post_norm: NormSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSpec:
-    """x += post_attention_norm(attention(attention_norm(x))), then x += post_mlp_norm(mlp(mlp_norm(x))).
+    """What the residual stream passes through: stages, one after the other. The sublayers of a stage read the same stream, and
+    each adds its output to it."""
 
-    Any of the norms may be absent.
-    """
+    stages: tuple[tuple[Sublayer, ...], ...]
 
-    attention_norm: NormSpec | None
-    attention: AttentionSpec
-    mlp_norm: NormSpec | None
-    mlp: MlpSpec
-    post_attention_norm: NormSpec | None = None
-    post_mlp_norm: NormSpec | None = None
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """Those of all sublayers, in order."""
+        return tuple(sublayer.mixer for stage in self.stages for sublayer in stage)
 
     @property
     def projections(self) -> tuple[tuple[LinearSpec, ...], ...]:
         """The block's matrix products, each as the parts that are stacked into one weight."""
-        return (self.attention.inputs, (self.attention.output,), self.mlp.inputs, (self.mlp.down,))
+        return tuple(parts for mixer in self.mixers for parts in mixer.projections)
+
+
+def sequential(*sublayers: Sublayer) -> BlockSpec:
+    """A block whose sublayers follow one another."""
+    return BlockSpec(tuple((sublayer,) for sublayer in sublayers))
 
 
 class KVLayerSpec(NamedTuple):
@@ -207,7 +222,7 @@ class DecoderSpec:
 
     @property
     def _ropes(self) -> tuple[RopeSpec, ...]:
-        return tuple(dict.fromkeys(block.attention.rope for block in self.blocks if block.attention.rope is not None))
+        return tuple(dict.fromkeys(attention.rope for attention in self.attentions if attention.rope is not None))
 
     @property
     def hidden_size(self) -> int:
@@ -228,10 +243,14 @@ class DecoderSpec:
         return (*(parts for block in self.blocks for parts in block.projections), (self.head,))
 
     @property
+    def attentions(self) -> tuple[AttentionSpec, ...]:
+        """Every attention; each has a KV cache, in this order."""
+        return tuple(mixer for block in self.blocks for mixer in block.mixers if isinstance(mixer, AttentionSpec))
+
+    @property
     def kv_layers(self) -> tuple[KVLayerSpec, ...]:
         """For memory planning."""
-        attentions = (block.attention for block in self.blocks)
-        return tuple(KVLayerSpec(a.num_kv_heads, a.head_dim, a.window) for a in attentions)
+        return tuple(KVLayerSpec(a.num_kv_heads, a.head_dim, a.window) for a in self.attentions)
 
     @property
     def num_parameters(self) -> int:
@@ -250,7 +269,7 @@ class DecoderSpec:
     def flops_per_token(self) -> FlopsPerToken:
         """Matrix products with weights; attention itself (which grows with the context) is `attention_flops`."""
         layers = [sum(part.weight.num_elements for parts in block.projections for part in parts) for block in self.blocks]
-        last = self.blocks[-1].attention
+        last = self.attentions[-1]
         keys_and_values = 2 * last.num_kv_heads * last.head_dim * self.hidden_size
         return FlopsPerToken(
             layers=2 * sum(layers), head=2 * self.head.weight.num_elements, outputs=2 * (layers[-1] - keys_and_values)
@@ -263,7 +282,7 @@ class DecoderSpec:
         """
         return sum(
             4 * a.num_heads * a.head_dim * (context_len if a.window is None else min(context_len, a.window))
-            for a in (block.attention for block in (self.blocks if is_wanted else self.blocks[:-1]))
+            for a in (self.attentions if is_wanted else self.attentions[:-1])
         )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from quire.models.config_reader import ConfigReader
-from quire.models.declaration import AttentionSpec, BlockSpec, DecoderSpec, MlpSpec, TensorSpec, linear, rms_norm
-from quire.models.dimensions import ACTIVATIONS, read_dimensions, read_dtype, read_head, read_windows
+from quire.models.declaration import BlockSpec, DecoderSpec, rms_norm
+from quire.models.dimensions import ACTIVATIONS, read_dimensions, read_windows
+from quire.models.parts import attention, decoder, gated_mlp, two_norm_block
 from quire.models.rope import read_rope
 
 
@@ -14,7 +16,7 @@ def declare_gemma2(config: ConfigReader) -> DecoderSpec:
     """Scaled embeddings, tied head; the first layer slides, the second does not, and so on."""
     size = read_dimensions(config)
     rope = read_rope(config, size.head_dim)
-    norm = partial(rms_norm, eps=config.number("rms_norm_eps", 1e-6), weight_offset=1.0)
+    norm = partial(rms_norm, size=size.hidden, eps=config.number("rms_norm_eps", 1e-6), weight_offset=1.0)
     activation = config.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh")
     config.ignore("hidden_act")  # superseded by hidden_activation
     config.require("use_bidirectional_attention", False)
@@ -25,34 +27,14 @@ def declare_gemma2(config: ConfigReader) -> DecoderSpec:
     config.require("sliding_window_size", window)
     layer_types = ("sliding_attention", "full_attention") * size.num_layers
     windows = read_windows(config, layer_types[: size.num_layers], window)
-    embedding = TensorSpec("model.embed_tokens.weight", (size.vocab, size.hidden))
 
-    def block(at: str, window: int | None) -> BlockSpec:
-        query = linear(f"{at}.self_attn.q_proj", size.hidden, size.query, has_bias=has_bias)
-        key = linear(f"{at}.self_attn.k_proj", size.hidden, size.kv, has_bias=has_bias)
-        value = linear(f"{at}.self_attn.v_proj", size.hidden, size.kv, has_bias=has_bias)
-        output = linear(f"{at}.self_attn.o_proj", size.query, size.hidden, has_bias=has_bias)
-        gate = linear(f"{at}.mlp.gate_proj", size.hidden, size.ffn)
-        up = linear(f"{at}.mlp.up_proj", size.hidden, size.ffn)
-        down = linear(f"{at}.mlp.down_proj", size.ffn, size.hidden)
-        attention = AttentionSpec(query, key, value, output, size.head_dim, scale, rope, window=window, soft_cap=soft_cap)
-        return BlockSpec(
-            attention_norm=norm(f"{at}.input_layernorm", size.hidden),
-            attention=attention,
-            post_attention_norm=norm(f"{at}.post_attention_layernorm", size.hidden),
-            mlp_norm=norm(f"{at}.pre_feedforward_layernorm", size.hidden),
-            mlp=MlpSpec(gate, up, down, activation),
-            post_mlp_norm=norm(f"{at}.post_feedforward_layernorm", size.hidden),
-        )
+    def block(at: str, index: int) -> BlockSpec:
+        heads = attention(at, size, rope, has_bias=has_bias, has_output_bias=has_bias)
+        heads = replace(heads, scale=scale, window=windows[index], soft_cap=soft_cap)
+        return two_norm_block(at, norm, heads, gated_mlp(at, size, activation))
 
-    return DecoderSpec(
-        architecture=config.architecture,
-        max_position_embeddings=size.max_positions,
-        dtype=read_dtype(config),
-        embedding=embedding,
-        blocks=tuple(block(f"model.layers.{index}", windows[index]) for index in range(size.num_layers)),
-        final_norm=norm("model.norm", size.hidden),
-        head=read_head(config, embedding, default_tied=True),
+    return replace(
+        decoder(config, size, norm, block, default_tied=True),
         embedding_scale=size.hidden**0.5,
         final_soft_cap=config.optional_number("final_logit_softcapping", 30.0, minimum=1e-3),
     )

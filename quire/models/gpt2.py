@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from quire.models.config_reader import ConfigReader
-from quire.models.declaration import AttentionSpec, BlockSpec, DecoderSpec, MlpSpec, TensorSpec, conv1d, layer_norm
+from quire.models.declaration import (
+    AttentionSpec,
+    BlockSpec,
+    DecoderSpec,
+    MlpSpec,
+    Sublayer,
+    TensorSpec,
+    conv1d,
+    layer_norm,
+    sequential,
+)
 from quire.models.dimensions import ACTIVATIONS, read_dtype, read_head
 
 
@@ -28,11 +38,10 @@ def declare_gpt2(config: ConfigReader) -> DecoderSpec:
         (up,) = conv1d(f"{at}.mlp.c_fc", hidden, ffn)
         (down,) = conv1d(f"{at}.mlp.c_proj", ffn, hidden)
         layer_scale = scale / (layer + 1) if is_scaled_by_layer else scale
-        return BlockSpec(
-            attention_norm=layer_norm(f"{at}.ln_1", hidden, eps),
-            attention=AttentionSpec(query, key, value, output, head_dim, layer_scale, rope=None),
-            mlp_norm=layer_norm(f"{at}.ln_2", hidden, eps),
-            mlp=MlpSpec(None, up, down, activation),
+        attention = AttentionSpec(query, key, value, output, head_dim, layer_scale, rope=None)
+        return sequential(
+            Sublayer(layer_norm(f"{at}.ln_1", hidden, eps), attention),
+            Sublayer(layer_norm(f"{at}.ln_2", hidden, eps), MlpSpec(None, up, down, activation)),
         )
 
     return DecoderSpec(

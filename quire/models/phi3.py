@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from quire.models.config_reader import ConfigReader
-from quire.models.declaration import AttentionSpec, BlockSpec, DecoderSpec, MlpSpec, TensorSpec, fused, linear, rms_norm
-from quire.models.dimensions import ACTIVATIONS, read_dimensions, read_dtype, read_head
+from quire.models.declaration import AttentionSpec, BlockSpec, DecoderSpec, MlpSpec, fused, linear, rms_norm
+from quire.models.dimensions import ACTIVATIONS, read_dimensions
+from quire.models.parts import decoder, pre_norm_block
 from quire.models.rope import LongScaling, read_rope
 
 
@@ -12,33 +15,20 @@ def declare_phi3(config: ConfigReader) -> DecoderSpec:
     """Llama's arithmetic from a checkpoint that keeps QKV, and gate and up, as one tensor each."""
     size = read_dimensions(config)
     rope = read_rope(config, size.head_dim, is_partial=True)
-    eps = config.number("rms_norm_eps", 1e-5)
+    norm = partial(rms_norm, size=size.hidden, eps=config.number("rms_norm_eps", 1e-5))
     activation = config.choice("hidden_act", ACTIVATIONS, "silu")
     if not isinstance(rope.scaling, LongScaling | None):
         raise config.refuse("rope_scaling", "type default or longrope")
     window = config.optional_integer("sliding_window")
     config.require("full_attn_mod", 1)
     config.require("interpolate_factor", 1)
-    embedding = TensorSpec("model.embed_tokens.weight", (size.vocab, size.hidden))
 
-    def block(at: str) -> BlockSpec:
+    def block(at: str, index: int) -> BlockSpec:
         query, key, value = fused(f"{at}.self_attn.qkv_proj", size.hidden, size.query, size.kv, size.kv)
         output = linear(f"{at}.self_attn.o_proj", size.query, size.hidden)
+        heads = AttentionSpec(query, key, value, output, size.head_dim, size.head_dim**-0.5, rope, window=window)
         gate, up = fused(f"{at}.mlp.gate_up_proj", size.hidden, size.ffn, size.ffn)
         down = linear(f"{at}.mlp.down_proj", size.ffn, size.hidden)
-        return BlockSpec(
-            attention_norm=rms_norm(f"{at}.input_layernorm", size.hidden, eps),
-            attention=AttentionSpec(query, key, value, output, size.head_dim, size.head_dim**-0.5, rope, window=window),
-            mlp_norm=rms_norm(f"{at}.post_attention_layernorm", size.hidden, eps),
-            mlp=MlpSpec(gate, up, down, activation),
-        )
+        return pre_norm_block(at, norm, heads, MlpSpec(gate, up, down, activation))
 
-    return DecoderSpec(
-        architecture=config.architecture,
-        max_position_embeddings=size.max_positions,
-        dtype=read_dtype(config),
-        embedding=embedding,
-        blocks=tuple(block(f"model.layers.{index}") for index in range(size.num_layers)),
-        final_norm=rms_norm("model.norm", size.hidden, eps),
-        head=read_head(config, embedding, default_tied=False),
-    )
+    return decoder(config, size, norm, block)

@@ -86,20 +86,22 @@ class _Builder:
         return dataclasses.replace(model, compiled=self._kernels.compile_decoder(model.weights()))
 
     def _block(self, spec: BlockSpec, layer: int) -> Block:
+        [attention], [mlp] = spec.stages
+        assert isinstance(attention.mixer, AttentionSpec) and isinstance(mlp.mixer, MlpSpec)
         return Block(
-            attention_norm=self._optional_norm(spec.attention_norm),
-            attention=self._attention(spec.attention, layer),
-            post_attention_norm=self._optional_norm(spec.post_attention_norm),
-            mlp_norm=self._optional_norm(spec.mlp_norm),
-            mlp=self._mlp(spec.mlp),
-            post_mlp_norm=self._optional_norm(spec.post_mlp_norm),
+            attention_norm=self._optional_norm(attention.norm),
+            attention=self._attention(attention.mixer, layer),
+            post_attention_norm=self._optional_norm(attention.post_norm),
+            mlp_norm=self._optional_norm(mlp.norm),
+            mlp=self._mlp(mlp.mixer),
+            post_mlp_norm=self._optional_norm(mlp.post_norm),
         )
 
     def _attention(self, spec: AttentionSpec, layer: int) -> Attention:
         return Attention(
             spec=spec,
             num_heads=(spec.num_heads, spec.num_kv_heads, spec.num_kv_heads),
-            qkv=self._linear(*spec.inputs),
+            qkv=self._linear(*spec.projections[0]),
             output=self._linear(spec.output),
             query_norm=self._optional_norm(spec.query_norm),
             key_norm=self._optional_norm(spec.key_norm),
@@ -109,7 +111,7 @@ class _Builder:
 
     def _mlp(self, spec: MlpSpec) -> Mlp:
         return Mlp(
-            up=self._linear(*spec.inputs),
+            up=self._linear(*spec.projections[0]),
             down=self._linear(spec.down),
             is_gated=spec.gate is not None,
             activation=spec.activation,

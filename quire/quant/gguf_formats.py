@@ -51,4 +51,4 @@ def read_gguf_storage(model: GgufModel, spec: DecoderSpec, method: str | None) -
     held = by_name if method is None else {**formats_at_load(spec, method).by_name, **by_name}
     counts = ", ".join(f"{count} {name}" for name, count in sorted(names.items()))
     formats = WeightFormats(held, f"GGUF: projections {counts}; activations {activations}")
-    return GgufStorage(model, by_name, formats, activations, spec.blocks[0].attention.head_dim)
+    return GgufStorage(model, by_name, formats, activations, spec.attentions[0].head_dim)

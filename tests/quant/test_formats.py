@@ -61,6 +61,6 @@ def test_formats_join_without_loss() -> None:
     assert join([coarse, fine]) == IntegerFormat(8, 16, "float", has_offsets=True)
     assert join([coarse, coarse]) == coarse
     spec = declare(LLAMA)
-    attention = spec.blocks[0].attention
+    attention = spec.attentions[0]
     by_name = {attention.query.weight.name: coarse, attention.key.weight.name: fine}
-    assert WeightFormats(by_name).of(attention.inputs) is None, "one part is floating point, so the stack is"
+    assert WeightFormats(by_name).of(attention.projections[0]) is None, "one part is floating point, so the stack is"

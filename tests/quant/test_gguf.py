@@ -95,8 +95,7 @@ def test_the_plan_counts_what_is_held(tmp_path: Path) -> None:
     plan = plan_engine(EngineConfig(model=str(file))).plan
     [decision] = [each for each in plan.decisions if each.name == "quantization"]
     assert "GGUF: projections 10 Q4_K, 5 Q6_K; activations float" in decision.reason
-    attention = plan.spec.blocks[0].attention
-    held = plan.formats.of(attention.inputs)
+    held = plan.formats.of(plan.spec.projections[0])
     assert held is not None and (held.bits, held.group_size, held.has_offsets) == (8, 16, True), "Q4_K and Q6_K in one product"
 
 

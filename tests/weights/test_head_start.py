@@ -109,7 +109,7 @@ def test_transposed_weights_are_left_to_the_checkpoint(tmp_path: Path) -> None:
     spec = declare(GPT2)
     _save(tmp_path, spec, torch.float32)
     with HeadStart(SafetensorsCheckpoint(tmp_path, spec), _wanted(spec), "float32", 1) as weights:
-        assert weights.packed(spec.blocks[0].attention.inputs) is None
+        assert weights.packed(spec.projections[0]) is None
         assert weights.packed([spec.head]) is not None
 
 

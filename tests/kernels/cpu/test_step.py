@@ -96,7 +96,7 @@ RAGGED = ((0, 5), (2, 6), (7, 1), (0, 9), (3, 1), (1, 4))
 
 def _run_ragged(model: DecoderModel, num_wanted: Tensor | None) -> tuple[Tensor, Caches]:
     """Hidden states of all sequences of RAGGED, and the caches, which had been filled before."""
-    attention = model.spec.blocks[0].attention
+    attention = model.spec.attentions[0]
     shape = (3 * len(RAGGED), attention.num_kv_heads, BLOCK_SIZE, attention.head_dim)
     generator = torch.Generator().manual_seed(1)
     caches = [
