@@ -24,12 +24,13 @@ LEAVES = {"errors", "common", "config"}
 ALLOWED: dict[str, set[str]] = {
     "core": set(),
     "text": set(),
-    "kernels": set(),
+    "program": set(),
+    "kernels": {"program"},
     "assets": set(),
-    "models": set(),  # declarations only: what they declare is built by nn, which therefore stands above them
+    "models": {"program"},  # declarations, and what they are lowered to; nn, which stands above them, builds it
     "weights": {"models", "kernels"},
     "quant": {"kernels", "models", "weights"},
-    "nn": {"models", "weights", "kernels", "quant"},
+    "nn": {"models", "weights", "kernels", "quant", "program"},
     "multimodal": {"nn", "kernels"},
     "lora": {"nn", "kernels", "core"},
     "parallel": {"nn", "kernels"},
@@ -49,7 +50,8 @@ ALLOWED: dict[str, set[str]] = {
 }  # fmt: skip
 # R4. Of core, the data plane sees the plan (and, for its two-sided features, plain records), never a request.
 DATA_PLANE = {
-    "kernels", "quant", "nn", "models", "weights", "grammar", "sampling", "spec", "lora", "parallel", "worker", "executor",
+    "program", "kernels", "quant", "nn", "models", "weights", "grammar", "sampling", "spec", "lora", "parallel", "worker",
+    "executor",
 }  # fmt: skip
 CORE_FOR_THE_DATA_PLANE = {"quire.core.plan", "quire.core.params"}
 # Programs and assemblies may import anything but another program's insides; nothing below imports them.

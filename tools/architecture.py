@@ -56,8 +56,9 @@ BOXES = (
     Box("quant", "formats", 630, 272, 98, "data"),
     Box("weights", "checkpoints", 734, 272, 94, "data"),
     Box("grammar", "token masks", 422, 328, 98, "data"),
-    Box("kernels", "reference, Triton, CPU bindings", 526, 328, 198, "data"),
-    Box("csrc", "C++ kernels", 730, 328, 98, "data"),
+    Box("program", "operations", 526, 328, 98, "data"),
+    Box("kernels", "CPU, Triton", 630, 328, 98, "data"),
+    Box("csrc", "C++ kernels", 734, 328, 94, "data"),
     Box("config", "options", 32, 328, 130),
     Box("common", "small helpers", 170, 328, 132),
 )

@@ -1,4 +1,4 @@
-// What the bindings of norms, activations and lookups share with the decoder step (step.cpp): the division of rows among
+// What the bindings of norms, activations and lookups share with programs (program.cpp): the division of rows among
 // threads, and the checks of indices. The arithmetic is in isa/elementwise.cpp.
 #pragma once
 

@@ -286,7 +286,7 @@ def _load_model(planned: PlannedModel, kernels: Kernels) -> DecoderModel:
             quantize=quantize,
         )
     if cache is not None:
-        cache.keep(zip(plan.spec.projections, model.projections, strict=True))
+        cache.keep(zip(plan.spec.projections, model.weights.linears, strict=True))
     return model
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from quire.kernels.interface import Activation
+from quire.program.operations import Activation
 
 
 @dataclass(frozen=True, slots=True)

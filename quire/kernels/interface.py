@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.sampling import Draws
+from quire.program.operations import Activation, Program
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
 InputFormat = Literal["int8", "fp8", "float"]
 """What the inputs of a quantized weight are multiplied as."""
 
@@ -126,75 +126,22 @@ class AttentionBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class NormWeights:
-    """`rms_norm` or `layer_norm` over as many values as the weight has."""
+class Weights:
+    """What the numbers of a `Program` stand for, packed and in the compute dtype."""
 
-    kind: Literal["rms", "layer"]
-    weight: Tensor
-    bias: Tensor | None
-    eps: float
-    weight_offset: float
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionWeights:
-    """Projections, then norms of queries and keys (each head by itself, or all heads of a token together), RoPE, the cache
-    write, attention, and the projection of its output."""
-
-    qkv: PackedLinear
-    """Queries, keys and values in one product."""
-    output: PackedLinear
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    query_norm: NormWeights | None
-    key_norm: NormWeights | None
-    rope: Tensor | None
-    """As `Kernels.rope` takes it, halves paired."""
-    window: int | None
-    soft_cap: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class MlpWeights:
-    """`down(gated_linear(x, up))`, or `down(activate(linear(x, up)))` where there is no gate."""
-
-    up: PackedLinear
-    down: PackedLinear
-    is_gated: bool
-    activation: Activation
-
-
-@dataclass(frozen=True, slots=True)
-class BlockWeights:
-    """x += post_attention_norm(attention(attention_norm(x))), then the same with the MLP; any norm may be absent."""
-
-    attention_norm: NormWeights | None
-    attention: AttentionWeights
-    post_attention_norm: NormWeights | None
-    mlp_norm: NormWeights | None
-    mlp: MlpWeights
-    post_mlp_norm: NormWeights | None
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderWeights:
-    """A decoder from token ids to its last block, for a back end that computes it in one call."""
-
-    embedding: EmbeddingTable
-    """[V, H]; its dtype is that of all activations."""
-    embedding_scale: float
-    """Rounded to that dtype; applied to the gathered rows."""
-    position_embedding: Tensor | None
-    """[positions, H], added to them."""
-    blocks: tuple[BlockWeights, ...]
+    linears: tuple[PackedLinear, ...]
+    tables: tuple[EmbeddingTable, ...]
+    """[V, H] of the tokens, whose dtype is that of all activations, and [positions, H] if there are learned positions."""
+    vectors: tuple[Tensor, ...]
+    """Weights and biases of norms."""
+    ropes: tuple[Tensor, ...]
+    """As `Kernels.rope` takes them, halves paired; each has `max_model_len` positions."""
     max_model_len: int
-    """Positions are below it; every table of RoPE has as many."""
+    """Positions are below it."""
 
 
 class ForwardPass(Protocol):
-    """All blocks of a decoder in one call."""
+    """A program that a back end runs: all blocks of a decoder in one call."""
 
     def __call__(
         self,
@@ -333,12 +280,13 @@ class Kernels(Protocol):
         """
         ...
 
-    def compile_decoder(self, decoder: DecoderWeights) -> ForwardPass | None:
-        """The whole forward pass behind one call, to the bit what this back end's operations give one by one.
+    def reasons_against(self, program: Program) -> list[str]:
+        """Why this back end cannot run a program; empty where it can."""
+        ...
 
-        None where it has none for this decoder: then the operations are called one by one. Where the back end compiles
-        others, it logs which part of this one is in the way.
-        """
+    def compile(self, program: Program, weights: Weights) -> ForwardPass:
+        """The program behind one call, for caches in the order of their numbers. The bits are those that this back end's
+        operations give one by one (`quire.kernels.interpreter`)."""
         ...
 
     def copy_blocks(self, caches: list[Tensor], sources: Tensor, destinations: Tensor) -> None:

@@ -16,8 +16,7 @@ from typing import Literal, NamedTuple
 
 from quire.common.kv_formats import KV_FORMATS
 from quire.models.rope import RopeSpec
-
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+from quire.program.operations import Activation
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

@@ -7,7 +7,6 @@ from functools import partial
 
 from quire.models.config_reader import ConfigReader
 from quire.models.declaration import (
-    Activation,
     AttentionSpec,
     BlockSpec,
     DecoderSpec,
@@ -21,6 +20,7 @@ from quire.models.declaration import (
 )
 from quire.models.dimensions import Dimensions, read_dtype, read_head
 from quire.models.rope import RopeSpec
+from quire.program.operations import Activation
 
 Norm = partial[NormSpec]
 """From a name to a norm of the hidden size; `size` names another."""

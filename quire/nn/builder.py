@@ -1,4 +1,4 @@
-"""Builds a `DecoderModel` from a declaration: the walk that loads, fuses and packs.
+"""Builds a `DecoderModel` from a declaration: lowers it, and loads, stacks and packs what its program's numbers stand for.
 
 One tensor at a time: a `LinearLoader` gathers a stacked weight (QKV is one product, gate and up another, whatever the
 checkpoint's own layout), packs it and drops it, so that memory peaks at the model plus one layer's weight. Whether it
@@ -7,26 +7,17 @@ stays floating point or is quantized is the loader's business.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.kernels.interface import EmbeddingTable, Kernels, PackedLinear
-from quire.models.declaration import (
-    AttentionSpec,
-    BlockSpec,
-    DecoderSpec,
-    LinearSpec,
-    MlpSpec,
-    NormSpec,
-    TensorSpec,
-)
+from quire.kernels.interface import EmbeddingTable, Kernels, PackedLinear, Weights
+from quire.models.declaration import DecoderSpec, LinearSpec, TensorSpec
+from quire.models.lowering import lower
 from quire.models.rope import RopeSpec
 from quire.nn.decoder import DecoderModel
-from quire.nn.layers import Attention, Block, Mlp, Norm
 from quire.nn.rope import rope_table
 from quire.quant.linears import FloatLinears, LinearLoader
 from quire.weights.source import WeightSource
@@ -64,58 +55,22 @@ class _Builder:
         self._linears = linears
         self._weights, self._kernels, self._dtype = floats.weights, floats.kernels, floats.dtype
         self._max_model_len = max_model_len
-        self._ropes: dict[RopeSpec, Tensor] = {}
         self._num_bytes = 0
 
     def decoder(self, spec: DecoderSpec) -> DecoderModel:
+        program, parameters = lower(spec)
+        if reasons := self._kernels.reasons_against(program):
+            raise ConfigError(f"the {self._kernels.name} kernels cannot run {spec.architecture}: {'; '.join(reasons)}")
         embedding, head = self._ends(spec)
-        positions = spec.position_embedding
-        blocks = tuple(self._block(block, layer) for layer, block in enumerate(spec.blocks))
-        model = DecoderModel(
-            spec=spec,
-            kernels=self._kernels,
-            embedding=embedding,
-            embedding_scale=torch.tensor(spec.embedding_scale, dtype=self._dtype).item(),
-            position_embedding=None if positions is None else self._tensor(positions),
-            blocks=blocks,
-            final_norm=self._norm(spec.final_norm),
-            head=head,
+        weights = Weights(
+            linears=(*(self._linear(*parts) for parts in parameters.linears[:-1]), head),
+            tables=(embedding, *(self._tensor(each) for each in parameters.tables[1:])),
+            vectors=tuple(self._tensor(each) for each in parameters.vectors),
+            ropes=tuple(self._rope(each) for each in parameters.ropes),
             max_model_len=self._max_model_len,
-            num_bytes=self._num_bytes,
         )
-        return dataclasses.replace(model, compiled=self._kernels.compile_decoder(model.weights()))
-
-    def _block(self, spec: BlockSpec, layer: int) -> Block:
-        [attention], [mlp] = spec.stages
-        assert isinstance(attention.mixer, AttentionSpec) and isinstance(mlp.mixer, MlpSpec)
-        return Block(
-            attention_norm=self._optional_norm(attention.norm),
-            attention=self._attention(attention.mixer, layer),
-            post_attention_norm=self._optional_norm(attention.post_norm),
-            mlp_norm=self._optional_norm(mlp.norm),
-            mlp=self._mlp(mlp.mixer),
-            post_mlp_norm=self._optional_norm(mlp.post_norm),
-        )
-
-    def _attention(self, spec: AttentionSpec, layer: int) -> Attention:
-        return Attention(
-            spec=spec,
-            num_heads=(spec.num_heads, spec.num_kv_heads, spec.num_kv_heads),
-            qkv=self._linear(*spec.projections[0]),
-            output=self._linear(spec.output),
-            query_norm=self._optional_norm(spec.query_norm),
-            key_norm=self._optional_norm(spec.key_norm),
-            rope=None if spec.rope is None else self._rope(spec.rope),
-            layer=layer,
-        )
-
-    def _mlp(self, spec: MlpSpec) -> Mlp:
-        return Mlp(
-            up=self._linear(*spec.projections[0]),
-            down=self._linear(spec.down),
-            is_gated=spec.gate is not None,
-            activation=spec.activation,
-        )
+        run = self._kernels.compile(program, weights)
+        return DecoderModel(spec, self._kernels, program, weights, run, self._num_bytes)
 
     def _linear(self, *parts: LinearSpec) -> PackedLinear:
         return self._counted(self._weights.packed(parts) or self._linears.load(parts))
@@ -141,12 +96,6 @@ class _Builder:
         self._num_bytes += packed.num_bytes
         return packed
 
-    def _optional_norm(self, spec: NormSpec | None) -> Norm | None:
-        return None if spec is None else self._norm(spec)
-
-    def _norm(self, spec: NormSpec) -> Norm:
-        return Norm(spec, self._tensor(spec.weight), None if spec.bias is None else self._tensor(spec.bias))
-
     def _table(self, spec: TensorSpec) -> Tensor:
         table = self._weights.table(spec)
         return self._filled(spec) if table is None else table.to(self._kernels.device)
@@ -160,8 +109,5 @@ class _Builder:
         return out
 
     def _rope(self, spec: RopeSpec) -> Tensor:
-        """Layers with the same RoPE share one table."""
-        if spec not in self._ropes:
-            self._ropes[spec] = rope_table(spec, self._max_model_len).to(self._kernels.device)
-            self._num_bytes += self._ropes[spec].nbytes
-        return self._ropes[spec]
+        table = rope_table(spec, self._max_model_len).to(self._kernels.device)
+        return self._counted_tensor(table)

@@ -75,10 +75,7 @@ def test_projections_of_one_input_are_one_product() -> None:
 
 def test_layers_share_one_table_of_rope() -> None:
     model = build_decoder(declare(LLAMA), DummyWeights(), ReferenceKernels(), dtype="float32", max_model_len=40)
-    tables = {id(block.attention.rope) for block in model.blocks}
-    assert len(tables) == 1
-    rope = model.blocks[0].attention.rope
-    assert rope is not None
+    [rope] = model.weights.ropes
     assert rope.shape == (40, 2, 4)
 
 
@@ -86,7 +83,7 @@ def test_same_seed_builds_the_same_model() -> None:
     first, second = (
         build_decoder(declare(LLAMA), DummyWeights(5), ReferenceKernels(), dtype="bfloat16", max_model_len=64) for _ in range(2)
     )
-    hidden = first.kernels.embedding(torch.arange(7), first.embedding)
+    hidden = first.kernels.embedding(torch.arange(7), first.weights.tables[0])
     assert first.dtype == torch.bfloat16
     assert torch.equal(first.logits(hidden), second.logits(hidden))
 

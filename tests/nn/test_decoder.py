@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from program_cases import one_by_one
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -129,11 +129,10 @@ def test_num_bytes_counts_what_is_held(shared: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_compiled_pass_equals_the_walk_bit_for_bit(pair: Any, dtype: str, native: Kernels, drive: Callable[..., Any]) -> None:
+def test_native_pass_equals_its_operations(pair: Any, dtype: str, native: Kernels, drive: Callable[..., Any]) -> None:
     """Hidden states and logits of one pass in several chunks, and what is in the caches afterwards."""
     model = pair.build(dtype, native)
-    assert model.compiled is not None
-    compiled, walk = drive(model, 128), drive(dataclasses.replace(model, compiled=None), 128)
+    compiled, walk = drive(model, 128), drive(one_by_one(model), 128)
     for size in (33, 1, 30, 6):
         start = compiled.length
         assert torch.equal(compiled.feed(PROMPT[start : start + size]), walk.feed(PROMPT[start : start + size]))
@@ -149,7 +148,7 @@ def test_tokens_that_nobody_asks_about_stop_at_the_last_layer(
     """The others have the bits of the whole pass, and so has every key and value."""
     model = pair.build(dtype, native)
     whole, part = drive(model, 128), drive(model, 128)
-    below = drive(dataclasses.replace(model, compiled=None, blocks=model.blocks[:-1]), 128)
+    below = drive(one_by_one(model, num_blocks=len(model.spec.blocks) - 1), 128)
     for size, num_wanted in ((33, 1), (20, 0), (6, 4), (9, 3)):
         chunk = PROMPT[whole.length : whole.length + size]
         expected, before, found = whole.feed(chunk), below.feed(chunk), part.feed(chunk, num_wanted)
@@ -161,7 +160,7 @@ def test_tokens_that_nobody_asks_about_stop_at_the_last_layer(
         assert torch.equal(ours[1].nan_to_num(), theirs[1].nan_to_num())
 
 
-def test_compiled_pass_refuses_what_lies_outside(pair: Any, native: Kernels, drive: Callable[..., Any]) -> None:
+def test_native_pass_refuses_what_lies_outside(pair: Any, native: Kernels, drive: Callable[..., Any]) -> None:
     model = pair.build("float32", native)
     driver = drive(model, 64)
     with pytest.raises(IndexError, match="token id 199 is outside"):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from gpu_compiler import compiling, describe
 
-from quire.kernels.interface import AttentionBatch, AttentionWeights, NormWeights, QuantizedWeight, SharedPrefixes
+from quire.kernels.interface import AttentionBatch, QuantizedWeight, SharedPrefixes, Weights
 from quire.kernels.kv_cache import empty_cache
 from quire.kernels.sampling import Cuts, Filters, Keys, Penalties, ScaledRows
 from quire.kernels.triton import elementwise
@@ -25,6 +25,7 @@ from quire.kernels.triton.kernels import TritonKernels
 from quire.kernels.triton.linear import ProductOptions
 from quire.kernels.triton.sampling import TritonSampling
 from quire.kernels.triton.tuning import FOLDER, Tuning
+from quire.program.operations import Heads, NormHeads, NormWeights, PrepareHeads, Rope, WriteKV
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
 """Of one program, by compute capability: CUDA C++ programming guide, technical specifications."""
@@ -75,10 +76,18 @@ def quantized_cache() -> None:
         KERNELS.paged_attention(narrow, cache, cache.clone(), batch([1, 1], [100, 3000]), scale=0.1)
         many = torch.zeros(64, 32, 128, dtype=BF16)
         KERNELS.paged_attention(many, cache, cache.clone(), batch([1] * 64, [3000] * 64), scale=0.1)
-        both, packed = torch.zeros(32, 48, 128, dtype=BF16), KERNELS.pack_linear(torch.zeros(32, 32, dtype=BF16))
+        both = torch.zeros(32, 48, 128, dtype=BF16)
         KERNELS.write_kv(both[:, 32:40], both[:, 40:], cache, cache.clone(), ids)
-        weights = AttentionWeights(packed, packed, 32, 8, 128, 0.1, None, None, table, None, None)
-        enter(both.view(32, -1), weights, batch([1] * 32, [1] * 32), (cache, cache.clone()))
+        enter(both.view(32, -1), *preparation(table), batch([1] * 32, [1] * 32), (cache, cache.clone()))
+
+
+def preparation(table: torch.Tensor, norm: torch.Tensor | None = None) -> tuple[PrepareHeads, Weights]:
+    """What happens to 32 heads and 8 KV heads of 128: RoPE, the cache write and, with its weights, a norm of heads."""
+    heads, values = Heads(32, 8, 128), ((0,), (1,))
+    weights = NormWeights("rms", 0, None, 1e-6, 0.0, 128)
+    norms = () if norm is None else (NormHeads(*values, heads, "queries", weights), NormHeads(*values, heads, "keys", weights))
+    parts = (*norms, Rope(*values, heads, 0), WriteKV(*values, heads, 0))
+    return PrepareHeads(*values, heads, parts), Weights((), (), () if norm is None else (norm,), (table,), len(table))
 
 
 def linear(dtype: torch.dtype = BF16) -> None:
@@ -95,10 +104,10 @@ def unfinished() -> None:
     x, weight = torch.zeros(32, 4096, dtype=BF16), torch.zeros(4096, dtype=BF16)
     square, wide = (KERNELS.pack_linear(torch.zeros(n, 4096, dtype=BF16), torch.zeros(n, dtype=BF16)) for n in (4096, 6144))
     KERNELS.add_rms_norm(KERNELS.unfinished_linear(x, square), x, weight, 1e-6)
-    norm, table = NormWeights("rms", torch.zeros(128, dtype=BF16), None, 1e-6, 0.0), torch.zeros(64, 2, 64)
+    norm, table = torch.zeros(128, dtype=BF16), torch.zeros(64, 2, 64)
     cache = torch.zeros(8, 8, 16, 128, dtype=BF16)
-    weights = AttentionWeights(wide, square, 32, 8, 128, 0.1, norm, norm, table, None, None)
-    enter(KERNELS.unfinished_linear(x, wide), weights, batch([1] * 32, [1] * 32), (cache, cache.clone()))
+    projected = KERNELS.unfinished_linear(x, wide)
+    enter(projected, *preparation(table, norm), batch([1] * 32, [1] * 32), (cache, cache.clone()))
 
 
 def integers() -> None:
@@ -149,11 +158,8 @@ def small(dtype: torch.dtype = BF16) -> None:
     KERNELS.rope(both, ids, table)
     KERNELS.write_kv(both[:, 32:40], both[:, 40:], cache, cache.clone(), ids)
     KERNELS.copy_blocks([cache, cache.clone()], ids[:2], ids[2:4])
-    norm = NormWeights("rms", torch.zeros(128, dtype=dtype), None, 1e-6, 0.0)
-    for norms in (None, norm):
-        packed = KERNELS.pack_linear(x)
-        weights = AttentionWeights(packed, packed, 32, 8, 128, 0.1, norms, norms, table, None, None)
-        enter(both.view(32, -1), weights, batch([1] * 32, [1] * 32), (cache, cache.clone()))
+    for norm in (None, torch.zeros(128, dtype=dtype)):
+        enter(both.view(32, -1), *preparation(table, norm), batch([1] * 32, [1] * 32), (cache, cache.clone()))
 
 
 def sampling() -> None:

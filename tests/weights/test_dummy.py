@@ -49,7 +49,7 @@ def test_a_deep_model_of_dummy_weights_has_sane_logits() -> None:
         }
     )
     model = build_decoder(spec, DummyWeights(), ReferenceKernels(), dtype="bfloat16", max_model_len=32)
-    logits = model.logits(model.kernels.embedding(torch.arange(5), model.embedding))
+    logits = model.logits(model.kernels.embedding(torch.arange(5), model.weights.tables[0]))
     assert torch.isfinite(logits).all()
     assert logits.abs().max() < 20
 

@@ -211,35 +211,11 @@ def sampling_score(*arguments: int) -> None:
 
 def sampling_noise(seed: int, position: int, num_tokens: int, out: int, /) -> None: ...
 
-# What a decoder step is made of (csrc/cpu/step.hpp). Records keep nothing alive; 0 stands for an address that is absent.
+# What a program is made of (csrc/cpu/program.hpp). Nothing here keeps memory alive; 0 stands for an address that is absent.
 class NormWeight:
     def __init__(
         self, *, weight: int, bias: int, dtype: int, width: int, eps: float, offset: float, is_layer: bool
     ) -> None: ...
-
-class AttentionWeights:
-    def __init__(
-        self,
-        *,
-        qkv: LinearWeight,
-        output: LinearWeight,
-        query_norm: NormWeight | None,
-        key_norm: NormWeight | None,
-        rope: int,
-        rope_half: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_size: int,
-        scale: float,
-        soft_cap: float,
-        window: int,
-    ) -> None: ...
-
-class MlpWeights:
-    def __init__(self, *, up: LinearWeight, down: LinearWeight, is_gated: bool, activation: int) -> None: ...
-
-class EmbeddingWeights:
-    def __init__(self, *, tokens: Lookup, positions: Lookup | None, num_positions: int, scale: float) -> None: ...
 
 class KVCache:
     def __init__(
@@ -254,18 +230,38 @@ class KVCache:
         head_size: int,
     ) -> None: ...
 
-class Decoder:
-    def __init__(self, embedding: EmbeddingWeights) -> None: ...
-    def add_block(
+class Operations:
+    """A list of operations. Values are (column in the arena, width); the result is at column -1, `width` wide."""
+
+    def __init__(self, dtype: int, width: int) -> None: ...
+    def add(
         self,
-        *,
-        attention: AttentionWeights,
-        mlp: MlpWeights,
-        attention_norm: NormWeight | None,
-        post_attention_norm: NormWeight | None,
-        mlp_norm: NormWeight | None,
-        post_mlp_norm: NormWeight | None,
-    ) -> None: ...
+        kind: int,
+        is_narrow: bool,
+        inputs: list[tuple[int, int]],
+        outputs: list[tuple[int, int]],
+        table: Lookup | None,
+        of_positions: bool,
+        factor: float,
+        norm: NormWeight | None,
+        key_norm: NormWeight | None,
+        weight: LinearWeight | None,
+        first_output: int,
+        activation: int,
+        heads: tuple[int, int, int],
+        rope: int,
+        rope_half: int,
+        cache: int,
+        scale: float,
+        soft_cap: float,
+        window: int,
+    ) -> None:
+        """`kind` and its fields: see csrc/cpu/program.hpp. `is_narrow`: it computes the wanted tokens' rows alone."""
+
+class Program:
+    """`whole`, and what runs instead where no more than half of the hidden states are wanted."""
+
+    def __init__(self, whole: Operations, wanted: Operations, num_positions: int) -> None: ...
     def set_caches(self, caches: list[KVCache]) -> None: ...
     def forward(
         self,

@@ -8,7 +8,8 @@ from torch import Tensor
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.checks import activation_code, address, float_code, heads_address, indices_address, require
 from quire.kernels.cpu.linear import PackedTable
-from quire.kernels.interface import Activation, EmbeddingTable
+from quire.kernels.interface import EmbeddingTable
+from quire.program.operations import Activation
 
 
 def embedding(token_ids: Tensor, table: EmbeddingTable) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels.cpu import attention, elementwise, linear, step
+from quire.kernels.cpu import attention, elementwise, linear, program
 from quire.kernels.reference import elementwise as reference_elementwise
 
 
@@ -34,4 +34,5 @@ class CpuKernels:
     write_kv = staticmethod(attention.write_kv)
     copy_blocks = staticmethod(attention.copy_blocks)
     paged_attention = staticmethod(attention.paged_attention)
-    compile_decoder = staticmethod(step.compile_decoder)
+    reasons_against = staticmethod(program.reasons_against)
+    compile = program.CompiledProgram

@@ -16,8 +16,9 @@ from quire.errors import ConfigError
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.checks import activation_code, address, float_code, indices_address, require, vector_address
 from quire.kernels.host_memory import empty_bytes
-from quire.kernels.interface import Activation, PackedLinear, QuantizedWeight
+from quire.kernels.interface import PackedLinear, QuantizedWeight
 from quire.kernels.sampling import Draws
+from quire.program.operations import Activation
 
 LAYOUT_VERSION: str = _native.WEIGHT_LAYOUT
 """Bytes packed under another version cannot be read."""

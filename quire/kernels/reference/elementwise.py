@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.kernels.interface import Activation, EmbeddingTable
+from quire.kernels.interface import EmbeddingTable
+from quire.program.operations import Activation
 
 
 def embedding(token_ids: Tensor, table: EmbeddingTable) -> Tensor:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from quire.kernels.experts import ExpertChoice, PackedExperts
-from quire.kernels.interface import Activation
 from quire.kernels.reference import linear
 from quire.kernels.reference.sampling import best_first
+from quire.program.operations import Activation
 
 
 @dataclass(slots=True)

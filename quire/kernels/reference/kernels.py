@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.kernels.interface import DecoderWeights, PackedLinear
+from quire.kernels.interface import PackedLinear, Weights
+from quire.kernels.interpreter import Interpreter
 from quire.kernels.reference import attention, elementwise, linear
 from quire.kernels.sampling import Draws
+from quire.program.operations import Program
+from quire.program.passes import select_wanted
 
 
 class ReferenceKernels:
@@ -39,5 +42,10 @@ class ReferenceKernels:
     def linear_draws(self, x: Tensor, weight: PackedLinear, draws: Draws) -> None:
         """See `Kernels.linear_draws`."""
 
-    def compile_decoder(self, decoder: DecoderWeights) -> None:
-        """The reference is what operations give one by one."""
+    def reasons_against(self, program: Program) -> list[str]:
+        """See `Kernels.reasons_against`: it runs everything that there is."""
+        return []
+
+    def compile(self, program: Program, weights: Weights) -> Interpreter:
+        """See `Kernels.compile`: the reference is what operations give one by one."""
+        return Interpreter(program, select_wanted(program), weights, self)

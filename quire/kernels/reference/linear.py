@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kernels.interface import Activation, PackedLinear, QuantizedWeight
+from quire.kernels.interface import PackedLinear, QuantizedWeight
 from quire.kernels.reference import elementwise
 from quire.kernels.reference.sampling import ReferenceSampling
+from quire.program.operations import Activation
 
 
 @dataclass(slots=True)

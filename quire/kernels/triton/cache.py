@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.interface import AttentionBatch, AttentionWeights
+from quire.kernels.interface import AttentionBatch, Weights
 from quire.kernels.kv_cache import head_size_of
 from quire.kernels.triton.checks import check_caches, check_heads, check_indices, launch_options, require
 from quire.kernels.triton.gemm import finished
 from quire.kernels.triton.kv_rows import kernel_view, store_row
 from quire.kernels.triton.unfinished import UnfinishedProduct, source_of
+from quire.program.operations import PrepareHeads
 
 _COPY_BLOCK = 2048
 """Words of a block that one program moves."""
@@ -139,29 +140,32 @@ def move_kernel(addresses, held, blocks, num_copies, num_words, IS_WRITE: tl.con
 
 
 def enter(
-    projected: Tensor | UnfinishedProduct, weights: AttentionWeights, batch: AttentionBatch, caches: tuple[Tensor, Tensor]
-) -> Tensor:
-    """Norms, RoPE and the cache write of `projected` [T, (heads + 2 * KV heads) * D]; gives the queries [T, heads, D].
+    projected: Tensor | UnfinishedProduct, operation: PrepareHeads, weights: Weights, batch: AttentionBatch,
+    caches: tuple[Tensor, Tensor],
+) -> Tensor:  # fmt: skip
+    """Norms, RoPE and the cache write of `projected` [T, (heads + 2 * KV heads) * D]; gives the queries [T, heads * D].
 
     Norms are RMS norms of single heads, both there or neither, with one offset.
     """
-    source = source_of(projected)
+    source, heads = source_of(projected), operation.heads
     key_cache, value_cache = caches
     check_caches(key_cache, value_cache)
-    num_tokens, num_heads, head_size = projected.shape[0], weights.num_heads, weights.head_dim
-    query = torch.empty((num_tokens, num_heads, head_size), dtype=projected.dtype, device=source.values.device)
-    query_norm, key_norm, rope = weights.query_norm, weights.key_norm, weights.rope
+    num_tokens = projected.shape[0]
+    query = torch.empty((num_tokens, heads.query_width), dtype=projected.dtype, device=source.values.device)
+    query_norm, key_norm = operation.norm_of("queries"), operation.norm_of("keys")
+    rope = None if operation.table is None else weights.ropes[operation.table]
     (keys, key_scales, form), (values, value_scales, _) = kernel_view(key_cache), kernel_view(value_cache)
     if num_tokens:
-        enter_kernel[(num_tokens, num_heads + 2 * weights.num_kv_heads)](
+        enter_kernel[(num_tokens, heads.num_queries + 2 * heads.num_keys)](
             source.values, source.bias, query, keys, values, key_scales, value_scales,
-            query if query_norm is None else query_norm.weight, query if key_norm is None else key_norm.weight,
+            query if query_norm is None else weights.vectors[query_norm.weight],
+            query if key_norm is None else weights.vectors[key_norm.weight],
             query if rope is None else rope, batch.positions, batch.slots, num_tokens * projected.shape[1],
             0.0 if query_norm is None else query_norm.eps, 0.0 if key_norm is None else key_norm.eps,
             0.0 if key_norm is None else key_norm.weight_offset,
-            NUM_HEADS=num_heads, NUM_KV_HEADS=weights.num_kv_heads, HEAD_SIZE=head_size,
+            NUM_HEADS=heads.num_queries, NUM_KV_HEADS=heads.num_keys, HEAD_SIZE=heads.head_dim,
             NUM_PAIRS=0 if rope is None else rope.shape[-1], BLOCK_SIZE=key_cache.shape[2],
-            HEAD_PADDED=triton.next_power_of_2(head_size), HAS_NORM=query_norm is not None, FORMAT=form,
+            HEAD_PADDED=triton.next_power_of_2(heads.head_dim), HAS_NORM=query_norm is not None, FORMAT=form,
             NUM_SPLITS=source.num_splits, HAS_BIAS=source.has_bias, **launch_options(1),
         )  # fmt: skip
     return query

@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.interface import Activation
 from quire.kernels.triton.activation import activated, activation_code
 from quire.kernels.triton.checks import check_floats, check_indices, launch_options, num_warps_for, require
 from quire.kernels.triton.gemm import finished
 from quire.kernels.triton.unfinished import UnfinishedProduct, source_of
+from quire.program.operations import Activation
 
 _BLOCK = 1024
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from torch import Tensor
 
 from quire.common.capabilities import FP8_CAPABILITY
 from quire.kernels.interface import (
-    Activation,
     AttentionBatch,
-    DecoderWeights,
     EmbeddingTable,
-    ForwardPass,
     PackedLinear,
     QuantizedWeight,
+    Weights,
 )
 from quire.kernels.sampling import Draws
 from quire.kernels.triton import attention, cache, elementwise, integer_linear, linear
@@ -23,12 +19,11 @@ from quire.kernels.triton.activation import NO_ACTIVATION
 from quire.kernels.triton.integer_linear import IntegerLinear
 from quire.kernels.triton.library_attention import LibraryAttention
 from quire.kernels.triton.linear import FloatLinear, ProductOptions
+from quire.kernels.triton.program import CompiledProgram
 from quire.kernels.triton.row_peaks import tile_peaks
-from quire.kernels.triton.step import CompiledDecoder, reason_against
 from quire.kernels.triton.tuning import Tuning, tuning_for
 from quire.kernels.triton.unfinished import UnfinishedProduct
-
-logger = logging.getLogger(__name__)
+from quire.program.operations import Activation, Program
 
 
 class TritonKernels:
@@ -136,13 +131,13 @@ class TritonKernels:
             has_fp8=self.options.has_fp8,
         )  # fmt: skip
 
-    def compile_decoder(self, decoder: DecoderWeights) -> ForwardPass | None:
-        """See `step`; None where the fused kernel lacks a part, which is logged."""
-        reason = reason_against(decoder)
-        if reason is None:
-            return CompiledDecoder(decoder, self)
-        logger.info("the operations are called one by one: the fused step has no %s", reason)
-        return None
+    def reasons_against(self, program: Program) -> list[str]:
+        """See `Kernels.reasons_against`: what is not fused is run operation by operation."""
+        return []
+
+    def compile(self, program: Program, weights: Weights) -> CompiledProgram:
+        """See `program`."""
+        return CompiledProgram(program, weights, self)
 
 
 def product_options(tuning: Tuning, device: torch.device, *, is_invariant: bool) -> ProductOptions:

@@ -13,13 +13,14 @@ import torch
 import triton
 from torch import Tensor
 
-from quire.kernels.interface import Activation, PackedLinear
+from quire.kernels.interface import PackedLinear
 from quire.kernels.triton.activation import NO_ACTIVATION, activation_code
 from quire.kernels.triton.checks import FLOATS, check_floats, launch_options, require
 from quire.kernels.triton.gemm import finish_kernel, linear_kernel, peaks_kernel
 from quire.kernels.triton.row_peaks import tile_peaks
 from quire.kernels.triton.tuning import LinearTuning, Tuning
 from quire.kernels.triton.unfinished import UnfinishedProduct, source_of
+from quire.program.operations import Activation
 
 _MIN_SPLIT_BLOCKS = 4
 """A stretch of a sum has at least so many steps of block_k, or its start and end would cost more than it."""

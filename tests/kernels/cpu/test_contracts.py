@@ -22,6 +22,7 @@ if cpu.IMPORT_ERROR is not None:
 
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.linear import CpuLinear, PackedLayout, pack_linear
+from quire.kernels.cpu.program import NO_FIELDS
 from quire.kernels.cpu.sampling import NativeSampling
 
 HUGE = 2**62
@@ -202,41 +203,71 @@ def _norm(width: int = 32) -> _native.NormWeight:
     return _native.NormWeight(weight=W.data_ptr(), bias=0, dtype=0, width=width, eps=1e-5, offset=0.0, is_layer=False)
 
 
-def _attention(**changed: Any) -> _native.AttentionWeights:
-    qkv, output = pack_linear(torch.randn(64, 32)), pack_linear(torch.randn(32, 32))
-    KEPT.extend((qkv, output))
-    fields: dict[str, Any] = {
-        "qkv": qkv.native, "output": output.native, "query_norm": None, "key_norm": None, "rope": 0, "rope_half": 0,
-        "num_heads": 2, "num_kv_heads": 1, "head_size": 16, "scale": 0.25, "soft_cap": 0.0, "window": 0,
-    }  # fmt: skip
-    return _native.AttentionWeights(**fields | changed)
-
-
 KEPT: list[CpuLinear] = []
-WRONG_ATTENTION: list[dict[str, Any]] = [
-    {"num_heads": 3}, {"num_kv_heads": 2}, {"num_kv_heads": 0}, {"head_size": 0}, {"head_size": 513}, {"rope_half": 9},
-    {"scale": float("nan")}, {"soft_cap": -1.0}, {"window": -1}, {"rope": 3, "rope_half": 4},
+
+
+def _weight(num_outputs: int, num_inputs: int) -> _native.LinearWeight:
+    KEPT.append(pack_linear(torch.randn(num_outputs, num_inputs)))
+    return KEPT[-1].native
+
+
+def _lookup() -> _native.Lookup:
+    return _native.Lookup(W.data_ptr(), 0, 2, 16)
+
+
+EMBED, SCALE, ADD, NORM, LINEAR, GATED_LINEAR, ACTIVATE, PREPARE_HEADS, ATTEND, SELECT, SCATTER = range(11)
+Places = list[tuple[int, int]]
+OPERATIONS: dict[int, tuple[Places, Places, dict[str, Any]]] = {
+    EMBED: ([], [(0, 16)], {"table": _lookup()}),
+    SCALE: ([(0, 16)], [(0, 16)], {"factor": 2.0}),
+    ADD: ([(0, 16), (16, 16)], [(0, 16)], {}),
+    NORM: ([(0, 32), (32, 32)], [(0, 32), (32, 32)], {"norm": _norm()}),
+    LINEAR: ([(0, 32)], [(32, 32)], {"weight": _weight(64, 32), "first_output": 16}),
+    GATED_LINEAR: ([(0, 32)], [(32, 32)], {"weight": _weight(64, 32)}),
+    ACTIVATE: ([(0, 16)], [(0, 16)], {"activation": 2}),
+    PREPARE_HEADS: ([(0, 64)], [(0, 64)], {"heads": (2, 1, 16), "cache": 0}),
+    ATTEND: ([(0, 64)], [(64, 32)], {"heads": (2, 1, 16), "cache": 0}),
+    SELECT: ([(0, 16)], [(16, 16)], {}),
+    SCATTER: ([(0, 16), (16, 16)], [(-1, 16)], {}),
+}
+WRONG_FIELDS: list[tuple[int, dict[str, Any]]] = [
+    *((PREPARE_HEADS, wrong) for wrong in (
+        {"heads": (3, 1, 16)}, {"heads": (2, 2, 16)}, {"heads": (2, 1, 0)}, {"heads": (2, 1, 513)}, {"rope_half": 9},
+        {"cache": -2}, {"rope": 3, "rope_half": 4}, {"norm": _norm(5)}, {"key_norm": _norm()},
+    )),
+    *((ATTEND, wrong) for wrong in (
+        {"heads": (2, 0, 16)}, {"heads": (3, 2, 16)}, {"scale": float("nan")}, {"soft_cap": -1.0}, {"window": -1},
+        {"cache": -1},
+    )),
+    (EMBED, {"table": None}), (SCALE, {"factor": float("inf")}), (NORM, {"norm": None}), (NORM, {"norm": _norm(16)}),
+    (LINEAR, {"weight": None}), (LINEAR, {"first_output": 8}), (LINEAR, {"first_output": 48}), (ACTIVATE, {"activation": 3}),
+    (GATED_LINEAR, {"weight": _weight(48, 32)}),
+]  # fmt: skip
+WRONG_VALUES: list[tuple[int, Places, Places]] = [
+    (EMBED, [], [(0, 32)]), (EMBED, [(0, 16)], [(16, 16)]), (SCALE, [(0, 16)], [(8, 16)]), (ADD, [(0, 16)], [(0, 16)]),
+    (ADD, [(0, 16), (16, 16)], [(8, 16)]), (NORM, [(0, 32), (32, 32)], [(0, 32), (0, 32)]), (NORM, [(0, 16)], [(0, 16)]),
+    (LINEAR, [(0, 32)], [(16, 32)]), (LINEAR, [(0, 16)], [(32, 32)]), (LINEAR, [(0, 32)], [(32, 65)]),
+    (GATED_LINEAR, [(0, 32)], [(16, 32)]), (ACTIVATE, [(0, 16)], [(0, 8)]), (PREPARE_HEADS, [(0, 64)], [(64, 64)]),
+    (PREPARE_HEADS, [(-2, 64)], [(-2, 64)]), (ATTEND, [(0, 31)], [(64, 32)]), (ATTEND, [(0, 64)], [(32, 32)]),
+    (ATTEND, [(0, 64)], [(-1, 32)]), (SELECT, [(0, 16)], [(8, 16)]), (SCATTER, [(0, 16), (16, 16)], [(16, 16)]), (11, [], []),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("changed", WRONG_ATTENTION, ids=str)
-def test_records_of_a_step_fit_together(changed: dict[str, Any]) -> None:
-    _attention()
-    with pytest.raises(ValueError, match="AttentionWeights"):
-        _attention(**changed)
-
-
-def test_blocks_of_a_step_are_as_wide_as_its_embedding() -> None:
-    table = torch.randn(8, 16)
-    lookup = _native.Lookup(table.data_ptr(), 0, 8, 16)
-    decoder = _native.Decoder(_native.EmbeddingWeights(tokens=lookup, positions=None, num_positions=8, scale=1.0))
-    up, down = pack_linear(torch.randn(64, 32)), pack_linear(torch.randn(32, 32))
-    mlp = _native.MlpWeights(up=up.native, down=down.native, is_gated=True, activation=0)
-    norms = {"attention_norm": _norm(), "post_attention_norm": None, "mlp_norm": None, "post_mlp_norm": None}
-    with pytest.raises(ValueError, match="not as wide as the embedding"):
-        decoder.add_block(attention=_attention(), mlp=mlp, **norms)
-    with pytest.raises(ValueError, match="do not fit together"):
-        _native.MlpWeights(up=up.native, down=down.native, is_gated=False, activation=0)
+def test_operations_that_would_leave_their_values_are_refused() -> None:
+    operations = _native.Operations(dtype=0, width=16)
+    for kind, (inputs, outputs, fields) in OPERATIONS.items():
+        operations.add(kind, False, inputs, outputs, **NO_FIELDS | fields)
+    for kind, wrong in WRONG_FIELDS:
+        inputs, outputs, fields = OPERATIONS[kind]
+        with pytest.raises(ValueError, match="Operations"):
+            operations.add(kind, False, inputs, outputs, **NO_FIELDS | fields | wrong)
+    for kind, inputs, outputs in WRONG_VALUES:
+        with pytest.raises(ValueError, match="Operations"):
+            operations.add(kind, False, inputs, outputs, **NO_FIELDS | OPERATIONS.get(kind, ([], [], {}))[2])
+    with pytest.raises(ValueError, match="rows that are wanted alone"):
+        narrow = _native.Operations(dtype=0, width=16)
+        narrow.add(SELECT, True, *OPERATIONS[SELECT][:2], **NO_FIELDS)
+        _native.Program(narrow, narrow, 8)
 
 
 def test_loading_is_begun_with_whole_targets_only() -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels import cpu
-from quire.kernels.interface import Activation, Kernels, QuantizedWeight
+from quire.kernels.interface import Kernels, QuantizedWeight
+from quire.program.operations import Activation
 
 DTYPES = [torch.float32, torch.bfloat16]
 WIDTHS = [1, 5, 64, 100, 257]

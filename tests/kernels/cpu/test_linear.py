@@ -12,10 +12,11 @@ from torch import Tensor
 from quire.errors import ConfigError
 from quire.kernels import cpu
 from quire.kernels.cpu.sampling import NativeSampling
-from quire.kernels.interface import Activation, Kernels, QuantizedWeight
+from quire.kernels.interface import Kernels, QuantizedWeight
 from quire.kernels.reference.linear import dequantized
 from quire.kernels.reference.sampling import ReferenceSampling
 from quire.kernels.sampling import Draws, Keys, ScaledRows
+from quire.program.operations import Activation
 
 ACTIVATIONS = get_args(Activation)
 

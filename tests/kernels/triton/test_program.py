@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import itertools
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import thorough
+from program_cases import one_by_one
 from torch import Tensor
 
 from quire.kernels import load
@@ -74,15 +74,14 @@ def make_batch(device: torch.device) -> AttentionBatch:
 )
 def test_fused_is_one_by_one(kernels: Kernels, device: torch.device, family: str, dtype: str, kv_format: str) -> None:
     model = build_decoder(declare(CONFIGS[family]), DummyWeights(), kernels, dtype=dtype, max_model_len=64)
-    assert (model.compiled is None) == (family == "olmo2")
     batch, results = make_batch(device), []
     token_ids = torch.tensor([7, 8, 9, 10, 60, 3], device=device)
-    for forward in (model.forward, model.walk):
+    for each in (model, one_by_one(model)):
         generator = torch.Generator().manual_seed(1)
         caches = []
         for layer in model.spec.kv_layers:
             caches.append(tuple(random_cache(layer, kv_format, generator).to(device) for _ in range(2)))
-        hidden = forward(token_ids, batch.positions, StepContext(batch, caches))  # type: ignore[arg-type]
+        hidden = each.forward(token_ids, batch.positions, StepContext(batch, caches))  # type: ignore[arg-type]
         results.append((hidden, *(cache for pair in caches for cache in pair)))
     for fused, single in zip(*results, strict=True):
         assert torch.equal(fused.view(torch.uint8), single.view(torch.uint8))
@@ -102,13 +101,14 @@ def test_products_that_the_next_kernel_finishes_are_one_by_one_the_same(
     many = TritonKernels(device, replace(kernels.tuning, num_programs=64, linear=replace(kernels.tuning.linear, block_k=32)))
     model = build_decoder(spec, DummyWeights(), many, dtype="bfloat16", max_model_len=64)
     x = torch.zeros(6, 256, dtype=torch.bfloat16, device=device)
-    for weight in (model.blocks[0].attention.qkv, model.blocks[0].attention.output, model.blocks[0].mlp.down):
+    qkv, output, _, down = model.weights.linears[:4]
+    for weight in (qkv, output, down):
         assert isinstance(many.unfinished_linear(x, weight), UnfinishedProduct)
     batch, results = make_batch(device), []
     token_ids = torch.tensor([7, 8, 9, 10, 60, 3], device=device)
-    for forward in (model.forward, model.walk):
+    for each in (model, one_by_one(model)):
         caches = [(_empty(layer, device), _empty(layer, device)) for layer in spec.kv_layers]
-        results.append((forward(token_ids, batch.positions, StepContext(batch, caches)), caches))
+        results.append((each.forward(token_ids, batch.positions, StepContext(batch, caches)), caches))
     (fused, ours), (single, theirs) = results
     assert torch.equal(fused, single) and fused.isfinite().all() and fused.any()
     assert torch.equal(torch.stack([*itertools.chain(*ours)]), torch.stack([*itertools.chain(*theirs)]))
@@ -129,13 +129,13 @@ def test_tokens_that_nobody_asks_about_stop_at_the_last_layer(
 ) -> None:
     """The others have the bits of the whole pass, and so has every key and value; these, what the layer before it left."""
     model = build_decoder(declare(CONFIGS[family]), DummyWeights(), kernels, dtype="bfloat16", max_model_len=64)
-    below = dataclasses.replace(model, compiled=None, blocks=model.blocks[:-1])
+    below = one_by_one(model, num_blocks=len(model.spec.blocks) - 1)
     batch, token_ids = make_batch(device), torch.tensor([7, 8, 9, 10, 60, 3], device=device)
     asked = torch.tensor(num_wanted, dtype=torch.int32)
     results = []
     for which, counts in ((model, None), (below, None), (model, asked)):
         caches = [(_empty(layer, device), _empty(layer, device)) for layer in model.spec.kv_layers]
-        hidden = which.forward(token_ids, batch.positions, StepContext(batch, caches[: len(which.blocks)], counts))
+        hidden = which.forward(token_ids, batch.positions, StepContext(batch, caches, counts))
         results.append((hidden, caches))
     (whole, whole_caches), (before, _), (found, found_caches) = results
     assert torch.equal(torch.stack([*itertools.chain(*found_caches)]), torch.stack([*itertools.chain(*whole_caches)]))

@@ -1,0 +1,302 @@
+// Runs the operations of a decoder step; see program.hpp. Each may use the whole team of threads and waits for it.
+#include "program.hpp"
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+#include "timing.hpp"
+
+namespace quire {
+
+// ---- memory ----
+
+char *Arena::take(size_t num_bytes) {
+    if (capacity_ < num_bytes) {
+        capacity_ = 0;
+        data_.reset();
+        data_.reset(static_cast<char *>(std::aligned_alloc(64, (num_bytes + 63) / 64 * 64)));
+        if (!data_) throw std::bad_alloc();
+        capacity_ = num_bytes;
+    }
+    return data_.get();
+}
+
+void Arena::Free::operator()(char *data) const { std::free(data); }
+
+namespace {
+
+constexpr int64_t TOKENS_AT_ONCE = 4;  // of which a product of queries, keys and values takes some 32 KiB
+
+// ---- what is asked for ----
+
+// The tokens whose hidden states are asked for, as a step of their own: the same positions of the same sequences. Sequences of
+// which nothing is asked for are not in it.
+class WantedTokens {
+   public:
+    explicit WantedTokens(const StepInputs &step);
+
+    // Whether leaving the others out saves more than a product of keys and values more costs: at least as many are others.
+    bool are_few() const { return num_tokens_ >= 2 * count(); }
+    int64_t count() const { return static_cast<int64_t>(tokens_.size()); }
+    const std::vector<int64_t> &tokens() const { return tokens_; }  // of the whole step, ascending
+    StepInputs inputs() const {                                     // valid as long as this is
+        const Sequences sequences{query_start_.data(), context_len_.data(), static_cast<int64_t>(context_len_.size()), count()};
+        return {nullptr, positions_.data(), slots_.data(), sequences, block_tables_.data(), table_stride_, nullptr};
+    }
+
+   private:
+    int64_t num_tokens_, table_stride_;
+    std::vector<int64_t> tokens_, positions_, slots_;
+    std::vector<int32_t> query_start_{0}, context_len_, block_tables_;
+};
+
+WantedTokens::WantedTokens(const StepInputs &step)
+    : num_tokens_(step.sequences.num_tokens), table_stride_(step.table_stride) {
+    for (int64_t s = 0; s < step.sequences.count; ++s) {
+        const int64_t first = step.sequences.query_start[s], end = step.sequences.query_start[s + 1];
+        const int64_t wanted = step.num_wanted[s];
+        if (first < 0 || wanted < 0 || wanted > end - first || end > num_tokens_) {
+            throw std::invalid_argument("step: " + std::to_string(wanted) + " hidden states are asked for of sequence " +
+                                        std::to_string(s) + ", which has " + std::to_string(end - first) + " tokens");
+        }
+        if (wanted == 0) continue;
+        for (int64_t t = end - wanted; t < end; ++t) {
+            tokens_.push_back(t);
+            positions_.push_back(step.positions[t]);
+            slots_.push_back(step.slots[t]);
+        }
+        query_start_.push_back(static_cast<int32_t>(count()));
+        context_len_.push_back(step.sequences.context_len[s]);
+        const int32_t *table = step.block_tables + s * table_stride_;
+        block_tables_.insert(block_tables_.end(), table, table + table_stride_);
+    }
+}
+
+// ---- operations ----
+
+// One forward pass: what all operations need, and each of them as a call.
+class Pass {
+   public:
+    Pass(const ProgramLists &lists, const std::vector<KVCache> &caches, const StepInputs &step, const WantedTokens *wanted,
+         char *arena, void *result)
+        : table_(kernels()), dtype_(lists.dtype), caches_(caches), all_(step), wanted_(wanted), step_(step), arena_(arena),
+          result_(result) {}
+
+    void run(const std::vector<Operation> &operations) {
+        const StepInputs narrow = wanted_ == nullptr ? all_ : wanted_->inputs();
+        for (const Operation &each : operations) {
+            step_ = each.is_narrow ? narrow : all_;
+            if (num_tokens() > 0) run(each);
+        }
+    }
+
+   private:
+    int64_t num_tokens() const { return step_.sequences.num_tokens; }
+    void *at(const Value &value) const {
+        return value.column == Value::RESULT ? result_ : offset(arena_, value.column * all_.sequences.num_tokens, dtype_);
+    }
+    NormRows rows_of(const NormWeight &norm, const void *x, void *out) const;
+    void norm_rows(const NormWeight &norm, const NormRows &rows, int64_t first, int64_t last) const;
+
+    void run(const Operation &operation) const;
+    void normalise(const Operation &operation) const;
+    void prepare_heads(const Operation &operation) const;
+    void attend(const Operation &operation) const;
+    void select(const Operation &operation) const;
+    void scatter(const Operation &operation) const;
+
+    const KernelTable &table_;
+    const DType dtype_;
+    const std::vector<KVCache> &caches_;
+    const StepInputs &all_;
+    const WantedTokens *wanted_;
+    StepInputs step_;  // of the rows that the operation computes
+    char *arena_;
+    void *result_;
+};
+
+void Pass::run(const Operation &operation) const {
+    const void *const x = at(operation.x), *const y = at(operation.y);
+    void *const out = at(operation.out);
+    const int64_t width = operation.x.width;
+    switch (operation.kind) {
+        case Kind::linear:
+            return linear(operation.weight, x, dtype_, num_tokens(), out, dtype_);
+        case Kind::gated_linear:
+            return linear_gated(operation.weight, operation.activation, x, dtype_, num_tokens(), out, dtype_);
+        case Kind::attend:
+            return attend(operation);
+        default:
+            break;
+    }
+    const Stopwatch stopwatch(KernelClass::elementwise);
+    switch (operation.kind) {
+        case Kind::embed:
+            return embedding(operation.table, operation.of_positions ? step_.positions : step_.token_ids, num_tokens(), out);
+        case Kind::scale:
+            return over_rows(num_tokens(), width, [&](int64_t first, int64_t last) {
+                table_.scale(x, operation.factor, out, dtype_, first * width, last * width);
+            });
+        case Kind::add:
+            return over_rows(num_tokens(), width, [&](int64_t first, int64_t last) {
+                table_.add(x, y, out, dtype_, first * width, last * width);
+            });
+        case Kind::activate:
+            return over_rows(num_tokens() * width, 4, [&](int64_t first, int64_t last) {
+                table_.activate(x, out, dtype_, operation.activation, first, last);
+            });
+        case Kind::norm:
+            return normalise(operation);
+        case Kind::prepare_heads:
+            return prepare_heads(operation);
+        case Kind::select:
+            return select(operation);
+        default:
+            return scatter(operation);
+    }
+}
+
+NormRows Pass::rows_of(const NormWeight &norm, const void *x, void *out) const {
+    NormRows rows{};
+    rows.x = x;
+    rows.out = out;
+    rows.weight = norm.weight;
+    rows.bias = norm.bias;
+    rows.dtype = dtype_;
+    rows.weight_dtype = norm.dtype;
+    rows.width = norm.width;
+    rows.eps = norm.eps;
+    rows.weight_offset = norm.offset;
+    return rows;
+}
+
+void Pass::norm_rows(const NormWeight &norm, const NormRows &rows, int64_t first, int64_t last) const {
+    norm.is_layer ? table_.layer_norm(rows, first, last) : table_.rms_norm(rows, first, last);
+}
+
+void Pass::normalise(const Operation &operation) const {
+    NormRows rows = rows_of(operation.norm, at(operation.x), at(operation.out));
+    if (operation.y.width > 0) {
+        rows.residual = at(operation.y);
+        rows.sum = at(operation.sum);
+    }
+    over_rows(num_tokens(), rows.width, [&](int64_t first, int64_t last) { norm_rows(operation.norm, rows, first, last); });
+}
+
+// Whether it is applied to each head by itself, as `prepare_heads` does.
+bool is_of_heads(const NormWeight &norm, int64_t head_size) {
+    return norm.is_present() && !norm.is_layer && norm.width == head_size;
+}
+
+// So few tokens at a time that their rows stay in the first-level cache.
+void Pass::prepare_heads(const Operation &operation) const {
+    const Heads &shape = operation.heads;
+    const int64_t stride = shape.width(), query_width = shape.query_width(), key_width = shape.key_width();
+    void *rows = at(operation.out);
+    const KVCache *cache = operation.cache == Operation::NO_CACHE ? nullptr : &caches_[operation.cache];
+    const void *key = offset(rows, query_width, dtype_), *value = offset(key, key_width, dtype_);
+    const KVRows kv{key, value, dtype_, num_tokens(), stride, stride, step_.slots};
+    if (cache != nullptr) check_slots(kv, *cache);
+    const NormWeight &query_norm = operation.norm, &key_norm = operation.key_norm;
+    HeadRows heads{};
+    heads.rope = RopeRows{rows,   step_.positions, operation.rope,      dtype_, stride, shape.num_queries + shape.num_keys,
+                          shape.size, operation.rope_half, false};
+    heads.num_query_heads = shape.num_queries;
+    if (is_of_heads(query_norm, shape.size)) heads.query_norm = rows_of(query_norm, nullptr, nullptr);
+    if (is_of_heads(key_norm, shape.size)) heads.key_norm = rows_of(key_norm, nullptr, nullptr);
+    const auto norm_part = [&](const NormWeight &norm, int64_t t, int64_t start, int64_t width) {
+        if (!norm.is_present() || is_of_heads(norm, shape.size)) return;
+        void *part = offset(rows, t * stride + start, dtype_);
+        norm_rows(norm, rows_of(norm, part, part), 0, width / norm.width);
+    };
+    over_rows(num_tokens(), 2 * stride, [&](int64_t first, int64_t last) {
+        for (int64_t t = first; t < last; t += TOKENS_AT_ONCE) {
+            const int64_t end = min64(last, t + TOKENS_AT_ONCE);
+            for (int64_t i = t; i < end; ++i) {
+                norm_part(query_norm, i, 0, query_width);
+                norm_part(key_norm, i, query_width, key_width);
+            }
+            if (cache != nullptr) fetch_tokens(kv.slots, *cache, t, end);
+            table_.prepare_heads(heads, t, end);
+            if (cache != nullptr) write_tokens(kv, *cache, t, end);
+        }
+    });
+}
+
+void Pass::attend(const Operation &operation) const {
+    AttentionProblem problem{};
+    problem.query = at(operation.x);
+    problem.out = at(operation.out);
+    problem.dtype = dtype_;
+    problem.num_heads = operation.heads.num_queries;
+    problem.query_stride = operation.x.width;
+    problem.cache = caches_[operation.cache];
+    problem.block_tables = step_.block_tables;
+    problem.table_stride = step_.table_stride;
+    problem.scale = operation.scale;
+    problem.soft_cap = operation.soft_cap;
+    problem.window = operation.window;
+    paged_attention(problem, step_.sequences);
+}
+
+// `out` may be where `x` is: rows move to the front, in order.
+void Pass::select(const Operation &operation) const {
+    const int64_t width = operation.x.width;
+    void *to = at(operation.out);
+    for (const int64_t token : wanted_->tokens()) {
+        std::memmove(to, offset(at(operation.x), token * width, dtype_), width * size_of(dtype_));
+        to = offset(to, width, dtype_);
+    }
+}
+
+void Pass::scatter(const Operation &operation) const {
+    const int64_t width = operation.x.width;
+    void *const base = at(operation.x), *const rows = at(operation.y), *const out = at(operation.out);
+    over_rows(num_tokens(), width, [&](int64_t first, int64_t last) {
+        std::memcpy(offset(out, first * width, dtype_), offset(base, first * width, dtype_),
+                    (last - first) * width * size_of(dtype_));
+    });
+    for (int64_t i = 0; i < wanted_->count(); ++i) {
+        std::memcpy(offset(out, wanted_->tokens()[i] * width, dtype_), offset(rows, i * width, dtype_), width * size_of(dtype_));
+    }
+}
+
+}  // namespace
+
+// ---- the program ----
+
+void Program::set_caches(const std::vector<KVCache> &caches) {
+    const int64_t count = static_cast<int64_t>(caches.size());
+    if (count != lists_.num_caches) {
+        throw std::invalid_argument("step: " + std::to_string(count) + " caches for " + std::to_string(lists_.num_caches) +
+                                    " layers");
+    }
+    for (const std::vector<Operation> *list : {&lists_.whole, &lists_.wanted}) {
+        for (const Operation &each : *list) {
+            if (each.cache == Operation::NO_CACHE) continue;
+            const KVCache &cache = caches[each.cache];
+            if (cache.num_kv_heads != each.heads.num_keys || cache.head_size != each.heads.size) {
+                throw std::invalid_argument("step: the cache of layer " + std::to_string(each.cache) + " has another shape");
+            }
+        }
+    }
+    const std::lock_guard<std::mutex> guard(is_running_);
+    caches_ = caches;
+}
+
+void Program::forward(const StepInputs &step, void *out) {
+    const std::lock_guard<std::mutex> guard(is_running_);
+    if (static_cast<int64_t>(caches_.size()) != lists_.num_caches) throw std::invalid_argument("step: there are no caches");
+    check_positions(step.positions, step.sequences.num_tokens, lists_.num_positions);
+    char *arena = arena_.take(step.sequences.num_tokens * lists_.arena_width * size_of(lists_.dtype));
+    if (step.num_wanted != nullptr) {
+        const WantedTokens wanted(step);
+        if (wanted.are_few()) return Pass(lists_, caches_, step, &wanted, arena, out).run(lists_.wanted);
+    }
+    Pass(lists_, caches_, step, nullptr, arena, out).run(lists_.whole);
+}
+
+}  // namespace quire

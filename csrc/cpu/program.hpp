@@ -1,0 +1,122 @@
+// A decoder step behind one call: the operations of quire/program/operations.py, one after the other.
+//
+// They call the very kernels that quire/kernels/interpreter.py calls one by one, row for row, so both give the same bits; what
+// is saved are the calls, the allocations (one arena for all values) and passes over memory (norms of queries and keys, RoPE
+// and the cache write are one).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "attention.hpp"
+#include "elementwise.hpp"
+#include "linear.hpp"
+
+namespace quire {
+
+// An activation [T, width]: at column c of the arena, element c * T of it. The result lies outside, in the caller's memory.
+struct Value {
+    static constexpr int64_t RESULT = -1;
+    int64_t column, width;
+};
+
+// RMS norm or layer norm over `width` values; absent where `weight` is null.
+struct NormWeight {
+    const void *weight, *bias;  // bias: layer norm only, may be null
+    DType dtype;
+    int64_t width;
+    float eps, offset;
+    bool is_layer;
+
+    bool is_present() const { return weight != nullptr; }
+};
+
+// Rows of query heads, key heads and as many value heads.
+struct Heads {
+    int64_t num_queries, num_keys, size;
+
+    int64_t query_width() const { return num_queries * size; }
+    int64_t key_width() const { return num_keys * size; }
+    int64_t width() const { return query_width() + 2 * key_width(); }
+};
+
+enum class Kind : int { embed, scale, add, norm, linear, gated_linear, activate, prepare_heads, attend, select, scatter };
+
+// One operation, and of the fields those that its kind has.
+struct Operation {
+    static constexpr int64_t NO_CACHE = -1;
+
+    Kind kind;
+    bool is_narrow;  // computes the wanted tokens' rows alone
+    Value x, y;      // inputs; norm: y is a residual, if y.width is not 0; prepare_heads: x is changed in place
+    Value out, sum;  // outputs; sum: norm with a residual
+    // embed: of positions, or else of token ids
+    Lookup table;
+    bool of_positions;
+    float factor;            // scale
+    NormWeight norm;         // norm; prepare_heads: of queries, or absent
+    NormWeight key_norm;     // prepare_heads, or absent
+    LinearWeight weight;     // linear; gated_linear: the gate's outputs before the other ones
+    Activation activation;   // gated_linear, activate
+    // prepare_heads: norms, then RoPE, then keys and values to a cache; attend: x's rows begin with the queries
+    Heads heads;
+    const float *rope;  // [positions, 2, rope_half]; null: none
+    int64_t rope_half;
+    int64_t cache;          // its number, or NO_CACHE
+    float scale, soft_cap;  // attend; soft_cap 0: none
+    int64_t window;         // attend; 0: none
+};
+
+// The tokens of one step, and where everything of them is.
+struct StepInputs {
+    const int64_t *token_ids, *positions, *slots;  // [T]
+    Sequences sequences;
+    const int32_t *block_tables;  // [S], rows table_stride entries apart
+    int64_t table_stride;
+    const int32_t *num_wanted;  // [S] hidden states that are asked for, of each sequence's last tokens; null: all
+};
+
+// Memory that is kept from call to call and grows as needed.
+class Arena {
+   public:
+    char *take(size_t num_bytes);  // 64-byte aligned; what it held before is lost if it has to grow
+
+   private:
+    struct Free {
+        void operator()(char *data) const;
+    };
+    std::unique_ptr<char, Free> data_;
+    size_t capacity_ = 0;
+};
+
+// What a step runs: `whole`, or, if no more than half of its hidden states are asked for, `wanted`.
+struct ProgramLists {
+    std::vector<Operation> whole, wanted;
+    DType dtype;
+    int64_t width;          // of the result
+    int64_t arena_width;    // of all values
+    int64_t num_caches;
+    int64_t num_positions;  // those that may be asked for; every table holds as many
+};
+
+class Program {
+   public:
+    explicit Program(ProgramLists lists) : lists_(std::move(lists)) {}
+
+    const ProgramLists &lists() const { return lists_; }
+    void set_caches(const std::vector<KVCache> &caches);  // by their numbers
+
+    // Token ids to hidden states [T, width]; those that nobody asks for may be of an earlier layer. Checks every index first:
+    // std::out_of_range for a token id, std::invalid_argument for anything else. One call at a time: others wait.
+    void forward(const StepInputs &step, void *out);
+
+   private:
+    ProgramLists lists_;
+    std::vector<KVCache> caches_;
+    Arena arena_;
+    std::mutex is_running_;
+};
+
+}  // namespace quire

@@ -1,0 +1,217 @@
+// Programs as Python sees them: lists that operations are added to (quire/kernels/cpu/program.py). Whatever
+// would let an operation touch memory outside its values is refused here, when it is added. Addresses stay valid because the
+// Python side keeps the tensors.
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
+
+#include "bindings.hpp"
+#include "checks.hpp"
+#include "program.hpp"
+
+namespace quire {
+
+using namespace nb::literals;
+using Place = std::pair<int64_t, int64_t>;  // column and width of a value
+
+constexpr int NUM_KINDS = 11;
+constexpr int NUM_INPUTS[NUM_KINDS] = {0, 1, 2, 1, 1, 1, 1, 1, 1, 1, 2};  // norm: or 2, with as many outputs
+
+// The operations of one list, and the room that their values take.
+struct Operations {
+    DType dtype;
+    int64_t width;  // of the result
+    int64_t arena_width = 0, num_caches = 0;
+    std::vector<Operation> list{};
+
+    Value value(const Arguments &args, const Place &place) {
+        const Value found{place.first, args.count("the width of a value", place.second, 1)};
+        if (found.column == Value::RESULT) {
+            args.require(found.width == width, "the result is not as wide as the program says");
+        } else {
+            arena_width = max64(arena_width, args.count("a column", found.column) + found.width);
+        }
+        return found;
+    }
+};
+
+static bool are_apart(const Value &a, const Value &b) {
+    if (a.column == Value::RESULT || b.column == Value::RESULT) return a.column != b.column;
+    return a.column + a.width <= b.column || b.column + b.width <= a.column;
+}
+
+// As wide as one another, and apart or in one place.
+static bool are_elementwise(const Value &x, const Value &out) {
+    return x.width == out.width && (x.column == out.column || are_apart(x, out));
+}
+
+static void init_norm(NormWeight *self, uintptr_t weight, uintptr_t bias, int dtype, int64_t width, float eps,
+                      float offset, bool is_layer) {
+    const Arguments args("NormWeight");
+    const DType type = args.dtype(dtype);
+    args.count("the width", width, 1);
+    const Memory gain = args.memory("the weight", weight, type, {width});
+    const Memory added = args.memory("the bias", bias, type, {bias == 0 ? 0 : width});
+    new (self) NormWeight{gain.as<const void>(), added.as<const void>(), type, width, args.magnitude("eps", eps),
+                          args.finite("the offset", offset), is_layer};
+}
+
+// Whether the values of an operation are those that its kind takes, and what it writes is nothing that it still reads.
+static bool do_values_fit(const Operation &each) {
+    const Heads &heads = each.heads;
+    switch (each.kind) {
+        case Kind::embed:
+            return each.table.width == each.out.width;
+        case Kind::add:
+            return are_elementwise(each.x, each.out) && are_elementwise(each.y, each.out);
+        case Kind::norm:
+            if (each.norm.width != each.x.width || !are_elementwise(each.x, each.out)) return false;
+            return each.y.width == 0 || (each.y.width == each.x.width && are_elementwise(each.y, each.sum) &&
+                                         are_apart(each.out, each.sum) && are_apart(each.out, each.y) && are_apart(each.x, each.sum));
+        case Kind::linear:
+            return each.weight.num_inputs == each.x.width && are_apart(each.x, each.out);
+        case Kind::gated_linear:
+            return each.weight.num_inputs == each.x.width && each.weight.num_outputs == 2 * each.out.width &&
+                   are_apart(each.x, each.out);
+        case Kind::prepare_heads:
+            return heads.width() == each.x.width && each.x.column == each.out.column && each.out.width == each.x.width;
+        case Kind::attend:
+            return heads.query_width() <= each.x.width && heads.query_width() == each.out.width && are_apart(each.x, each.out);
+        case Kind::scatter:
+            return each.x.width == each.out.width && each.y.width == each.out.width && are_apart(each.x, each.out) &&
+                   are_apart(each.y, each.out);
+        default:  // scale, activate, select
+            return are_elementwise(each.x, each.out);
+    }
+}
+
+// Of all heads together, or of each by itself.
+static bool is_head_norm(const NormWeight &norm, int64_t head_size, int64_t num_heads) {
+    return !norm.is_present() || norm.width == head_size || norm.width == head_size * num_heads;
+}
+
+static void check_heads(const Arguments &args, const Operation &each) {
+    const Heads &heads = each.heads;
+    args.between(1, MAX_HEAD_SIZE, "the head size", heads.size);
+    args.between(0, MAX_HEADS, "the number of heads", heads.num_queries);
+    args.between(0, MAX_HEADS, "the number of KV heads", heads.num_keys);
+    args.between(Operation::NO_CACHE, MAX_HEADS, "the cache", each.cache);
+    if (each.kind == Kind::attend) {
+        args.require(each.cache != Operation::NO_CACHE, "attention without a cache");
+        args.require(heads.num_keys > 0 && heads.num_queries % heads.num_keys == 0, "heads must be a multiple of KV heads");
+    }
+    args.between(0, heads.size / 2, "rope_half", each.rope_half);
+    args.require(is_head_norm(each.norm, heads.size, heads.num_queries) && is_head_norm(each.key_norm, heads.size, heads.num_keys),
+                 "a norm of queries or keys spans neither a head nor all of them");
+}
+
+static void add_operation(Operations &operations, int kind, bool is_narrow, const std::vector<Place> &inputs,
+                          const std::vector<Place> &outputs, const Lookup *table, bool of_positions, float factor,
+                          const NormWeight *norm, const NormWeight *key_norm, const LinearWeight *weight, int64_t first_output,
+                          int activation, const std::array<int64_t, 3> &heads, uintptr_t rope, int64_t rope_half, int64_t cache,
+                          float scale, float soft_cap, int64_t window) {
+    const Arguments args("Operations.add");
+    args.between(0, NUM_KINDS - 1, "the kind", kind);
+    const bool has_residual = static_cast<Kind>(kind) == Kind::norm && inputs.size() == 2;
+    const size_t num_outputs = has_residual ? 2 : 1, num_inputs = has_residual ? 2 : NUM_INPUTS[kind];
+    args.require(inputs.size() == num_inputs && outputs.size() == num_outputs, "another number of values");
+    Operation each{};
+    each.kind = static_cast<Kind>(kind);
+    each.is_narrow = is_narrow;
+    if (num_inputs > 0) each.x = operations.value(args, inputs[0]);
+    if (num_inputs > 1) each.y = operations.value(args, inputs[1]);
+    each.out = operations.value(args, outputs[0]);
+    if (has_residual) each.sum = operations.value(args, outputs[1]);
+    if (each.kind == Kind::embed) {
+        args.require(table != nullptr && table->dtype == operations.dtype, "a table of another dtype");
+        each.table = *table;
+    }
+    each.of_positions = of_positions;
+    each.factor = args.finite("the factor", factor);
+    if (norm != nullptr) each.norm = *norm;
+    if (key_norm != nullptr) each.key_norm = *key_norm;
+    if (each.kind == Kind::linear || each.kind == Kind::gated_linear) {
+        args.require(weight != nullptr, "no weight");
+        check_attached("Operations.add", *weight);
+        each.weight = *weight;
+    }
+    if (each.kind == Kind::linear) {
+        args.require(each.out.width <= weight->num_outputs, "values that do not fit");
+        args.between(0, weight->num_outputs - each.out.width, "the first output", first_output);
+        args.require(first_output % PANEL == 0, "the outputs do not begin with a panel");
+        each.weight = weight->part(first_output, each.out.width);
+    }
+    each.activation = args.activation(activation);
+    each.heads = {heads[0], heads[1], heads[2]};
+    each.rope = args.array<const float>("rope", rope, {rope == 0 ? 0 : 1, 2, rope_half});
+    each.rope_half = rope_half;
+    each.cache = cache;
+    each.scale = args.finite("the scale", scale);
+    each.soft_cap = args.magnitude("the soft cap", soft_cap);
+    each.window = args.count("the window", window);
+    if (each.kind == Kind::prepare_heads || each.kind == Kind::attend) check_heads(args, each);
+    args.require(do_values_fit(each), "values that do not fit");
+    operations.num_caches = max64(operations.num_caches, cache + 1);
+    operations.list.push_back(each);
+}
+
+static void init_cache(KVCache *self, uintptr_t keys, uintptr_t values, int format, int64_t num_blocks,
+                       int64_t num_kv_heads, int64_t block_size, int64_t head_size) {
+    new (self) KVCache(make_cache(keys, values, format, num_blocks, num_kv_heads, block_size, head_size));
+}
+
+static void init_operations(Operations *self, int dtype, int64_t width) {
+    const Arguments args("Operations");
+    new (self) Operations{args.dtype(dtype), args.count("the width", width, 1)};
+}
+
+static void init_program(Program *self, const Operations &whole, const Operations &wanted, int64_t num_positions) {
+    const Arguments args("Program");
+    args.require(whole.dtype == wanted.dtype && whole.width == wanted.width, "both lists must be alike");
+    for (const Operation &each : whole.list) {
+        args.require(!each.is_narrow && each.kind != Kind::scatter, "the whole list has rows that are wanted alone");
+    }
+    new (self) Program(ProgramLists{whole.list, wanted.list, whole.dtype, whole.width,
+                                    max64(whole.arena_width, wanted.arena_width), max64(whole.num_caches, wanted.num_caches),
+                                    args.count("the number of positions", num_positions, 1)});
+}
+
+static void forward(Program &program, uintptr_t token_ids, uintptr_t positions, uintptr_t slots, uintptr_t query_start,
+                    uintptr_t context_len, int64_t num_sequences, int64_t num_tokens, uintptr_t block_tables,
+                    int64_t table_stride, uintptr_t num_wanted, uintptr_t out) {
+    constexpr int64_t MOST = (int64_t{1} << 31) - 1;  // both are counted in 32 bits
+    const Arguments args("Program.forward");
+    args.between(0, MOST, "the number of tokens", num_tokens);
+    args.between(0, MOST, "the number of sequences", num_sequences);
+    const Sequences sequences{args.array<const int32_t>("query_start", query_start, {num_sequences + 1}),
+                              args.array<const int32_t>("context_len", context_len, {num_sequences}), num_sequences,
+                              num_tokens};
+    const StepInputs step{args.array<const int64_t>("token_ids", token_ids, {num_tokens}),
+                          args.array<const int64_t>("positions", positions, {num_tokens}),
+                          args.array<const int64_t>("slots", slots, {num_tokens}),
+                          sequences,
+                          args.array<const int32_t>("block_tables", block_tables, {num_sequences, table_stride}),
+                          table_stride,
+                          args.array<const int32_t>("num_wanted", num_wanted, {num_wanted == 0 ? 0 : num_sequences})};
+    program.forward(step, args.memory("out", out, program.lists().dtype, {num_tokens, program.lists().width}).as<void>());
+}
+
+static void bind_program(nb::module_ &m) {
+    nb::class_<NormWeight>(m, "NormWeight")
+        .def("__init__", &init_norm, "weight"_a, "bias"_a, "dtype"_a, "width"_a, "eps"_a, "offset"_a, "is_layer"_a);
+    nb::class_<KVCache>(m, "KVCache")
+        .def("__init__", &init_cache, "keys"_a, "values"_a, "format"_a, "num_blocks"_a, "num_kv_heads"_a,
+             "block_size"_a, "head_size"_a);
+    nb::class_<Operations>(m, "Operations")
+        .def("__init__", &init_operations, "dtype"_a, "width"_a)
+        .def("add", &add_operation, "kind"_a, "is_narrow"_a, "inputs"_a, "outputs"_a, "table"_a.none(), "of_positions"_a,
+             "factor"_a, "norm"_a.none(), "key_norm"_a.none(), "weight"_a.none(), "first_output"_a, "activation"_a, "heads"_a,
+             "rope"_a, "rope_half"_a, "cache"_a, "scale"_a, "soft_cap"_a, "window"_a);
+    nb::class_<Program>(m, "Program")
+        .def("__init__", &init_program, "whole"_a, "wanted"_a, "num_positions"_a)
+        .def("set_caches", &Program::set_caches, "caches"_a)
+        .def("forward", &forward, nb::call_guard<nb::gil_scoped_release>());
+}
+static const Registration registration(bind_program);
+
+}  // namespace quire

@@ -1,0 +1,177 @@
+"""Runs a program operation by operation on a back end's kernels: what every faster way must give, bit for bit.
+
+With the reference kernels this is the definition of each operation. A back end that computes some of them otherwise overrides
+`Interpreter.compute`. Values are tensors [rows, width], each let go when it has been read for the last time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from quire.kernels.interface import AttentionBatch, Kernels, Weights
+from quire.program import operations as ops
+from quire.program.operations import Program
+
+
+class WantedTokens(NamedTuple):
+    """The tokens whose hidden states are wanted: the last ones of their sequences."""
+
+    rows: Tensor
+    """Their places in the batch, int64 [W], ascending."""
+    batch: AttentionBatch
+    """The batch with these queries alone; its slots and positions are the whole one's."""
+
+
+def wanted_tokens(num_wanted: Tensor, batch: AttentionBatch) -> WantedTokens | None:
+    """Of each sequence the last `num_wanted`, int32 [S] on the host; None where these are all, or most.
+
+    Waits for nothing: how many there are is known on the host, and where they are is found on the device.
+    """
+    count, num_tokens = int(num_wanted.sum()), batch.positions.numel()
+    if 2 * count > num_tokens:
+        return None
+    device = batch.query_start.device
+    counts = (num_wanted.pin_memory() if device.type == "cuda" else num_wanted).to(device, non_blocking=True)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    shifts = torch.repeat_interleave(batch.query_start[1:] - ends, counts, output_size=count)
+    rows = shifts + torch.arange(count, dtype=torch.int64, device=device)
+    starts = torch.nn.functional.pad(ends, (1, 0))
+    return WantedTokens(rows, replace(batch, query_start=starts, max_query_len=int(num_wanted.max()), shared=None))
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """What operations read besides values and weights."""
+
+    token_ids: Tensor
+    all_positions: Tensor
+    kv_caches: Sequence[tuple[Tensor, Tensor]]
+    batch: AttentionBatch
+    """Of the rows that are computed."""
+    wanted: WantedTokens | None = None
+    is_narrow: bool = False
+    """Whether those are the wanted tokens' rows alone."""
+
+    @property
+    def positions(self) -> Tensor:
+        """Of the rows that are computed."""
+        return self.all_positions if not self.is_narrow else self.all_positions.index_select(0, self.wanted_rows)
+
+    @property
+    def wanted_rows(self) -> Tensor:
+        """The wanted tokens' places in the batch."""
+        assert self.wanted is not None
+        return self.wanted.rows
+
+
+class Interpreter:
+    """Implements `ForwardPass`."""
+
+    def __init__(self, whole: Program, wanted: Program, weights: Weights, kernels: Kernels) -> None:
+        """`wanted` runs where no more than half of the hidden states are wanted; see `quire.program.passes`."""
+        self._weights, self._kernels = weights, kernels
+        self._whole, self._wanted = _with_lifetimes(whole), _with_lifetimes(wanted)
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        kv_caches: Sequence[tuple[Tensor, Tensor]],
+        num_wanted: Tensor | None = None,
+    ) -> Tensor:
+        """See `ForwardPass`."""
+        wanted = None if num_wanted is None else wanted_tokens(num_wanted, batch)
+        whole = StepTensors(token_ids, positions, kv_caches, batch, wanted)
+        narrow = whole if wanted is None else replace(whole, batch=wanted.batch, is_narrow=True)
+        values: dict[int, Any] = {}
+        for operation, is_narrow, dying in self._whole if wanted is None else self._wanted:
+            inputs = [values[index] for index in operation.inputs]
+            outputs = self.compute(operation, narrow if is_narrow else whole, *inputs)
+            values.update(zip(operation.outputs, outputs if isinstance(outputs, tuple) else (outputs,), strict=True))
+            for index in dying:
+                del values[index]
+        [found] = values.values()
+        return cast(Tensor, found)
+
+    def compute(self, operation: ops.Operation, step: StepTensors, x: Any = None, y: Any = None) -> Any:
+        """The output of an operation, or a tuple of several, from its inputs. Rows of heads are changed in place."""
+        kernels, weights = self._kernels, self._weights
+        match operation:
+            case ops.Linear(weight=index, columns=columns):
+                found = kernels.linear(x, weights.linears[index])
+                return found if columns is None else found[:, columns.start : columns.stop].contiguous()
+            case ops.AddNorm(norm=norm) if norm.kind == "rms":
+                weight = weights.vectors[norm.weight]
+                return kernels.add_rms_norm(x, y, weight, norm.eps, weight_offset=norm.weight_offset)
+            case ops.AddNorm(norm=norm):
+                return normed(kernels, weights, norm, total := x + y), total
+            case ops.GatedLinear(weight=index, activation=activation):
+                return kernels.gated_linear(x, weights.linears[index], activation)
+            case ops.PrepareHeads(parts=parts):
+                return reduce(lambda rows, part: self.compute(part, step, rows), parts, x)
+            case ops.Attend(heads=heads, cache=cache, scale=scale, window=window, soft_cap=soft_cap):
+                queries = x.view(len(x), x.shape[1] // heads.head_dim, heads.head_dim)[:, : heads.num_queries]
+                attended = kernels.paged_attention(
+                    queries, *step.kv_caches[cache], step.batch, scale=scale, window=window, soft_cap=soft_cap
+                )
+                return attended.flatten(1)
+            case ops.Add():
+                return x + y
+            case ops.Norm(norm=norm):
+                return normed(kernels, weights, norm, x)
+            case ops.Activate(activation=activation):
+                return kernels.activate(x, activation)
+            case ops.NormHeads(heads=heads, of=of, norm=norm):
+                part = split_heads(x, heads)[0 if of == "queries" else 1]
+                part.copy_(normed(kernels, weights, norm, part.contiguous().view(-1, norm.size)).view(part.shape))
+                return x
+            case ops.Rope(heads=heads, table=table):
+                for part in split_heads(x, heads)[:2]:
+                    kernels.rope(part, step.positions, weights.ropes[table])
+                return x
+            case ops.WriteKV(heads=heads, cache=cache):
+                kernels.write_kv(*split_heads(x, heads)[1:], *step.kv_caches[cache], step.batch.slots)
+                return x
+            case ops.Embed(table=table, of=of):
+                ids = step.token_ids if of == "token_ids" else step.all_positions
+                return kernels.embedding(ids, weights.tables[table])
+            case ops.Scale(factor=factor):
+                return x * rounded(factor, x.dtype)
+            case ops.Select():
+                return x.index_select(0, step.wanted_rows)
+            case ops.Scatter():
+                return x.index_copy(0, step.wanted_rows, y)
+        raise NotImplementedError(f"the interpreter has no {type(operation).__name__}")
+
+
+def _with_lifetimes(program: Program) -> list[tuple[ops.Operation, bool, tuple[int, ...]]]:
+    """The operations; whether each computes the wanted tokens' rows alone; the values that are not read after it."""
+    return list(zip(program.operations, program.rows_wanted(), program.last_reads(), strict=True))
+
+
+def normed(kernels: Kernels, weights: Weights, norm: ops.NormWeights, x: Tensor) -> Tensor:
+    """The norm over the last dimension of x, which is as wide as the norm."""
+    weight = weights.vectors[norm.weight]
+    if norm.kind == "layer":
+        bias = None if norm.bias is None else weights.vectors[norm.bias]
+        return kernels.layer_norm(x, weight, bias, norm.eps)
+    return kernels.rms_norm(x, weight, norm.eps, weight_offset=norm.weight_offset)
+
+
+def split_heads(x: Tensor, heads: ops.Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows [T, heads * D] as views: queries, keys and values [T, heads, D]."""
+    rows = x.view(len(x), heads.width // heads.head_dim, heads.head_dim)
+    queries, keys, values = rows.split_with_sizes((heads.num_queries, heads.num_keys, heads.num_keys), dim=1)
+    return queries, keys, values
+
+
+def rounded(number: float, dtype: torch.dtype) -> float:
+    """A number as a tensor of `dtype` would hold it."""
+    return torch.tensor(number, dtype=dtype).item()

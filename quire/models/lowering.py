@@ -1,0 +1,139 @@
+"""From a declaration to a program: the one place that says in which order a decoder computes.
+
+The program's weights are numbers; `Parameters` says which tensor of the declaration each stands for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.models.declaration import AttentionSpec, DecoderSpec, LinearSpec, MlpSpec, NormSpec, Sublayer, TensorSpec
+from quire.models.rope import RopeSpec
+from quire.program import operations as ops
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """What the numbers of a program stand for."""
+
+    linears: tuple[tuple[LinearSpec, ...], ...]
+    """The parts that are stacked into each weight; `DecoderSpec.projections`, so the head is the last."""
+    tables: tuple[TensorSpec, ...]
+    """Of embeddings; the tokens' is the first."""
+    vectors: tuple[TensorSpec, ...]
+    """Weights and biases of norms."""
+    ropes: tuple[RopeSpec, ...]
+
+
+def lower(spec: DecoderSpec) -> tuple[ops.Program, Parameters]:
+    """The program of a decoder, as plain as it can be: passes (`quire.program.passes`) are for back ends to choose."""
+    return _Lowering(spec).lowered()
+
+
+class _Lowering:
+    def __init__(self, spec: DecoderSpec) -> None:
+        self._spec = spec
+        self._operations: list[ops.Operation] = []
+        self._widths: list[int] = []
+        self._vectors: list[TensorSpec] = []
+        self._ropes: dict[RopeSpec, int] = {}
+        self._num_linears = self._num_caches = 0
+
+    def lowered(self) -> tuple[ops.Program, Parameters]:
+        spec = self._spec
+        stream = self._embed()
+        for block in spec.blocks:
+            for stage in block.stages:
+                stream = self._stage(stage, stream)
+        head = ops.Head(self._norm_weights(spec.final_norm), self._linear_number(), spec.final_soft_cap)
+        tables = (spec.embedding,) if spec.position_embedding is None else (spec.embedding, spec.position_embedding)
+        parameters = Parameters(spec.projections, tables, tuple(self._vectors), tuple(self._ropes))
+        return ops.Program(tuple(self._operations), tuple(self._widths), stream, head), parameters
+
+    def _value(self, width: int) -> int:
+        self._widths.append(width)
+        return len(self._widths) - 1
+
+    def _emit(self, operation: ops.Operation) -> int:
+        self._operations.append(operation)
+        return operation.outputs[0]
+
+    def _embed(self) -> int:
+        spec, width = self._spec, self._spec.hidden_size
+        x = self._emit(ops.Embed((), (self._value(width),), 0, "token_ids"))
+        if spec.embedding_scale != 1.0:
+            x = self._emit(ops.Scale((x,), (self._value(width),), spec.embedding_scale))
+        if spec.position_embedding is not None:
+            position = self._emit(ops.Embed((), (self._value(width),), 1, "positions"))
+            x = self._add(x, position)
+        return x
+
+    def _stage(self, stage: tuple[Sublayer, ...], stream: int) -> int:
+        """The stream behind sublayers that all read it as it was; norms that they share are computed once."""
+        normed: dict[NormSpec | None, int] = {None: stream}
+        outputs = []
+        for sublayer in stage:
+            if sublayer.norm not in normed:
+                normed[sublayer.norm] = self._norm(sublayer.norm, stream)
+            output = self._mixer(sublayer.mixer, normed[sublayer.norm])
+            outputs.append(self._norm(sublayer.post_norm, output))
+        for output in outputs:
+            stream = self._add(stream, output)
+        return stream
+
+    def _mixer(self, mixer: AttentionSpec | MlpSpec, x: int) -> int:
+        return self._attention(mixer, x) if isinstance(mixer, AttentionSpec) else self._mlp(mixer, x)
+
+    def _attention(self, spec: AttentionSpec, x: int) -> int:
+        heads = ops.Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+
+        def row() -> tuple[int]:
+            return (self._value(heads.width),)
+
+        x = self._emit(ops.Linear((x,), row(), self._linear_number()))
+        if spec.query_norm is not None:
+            x = self._emit(ops.NormHeads((x,), row(), heads, "queries", self._norm_weights(spec.query_norm)))
+        if spec.key_norm is not None:
+            x = self._emit(ops.NormHeads((x,), row(), heads, "keys", self._norm_weights(spec.key_norm)))
+        if spec.rope is not None:
+            x = self._emit(ops.Rope((x,), row(), heads, self._ropes.setdefault(spec.rope, len(self._ropes))))
+        cache = self._num_caches
+        self._num_caches += 1
+        x = self._emit(ops.WriteKV((x,), row(), heads, cache))
+        out = (self._value(heads.query_width),)
+        x = self._emit(ops.Attend((x,), out, heads, cache, spec.scale, spec.window, spec.soft_cap))
+        return self._linear(x, spec.output)
+
+    def _mlp(self, spec: MlpSpec, x: int) -> int:
+        width = spec.up.num_outputs
+        if spec.gate is not None:
+            x = self._emit(ops.GatedLinear((x,), (self._value(width),), self._linear_number(), spec.activation))
+        else:
+            x = self._emit(ops.Activate((self._linear(x, spec.up),), (self._value(width),), spec.activation))
+        return self._linear(x, spec.down)
+
+    def _linear(self, x: int, spec: LinearSpec) -> int:
+        return self._emit(ops.Linear((x,), (self._value(spec.num_outputs),), self._linear_number()))
+
+    def _add(self, stream: int, x: int) -> int:
+        return self._emit(ops.Add((stream, x), (self._value(self._spec.hidden_size),)))
+
+    def _norm(self, spec: NormSpec | None, x: int) -> int:
+        """Where there is no norm, x."""
+        if spec is None:
+            return x
+        return self._emit(ops.Norm((x,), (self._value(spec.size),), self._norm_weights(spec)))
+
+    def _norm_weights(self, spec: NormSpec) -> ops.NormWeights:
+        weight = self._vector(spec.weight)
+        bias = None if spec.bias is None else self._vector(spec.bias)
+        return ops.NormWeights(spec.kind, weight, bias, spec.eps, spec.weight_offset, spec.size)
+
+    def _vector(self, spec: TensorSpec) -> int:
+        self._vectors.append(spec)
+        return len(self._vectors) - 1
+
+    def _linear_number(self) -> int:
+        """Of the next projection: they are lowered in the order of `DecoderSpec.projections`."""
+        self._num_linears += 1
+        return self._num_linears - 1

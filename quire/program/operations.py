@@ -1,0 +1,235 @@
+"""The operations of a forward pass on numbered values, and the list of them that a decoder is lowered to.
+
+A value is an activation [rows, width] in the compute dtype. Each is written once, by the operation that has its number among
+`outputs`, and its rows are the step's tokens, or, from a `Select` on, those whose hidden states are wanted. Weights, tables of
+RoPE and caches are numbers too: what they stand for is `quire.kernels.interface.Weights`, and the caches of the step. So a
+program is plain data that knows no tensor and no back end. Operations run in the order of the list; only `WriteKV` and `Attend`
+touch anything but their values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """Computes values from values."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Embed(Operation):
+    """Gathers the rows of a table that the token ids, or the positions, name."""
+
+    table: int
+    of: Literal["token_ids", "positions"]
+
+
+@dataclass(frozen=True, slots=True)
+class Scale(Operation):
+    """Multiplies by a number, which is rounded to the compute dtype first."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Add(Operation):
+    """Adds two values; in the residual stream the first one is the stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormWeights:
+    """An RMS norm, or a layer norm, of each `size` neighbouring elements of a row."""
+
+    kind: Literal["rms", "layer"]
+    weight: int
+    bias: int | None
+    eps: float
+    weight_offset: float
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Norm(Operation):
+    """Normalises each row."""
+
+    norm: NormWeights
+
+
+@dataclass(frozen=True, slots=True)
+class AddNorm(Operation):
+    """`(x, residual)` to `(norm(x + residual), x + residual)`, the sum rounded before it is normalised."""
+
+    norm: NormWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Linear(Operation):
+    """`x @ weight.T + bias`, or some neighbouring columns of it."""
+
+    weight: int
+    columns: range | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GatedLinear(Operation):
+    """`activation(x @ gate.T) * (x @ up.T)`; the weight has the gate's outputs before the other ones."""
+
+    weight: int
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True)
+class Activate(Operation):
+    """Applies an activation to each element."""
+
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """A row of heads: queries, then keys, then as many values."""
+
+    num_queries: int
+    num_keys: int
+    head_dim: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """As a tuple."""
+        return self.num_queries, self.num_keys, self.head_dim
+
+    @property
+    def width(self) -> int:
+        """Elements of the row."""
+        return (self.num_queries + 2 * self.num_keys) * self.head_dim
+
+    @property
+    def query_width(self) -> int:
+        """Elements of all queries."""
+        return self.num_queries * self.head_dim
+
+    @property
+    def key_width(self) -> int:
+        """Elements of all keys."""
+        return self.num_keys * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOperation(Operation):
+    """Changes a row of heads in place: the output takes the memory of the input, which nothing else reads."""
+
+    heads: Heads
+
+
+@dataclass(frozen=True, slots=True)
+class NormHeads(HeadOperation):
+    """Norm of the queries, or of the keys: of each head, or of all of them together, as the norm's size says."""
+
+    of: Literal["queries", "keys"]
+    norm: NormWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Rope(HeadOperation):
+    """Rotates queries and keys by their positions."""
+
+    table: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteKV(HeadOperation):
+    """Stores keys and values in a cache; the row stays as it is."""
+
+    cache: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareHeads(HeadOperation):
+    """Several operations on a row of heads in one; `parts` name the fused operation's values at both ends."""
+
+    parts: tuple[NormHeads | Rope | WriteKV, ...]
+
+    def norm_of(self, of: Literal["queries", "keys"]) -> NormWeights | None:
+        """The norm of the queries, or of the keys."""
+        return next((part.norm for part in self.parts if isinstance(part, NormHeads) and part.of == of), None)
+
+    @property
+    def table(self) -> int | None:
+        """Of RoPE; None where nothing is rotated."""
+        return next((part.table for part in self.parts if isinstance(part, Rope)), None)
+
+    @property
+    def cache(self) -> int | None:
+        """That keys and values go to; None where they go nowhere."""
+        return next((part.cache for part in self.parts if isinstance(part, WriteKV)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Attend(Operation):
+    """Causal attention of the queries, which the input's rows begin with, over a cache."""
+
+    heads: Heads
+    cache: int
+    scale: float
+    window: int | None
+    soft_cap: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Select(Operation):
+    """Keeps the rows of the wanted tokens alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter(Operation):
+    """The first input, with the wanted tokens' rows replaced by those of the second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """From hidden states to logits, where they are needed: `soft_cap * tanh(linear(norm(x)) / soft_cap)`, in float32."""
+
+    norm: NormWeights
+    weight: int
+    soft_cap: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A decoder from token ids to hidden states, and its head."""
+
+    operations: tuple[Operation, ...]
+    widths: tuple[int, ...]
+    """Of each value."""
+    result: int
+    """The hidden states, before the head's norm."""
+    head: Head
+
+    def last_reads(self) -> list[tuple[int, ...]]:
+        """For each operation: the values that are not read after it, its own outputs included."""
+        read: set[int] = {self.result}
+        found = []
+        for operation in reversed(self.operations):
+            dying = tuple(sorted({*operation.inputs, *operation.outputs} - read))
+            read.update(dying)
+            found.append(dying)
+        return found[::-1]
+
+    def rows_wanted(self) -> list[bool]:
+        """For each operation: whether it computes rows of wanted tokens alone."""
+        narrow: set[int] = set()
+        found = []
+        for operation in self.operations:
+            is_narrow = isinstance(operation, Select) or (
+                not narrow.isdisjoint(operation.inputs) and not isinstance(operation, Scatter)
+            )
+            narrow.update(operation.outputs if is_narrow else ())
+            found.append(is_narrow)
+        return found

@@ -1,0 +1,57 @@
+"""From declarations to programs: what is computed once, in which order, under which numbers."""
+
+from __future__ import annotations
+
+from program_cases import SPECS
+
+from quire.models.lowering import lower
+from quire.program.operations import Add, Attend, Embed, Linear, Norm, Rope, Scale, WriteKV
+
+
+def test_a_block_of_qwen3_in_order() -> None:
+    program, _ = lower(SPECS["qwen3"])
+    kinds = [type(each).__name__ for each in program.operations[:15]]
+    attention = ["Norm", "Linear", "NormHeads", "NormHeads", "Rope", "WriteKV", "Attend", "Linear", "Add"]
+    assert kinds == ["Embed", *attention, "Norm", "GatedLinear", "Linear", "Add", "Norm"]
+
+
+def test_values_are_written_once_and_read_afterwards() -> None:
+    for spec in SPECS.values():
+        program, _ = lower(spec)
+        written: set[int] = set()
+        for operation in program.operations:
+            assert written.issuperset(operation.inputs) and written.isdisjoint(operation.outputs)
+            written.update(operation.outputs)
+        assert written == set(range(len(program.widths))) and program.widths[program.result] == spec.hidden_size
+
+
+def test_weights_are_numbered_as_they_are_declared() -> None:
+    for spec in SPECS.values():
+        program, parameters = lower(spec)
+        numbers = [each.weight for each in program.operations if hasattr(each, "weight")]
+        assert [*numbers, program.head.weight] == list(range(len(parameters.linears)))
+        assert parameters.linears == spec.projections
+        caches = [each.cache for each in program.operations if isinstance(each, WriteKV)]
+        assert caches == [each.cache for each in program.operations if isinstance(each, Attend)]
+        assert caches == list(range(len(spec.kv_layers)))
+
+
+def test_layers_share_a_table_of_rope() -> None:
+    program, parameters = lower(SPECS["llama"])
+    assert len(parameters.ropes) == 1
+    assert {each.table for each in program.operations if isinstance(each, Rope)} == {0}
+
+
+def test_sublayers_in_parallel_read_one_norm_of_one_stream() -> None:
+    program, _ = lower(SPECS["parallel"])
+    [first, second] = program.operations[:2]
+    assert isinstance(first, Embed) and isinstance(second, Norm)
+    readers = [each for each in program.operations if second.outputs[0] in each.inputs]
+    assert [type(each) for each in readers] == [Linear, Linear]
+    sums = [each for each in program.operations if isinstance(each, Add)]
+    assert sums[0].inputs[0] == first.outputs[0] and sums[1].inputs[0] == sums[0].outputs[0]
+
+
+def test_embeddings_are_scaled_or_joined_by_positions() -> None:
+    assert [type(each) for each in lower(SPECS["gemma2"])[0].operations[:2]] == [Embed, Scale]
+    assert [type(each) for each in lower(SPECS["gpt2"])[0].operations[:3]] == [Embed, Embed, Add]
