@@ -53,7 +53,7 @@ DATA_PLANE = {
     "program", "kernels", "quant", "nn", "models", "weights", "grammar", "sampling", "spec", "lora", "parallel", "worker",
     "executor",
 }  # fmt: skip
-CORE_FOR_THE_DATA_PLANE = {"quire.core.plan", "quire.core.params"}
+CORE_FOR_THE_DATA_PLANE = {"quire.core.plan", "quire.core.params", "quire.core.grammars"}
 # Programs and assemblies may import anything but another program's insides; nothing below imports them.
 PROGRAMS = {"cli", "bench", "sim", "server", "router", "observe"}
 ASSEMBLIES = {"llm", "__init__", "__main__", "inputs", "outputs", "sampling_params", "pooling_params", "utils"}

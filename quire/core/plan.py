@@ -11,10 +11,12 @@ the token has travelled up and down again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-PLAN_VERSION = 2
+from quire.core.grammars import Grammar
+
+PLAN_VERSION = 3
 NOT_FINITE = "the model computed numbers that are not finite (NaN or infinity) for this sequence; it cannot go on"
 """The error of a row whose numbers went wrong."""
 NO_TOKEN_LEFT = (
@@ -23,20 +25,8 @@ NO_TOKEN_LEFT = (
 )
 """The error of a row that asked for too much at once."""
 
-
-class Grammar(NamedTuple):
-    """The form that a row's output must have, before it is compiled."""
-
-    kind: str
-    """"json" and "json_compact" (a JSON schema, the latter without white space), "regex", "lark" or "gbnf"."""
-    text: str
-
-
-class GrammarVerdict(NamedTuple):
-    """What became of a grammar that was to be compiled: it is ready, or `error` says why it never will be."""
-
-    grammar: Grammar
-    error: str | None = None
+Record = tuple[Any, ...]
+"""A `NamedTuple` of numbers, strings and tuples that one feature declares and both of its halves know."""
 
 
 ANY_STATE = -1
@@ -176,8 +166,8 @@ class StepPlan:
     replaced_blocks: tuple[ReplacedBlock, ...] = ()
     appended_blocks: tuple[AppendedBlocks, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
-    grammars: tuple[Grammar, ...] = ()
-    """To be compiled beside the steps; a later result says of each what became of it."""
+    orders: dict[str, tuple[Record, ...]] = field(default_factory=dict)
+    """By a feature's name: what its half in the control plane orders of its half in the worker."""
     version: int = PLAN_VERSION
 
     @property
@@ -220,6 +210,6 @@ class StepResult:
     step_id: int
     results: tuple[WorkResult, ...] = ()
     elapsed_s: float = 0.0
-    grammars: tuple[GrammarVerdict, ...] = ()
-    """Of grammars that this plan or earlier ones asked for."""
+    news: dict[str, tuple[Record, ...]] = field(default_factory=dict)
+    """By a feature's name: what its half in the worker has to say, of this plan's orders or of earlier ones."""
     version: int = PLAN_VERSION

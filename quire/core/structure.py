@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
+from quire.core.grammars import Grammar
 from quire.core.json_schema import checked_schema
-from quire.core.plan import Grammar
 from quire.errors import InvalidParameterError
 
 MAX_REGEX_LEN = 32 << 10

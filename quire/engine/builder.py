@@ -19,6 +19,7 @@ from quire.common.capabilities import FP8_CAPABILITY
 from quire.common.file_states import States, check_unchanged
 from quire.common.heap import return_large_blocks
 from quire.config.engine import EngineConfig
+from quire.core.scheduler.grammars import CompiledGrammars
 from quire.core.scheduler.pace import StepPace
 from quire.core.step_cost import StepCostModel
 from quire.engine.gpu import require_gpu
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
     from quire.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
+
+PREREQUISITES = (CompiledGrammars,)
+"""The control plane's halves of the features whose others `build_executor` gives to the worker as companions."""
 
 
 class PlannedModel(NamedTuple):
@@ -165,6 +169,7 @@ def assemble(prepared: PreparedModel, executor: Executor, *, is_streaming: bool 
         generation_config=prepared.generation_config,
         eos_token_ids=prepared.eos_token_ids,
         model_config=prepared.planned.model_config,
+        prerequisites=PREREQUISITES,
         pace=pace,
         cost_file=cost_file,
     )
@@ -248,7 +253,7 @@ def build_executor(planned: PlannedModel) -> InlineExecutor:
     states = {name: each for name, each in planned.files.states(plan.config.tokenizer).items() if name.endswith(".json")}
     matchers = RowMatchers(GrammarTable(partial(_vocabulary, planned._replace(head_start=None), states)))
     sampler = Sampler(select_sampling(selection.kernels), matchers=matchers)
-    worker = Worker(model, memory, rows, sampler)
+    worker = Worker(model, memory, rows, sampler, companions=(matchers,))
     if selection.kernels.device.type == "cuda":
         worker.read_late(PinnedReadback())
     if plan.graphs is not None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any
 
 from quire.core.params import BeamSearchParams, LogitsProcessor, SamplingParams
 from quire.core.scheduler.pace import StepPace
+from quire.core.scheduler.prerequisites import Prerequisite
 from quire.core.scheduler.scheduler import Progress
 from quire.engine.beam_output import BeamState, beam_output
 from quire.engine.digest import Digest
@@ -52,10 +53,13 @@ class Engine(StepLoop):
         eos_token_ids: frozenset[int] = frozenset(),
         model_config: Mapping[str, object] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        prerequisites: Iterable[Callable[[], Prerequisite]] = (),
         pace: StepPace | None = None,
         cost_file: StepCostFile | None = None,
     ) -> None:
-        super().__init__(plan.limits, executor, clock, loop_of(plan), pace=pace, cost_file=cost_file)
+        super().__init__(
+            plan.limits, executor, clock, loop_of(plan), prerequisites=prerequisites, pace=pace, cost_file=cost_file
+        )
         self.plan = plan
         self.tokenizer = tokenizer
         self.generation_config = dict(generation_config or {})

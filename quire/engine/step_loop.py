@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from quire.common.failures import log_failure
@@ -29,6 +29,7 @@ from quire.config.limits import SchedulerLimits
 from quire.core.plan import StepPlan, StepResult, WorkResult
 from quire.core.request import FinishReason, Sequence, SequenceRecord
 from quire.core.scheduler.pace import StepPace
+from quire.core.scheduler.prerequisites import Prerequisite
 from quire.core.scheduler.scheduler import Progress, Scheduler
 from quire.engine.launchers import DirectLauncher, Launcher, StepThread
 from quire.engine.planning import EnginePlan
@@ -49,14 +50,17 @@ class StepLoop:
         clock: Callable[[], float],
         loop: Loop | None = None,
         *,
+        prerequisites: Iterable[Callable[[], Prerequisite]] = (),
         pace: StepPace | None = None,
         cost_file: StepCostFile | None = None,
     ) -> None:
-        """`pace` bounds the duration of steps; `cost_file` keeps what it learns for the next run."""
+        """`prerequisites` make the halves whose others the executor has; `pace` bounds the duration of steps, and `cost_file`
+        keeps what it learns for the next run."""
         self.executor = executor
         self.loop: Loop = PlainLoop() if loop is None else loop
         self._limits = limits
         self._clock = clock
+        self._prerequisites = tuple(prerequisites)
         self._pace, self._cost_file = pace, cost_file
         self.scheduler = self._new_scheduler()
         self.recorder: StepRecorder | None = None
@@ -185,7 +189,8 @@ class StepLoop:
             self._cost_file.save()
 
     def _new_scheduler(self) -> Scheduler:
-        return Scheduler(self._limits, digest_key=os.urandom(16), pace=self._pace)
+        prerequisites = [make() for make in self._prerequisites]
+        return Scheduler(self._limits, prerequisites=prerequisites, digest_key=os.urandom(16), pace=self._pace)
 
 
 class Loop(Protocol):

@@ -38,8 +38,8 @@ class InlineExecutor:
     def close(self) -> None:
         """Drop the model, its KV memory and the rows, also where somebody still holds the worker."""
         held = vars(self.worker)
-        if "sampler" in held:
-            self.worker.sampler.matchers.grammars.close()
+        if "companions" in held:
+            self.worker.companions.close()
         device = self.worker.model.kernels.device if "model" in held else None
         held.clear()
         if device is not None:

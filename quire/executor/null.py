@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.common.seeds import derive_seed, mix64
-from quire.core.plan import GrammarVerdict, RowSampling, RowWork, StepPlan, StepResult, TokenLogprobs, WorkResult
+from quire.core.plan import RowSampling, RowWork, StepPlan, StepResult, TokenLogprobs, WorkResult
 from quire.errors import InvalidParameterError
 from quire.executor.interface import Launched
+from quire.worker.companions import Companion, Companions
 from quire.worker.rows import RowTable
 
 Script = Callable[[str, int], int]
@@ -84,9 +85,10 @@ class NullExecutor:
 
     def __init__(
         self, num_rows: int, num_blocks: int, block_size: int, *, vocab_size: int = 32, key: int = 0,
-        script: Script | None = None,
+        script: Script | None = None, companions: Iterable[Companion] = (),
     ) -> None:  # fmt: skip
         self.rows = RowTable(num_rows, block_size)
+        self.companions = Companions(companions)
         self.vocab_size = vocab_size
         self.key = key
         self.num_steps = 0
@@ -103,6 +105,7 @@ class NullExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         started = time.perf_counter()
         self.num_steps += 1
+        self.companions.begin(plan)
         self.rows.apply(plan)
         if self._script is not None:
             results = tuple(self._dictate(work) for work in plan.work)
@@ -114,8 +117,7 @@ class NullExecutor:
         for work, result in zip(plan.work, results, strict=True):
             if result.token_ids:
                 self.rows.append_token(work.row, result.token_ids[0])
-        verdicts = tuple(GrammarVerdict(grammar, "the null executor has no grammars") for grammar in plan.grammars)
-        return StepResult(plan.step_id, results, time.perf_counter() - started, verdicts)
+        return StepResult(plan.step_id, results, time.perf_counter() - started, self.companions.take_news(plan))
 
     def register_processor(self, processor: Callable[..., Any]) -> str:
         """Refused: there are no logits tensors to process."""

@@ -14,7 +14,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any, TypeVar
 
-from quire.core.plan import Grammar
+from quire.core.grammars import Grammar
 from quire.errors import InvalidParameterError
 from quire.grammar.lexemes import gbnf_to_lark
 

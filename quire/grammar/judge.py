@@ -16,7 +16,7 @@ from collections import OrderedDict
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
-from quire.core.plan import Grammar
+from quire.core.grammars import Grammar
 from quire.errors import InvalidParameterError, UnavailableError
 from quire.grammar.backend import validate, with_deep_stack
 

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from quire.core.plan import Grammar, GrammarVerdict
+from quire.core.grammars import Grammar, GrammarVerdict
 from quire.errors import RequestError
 from quire.grammar.backend import NativeVocabulary, Vocabulary, compile_grammar, with_deep_stack
 from quire.grammar.matcher import Matcher

@@ -117,7 +117,8 @@ class RowEditor:
         self._matchers = matchers
         self._tables: OrderedDict[_Key, _Tables] = OrderedDict()
         self._held_bytes = 0
-        self._watches: OrderedDict[int, tuple[RowSampling, ThinkingWatch]] = OrderedDict()
+        self._watches: dict[int, tuple[RowSampling, ThinkingWatch]] = {}
+        """By row, with the object that tells its present owner from the one before."""
 
     def edit(self, logits: Tensor, rows: Sequence[SampledRow]) -> dict[int, str]:
         """Edit `logits` (float32 [m, V], one row for each of `rows`) in place; returns the errors of rows that failed.
@@ -164,7 +165,7 @@ class RowEditor:
                 _forbid(logits[i], allowed)
 
     def _allowed(self, row: SampledRow) -> NDArray[np.bool_]:
-        return self._matchers.of(row.sampling).allowed(np.asarray(row.output_token_ids, np.int64))
+        return self._matchers.of(row.row, row.sampling).allowed(np.asarray(row.output_token_ids, np.int64))
 
     def _process(self, logits: Tensor, rows: Sequence[SampledRow], errors: dict[int, str]) -> None:
         for i, row in enumerate(rows):
@@ -177,17 +178,13 @@ class RowEditor:
                 errors[i] = str(error)
 
     def _forced(self, row: SampledRow, vocab_size: int) -> int | None:
-        """The token that the budget for thoughts demands now. A row keeps one RowSampling for life, which finds its watch."""
+        """The token that the budget for thoughts demands now."""
         if row.sampling.thinking is None:
             return None
-        key = id(row.sampling)
-        found = self._watches.get(key)
+        found = self._watches.get(row.row)
         if found is None or found[0] is not row.sampling:
             _checked("thinking", row.sampling.thinking.marks.end_token_ids, vocab_size)
-            found = self._watches[key] = (row.sampling, ThinkingWatch(row.sampling.thinking))
-        self._watches.move_to_end(key)
-        if len(self._watches) > MAX_TABLES:
-            self._watches.popitem(last=False)
+            found = self._watches[row.row] = (row.sampling, ThinkingWatch(row.sampling.thinking))
         return found[1].forced(row.output_token_ids)
 
     def _tables_of(self, sampling: RowSampling, logits: Tensor) -> _Tables:

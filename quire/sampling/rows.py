@@ -32,3 +32,5 @@ class SampledRow(NamedTuple):
     """Tokens to draw; draw i uses `derive_seed(sampling.seed, i)`."""
     num_candidates: int = 0
     """Where above 0, beam search: this many best tokens are reported instead, and nothing is drawn."""
+    row: int = 0
+    """Its row in the worker's batch, by which state is kept between steps: rows of one batch have different ones."""

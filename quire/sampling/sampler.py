@@ -61,8 +61,7 @@ class Sampler:
     ) -> None:
         self.kernels = kernels
         self.processors = ProcessorTable() if processors is None else processors
-        self.matchers = RowMatchers() if matchers is None else matchers
-        self._editor = RowEditor(kernels, self.processors, self.matchers)
+        self._editor = RowEditor(kernels, self.processors, RowMatchers() if matchers is None else matchers)
         self._held: Tensor | None = None
 
     @torch.inference_mode()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.core.plan import Grammar
+from quire.core.grammars import Grammar
 from quire.core.structure import StructuredOutputsParams, lark_literal
 from quire.grammar.backend import embedded_schema
 from quire.server.errors import bad_request

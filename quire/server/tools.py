@@ -21,8 +21,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from quire.core.grammars import Grammar
 from quire.core.json_schema import checked_schema, closed_schema
-from quire.core.plan import Grammar
 from quire.core.structure import MAX_GRAMMAR_LEN, lark_literal
 from quire.errors import InvalidParameterError
 from quire.grammar.backend import embedded_schema

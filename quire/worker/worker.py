@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import numpy as np
@@ -31,6 +31,7 @@ from quire.sampling import SampledRow, Sampler
 from quire.sampling.known import drawn_results, greedy_results
 from quire.sampling.plain import choose_plain, draws_of, has_filters, is_plain
 from quire.worker.batch import StepArrays, StepInputs, gather, move
+from quire.worker.companions import Companion, Companions
 from quire.worker.graphs import GraphBackend, GraphSettings, ScratchBlock, StepGraphs
 from quire.worker.last_tokens import Arrival, LastTokens, Readback
 from quire.worker.memory import KVMemory
@@ -44,18 +45,18 @@ Outcome = Callable[[], list[WorkResult]]
 
 _LOST = "the step before this one failed on this sequence"
 
-_GRAMMAR_WAIT_S = 0.005
-"""A step without work waits so long for a grammar that is being compiled: requests may come, or leave, meanwhile."""
-
 
 class Worker:
     """One model, its KV memory, and the rows of the sequences that run on it."""
 
-    def __init__(self, model: DecoderModel, memory: KVMemory, rows: RowTable, sampler: Sampler) -> None:
+    def __init__(
+        self, model: DecoderModel, memory: KVMemory, rows: RowTable, sampler: Sampler, companions: Iterable[Companion] = ()
+    ) -> None:
         self.model = model
         self.memory = memory
         self.rows = rows
         self.sampler = sampler
+        self.companions = Companions(companions)
         self._stage = Staging(model.kernels.device)
         self.graphs: StepGraphs | None = None
         self.last_tokens: LastTokens | None = None
@@ -90,20 +91,17 @@ class Worker:
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Apply a plan's changes, begin to compute its work; see `quire.executor.interface`."""
         started = time.perf_counter()
-        matchers = self.sampler.matchers
-        for row in plan.removed_rows:
-            matchers.forget(self.rows.sampling[row])
-        matchers.grammars.ask(plan.grammars)
+        self.companions.begin(plan)
         self.rows.apply(plan)
         self.memory.copy_blocks(plan.copies, self.model.kernels, self._stage)
         had_failed, self._has_failed = self._has_failed, False
         outcome = self._launch_known(plan.work) if had_failed else self._launch_contained(plan.work)
-        verdicts = matchers.grammars.take_verdicts(0.0 if plan.work else _GRAMMAR_WAIT_S)
+        news = self.companions.take_news(plan)
 
         def result() -> StepResult:
             results = tuple(outcome())
             assert len(results) == len(plan.work)
-            return StepResult(plan.step_id, results, time.perf_counter() - started, verdicts)
+            return StepResult(plan.step_id, results, time.perf_counter() - started, news)
 
         return result
 
@@ -255,6 +253,7 @@ class Worker:
             output_token_ids=tokens[num_prompt:],
             num_samples=work.num_samples,
             num_candidates=work.num_candidates,
+            row=work.row,
         )
 
     def _score_prompt(self, work: RowWork, hidden: Tensor, first_row: int) -> tuple[TokenLogprobs, ...]:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from quire.core.grammars import Grammar
 from quire.core.params import SamplingParams
-from quire.core.plan import Grammar
 from quire.core.structure import StructuredOutputsParams
 from quire.errors import InvalidParameterError
 

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from quire.config.limits import SchedulerLimits
+from quire.core.grammars import Grammar
 from quire.core.params import SamplingParams, ThinkingMarks
-from quire.core.plan import Grammar, MarkSpelling, RowSampling, ThinkingBudget
+from quire.core.plan import MarkSpelling, RowSampling, ThinkingBudget
 from quire.core.request_spec import BeamSettings, RequestSpec, fit
 from quire.engine.digest import Digest
 from quire.engine.process.journal import Journal

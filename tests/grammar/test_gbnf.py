@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.core.plan import Grammar
+from quire.core.grammars import Grammar
 from quire.core.structure import StructuredOutputsParams
 from quire.errors import InvalidParameterError
 from quire.grammar.backend import NativeVocabulary, Vocabulary, compile_grammar

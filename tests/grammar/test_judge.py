@@ -10,7 +10,7 @@ import time
 import pytest
 from timing import timed
 
-from quire.core.plan import Grammar
+from quire.core.grammars import Grammar
 from quire.errors import InvalidParameterError, UnavailableError
 from quire.grammar import judge as judge_module
 from quire.grammar.judge import GrammarJudge

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from vocabularies import EOS, QUOTES, TRUE, UNUSED, byte_vocabulary
 
-from quire.core.plan import Grammar
+from quire.core.grammars import Grammar
 from quire.errors import RequestError
 from quire.grammar.matcher import Matcher
 from quire.grammar.table import GrammarTable

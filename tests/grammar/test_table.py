@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from vocabularies import byte_vocabulary
 
-from quire.core.plan import Grammar, GrammarVerdict, RowSampling
+from quire.core.grammars import GRAMMARS, Grammar, GrammarVerdict
+from quire.core.plan import RowSampling, StepPlan
 from quire.errors import RequestError
 from quire.grammar import table as table_module
 from quire.grammar.backend import Vocabulary
@@ -76,8 +77,17 @@ def _raise() -> Vocabulary:
 def test_rows_keep_their_state_until_they_are_forgotten(table: GrammarTable) -> None:
     rows = RowMatchers(table)
     first, second = (RowSampling(seed=seed, grammar=Grammar("regex", "ab*")) for seed in (1, 2))
-    assert rows.of(first) is rows.of(first) is not rows.of(second)
-    before = rows.of(first)
-    rows.forget(first)
-    rows.forget(RowSampling())
-    assert len(rows) == 1 and rows.of(first) is not before
+    assert rows.of(7, first) is rows.of(7, first) is not rows.of(8, first)
+    before = rows.of(7, first)
+    assert rows.of(7, second) is not before, "the row has another owner"
+    rows.begin(StepPlan(1, removed_rows=(7, 9)))
+    assert len(rows) == 1 and rows.of(8, first) is not before
+
+
+def test_orders_of_a_plan_become_news_of_a_result(table: GrammarTable) -> None:
+    """Also where records have travelled and are plain tuples."""
+    rows = RowMatchers(table)
+    assert rows.take_news(5.0) == ()  # nothing was ordered, so nothing is waited for
+    rows.begin(StepPlan(1, orders={GRAMMARS: (("regex", "a"),)}))
+    assert rows.take_news(100.0) == (GrammarVerdict(Grammar("regex", "a")),)
+    rows.close()

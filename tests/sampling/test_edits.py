@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from vocabularies import EOS, TRUE, byte_vocabulary
 
-from quire.core.plan import Grammar, RowSampling
+from quire.core.grammars import Grammar
+from quire.core.plan import RowSampling
 from quire.grammar.rows import RowMatchers
 from quire.grammar.table import GrammarTable
 from quire.kernels.reference.sampling import ReferenceSampling

@@ -19,7 +19,7 @@ from served import Served, frozen, until
 from servers import serve
 from timing import timed
 
-from quire.core.plan import Grammar
+from quire.core.grammars import Grammar
 from quire.grammar.judge import judge
 
 pytestmark = [timed, pytest.mark.slow]

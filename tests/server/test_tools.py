@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from quire.core.plan import Grammar
+from quire.core.grammars import Grammar
 from quire.grammar.backend import NativeVocabulary, Vocabulary, compile_grammar
 from quire.grammar.judge import judge
 from quire.server.errors import ApiError

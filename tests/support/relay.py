@@ -60,7 +60,8 @@ class Relay:
             if not self.journal.entries:
                 return self.outputs
             self.step()
-            has_its_time = not self.service.loop.scheduler.grammars  # else a grammar would be begun for ever, and never ready
+            # A grammar that is being compiled would be begun for ever, and never ready.
+            has_its_time = not any(each.parked() for each in self.service.loop.scheduler.prerequisites)
             if replace_every and self.num_steps % replace_every == 0 and has_its_time:
                 self.replace_engine()
         raise AssertionError(f"still busy after {MAX_STEPS} steps")

@@ -6,9 +6,12 @@ KV bookkeeping below has its own audit, which this one calls.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from quire.core.kvcache.audit import audit_manager
 from quire.core.plan import StepPlan
 from quire.core.request import Sequence, SequenceStatus
+from quire.core.scheduler.prerequisites import Turn
 from quire.core.scheduler.scheduler import Scheduler
 
 
@@ -31,7 +34,8 @@ def audit_plan(scheduler: Scheduler, plan: StepPlan) -> None:
     """Check a plan before it is carried out: within the limits, and every slot written has exactly one owner."""
     limits, size = scheduler.limits, scheduler.limits.block_size
     assert plan.num_tokens <= limits.max_num_batched_tokens, f"{plan.num_tokens} tokens in a step"
-    assert plan.work or not scheduler.has_work or scheduler.grammars, "requests are unfinished, and nothing is scheduled"
+    can_be_empty = not scheduler.has_work or _parked(scheduler.prerequisites)
+    assert plan.work or can_be_empty, "requests are unfinished, and nothing is scheduled"
     by_row = {sequence.row: sequence for sequence in scheduler.running}
     earlier = [flight for flight in scheduler.flights if flight.step_id < plan.step_id]
     expected = {sequence for flight in earlier for sequence in flight.sequences if sequence not in flight.gone}
@@ -53,8 +57,7 @@ def audit_plan(scheduler: Scheduler, plan: StepPlan) -> None:
 
 def _audit_places(scheduler: Scheduler, sequences: list[Sequence], running: list[Sequence]) -> None:
     """Each unfinished sequence is in exactly one place, and nobody else is in any."""
-    turns = {sequence for parked in scheduler.turns._waiting.values() for sequence in parked}
-    turns |= {sequence for pending in scheduler.grammars._pending.values() for sequence in pending.waiting}
+    turns = _parked(scheduler.parking)
     waiting = set(scheduler.waiting.sequences())
     beams = {sequence for sequence in sequences if sequence.status is SequenceStatus.PARKED}
     wanting = {sequence for sequence in sequences if sequence.status is SequenceStatus.WAITING}
@@ -118,6 +121,10 @@ def _audit_published(sequence: Sequence) -> None:
         expected = tuple(sequence.content_ids[place * size : (place + 1) * size])
         assert node.tokens == expected, f"{sequence.name}: block {place} is published with tokens {node.tokens}"
         node = node.parent
+
+
+def _parked(places: Iterable[Turn]) -> set[Sequence]:
+    return {sequence for place in places for sequence in place.parked()}
 
 
 def _names(sequences: set[Sequence]) -> list[str]:

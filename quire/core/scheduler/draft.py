@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.core.kvcache.manager import UNCHANGED, TableChange
-from quire.core.plan import AppendedBlocks, AppendedTokens, BlockCopy, Grammar, NewRow, ReplacedBlock, RowWork, StepPlan
+from quire.core.plan import AppendedBlocks, AppendedTokens, BlockCopy, NewRow, Record, ReplacedBlock, RowWork, StepPlan
 from quire.core.request import Sequence
 
 
@@ -15,7 +15,6 @@ class PlanDraft:
         self.num_preempted = 0
         self.work: list[RowWork] = []
         self.copies: list[BlockCopy] = []
-        self.grammars: list[Grammar] = []
         self._removed: list[int] = []
         self._new: list[NewRow] = []
         self._tokens: list[AppendedTokens] = []
@@ -75,7 +74,7 @@ class PlanDraft:
         sequence.num_planned += 1
         self.num_tokens_left -= 1
 
-    def close(self, step_id: int) -> StepPlan:
+    def close(self, step_id: int, orders: dict[str, tuple[Record, ...]]) -> StepPlan:
         """The finished plan; the draft is empty again."""
         plan = StepPlan(
             step_id,
@@ -86,11 +85,9 @@ class PlanDraft:
             tuple(self._replaced),
             tuple(self._blocks),
             tuple(self.copies),
-            tuple(self.grammars),
+            orders,
         )
-        for changes in (
-            self.work, self._removed, self._new, self._tokens, self._replaced, self._blocks, self.copies, self.grammars,
-        ):  # fmt: skip
+        for changes in (self.work, self._removed, self._new, self._tokens, self._replaced, self._blocks, self.copies):
             changes.clear()
         return plan
 

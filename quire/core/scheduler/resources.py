@@ -1,7 +1,8 @@
 """The scarce things a sequence needs before it may run, behind one small protocol.
 
 The scheduler asks every resource whether it can admit a sequence, and reserves from all or from none. A new scarce thing
-(adapter slots, an encoder cache, a grammar that must be compiled first) is a new `Resource`, not a branch in the scheduler.
+(adapter slots, an encoder cache) is a new `Resource`, not a branch in the scheduler; what must only be made ready is a
+`Prerequisite` (`quire.core.scheduler.prerequisites`).
 """
 
 from __future__ import annotations
@@ -191,10 +192,9 @@ class KVBlocks:
 
 
 class PrefixTurns:
-    """Nobody computes what somebody else is computing right now: a sequence whose next block is in the making waits for it.
+    """Implements `Turn`: a sequence waits for its next block where another sequence is computing it right now.
 
-    Not a scarce thing but a turn to be waited for; a refused sequence is parked here and handed back when the block it
-    waits for is published, or will not be, because its owner was preempted or aborted.
+    It is handed back when the block is published, or will not be, because its owner was preempted or aborted.
     """
 
     REASON = "waits for a shared prefix that another request is computing"
@@ -218,6 +218,9 @@ class PrefixTurns:
         for parked in self._waiting.values():
             if sequence in parked:
                 parked.remove(sequence)
+
+    def parked(self) -> list[Sequence]:
+        return [sequence for parked in self._waiting.values() for sequence in parked]
 
     def reserve(self, sequence: Sequence) -> None:
         """Announce the blocks that the sequence is about to compute."""

@@ -36,9 +36,9 @@ from quire.core.scheduler.admission import Refusal
 from quire.core.scheduler.draft import PlanDraft
 from quire.core.scheduler.fairness import FairQueue
 from quire.core.scheduler.flight import Flight
-from quire.core.scheduler.grammars import GrammarTurns, Settled
 from quire.core.scheduler.pace import StepPace
 from quire.core.scheduler.preemption import Preemption, assess, choose_victim
+from quire.core.scheduler.prerequisites import Prerequisite, Settled, Turn
 from quire.core.scheduler.prompts import PromptRoom
 from quire.core.scheduler.queue import ServiceQueue, WaitingQueue
 from quire.core.scheduler.resources import KVBlocks, PrefixTurns, Resource, RowSlots
@@ -74,7 +74,11 @@ def _is_behind(sequence: Sequence) -> bool:
 class Scheduler:
     """The control plane of one engine. Implements `SequenceOps` for its requests' decoders."""
 
-    def __init__(self, limits: SchedulerLimits, *, digest_key: bytes = b"", pace: StepPace | None = None) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, *, resources: Iterable[Resource] = (), prerequisites: Iterable[Prerequisite] = (),
+        digest_key: bytes = b"", pace: StepPace | None = None,
+    ) -> None:  # fmt: skip
+        """`resources` are scarce things besides rows and blocks; of each of `prerequisites` the worker has the other half."""
         self.limits = limits
         self.pace = pace if limits.enable_chunked_prefill else None
         self.manager = KVCacheManager(
@@ -83,8 +87,9 @@ class Scheduler:
         self.blocks = KVBlocks(self.manager, int(limits.watermark * limits.num_blocks))
         self.rows = RowSlots(limits.max_num_seqs)
         self.turns = PrefixTurns(self.blocks)
-        self.grammars = GrammarTurns()
-        self.resources: list[Resource] = [self.rows, self.blocks]
+        self.prerequisites = tuple(prerequisites)
+        self.parking: tuple[Turn, ...] = (*self.prerequisites, self.turns)
+        self.resources: tuple[Resource, ...] = (self.rows, self.blocks, *resources)
         self.requests: dict[str, Request] = {}
         self.waiting: ServiceQueue = FairQueue() if limits.policy == "fair" else WaitingQueue()
         self.running: list[Sequence] = []
@@ -159,10 +164,7 @@ class Scheduler:
         self.flights.clear()
 
     def give_up(self, message: str) -> list[Request]:
-        """Mark every request as failed and touch nothing else: for a scheduler that is not to be used again.
-
-        Returns those requests.
-        """
+        """Mark every request as failed and return them all; touch nothing else. The scheduler is not to be used again."""
         lost = list(self.requests.values())
         for request in lost:
             request.error = message
@@ -194,7 +196,6 @@ class Scheduler:
         self._now = now
         self._step_id += 1
         self._draft.open(self.limits.max_num_batched_tokens)
-        self.grammars.now = now
         self._make_room_for_urgent()
         if self.limits.enable_chunked_prefill:
             self._schedule_prompts(self._schedule_decodes())
@@ -207,8 +208,8 @@ class Scheduler:
     def _close(self) -> StepPlan:
         """The plan for what was decided; it is in flight from now on."""
         self._draft.copies.extend(self.blocks.take_copies())
-        self._draft.grammars.extend(self.grammars.take_unasked())
-        plan = self._draft.close(self._step_id)
+        orders = {each.name: records for each in self.prerequisites if (records := each.take_orders(self._now))}
+        plan = self._draft.close(self._step_id, orders)
         planned, self._planned = self._planned, []
         forecast = None if self.pace is None else self.pace.forecast(plan.work)
         self.flights.append(Flight(self._step_id, planned, forecast))
@@ -240,8 +241,9 @@ class Scheduler:
                 self._end_if_due(sequence, token_id)
         self.flights.popleft()
         self.stats.num_generated_tokens += num_plain
-        if self.grammars:
-            self._settle([*self.grammars.settle(result.grammars), *self.grammars.overdue()])
+        for prerequisite in self.prerequisites:
+            for settled in prerequisite.take_news(result.news.get(prerequisite.name, ()), now):
+                self._settle(settled)
         return self._progress
 
     def _take_in(self, sequence: Sequence, work: RowWork, outcome: WorkResult) -> None:
@@ -471,7 +473,7 @@ class Scheduler:
                 self._refused = occasion
                 return False
         self.waiting.remove(sequence)
-        for turns in (self.grammars, self.turns):
+        for turns in self.parking:
             reason = turns.refusal(sequence)
             if reason is not None:
                 sequence.refuse(reason)
@@ -503,12 +505,12 @@ class Scheduler:
             self._preempt(preemption)
             self._draft.num_preempted -= 1  # the head is to be admitted in this very step
 
-    def _settle(self, settled: Iterable[Settled]) -> None:
-        """Let in, or fail, those who waited for grammars."""
-        for sequences, error in settled:
-            self._unpark(sequences)
-            for sequence in sequences if error is not None else ():
-                self.fail(sequence.request.request_id, f"structured_outputs: {error}")
+    def _settle(self, settled: Settled) -> None:
+        """Let sequences whose wait is over queue again, or end their requests."""
+        self._unpark(settled.sequences)
+        if settled.error is not None:
+            for sequence in settled.sequences:
+                self.fail(sequence.request.request_id, settled.error)
 
     def _break_stall(self) -> None:
         """Nobody can run though somebody waits: beams that wait for a sibling hold the memory the sibling needs."""
@@ -580,8 +582,8 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         else:
-            self.turns.unpark(sequence)
-            self.grammars.unpark(sequence)
+            for turns in self.parking:
+                turns.unpark(sequence)
             self.num_parked -= 1
 
     def _unpark(self, sequences: Iterable[Sequence]) -> None:

@@ -21,7 +21,7 @@ from quire.common.failures import log_failure
 from quire.common.file_states import check_unchanged
 from quire.common.json_logs import use_json_logs
 from quire.config.engine import EngineConfig
-from quire.engine.builder import begin_loading, build_executor, pace_of, plan_engine
+from quire.engine.builder import PREREQUISITES, begin_loading, build_executor, pace_of, plan_engine
 from quire.engine.process.channel import Channel, ChannelClosed, FrameTooLarge, ProtocolError, wait
 from quire.engine.process.messages import PROTOCOL_VERSION, Down, Gains, Pulse, Ready, Start, StartFailed
 from quire.engine.process.service import Service
@@ -149,7 +149,8 @@ def build_loop(config: EngineConfig) -> StepLoop:
     plan = planned.plan
     pace, cost_file = pace_of(planned)
     executor = build_executor(planned)
-    return StepLoop(plan.limits, executor, time.monotonic, loop_of(plan), pace=pace, cost_file=cost_file)
+    loop = loop_of(plan)
+    return StepLoop(plan.limits, executor, time.monotonic, loop, prerequisites=PREREQUISITES, pace=pace, cost_file=cost_file)
 
 
 def die_with_parent() -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from quire.core.plan import Grammar, MarkSpelling, TokenLogprobs
+from quire.core.grammars import Grammar
+from quire.core.plan import MarkSpelling, TokenLogprobs
 from quire.core.request_spec import RequestSpec, ResumedSequence
 from quire.engine.counters import EngineCounters
 from quire.engine.inspection import BlockContent, Inspection

@@ -18,6 +18,7 @@ from quire.executor.null import NullExecutor
 from quire.sim.oracle import Oracle
 
 _VOCAB_SIZE = 16
+_PARTS: dict[str, Any] = {"pace": None, "prerequisites": (), "companions": ()}
 
 
 class Harness:
@@ -28,12 +29,13 @@ class Harness:
             "num_blocks": 64, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128,
             "watermark": 0.0,
         }  # fmt: skip
-        pace = changes.pop("pace", None)
+        pace, prerequisites, companions = (changes.pop(name, default) for name, default in _PARTS.items())
         self.limits = SchedulerLimits(**(defaults | changes))
-        self.scheduler = Scheduler(self.limits, pace=pace)
+        self.scheduler = Scheduler(self.limits, prerequisites=prerequisites, pace=pace)
         self.executor = NullExecutor(
-            self.limits.max_num_seqs, self.limits.num_blocks, self.limits.block_size, vocab_size=_VOCAB_SIZE
-        )
+            self.limits.max_num_seqs, self.limits.num_blocks, self.limits.block_size, vocab_size=_VOCAB_SIZE,
+            companions=companions,
+        )  # fmt: skip
         self.oracle = Oracle(0, _VOCAB_SIZE)
         self.specs: dict[str, RequestSpec] = {}
         self.progress: list[Progress] = []

@@ -8,13 +8,38 @@ from typing import Any
 
 import pytest
 
-from quire.core.plan import Grammar, GrammarVerdict, RowSampling, StepPlan, StepResult
+from quire.core.grammars import GRAMMARS, Grammar, GrammarVerdict
+from quire.core.plan import Record, RowSampling, StepPlan, StepResult
 from quire.core.request import FinishReason, Request
 from quire.core.scheduler import grammars
-from quire.core.scheduler.grammars import GrammarTurns
+from quire.core.scheduler.grammars import CompiledGrammars
 
 WORD, NUMBER = Grammar("regex", "[a-z]+"), Grammar("regex", "[0-9]+")
 Spoil = Callable[[StepPlan, StepResult], StepResult]
+
+
+class Silent:
+    """A companion that takes orders and answers none: what becomes of grammars is each test's to say."""
+
+    name = GRAMMARS
+
+    def begin(self, plan: StepPlan) -> None:
+        pass
+
+    def take_news(self, wait_s: float) -> tuple[Record, ...]:
+        return ()
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def run(harness: Any) -> Any:
+    return harness(prerequisites=[CompiledGrammars()], companions=[Silent()])
+
+
+def ordered(plan: StepPlan) -> tuple[Record, ...]:
+    return plan.orders.get(GRAMMARS, ())
 
 
 def formed(grammar: Grammar, **changes: Any) -> RowSampling:
@@ -23,32 +48,30 @@ def formed(grammar: Grammar, **changes: Any) -> RowSampling:
 
 def verdicts(*given: GrammarVerdict) -> Spoil:
     """Steps whose result says this of grammars."""
-    return lambda plan, result: replace(result, grammars=given)
+    return lambda plan, result: replace(result, news={GRAMMARS: given})
 
 
 def names(plan: StepPlan) -> set[str]:
     return {row.name for row in plan.new_rows}
 
 
-def test_a_grammar_is_asked_for_once_and_others_go_first(harness: Any) -> None:
-    run = harness()
+def test_a_grammar_is_asked_for_once_and_others_go_first(run: Any) -> None:
     for name in ("a", "b"):
         run.add(name, 5, sampling=formed(WORD))
     run.add("plain", 5)
     plan = run.step(verdicts())
-    assert plan.grammars == (WORD,) and names(plan) == {"plain"} and run.scheduler.num_waiting == 2
+    assert ordered(plan) == (WORD,) and names(plan) == {"plain"} and run.scheduler.num_waiting == 2
     plan = run.step(verdicts())
-    assert plan.grammars == () and names(plan) == set()
+    assert ordered(plan) == () and names(plan) == set()
     run.step(verdicts(GrammarVerdict(WORD)))
     assert names(run.step(verdicts())) == {"a", "b"}
     run.add("c", 5, sampling=formed(WORD))
     plan = run.step(verdicts())
-    assert names(plan) == {"c"} and plan.grammars == ()
+    assert names(plan) == {"c"} and ordered(plan) == ()
     run.run()
 
 
-def test_a_step_without_work_is_one_that_waits(harness: Any) -> None:
-    run = harness()
+def test_a_step_without_work_is_one_that_waits(run: Any) -> None:
     run.add("a", 5, sampling=formed(WORD))
     for _ in range(3):
         assert run.step(verdicts()).work == ()
@@ -63,8 +86,7 @@ def _error(request: Request) -> str:
     return request.error
 
 
-def test_a_grammar_that_cannot_be_compiled_ends_who_waits_for_it(harness: Any) -> None:
-    run = harness()
+def test_a_grammar_that_cannot_be_compiled_ends_who_waits_for_it(run: Any) -> None:
     bad = [run.add(name, 5, sampling=formed(WORD)) for name in ("a", "b")]
     good = run.add("c", 5, sampling=formed(NUMBER))
     run.step(verdicts())
@@ -74,14 +96,13 @@ def test_a_grammar_that_cannot_be_compiled_ends_who_waits_for_it(harness: Any) -
     run.run()
     run.check(good)
     again = run.add("d", 5, sampling=formed(WORD))
-    assert run.step(verdicts()).grammars == (WORD,)
+    assert ordered(run.step(verdicts())) == (WORD,)
     run.step(verdicts(GrammarVerdict(WORD, "still no good")))
     assert "still no good" in _error(again)
 
 
-def test_nobody_waits_for_ever(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_ever(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "MAX_WAIT_S", 5.0)
-    run = harness()
     request = run.add("a", 5, sampling=formed(WORD))
     for _ in range(7):
         run.step(verdicts())
@@ -89,8 +110,7 @@ def test_nobody_waits_for_ever(harness: Any, monkeypatch: pytest.MonkeyPatch) ->
     run.step(verdicts(GrammarVerdict(WORD)))  # too late, and harmless
 
 
-def test_who_waits_can_be_aborted(harness: Any) -> None:
-    run = harness()
+def test_who_waits_can_be_aborted(run: Any) -> None:
     run.add("a", 5, sampling=formed(WORD))
     run.add("b", 5, sampling=formed(WORD))
     run.step(verdicts())
@@ -100,8 +120,7 @@ def test_who_waits_can_be_aborted(harness: Any) -> None:
     run.run()
 
 
-def test_sequences_that_fork_or_are_preempted_need_not_wait_again(harness: Any) -> None:
-    run = harness()
+def test_sequences_that_fork_or_are_preempted_need_not_wait_again(run: Any) -> None:
     request = run.add("a", 5, max_tokens=12, sampling=formed(WORD, seed=4), num_sequences=3)
     run.step(verdicts(GrammarVerdict(WORD)))
     for _ in range(3):
@@ -114,7 +133,7 @@ def test_sequences_that_fork_or_are_preempted_need_not_wait_again(harness: Any) 
 
 def test_what_counts_as_ready_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "MAX_READY", 4)
-    turns = GrammarTurns()
+    compiled = CompiledGrammars()
     for number in range(50):
-        turns.settle([GrammarVerdict(Grammar("regex", str(number)))])
-    assert len(turns._ready) == 4 and not turns
+        compiled.take_news((GrammarVerdict(Grammar("regex", str(number))),), 0.0)
+    assert len(compiled._ready) == 4 and not compiled.parked()

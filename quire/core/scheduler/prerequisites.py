@@ -1,0 +1,59 @@
+"""Prerequisites: what a sequence needs before it may run and what the data plane makes ready beside the steps.
+
+A prerequisite is not scarce, as a `Resource` is: a sequence that lacks one is parked, and those behind it go first. It is the
+control plane's half of a feature; the other half is a `quire.worker.companions.Companion` of the same name. They exchange
+records in `StepPlan.orders[name]` and `StepResult.news[name]`, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple, Protocol
+
+from quire.core.plan import Record
+from quire.core.request import Sequence
+
+
+class Turn(Protocol):
+    """Something that a sequence waits for without holding up those behind it."""
+
+    def refusal(self, sequence: Sequence) -> str | None:
+        """Say why the sequence must be parked; None where it may run. Changes nothing."""
+        ...
+
+    def park(self, sequence: Sequence) -> None:
+        """Keep a refused sequence until what it waits for is there."""
+        ...
+
+    def unpark(self, sequence: Sequence) -> None:
+        """Forget a sequence that has ended; it need not be parked here."""
+        ...
+
+    def parked(self) -> Collection[Sequence]:
+        """List the sequences that wait here: for pictures and checks."""
+        ...
+
+
+class Settled(NamedTuple):
+    """Sequences that wait no more; `error` says why they cannot be served, where they cannot."""
+
+    sequences: list[Sequence]
+    error: str | None = None
+
+
+class Prerequisite(Turn, Protocol):
+    """The control plane's half of one feature."""
+
+    name: str
+    """The key of its orders and news."""
+
+    def take_orders(self, now: float) -> tuple[Record, ...]:
+        """Return what no plan has ordered yet; the plan that is made now carries it."""
+        ...
+
+    def take_news(self, news: tuple[Record, ...], now: float) -> list[Settled]:
+        """Take in what a result brought, possibly nothing, and return the sequences whose wait is over.
+
+        Called for every result, so that a deadline can end a wait: nothing may wait for ever.
+        """
+        ...
