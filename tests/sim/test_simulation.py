@@ -108,7 +108,7 @@ def _wrong_block_in_the_plan(scheduler: Scheduler) -> None:
         return change._replace(appended=change.appended[::-1]) if len(change.appended) > 1 else change
 
     scheduler.manager.extend = swapped  # type: ignore[method-assign,assignment]
-    add = scheduler._draft.add
+    add = scheduler._builder.add
 
     def add_hiding_the_table(sequence: Any, count: int, change: Any) -> None:
         if not sequence.is_resident and len(sequence.table.blocks) > 1:
@@ -119,7 +119,7 @@ def _wrong_block_in_the_plan(scheduler: Scheduler) -> None:
         else:
             add(sequence, count, change)
 
-    scheduler._draft.add = add_hiding_the_table  # type: ignore[method-assign]
+    scheduler._builder.add = add_hiding_the_table  # type: ignore[method-assign]
 
 
 def _published_before_computed(scheduler: Scheduler) -> None:
@@ -172,7 +172,7 @@ def _digests_believed(scheduler: Scheduler) -> None:
 
 
 def _merged_without_telling_the_worker(scheduler: Scheduler) -> None:
-    scheduler._draft.replace_block = lambda row, index, block: None  # type: ignore[method-assign]
+    scheduler._builder.replace_block = lambda row, index, block: None  # type: ignore[method-assign]
 
 
 def _forks_with_the_parents_seed(scheduler: Scheduler) -> None:

@@ -14,8 +14,8 @@ import math
 
 from quire.config.limits import SchedulerLimits
 from quire.core.plan import RowWork
-from quire.core.scheduler.draft import PlanDraft
 from quire.core.scheduler.pace import StepPace
+from quire.core.scheduler.plan_builder import PlanBuilder
 
 _SHORT_SHARE = 0.5
 """Of a step's room: what short prompts may take beside a long one, and what a prompt may take to count as short."""
@@ -24,8 +24,8 @@ _SHORT_SHARE = 0.5
 class PromptRoom:
     """The room for prompts in one step after another."""
 
-    def __init__(self, limits: SchedulerLimits, draft: PlanDraft, pace: StepPace | None) -> None:
-        self._limits, self._draft, self._pace = limits, draft, pace
+    def __init__(self, limits: SchedulerLimits, builder: PlanBuilder, pace: StepPace | None) -> None:
+        self._limits, self._builder, self._pace = limits, builder, pace
         self._all_tokens = self._num_tokens_taken = 0
         self._all_s = self._left_s = math.inf
         self._is_first_pass = False
@@ -33,7 +33,7 @@ class PromptRoom:
 
     def open(self, decodes: list[RowWork], queued_len: int, context_len: int) -> None:
         """Begin with a step that holds `decodes` so far; see `StepPace.prompt_s` for the lengths."""
-        self._all_tokens, self._num_tokens_taken = self._draft.num_tokens_left, 0
+        self._all_tokens, self._num_tokens_taken = self._builder.num_tokens_left, 0
         self._all_s = self._left_s = math.inf if self._pace is None else self._pace.prompt_s(decodes, queued_len, context_len)
         self._is_first_pass, self._num_long, self._num_pending = False, 0, 0
 
@@ -49,7 +49,7 @@ class PromptRoom:
     @property
     def has_room(self) -> bool:
         """Whether another prompt may be admitted in this step."""
-        if not self._draft.num_tokens_left:
+        if not self._builder.num_tokens_left:
             return False
         if self._is_first_pass and self._num_pending >= self._limits.max_num_partial_prefills:
             return False
@@ -73,7 +73,7 @@ class PromptRoom:
         """All of a short prompt, or nothing."""
         if not self._is_short(start, gap):
             self._num_long += 1
-        elif gap <= self._draft.num_tokens_left and self._fits_beside_long(start, gap):
+        elif gap <= self._builder.num_tokens_left and self._fits_beside_long(start, gap):
             return gap
         self._num_pending += 1
         return 0
@@ -94,7 +94,7 @@ class PromptRoom:
         """What is left, divided by the long prompts that are still to be served."""
         num_sharing = max(1, self._num_long)
         self._num_long -= 1
-        most = min(gap, max(1, self._draft.num_tokens_left // num_sharing), self._draft.num_tokens_left)
+        most = min(gap, max(1, self._builder.num_tokens_left // num_sharing), self._builder.num_tokens_left)
         if most < gap and not self._limits.enable_chunked_prefill:
             return 0
         return self._fitting(start, most, self._left_s / num_sharing)

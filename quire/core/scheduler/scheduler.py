@@ -33,10 +33,10 @@ from quire.core.plan import RowWork, StepPlan, StepResult, TokenLogprobs, WorkRe
 from quire.core.request import FinishReason, Rank, Request, Sequence, SequenceStatus
 from quire.core.request_spec import RequestSpec, ResumedSequence
 from quire.core.scheduler.admission import Refusal
-from quire.core.scheduler.draft import PlanDraft
 from quire.core.scheduler.fairness import FairQueue
 from quire.core.scheduler.flight import Flight
 from quire.core.scheduler.pace import StepPace
+from quire.core.scheduler.plan_builder import PlanBuilder
 from quire.core.scheduler.preemption import Preemption, assess, choose_victim
 from quire.core.scheduler.prerequisites import Prerequisite, Settled, Turn
 from quire.core.scheduler.prompts import PromptRoom
@@ -98,8 +98,8 @@ class Scheduler:
         self.stats = SchedulerStats()
         self._num_arrivals = 0
         self._step_id = 0
-        self._draft = PlanDraft()
-        self._prompts = PromptRoom(limits, self._draft, self.pace)
+        self._builder = PlanBuilder()
+        self._prompts = PromptRoom(limits, self._builder, self.pace)
         self._planned: list[Sequence] = []
         self.flights: deque[Flight] = deque()
         """Steps in flight, the oldest first: one, or two where steps are planned ahead."""
@@ -186,35 +186,35 @@ class Scheduler:
         """Decide the step after the one in flight; None where everyone has to wait for what that one gives."""
         assert len(self.flights) == 1, f"a step is planned ahead with {len(self.flights)} in flight"
         self._decide(now)
-        if self._draft.work:
+        if self._builder.work:
             return self._close()
         self._step_id -= 1
         return None
 
     def _decide(self, now: float) -> None:
-        """Fill the draft with the next step's work."""
+        """Fill the builder with the next step's work."""
         self._now = now
         self._step_id += 1
-        self._draft.open(self.limits.max_num_batched_tokens)
+        self._builder.open(self.limits.max_num_batched_tokens)
         self._make_room_for_urgent()
         if self.limits.enable_chunked_prefill:
             self._schedule_prompts(self._schedule_decodes())
         else:
             self._schedule_prompts(self.running)
             self._schedule_decodes()
-        if not self._draft.work and not self.flights:
+        if not self._builder.work and not self.flights:
             self._break_stall()
 
     def _close(self) -> StepPlan:
         """The plan for what was decided; it is in flight from now on."""
-        self._draft.copies.extend(self.blocks.take_copies())
+        self._builder.copies.extend(self.blocks.take_copies())
         orders = {each.name: records for each in self.prerequisites if (records := each.take_orders(self._now))}
-        plan = self._draft.close(self._step_id, orders)
+        plan = self._builder.close(self._step_id, orders)
         planned, self._planned = self._planned, []
         forecast = None if self.pace is None else self.pace.forecast(plan.work)
         self.flights.append(Flight(self._step_id, planned, forecast))
         self.waiting.charge(zip(planned, plan.work, strict=True))
-        self.stats.count_plan(self.limits.max_num_batched_tokens - self._draft.num_tokens_left, self)
+        self.stats.count_plan(self.limits.max_num_batched_tokens - self._builder.num_tokens_left, self)
         return plan
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[Progress]:
@@ -279,7 +279,7 @@ class Scheduler:
         if logprobs is not None:
             sequence.cumulative_logprob += logprobs.logprob
         if not is_on_worker and sequence.is_resident:
-            self._draft.append_token(sequence.row, token_id)
+            self._builder.append_token(sequence.row, token_id)
         request = sequence.request
         if request.metrics.first_token_s is None:
             request.metrics.first_token_s = self._now
@@ -341,9 +341,9 @@ class Scheduler:
 
         With hundreds of sequences nearly all of a step is this loop, so most are dealt with in a few operations each.
         """
-        draft, behind, planned = self._draft, list[Sequence](), set(self._planned)
-        work, add_planned, num_plain = draft.work, self._planned.append, 0
-        max_work = len(work) + draft.num_tokens_left
+        builder, behind, planned = self._builder, list[Sequence](), set(self._planned)
+        work, add_planned, num_plain = builder.work, self._planned.append, 0
+        max_work = len(work) + builder.num_tokens_left
         for sequence in self.running.copy():  # growing may preempt others, which then cruise no more
             if len(work) >= max_work:
                 break
@@ -357,14 +357,14 @@ class Scheduler:
                 behind.append(sequence)
             elif sequence.gap == 1 and sequence.row >= 0 and sequence not in planned:
                 self._schedule_decode(sequence)
-        draft.num_tokens_left -= num_plain
+        builder.num_tokens_left -= num_plain
         self.manager.num_unused_slots -= num_plain
         return behind
 
     def _schedule_decode(self, sequence: Sequence) -> None:
         request, start = sequence.request, sequence.num_planned
         if sequence.is_resident and self.manager.fill_slot(sequence.table, start):
-            self._draft.add_decode(sequence)
+            self._builder.add_decode(sequence)
             self._planned.append(sequence)
         else:
             self._grow(sequence)
@@ -400,7 +400,7 @@ class Scheduler:
         if not behind and not self.waiting:
             return
         context_len = behind[0].num_planned if behind else 0
-        self._prompts.open(self._draft.work, self._queued_len(behind), context_len)
+        self._prompts.open(self._builder.work, self._queued_len(behind), context_len)
         if self.limits.max_num_partial_prefills > 1:
             self._prompts.serve_short()
             self._schedule_chunks(behind)
@@ -421,7 +421,7 @@ class Scheduler:
         planned = set(self._planned)
         for sequence in self.waiting.in_order(sequences):
             self._admit(before=sequence)
-            if self._draft.num_tokens_left == 0:
+            if self._builder.num_tokens_left == 0:
                 break
             if _is_behind(sequence) and sequence.gap and sequence.row >= 0 and sequence not in planned:
                 self._plan_chunk(sequence)
@@ -444,12 +444,12 @@ class Scheduler:
         released = min(num_taken, sequence.num_reserved)
         sequence.num_reserved -= released
         self.blocks.num_reserved -= released
-        self._draft.add(sequence, count, change)
+        self._builder.add(sequence, count, change)
         self._planned.append(sequence)
 
     def _admit(self, before: Sequence | None = None) -> None:
         """Let in whoever waits and can run; only those who precede an admitted sequence, if one is given."""
-        if self._draft.num_preempted:
+        if self._builder.num_preempted:
             return  # memory is short: whoever was preempted in this step would only be let in at somebody else's cost
         while self._prompts.has_room:
             head = self.waiting.head()
@@ -460,7 +460,7 @@ class Scheduler:
 
     def _try_admit(self, sequence: Sequence) -> bool:
         """Admit the head of the queue; False where the queue must wait. A sequence waiting for its turn is set aside."""
-        if not self.limits.enable_chunked_prefill and len(sequence.token_ids) > self._draft.num_tokens_left:
+        if not self.limits.enable_chunked_prefill and len(sequence.token_ids) > self._builder.num_tokens_left:
             sequence.refuse("its whole prompt does not fit what is left of this step")
             return False
         occasion = Refusal(sequence, self.blocks.num_available, self.rows.num_free, self._num_prefill_publications)
@@ -503,7 +503,7 @@ class Scheduler:
             if preemption is None:
                 return
             self._preempt(preemption)
-            self._draft.num_preempted -= 1  # the head is to be admitted in this very step
+            self._builder.num_preempted -= 1  # the head is to be admitted in this very step
 
     def _settle(self, settled: Settled) -> None:
         """Let sequences whose wait is over queue again, or end their requests."""
@@ -514,12 +514,12 @@ class Scheduler:
 
     def _break_stall(self) -> None:
         """Nobody can run though somebody waits: beams that wait for a sibling hold the memory the sibling needs."""
-        while not self._draft.work and len(self.waiting) and self.running:
+        while not self._builder.work and len(self.waiting) and self.running:
             preemption = choose_victim(self.running[-1:], None, self.manager.pool, self.limits.block_size)
             if preemption is None:
                 return
             self._preempt(preemption)
-            self._draft.num_preempted = 0
+            self._builder.num_preempted = 0
             self._admit()
 
     def _preempt(self, preemption: Preemption | None) -> None:
@@ -531,7 +531,7 @@ class Scheduler:
         victim.request.metrics.num_preemptions += 1
         self.stats.num_preemptions += 1
         self.stats.num_recompute_tokens += preemption.num_recomputed_tokens
-        self._draft.num_preempted += 1
+        self._builder.num_preempted += 1
         if is_waiting_for_siblings:
             victim.status = _PARKED
             self.num_parked += 1
@@ -557,7 +557,7 @@ class Scheduler:
         first = sequence.table.num_chained
         for place in self.blocks.publish(sequence):
             if sequence.is_resident:
-                self._draft.replace_block(sequence.row, place, sequence.table.blocks[place])
+                self._builder.replace_block(sequence.row, place, sequence.table.blocks[place])
         if sequence.keys is not None:
             self._unpark(self.turns.published(sequence, first))
             if sequence.table.chain is None:  # a digest was taken by other content: the rest stays unpublished
@@ -573,7 +573,7 @@ class Scheduler:
             self._unpark(self.turns.withdraw(sequence))
             self.running.remove(sequence)
             if sequence.is_resident:
-                self._draft.remove_row(sequence.row)
+                self._builder.remove_row(sequence.row)
                 sequence.is_resident = False
             for resource in reversed(self.resources):
                 resource.release(sequence)

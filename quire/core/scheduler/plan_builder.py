@@ -7,7 +7,7 @@ from quire.core.plan import AppendedBlocks, AppendedTokens, BlockCopy, NewRow, R
 from quire.core.request import Sequence
 
 
-class PlanDraft:
+class PlanBuilder:
     """Row changes made by an update (merged blocks, tokens chosen by a decoder, finished rows) wait here for the next plan."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class PlanDraft:
         self.num_tokens_left -= 1
 
     def close(self, step_id: int, orders: dict[str, tuple[Record, ...]]) -> StepPlan:
-        """The finished plan; the draft is empty again."""
+        """The finished plan; the builder is empty again."""
         plan = StepPlan(
             step_id,
             tuple(self.work),
