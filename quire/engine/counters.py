@@ -59,7 +59,7 @@ def count(scheduler: Scheduler) -> EngineCounters:
         num_generated_tokens=stats.num_generated_tokens,
         num_preemptions=stats.num_preemptions,
         num_prefix_hit_tokens=stats.num_prefix_hit_tokens,
-        num_parked=scheduler.num_parked,
+        num_parked=scheduler.admission.num_parked,
         num_evictions=manager.num_evictions,
         num_copies=manager.num_copies,
         num_merges=manager.num_merges,

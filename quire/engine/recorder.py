@@ -362,7 +362,7 @@ class StepRecorder:
             yield _request_state(sequence, now, reason or "the step in progress")
 
     def _parked(self, waiting: set[Sequence]) -> Iterator[Sequence]:
-        if not self._scheduler.num_parked:
+        if not self._scheduler.admission.num_parked:
             return
         for request in self._scheduler.requests.values():
             for sequence in request.sequences:

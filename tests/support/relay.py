@@ -61,7 +61,7 @@ class Relay:
                 return self.outputs
             self.step()
             # A grammar that is being compiled would be begun for ever, and never ready.
-            has_its_time = not any(each.parked() for each in self.service.loop.scheduler.prerequisites)
+            has_its_time = not any(each.parked() for each in self.service.loop.scheduler.admission.prerequisites)
             if replace_every and self.num_steps % replace_every == 0 and has_its_time:
                 self.replace_engine()
         raise AssertionError(f"still busy after {MAX_STEPS} steps")

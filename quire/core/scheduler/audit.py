@@ -34,7 +34,7 @@ def audit_plan(scheduler: Scheduler, plan: StepPlan) -> None:
     """Check a plan before it is carried out: within the limits, and every slot written has exactly one owner."""
     limits, size = scheduler.limits, scheduler.limits.block_size
     assert plan.num_tokens <= limits.max_num_batched_tokens, f"{plan.num_tokens} tokens in a step"
-    can_be_empty = not scheduler.has_work or _parked(scheduler.prerequisites)
+    can_be_empty = not scheduler.has_work or _parked(scheduler.admission.prerequisites)
     assert plan.work or can_be_empty, "requests are unfinished, and nothing is scheduled"
     by_row = {sequence.row: sequence for sequence in scheduler.running}
     earlier = [flight for flight in scheduler.flights if flight.step_id < plan.step_id]
@@ -57,7 +57,7 @@ def audit_plan(scheduler: Scheduler, plan: StepPlan) -> None:
 
 def _audit_places(scheduler: Scheduler, sequences: list[Sequence], running: list[Sequence]) -> None:
     """Each unfinished sequence is in exactly one place, and nobody else is in any."""
-    turns = _parked(scheduler.parking)
+    turns = _parked(scheduler.admission.parking)
     waiting = set(scheduler.waiting.sequences())
     beams = {sequence for sequence in sequences if sequence.status is SequenceStatus.PARKED}
     wanting = {sequence for sequence in sequences if sequence.status is SequenceStatus.WAITING}
@@ -65,7 +65,8 @@ def _audit_places(scheduler: Scheduler, sequences: list[Sequence], running: list
     assert waiting | turns == wanting, f"waiting: {_names(waiting | turns)}, should be {_names(wanting)}"
     assert not waiting & turns, f"both in the queue and parked: {_names(waiting & turns)}"
     num_parked = len(turns) + len(beams)
-    assert scheduler.num_parked == num_parked, f"num_parked={scheduler.num_parked}, but {num_parked} are parked"
+    counted = scheduler.admission.num_parked
+    assert counted == num_parked, f"num_parked={counted}, but {num_parked} are parked"
     num_queues = len({sequence.request.tenant for sequence in waiting}) + 1
     num_gaps = scheduler.waiting.num_gaps
     assert num_gaps <= len(waiting) + 64 * num_queues, f"{num_gaps} gaps in the queue for {len(waiting)} that wait"
@@ -90,10 +91,10 @@ def _audit_reservations(scheduler: Scheduler, running: list[Sequence]) -> None:
 
 
 def _audit_turns(scheduler: Scheduler) -> None:
-    owners = scheduler.turns._owners
+    owners = scheduler.admission.turns._owners
     for owner in owners.values():
         assert owner.status is SequenceStatus.RUNNING, f"{owner.name} announces a block and is {owner.status.value}"
-    for digest, parked in scheduler.turns._waiting.items():
+    for digest, parked in scheduler.admission.turns._waiting.items():
         assert not parked or digest in owners, f"{_names(set(parked))} wait for a block that nobody computes"
 
 

@@ -19,7 +19,6 @@ prefill is off, because a whole prompt would otherwise never find room beside th
 from __future__ import annotations
 
 import logging
-from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -30,18 +29,16 @@ from quire.config.limits import SchedulerLimits
 from quire.core.decoding import decoder_of
 from quire.core.kvcache.manager import KVCacheManager
 from quire.core.plan import RowWork, StepPlan, StepResult, TokenLogprobs, WorkResult
-from quire.core.request import FinishReason, Rank, Request, Sequence, SequenceStatus
+from quire.core.request import FinishReason, Request, Sequence, SequenceStatus
 from quire.core.request_spec import RequestSpec, ResumedSequence
-from quire.core.scheduler.admission import Refusal
-from quire.core.scheduler.fairness import FairQueue
+from quire.core.scheduler.admission import Admission
 from quire.core.scheduler.flight import Flight
 from quire.core.scheduler.pace import StepPace
 from quire.core.scheduler.plan_builder import PlanBuilder
 from quire.core.scheduler.preemption import Preemption, assess, choose_victim
-from quire.core.scheduler.prerequisites import Prerequisite, Settled, Turn
+from quire.core.scheduler.prerequisites import Prerequisite
 from quire.core.scheduler.prompts import PromptRoom
-from quire.core.scheduler.queue import ServiceQueue, WaitingQueue
-from quire.core.scheduler.resources import KVBlocks, PrefixTurns, Resource, RowSlots
+from quire.core.scheduler.resources import KVBlocks, Resource
 from quire.core.scheduler.stats import SchedulerStats
 from quire.errors import InvalidParameterError
 
@@ -62,10 +59,6 @@ class Progress(NamedTuple):
     logprobs: TokenLogprobs | None
 
 
-def _rank(sequence: Sequence) -> Rank:
-    return sequence.rank
-
-
 def _is_behind(sequence: Sequence) -> bool:
     """Whether it has more to compute than the token that it decodes from."""
     return len(sequence.token_ids) - sequence.num_planned > 1 or sequence.num_reserved > 0
@@ -75,9 +68,14 @@ class Scheduler:
     """The control plane of one engine. Implements `SequenceOps` for its requests' decoders."""
 
     def __init__(
-        self, limits: SchedulerLimits, *, resources: Iterable[Resource] = (), prerequisites: Iterable[Prerequisite] = (),
-        digest_key: bytes = b"", pace: StepPace | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        limits: SchedulerLimits,
+        *,
+        resources: Iterable[Resource] = (),
+        prerequisites: Iterable[Prerequisite] = (),
+        digest_key: bytes = b"",
+        pace: StepPace | None = None,
+    ) -> None:
         """`resources` are scarce things besides rows and blocks; of each of `prerequisites` the worker has the other half."""
         self.limits = limits
         self.pace = pace if limits.enable_chunked_prefill else None
@@ -85,16 +83,9 @@ class Scheduler:
             limits.num_blocks, limits.block_size, digest_key=digest_key, caching=limits.enable_prefix_caching
         )
         self.blocks = KVBlocks(self.manager, int(limits.watermark * limits.num_blocks))
-        self.rows = RowSlots(limits.max_num_seqs)
-        self.turns = PrefixTurns(self.blocks)
-        self.prerequisites = tuple(prerequisites)
-        self.parking: tuple[Turn, ...] = (*self.prerequisites, self.turns)
-        self.resources: tuple[Resource, ...] = (self.rows, self.blocks, *resources)
+        self.admission = Admission(limits, self.blocks, resources, prerequisites)
+        self.rows, self.waiting, self.running = self.admission.rows, self.admission.waiting, self.admission.running
         self.requests: dict[str, Request] = {}
-        self.waiting: ServiceQueue = FairQueue() if limits.policy == "fair" else WaitingQueue()
-        self.running: list[Sequence] = []
-        """Everyone with a row, in order of rank."""
-        self.num_parked = 0
         self.stats = SchedulerStats()
         self._num_arrivals = 0
         self._step_id = 0
@@ -105,8 +96,6 @@ class Scheduler:
         """Steps in flight, the oldest first: one, or two where steps are planned ahead."""
         self._progress: list[Progress] = []
         self._now = 0.0
-        self._num_prefill_publications = 0
-        self._refused = Refusal(None, 0, 0, 0)
 
     # -- requests come and go ----------------------------------------------------------------------------------------
 
@@ -147,7 +136,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that want to run and do not."""
-        return len(self.waiting) + self.num_parked
+        return len(self.waiting) + self.admission.num_parked
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached block that is not in use; returns how many."""
@@ -208,8 +197,7 @@ class Scheduler:
     def _close(self) -> StepPlan:
         """The plan for what was decided; it is in flight from now on."""
         self._builder.copies.extend(self.blocks.take_copies())
-        orders = {each.name: records for each in self.prerequisites if (records := each.take_orders(self._now))}
-        plan = self._builder.close(self._step_id, orders)
+        plan = self._builder.close(self._step_id, self.admission.take_orders(self._now))
         planned, self._planned = self._planned, []
         forecast = None if self.pace is None else self.pace.forecast(plan.work)
         self.flights.append(Flight(self._step_id, planned, forecast))
@@ -241,9 +229,8 @@ class Scheduler:
                 self._end_if_due(sequence, token_id)
         self.flights.popleft()
         self.stats.num_generated_tokens += num_plain
-        for prerequisite in self.prerequisites:
-            for settled in prerequisite.take_news(result.news.get(prerequisite.name, ()), now):
-                self._settle(settled)
+        for sequence, error in self.admission.take_news(result.news, now):
+            self.fail(sequence.request.request_id, error)
         return self._progress
 
     def _take_in(self, sequence: Sequence, work: RowWork, outcome: WorkResult) -> None:
@@ -257,7 +244,7 @@ class Scheduler:
                 sequence.request.prompt_logprobs.extend(outcome.prompt_logprobs)
             if sequence.num_computed >= (sequence.table.num_chained + 1) * self.limits.block_size:
                 self._publish(sequence)
-                self._num_prefill_publications += work.num_tokens > 1
+                self.admission.num_prefill_publications += work.num_tokens > 1
             if work.num_samples or work.num_candidates:
                 sequence.request.decoder.absorb(self, sequence, outcome)
                 if sequence.status is _RUNNING and sequence.request.decoder.is_plain and sequence.watch is None:
@@ -288,9 +275,7 @@ class Scheduler:
         self._progress.append(Progress(sequence, token_id, logprobs))
         self._end_if_due(sequence, token_id)
         if sequence.status is _PARKED:
-            self.num_parked -= 1
-            sequence.status = _WAITING
-            self.waiting.push(sequence)
+            self.admission.resume(sequence)
 
     def _end_if_due(self, sequence: Sequence, token_id: int) -> None:
         """End a sequence whose newest token is a stop token, the last one allowed, or once more what came before it."""
@@ -312,9 +297,7 @@ class Scheduler:
             child.table = self.manager.fork(parent.table)
             child.keys = parent.keys.copy() if parent.keys is not None else None
             child.num_computed = child.num_planned = parent.num_computed
-            child.len_at_admission = len(child.token_ids)
-            child.status = _RUNNING
-            insort(self.running, child, key=_rank)
+            self.admission.enter(child)
         else:
             self.waiting.push(child)
         return child
@@ -452,65 +435,16 @@ class Scheduler:
         if self._builder.num_preempted:
             return  # memory is short: whoever was preempted in this step would only be let in at somebody else's cost
         while self._prompts.has_room:
-            head = self.waiting.head()
-            if head is None or (before is not None and not self.waiting.precedes(head, before)):
+            sequence = self.admission.admit_next(self._builder.num_tokens_left, before)
+            if sequence is None:
                 return
-            if not self._try_admit(head):
-                return
-
-    def _try_admit(self, sequence: Sequence) -> bool:
-        """Admit the head of the queue; False where the queue must wait. A sequence waiting for its turn is set aside."""
-        if not self.limits.enable_chunked_prefill and len(sequence.token_ids) > self._builder.num_tokens_left:
-            sequence.refuse("its whole prompt does not fit what is left of this step")
-            return False
-        occasion = Refusal(sequence, self.blocks.num_available, self.rows.num_free, self._num_prefill_publications)
-        if self._refused.still_holds(occasion):
-            return False
-        for resource in self.resources:
-            reason = resource.refusal(sequence)
-            if reason is not None:
-                sequence.refuse(reason)
-                self._refused = occasion
-                return False
-        self.waiting.remove(sequence)
-        for turns in self.parking:
-            reason = turns.refusal(sequence)
-            if reason is not None:
-                sequence.refuse(reason)
-                turns.park(sequence)
-                self.num_parked += 1
-                return True
-        for resource in self.resources:
-            resource.reserve(sequence)
-        self._enter(sequence)
-        return True
-
-    def _enter(self, sequence: Sequence) -> None:
-        self.turns.reserve(sequence)
-        sequence.status = _RUNNING
-        sequence.len_at_admission = len(sequence.token_ids)
-        insort(self.running, sequence, key=_rank)
-        sequence.waits_for = None
-        self._plan_chunk(sequence)
+            self._plan_chunk(sequence)
 
     def _make_room_for_urgent(self) -> None:
         """A waiting sequence may displace running ones that the policy puts behind it."""
-        while (head := self.waiting.head()) is not None:
-            lower = self.waiting.displaceable(head, self.running)
-            if not lower or all(resource.refusal(head) is None for resource in self.resources):
-                return
-            preemption = choose_victim(lower, head, self.manager.pool, self.limits.block_size)
-            if preemption is None:
-                return
+        while (preemption := self.admission.displacement()) is not None:
             self._preempt(preemption)
             self._builder.num_preempted -= 1  # the head is to be admitted in this very step
-
-    def _settle(self, settled: Settled) -> None:
-        """Let sequences whose wait is over queue again, or end their requests."""
-        self._unpark(settled.sequences)
-        if settled.error is not None:
-            for sequence in settled.sequences:
-                self.fail(sequence.request.request_id, settled.error)
 
     def _break_stall(self) -> None:
         """Nobody can run though somebody waits: beams that wait for a sibling hold the memory the sibling needs."""
@@ -533,8 +467,7 @@ class Scheduler:
         self.stats.num_recompute_tokens += preemption.num_recomputed_tokens
         self._builder.num_preempted += 1
         if is_waiting_for_siblings:
-            victim.status = _PARKED
-            self.num_parked += 1
+            self.admission.set_aside(victim)
         else:
             victim.status = _WAITING
             victim.waits_for = preemption.reason()
@@ -559,37 +492,18 @@ class Scheduler:
             if sequence.is_resident:
                 self._builder.replace_block(sequence.row, place, sequence.table.blocks[place])
         if sequence.keys is not None:
-            self._unpark(self.turns.published(sequence, first))
-            if sequence.table.chain is None:  # a digest was taken by other content: the rest stays unpublished
-                self._unpark(self.turns.withdraw(sequence))
+            self.admission.published(sequence, first)
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a sequence out of wherever it is, with everything it holds."""
         sequence.cruise_end = sequence.quiet_end = 0
-        if sequence.status is _RUNNING:
-            if sequence.num_planned > sequence.num_computed:
-                for flight in self.flights:
-                    flight.gone.add(sequence)
-            self._unpark(self.turns.withdraw(sequence))
-            self.running.remove(sequence)
-            if sequence.is_resident:
-                self._builder.remove_row(sequence.row)
-                sequence.is_resident = False
-            for resource in reversed(self.resources):
-                resource.release(sequence)
-        elif sequence.status is _PARKED:
-            self.num_parked -= 1
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
-        else:
-            for turns in self.parking:
-                turns.unpark(sequence)
-            self.num_parked -= 1
-
-    def _unpark(self, sequences: Iterable[Sequence]) -> None:
-        for sequence in sequences:
-            self.num_parked -= 1
-            self.waiting.push(sequence)
+        if sequence.num_planned > sequence.num_computed:
+            for flight in self.flights:
+                flight.gone.add(sequence)
+        if sequence.is_resident:
+            self._builder.remove_row(sequence.row)
+            sequence.is_resident = False
+        self.admission.leave(sequence)
 
     def _end_request(self, request_id: str, reason: FinishReason) -> Request | None:
         request = self.requests.get(request_id)

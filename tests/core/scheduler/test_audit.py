@@ -56,7 +56,7 @@ _BREAKS: dict[str, tuple[Break, str]] = {
     "unrecorded row": (lambda r: r.scheduler.rows._free.pop(), "rows"),
     "reservation": (lambda r: _set(r, "blocks.num_reserved", 1), "blocks reserved"),
     "order": (lambda r: r.scheduler.running.reverse(), "running list"),
-    "parked count": (lambda r: _set(r, "num_parked", 5), "num_parked=5"),
+    "parked count": (lambda r: _set(r, "admission.num_parked", 5), "num_parked=5"),
     "lost": (lambda r: r.scheduler.waiting.remove(r.scheduler.waiting.head()), "should be"),
     "computed": (lambda r: setattr(r.scheduler.running[0], "num_computed", 99), "99 tokens computed of"),
     "holding": (lambda r: setattr(r.scheduler.waiting.head(), "row", 0), "holds something"),
@@ -80,7 +80,7 @@ def test_waiting_for_a_block_that_nobody_computes_is_found(harness: Harness) -> 
     run.add("parked", range(12))
     run.scheduler.schedule(0.0)
     audit(run.scheduler)
-    run.scheduler.turns._owners.clear()
+    run.scheduler.admission.turns._owners.clear()
     with pytest.raises(AssertionError, match=r"\['parked'\] wait for a block that nobody computes"):
         audit(run.scheduler)
 
@@ -98,7 +98,7 @@ def test_the_shallow_audit_skips_the_digests_only(harness: Harness) -> None:
     run = _busy(harness)
     run.scheduler.running[0].token_ids[0] = 7
     audit(run.scheduler, deep=False)
-    run.scheduler.num_parked = 9
+    run.scheduler.admission.num_parked = 9
     with pytest.raises(AssertionError, match="num_parked"):
         audit(run.scheduler, deep=False)
 
