@@ -105,5 +105,5 @@ def _request(name: str, number: int, prompt_len: int, max_tokens: int) -> Reques
 
 
 def _made_up(plan: StepPlan) -> StepResult:
-    results = tuple(WorkResult((_OUTPUT_TOKEN,) * work.num_samples) for work in plan.work)
+    results = tuple(WorkResult((_OUTPUT_TOKEN,) * len(work.tasks)) for work in plan.work)
     return StepResult(plan.step_id, results)

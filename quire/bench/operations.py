@@ -36,7 +36,7 @@ class CostModel:
     def step(self, work: Sequence[RowWork]) -> StepCost:
         """The cost of one plan's work."""
         num_tokens = sum(item.num_tokens for item in work)
-        num_heads = sum(1 for item in work if item.num_samples or item.num_candidates)
+        num_heads = sum(1 for item in work if item.tasks)
         num_others = num_tokens - sum(item.num_wanted for item in work)
         linear = num_tokens * self._flops.layers - num_others * self._flops.outputs + num_heads * self._flops.head
         flops = linear + sum(map(self._attention, work))

@@ -46,7 +46,9 @@ class StepProfile:
                     "drawn_tokens": self._timed("logits", worker.model.drawn_tokens),
                 },
             )
-            worker.sampler = _Timed(worker.sampler, {"sample": self._timed("sampling", worker.sampler.sample)})
+            for outlet in worker.outlets:
+                outlet.model = worker.model
+                outlet.sampler = _Timed(outlet.sampler, {"sample": self._timed("sampling", outlet.sampler.sample)})
 
     def reset(self) -> None:
         """Forget what was measured so far (a warm-up)."""

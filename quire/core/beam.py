@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from quire.core.plan import TokenLogprobs, WorkResult
-from quire.core.request import Demand, FinishReason, Sequence, SequenceOps
+from quire.core.plan import Candidates, Task, TokenLogprobs, WorkResult
+from quire.core.request import FinishReason, Sequence, SequenceOps
 from quire.core.request_spec import BeamSettings
 
 
@@ -46,10 +46,11 @@ class BeamDecoder:
         self._beams: list[Sequence] = []
         self._reports: dict[Sequence, TokenLogprobs] = {}
         self._num_forks = 0
-        self._demand = Demand(0, max(2, 1 + len(settings.eos_token_ids)) * settings.beam_width)
+        self._num_candidates = max(2, 1 + len(settings.eos_token_ids)) * settings.beam_width
+        self._tasks: tuple[Task, ...] = (Candidates(self._num_candidates),)
 
-    def demand(self, sequence: Sequence) -> Demand:
-        return self._demand
+    def tasks(self, sequence: Sequence) -> tuple[Task, ...]:
+        return self._tasks
 
     def absorb(self, ops: SequenceOps, sequence: Sequence, result: WorkResult) -> None:
         if not self._beams:
@@ -76,7 +77,7 @@ class BeamDecoder:
             for token_id, logprob in zip(self._reports[beam].top_ids, self._reports[beam].top_logprobs, strict=True)
         ]
         candidates.sort(key=lambda candidate: -candidate.logprob)
-        return candidates[: self._demand.num_candidates]
+        return candidates[: self._num_candidates]
 
     def _collect_finished(self, candidates: list[_Candidate], num_tokens: int) -> None:
         settings = self.settings

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from quire.core.beam import BeamDecoder
-from quire.core.plan import WorkResult
-from quire.core.request import Decoder, Demand, Sequence, SequenceOps
+from quire.core.plan import ONE_SAMPLE, Sample, Task, WorkResult
+from quire.core.request import Decoder, Sequence, SequenceOps
 from quire.core.request_spec import RequestSpec
-
-_ONE_SAMPLE = Demand(1, 0)
 
 
 def decoder_of(spec: RequestSpec, *, is_forked: bool = False) -> Decoder:
@@ -20,10 +18,11 @@ class SamplingDecoder:
 
     def __init__(self, num_sequences: int = 1, *, is_forked: bool = False) -> None:
         self.num_sequences = num_sequences
+        self._first_tasks: tuple[Task, ...] = (Sample(num_sequences),)
         self.is_plain = is_forked or num_sequences == 1
 
-    def demand(self, sequence: Sequence) -> Demand:
-        return _ONE_SAMPLE if self.is_plain else Demand(self.num_sequences, 0)
+    def tasks(self, sequence: Sequence) -> tuple[Task, ...]:
+        return ONE_SAMPLE if self.is_plain else self._first_tasks
 
     def absorb(self, ops: SequenceOps, sequence: Sequence, result: WorkResult) -> None:
         if not self.is_plain:

@@ -441,7 +441,7 @@ class BeamSearchParams:
             _check_vocabulary(name, getattr(self, name), vocab_size)
 
     def to_row_sampling(self) -> RowSampling:
-        """The sampler's view of each beam's row; candidates are asked for by `RowWork.num_candidates`."""
+        """The sampler's view of each beam's row; candidates are the task `Candidates`."""
         return RowSampling(
             temperature=0.0 if self.temperature < MIN_TEMPERATURE else self.temperature,
             allowed_token_ids=None if self.allowed_token_ids is None else tuple(sorted(set(self.allowed_token_ids))),

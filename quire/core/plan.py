@@ -12,7 +12,7 @@ the token has travelled up and down again.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from quire.core.grammars import Grammar
 
@@ -108,27 +108,76 @@ class NewRow(NamedTuple):
     sampling: RowSampling
 
 
+class Task(Protocol):
+    """What is to become of some of a row's hidden states: a small frozen record. The worker has an outlet for each kind."""
+
+    def num_wanted(self, num_tokens: int) -> int:
+        """Count those of the last of the work's `num_tokens` tokens whose hidden states it needs."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Sample tokens from the logits of the last computed position.
+
+    Sample `i` uses `derive_seed(seed, i)`; only sample 0 is appended to the row.
+    """
+
+    count: int = 1
+    """1 as a rule, `n` where `n` sequences fork from here."""
+
+    def num_wanted(self, num_tokens: int) -> int:
+        return 1
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Report the best tokens of the last computed position with their log-probabilities, and sample none."""
+
+    count: int
+
+    def num_wanted(self, num_tokens: int) -> int:
+        return 1
+
+
+@dataclass(frozen=True, slots=True)
+class ScorePrompt:
+    """Report the log-probabilities of the prompt's tokens from position `first` on.
+
+    The token at position p is scored by the logits of p - 1, up to `start + num_tokens` or the end of the prompt, whichever is
+    first.
+    """
+
+    first: int
+
+    def num_wanted(self, num_tokens: int) -> int:
+        return num_tokens
+
+
+ONE_SAMPLE: tuple[Task, ...] = (Sample(),)
+
+
 class RowWork(NamedTuple):
-    """One row's share of a step: compute `num_tokens` tokens from position `start`."""
+    """One row's share of a step: compute `num_tokens` tokens from position `start`, and do the tasks with what comes of it."""
 
     row: int
     start: int
     num_tokens: int
-    num_samples: int = 0
-    """Tokens to sample from the logits of the last computed position: 0 while tokens are still to be computed, 1 as a rule,
-    `n` where `n` sequences fork from here. Sample `i` uses `derive_seed(seed, i)`; only sample 0 is appended to the row."""
-    num_candidates: int = 0
-    """Beam search: report this many best tokens with their log-probabilities instead of sampling."""
-    prompt_logprobs_from: int = -1
-    """First *target* position whose log-probability is wanted (the token at position p is scored by the logits of p - 1),
-    up to `start + num_tokens` or the end of the prompt, whichever is first; -1 for none."""
+    tasks: tuple[Task, ...] = ()
+    """None while tokens are still to be computed, as a rule."""
 
     @property
     def num_wanted(self) -> int:
-        """Its last tokens whose hidden states are asked for: those that log-probabilities or samples are made of."""
-        if self.prompt_logprobs_from >= 0:
-            return self.num_tokens
-        return 1 if self.num_samples or self.num_candidates else 0
+        """Its last tokens whose hidden states its tasks need."""
+        num_wanted = 0
+        for task in self.tasks:
+            num_wanted = max(num_wanted, task.num_wanted(self.num_tokens))
+        return num_wanted
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens that its tasks sample."""
+        return sum(task.count for task in self.tasks if isinstance(task, Sample))
 
 
 class AppendedTokens(NamedTuple):
@@ -191,16 +240,24 @@ class TokenLogprobs(NamedTuple):
 
 
 class WorkResult(NamedTuple):
-    """What came of one `RowWork`, in the plan's order."""
+    """What came of the tasks of one `RowWork`."""
 
     token_ids: tuple[int, ...] = ()
-    """`num_samples` sampled tokens."""
+    """Of `Sample`."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One per sampled token where the row asked for them; for beam search one whose alternatives are the candidates."""
+    """One per sampled token where the row asked for them; of `Candidates` one, whose alternatives are the candidates."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """For the target positions from `prompt_logprobs_from` on."""
+    """Of `ScorePrompt`."""
     error: str | None = None
     """Set where this row alone failed (non-finite logits, a processor that raised); the other fields are then empty."""
+
+    def join(self, other: WorkResult) -> WorkResult:
+        """Put together what came of different tasks of one row; an error stands for all of them."""
+        if self.error is not None or other.error is not None:
+            return WorkResult(error=self.error or other.error)
+        return WorkResult(
+            self.token_ids + other.token_ids, self.logprobs + other.logprobs, self.prompt_logprobs + other.prompt_logprobs
+        )
 
 
 @dataclass(frozen=True, slots=True)

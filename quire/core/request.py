@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from quire.core.kvcache.manager import BlockTable
 from quire.core.kvcache.prefix import ChainKeys, ScoringKey
-from quire.core.plan import RowSampling, TokenLogprobs, WorkResult
+from quire.core.plan import RowSampling, Task, TokenLogprobs, WorkResult
 from quire.core.repetition import RepetitionWatch
 from quire.core.request_spec import RequestSpec, ResumedSequence
 
@@ -254,15 +254,6 @@ class SequenceOps(Protocol):
         ...
 
 
-class Demand(NamedTuple):
-    """What a sequence whose gap closes is to yield."""
-
-    num_samples: int
-    """Tokens to sample."""
-    num_candidates: int
-    """Best tokens to report."""
-
-
 class Decoder(Protocol):
     """One request's way from logits to tokens."""
 
@@ -271,8 +262,8 @@ class Decoder(Protocol):
         """Whether from now on each closed gap yields one sampled token, which is appended and nothing else."""
         ...
 
-    def demand(self, sequence: Sequence) -> Demand:
-        """What the sequence is to yield when its gap closes. Asked at every decode: it should create nothing."""
+    def tasks(self, sequence: Sequence) -> tuple[Task, ...]:
+        """Return what the sequence is to yield when its gap closes. Called at every decode: it should create nothing."""
         ...
 
     def absorb(self, ops: SequenceOps, sequence: Sequence, result: WorkResult) -> None:

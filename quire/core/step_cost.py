@@ -40,10 +40,10 @@ class StepWork(NamedTuple):
     num_steps: int = 0
     """1 for a step that computes anything."""
     num_heads: int = 0
-    """1 for a step that samples: it reads the output head's weights."""
+    """1 for a step that has tasks: it reads the output head's weights."""
     num_tokens: int = 0
     num_outputs: int = 0
-    """Rows that sample."""
+    """Rows that have tasks."""
     num_context: int = 0
     """Tokens whose keys and values are read, once for each row."""
     num_pairs: float = 0.0
@@ -64,7 +64,7 @@ def work_of(work: Sequence[RowWork]) -> StepWork:
         return StepWork(1, 1, num_tokens, num_rows, num_context, float(num_context))
     num_outputs, num_context, num_pairs = 0, 0, 0.0
     for item in work:
-        num_outputs += item.num_samples > 0 or item.num_candidates > 0
+        num_outputs += bool(item.tasks)
         num_context += item.start + item.num_tokens
         num_pairs += item.num_tokens * (item.start + 0.5 * item.num_tokens)
     return StepWork(1, num_outputs > 0, num_tokens, num_outputs, num_context, num_pairs)

@@ -233,6 +233,7 @@ def build_executor(planned: PlannedModel) -> InlineExecutor:
     from quire.sampling import Sampler, select_sampling
     from quire.worker.last_tokens import PinnedReadback
     from quire.worker.memory import KVMemory, PoolShape
+    from quire.worker.outlets import outlets_for
     from quire.worker.rows import RowTable
     from quire.worker.worker import Worker
 
@@ -253,12 +254,12 @@ def build_executor(planned: PlannedModel) -> InlineExecutor:
     states = {name: each for name, each in planned.files.states(plan.config.tokenizer).items() if name.endswith(".json")}
     matchers = RowMatchers(GrammarTable(partial(_vocabulary, planned._replace(head_start=None), states)))
     sampler = Sampler(select_sampling(selection.kernels), matchers=matchers)
-    worker = Worker(model, memory, rows, sampler, companions=(matchers,))
+    worker = Worker(model, memory, rows, outlets_for(model, rows, sampler), companions=(matchers,))
     if selection.kernels.device.type == "cuda":
         worker.read_late(PinnedReadback())
     if plan.graphs is not None:
         _use_graphs(worker, plan, plan.graphs)
-    return InlineExecutor(worker)
+    return InlineExecutor(worker, sampler.processors)
 
 
 def _use_graphs(worker: Worker, plan: EnginePlan, graphs: GraphPlan) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from quire.core.plan import AppendedBlocks, BlockCopy, ReplacedBlock, StepPlan
+from quire.core.plan import ONE_SAMPLE, AppendedBlocks, BlockCopy, ReplacedBlock, StepPlan
 from quire.core.request import Sequence, SequenceStatus
 from quire.core.scheduler.flight import Flight
 from quire.core.scheduler.scheduler import Scheduler
@@ -178,7 +178,11 @@ class StepRecorder:
         chunks: tuple[Chunk, ...] = ()
         if entered or num_tokens != len(plan.work) or num_tokens >= scheduler.limits.max_num_batched_tokens:
             new = {entry.record.row for entry in entered}
-            chunks = tuple(work[:4] for work in plan.work if work[2] != 1 or work[3] != 1 or work[0] in new)
+            chunks = tuple(
+                (work.row, work.start, work.num_tokens, work.num_samples)
+                for work in plan.work
+                if work[2] != 1 or work[3] != ONE_SAMPLE or work[0] in new
+            )
         forecast = self._flight.forecast
         predicted_s = 0.0 if forecast is None else forecast.seconds
         self._open.append(_Step(

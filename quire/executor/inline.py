@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.core.plan import StepPlan, StepResult
 from quire.executor.interface import Launched
-from quire.sampling.processors import Processor
+from quire.sampling.processors import Processor, ProcessorTable
 from quire.worker.memory import give_back
 from quire.worker.worker import Worker
 
@@ -12,8 +12,9 @@ from quire.worker.worker import Worker
 class InlineExecutor:
     """Runs plans on a worker in the calling thread."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, processors: ProcessorTable) -> None:
         self.worker = worker
+        self.processors = processors
 
     def launch(self, plan: StepPlan) -> Launched:
         """See `Executor.launch`."""
@@ -25,11 +26,11 @@ class InlineExecutor:
 
     def register_processor(self, processor: Processor) -> str:
         """Make a per-request logits processor known; returns the name by which plans refer to it."""
-        return self.worker.sampler.processors.register(processor)
+        return self.processors.register(processor)
 
     def unregister_processor(self, name: str) -> None:
         """Forget a processor."""
-        self.worker.sampler.processors.unregister(name)
+        self.processors.unregister(name)
 
     def idle(self) -> bool:
         """See `Executor.idle`."""

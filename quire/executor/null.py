@@ -11,14 +11,25 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.common.seeds import derive_seed, mix64
-from quire.core.plan import RowSampling, RowWork, StepPlan, StepResult, TokenLogprobs, WorkResult
+from quire.core.plan import (
+    Candidates,
+    RowSampling,
+    RowWork,
+    Sample,
+    ScorePrompt,
+    StepPlan,
+    StepResult,
+    Task,
+    TokenLogprobs,
+    WorkResult,
+)
 from quire.errors import InvalidParameterError
 from quire.executor.interface import Launched
 from quire.worker.companions import Companion, Companions
@@ -93,6 +104,11 @@ class NullExecutor:
         self.key = key
         self.num_steps = 0
         self._script = script
+        self._outlets: dict[type[Task], Callable[[RowWork, Any], WorkResult]] = {
+            Sample: self._sample,
+            Candidates: self._report_candidates,
+            ScorePrompt: self._score_prompt,
+        }
         num_slots = num_blocks * block_size if script is None else 0
         self._slot_tokens: NDArray[np.int64] = np.full(num_slots, -1, np.int64)
         self._slot_histories: NDArray[np.uint64] = np.zeros(num_slots, np.uint64)
@@ -139,7 +155,7 @@ class NullExecutor:
 
     def _dictate(self, work: RowWork) -> WorkResult:
         assert self._script is not None
-        if not work.num_samples:
+        if not work.tasks:
             return WorkResult()
         return WorkResult((self._script(self.rows.names[work.row], work.start + work.num_tokens),) * work.num_samples)
 
@@ -166,31 +182,29 @@ class NullExecutor:
             self._slot_tokens[slot], self._slot_histories[slot] = token_id, history
 
     def _compute(self, work: RowWork) -> WorkResult:
-        end, sampling = work.start + work.num_tokens, self.rows.sampling[work.row]
-        slots = self.rows.slots(work.row, 0, end)
-        prompt_logprobs = self._score_prompt(work, slots) if work.prompt_logprobs_from >= 0 else ()
-        if not work.num_samples and not work.num_candidates:
-            return WorkResult(prompt_logprobs=prompt_logprobs)
-        logits = self._read(slots)
-        if work.num_candidates:
-            best = null_logprobs(logits, int(np.argmax(logits)), work.num_candidates)
-            return WorkResult(logprobs=(best,), prompt_logprobs=prompt_logprobs)
-        seeds = [derive_seed(sampling.seed, index) for index in range(work.num_samples)]
-        token_ids = tuple(null_sample(logits, sampling, seed, end) for seed in seeds)
-        logprobs: tuple[TokenLogprobs, ...] = ()
-        if sampling.num_logprobs is not None:
-            logprobs = tuple(null_logprobs(logits, token_id, sampling.num_logprobs) for token_id in token_ids)
-        return WorkResult(token_ids, logprobs, prompt_logprobs)
+        return reduce(WorkResult.join, (self._outlets[type(task)](work, task) for task in work.tasks), WorkResult())
 
-    def _score_prompt(self, work: RowWork, slots: NDArray[np.int64]) -> tuple[TokenLogprobs, ...]:
-        assert work.prompt_logprobs_from > work.start, "a prompt token is to be scored by a position not in this step"
+    def _sample(self, work: RowWork, task: Sample) -> WorkResult:
+        end, sampling = work.start + work.num_tokens, self.rows.sampling[work.row]
+        logits = self._read(self.rows.slots(work.row, 0, end))
+        seeds = [derive_seed(sampling.seed, index) for index in range(task.count)]
+        token_ids = tuple(null_sample(logits, sampling, seed, end) for seed in seeds)
+        if sampling.num_logprobs is None:
+            return WorkResult(token_ids)
+        return WorkResult(token_ids, tuple(null_logprobs(logits, each, sampling.num_logprobs) for each in token_ids))
+
+    def _report_candidates(self, work: RowWork, task: Candidates) -> WorkResult:
+        logits = self._read(self.rows.slots(work.row, 0, work.start + work.num_tokens))
+        return WorkResult(logprobs=(null_logprobs(logits, int(np.argmax(logits)), task.count),))
+
+    def _score_prompt(self, work: RowWork, task: ScorePrompt) -> WorkResult:
+        assert task.first > work.start, "a prompt token is to be scored by a position not in this step"
         end = min(work.start + work.num_tokens + 1, int(self.rows.num_prompt_tokens[work.row]))
         num_alternatives = self.rows.sampling[work.row].num_prompt_logprobs or 0
-        tokens = self.rows.tokens(work.row)
-        return tuple(
-            null_logprobs(self._read(slots[:target]), int(tokens[target]), num_alternatives)
-            for target in range(work.prompt_logprobs_from, end)
-        )
+        slots, tokens = self.rows.slots(work.row, 0, work.start + work.num_tokens), self.rows.tokens(work.row)
+        targets = [(target, int(tokens[target])) for target in range(task.first, end)]
+        scores = tuple(null_logprobs(self._read(slots[:target]), token_id, num_alternatives) for target, token_id in targets)
+        return WorkResult(prompt_logprobs=scores)
 
     def _read(self, slots: NDArray[np.int64]) -> NDArray[np.float64]:
         return _logits(self.key, self._slot_tokens[slots], self._slot_histories[slots], self.vocab_size)

@@ -17,8 +17,10 @@ _WAIT_S = 0.005
 class Companion(Protocol):
     """The worker's half of one feature."""
 
-    name: str
-    """The key of its orders and news."""
+    @property
+    def name(self) -> str:
+        """The key of its orders and news."""
+        ...
 
     def begin(self, plan: StepPlan) -> None:
         """Take the orders of a plan and note which rows it removes and begins. Returns at once; the step comes after it."""

@@ -7,7 +7,7 @@ import pytest
 from quire.bench.bound import MachineRates, bandwidth_s, compute_s, ideal_steps, roofline_s
 from quire.bench.operations import CostModel
 from quire.bench.workload import BenchRequest, random_workload
-from quire.core.plan import RowWork
+from quire.core.plan import ONE_SAMPLE, RowWork
 from quire.models.registry import declare
 
 SPEC = declare(
@@ -25,7 +25,7 @@ def test_one_request_costs_what_its_steps_cost() -> None:
     steps = ideal_steps(SPEC, [BenchRequest(list(range(7)), 3)], 2)
     costs = CostModel(SPEC, "bfloat16")
     spans = [(0, 7), (7, 1), (8, 1)]
-    exact = [costs.step([RowWork(row=0, start=start, num_tokens=length, num_samples=1)]) for start, length in spans]
+    exact = [costs.step([RowWork(row=0, start=start, num_tokens=length, tasks=ONE_SAMPLE)]) for start, length in spans]
     assert [step.linear_flops + step.attention_flops for step in steps] == [cost.flops for cost in exact]
     assert [step.num_bytes for step in steps] == [cost.num_bytes for cost in exact]
 

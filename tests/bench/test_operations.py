@@ -9,7 +9,7 @@ import pytest
 
 from quire.bench.operations import CostModel
 from quire.bench.roofline import Peaks, attained
-from quire.core.plan import RowWork
+from quire.core.plan import ONE_SAMPLE, RowWork
 from quire.models.declaration import DecoderSpec
 from quire.models.registry import declare
 
@@ -25,7 +25,7 @@ def spec(tiny: str) -> DecoderSpec:
 
 
 def test_a_decode_step(spec: DecoderSpec) -> None:
-    cost = CostModel(spec, "float32").step([RowWork(0, 9, 1, 1), RowWork(1, 99, 1, 1)])
+    cost = CostModel(spec, "float32").step([RowWork(0, 9, 1, ONE_SAMPLE), RowWork(1, 99, 1, ONE_SAMPLE)])
     attention = sum(5 * 4 * 64 * context for context in (10, 100))
     assert cost.flops == 2 * (5 * 2 * LAYER) + 2 * 2 * HEAD + attention
     assert cost.num_bytes == 4 * (5 * LAYER + HEAD) + KV_BYTES * (10 + 1 + 100 + 1)
@@ -44,8 +44,8 @@ def test_an_empty_step_costs_nothing(spec: DecoderSpec) -> None:
 
 def test_chunking_a_prompt_changes_no_operations(spec: DecoderSpec) -> None:
     costs = CostModel(spec, "float32")
-    whole = costs.step([RowWork(0, 0, 50, 1)])
-    parts = [costs.step([RowWork(0, 0, 20)]), costs.step([RowWork(0, 20, 30, 1)])]
+    whole = costs.step([RowWork(0, 0, 50, ONE_SAMPLE)])
+    parts = [costs.step([RowWork(0, 0, 20)]), costs.step([RowWork(0, 20, 30, ONE_SAMPLE)])]
     assert whole.flops == sum(part.flops for part in parts)
     assert whole.num_bytes < sum(part.num_bytes for part in parts)
 
@@ -62,7 +62,7 @@ def test_windows_bound_attention_and_bytes() -> None:
 
 
 def test_attained_takes_the_larger_bound_of_each_step(spec: DecoderSpec) -> None:
-    costs = [CostModel(spec, "float32").step([RowWork(0, 9, 1, 1)])] * 2
+    costs = [CostModel(spec, "float32").step([RowWork(0, 9, 1, ONE_SAMPLE)])] * 2
     cost = costs[0]
     peaks = Peaks(
         read_bytes_per_s=cost.num_bytes / 0.25,

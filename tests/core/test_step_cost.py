@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.core.plan import RowWork
+from quire.core.plan import ONE_SAMPLE, RowWork
 from quire.core.step_cost import StepCostModel, StepWork, UnitCosts, work_of
 
 # Of the order of a model of 0.6 billion parameters on two cores with AVX2.
@@ -22,14 +22,15 @@ def _scaled(costs: UnitCosts, *factors: float) -> UnitCosts:
 
 
 def _decodes(num_rows: int, context: int) -> list[RowWork]:
-    return [RowWork(row, context, 1, 1) for row in range(num_rows)]
+    return [RowWork(row, context, 1, ONE_SAMPLE) for row in range(num_rows)]
 
 
 def _mixed(random: Random) -> list[RowWork]:
     """A step as a server has them: some decodes, and sometimes a chunk."""
     work = _decodes(random.randint(0, 8), random.randint(10, 2000))
     if not work or random.random() < 0.5:
-        work.append(RowWork(99, random.choice((0, 256, 1024)), random.choice((16, 48, 128)), random.randint(0, 1)))
+        start, num_tokens = random.choice((0, 256, 1024)), random.choice((16, 48, 128))
+        work.append(RowWork(99, start, num_tokens, ONE_SAMPLE[: random.randint(0, 1)]))
     return work
 
 
@@ -39,9 +40,9 @@ def _seconds(costs: UnitCosts, work: StepWork) -> float:
 
 def test_work_counts_tokens_contexts_and_pairs() -> None:
     assert work_of([]) == StepWork()
-    assert work_of([RowWork(0, 9, 1, 1), RowWork(1, 19, 1, 1)]) == StepWork(1, 1, 2, 2, 30, 30.0)
+    assert work_of([RowWork(0, 9, 1, ONE_SAMPLE), RowWork(1, 19, 1, ONE_SAMPLE)]) == StepWork(1, 1, 2, 2, 30, 30.0)
     # A chunk of 4 tokens from position 8 on: queries see 8, 9, 10 and 11 earlier keys, and half of a step each of their own.
-    assert work_of([RowWork(0, 9, 1, 1), RowWork(1, 8, 4)]) == StepWork(1, 1, 5, 1, 22, 9.5 + 40.0)
+    assert work_of([RowWork(0, 9, 1, ONE_SAMPLE), RowWork(1, 8, 4)]) == StepWork(1, 1, 5, 1, 22, 9.5 + 40.0)
     assert work_of([RowWork(0, 0, 4)]).num_heads == 0
 
 

@@ -128,28 +128,28 @@ def _break_model(engine: Engine) -> None:
     """The forward pass raises whenever the victim is in it; told apart by its length."""
     engine.add_request("victim", PROMPT, _params())
     worker = engine.executor.worker  # type: ignore[attr-defined]
-    compute = worker._compute
+    hidden = worker._hidden
 
     def fail(work: Any) -> Any:
         if any(worker.rows.names[item.row] == "victim" for item in work):
             raise RuntimeError("secret text")
-        return compute(work)
+        return hidden(work)
 
-    worker._compute = fail
+    worker._hidden = fail
 
 
 def _break_scoring(engine: Engine) -> None:
     """The logits of its prompt are not finite, those of its answer are."""
     engine.add_request("victim", PROMPT, _params(prompt_logprobs=1))
-    worker = engine.executor.worker  # type: ignore[attr-defined]
-    inner = worker.model
+    _, scores = engine.executor.worker.outlets  # type: ignore[attr-defined]
+    inner = scores.model
     num_scored = len(PROMPT["prompt_token_ids"]) - 1
 
     def spoil(hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = inner.logits(hidden)
         return logits * float("nan") if len(hidden) == num_scored else logits
 
-    worker.model = _Replaced(inner, "logits", spoil)
+    scores.model = _Replaced(inner, "logits", spoil)
 
 
 def _fail(*_: object, **__: object) -> Any:
@@ -174,7 +174,7 @@ def _break_input_building(engine: Engine) -> None:
 
 def _break_sampling(engine: Engine) -> None:
     engine.add_request("victim", PROMPT, _params(temperature=1.0))
-    sampler = engine.executor.worker.sampler  # type: ignore[attr-defined]
+    sampler = engine.executor.worker.outlets[0].sampler  # type: ignore[attr-defined]
     sampler.kernels = _Replaced(sampler.kernels, "draw", _fail)
 
 
@@ -362,7 +362,7 @@ def test_a_broken_control_plane_ends_what_it_knows_and_starts_over(
         assert isinstance(error, KeyboardInterrupt)
     else:
         assert outputs.keys() == {"victim", "beams"} and all(output.error for output in outputs.values())
-    assert not engine.has_work and len(engine.executor.worker.sampler.processors) == 0  # type: ignore[attr-defined]
+    assert not engine.has_work and len(engine.executor.processors) == 0  # type: ignore[attr-defined]
     _add_neighbours(engine)
     _assert_neighbours_unharmed(run_all(engine), undisturbed)
     _assert_idle(engine)
@@ -389,9 +389,9 @@ def test_a_refused_request_leaves_no_processor_behind(make_engine: MakeEngine) -
     for prompt in prompts:
         with pytest.raises(RequestError):
             engine.add_request("same", prompt, params)
-    assert len(engine.executor.worker.sampler.processors) == 1  # type: ignore[attr-defined]
+    assert len(engine.executor.processors) == 1  # type: ignore[attr-defined]
     assert run_all(engine)["same"].error is None
-    assert len(engine.executor.worker.sampler.processors) == 0  # type: ignore[attr-defined]
+    assert len(engine.executor.processors) == 0  # type: ignore[attr-defined]
     _assert_idle(engine)
 
 

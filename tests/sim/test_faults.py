@@ -2,12 +2,12 @@
 
 from random import Random
 
-from quire.core.plan import RowWork, StepPlan, StepResult, WorkResult
+from quire.core.plan import ONE_SAMPLE, RowWork, StepPlan, StepResult, WorkResult
 from quire.executor.null import NullExecutor
 from quire.sim.faults import Nemesis
 from quire.sim.scenario import Faults
 
-_PLAN = StepPlan(1, work=(RowWork(0, 0, 1, 1), RowWork(1, 0, 1, 1)))
+_PLAN = StepPlan(1, work=(RowWork(0, 0, 1, ONE_SAMPLE), RowWork(1, 0, 1, ONE_SAMPLE)))
 _RESULT = StepResult(1, (WorkResult((1,)), WorkResult((2,))))
 
 

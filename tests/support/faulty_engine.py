@@ -41,10 +41,11 @@ class Saboteur:
         inner: Any = loop.executor
         self._inner = inner
         self._worker = inner.worker
-        self._wrap(self._worker, "_compute", self._compute)
+        self._wrap(self._worker, "_hidden", self._hidden)
         self._wrap(self._worker.rows, "apply", self._apply)
-        self._wrap(self._worker.sampler, "sample", self._sample)
-        self._wrap(self._worker.sampler, "prompt_logprobs", self._score)
+        sampler = self._worker.outlets[0].sampler
+        self._wrap(sampler, "sample", self._sample)
+        self._wrap(sampler, "prompt_logprobs", self._score)
         self._wrap(loop.scheduler, "add", self._add)
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -70,7 +71,7 @@ class Saboteur:
     def _fault(self, row: int) -> str:
         return NAMES.get(int(self._worker.rows.token_ids[row][0]), "")
 
-    def _compute(self, inner: Callable[..., Any], work: Any) -> Any:
+    def _hidden(self, inner: Callable[..., Any], work: Any) -> Any:
         faults = {place: self._fault(item.row) for place, item in enumerate(work)}
         if "the model raises on it" in faults.values():
             raise RuntimeError(SECRET)

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from quire.core.plan import NewRow, RowSampling, RowWork, StepPlan
+from quire.core.plan import ONE_SAMPLE, NewRow, RowSampling, RowWork, StepPlan
 from quire.worker.batch import gather, move
 from quire.worker.rows import RowTable
 from quire.worker.staging import Staging
@@ -57,7 +57,7 @@ def _check(rows: RowTable, work: list[RowWork]) -> None:
 
 @pytest.mark.parametrize("rows_in_order", [[0], [2], [3, 0], [5, 2, 3, 0]])
 def test_decodes(rows: RowTable, rows_in_order: list[int]) -> None:
-    _check(rows, [RowWork(row, LENGTHS[row] - 1, 1, num_samples=1) for row in rows_in_order])
+    _check(rows, [RowWork(row, LENGTHS[row] - 1, 1, tasks=ONE_SAMPLE) for row in rows_in_order])
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -22,7 +22,7 @@ if importlib.util.find_spec("triton") is None:
 
 from triton.runtime import interpreter
 
-from quire.core.plan import NewRow, RowSampling, RowWork, StepPlan
+from quire.core.plan import ONE_SAMPLE, NewRow, RowSampling, RowWork, StepPlan
 from quire.grammar.rows import RowMatchers
 from quire.grammar.table import GrammarTable
 from quire.kernels.triton.kernels import TritonKernels
@@ -35,6 +35,7 @@ from quire.weights.dummy import DummyWeights
 from quire.worker.graphs import GraphSettings
 from quire.worker.last_tokens import Arrival
 from quire.worker.memory import KVMemory, PoolShape
+from quire.worker.outlets import outlets_for
 from quire.worker.rows import RowTable
 from quire.worker.staging import Staging, packed_len, unpack
 from quire.worker.worker import Worker
@@ -90,8 +91,10 @@ def make_worker(device: torch.device, family: str, kv_format: str) -> Worker:
     model = build_decoder(spec, DummyWeights(), kernels, dtype="bfloat16", max_model_len=4096)
     memory = KVMemory(spec.kv_layers, PoolShape(40, 16, kv_format), device)
     sampler = Sampler(TritonSampling(), matchers=RowMatchers(GrammarTable(lambda: pytest.fail("no grammars"))))
-    worker = Worker(model, memory, RowTable(4, 16), sampler)
-    worker._stage = FakeStaging(device)
+    rows = RowTable(4, 16)
+    outlets = outlets_for(model, rows, sampler)
+    worker = Worker(model, memory, rows, outlets)
+    worker._stage = outlets[0]._stage = FakeStaging(device)  # type: ignore[attr-defined]
     worker.read_late(never_read)
     return worker
 
@@ -108,11 +111,11 @@ def plans() -> Iterator[StepPlan]:
         NewRow(row, str(row), tuple(range(count)), count, tuple(range(row * 8, row * 8 + 8)), sampling)
         for row, (count, sampling) in enumerate(zip(lengths, SAMPLINGS, strict=True))
     )
-    first = (RowWork(0, 0, 20, 1), RowWork(1, 0, 16), RowWork(2, 0, 7, 1))
+    first = (RowWork(0, 0, 20, ONE_SAMPLE), RowWork(1, 0, 16), RowWork(2, 0, 7, ONE_SAMPLE))
     yield StepPlan(1, first, new_rows=new)
-    yield StepPlan(2, (RowWork(0, 20, 1, 1), RowWork(1, 16, 17, 1), RowWork(2, 7, 1, 1)))
-    yield StepPlan(3, tuple(RowWork(row, start, 1, 1) for row, start in ((0, 21), (1, 33), (2, 8))))
-    yield StepPlan(4, (RowWork(0, 22, 1, 1),))
+    yield StepPlan(2, (RowWork(0, 20, 1, ONE_SAMPLE), RowWork(1, 16, 17, ONE_SAMPLE), RowWork(2, 7, 1, ONE_SAMPLE)))
+    yield StepPlan(3, tuple(RowWork(row, start, 1, ONE_SAMPLE) for row, start in ((0, 21), (1, 33), (2, 8))))
+    yield StepPlan(4, (RowWork(0, 22, 1, ONE_SAMPLE),))
 
 
 @pytest.mark.parametrize("is_replayed", [False, True])

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from quire.config.engine import EngineConfig
-from quire.core.plan import NOT_FINITE, AppendedBlocks, NewRow, RowSampling, RowWork, StepPlan
+from quire.core.plan import NOT_FINITE, ONE_SAMPLE, AppendedBlocks, NewRow, RowSampling, RowWork, StepPlan
 from quire.engine.builder import build_engine
 from quire.engine.engine import Engine
 from quire.errors import EngineError
 from quire.kernels import cpu
+from quire.sampling import Sampler, select_sampling
 from quire.worker.last_tokens import Arrival, LastTokens, PinnedReadback, wait_until
+from quire.worker.outlets import outlets_for
+from quire.worker.outlets.interface import HiddenStates
 from quire.worker.rows import RowTable
 from quire.worker.worker import Worker
 
@@ -47,7 +50,9 @@ def engine() -> Iterator[Engine]:
 
 def _worker(engine: Engine, *, is_late: bool) -> Worker:
     inner: Worker = engine.executor.worker  # type: ignore[attr-defined]
-    worker = Worker(inner.model, inner.memory, RowTable(4, engine.plan.limits.block_size), inner.sampler)
+    rows = RowTable(4, engine.plan.limits.block_size)
+    sampler = Sampler(select_sampling(inner.model.kernels))
+    worker = Worker(inner.model, inner.memory, rows, outlets_for(inner.model, rows, sampler))
     if is_late:
         worker.read_late(_at_once if DEVICE == "cpu" else PinnedReadback())
     return worker
@@ -88,11 +93,11 @@ def _begin(samplings: Sequence[RowSampling]) -> StepPlan:
         NewRow(row, str(row), tuple(range(40, 45 + row)), 5 + row, (2 * row, 2 * row + 1), sampling)
         for row, sampling in enumerate(samplings)
     )
-    return StepPlan(1, tuple(RowWork(each.row, 0, each.num_prompt_tokens, 1) for each in new), new_rows=new)
+    return StepPlan(1, tuple(RowWork(each.row, 0, each.num_prompt_tokens, ONE_SAMPLE) for each in new), new_rows=new)
 
 
 def _decode(step: int, rows: Sequence[int]) -> StepPlan:
-    return StepPlan(step, tuple(RowWork(row, 5 + row + step - 2, 1, 1) for row in rows))
+    return StepPlan(step, tuple(RowWork(row, 5 + row + step - 2, 1, ONE_SAMPLE) for row in rows))
 
 
 def test_ids_that_were_not_read_are_filled_in_on_the_device() -> None:
@@ -146,9 +151,9 @@ def test_a_step_with_rows_that_are_read_finds_the_tokens_of_those_that_were_not(
     plans = [
         _begin(SAMPLINGS),
         _decode(2, (0, 1, 2)),
-        StepPlan(3, (*_decode(3, (0, 1, 2)).work, RowWork(3, 0, 3, 1)), new_rows=(came,)),
-        StepPlan(4, (*_decode(4, (0, 2)).work, RowWork(3, 3, 1, 1))),
-        StepPlan(5, (*_decode(5, (0, 2)).work, RowWork(1, 6 + 2, 1, 1)), removed_rows=(3,)),
+        StepPlan(3, (*_decode(3, (0, 1, 2)).work, RowWork(3, 0, 3, ONE_SAMPLE)), new_rows=(came,)),
+        StepPlan(4, (*_decode(4, (0, 2)).work, RowWork(3, 3, 1, ONE_SAMPLE))),
+        StepPlan(5, (*_decode(5, (0, 2)).work, RowWork(1, 6 + 2, 1, ONE_SAMPLE)), removed_rows=(3,)),
     ]
     expected = [each.results for each in map(_worker(engine, is_late=False).execute, plans)]
     late = _worker(engine, is_late=True)
@@ -161,9 +166,9 @@ def test_a_row_that_passes_to_another_sequence_takes_nothing_of_the_first(engine
     plans = [
         _begin(SAMPLINGS),
         _decode(2, (0, 1)),
-        StepPlan(3, (RowWork(1, 7, 1, 1), RowWork(0, 0, 2)), removed_rows=(0,), new_rows=(other,)),
-        StepPlan(4, (RowWork(0, 2, 2, 1), RowWork(1, 8, 1, 1))),
-        StepPlan(5, (RowWork(0, 4, 1, 1),), appended_blocks=(AppendedBlocks(0, (10,)),)),
+        StepPlan(3, (RowWork(1, 7, 1, ONE_SAMPLE), RowWork(0, 0, 2)), removed_rows=(0,), new_rows=(other,)),
+        StepPlan(4, (RowWork(0, 2, 2, ONE_SAMPLE), RowWork(1, 8, 1, ONE_SAMPLE))),
+        StepPlan(5, (RowWork(0, 4, 1, ONE_SAMPLE),), appended_blocks=(AppendedBlocks(0, (10,)),)),
     ]
     expected = [each.results for each in map(_worker(engine, is_late=False).execute, plans)]
     late = _worker(engine, is_late=True)
@@ -191,14 +196,14 @@ def test_what_raises_costs_its_row_alone(engine: Engine) -> None:
     plain = _worker(engine, is_late=False)
     expected = [plain.execute(plan).results for plan in plans]
     late = _worker(engine, is_late=True)
-    launch_late = late._launch_late
+    hidden = late._hidden
 
-    def fail(work: Sequence[RowWork], tokens: LastTokens) -> Any:
+    def fail(work: Sequence[RowWork]) -> HiddenStates:
         if any((item.row, item.start) == (1, 6) for item in work):
             raise RuntimeError("a kernel refused")
-        return launch_late(work, tokens)
+        return hidden(work)
 
-    late._launch_late = fail  # type: ignore[method-assign]
+    late._hidden = fail  # type: ignore[method-assign]
     found = [each().results for each in [late.launch(plan) for plan in plans]]
     assert found[0] == expected[0]
     assert found[1][1].error == "the model failed on this sequence: RuntimeError"

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from quire.core.kvcache.manager import UNCHANGED, TableChange
-from quire.core.plan import AppendedBlocks, AppendedTokens, BlockCopy, NewRow, Record, ReplacedBlock, RowWork, StepPlan
+from quire.core.plan import (
+    AppendedBlocks,
+    AppendedTokens,
+    BlockCopy,
+    NewRow,
+    Record,
+    ReplacedBlock,
+    RowWork,
+    ScorePrompt,
+    StepPlan,
+    Task,
+)
 from quire.core.request import Sequence
 
 
@@ -69,8 +80,7 @@ class PlanBuilder:
 
     def add_decode(self, sequence: Sequence) -> None:
         """Add one more token of a sequence that is one behind and of which the worker knows everything."""
-        num_samples, num_candidates = sequence.request.decoder.demand(sequence)
-        self.work.append(RowWork(sequence.row, sequence.num_planned, 1, num_samples, num_candidates))
+        self.work.append(RowWork(sequence.row, sequence.num_planned, 1, sequence.request.decoder.tasks(sequence)))
         sequence.num_planned += 1
         self.num_tokens_left -= 1
 
@@ -94,12 +104,11 @@ class PlanBuilder:
     @staticmethod
     def _row_work(sequence: Sequence, start: int, count: int) -> RowWork:
         request, end = sequence.request, start + count
-        num_samples = num_candidates = 0
+        tasks: tuple[Task, ...] = ()
         if end >= len(sequence.token_ids):  # one beyond them where a step in flight samples the token that this one computes
-            num_samples, num_candidates = request.decoder.demand(sequence)
-        scored_from = -1
+            tasks = request.decoder.tasks(sequence)
         if start < len(request.prompt_token_ids) and request.scoring is not None:
             first_unscored = len(request.prompt_logprobs)
             if first_unscored <= end and first_unscored < len(request.prompt_token_ids):
-                scored_from = first_unscored
-        return RowWork(sequence.row, start, count, num_samples, num_candidates, scored_from)
+                tasks += (ScorePrompt(first_unscored),)
+        return RowWork(sequence.row, start, count, tasks)

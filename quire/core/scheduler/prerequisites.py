@@ -44,8 +44,10 @@ class Settled(NamedTuple):
 class Prerequisite(Turn, Protocol):
     """The control plane's half of one feature."""
 
-    name: str
-    """The key of its orders and news."""
+    @property
+    def name(self) -> str:
+        """The key of its orders and news."""
+        ...
 
     def take_orders(self, now: float) -> tuple[Record, ...]:
         """Return what no plan has ordered yet; the plan that is made now carries it."""

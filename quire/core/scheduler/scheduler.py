@@ -28,7 +28,7 @@ from quire.common.seeds import derive_seed
 from quire.config.limits import SchedulerLimits
 from quire.core.decoding import decoder_of
 from quire.core.kvcache.manager import KVCacheManager
-from quire.core.plan import RowWork, StepPlan, StepResult, TokenLogprobs, WorkResult
+from quire.core.plan import ONE_SAMPLE, RowWork, StepPlan, StepResult, TokenLogprobs, WorkResult
 from quire.core.request import FinishReason, Request, Sequence, SequenceStatus
 from quire.core.request_spec import RequestSpec, ResumedSequence
 from quire.core.scheduler.admission import Admission
@@ -245,7 +245,7 @@ class Scheduler:
             if sequence.num_computed >= (sequence.table.num_chained + 1) * self.limits.block_size:
                 self._publish(sequence)
                 self.admission.num_prefill_publications += work.num_tokens > 1
-            if work.num_samples or work.num_candidates:
+            if sequence.num_computed == len(sequence.token_ids):
                 sequence.request.decoder.absorb(self, sequence, outcome)
                 if sequence.status is _RUNNING and sequence.request.decoder.is_plain and sequence.watch is None:
                     sequence.quiet_end = self._quiet_end(sequence)
@@ -334,7 +334,7 @@ class Scheduler:
             if start < sequence.cruise_end:
                 num_plain += 1
                 sequence.table.num_filled = sequence.num_planned = start + 1
-                work.append(tuple.__new__(RowWork, (sequence.row, start, 1, 1, 0, -1)))  # half the price of a call
+                work.append(tuple.__new__(RowWork, (sequence.row, start, 1, ONE_SAMPLE)))  # half the price of a call
                 add_planned(sequence)
             elif len(sequence.token_ids) - start > 1 or sequence.num_reserved:
                 behind.append(sequence)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.core.plan import RowWork, StepPlan
+from quire.core.plan import ONE_SAMPLE, RowWork, StepPlan
 from quire.core.scheduler.pace import StepPace
 from quire.core.step_cost import StepCostModel, StepWork, UnitCosts, work_of
 
@@ -54,22 +54,22 @@ def test_a_second_prompt_that_queues_makes_steps_longer(harness: Callable[..., A
 
 
 def test_queued_prompts_get_the_time_of_one_up_to_two_targets() -> None:
-    pace, decodes = _pace(0.050), [RowWork(0, 5, 1, 1)]
+    pace, decodes = _pace(0.050), [RowWork(0, 5, 1, ONE_SAMPLE)]
     assert pace.prompt_s(decodes, 0) == pytest.approx(0.047)
     assert pace.prompt_s(decodes, 10) == pytest.approx(0.047)
     assert pace.prompt_s(decodes, 60) == pytest.approx(0.060)
     assert pace.prompt_s(decodes, 1000) == pytest.approx(0.100)
-    many = [RowWork(row, 5, 1, 1) for row in range(40)]
+    many = [RowWork(row, 5, 1, ONE_SAMPLE) for row in range(40)]
     assert pace.prompt_s(many, 10) == pytest.approx(2 * 0.042)
 
 
 def test_decodes_that_take_the_whole_target_leave_prompts_a_quarter() -> None:
-    decodes = [RowWork(row, 5, 1, 1) for row in range(100)]
+    decodes = [RowWork(row, 5, 1, ONE_SAMPLE) for row in range(100)]
     assert _pace(0.100).prompt_s(decodes, 0) == pytest.approx(0.025)
 
 
 def test_steps_are_not_so_short_that_they_only_read_weights() -> None:
-    costs, decodes = _COSTS._replace(step_s=0.005), [RowWork(0, 5, 1, 1)]
+    costs, decodes = _COSTS._replace(step_s=0.005), [RowWork(0, 5, 1, ONE_SAMPLE)]
     assert _pace(0.020, costs).prompt_s(decodes, 0) == pytest.approx(0.030), "one and a half targets at most"
     assert _pace(0.040, costs).prompt_s(decodes, 0) == pytest.approx(0.040), "eight times 5 ms"
     costs = costs._replace(context_s=1e-5)
@@ -144,7 +144,7 @@ def test_no_more_prompts_are_under_way_than_the_limit_says(harness: Callable[...
 
 def test_a_step_planned_ahead_is_measured_from_the_end_of_the_one_before_it() -> None:
     pace, work = _pace(0.050), StepWork(1, 1, 1, 1, 10, 10.0)
-    forecast = pace.forecast([RowWork(0, 9, 1, 1)])
+    forecast = pace.forecast([RowWork(0, 9, 1, ONE_SAMPLE)])
     assert forecast.work == work
     assert pace.measure(forecast, 0.020, now=1.0) == pytest.approx(0.020)
     assert pace.measure(forecast, 0.040, now=1.025) == pytest.approx(0.025)
