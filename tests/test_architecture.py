@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import pickle
+import re
 import subprocess
 import sys
 import time
@@ -64,6 +65,20 @@ BOTH_PLANES = {"engine", "sim", "bench", "cli", "llm", "__init__"}
 
 COMPILED = {"_native"}
 """Extension modules, which have no source here."""
+
+# R7. Features come in by protocols; what every step goes through names none of them.
+MIDDLE: dict[str, set[str]] = {
+    "quire.core.scheduler.scheduler": set(),
+    "quire.core.scheduler.admission": set(),
+    "quire.core.scheduler.plan_builder": set(),
+    "quire.worker.worker": set(),
+    "quire.core.plan": {"Task", "RowWork", "NewRow", "StepPlan", "WorkResult", "StepResult"},
+}
+"""Modules, and where only some of their classes are meant, which."""
+FEATURES = {
+    "grammar", "lora", "adapter", "draft", "speculation", "speculative", "media", "image", "audio", "vision", "encoder",
+    "expert", "tier", "beam", "embedding", "thinking",
+}  # fmt: skip
 
 FORBIDDEN_MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
@@ -191,6 +206,25 @@ def test_r6_the_server_imports_no_torch_and_nothing_imports_programs() -> None:
         if package not in PROGRAMS | ASSEMBLIES:  # __main__ is one: it starts the command line
             for name in _quire_imports(module):
                 assert _package(name) not in PROGRAMS, f"{module} imports {name}"
+
+
+def _words(module: str, classes: set[str]) -> set[str]:
+    """The words of a module's names, comments and docstrings, or of some of its classes, in the singular."""
+    source = (ROOT / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8")
+    if classes:
+        found = [node for node in _trees()[module].body if isinstance(node, ast.ClassDef) and node.name in classes]
+        assert {node.name for node in found} == classes
+        source = "\n".join(ast.get_source_segment(source, node) or "" for node in found)
+    return {word.lower().removesuffix("s") for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", source)}
+
+
+@pytest.mark.parametrize("module", MIDDLE)
+def test_r7_the_middle_names_no_feature(module: str) -> None:
+    assert _words(module, MIDDLE[module]) & FEATURES == set(), "a feature is a folder behind a protocol"
+
+
+def test_r7_the_scan_for_features_can_fail() -> None:
+    assert "grammar" in _words("quire.core.scheduler.grammars", set()) & _words("quire.core.plan", {"RowSampling"})
 
 
 def test_r8_there_are_no_import_cycles() -> None:

@@ -447,7 +447,7 @@ class Scheduler:
             self._builder.num_preempted -= 1  # the head is to be admitted in this very step
 
     def _break_stall(self) -> None:
-        """Nobody can run though somebody waits: beams that wait for a sibling hold the memory the sibling needs."""
+        """Preempt where nothing can run though sequences wait: siblings that wait for one of them hold the memory it needs."""
         while not self._builder.work and len(self.waiting) and self.running:
             preemption = choose_victim(self.running[-1:], None, self.manager.pool, self.limits.block_size)
             if preemption is None:
