@@ -24,7 +24,7 @@ _by_rank = attrgetter("rank")
 
 
 class _Refusal(NamedTuple):
-    """When the head of the queue was refused. It stays refused until something happens that could help it."""
+    """When the head of the queue found no row or blocks. It stays refused until something happens that could help it."""
 
     sequence: Sequence | None
     num_available: int
@@ -98,7 +98,8 @@ class Admission:
             reason = resource.refusal(head)
             if reason is not None:
                 head.refuse(reason)
-                self._refused = occasion
+                if resource is self.rows or resource is self._blocks:
+                    self._refused = occasion
                 return False
         return True
 

@@ -18,7 +18,7 @@ from quire.executor.null import NullExecutor
 from quire.sim.oracle import Oracle
 
 _VOCAB_SIZE = 16
-_PARTS: dict[str, Any] = {"pace": None, "prerequisites": (), "companions": ()}
+_PARTS: dict[str, Any] = {"pace": None, "resources": (), "prerequisites": (), "companions": ()}
 
 
 class Harness:
@@ -29,9 +29,9 @@ class Harness:
             "num_blocks": 64, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128,
             "watermark": 0.0,
         }  # fmt: skip
-        pace, prerequisites, companions = (changes.pop(name, default) for name, default in _PARTS.items())
+        pace, resources, prerequisites, companions = (changes.pop(name, default) for name, default in _PARTS.items())
         self.limits = SchedulerLimits(**(defaults | changes))
-        self.scheduler = Scheduler(self.limits, prerequisites=prerequisites, pace=pace)
+        self.scheduler = Scheduler(self.limits, resources=resources, prerequisites=prerequisites, pace=pace)
         self.executor = NullExecutor(
             self.limits.max_num_seqs, self.limits.num_blocks, self.limits.block_size, vocab_size=_VOCAB_SIZE,
             companions=companions,
