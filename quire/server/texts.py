@@ -20,14 +20,14 @@ import msgspec
 from quire.engine.client import ModelInfo
 from quire.errors import ConfigError
 from quire.server.errors import ApiError, bad_request, unavailable_feature
+from quire.server.off_loop import SMALL, off_loop
 from quire.text.chat import ChatTemplate, encode_chat
 from quire.text.tokenizer import Tokenizer
 
 _INLINE_CHARS = 4096
 """Shorter texts are encoded at once: below about a millisecond, handing over to a thread costs more than it frees."""
-_INLINE_BYTES = 64 << 10
-"""Parts of smaller bodies are looked at where they are; 5 MB of tiny messages would take the event loop half a second."""
 _INLINE_MESSAGES = 512
+"""More of them are looked at beside the event loop, however small: 5 MB of tiny ones would take it half a second."""
 _GROUP_CHARS = 64 << 10
 """Of prompts that are encoded together: some 30 ms."""
 _THREADS = 2
@@ -140,11 +140,8 @@ class Texts:
             return "".join((text,)), encode_chat(tokenizer, text)
 
         is_large = len(messages) > _INLINE_MESSAGES
-        return await self.work(await self.digest(_INLINE_BYTES + 1 if is_large else options.num_body_bytes, count), render)
-
-    async def digest(self, num_bytes: int, work: Callable[[], _T]) -> _T:
-        """Do something whose cost grows with the number of things in a body of this size: in a thread, if it is large."""
-        return await self.work(0 if num_bytes <= _INLINE_BYTES else num_bytes, work)
+        num_chars = await off_loop(SMALL + 1 if is_large else options.num_body_bytes, count)
+        return await self.work(num_chars, render)
 
     @property
     def template_source(self) -> str:

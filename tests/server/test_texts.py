@@ -53,7 +53,7 @@ def test_t20_large_bodies_are_digested_in_threads_of_their_own(path: str, monkey
     watched(texts, "_num_chars")
     watched(ChatTemplate, "render")
     with serve(FakeClient()) as server:
-        for arguments, expected in ((SMALL, ["test-server"] * 3), (LARGE, ["quire-bodies", "quire-text", "quire-text"])):
+        for arguments, expected in ((SMALL, ["test-server"] * 3), (LARGE, ["quire-bodies", "quire-bodies", "quire-text"])):
             places.clear()
             httpx.post(server.url + path, json=called_with(path, arguments), timeout=30)
             assert [name.partition("_")[0] for name in places[:3]] == expected
