@@ -21,7 +21,8 @@ from torch import Tensor
 
 from quire.core.plan import RowSampling, TokenLogprobs
 from quire.errors import RequestError
-from quire.kernels.sampling import WEIGHT_ONE, Cuts, SamplingKernels, ScaledRows
+from quire.kernels.sampling import WEIGHT_ONE, Cuts, SamplingKernels
+from quire.sampling.tensors import cuts_of, integers, scaled_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +54,12 @@ def describe(kernels: SamplingKernels, logits: Tensor, queries: Sequence[Query])
 
 def _describe_group(kernels: SamplingKernels, logits: Tensor, queries: list[Query]) -> list[TokenLogprobs]:
     """Queries that want the same number of alternatives."""
+    device = logits.device
     scores = kernels.score(
         logits,
-        _scaled_rows(logits, queries),
-        _cuts(logits, queries),
-        _integers(logits, [query.token_id for query in queries]),
+        scaled_rows([(query.row, query.peak, query.scale) for query in queries], device),
+        _cuts(queries, logits),
+        integers([query.token_id for query in queries], device),
         num_top=queries[0].num_top,
     )
     tops = scores.top_ids.tolist()
@@ -101,27 +103,10 @@ def _values(logits: Tensor, queries: list[Query], ids: list[list[int]], offsets:
     return [flat[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _scaled_rows(logits: Tensor, queries: list[Query]) -> ScaledRows:
-    return ScaledRows(
-        row=_integers(logits, [query.row for query in queries]),
-        peak=_floats(logits, [query.peak for query in queries]),
-        scale=_floats(logits, [query.scale for query in queries]),
-    )
-
-
-def _cuts(logits: Tensor, queries: list[Query]) -> Cuts | None:
+def _cuts(queries: list[Query], logits: Tensor) -> Cuts | None:
     if all(query.cut is None for query in queries):
         return None
-    cuts = [query.cut or (-math.inf, logits.shape[1]) for query in queries]
-    return Cuts(_floats(logits, [value for value, _ in cuts]), _integers(logits, [token_id for _, token_id in cuts]))
-
-
-def _integers(like: Tensor, values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=like.device)
-
-
-def _floats(like: Tensor, values: list[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=like.device)
+    return cuts_of([query.cut or (-math.inf, logits.shape[1]) for query in queries], logits.device)
 
 
 def num_alternatives(wanted: int, vocab_size: int) -> int:

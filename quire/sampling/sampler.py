@@ -21,12 +21,13 @@ from torch import Tensor
 from quire.common.seeds import derive_seed
 from quire.core.plan import NO_TOKEN_LEFT, NOT_FINITE, RowSampling, TokenLogprobs, WorkResult
 from quire.grammar.rows import RowMatchers
-from quire.kernels.sampling import Cuts, Filters, Keys, SamplingKernels, ScaledRows
+from quire.kernels.sampling import Filters, Keys, SamplingKernels, ScaledRows
 from quire.sampling.edits import RowEditor, is_edited
 from quire.sampling.logprobs import Query, describe, num_alternatives, prompt_logprobs
 from quire.sampling.plain import floor_of, has_filters, scale_of, signed
 from quire.sampling.processors import ProcessorTable
 from quire.sampling.rows import SampledRow
+from quire.sampling.tensors import cuts_of, floats, integers, scaled_rows
 
 _BAD_EDIT = "the logits became NaN or +inf under this request's logit_bias, processors or penalties"
 
@@ -119,7 +120,7 @@ class Sampler:
         held = self._held
         if held is None or held.device != logits.device or held.shape[1:] != logits.shape[1:] or len(held) < len(indices):
             held = self._held = torch.empty((len(indices), logits.shape[1]), device=logits.device)
-        index = _integers(indices, logits.device)
+        index = integers(indices, logits.device)
         return torch.index_select(logits, 0, index, out=held[: len(indices)])
 
     def _choose(self, surface: _Surface, rows: Sequence[SampledRow], outcomes: list[_Outcome]) -> None:
@@ -147,9 +148,9 @@ class Sampler:
         samplings = [rows[i].sampling for i, _ in members]
         device, vocab_size = surface.logits.device, surface.logits.shape[1]
         filters = Filters(
-            top_k=_integers([min(s.top_k or vocab_size, vocab_size) for s in samplings], device),
+            top_k=integers([min(s.top_k or vocab_size, vocab_size) for s in samplings], device),
             top_p=torch.tensor([s.top_p for s in samplings], dtype=torch.float64, device=device),
-            floor=_floats([floor_of(s) for s in samplings], device),
+            floor=floats([floor_of(s) for s in samplings], device),
         )
         cuts = self.kernels.cuts(surface.logits, _scaled_rows(surface, members, rows), filters)
         for (i, _), value, token_id in zip(members, cuts.value.tolist(), cuts.token_id.tolist(), strict=True):
@@ -162,11 +163,11 @@ class Sampler:
         draws = [(i, j, n) for i, j in members for n in range(rows[i].num_samples)]
         device = surface.logits.device
         keys = Keys(
-            seed=_integers([signed(derive_seed(rows[i].sampling.seed, n)) for i, _, n in draws], device),
-            position=_integers([rows[i].position for i, _, _ in draws], device),
+            seed=integers([signed(derive_seed(rows[i].sampling.seed, n)) for i, _, n in draws], device),
+            position=integers([rows[i].position for i, _, _ in draws], device),
         )
         found = [cut for i, _, _ in draws if (cut := outcomes[i].cut) is not None]
-        cuts = Cuts(_floats([v for v, _ in found], device), _integers([t for _, t in found], device)) if found else None
+        cuts = cuts_of(found, device) if found else None
         scaled = _scaled_rows(surface, [(i, j) for i, j, _ in draws], rows)
         token_ids = self.kernels.draw(surface.logits, scaled, cuts, keys).tolist()
         for (i, _, _), token_id in zip(draws, token_ids, strict=True):
@@ -192,12 +193,7 @@ class Sampler:
 
 
 def _scaled_rows(surface: _Surface, members: list[tuple[int, int]], rows: Sequence[SampledRow]) -> ScaledRows:
-    device = surface.logits.device
-    return ScaledRows(
-        row=_integers([j for _, j in members], device),
-        peak=_floats([surface.peaks[j] for _, j in members], device),
-        scale=_floats([scale_of(rows[i].sampling) for i, _ in members], device),
-    )
+    return scaled_rows([(j, surface.peaks[j], scale_of(rows[i].sampling)) for i, j in members], surface.logits.device)
 
 
 def _query(where: tuple[_Surface, int], row: SampledRow, token_id: int, cut: tuple[float, int] | None) -> Query:
@@ -235,11 +231,3 @@ def _result(outcome: _Outcome) -> WorkResult:
     if outcome.error is not None:
         return WorkResult(error=outcome.error)
     return WorkResult(token_ids=outcome.token_ids, logprobs=tuple(outcome.reports))
-
-
-def _integers(values: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=device)
-
-
-def _floats(values: list[float], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=device)
