@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.core.params import SamplingParams
-from quire.core.plan import StepPlan, StepResult
 from quire.engine.builder import PreparedModel, assemble, build_executor
 from quire.engine.outputs import RequestOutput
 from quire.engine.prompts import Prompt
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
-    from quire.executor.interface import Launched
 
 
 class Job(NamedTuple):
@@ -25,7 +23,7 @@ class Job(NamedTuple):
 
 def check(prepared: PreparedModel, jobs: Sequence[Job]) -> None:
     """Raise what adding these requests would raise, without a model: the same engine does the judging."""
-    engine = assemble(prepared, _NoExecutor())
+    engine = assemble(prepared, build_executor(prepared.planned, "null"))
     for number, job in enumerate(jobs):
         engine.add_request(str(number), job.prompt, job.params)
 
@@ -52,26 +50,3 @@ def run(engine: Engine, jobs: Sequence[Job], after_step: Callable[[], None] | No
     finally:
         for number in range(len(jobs)):
             engine.abort(str(number))
-
-
-class _NoExecutor:
-    """Stands in while requests are only judged."""
-
-    def launch(self, plan: StepPlan) -> Launched:
-        raise AssertionError("requests that are only judged are never run")
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        return self.launch(plan)()
-
-    def idle(self) -> bool:
-        """There is nothing to prepare."""
-        return False
-
-    def register_processor(self, processor: Callable[..., Any]) -> str:
-        return "unused"
-
-    def unregister_processor(self, name: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass

@@ -29,6 +29,7 @@ from quire.engine.planning import HALF, EnginePlan, GraphPlan, resolve
 from quire.engine.step_costs import SUFFIX as COST_SUFFIX
 from quire.engine.step_costs import StepCostFile
 from quire.errors import CheckpointError, ConfigError, RequestError
+from quire.executor.registry import ExecutorSpec, make_executor
 from quire.models.registry import declare
 from quire.quant.formats import WeightFormats, formats_at_load
 from quire.quant.gguf_formats import GgufStorage
@@ -39,13 +40,13 @@ from quire.weights.folder import read_generation_config, resolve_model
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
-    from quire.executor.inline import InlineExecutor
     from quire.executor.interface import Executor
     from quire.grammar.backend import Vocabulary
     from quire.kernels.interface import Kernels
     from quire.kernels.selection import Selection
     from quire.nn.decoder import DecoderModel
     from quire.quant.linears import FloatLinears, LinearLoader
+    from quire.sampling.processors import ProcessorTable
     from quire.weights.head_start import HeadStart
     from quire.weights.packed_cache import PackedCache
     from quire.weights.source import WeightSource
@@ -225,9 +226,15 @@ def select(plan: EnginePlan) -> Selection:
 
 
 @_no_collection()
-def build_executor(planned: PlannedModel) -> InlineExecutor:
+def build_executor(planned: PlannedModel, name: str = "inline") -> Executor:
+    """The executor of this name (see `quire.executor.registry`) for a planned model. Raises ConfigError for an unknown name."""
+    limits, vocab_size = planned.plan.limits, planned.plan.spec.vocab_size
+    spec = ExecutorSpec(limits.max_num_seqs, limits.num_blocks, limits.block_size, vocab_size, partial(_build_worker, planned))
+    return make_executor(name, spec)
+
+
+def _build_worker(planned: PlannedModel) -> tuple[Worker, ProcessorTable]:
     """Load the weights, allocate the KV memory, and put a worker around them."""
-    from quire.executor.inline import InlineExecutor
     from quire.grammar.rows import RowMatchers
     from quire.grammar.table import GrammarTable
     from quire.sampling import Sampler, select_sampling
@@ -259,7 +266,7 @@ def build_executor(planned: PlannedModel) -> InlineExecutor:
         worker.read_late(PinnedReadback())
     if plan.graphs is not None:
         _use_graphs(worker, plan, plan.graphs)
-    return InlineExecutor(worker, sampler.processors)
+    return worker, sampler.processors
 
 
 def _use_graphs(worker: Worker, plan: EnginePlan, graphs: GraphPlan) -> None:

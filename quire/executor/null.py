@@ -110,7 +110,7 @@ class NullExecutor:
             ScorePrompt: self._score_prompt,
         }
         num_slots = num_blocks * block_size if script is None else 0
-        self._slot_tokens: NDArray[np.int64] = np.full(num_slots, -1, np.int64)
+        self._slot_tokens: NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self._slot_histories: NDArray[np.uint64] = np.zeros(num_slots, np.uint64)
 
     def launch(self, plan: StepPlan) -> Launched:

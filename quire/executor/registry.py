@@ -1,0 +1,47 @@
+"""Executors by name: the one table of those that there are. Each is imported when it is made: naming them costs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.executor.interface import Executor
+    from quire.sampling.processors import ProcessorTable
+    from quire.worker.worker import Worker
+
+
+class ExecutorSpec(NamedTuple):
+    """What an executor is made of, whichever it is."""
+
+    num_rows: int
+    num_blocks: int
+    block_size: int
+    """In tokens."""
+    vocab_size: int
+    build_worker: Callable[[], tuple[Worker, ProcessorTable]]
+    """Loads the weights and allocates the KV memory, in the process that calls it."""
+
+
+def _inline(spec: ExecutorSpec) -> Executor:
+    from quire.executor.inline import InlineExecutor
+
+    return InlineExecutor(*spec.build_worker())
+
+
+def _null(spec: ExecutorSpec) -> Executor:
+    from quire.executor.null import NullExecutor
+
+    return NullExecutor(spec.num_rows, spec.num_blocks, spec.block_size, vocab_size=spec.vocab_size)
+
+
+EXECUTORS: dict[str, Callable[[ExecutorSpec], Executor]] = {"inline": _inline, "null": _null}
+
+
+def make_executor(name: str, spec: ExecutorSpec) -> Executor:
+    """Make the executor of this name. Raises ConfigError naming those that there are."""
+    if name not in EXECUTORS:
+        raise ConfigError(f"there is no executor called {name!r}; choose one of {', '.join(EXECUTORS)}")
+    return EXECUTORS[name](spec)
