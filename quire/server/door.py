@@ -8,39 +8,24 @@ Answers to tenants with rates say what is left of them, as OpenAI's do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
-
 from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.server.admission import Admission
 from quire.server.call import call_in
 from quire.server.errors import ApiError
-from quire.server.tenants import Tenant
 from quire.server.turnstile import Turnstile
 
 GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 """Whose requests take a place in the queue."""
 
 
-class Room(Protocol):
-    """Who knows whether there is room."""
-
-    def check_room(self, tenant: Tenant) -> None:
-        """Raise ApiError where no request of `tenant` could be taken now, whatever it is."""
-        ...
-
-    def rate_headers(self, tenant: Tenant) -> Mapping[str, str]:
-        """What is left of a tenant's rates, for its answers' headers."""
-        ...
-
-
 class Door:
     """ASGI application around the router."""
 
-    def __init__(self, app: ASGIApp, room: Room) -> None:
+    def __init__(self, app: ASGIApp, admission: Admission) -> None:
         self._app = app
-        self._room = room
+        self._admission = admission
         self._turnstile = Turnstile()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,15 +42,15 @@ class Door:
 
         async def send_with_rates(message: Message) -> None:
             if message["type"] == "http.response.start":
-                rates = [(name.encode(), value.encode()) for name, value in self._room.rate_headers(tenant).items()]
+                rates = [(name.encode(), value.encode()) for name, value in self._admission.rate_headers(tenant).items()]
                 message = {**message, "headers": [*message.get("headers", ()), *rates]}
             await send(message)
 
         try:
-            self._room.check_room(tenant)
+            self._admission.check_room(tenant)
             await self._turnstile.enter()
-            self._room.check_room(tenant)  # others have come in meanwhile
+            self._admission.check_room(tenant)  # others have come in meanwhile
             await self._app(scope, receive, send_with_rates if tenant.has_rates else send)
         except ApiError as error:
-            error.headers.update(self._room.rate_headers(tenant))
+            error.headers.update(self._admission.rate_headers(tenant))
             raise

@@ -13,7 +13,6 @@ import re
 import secrets
 import time
 from itertools import chain
-from typing import Protocol
 
 import msgspec
 from starlette._utils import get_route_path
@@ -28,6 +27,7 @@ from quire.server.body import read_body, too_large
 from quire.server.call import Call, attach
 from quire.server.cors import Cors
 from quire.server.errors import ApiError, bad_request, from_exception
+from quire.server.metrics import Metrics
 from quire.server.static_page import PATHS as PAGE_PATHS
 from quire.server.tenants import EVERYBODY, MAX_KEY_LEN, NOBODY, KeyRing, Tenant
 
@@ -55,22 +55,14 @@ Fields = dict[bytes, bytes]
 """Headers by name; the last of those that have the same one. What must be there only once is looked for in `Headers`."""
 
 
-class HttpObserver(Protocol):
-    """Who is told of every finished HTTP exchange."""
-
-    def http_finished(self, method: str, path: str, status: int, elapsed_s: float) -> None:
-        """`path` is the route's pattern, never what the client sent."""
-        ...
-
-
 class Gate:
     """ASGI application around the router."""
 
-    def __init__(self, app: ASGIApp, config: ApiConfig, keys: KeyRing, observer: HttpObserver) -> None:
+    def __init__(self, app: ASGIApp, config: ApiConfig, keys: KeyRing, metrics: Metrics) -> None:
         self._app = app
         self._config = config
         self._keys = keys
-        self._observer = observer
+        self._metrics = metrics
         self.cors = Cors(config.allow_origin)
         self._root_path = config.root_path.encode()
 
@@ -151,7 +143,7 @@ class Gate:
         elapsed_s = time.monotonic() - exchange.started_s
         path = getattr(exchange.scope.get("route"), "path", "other")
         method = exchange.scope["method"] if exchange.scope["method"] in _METHODS else "other"
-        self._observer.http_finished(method, path, exchange.status, elapsed_s)
+        self._metrics.http_finished(method, path, exchange.status, elapsed_s)
         if not access_logger.isEnabledFor(logging.INFO):
             return
         access_logger.info(

@@ -12,7 +12,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -20,7 +19,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from quire.core.params import SamplingParams
-from quire.engine.client import EngineStatus, ModelInfo
+from quire.engine.client import Client, EngineStatus
 from quire.engine.outputs import RequestOutput
 from quire.server.admission import Admission
 
@@ -72,23 +71,10 @@ NOT_FINITE_CODE = "not_finite"
 """The code of failures whose cause is that the model's numbers were not finite."""
 
 
-class StatusSource(Protocol):
-    """Whoever can say what is served and how the engine is doing."""
-
-    @property
-    def model(self) -> ModelInfo:
-        """What is served."""
-        ...
-
-    def status(self) -> EngineStatus:
-        """A picture of the engine now."""
-        ...
-
-
 class Metrics:
     """All metrics of one server."""
 
-    def __init__(self, prefix: str, model_name: str, source: StatusSource, admission: Admission) -> None:
+    def __init__(self, prefix: str, model_name: str, client: Client, admission: Admission) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
         self._model = model_name
         registry, label = self._registry, ("model_name",)
@@ -108,7 +94,7 @@ class Metrics:
         self._http_duration = Histogram(name, text, labels, buckets=_LATENCY_S, registry=registry)
         self._http_children: dict[tuple[str, str, int], tuple[Callable[[], None], Callable[[float], None]]] = {}
         """To look a metric up by its labels costs as much as to count; these are as few as the metric's."""
-        self._registry.register(_Live(prefix, model_name, source, admission))
+        self._registry.register(_Live(prefix, model_name, client, admission))
         self._registry.register(_Histograms(prefix, model_name, self._histograms))
         self._registry.register(_Counts(prefix, model_name, self._counts))
 
@@ -267,15 +253,15 @@ def _num_tasks() -> float:
 class _Live(Collector):
     """Gauges and counters that somebody else keeps, read when they are asked for."""
 
-    def __init__(self, prefix: str, model_name: str, source: StatusSource, admission: Admission) -> None:
+    def __init__(self, prefix: str, model_name: str, client: Client, admission: Admission) -> None:
         self._prefix = prefix
         self._model = model_name
-        self._source = source
+        self._client = client
         self._admission = admission
 
     def collect(self) -> Iterable[Metric]:
         """Everything as of now."""
-        status = self._source.status()
+        status = self._client.status()
         yield from (
             self._gauge("num_requests_running", "Sequences that are computed now.", status.num_running),
             self._gauge("num_requests_waiting", "Sequences that wait.", status.num_waiting),
@@ -333,7 +319,7 @@ class _Live(Collector):
 
     def _cache_config(self) -> Metric:
         """Always 1; what it says is in its labels."""
-        kv = self._source.model.kv
+        kv = self._client.model.kv
         family = GaugeMetricFamily(f"{self._prefix}:cache_config_info", "The KV cache.", labels=("model_name", *kv))
         family.add_metric((self._model, *kv.values()), 1)
         return family

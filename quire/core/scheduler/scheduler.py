@@ -202,7 +202,8 @@ class Scheduler:
         forecast = None if self.pace is None else self.pace.forecast(plan.work)
         self.flights.append(Flight(self._step_id, planned, forecast))
         self.waiting.charge(zip(planned, plan.work, strict=True))
-        self.stats.count_plan(self.limits.max_num_batched_tokens - self._builder.num_tokens_left, self)
+        num_tokens = self.limits.max_num_batched_tokens - self._builder.num_tokens_left
+        self.stats.count_plan(num_tokens, len(self.running), self.manager)
         return plan
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[Progress]:

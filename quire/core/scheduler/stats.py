@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sized
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from quire.core.kvcache.manager import KVCacheManager
 from quire.core.request import Request
@@ -14,13 +12,6 @@ NUM_STEP_SIZES = 16
 """Up to 2 to the power of 14 tokens, and beyond."""
 NUM_STEP_DURATIONS = 16
 """Up to 16 s, and beyond."""
-
-
-class _Counted(Protocol):
-    @property
-    def manager(self) -> KVCacheManager: ...
-    @property
-    def running(self) -> Sized: ...
 
 
 @dataclass(slots=True)
@@ -57,15 +48,14 @@ class SchedulerStats:
         """Unused share of allocated KV slots, averaged over steps."""
         return self.unused_slot_steps / self.allocated_slot_steps if self.allocated_slot_steps else 0.0
 
-    def count_plan(self, num_tokens: int, scheduler: _Counted) -> None:
-        manager = scheduler.manager
+    def count_plan(self, num_tokens: int, num_running: int, manager: KVCacheManager) -> None:
         num_used = manager.pool.num_used
         self.num_steps += 1
         self.num_computed_tokens += num_tokens
         size = (num_tokens - 1).bit_length() if num_tokens > 1 else 0
         self.num_steps_by_size[size if size < NUM_STEP_SIZES else -1] += 1
         self.peak_num_blocks = max(self.peak_num_blocks, num_used)
-        self.peak_num_running = max(self.peak_num_running, len(scheduler.running))
+        self.peak_num_running = max(self.peak_num_running, num_running)
         self.allocated_slot_steps += num_used * manager.block_size
         self.unused_slot_steps += manager.num_unused_slots
 
