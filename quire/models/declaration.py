@@ -55,6 +55,11 @@ class LinearSpec:
     bias: TensorSpec | None = None
 
     @property
+    def name(self) -> str:
+        """The module's, as checkpoints have it."""
+        return self.weight.name.removesuffix(".weight")
+
+    @property
     def num_outputs(self) -> int:
         return self.weight.shape[0]
 

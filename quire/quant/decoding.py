@@ -74,7 +74,7 @@ class _Module:
 
     def __init__(self, reader: TensorReader, linear: LinearSpec) -> None:
         self._reader = reader
-        self.name = linear.weight.name.removesuffix(".weight")
+        self.name = linear.name
         self.num_outputs = linear.weight.stored_rows or linear.num_outputs
         self.num_inputs = linear.num_inputs
         self.has_bias = linear.bias is not None

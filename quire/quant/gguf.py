@@ -9,7 +9,7 @@ dequantized. Source: the format's description and the block layouts of ggml.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Literal, NamedTuple
 
@@ -19,15 +19,16 @@ from torch import Tensor
 
 from quire.common.file_states import FileState
 from quire.errors import CheckpointError
-from quire.kernels.interface import PackedLinear, QuantizedWeight
+from quire.kernels.interface import QuantizedWeight
 from quire.models.declaration import LinearSpec, TensorSpec
 from quire.quant.gguf_formats import GgufStorage
 from quire.quant.integers import dequantize, rows_of
 from quire.weights.gguf.file import GgufTensor
 from quire.weights.gguf.model import GgufModel
+from quire.weights.source import WeightSource
 
 
-class GgufWeights:
+class GgufWeights(WeightSource):
     """The weights of a GGUF file: a `WeightSource`, and a `Decoder` for `CheckpointLinears`. A context manager.
 
     The file is read tensor by tensor; nothing is kept.
@@ -60,14 +61,6 @@ class GgufWeights:
         if self._model.has_shifted_norms and tensor.name.endswith("norm.weight"):
             floats = floats - 1
         out.copy_(floats.view(out.shape))
-
-    def packed(self, parts: Sequence[LinearSpec]) -> PackedLinear | None:
-        """See `WeightSource.packed`: a file holds nothing that is packed."""
-        return None
-
-    def table(self, tensor: TensorSpec) -> Tensor | None:
-        """See `WeightSource.table`: nothing is in memory before it is asked for."""
-        return None
 
     def __call__(self, linear: LinearSpec) -> QuantizedWeight | Tensor | None:
         """The integers of a projection, None where the file has floats."""

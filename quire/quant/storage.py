@@ -58,7 +58,7 @@ class GptqStorage:
     activations: Activations = "float"
 
     def tensors(self, linear: LinearSpec) -> tuple[ExpectedTensor, ...]:
-        module, num_outputs, num_inputs = _module(linear), _stored_outputs(linear), linear.num_inputs
+        module, num_outputs, num_inputs = linear.name, _stored_outputs(linear), linear.num_inputs
         groups = num_inputs // _group_size(self.group_size, linear)
         per_word = 32 // self.bits
         _divide(linear, per_word, num_inputs, num_outputs)
@@ -85,7 +85,7 @@ class AwqStorage:
     bits: Literal[4, 8] = 4
 
     def tensors(self, linear: LinearSpec) -> tuple[ExpectedTensor, ...]:
-        module, num_outputs, num_inputs = _module(linear), _stored_outputs(linear), linear.num_inputs
+        module, num_outputs, num_inputs = linear.name, _stored_outputs(linear), linear.num_inputs
         groups = num_inputs // _group_size(self.group_size, linear)
         _divide(linear, 8, num_outputs)
         return (
@@ -110,7 +110,7 @@ class CompressedStorage:
     activations: Activations
 
     def tensors(self, linear: LinearSpec) -> tuple[ExpectedTensor, ...]:
-        module, num_outputs, num_inputs = _module(linear), _stored_outputs(linear), linear.num_inputs
+        module, num_outputs, num_inputs = linear.name, _stored_outputs(linear), linear.num_inputs
         groups = num_inputs // _group_size(self.group_size, linear)
         scale_shapes = ((num_outputs, groups), *(((num_outputs,), (1,), ()) if groups == 1 else ()))
         scale = ExpectedTensor(f"{module}.weight_scale", scale_shapes)
@@ -147,7 +147,7 @@ class Fp8Storage:
     """What it is turned into; None: the compute dtype. A group size of 0 means all inputs."""
 
     def tensors(self, linear: LinearSpec) -> tuple[ExpectedTensor, ...]:
-        module, num_outputs, num_inputs = _module(linear), _stored_outputs(linear), linear.num_inputs
+        module, num_outputs, num_inputs = linear.name, _stored_outputs(linear), linear.num_inputs
         shapes: tuple[tuple[int, ...], ...] = ((), (1,), (num_outputs, 1), (num_outputs,))
         if self.block is not None:
             shapes = ((ceil_div(num_outputs, self.block[0]), ceil_div(num_inputs, self.block[1])),)
@@ -206,7 +206,7 @@ def read_storage(
     name, assign = read(reader)
     root.finish()
     linears = {part.weight.name: part for parts in spec.projections for part in parts}
-    found = {key: storage for key, linear in linears.items() if (storage := assign(_module(linear), linear)) is not None}
+    found = {key: storage for key, linear in linears.items() if (storage := assign(linear.name, linear)) is not None}
     if spec.is_tied:
         found.pop(spec.head.weight.name, None)
     if keeps_fp8:
@@ -451,17 +451,13 @@ def _group_size(size: int | None, linear: LinearSpec) -> int:
     """The inputs that share a scale. Raises ConfigError where they do not divide the projection's."""
     size = linear.num_inputs if size is None else size
     if linear.num_inputs % size:
-        raise ConfigError(f"{_module(linear)} has {linear.num_inputs} inputs, which groups of {size} do not divide")
+        raise ConfigError(f"{linear.name} has {linear.num_inputs} inputs, which groups of {size} do not divide")
     return size
 
 
 def _divide(linear: LinearSpec, per_word: int, *sizes: int) -> None:
     if any(size % per_word for size in sizes):
-        raise ConfigError(f"{_module(linear)} has sizes that {per_word} values a word do not divide: {list(sizes)}")
-
-
-def _module(linear: LinearSpec) -> str:
-    return linear.weight.name.removesuffix(".weight")
+        raise ConfigError(f"{linear.name} has sizes that {per_word} values a word do not divide: {list(sizes)}")
 
 
 def _stored_outputs(linear: LinearSpec) -> int:

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quire.errors import CheckpointError, ConfigError
-from quire.models.declaration import DecoderSpec, LinearSpec, TensorSpec
+from quire.models.declaration import DecoderSpec, TensorSpec
 from quire.quant.formats import IntegerFormat, WeightFormats, formats_at_load
 from quire.quant.rounding import quantize
 from quire.weights.checkpoint import INDEX_NAME, SINGLE_NAME
@@ -123,7 +123,7 @@ def _config(spec: DecoderSpec, formats: WeightFormats, recipe: Recipe) -> dict[s
     for parts in spec.projections[:-1]:
         for part in parts:
             held = _without_size(formats.by_name[part.weight.name])
-            modules.setdefault(held, []).append(_module(part))
+            modules.setdefault(held, []).append(part.name)
     main, *others = sorted(modules, key=lambda held: -len(modules[held]))
     groups = [(main, ["Linear"]), *((held, list(dict.fromkeys(modules[held]))) for held in others)]
     head = _without_size(formats.by_name[spec.head.weight.name])
@@ -162,10 +162,6 @@ def _group(held: IntegerFormat, targets: list[str], recipe: Recipe) -> Mapping[s
 def _without_size(held: IntegerFormat) -> IntegerFormat:
     """One scale per output is one format, however many inputs there are."""
     return held if held.bits == 4 else dataclasses.replace(held, group_size=0)
-
-
-def _module(part: LinearSpec) -> str:
-    return part.weight.name.removesuffix(".weight")
 
 
 class _Shards:

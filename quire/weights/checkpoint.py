@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from quire.common.small_files import is_file, read_object
 from quire.errors import CheckpointError
-from quire.models.declaration import DecoderSpec, LinearSpec, TensorSpec
+from quire.models.declaration import DecoderSpec, TensorSpec
+from quire.weights.source import WeightSource
 from quire.weights.tensor_file import StoredTensor, TensorFile
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from quire.kernels.interface import PackedLinear
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -66,7 +66,7 @@ Layout = Mapping[str, tuple[ExpectedTensor, ...]]
 """Weight names to what is stored in their place."""
 
 
-class SafetensorsCheckpoint:
+class SafetensorsCheckpoint(WeightSource):
     """A `WeightSource` over a model folder. Use as a context manager; the files close with it."""
 
     def __init__(self, folder: Path, spec: DecoderSpec, layout: Layout | None = None) -> None:
@@ -91,14 +91,6 @@ class SafetensorsCheckpoint:
         """Close the files. Idempotent."""
         for file in self._files.values():
             file.close()
-
-    def packed(self, parts: Sequence[LinearSpec]) -> PackedLinear | None:
-        """See `WeightSource.packed`: a checkpoint holds nothing that is packed."""
-        return None
-
-    def table(self, tensor: TensorSpec) -> Tensor | None:
-        """See `WeightSource.table`: a checkpoint holds nothing in memory."""
-        return None
 
     def fill(self, out: Tensor, tensor: TensorSpec) -> None:
         """See `WeightSource.fill`; reads only the rows that `tensor` names."""

@@ -7,14 +7,13 @@ that logits stay finite and sane at any depth. The same name and seed give the s
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from quire.common.seeds import mix64
-from quire.kernels.interface import PackedLinear
-from quire.models.declaration import LinearSpec, TensorSpec
+from quire.models.declaration import TensorSpec
+from quire.weights.source import WeightSource
 
 _STD = 0.02
 # A random strip is repeated to fill a tensor: filling from memory is some ten times as fast as drawing every number.
@@ -22,7 +21,7 @@ _STD = 0.02
 _STRIP_LEN = 1_048_583
 
 
-class DummyWeights:
+class DummyWeights(WeightSource):
     """A `WeightSource` that makes up every tensor."""
 
     def __init__(self, seed: int = 0) -> None:
@@ -31,14 +30,6 @@ class DummyWeights:
         strip = torch.randn(_STRIP_LEN, generator=generator).clamp_(-3, 3).mul_(_STD)
         self._strips = {strip.device: strip}
         """The same on each device that was asked for, whose memory is filled from there rather than through the host's."""
-
-    def packed(self, parts: Sequence[LinearSpec]) -> PackedLinear | None:
-        """See `WeightSource.packed`: nothing is."""
-        return None
-
-    def table(self, tensor: TensorSpec) -> Tensor | None:
-        """See `WeightSource.table`: nothing is."""
-        return None
 
     def fill(self, out: Tensor, tensor: TensorSpec) -> None:
         """See `WeightSource.fill`."""

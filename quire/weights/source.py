@@ -28,11 +28,11 @@ class WeightSource(Protocol):
 
         Raises CheckpointError where the values could not be read.
         """
-        ...
+        return None
 
     def table(self, tensor: TensorSpec) -> Tensor | None:
         """A tensor [rows, width] in the dtype that is computed in, where it is in memory already; else None.
 
         Raises CheckpointError where the values could not be read.
         """
-        ...
+        return None
