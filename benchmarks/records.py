@@ -64,7 +64,6 @@ class Machine:
 CASCADE_LAKE = Machine("cascade-lake", "Cascade Lake, 2 cores")
 EMERALD_AVX512 = Machine("emerald-avx512", "Emerald Rapids, 2 cores, AVX-512 only", "python -m benchmarks.without_amx ")
 EMERALD_AMX = Machine("emerald-amx", "Emerald Rapids, 2 cores, AMX")
-MACHINES = {each.slug: each for each in (EMERALD_AVX512, EMERALD_AMX, CASCADE_LAKE)}
 
 
 def machine_of(record: Record) -> Machine:

@@ -205,10 +205,10 @@ def metric(text: str, name: str) -> float:
     return sum(map(float, rows))
 
 
-def add_server_options(parser: argparse.ArgumentParser, *, model: str = "quire-storyteller") -> None:
+def add_server_options(parser: argparse.ArgumentParser) -> None:
     """--engine, --model and what belongs to them."""
     parser.add_argument("--engine", choices=("quire", "vllm"), default="quire", help="(default: quire)")
-    parser.add_argument("--model", default=model, help=f"(default: {model})")
+    parser.add_argument("--model", default="quire-storyteller", help="(default: quire-storyteller)")
     parser.add_argument("--program", default=sys.executable, help="the Python that has the engine (default: this one)")
     parser.add_argument("--preload", default="", help="LD_PRELOAD of the server")
     parser.add_argument("--threads", type=int, default=2, help="(default: 2)")

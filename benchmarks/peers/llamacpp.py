@@ -9,7 +9,6 @@ from __future__ import annotations
 import http.client
 import json
 import re
-import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.peers.runner import Options, serve
+from benchmarks.servers import free_port
 from quire.bench.workload import BenchRequest
 
 _START_S = 120.0
@@ -31,7 +31,7 @@ class LlamaCppPeer:
         slots, context = options.extra.get("slots", "64"), options.extra.get("context", "40960")
         self.settings: dict[str, Any] = {"slots": int(slots), "context": int(context), "batch": 2048, "micro_batch": 512}
         self.version = _version(options.program)
-        self._port = _free_port()
+        self._port = free_port()
         threads = str(options.num_threads)
         command = [options.program, "-m", str(options.model), "--host", "127.0.0.1", "--port", str(self._port)]
         command += ["-t", threads, "-tb", threads, "-np", slots, "-c", context, "-b", "2048", "-ub", "512"]
@@ -112,12 +112,6 @@ def _version(program: str) -> str:
     done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60)
     found = re.search(r"version: (\S+ \(.*?\))", done.stdout + done.stderr)
     return found.group(1) if found else "unknown"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

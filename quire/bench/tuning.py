@@ -62,11 +62,11 @@ CANDIDATES: dict[str, Sequence[Figures]] = {
 }
 
 
-def tune(base: Tuning, device: torch.device, cost: Cost, entries: Sequence[str] = tuple(CANDIDATES)) -> Tuning:
+def tune(base: Tuning, device: torch.device, cost: Cost) -> Tuning:
     """`base` with the best candidate of each entry; the entry's own figures are a candidate too, and win a tie."""
-    for entry in entries:
+    for entry, candidates in CANDIDATES.items():
         best, least = getattr(base, entry), math.inf
-        for candidate in (best, *CANDIDATES[entry]):
+        for candidate in (best, *candidates):
             found = cost(TritonKernels(device, replace(base, **{entry: candidate})), entry)
             logger.info("%s %s: %.1f us", entry, candidate, found * 1e6)
             if found < least:

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
-from types import ModuleType
 from typing import NamedTuple
 
 from quire import __version__
@@ -107,7 +106,7 @@ def _dispatch(argv: list[str]) -> int:
 
 def _run(name: str, argv: list[str]) -> int:
     command = COMMANDS[name]
-    module = _load(command.module)
+    module = import_module(command.module)
     parser = Parser(f"quire {name}", command.help)
     module.add_arguments(parser)
     try:
@@ -117,10 +116,6 @@ def _run(name: str, argv: list[str]) -> int:
     _configure_streams()
     result: int = module.run(args)
     return result
-
-
-def _load(name: str) -> ModuleType:
-    return import_module(name)
 
 
 def _names(group: str | None) -> list[str]:

@@ -60,8 +60,8 @@ class _Budget:
     def __init__(self, num_steps: int) -> None:
         self._num_left = num_steps
 
-    def spend(self, num_steps: int = 1) -> None:
-        self._num_left -= num_steps
+    def spend(self) -> None:
+        self._num_left -= 1
         if self._num_left < 0:
             raise _TooMuchError
 

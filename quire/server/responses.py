@@ -58,9 +58,9 @@ class StreamEvent(NamedTuple):
     fields: dict[str, Any]
 
 
-def json_response(call: Call, body: Any, status: int = 200) -> Response:
+def json_response(call: Call, body: Any) -> Response:
     """A complete answer."""
-    return Response(_encode(body), status, headers={"content-type": "application/json", **call.response_headers()})
+    return Response(_encode(body), headers={"content-type": "application/json", **call.response_headers()})
 
 
 def data_event(body: Any) -> bytes:

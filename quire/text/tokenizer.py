@@ -165,27 +165,24 @@ class Tokenizer:
 
     def raw_token(self, token_id: int) -> str | None:
         """A token as the vocabulary writes it (`Ġcat`, `▁cat`, `<0x0A>`), or None for an id without a token."""
-        return self._token(token_id)
+        if token_id not in self._tokens:
+            self._tokens[token_id] = self._backend.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
+        return self._tokens[token_id]
 
     def token_piece(self, token_id: int) -> Piece | None:
         """What a token contributes when it is not the first of a text, or None for an id without a token."""
         try:
             return self._pieces[token_id]
         except KeyError:
-            token = self._token(token_id)
+            token = self.raw_token(token_id)
             piece = self._pieces[token_id] = None if token is None else self.decoder_rules.piece(token)
             return piece
 
     def first_token_piece(self, token_id: int) -> Piece:
         """What a token contributes as the first of a text. The id must have a token."""
-        token = self._token(token_id)
+        token = self.raw_token(token_id)
         assert token is not None, token_id
         return self.decoder_rules.first_piece(token)
-
-    def _token(self, token_id: int) -> str | None:
-        if token_id not in self._tokens:
-            self._tokens[token_id] = self._backend.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
-        return self._tokens[token_id]
 
     # Construction.
 

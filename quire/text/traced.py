@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import Any, Final, SupportsIndex
 
 Span = tuple[int, int, int]
@@ -94,7 +95,7 @@ class TracedText(str):
         """`self[start:stop]` for 0 <= start <= stop <= len(self), with its spans."""
         text = super().__getitem__(slice(start, stop))
         spans = self._spans
-        first = bisect_right(spans, start, key=_span_end) if text else len(spans)
+        first = bisect_right(spans, start, key=itemgetter(1)) if text else len(spans)
         kept = []
         for begin, end, level in spans[first:]:
             if begin >= stop:
@@ -140,10 +141,6 @@ def join_traced(parts: Iterable[str]) -> str:
 
 def _traced(text: str, spans: tuple[Span, ...]) -> str:
     return TracedText(text, spans) if spans else text
-
-
-def _span_end(span: Span) -> int:
-    return span[1]
 
 
 def _interleave(parts: list[str], separator: str) -> list[str]:

@@ -64,11 +64,11 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     return c0, c1, c2, c3
 
 
-def random_words(keys: Keys, vocab_size: int, stream: int = TOKEN_STREAM) -> Tensor:
+def random_words(keys: Keys, vocab_size: int) -> Tensor:
     """The 32-bit words of each key's tokens, int64 [n, V]."""
     seed, position = keys.seed[:, None], keys.position[:, None]
     blocks = torch.arange((vocab_size + 3) // 4, dtype=torch.int64, device=seed.device)
-    counter = (blocks, position & _MASK32, (position >> 32) & _MASK32, torch.full_like(position, stream))
+    counter = (blocks, position & _MASK32, (position >> 32) & _MASK32, torch.full_like(position, TOKEN_STREAM))
     words = philox(counter, (seed & _MASK32, (seed >> 32) & _MASK32))
     return torch.stack(words, dim=-1).flatten(start_dim=1)[:, :vocab_size]
 
