@@ -31,8 +31,8 @@ from typing import Any
 
 from benchmarks.servers import Server, add_server_options, cpu_s, descendants, launch_of, metric, report, rss_bytes, running
 from quire.bench.serving.arrivals import Arrivals
-from quire.bench.serving.dataset import ServeRequest, Sizes, Writer, random_dataset
-from quire.bench.serving.exchange import Exchange, Target
+from quire.bench.serving.dataset import PromptWriter, ServeRequest, Sizes, random_dataset
+from quire.bench.serving.exchange import RequestTimeline, Target
 from quire.bench.serving.load import LoadOptions, LoadRun, run_load
 from quire.bench.serving.runner import ask_server
 from quire.bench.spread import spread
@@ -127,7 +127,7 @@ def _mean(figures: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: sum(each[name] for each in figures) / len(figures) for name in figures[0]}
 
 
-def _fates(exchanges: Sequence[Exchange]) -> dict[str, Any]:
+def _fates(exchanges: Sequence[RequestTimeline]) -> dict[str, Any]:
     """What became of the overloads' requests."""
     return {
         "num_sent": len(exchanges),
@@ -151,7 +151,7 @@ class _Bench:
         target, requests = replace(self._target, model="none"), _requests(self._args, _NUM_PROBES, 4)
         began_s = time.process_time()
         for each in requests:
-            await target.exchange(each, Exchange(0.0))
+            await target.exchange(each, RequestTimeline(0.0))
         return (time.process_time() - began_s) / len(requests)
 
     async def closed(self, burn: tuple[float, float] | None = None) -> Phase:
@@ -198,7 +198,7 @@ def _requests(args: argparse.Namespace, count: int, seed: int) -> list[ServeRequ
     # Answers of one length would all end together, and a peak be a matter of how many such waves its time holds.
     lengths = (max(1, args.output_len // 2), args.output_len + args.output_len // 2)
     sizes = Sizes(min(count, 400), (args.input_len, args.input_len), lengths)
-    made = random_dataset(sizes, Writer(_VOCAB_SIZE), seed).requests
+    made = random_dataset(sizes, PromptWriter(_VOCAB_SIZE), seed).requests
     return [made[number % len(made)] for number in range(count)]
 
 
@@ -218,7 +218,7 @@ def _window(run: LoadRun, args: argparse.Namespace) -> tuple[float, float]:
     return min(args.settle_seconds, last_s / 3), last_s
 
 
-def _statuses(exchanges: Sequence[Exchange]) -> dict[str, int]:
+def _statuses(exchanges: Sequence[RequestTimeline]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for each in exchanges:
         counts[each.status] = counts.get(each.status, 0) + 1

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.processes import JsonProcess, let_go_on, standing_still
 from benchmarks.variants import ANSWER_S, PeerProcess
-from quire.bench.limits import Sample, limit_sampler, typical
+from quire.bench.limits import LimitSample, limit_sampler, typical
 from quire.bench.workload import BenchRequest
 from quire.errors import QuireError
 
@@ -47,13 +47,13 @@ class Referee:
         self._process = JsonProcess("the referee", command, dict(os.environ, OMP_NUM_THREADS=str(num_threads)))
         self._answer(_START_S)
 
-    def sample(self, stopped: Sequence[int]) -> Sample:
+    def sample(self, stopped: Sequence[int]) -> LimitSample:
         """One sample, while these processes stand still."""
         try:
             self._process.send(stopped)
         except RuntimeError as error:
             raise RefereeError(str(error)) from None
-        return Sample(**self._answer(_SAMPLE_S))
+        return LimitSample(**self._answer(_SAMPLE_S))
 
     def close(self) -> None:
         """End the process."""
@@ -70,7 +70,7 @@ def watched_run(process: PeerProcess, requests: Sequence[BenchRequest], referee:
     """A run's result, its `wall_s` without the time in which the engine was stopped; with `paused_s`, `limits`, `stolen_s`."""
     is_single = len(requests) == 1 and requests[0].num_sequences == 1
     num_around = _NUM_AROUND_SINGLE if is_single else 1
-    samples: list[Sample] = []
+    samples: list[LimitSample] = []
     pauses: list[Interval] = []
 
     def sample() -> None:

@@ -37,7 +37,7 @@ from benchmarks.servers import (
     rss_bytes,
     running,
 )
-from quire.bench.serving.dataset import Writer
+from quire.bench.serving.dataset import PromptWriter
 from quire.common.http_client import EventReader, HttpClient, HttpError, HttpRequest
 
 WARM_UP_SHARE = 0.4
@@ -71,7 +71,7 @@ class Clients:
         self.num_events = 0
         self._server = server
         self._rng = random.Random(seed)
-        self._writer = Writer(None)
+        self._writer = PromptWriter(None)
         self._prefix = self._writer.draw(self._rng, 120)
 
     async def live(self, until_s: float) -> None:

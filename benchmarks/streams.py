@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.servers import Server, add_server_options, histogram_percentile, launch_of, metric, report, running
-from quire.bench.serving.dataset import Sizes, Writer, random_dataset
+from quire.bench.serving.dataset import PromptWriter, Sizes, random_dataset
 from quire.bench.serving.load import LoadOptions
 from quire.bench.serving.runner import ServeOptions, measure_server
 from quire.bench.spread import spread
@@ -33,7 +33,7 @@ _PING_INTERVAL_S = 0.1
 async def measure(server: Server, args: argparse.Namespace) -> dict[str, Any]:
     """All rounds together: one record of `quire bench serve`, and the process's figures."""
     sizes = Sizes(args.streams * args.rounds, (args.input_len, args.input_len), (args.output_len, args.output_len))
-    dataset = random_dataset(sizes, Writer(args.vocab_size), 0)
+    dataset = random_dataset(sizes, PromptWriter(args.vocab_size), 0)
     load = LoadOptions(max_concurrency=args.streams)
     body = {"stream_options": None} if args.no_usage else {}
     options = ServeOptions(url=server.url, is_chat=args.chat, load=load, num_warmups=4, body=body)

@@ -81,6 +81,10 @@ FEATURES = {
     "expert", "tier", "beam", "embedding", "thinking",
 }  # fmt: skip
 
+# R9. A public class has a name of its own, so that a name says which one is meant.
+SHARED_CLASS_NAMES = {"ToolChoice": {"quire.server.anthropic.shapes", "quire.server.openai.shapes"}}
+"""Only bodies of different APIs, where the published document calls them so."""
+
 FORBIDDEN_MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
 FORBIDDEN_ATTRIBUTES = {
@@ -251,6 +255,21 @@ def test_r8_there_are_no_import_cycles() -> None:
         visit(module, ())
 
 
+def _public_classes() -> dict[str, set[str]]:
+    """The modules that define each public class name."""
+    found: dict[str, set[str]] = {}
+    for module, tree in _trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, set()).add(module)
+    return found
+
+
+def test_r9_no_two_public_classes_share_a_name() -> None:
+    shared = {name: modules for name, modules in _public_classes().items() if len(modules) > 1}
+    assert shared == SHARED_CLASS_NAMES, "name the new one after what tells it apart"
+
+
 def test_t01_nothing_that_runs_code_from_data() -> None:
     for module, tree in _trees().items():
         for name in _imports(module):
@@ -350,7 +369,7 @@ def test_importing_the_package_is_cheap_and_leaves_torch_alone() -> None:
 def test_the_control_plane_runs_without_torch_or_numpy() -> None:
     code = (
         "import sys; sys.modules['torch'] = sys.modules['numpy'] = None\n"
-        "import quire.core.scheduler.audit, quire.core.params, quire.core.beam, quire.core.decoding; print('ok')"
+        "import quire.core.scheduler.audit, quire.core.params, quire.core.beam, quire.core.strategies; print('ok')"
     )
     started = time.perf_counter()
     assert _in_a_new_process(code) == "ok"

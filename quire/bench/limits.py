@@ -70,7 +70,7 @@ GPU_PACE = Pace(float("inf"), 20, keeps_operands=False)
 """Only before and after a run: nobody else computes on the device, and its memory is the engine's."""
 
 
-class Sample(NamedTuple):
+class LimitSample(NamedTuple):
     """The rates of one moment."""
 
     read_bytes_per_s: float
@@ -92,7 +92,7 @@ class LimitSampler:
         self._calls: dict[Work, Call] = {}
         self._sampled: list[Work] | None = None
 
-    def sample(self) -> Sample:
+    def sample(self) -> LimitSample:
         """Measure every limit once."""
         import torch
 
@@ -103,7 +103,7 @@ class LimitSampler:
         products: dict[str, dict[str, float]] = {}
         for work, rate in rates[1:]:
             products.setdefault(work.kind, {})[work.name] = rate
-        return Sample(rates[0][1], products)
+        return LimitSample(rates[0][1], products)
 
     def _ranked(self) -> list[Work]:
         """What is sampled: reading first, then the best of each kind, then others near these while they fit."""
@@ -156,7 +156,7 @@ def limit_sampler(device: str = "cpu") -> LimitSampler:
     return LimitSampler(works, GPU_PACE if is_gpu else CPU_PACE)
 
 
-def typical(samples: Sequence[Sample]) -> Peaks:
+def typical(samples: Sequence[LimitSample]) -> Peaks:
     """The medians over samples of one sampler, of each data type with the product that was best at it."""
     rates, products = {}, {}
     for dtype, names in samples[0].ops_per_s.items():

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from quire.bench.limits import LimitSampler, Sample
+from quire.bench.limits import LimitSample, LimitSampler
 from quire.bench.operations import CostModel, StepCost
 from quire.bench.spread import spread
 from quire.bench.workload import BenchRequest
@@ -38,7 +38,7 @@ class RequestTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class MeasuredRun:
     """What was seen."""
 
     wall_s: float
@@ -47,7 +47,7 @@ class Run:
     requests: list[RequestTimes]
     stats: SchedulerStats
     costs: list[StepCost]
-    samples: list[Sample]
+    samples: list[LimitSample]
     """Of the machine's limits, before, during and after the run; none unless asked for."""
 
     @property
@@ -61,7 +61,7 @@ class Run:
         return sum(each.num_output for each in self.requests)
 
 
-def measure(engine: Engine, requests: Sequence[BenchRequest], sampler: LimitSampler | None = None) -> Run:
+def measure(engine: Engine, requests: Sequence[BenchRequest], sampler: LimitSampler | None = None) -> MeasuredRun:
     """Run the requests together. The engine must be idle; its counters start anew."""
     assert not engine.has_work
     engine.scheduler.stats = stats = SchedulerStats()
@@ -85,7 +85,7 @@ def measure(engine: Engine, requests: Sequence[BenchRequest], sampler: LimitSamp
         if seen.num_output != request.num_output * request.num_sequences:
             raise EngineError(f"a request ended after {seen.num_output} of {request.num_output} tokens; that is no measurement")
     costs = CostModel(engine.plan.spec, engine.plan.dtype, engine.plan.kv_format)
-    return Run(wall_s, watch.execute_s, times, stats, [costs.step(work) for work in watch.work], sampling.samples)
+    return MeasuredRun(wall_s, watch.execute_s, times, stats, [costs.step(work) for work in watch.work], sampling.samples)
 
 
 def params_of(request: BenchRequest) -> SamplingParams:
@@ -134,7 +134,7 @@ class _Sampling:
     """Takes samples of the machine's limits around and, where that is possible, in between the steps of a run."""
 
     def __init__(self, engine: Engine, sampler: LimitSampler | None) -> None:
-        self.samples: list[Sample] = []
+        self.samples: list[LimitSample] = []
         self._sampler = sampler
         # Steps that overlap leave no moment in which nothing computes.
         has_gaps = isinstance(engine.loop, PlainLoop)
@@ -214,7 +214,7 @@ class _Watch:
         self._executor.close()
 
 
-def results(run: Run, *, num_blocks: int) -> dict[str, Any]:
+def results(run: MeasuredRun, *, num_blocks: int) -> dict[str, Any]:
     """A run in numbers: rates over wall time, latencies in seconds, memory, overhead."""
     stats, num_steps = run.stats, max(1, run.stats.num_steps)
     gaps = [b - a for each in run.requests for a, b in zip(each.token_s, each.token_s[1:], strict=False)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.bench import record as records
-from quire.bench.limits import LimitSampler, Sample, limit_sampler, typical
+from quire.bench.limits import LimitSample, LimitSampler, limit_sampler, typical
 from quire.bench.measure import measure, medians, results
 from quire.bench.profiling import OUTER_PHASES, StepProfile
 from quire.bench.roofline import attained
@@ -79,7 +79,7 @@ def _repeat(
     workload: Workload,
     settings: tuple[BenchOptions, LimitSampler, StepProfile | None],
     tell: Callable[[str], None],
-) -> tuple[list[dict[str, Any]], list[Sample]]:
+) -> tuple[list[dict[str, Any]], list[LimitSample]]:
     """Results and all samples. Warm-ups have negative numbers: their tokens differ from those of counted repetitions."""
     options, sampler, profile = settings
     vocab_size = engine.plan.spec.vocab_size
@@ -91,7 +91,7 @@ def _repeat(
         pass
     if profile is not None:
         profile.reset()
-    repetitions, samples = [], list[Sample]()
+    repetitions, samples = [], list[LimitSample]()
     for number in range(options.num_repetitions):
         run = measure(engine, workload.requests(number, vocab_size), sampler)
         samples += run.samples

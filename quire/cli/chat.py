@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from quire.cli import remote_chat
-from quire.cli.conversation import Answer, AnswerError, Conversation
+from quire.cli.conversation import AnswerError, Conversation, Reply
 from quire.cli.options import add_engine_options, add_sampling_options, engine_config, sampling_params
 from quire.cli.parser import UsageError
 from quire.cli.prompts import ChatEncoder, Message, add_chat_options
@@ -57,14 +57,14 @@ def run(args: argparse.Namespace) -> int:
     if args.model_name is not None or args.api_key is not None:
         raise UsageError("--model-name and --api-key are for a server; give its --url")
     config = engine_config(args)
-    from quire.cli.session import Job, check, load
+    from quire.cli.session import PromptJob, check, load
     from quire.core.params import RequestOutputKind
     from quire.engine.builder import prepare_model
 
     prepared = prepare_model(config)
     params = sampling_params(args, prepared.generation_config, output_kind=RequestOutputKind.CUMULATIVE)
     encode = ChatEncoder(prepared.tokenizer, args.chat_template)
-    check(prepared, [Job(encode([*start, {"role": "user", "content": "Hello"}]), params)])
+    check(prepared, [PromptJob(encode([*start, {"role": "user", "content": "Hello"}]), params)])
     engine = load(prepared)
     try:
         Conversation(LocalModel(engine, encode, params), start, is_verbose=args.verbose).hold()
@@ -92,20 +92,20 @@ class LocalModel:
         self._encode = encode
         self._params = params
 
-    def answer(self, messages: Sequence[Message], show: Callable[[str], None]) -> Answer:
+    def answer(self, messages: Sequence[Message], show: Callable[[str], None]) -> Reply:
         """See `Model`."""
         try:
             return self._answer(messages, show)
         except RequestError as error:
             raise AnswerError(str(error)) from None
 
-    def _answer(self, messages: Sequence[Message], show: Callable[[str], None]) -> Answer:
-        from quire.cli.session import Job, run
+    def _answer(self, messages: Sequence[Message], show: Callable[[str], None]) -> Reply:
+        from quire.cli.session import PromptJob, run
 
         latest: RequestOutput | None = None
         num_shown = 0
         with _interruptible() as interrupted:
-            outputs = run(self._engine, [Job(self._encode(messages), self._params.clone())], interrupted.check)
+            outputs = run(self._engine, [PromptJob(self._encode(messages), self._params.clone())], interrupted.check)
             with contextlib.suppress(_StopAnswerError):
                 for latest in outputs:
                     text = latest.outputs[0].text
@@ -114,7 +114,7 @@ class LocalModel:
         if latest is None or latest.error is not None:
             raise AnswerError("stopped before it began" if latest is None else str(latest.error))
         metrics = latest.metrics
-        return Answer(
+        return Reply(
             text=latest.outputs[0].text,
             is_stopped=interrupted.is_set,
             num_prompt=len(latest.prompt_token_ids),

@@ -25,7 +25,7 @@ class AnswerError(Exception):
 
 
 @dataclass(slots=True)
-class Answer:
+class Reply:
     """What was said, as far as it got. Numbers are None where whoever answered does not give them."""
 
     text: str = ""
@@ -43,7 +43,7 @@ class Model(Protocol):
 
     name: str
 
-    def answer(self, messages: Sequence[Message], show: Callable[[str], None]) -> Answer:
+    def answer(self, messages: Sequence[Message], show: Callable[[str], None]) -> Reply:
         """Answer the last message; `show` gets the text as it comes. Raises AnswerError. Ctrl-C ends it early."""
         ...
 
@@ -110,7 +110,7 @@ def _show(text: str) -> None:
     sys.stdout.flush()
 
 
-def _report(answer: Answer, wall_s: float) -> str:
+def _report(answer: Reply, wall_s: float) -> str:
     parts = []
     if answer.num_prompt is not None:
         cached = "" if answer.num_cached is None else f", {answer.num_cached} of them from the cache"

@@ -15,7 +15,7 @@ from quire.cli.output_file import OutputFile, open_output
 from quire.cli.prompts import NamedPrompt, add_prompt_options, read_prompts
 
 if TYPE_CHECKING:
-    from quire.cli.session import Job
+    from quire.cli.session import PromptJob
     from quire.cli.terminal import StatusLine
     from quire.core.params import SamplingParams
     from quire.engine.builder import PreparedModel
@@ -49,14 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; 1 if some request failed."""
     config = engine_config(args)
-    from quire.cli.session import Job, check, load
+    from quire.cli.session import PromptJob, check, load
     from quire.cli.terminal import status_line
     from quire.engine.builder import prepare_model
 
     prepared = prepare_model(config)
     params = _params(args, prepared)
     prompts = read_prompts(args, prepared.tokenizer)
-    jobs = [Job(each.prompt, params.clone()) for each in prompts]
+    jobs = [PromptJob(each.prompt, params.clone()) for each in prompts]
     check(prepared, jobs)
     with open_output(args.output) as file:
         with status_line(is_enabled=not (args.quiet or args.no_progress)) as status:
@@ -85,7 +85,7 @@ class _Screen(NamedTuple):
 
 
 def _generate(
-    args: argparse.Namespace, engine: Engine, work: tuple[Sequence[NamedPrompt], Sequence[Job]], screen: _Screen
+    args: argparse.Namespace, engine: Engine, work: tuple[Sequence[NamedPrompt], Sequence[PromptJob]], screen: _Screen
 ) -> list[RequestOutput]:
     """Run everything, showing it as asked; finished outputs in the order of the prompts."""
     from quire.cli.printer import StreamPrinter

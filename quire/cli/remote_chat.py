@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quire.cli.conversation import Answer, AnswerError, Message
+from quire.cli.conversation import AnswerError, Message, Reply
 from quire.cli.options import SAMPLING_OPTIONS
 from quire.cli.parser import UsageError
 from quire.common.http_client import EventReader, HttpClient, HttpError, HttpRequest, key_headers, server_root
@@ -48,7 +48,7 @@ class RemoteModel:
         self._fields = _fields_of(args)
         self.name: str = args.model_name or asyncio.run(self._first_model())
 
-    def answer(self, messages: Sequence[Message], show: Callable[[str], None]) -> Answer:
+    def answer(self, messages: Sequence[Message], show: Callable[[str], None]) -> Reply:
         """Stream an answer through `show`. Raises AnswerError, with nothing said; what was said before an error counts."""
         return asyncio.run(self._answer(messages, show))
 
@@ -71,7 +71,7 @@ class RemoteModel:
             raise ConfigError(f"{self._url} names no model; give it with --model-name")
         return name
 
-    async def _answer(self, messages: Sequence[Message], show: Callable[[str], None]) -> Answer:
+    async def _answer(self, messages: Sequence[Message], show: Callable[[str], None]) -> Reply:
         body = {"model": self.name, "messages": list(messages), "stream": True, "stream_options": {"include_usage": True}}
         data = json.dumps({**body, **self._fields}).encode()
         request = HttpRequest("POST", "/v1/chat/completions", data, {"content-type": "application/json"})
@@ -102,7 +102,7 @@ class _Reader:
     """Takes the events of an answer, and shows its text."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
-        self.answer = Answer()
+        self.answer = Reply()
         self.error: str | None = None
         self._show = show
         self._began_s = time.monotonic()
@@ -134,7 +134,7 @@ class _Reader:
                 answer.text += text
                 self._show(text)
 
-    def broken_off(self, why: str) -> Answer:
+    def broken_off(self, why: str) -> Reply:
         """The answer so far, if there is any of it. Raises AnswerError if not."""
         if not self.answer.text:
             raise AnswerError(why)

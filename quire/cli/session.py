@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from quire.engine.engine import Engine
 
 
-class Job(NamedTuple):
+class PromptJob(NamedTuple):
     """A prompt and how to complete it."""
 
     prompt: Prompt
     params: SamplingParams
 
 
-def check(prepared: PreparedModel, jobs: Sequence[Job]) -> None:
+def check(prepared: PreparedModel, jobs: Sequence[PromptJob]) -> None:
     """Raise what adding these requests would raise, without a model: the same engine does the judging."""
     engine = assemble(prepared, build_executor(prepared.planned, "null"))
     for number, job in enumerate(jobs):
@@ -33,7 +33,7 @@ def load(prepared: PreparedModel) -> Engine:
     return assemble(prepared, build_executor(prepared.planned))
 
 
-def run(engine: Engine, jobs: Sequence[Job], after_step: Callable[[], None] | None = None) -> Iterator[RequestOutput]:
+def run(engine: Engine, jobs: Sequence[PromptJob], after_step: Callable[[], None] | None = None) -> Iterator[RequestOutput]:
     """Run jobs together; yields their outputs as they ask for them, with the job's number as request id.
 
     If the caller stops early, or an exception passes through, none of them stays in the engine.

@@ -63,7 +63,7 @@ def _simulate(args: argparse.Namespace) -> int:
 def _replay(args: argparse.Namespace) -> int:
     from quire.config.limits import SchedulerLimits
     from quire.errors import ConfigError
-    from quire.sim.replay import StepCost, replay
+    from quire.sim.replay import StepTimeModel, replay
     from quire.sim.traces import read_trace
 
     trace = read_trace(args.trace, limit=args.limit)
@@ -75,6 +75,6 @@ def _replay(args: argparse.Namespace) -> int:
         raise ConfigError(f'--num-blocks={args.num_blocks!r} is neither a number nor "unbounded"')
     max_model_len = max(request.num_prompt_tokens + request.num_output_tokens for request in trace.requests)
     limits = SchedulerLimits(num_blocks, args.block_size, args.max_num_seqs, args.max_num_batched_tokens, max_model_len)
-    report = replay(trace, limits, StepCost(args.step_ms / 1e3, args.token_us / 1e6))
+    report = replay(trace, limits, StepTimeModel(args.step_ms / 1e3, args.token_us / 1e6))
     print("\n".join(report.lines()))
     return 0 if report.num_complete == report.num_requests else 1

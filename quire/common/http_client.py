@@ -68,7 +68,7 @@ class Address:
 
 
 @dataclass(slots=True)
-class Answer:
+class HttpResponse:
     """A response: its body is empty where a sink took it. Header names are lower case."""
 
     status: int
@@ -110,7 +110,7 @@ class HttpClient:
         while self._idle:
             self._idle.pop().abort()
 
-    async def request(self, request: HttpRequest, sink: Sink | None = None) -> Answer:
+    async def request(self, request: HttpRequest, sink: Sink | None = None) -> HttpResponse:
         """Send, and wait for the whole answer. The body of a 2xx answer goes to `sink` where there is one.
 
         Raises HttpError. A cancelled request closes its connection, by which the server learns of it.
@@ -166,8 +166,8 @@ class _Connection(asyncio.Protocol):
         self._buffer = b""
         self._take: Callable[[bytes], bytes] = self._take_head
         """What the bytes that come next are; returns those it cannot use yet."""
-        self._done: asyncio.Future[Answer] | None = None
-        self._answer = Answer(0, {})
+        self._done: asyncio.Future[HttpResponse] | None = None
+        self._answer = HttpResponse(0, {})
         self._sink: Sink | None = None
         self._pieces: list[bytes] = []
         self._num_left = 0
@@ -180,7 +180,7 @@ class _Connection(asyncio.Protocol):
 
     # -- for the client ----------------------------------------------------------------------------------------------
 
-    async def exchange(self, data: bytes, sink: Sink | None, timeout_s: float) -> Answer:
+    async def exchange(self, data: bytes, sink: Sink | None, timeout_s: float) -> HttpResponse:
         """Send one request and take in the answer. Raises HttpError."""
         loop = asyncio.get_running_loop()
         transport, self.has_answered, self.is_reusable = self._transport, False, False
@@ -198,7 +198,7 @@ class _Connection(asyncio.Protocol):
         finally:
             self._sink = None
 
-    async def _finish(self, done: asyncio.Future[Answer], timeout_s: float) -> Answer:
+    async def _finish(self, done: asyncio.Future[HttpResponse], timeout_s: float) -> HttpResponse:
         """Wait with a limit on silence; the clock is looked at when the limit could have been reached, not at each piece."""
         loop = asyncio.get_running_loop()
         while True:
@@ -261,7 +261,7 @@ class _Connection(asyncio.Protocol):
         if not version.startswith("HTTP/1.") or not rest[:3].isdigit():
             raise HttpError(f"this is not an answer in HTTP/1.1: {status_line[:80]!r}", kind="protocol")
         headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        self._answer = Answer(int(rest[:3]), headers)
+        self._answer = HttpResponse(int(rest[:3]), headers)
         if self._answer.status >= 200:  # before it may come informational ones
             self._begin_body(version)
         return data[end + 4 :]

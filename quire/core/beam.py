@@ -1,4 +1,4 @@
-"""Beam search as a decoder: beams are sequences, their branching is forks on shared blocks.
+"""Beam search as a strategy: beams are sequences, their branching is forks on shared blocks.
 
 Semantics are those of Hugging Face Transformers' `generate(num_beams=...)`: candidates are ranked by the sum of
 log-probabilities, finished hypotheses by that sum over `length ** length_penalty`, only candidates among the best
@@ -35,7 +35,7 @@ class _Candidate(NamedTuple):
     ends: bool
 
 
-class BeamDecoder:
+class BeamSearch:
     """The state of one search. `hypotheses` holds the outcome, best first, once the request is finished."""
 
     is_plain = False

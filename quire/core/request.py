@@ -5,8 +5,8 @@ beam search). A sequence has *known* tokens (prompt and output so far) and *comp
 computes some of the gap. These are records: who may change them is the scheduler. `RequestRecord` and `SequenceRecord` hold
 what is known of them elsewhere, too: by a server whose scheduler is in another process.
 
-The scheduler knows nothing of how tokens are chosen. A request's `Decoder` says what a closed gap should yield and turns the
-outcome into appends, forks and finishes through `SequenceOps`, which the scheduler implements.
+The scheduler knows nothing of how tokens are chosen. A request's `DecodingStrategy` says what a closed gap should yield and
+turns the outcome into appends, forks and finishes through `SequenceOps`, which the scheduler implements.
 """
 
 from __future__ import annotations
@@ -111,10 +111,10 @@ class RequestRecord(RequestSpec):
 class Request(RequestRecord):
     """A request in a scheduler."""
 
-    __slots__ = ("arrival", "arrival_step", "decoder", "resumed")
+    __slots__ = ("arrival", "arrival_step", "resumed", "strategy")
 
     sequences: list[Sequence]
-    decoder: Decoder
+    strategy: DecodingStrategy
     resumed: tuple[ResumedSequence, ...]
     """Its unfinished sequences, where the request was begun elsewhere; their tokens go on as they would have there."""
     arrival: int
@@ -122,9 +122,9 @@ class Request(RequestRecord):
     arrival_step: int
     """The last step planned before it arrived."""
 
-    def __init__(self, spec: RequestSpec, decoder: Decoder, resumed: tuple[ResumedSequence, ...] = ()) -> None:
+    def __init__(self, spec: RequestSpec, strategy: DecodingStrategy, resumed: tuple[ResumedSequence, ...] = ()) -> None:
         super().__init__(spec)
-        self.decoder = decoder
+        self.strategy = strategy
         self.resumed = resumed
         self.arrival = self.arrival_step = 0
 
@@ -224,7 +224,7 @@ class Sequence(SequenceRecord):
         if gap:
             return gap if request.scoring is None else 0
         num_output = num_planned + 1 - len(request.prompt_token_ids)
-        return 1 if request.decoder.is_plain and num_output < request.max_tokens else 0
+        return 1 if request.strategy.is_plain and num_output < request.max_tokens else 0
 
     @property
     def has_progressed(self) -> bool:
@@ -239,7 +239,7 @@ class Sequence(SequenceRecord):
 
 
 class SequenceOps(Protocol):
-    """What a decoder may do to sequences; implemented by the scheduler."""
+    """What a decoding strategy may do to sequences; implemented by the scheduler."""
 
     def append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, *, is_on_worker: bool) -> None:
         """Add a token; `is_on_worker` where the worker appended it to its row already. May finish the sequence."""
@@ -254,7 +254,7 @@ class SequenceOps(Protocol):
         ...
 
 
-class Decoder(Protocol):
+class DecodingStrategy(Protocol):
     """One request's way from logits to tokens."""
 
     @property

@@ -6,7 +6,7 @@ import logging
 from typing import NamedTuple
 
 from quire.common.failures import log_failure
-from quire.core.beam import BeamDecoder, Hypothesis
+from quire.core.beam import BeamSearch, Hypothesis
 from quire.core.params import BeamSearchParams
 from quire.core.request import FinishReason, Request
 from quire.engine.outputs import BeamSearchOutput, BeamSearchSequence
@@ -30,7 +30,7 @@ def beam_output(state: BeamState, tokenizer: Tokenizer | None) -> BeamSearchOutp
     output = BeamSearchOutput(request.request_id, [], list(request.prompt_token_ids), state.prompt, request.error)
     if output.error is not None:
         return output
-    assert isinstance(request.decoder, BeamDecoder)
+    assert isinstance(request.strategy, BeamSearch)
     try:
         output.sequences = [
             BeamSearchSequence(
@@ -41,7 +41,7 @@ def beam_output(state: BeamState, tokenizer: Tokenizer | None) -> BeamSearchOutp
                 finish_reason=hypothesis.finish_reason.value,
                 prompt_token_ids=output.prompt_token_ids,
             )
-            for hypothesis in request.decoder.hypotheses
+            for hypothesis in request.strategy.hypotheses
         ]
     except Exception as error:
         log_failure(logger, f"request {request.request_id} failed while its output was made", error)

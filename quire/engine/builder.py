@@ -308,9 +308,9 @@ def _sources(planned: PlannedModel) -> Iterator[tuple[WeightSource, Callable[[Fl
     """Where the weights come from, and how projections are loaded from there."""
     import torch
 
-    from quire.quant.decoding import decoder
     from quire.quant.gguf import GgufWeights
     from quire.quant.linears import CheckpointLinears, QuantizingLinears
+    from quire.quant.unpacking import unpacker
     from quire.weights.checkpoint import SafetensorsCheckpoint
 
     plan, storage = planned.plan, planned.storage
@@ -326,8 +326,8 @@ def _sources(planned: PlannedModel) -> Iterator[tuple[WeightSource, Callable[[Fl
             yield weights, lambda floats: CheckpointLinears(quantizing(floats), weights)
     else:
         with SafetensorsCheckpoint(planned.folder, plan.spec, storage.layout) as checkpoint:
-            decode = decoder(storage, checkpoint)
-            yield checkpoint, lambda floats: CheckpointLinears(quantizing(floats), decode)
+            unpack = unpacker(storage, checkpoint)
+            yield checkpoint, lambda floats: CheckpointLinears(quantizing(floats), unpack)
 
 
 def _packed_cache(planned: PlannedModel) -> PackedCache | None:

@@ -80,7 +80,7 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestState:
+class RequestSnapshot:
     """A sequence that runs or waits now."""
 
     name: str
@@ -114,7 +114,7 @@ class Inspection:
     steps: tuple[StepRecord, ...]
     gone_rows: tuple[int, ...]
     """Rows that ended with the last step: the next one's record will remove them."""
-    requests: tuple[RequestState, ...]
+    requests: tuple[RequestSnapshot, ...]
     """The first of those who run, then of those who wait, in order of service."""
     num_running: int
     num_waiting: int

@@ -24,7 +24,7 @@ from quire.engine.inspection import (
     BlockContent,
     EnteredRow,
     Inspection,
-    RequestState,
+    RequestSnapshot,
     RowState,
     StepRecord,
 )
@@ -352,7 +352,7 @@ class StepRecorder:
         newest_first = itertools.takewhile(lambda step: step.step > since, reversed(self._steps))
         return tuple(_record(step) for step in reversed(list(newest_first)))
 
-    def _requests(self, now: float) -> Iterator[RequestState]:
+    def _requests(self, now: float) -> Iterator[RequestSnapshot]:
         scheduler = self._scheduler
         for sequence in scheduler.running[:MAX_REQUESTS]:
             yield _request_state(sequence, now)
@@ -402,9 +402,9 @@ def _end_of(sequence: Sequence) -> str:
     return sequence.finish_reason.value
 
 
-def _request_state(sequence: Sequence, now: float, waits_for: str | None = None) -> RequestState:
+def _request_state(sequence: Sequence, now: float, waits_for: str | None = None) -> RequestSnapshot:
     request = sequence.request
-    return RequestState(
+    return RequestSnapshot(
         name=sequence.name,
         row=sequence.row,
         tenant=request.tenant,

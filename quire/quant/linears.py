@@ -95,7 +95,7 @@ class QuantizingLinears:
         return self.floats.kernels.pack_quantized(quantized, self.floats.bias(parts))
 
 
-class Decoder(Protocol):
+class WeightUnpacker(Protocol):
     """Gives the weights of projections that a checkpoint keeps as integers (or in any form of its own)."""
 
     def __call__(self, linear: LinearSpec) -> QuantizedWeight | Tensor | None:
@@ -112,25 +112,25 @@ class CheckpointLinears:
     """
 
     rounded: QuantizingLinears
-    decode: Decoder
+    unpack: WeightUnpacker
 
     def load(self, parts: Sequence[LinearSpec]) -> PackedLinear:
-        decoded = [self.decode(part) for part in parts]
-        if all(each is None for each in decoded):
+        unpacked = [self.unpack(part) for part in parts]
+        if all(each is None for each in unpacked):
             return self.rounded.load(parts)
-        integers = [each for each in decoded if isinstance(each, QuantizedWeight)]
+        integers = [each for each in unpacked if isinstance(each, QuantizedWeight)]
         floats = self.rounded.floats
-        if len(integers) == len(decoded) and len({each.is_fp8 for each in integers}) == 1:
+        if len(integers) == len(unpacked) and len({each.is_fp8 for each in integers}) == 1:
             return floats.kernels.pack_quantized(stack(integers), floats.bias(parts))
-        return self.rounded.pack(parts, torch.cat([self._floats(*each) for each in zip(parts, decoded, strict=True)]))
+        return self.rounded.pack(parts, torch.cat([self._floats(*each) for each in zip(parts, unpacked, strict=True)]))
 
     def load_tied(self, head: LinearSpec, table: Tensor) -> PackedLinear:
         return self.rounded.load_tied(head, table) if self.rounded.formats.of([head]) is None else self.load([head])
 
-    def _floats(self, part: LinearSpec, decoded: QuantizedWeight | Tensor | None) -> Tensor:
+    def _floats(self, part: LinearSpec, unpacked: QuantizedWeight | Tensor | None) -> Tensor:
         """float32 [N, K]"""
-        if decoded is None:
+        if unpacked is None:
             return self.rounded.floats.stacked([part], torch.float32)
-        if isinstance(decoded, QuantizedWeight):
-            return dequantize(decoded)
-        return decoded
+        if isinstance(unpacked, QuantizedWeight):
+            return dequantize(unpacked)
+        return unpacked

@@ -2,7 +2,7 @@
 
 Owns the public formats' vocabulary (GPTQ, AWQ, compressed-tensors, FP8) and turns it into one record per projection,
 which says what tensors are stored for it and how it will be held in memory. A value that is not implemented is refused
-by the name of its key. `quire.quant.decoding` has the arithmetic.
+by the name of its key. `quire.quant.unpacking` has the arithmetic.
 
 Weights of GPTQ, AWQ and compressed-tensors W4A16 keep the activations as they are, since their integers were chosen
 for that; W8A8 quantizes the activations token by token, as its config says. Asking for quantization="int4" (or "int8",

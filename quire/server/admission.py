@@ -53,7 +53,7 @@ class TenantUse:
     durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=64))
 
 
-class Admission:
+class AdmissionControl:
     """The count of what is in flight, and the decision on what may join it."""
 
     def __init__(

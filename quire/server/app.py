@@ -31,7 +31,7 @@ from quire.server.openai.files import Files
 from quire.server.openai.listing import FileListing, Listing
 from quire.server.openai.models import EmbeddingRequest, Models
 from quire.server.openai.responses import InputTokensRequest, ResponseRequest, Responses
-from quire.server.openapi import UPLOAD, Endpoint, Operation, document
+from quire.server.openapi import UPLOAD, ApiRoute, Endpoint, document
 from quire.server.operations import Operations
 from quire.server.query import NoQuery
 from quire.server.state import Api
@@ -69,7 +69,7 @@ def build_app(config: ApiConfig, client: Client, keys: KeyRing, tracer: Tracer |
     return Gate(Door(router, api.admission), config, keys, api.metrics)
 
 
-def _generation_routes(api: Api, chat: ChatCompletions, completions: Completions, responses: Responses) -> list[Operation]:
+def _generation_routes(api: Api, chat: ChatCompletions, completions: Completions, responses: Responses) -> list[ApiRoute]:
     models, tokens, messages = Models(api), Tokens(api), Messages(api)
     return [
         _post("/v1/chat/completions", chat.post, ChatRequest),
@@ -90,7 +90,7 @@ def _generation_routes(api: Api, chat: ChatCompletions, completions: Completions
     ]
 
 
-def _file_routes(files: Files, batches: Batches) -> list[Operation]:
+def _file_routes(files: Files, batches: Batches) -> list[ApiRoute]:
     return [
         _post("/v1/files", files.post, UPLOAD),
         _get("/v1/files", files.list, FileListing),
@@ -105,7 +105,7 @@ def _file_routes(files: Files, batches: Batches) -> list[Operation]:
     ]
 
 
-def _operation_routes(api: Api) -> list[Operation]:
+def _operation_routes(api: Api) -> list[ApiRoute]:
     operations, inspector = Operations(api), Inspector(api)
     return [
         _get("/inspect/steps", inspector.steps, StepsQuery),
@@ -121,7 +121,7 @@ def _operation_routes(api: Api) -> list[Operation]:
     ]
 
 
-def _description_of(routes: Sequence[Operation]) -> Operation:
+def _description_of(routes: Sequence[ApiRoute]) -> ApiRoute:
     """The document that describes the others, made when it is first asked for."""
     made: list[bytes] = []
 
@@ -134,13 +134,13 @@ def _description_of(routes: Sequence[Operation]) -> Operation:
     return _get("/openapi.json", describe)
 
 
-def _get(path: str, endpoint: Endpoint, query: type[Struct] = NoQuery) -> Operation:
-    return Operation(path, endpoint, methods=["GET"], query=query)
+def _get(path: str, endpoint: Endpoint, query: type[Struct] = NoQuery) -> ApiRoute:
+    return ApiRoute(path, endpoint, methods=["GET"], query=query)
 
 
-def _post(path: str, endpoint: Endpoint, body: Any = None, query: type[Struct] = NoQuery) -> Operation:
-    return Operation(path, endpoint, methods=["POST"], body=body, query=query)
+def _post(path: str, endpoint: Endpoint, body: Any = None, query: type[Struct] = NoQuery) -> ApiRoute:
+    return ApiRoute(path, endpoint, methods=["POST"], body=body, query=query)
 
 
-def _delete(path: str, endpoint: Endpoint) -> Operation:
-    return Operation(path, endpoint, methods=["DELETE"])
+def _delete(path: str, endpoint: Endpoint) -> ApiRoute:
+    return ApiRoute(path, endpoint, methods=["DELETE"])

@@ -11,7 +11,7 @@ from __future__ import annotations
 from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server.admission import Admission
+from quire.server.admission import AdmissionControl
 from quire.server.call import call_in
 from quire.server.errors import ApiError
 from quire.server.turnstile import Turnstile
@@ -23,7 +23,7 @@ GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/re
 class Door:
     """ASGI application around the router."""
 
-    def __init__(self, app: ASGIApp, admission: Admission) -> None:
+    def __init__(self, app: ASGIApp, admission: AdmissionControl) -> None:
         self._app = app
         self._admission = admission
         self._turnstile = Turnstile()

@@ -40,7 +40,7 @@ class ChunkWriter:
         self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
-class Exchange(RequestResponseCycle):
+class RequestCycle(RequestResponseCycle):
     """One request and its answer, on one connection."""
 
     write_timeout_s = 60.0

@@ -1,7 +1,7 @@
 """Running a request: admission, the engine's streams, deadlines, a client that leaves or reads too slowly, and the books.
 
-A `Run` is one HTTP request's generations (several for a list of prompts), merged into one sequence of outputs. However it
-ends, `close` leaves nothing behind: the engine's requests are aborted, the ticket is returned, the counts are booked.
+A `GenerationRun` is one HTTP request's generations (several for a list of prompts), merged into one sequence of outputs.
+However it ends, `close` leaves nothing behind: engine requests are aborted, the ticket is returned, the counts are booked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quire.engine.outputs import RequestOutput
 from quire.engine.process.supervisor import CONVICTED
 from quire.engine.prompts import ParsedPrompt
 from quire.engine.streams import Stream
-from quire.server.admission import Admission, Ticket
+from quire.server.admission import AdmissionControl, Ticket
 from quire.server.call import Call
 from quire.server.cost import Bounds, Piece
 from quire.server.errors import ApiError, bad_request, from_exception, overloaded, useless_to_retry
@@ -49,7 +49,7 @@ PassOn = Callable[[int, RequestOutput], bool]
 
 
 @dataclass(slots=True)
-class Job:
+class GenerationJob:
     """One prompt to go on from."""
 
     prompt_token_ids: Sequence[int]
@@ -113,14 +113,16 @@ class _Progress:
 class Generator:
     """Starts runs on one engine."""
 
-    def __init__(self, client: Client, admission: Admission, metrics: Metrics, bounds: Bounds) -> None:
+    def __init__(self, client: Client, admission: AdmissionControl, metrics: Metrics, bounds: Bounds) -> None:
         self.client = client
         self.admission = admission
         self.metrics = metrics
         self.tracer: Tracer | None = None
         self._bounds = bounds
 
-    async def answer(self, call: Call, jobs: Sequence[Job], receive: Receive | None) -> tuple[list[RequestOutput], Usage]:
+    async def answer(
+        self, call: Call, jobs: Sequence[GenerationJob], receive: Receive | None
+    ) -> tuple[list[RequestOutput], Usage]:
         """Run jobs to their end: every job's output, in order. Ends early if the client leaves, where there is one."""
         run = await self.start(call, jobs, is_stream=False)
         if receive is not None:
@@ -130,7 +132,7 @@ class Generator:
         finally:
             await run.close()
 
-    async def start(self, call: Call, jobs: Sequence[Job], *, is_stream: bool) -> Run:
+    async def start(self, call: Call, jobs: Sequence[GenerationJob], *, is_stream: bool) -> GenerationRun:
         """Admit and submit. Raises ApiError or a QuireError, with nothing left running."""
         self._bounds.check([Piece(len(job.prompt_token_ids), job.params, job.num_shown, job.num_repeated) for job in jobs])
         self._check_priorities(call, jobs)
@@ -145,7 +147,7 @@ class Generator:
             num_listed=digest.num_ids,
         )
         call.is_admitted = True
-        run = Run(self, call, jobs, ticket)
+        run = GenerationRun(self, call, jobs, ticket)
         try:
             num_tokens = 0
             for number, job in enumerate(jobs):
@@ -158,7 +160,7 @@ class Generator:
             raise
         return run
 
-    def _check_priorities(self, call: Call, jobs: Sequence[Job]) -> None:
+    def _check_priorities(self, call: Call, jobs: Sequence[GenerationJob]) -> None:
         """A tenant's requests may not go before its class."""
         for priority in {job.priority for job in jobs if job.priority is not None}:
             if not call.tenant.may_ask_for(priority):
@@ -171,10 +173,10 @@ class Generator:
                 call.ignore(["priority"], "this server serves in order of arrival (--scheduling-policy)")
 
 
-class Run:
+class GenerationRun:
     """The generations of one HTTP request."""
 
-    def __init__(self, generator: Generator, call: Call, jobs: Sequence[Job], ticket: Ticket) -> None:
+    def __init__(self, generator: Generator, call: Call, jobs: Sequence[GenerationJob], ticket: Ticket) -> None:
         self._generator = generator
         self._call = call
         self._jobs = jobs
@@ -203,7 +205,7 @@ class Run:
         """Counts over all jobs; a prompt counts once, however many sequences continue it."""
         return replace(self._usage)
 
-    async def submit(self, number: int, job: Job, digest: Digest) -> None:
+    async def submit(self, number: int, job: GenerationJob, digest: Digest) -> None:
         """Give one job to the engine; `digest` is what the jobs' parameters come to."""
         suffix = f"-{number}" if len(self._jobs) > 1 else ""
         client, tenant = self._generator.client, self._call.tenant

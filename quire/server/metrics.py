@@ -21,7 +21,7 @@ from prometheus_client.utils import floatToGoString
 from quire.core.params import SamplingParams
 from quire.engine.client import Client, EngineStatus
 from quire.engine.outputs import RequestOutput
-from quire.server.admission import Admission
+from quire.server.admission import AdmissionControl
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LATENCY_S = (
@@ -74,7 +74,7 @@ NOT_FINITE_CODE = "not_finite"
 class Metrics:
     """All metrics of one server."""
 
-    def __init__(self, prefix: str, model_name: str, client: Client, admission: Admission) -> None:
+    def __init__(self, prefix: str, model_name: str, client: Client, admission: AdmissionControl) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
         self._model = model_name
         registry, label = self._registry, ("model_name",)
@@ -253,7 +253,7 @@ def _num_tasks() -> float:
 class _Live(Collector):
     """Gauges and counters that somebody else keeps, read when they are asked for."""
 
-    def __init__(self, prefix: str, model_name: str, client: Client, admission: Admission) -> None:
+    def __init__(self, prefix: str, model_name: str, client: Client, admission: AdmissionControl) -> None:
         self._prefix = prefix
         self._model = model_name
         self._client = client

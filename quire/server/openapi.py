@@ -66,7 +66,7 @@ UPLOAD: Document = {
 """The form of an upload, which is no record of JSON."""
 
 
-class Operation(Route):
+class ApiRoute(Route):
     """A route, what its body is (a record that decodes JSON, `UPLOAD`, or nothing), and the record of its query."""
 
     def __init__(
@@ -99,7 +99,7 @@ def _with_query(endpoint: Endpoint, kind: type[msgspec.Struct]) -> Endpoint:
     return judged
 
 
-def document(operations: Sequence[Operation]) -> bytes:
+def document(operations: Sequence[ApiRoute]) -> bytes:
     """The document, as JSON."""
     kinds = list({each.body_kind: None for each in operations if isinstance(each.body_kind, type)})
     references, components = msgspec.json.schema_components(kinds, ref_template=_REF)
@@ -123,7 +123,7 @@ def document(operations: Sequence[Operation]) -> bytes:
     )
 
 
-def _describe(operation: Operation, method: str, bodies: dict[Any, Any]) -> Document:
+def _describe(operation: ApiRoute, method: str, bodies: dict[Any, Any]) -> Document:
     names = _PARAMETER.findall(operation.path)
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}} for name in names

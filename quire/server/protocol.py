@@ -24,7 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire.config.api import ApiConfig
 from quire.server.errors import ApiError, overloaded
-from quire.server.exchange import Exchange
+from quire.server.exchange import RequestCycle
 from quire.server.responses import WRITER
 
 MAX_HEADER_BLOCK_BYTES = 48 << 10
@@ -51,7 +51,7 @@ class BoundedProtocol(HttpToolsProtocol):
     """One connection. Subclassed per server, with its `api_config`."""
 
     api_config = ApiConfig()
-    cycle: Exchange | None  # type: ignore[assignment]
+    cycle: RequestCycle | None  # type: ignore[assignment]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -190,7 +190,7 @@ class BoundedProtocol(HttpToolsProtocol):
         _check_fields(self.headers, is_current=is_current)
         self._body_left = None if b"transfer-encoding" in fields else int(fields.get(b"content-length", 0))
         self._num_chunks = self._num_framing_bytes = 0
-        cycle = Exchange(
+        cycle = RequestCycle(
             scope=scope,
             transport=self.transport,
             flow=self.flow,

@@ -19,7 +19,7 @@ from quire.core.request import RequestMetrics
 from quire.engine.outputs import RequestOutput
 from quire.server.call import Call
 from quire.server.errors import ApiError, from_exception
-from quire.server.generation import Run
+from quire.server.generation import GenerationRun
 from quire.server.off_loop import off_loop
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ KEEP_ALIVE = b": keepalive\n\n"
 """A comment: clients' event decoders skip it. Never an event of its own, which they would try to parse."""
 DONE = b"data: [DONE]\n\n"
 WRITER = "quire.writer"
-"""The ASGI extension in which a connection offers its `Writer`, as "writer"."""
+"""The ASGI extension in which a connection offers its `EventWriter`, as "writer"."""
 _PLACEHOLDER = secrets.token_hex(16)
 """Nobody who names a model can guess it."""
 _encode = msgspec.json.Encoder().encode
@@ -103,7 +103,7 @@ class Events(Protocol):
         ...
 
 
-class Writer(Protocol):
+class EventWriter(Protocol):
     """A way for events past ASGI: straight into a connection that takes them at once, without waking a task."""
 
     def can_write(self) -> bool:
@@ -119,11 +119,11 @@ class EventStream(Response):
     """A stream of events over a run. The head is sent with the first event, so an error before it is a plain HTTP error;
     an error after it is the last event. However it ends, the run is closed.
 
-    Where the connection has a `Writer`, an output becomes bytes on the wire in the very call that brings it, as long as the
-    client takes them; the task here wakes for what is more than that: the end, an error, silence, a client that reads slowly.
+    Where the connection has an `EventWriter`, an output becomes bytes on the wire in the very call that brings it, as long as
+    the client takes them; the task here wakes for all else: the end, an error, silence, a client that reads slowly.
     """
 
-    def __init__(self, call: Call, run: Run, events: Events, keep_alive_s: float) -> None:
+    def __init__(self, call: Call, run: GenerationRun, events: Events, keep_alive_s: float) -> None:
         super().__init__()
         self._call = call
         self._run = run
@@ -134,7 +134,7 @@ class EventStream(Response):
         self._has_ended = False
         self._begun: set[int] = set()
         """Jobs of which something was taken."""
-        self._writer: Writer | None = None
+        self._writer: EventWriter | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve it."""

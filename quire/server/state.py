@@ -12,7 +12,7 @@ from quire.core.params import ThinkingMarks, generation_defaults
 from quire.core.structure import StructuredOutputsParams
 from quire.engine.client import Client
 from quire.engine.spelling import spell_marks
-from quire.server.admission import Admission
+from quire.server.admission import AdmissionControl
 from quire.server.cost import Bounds, room_for_logprobs
 from quire.server.errors import ApiError, unavailable_feature
 from quire.server.generation import Generator, Tracer
@@ -39,7 +39,7 @@ class Api:
         is_auto = config.tool_parser == "auto"
         self.tool_format = format_of_template(self.texts.template_source) if is_auto else FORMATS[config.tool_parser]
         self.marks = self._marks(config.reasoning_parser)
-        self.admission = Admission(config, keys.tenants, lambda: client.status().num_running)
+        self.admission = AdmissionControl(config, keys.tenants, lambda: client.status().num_running)
         self.metrics = Metrics(config.metrics_prefix, self.model_names[0], client, self.admission)
         self.generator = Generator(client, self.admission, self.metrics, Bounds(config, info.vocab_size))
         self.generator.tracer = tracer

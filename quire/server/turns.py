@@ -18,7 +18,7 @@ _POLL_S = 0.05
 """How often a waiting line looks for room that was not announced."""
 
 
-class Turn:
+class Lease:
     """One tenant's hold, to be given back. A context manager."""
 
     __slots__ = ("_turns", "call", "tenant")
@@ -37,14 +37,14 @@ class Turn:
         """Give it back. Idempotent."""
         self._turns.release(self)
 
-    def __enter__(self) -> Turn:
+    def __enter__(self) -> Lease:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.release()
 
 
-_Waiting = asyncio.Future["Turn | None"]
+_Waiting = asyncio.Future["Lease | None"]
 
 
 class Turns:
@@ -62,14 +62,14 @@ class Turns:
         self._max_bytes = max_bytes
         self._assumed_bytes = assumed_bytes
         self._has_room = has_room
-        self.held: Ledger[str, Turn] = Ledger()
+        self.held: Ledger[str, Lease] = Ledger()
         """By tenant."""
         self._waiting: dict[Tenant, deque[_Waiting]] = {}
         """Those tenants come first whose last turn is longest ago."""
         self._rests: dict[str, float] = {}
         self._next_look: asyncio.TimerHandle | None = None
 
-    async def enter(self, tenant: Tenant, timeout_s: float) -> Turn | None:
+    async def enter(self, tenant: Tenant, timeout_s: float) -> Lease | None:
         """Wait for a turn; None where there was none in time."""
         loop = asyncio.get_running_loop()
         waiting: _Waiting = loop.create_future()
@@ -96,20 +96,20 @@ class Turns:
         until_s = asyncio.get_running_loop().time() + seconds
         self._rests[tenant.name] = max(until_s, self._rests.get(tenant.name, 0.0))
 
-    def weigh(self, turn: Turn, num_bytes: int) -> None:
-        """See `Turn`."""
+    def weigh(self, turn: Lease, num_bytes: int) -> None:
+        """See `Lease`."""
         if self.held.size(turn.tenant.name, turn) is not None:
             self.held.put(turn.tenant.name, turn, num_bytes)
 
-    def release(self, turn: Turn) -> None:
-        """See `Turn`."""
+    def release(self, turn: Lease) -> None:
+        """See `Lease`."""
         self.held.drop(turn.tenant.name, turn)
         self._look()
 
     def _look(self) -> None:
         """Give out what there is room for, and look again soon where a line has to wait on."""
         while self._is_open() and (tenant := self._next()) is not None:
-            turn = Turn(self, tenant)
+            turn = Lease(self, tenant)
             self.held.put(tenant.name, turn, self._assumed_bytes)
             line = self._waiting.pop(tenant)
             line.popleft().set_result(turn)

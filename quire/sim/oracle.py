@@ -21,7 +21,7 @@ from quire.executor.null import null_logits, null_logprobs, null_sample
 _NEVER = -1.0e9
 
 
-class Answer(NamedTuple):
+class ExpectedOutput(NamedTuple):
     """What one sequence must be."""
 
     token_ids: list[int]
@@ -65,7 +65,7 @@ class Oracle:
             known = self._logits[token_ids] = null_logits(self.key, token_ids, self.vocab_size)
         return known
 
-    def sample(self, spec: RequestSpec, index: int, max_tokens: int) -> Answer:
+    def sample(self, spec: RequestSpec, index: int, max_tokens: int) -> ExpectedOutput:
         """Sequence `index` of a sampled request."""
         sampling, seed = spec.sampling, derive_seed(spec.sampling.seed, index)
         tokens, records = list(spec.prompt_token_ids), []
@@ -79,7 +79,7 @@ class Oracle:
             if token_id in spec.stop_token_ids and num_output > sampling.min_tokens:
                 reason = FinishReason.STOP
                 break
-        return Answer(tokens[len(spec.prompt_token_ids) :], reason, records)
+        return ExpectedOutput(tokens[len(spec.prompt_token_ids) :], reason, records)
 
     def score_prompt(self, spec: RequestSpec) -> list[TokenLogprobs | None]:
         """Prompt log-probabilities, the first None."""

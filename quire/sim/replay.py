@@ -19,7 +19,7 @@ from quire.sim.traces import Trace
 
 
 @dataclass(frozen=True, slots=True)
-class StepCost:
+class StepTimeModel:
     """What a step takes on the virtual clock."""
 
     base_s: float = 0.01
@@ -76,7 +76,7 @@ class ReplayReport:
         ]
 
 
-def replay(trace: Trace, limits: SchedulerLimits, cost: StepCost = StepCost()) -> ReplayReport:
+def replay(trace: Trace, limits: SchedulerLimits, cost: StepTimeModel = StepTimeModel()) -> ReplayReport:
     """Replay a whole trace; arrivals are on the virtual clock, which stands still while nothing is to be done."""
     run = _Replay(trace, limits, cost)
     started = perf_counter()
@@ -88,7 +88,7 @@ def replay(trace: Trace, limits: SchedulerLimits, cost: StepCost = StepCost()) -
 
 
 class _Replay:
-    def __init__(self, trace: Trace, limits: SchedulerLimits, cost: StepCost) -> None:
+    def __init__(self, trace: Trace, limits: SchedulerLimits, cost: StepTimeModel) -> None:
         self.trace = trace
         self.cost = cost
         self.scheduler = Scheduler(limits)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from quire.core.beam import BeamDecoder
+from quire.core.beam import BeamSearch
 from quire.core.kvcache.prefix import PrefixIndex
 from quire.core.plan import StepPlan, TokenLogprobs
 from quire.core.request import FinishReason, Request, Sequence
@@ -173,8 +173,8 @@ class Simulation:
         for spec, request in self.requests:
             assert request.is_finished, f"{request.request_id} never finished"
             self._check_prompt(spec, request)
-            if isinstance(request.decoder, BeamDecoder):
-                self._check_beams(spec, request, request.decoder)
+            if isinstance(request.strategy, BeamSearch):
+                self._check_beams(spec, request, request.strategy)
             else:
                 self._check_samples(spec, request)
 
@@ -205,11 +205,11 @@ class Simulation:
                 assert sequence.finish_reason is expected.finish_reason, f"{sequence.name}: {sequence.finish_reason}"
                 assert sequence.cumulative_logprob == expected.cumulative_logprob, f"{sequence.name}: sum differs"
 
-    def _check_beams(self, spec: RequestSpec, request: Request, decoder: BeamDecoder) -> None:
+    def _check_beams(self, spec: RequestSpec, request: Request, strategy: BeamSearch) -> None:
         if not self._ended_well(request):
             return
-        expected = self.oracle.search(spec, decoder.settings)
-        got = [(list(hypothesis.token_ids), hypothesis.score) for hypothesis in decoder.hypotheses]
+        expected = self.oracle.search(spec, strategy.settings)
+        got = [(list(hypothesis.token_ids), hypothesis.score) for hypothesis in strategy.hypotheses]
         assert got == [tuple(answer) for answer in expected], f"{request.request_id}: {got}, must be {expected}"
 
     @staticmethod

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.core.plan import RowWork
 from quire.kernels.interface import AttentionBatch, SharedPrefixes
-from quire.worker.prefixes import Run, find_runs, run_arrays
+from quire.worker.prefixes import PrefixRun, find_runs, run_arrays
 from quire.worker.rows import RowTable
 from quire.worker.staging import Staging
 
@@ -45,7 +45,7 @@ class StepArrays:
     token_ids: NDArray[np.int64]
     max_query_len: int
     max_context_len: int
-    runs: tuple[Run, ...] = ()
+    runs: tuple[PrefixRun, ...] = ()
     """Sequences that begin with the same blocks; empty where none do."""
     num_wanted: NDArray[np.int32] | None = None
     """Of each sequence, how many of its last tokens' hidden states are asked for; None: all of them. Stays on the host."""
@@ -92,7 +92,7 @@ def gather(rows: RowTable, work: Sequence[RowWork], *, shared_unit: int | None =
     slots = np.multiply(rows.block_tables[token_rows, block_places], rows.block_size, dtype=np.int64) + offsets
     num_columns = -(-max_context_len // rows.block_size)
     block_tables = rows.block_tables[sequence_rows, :num_columns]
-    runs: list[Run] = []
+    runs: list[PrefixRun] = []
     if shared_unit is not None and shared_unit % rows.block_size == 0 and max_context_len > shared_unit and len(work) > 1:
         num_known = [start // rows.block_size for start in starts]
         runs = find_runs(block_tables, num_known, shared_unit // rows.block_size)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 
-class Run(NamedTuple):
+class PrefixRun(NamedTuple):
     """Sequences `first` up to `end`, whose first `num_blocks` blocks are the same."""
 
     first: int
@@ -24,7 +24,7 @@ class Run(NamedTuple):
     num_blocks: int
 
 
-def find_runs(tables: Array, num_known: Sequence[int], unit: int) -> list[Run]:
+def find_runs(tables: Array, num_known: Sequence[int], unit: int) -> list[PrefixRun]:
     """Runs that cover all S sequences of tables [S, blocks], sharing multiples of `unit` blocks; empty if nothing is shared.
 
     `num_known` says how many whole blocks of each sequence lie before its new tokens. Only the table's column at the end of
@@ -42,21 +42,21 @@ def find_runs(tables: Array, num_known: Sequence[int], unit: int) -> list[Run]:
     return runs if any(run.num_blocks for run in runs) else []
 
 
-def num_spared(runs: Sequence[Run]) -> int:
+def num_spared(runs: Sequence[PrefixRun]) -> int:
     """Blocks that need not be read again where each run's are read once."""
     return sum((run.end - run.first - 1) * run.num_blocks for run in runs)
 
 
-def _run(tables: Array, num_known: Sequence[int], first: int, end: int, unit: int) -> Run:
+def _run(tables: Array, num_known: Sequence[int], first: int, end: int, unit: int) -> PrefixRun:
     if end - first == 1:
-        return Run(first, end, 0)
+        return PrefixRun(first, end, 0)
     most = min(num_known[first:end])
     is_same = (tables[first + 1 : end, :most] == tables[first, :most]).all(axis=0)
     num_same = most if is_same.all() else int(is_same.argmin())
-    return Run(first, end, num_same // unit * unit)
+    return PrefixRun(first, end, num_same // unit * unit)
 
 
-def run_arrays(runs: Sequence[Run], tables: Array, query_start: Sequence[int], block_size: int) -> tuple[Array, ...]:
+def run_arrays(runs: Sequence[PrefixRun], tables: Array, query_start: Sequence[int], block_size: int) -> tuple[Array, ...]:
     """The five arrays of `SharedPrefixes`, in the order of its fields."""
     starts = np.array([query_start[run.first] for run in runs] + [query_start[-1]], np.int32)
     shared = np.array([run.num_blocks * block_size for run in runs], np.int32)

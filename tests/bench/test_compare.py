@@ -16,7 +16,7 @@ from stopped import state_of
 from benchmarks import compare, tables, variants
 from benchmarks.models import CONFIGS, main, write_random_model
 from quire.bench.bound import ideal_steps
-from quire.bench.limits import Sample, typical
+from quire.bench.limits import LimitSample, typical
 from quire.bench.workload import WORKLOADS, parallel_workload, random_workload, totals
 from quire.models.registry import declare
 
@@ -209,7 +209,7 @@ def test_an_engine_that_fails_says_why(tmp_path: Path) -> None:
         variants.PeerProcess(variants.Variant.parse("quire:float32"), variants.Seat(tmp_path, 128, 1, {}, {}))
 
 
-LIMITS = Sample(1e9, {"float32": {"f": 1e9}, "int8": {"i": 4e9}})
+LIMITS = LimitSample(1e9, {"float32": {"f": 1e9}, "int8": {"i": 4e9}})
 
 
 class FakeReferee:
@@ -221,7 +221,7 @@ class FakeReferee:
         assert num_threads == 1
         self.samples.clear()
 
-    def sample(self, stopped: list[int]) -> Sample:
+    def sample(self, stopped: list[int]) -> LimitSample:
         assert stopped and all(state_of(pid) == "T" for pid in stopped)
         self.samples.append(stopped)
         return LIMITS
@@ -338,7 +338,7 @@ def test_a_budget_ends_a_comparison_and_it_goes_on(fakes: Path, capsys: pytest.C
 
 @pytest.mark.usefixtures("limits")
 def test_an_interrupted_comparison_leaves_nobody_stopped(fakes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(self: FakeReferee, stopped: list[int]) -> Sample:
+    def interrupted(self: FakeReferee, stopped: list[int]) -> LimitSample:
         FakeReferee.samples.append(stopped)
         signal.raise_signal(signal.SIGINT)
         return LIMITS

@@ -16,7 +16,7 @@ from timing import timed
 
 from benchmarks import overload, serving_compare, soak, streams, survival
 from benchmarks.servers import Launch, Server, descendants, histogram_percentile, launch_of, metric, num_fds, rss_bytes, running
-from quire.bench.serving.exchange import Exchange
+from quire.bench.serving.exchange import RequestTimeline
 from quire.bench.serving.load import LoadRun
 from quire.errors import ConfigError
 
@@ -52,8 +52,8 @@ def args_of(*options: str) -> Any:
 
 
 def test_goodput_counts_answered_tokens_within_the_window() -> None:
-    def exchange(sent_s: float, token_s: list[float], status: str) -> Exchange:
-        return Exchange(sent_s, sent_s, 99.0, token_s, status, num_output=2 * len(token_s))
+    def exchange(sent_s: float, token_s: list[float], status: str) -> RequestTimeline:
+        return RequestTimeline(sent_s, sent_s, 99.0, token_s, status, num_output=2 * len(token_s))
 
     run = LoadRun([exchange(0, [1, 3, 4], "ok"), exchange(2, [5, 6, 12], "ok"), exchange(9, [7, 8], "broken")], 20, 0, [])
     assert overload.goodput(run, args_of("--settle-seconds", "2")) == pytest.approx(2 * 4 / 7)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.bench import limits
-from quire.bench.limits import Call, LimitSampler, Pace, Sample, Work, limit_sampler, typical
+from quire.bench.limits import Call, LimitSample, LimitSampler, Pace, Work, limit_sampler, typical
 from quire.bench.roofline import Peaks
 
 
@@ -76,7 +76,7 @@ def test_a_sample_takes_no_longer_than_the_best_need() -> None:
 
 
 def test_the_best_product_over_all_samples_is_the_limit() -> None:
-    samples = [Sample(1.0, {"float32": {"a": 10.0, "b": 9.0}}), Sample(3.0, {"float32": {"a": 5.0, "b": 9.0}})]
+    samples = [LimitSample(1.0, {"float32": {"a": 10.0, "b": 9.0}}), LimitSample(3.0, {"float32": {"a": 5.0, "b": 9.0}})]
     peaks = typical(samples)
     assert peaks == Peaks(2.0, {"float32": 9.0}, {"float32": "b"}, 2) and peaks.best_product == 9.0
 

@@ -19,7 +19,7 @@ from benchmarks import referee
 from benchmarks.processes import JsonProcess, standing_still
 from benchmarks.referee import Referee, RefereeError, overlap_s, watched_run
 from benchmarks.variants import PeerProcess
-from quire.bench.limits import Sample, typical
+from quire.bench.limits import LimitSample, typical
 from quire.bench.workload import parallel_workload, random_workload
 
 ENGINE = """\
@@ -39,14 +39,14 @@ class Judge:
     """A referee that gives another speed each time, and has the engine end after one of the samples."""
 
     def __init__(self, file: Path) -> None:
-        self.samples: list[Sample] = []
+        self.samples: list[LimitSample] = []
         self.file = file
         self.last = 0
 
-    def sample(self, stopped: Sequence[int]) -> Sample:
+    def sample(self, stopped: Sequence[int]) -> LimitSample:
         assert [state_of(pid) for pid in stopped] == ["T"]
         rate = 10.0 ** len(self.samples)
-        self.samples.append(Sample(rate, {"float32": {"f": 2 * rate}}))
+        self.samples.append(LimitSample(rate, {"float32": {"f": 2 * rate}}))
         if len(self.samples) == self.last:
             self.file.touch()
         return self.samples[-1]
@@ -107,9 +107,9 @@ def test_a_referee_whose_comparison_was_killed_lets_the_engine_go_on(
 ) -> None:
     seen = []
 
-    def sample() -> Sample:
+    def sample() -> LimitSample:
         seen.append(state_of(engine.pid))
-        return Sample(1.0, {})
+        return LimitSample(1.0, {})
 
     monkeypatch.setattr(referee, "limit_sampler", lambda: SimpleNamespace(sample=sample))
     monkeypatch.setattr(sys, "argv", ["referee", "1"])

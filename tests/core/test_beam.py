@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire.core.beam import BeamDecoder
+from quire.core.beam import BeamSearch
 from quire.core.plan import RowSampling
 from quire.core.request import FinishReason
 from quire.core.request_spec import BeamSettings
@@ -28,11 +28,11 @@ def _harness() -> Any:
 Harness = _harness()
 
 
-def _search(run: Any, settings: BeamSettings, prompt: list[int]) -> tuple[BeamDecoder, list[Any]]:
+def _search(run: Any, settings: BeamSettings, prompt: list[int]) -> tuple[BeamSearch, list[Any]]:
     request = run.add(f"r{len(run.specs)}", prompt, max_tokens=settings.max_tokens, beam=settings)
     run.run()
-    assert isinstance(request.decoder, BeamDecoder)
-    return request.decoder, run.oracle.search(run.specs[request.request_id], settings)
+    assert isinstance(request.strategy, BeamSearch)
+    return request.strategy, run.oracle.search(run.specs[request.request_id], settings)
 
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
@@ -42,9 +42,9 @@ def test_hypotheses_are_those_of_transformers(early_stopping: Any, length_penalt
     run = Harness()
     for width in (1, 2, 4):
         settings = BeamSettings(width, 6, frozenset(eos), length_penalty, early_stopping)
-        decoder, expected = _search(run, settings, [width, 2, 3])
-        assert [(list(h.token_ids), h.score) for h in decoder.hypotheses] == [tuple(answer) for answer in expected]
-        for hypothesis in decoder.hypotheses:
+        strategy, expected = _search(run, settings, [width, 2, 3])
+        assert [(list(h.token_ids), h.score) for h in strategy.hypotheses] == [tuple(answer) for answer in expected]
+        for hypothesis in strategy.hypotheses:
             is_stop = hypothesis.token_ids[-1] in eos
             assert hypothesis.finish_reason is (FinishReason.STOP if is_stop else FinishReason.LENGTH)
 
@@ -53,8 +53,8 @@ def test_hypotheses_are_those_of_transformers(early_stopping: Any, length_penalt
 def test_beams_that_cannot_all_run_at_once_find_the_same(limits: dict[str, int]) -> None:
     run = Harness(block_size=2, max_num_batched_tokens=8, **limits)
     settings = BeamSettings(3, 5, frozenset({3}))
-    decoder, expected = _search(run, settings, [1, 2, 3, 4])
-    assert [list(h.token_ids) for h in decoder.hypotheses] == [answer.token_ids for answer in expected]
+    strategy, expected = _search(run, settings, [1, 2, 3, 4])
+    assert [list(h.token_ids) for h in strategy.hypotheses] == [answer.token_ids for answer in expected]
 
 
 def test_beams_share_what_they_have_in_common() -> None:

@@ -17,7 +17,7 @@ from quire.core.request import FinishReason
 from quire.engine.builder import prepare_model
 from quire.engine.engine import Engine
 from quire.engine.process.journal import Journal
-from quire.engine.process.messages import Abort, Add, Forget, Lists
+from quire.engine.process.messages import Abort, AddRequest, Forget, Lists
 from quire.engine.process.service import Service
 from quire.engine.prompts import ParsedPrompt
 from quire.engine.requests import PreparedRequest, RequestBuilder
@@ -36,7 +36,7 @@ LONG: dict[str, Any] = {
     "ignore_eos": False,
 }
 
-Told = Lists | Forget | Add | Abort
+Told = Lists | Forget | AddRequest | Abort
 MakeEngine = Callable[..., Engine]
 
 
@@ -116,7 +116,7 @@ def test_what_is_listed_travels_once_and_prompts_cost_their_own_tokens(builder: 
     for request in _requests(builder, **LONG):
         journal.add(request)
     messages = _sent(journal)
-    assert [type(message) for message in messages] == [Lists, *[Add] * NUM_PROMPTS]
+    assert [type(message) for message in messages] == [Lists, *[AddRequest] * NUM_PROMPTS]
     sizes = [len(msgspec.msgpack.encode(message)) for message in messages]
     assert sizes[0] > 1500 and max(sizes[1:]) < 500, sizes[:3]
 
@@ -156,7 +156,7 @@ def test_another_engine_is_told_anew_and_an_ended_body_s_number_is_not_used_agai
     assert [type(message) for message in _sent(journal)][-1] is Forget
     journal.add(requests[4])
     lists, add = _sent(journal)
-    assert isinstance(lists, Lists) and isinstance(add, Add)
+    assert isinstance(lists, Lists) and isinstance(add, AddRequest)
     assert isinstance(first[0], Lists) and lists.number == add.lists != first[0].number
 
 
@@ -165,7 +165,8 @@ def test_short_lists_travel_with_their_request(builder: RequestBuilder) -> None:
     for request in _requests(builder, logit_bias={5: 1.0}, stop_token_ids=[7])[:2]:
         journal.add(request)
     for message in _sent(journal):
-        assert isinstance(message, Add) and message.spec.sampling.logit_bias == ((5, 1.0),) and 7 in message.spec.stop_token_ids
+        assert isinstance(message, AddRequest) and 7 in message.spec.stop_token_ids
+        assert message.spec.sampling.logit_bias == ((5, 1.0),)
 
 
 def test_an_engine_reads_the_parameters_of_many_prompts_once(make_engine: MakeEngine) -> None:

@@ -191,7 +191,7 @@ class _Replaced:
 
 def _break_update(engine: Engine) -> None:
     engine.add_request("victim", PROMPT, _params(n=3, temperature=1.0))
-    engine.scheduler.requests["victim"].decoder.absorb = _fail  # type: ignore[method-assign]
+    engine.scheduler.requests["victim"].strategy.absorb = _fail  # type: ignore[method-assign]
 
 
 def _break_text(engine: Engine, method: str, first_failure: int = 0) -> None:
@@ -371,7 +371,7 @@ def test_a_broken_control_plane_ends_what_it_knows_and_starts_over(
 def test_a_failed_beam_search_ends_alone(make_engine: MakeEngine, undisturbed: dict[str, Any]) -> None:
     engine = make_engine()
     engine.add_request("victim", PROMPT, BeamSearchParams(beam_width=2, max_tokens=5))
-    engine.scheduler.requests["victim"].decoder.absorb = _fail  # type: ignore[method-assign]
+    engine.scheduler.requests["victim"].strategy.absorb = _fail  # type: ignore[method-assign]
     _add_neighbours(engine)
     outputs: dict[str, Any] = {}
     while engine.has_work:

@@ -18,7 +18,7 @@ from optional_packages import needs_grammars
 
 from quire.config.engine import EngineConfig
 from quire.config.limits import SchedulerLimits
-from quire.core.beam import BeamDecoder
+from quire.core.beam import BeamSearch
 from quire.core.params import BeamSearchParams, SamplingParams
 from quire.core.plan import NOT_FINITE, RowSampling, RowWork, StepPlan, StepResult
 from quire.core.request import Request
@@ -98,8 +98,8 @@ def _request(name: str, prompt: list[int], max_tokens: int, **options: Any) -> R
 
 
 def _outcome(request: Request) -> list[Any]:
-    if isinstance(request.decoder, BeamDecoder):
-        return list(request.decoder.hypotheses)
+    if isinstance(request.strategy, BeamSearch):
+        return list(request.strategy.hypotheses)
     return [(each.index, each.output_token_ids, each.finish_reason, each.stop_reason) for each in request.sequences]
 
 

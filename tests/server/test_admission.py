@@ -16,7 +16,7 @@ from servers import serve
 from timing import timed
 
 from quire.config.api import ApiConfig
-from quire.server.admission import Admission, Ticket
+from quire.server.admission import AdmissionControl, Ticket
 from quire.server.errors import ApiError
 from quire.server.tenants import EVERYBODY, Tenant, key_ring
 
@@ -35,12 +35,12 @@ class Clock:
         return self.now
 
 
-def make(config: ApiConfig, tenant: Tenant = EVERYBODY, num_running: int = 0) -> tuple[Admission, Clock]:
+def make(config: ApiConfig, tenant: Tenant = EVERYBODY, num_running: int = 0) -> tuple[AdmissionControl, Clock]:
     clock = Clock()
-    return Admission(config, [tenant], lambda: num_running, clock), clock
+    return AdmissionControl(config, [tenant], lambda: num_running, clock), clock
 
 
-def admit(admission: Admission, num_tokens: int = 1, tenant: Tenant = EVERYBODY) -> Ticket:
+def admit(admission: AdmissionControl, num_tokens: int = 1, tenant: Tenant = EVERYBODY) -> Ticket:
     return admission.admit(tenant, num_sequences=1, num_prompt_tokens=num_tokens)
 
 
@@ -51,7 +51,7 @@ def retry_after(error: ApiError) -> int:
 @given(st.lists(st.tuples(st.sampled_from(["admit", "start", "release", "run"]), st.integers(0, 7)), max_size=40))
 def test_what_the_queue_was_last_found_to_be_is_never_said_once_it_has_changed(moves: list[tuple[str, int]]) -> None:
     num_running = 0
-    admission = Admission(ApiConfig(), [EVERYBODY], lambda: num_running)
+    admission = AdmissionControl(ApiConfig(), [EVERYBODY], lambda: num_running)
     tickets: list[Ticket] = []
     for move, number in moves:
         if move == "admit":

@@ -24,10 +24,10 @@ from quire.config.engine import EngineConfig
 from quire.engine.builder import prepare_model
 from quire.engine.client import Client
 from quire.engine.output_processor import OutputProcessor
-from quire.engine.process.journal import Entry
+from quire.engine.process.journal import JournalEntry
 from quire.engine.process.link import supervised
 from quire.engine.text_stream import TextStream
-from quire.server.generation import Run
+from quire.server.generation import GenerationRun
 from quire.server.responses import data_event
 from quire.text.chat import ChatTemplate
 from quire.text.tokenizer import Tokenizer
@@ -141,13 +141,13 @@ SERVER_FAULTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "its chat cannot be rendered": (ChatTemplate, "render", lambda self, messages, **_: MARK in str(messages)),
     "it cannot be judged": (Client, "prepare", lambda self, name, prompt, digest, **_: _has_mark(digest.params)),
     "it cannot be followed": (OutputProcessor, "add", lambda self, request, asked: _has_mark(asked.params)),
-    "it cannot be put into a message": (Entry, "to_message", lambda self: _has_mark(self.prepared.params)),
-    "its tokens cannot be taken in": (Entry, "take", lambda self, *_: _has_mark(self.prepared.params)),
+    "it cannot be put into a message": (JournalEntry, "to_message", lambda self: _has_mark(self.prepared.params)),
+    "its tokens cannot be taken in": (JournalEntry, "take", lambda self, *_: _has_mark(self.prepared.params)),
     "its token cannot become text": (TextStream, "append", lambda self, *_: self.is_victim),
     "its text cannot be ended": (TextStream, "flush", lambda self: self.is_victim),
     "its output cannot be made": (OutputProcessor, "_snapshot", lambda self, state, **_: _has_mark(state.params)),
-    "its output cannot be counted": (Run, "_count", lambda self, number, *_: _has_mark(self._jobs[number].params)),
-    "its output cannot be booked": (Run, "_book", lambda self, *_: _has_mark(self._jobs[0].params)),
+    "its output cannot be counted": (GenerationRun, "_count", lambda self, number, *_: _has_mark(self._jobs[number].params)),
+    "its output cannot be booked": (GenerationRun, "_book", lambda self, *_: _has_mark(self._jobs[0].params)),
 }  # fmt: skip
 
 

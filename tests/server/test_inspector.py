@@ -10,7 +10,7 @@ import pytest
 from fake_client import FakeClient
 from servers import RunningServer, serve, serve_model
 
-from quire.engine.inspection import Base, BlockContent, EnteredRow, Inspection, RequestState, RowState, StepRecord
+from quire.engine.inspection import Base, BlockContent, EnteredRow, Inspection, RequestSnapshot, RowState, StepRecord
 from quire.server.tenants import Tenant, key_ring
 
 KEYS = key_ring([(Tenant("boss", is_admin=True), ["sk-admin-key"]), (Tenant("other"), ["sk-other-key"])])
@@ -26,7 +26,7 @@ def _inspection() -> Inspection:
             StepRecord(2, 0.5, 0.1, 0.0, 3, entered=(entered,), num_waiting=1, waits_for=f"preempted {SECRET}: {SECRET} needs"),
         ),
         gone_rows=(),
-        requests=(RequestState(SECRET, -1, SECRET, 3, 0, 4, 0, 1, 0.5, f"preempted {SECRET}: nothing else"),),
+        requests=(RequestSnapshot(SECRET, -1, SECRET, 3, 0, 4, 0, 1, 0.5, f"preempted {SECRET}: nothing else"),),
         num_running=1, num_waiting=1, num_preemptions=1, num_copies=0, num_merges=0, num_evictions=0, waste=0.0,
     )  # fmt: skip
 

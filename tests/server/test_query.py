@@ -19,7 +19,7 @@ from quire.config.api import ApiConfig
 from quire.server.app import build_app
 from quire.server.call import Call, attach
 from quire.server.errors import ApiError
-from quire.server.openapi import Operation
+from quire.server.openapi import ApiRoute
 from quire.server.query import read_query
 from quire.server.tenants import EVERYBODY, key_ring
 
@@ -108,9 +108,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield running
 
 
-def operations() -> list[Operation]:
+def operations() -> list[ApiRoute]:
     routes = routes_of(build_app(ApiConfig(), FakeClient(), key_ring([])))
-    return [route for route in routes if isinstance(route, Operation)]
+    return [route for route in routes if isinstance(route, ApiRoute)]
 
 
 def test_every_route_judges_its_query(server: RunningServer) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from quire.server.tenants import Tenant
-from quire.server.turns import Turn, Turns
+from quire.server.turns import Lease, Turns
 
 A, B = Tenant("a"), Tenant("b", weight=2.0)
 
@@ -15,7 +15,7 @@ def test_who_holds_least_for_its_weight_is_next() -> None:
         turns = Turns(3)
         order: list[str] = []
 
-        async def enter(tenant: Tenant) -> Turn:
+        async def enter(tenant: Tenant) -> Lease:
             turn = await turns.enter(tenant, 60)
             assert turn is not None
             order.append(tenant.name)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quire.config.limits import SchedulerLimits
-from quire.sim.replay import ReplayReport, StepCost, replay
+from quire.sim.replay import ReplayReport, StepTimeModel, replay
 from quire.sim.traces import Trace, TraceRequest, read_trace
 
 pytestmark = pytest.mark.slow
@@ -20,7 +20,7 @@ def _replay(trace: Trace, *, block_size: int = 16, num_blocks: int = 0, step_s: 
     longest = max(request.num_prompt_tokens + request.num_output_tokens for request in trace.requests)
     num_blocks = num_blocks or trace.num_blocks_without_eviction(block_size)
     limits = SchedulerLimits(num_blocks, block_size, max_model_len=longest)
-    return replay(trace, limits, StepCost(step_s, 20e-6))
+    return replay(trace, limits, StepTimeModel(step_s, 20e-6))
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ class Saboteur:
     def _add(inner: Callable[..., Any], *args: Any) -> Any:
         request = inner(*args)
         if NAMES.get(request.prompt_token_ids[0]) == "its tokens cannot be taken in":
-            request.decoder.absorb = _fail
+            request.strategy.absorb = _fail
         return request
 
 

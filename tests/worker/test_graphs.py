@@ -19,7 +19,7 @@ from quire.engine.builder import build_engine
 from quire.engine.engine import Engine
 from quire.worker.batch import StepArrays, StepInputs
 from quire.worker.graphs import GraphSettings, ScratchBlock, StepGraphs, padded
-from quire.worker.prefixes import Run
+from quire.worker.prefixes import PrefixRun
 from quire.worker.staging import Staging
 
 SCRATCH = ScratchBlock(99, 4)
@@ -27,7 +27,7 @@ DEVICE = os.environ.get("QUIRE_TEST_DEVICE", "cpu")
 """Where engines compute: `make gpu-test` asks for a GPU, where the recording is the real one."""
 
 
-def _arrays(query_lens: list[int], context_len: int = 9, runs: tuple[Run, ...] = ()) -> StepArrays:
+def _arrays(query_lens: list[int], context_len: int = 9, runs: tuple[PrefixRun, ...] = ()) -> StepArrays:
     """A step of these sequences, all of one context."""
     starts = np.cumsum([0, *query_lens]).astype(np.int32)
     num_tokens, num_sequences = int(starts[-1]), len(query_lens)
@@ -123,14 +123,14 @@ def test_large_steps_and_long_shared_prefixes_are_computed_without() -> None:
     steps = Steps(max_num_tokens=16)
     steps.graphs.settings = steps.graphs.settings._replace(min_shared_blocks=6)
     for _ in range(5):
-        assert steps.take(17) is None and steps.graphs.forward(_arrays([1] * 4, runs=(Run(0, 4, 2),))) is None
+        assert steps.take(17) is None and steps.graphs.forward(_arrays([1] * 4, runs=(PrefixRun(0, 4, 2),))) is None
     assert not steps.graphs.record_next()
 
 
 def test_a_short_shared_prefix_is_no_reason_to_go_without() -> None:
     steps = Steps()
     steps.graphs.settings = steps.graphs.settings._replace(min_shared_blocks=7, paying_uses=1)
-    arrays = _arrays([1] * 4, runs=(Run(0, 4, 2),))
+    arrays = _arrays([1] * 4, runs=(PrefixRun(0, 4, 2),))
     assert steps.graphs.forward(arrays) is not None and steps.graphs.shapes
 
 

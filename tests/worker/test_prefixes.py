@@ -8,7 +8,7 @@ import torch
 
 from quire.core.plan import NewRow, RowSampling, RowWork, StepPlan
 from quire.worker.batch import gather, move
-from quire.worker.prefixes import Run, find_runs, run_arrays
+from quire.worker.prefixes import PrefixRun, find_runs, run_arrays
 from quire.worker.rows import RowTable
 from quire.worker.staging import Staging
 
@@ -20,20 +20,21 @@ TABLES = np.array(
 @pytest.mark.parametrize(
     ("num_known", "unit", "expected"),
     [
-        ([4] * 6, 2, [Run(0, 4, 0), Run(4, 6, 4)]),  # the fourth is alike where one looks first, and not before
-        ([4, 4, 4, 1, 4, 5], 2, [Run(0, 3, 2), Run(3, 4, 0), Run(4, 6, 4)]),
-        ([4, 4, 3, 0, 1, 1], 1, [Run(0, 3, 3), Run(3, 4, 0), Run(4, 6, 1)]),
-        ([4, 4, 0, 0, 0, 0], 4, [Run(0, 2, 4), Run(2, 3, 0), Run(3, 4, 0), Run(4, 5, 0), Run(5, 6, 0)]),
+        # The fourth is alike where one looks first, and not before.
+        ([4] * 6, 2, [PrefixRun(0, 4, 0), PrefixRun(4, 6, 4)]),
+        ([4, 4, 4, 1, 4, 5], 2, [PrefixRun(0, 3, 2), PrefixRun(3, 4, 0), PrefixRun(4, 6, 4)]),
+        ([4, 4, 3, 0, 1, 1], 1, [PrefixRun(0, 3, 3), PrefixRun(3, 4, 0), PrefixRun(4, 6, 1)]),
+        ([4, 4, 0, 0, 0, 0], 4, [PrefixRun(0, 2, 4), *(PrefixRun(alone, alone + 1, 0) for alone in range(2, 6))]),
         ([1] * 6, 2, []),
         ([9] * 6, 6, []),
     ],
 )
-def test_runs(num_known: list[int], unit: int, expected: list[Run]) -> None:
+def test_runs(num_known: list[int], unit: int, expected: list[PrefixRun]) -> None:
     assert find_runs(TABLES, num_known, unit) == expected
 
 
 def test_arrays_of_runs() -> None:
-    runs = [Run(0, 3, 2), Run(3, 4, 0)]
+    runs = [PrefixRun(0, 3, 2), PrefixRun(3, 4, 0)]
     starts, contexts, tables, shared, known = run_arrays(runs, TABLES[:4], [0, 1, 3, 4, 9], block_size=8)
     assert starts.tolist() == [0, 4, 9] and contexts.tolist() == [20, 5]
     assert tables.tolist() == [[1, 2], [6, 2]] and shared.tolist() == [16, 0] and known.tolist() == [16, 16, 16, 0]

@@ -47,7 +47,7 @@ class Dataset:
     arrival_s: list[float] | None = field(default=None)
 
 
-class Writer:
+class PromptWriter:
     """Makes prompts of abstract tokens: ids of a vocabulary, or words."""
 
     def __init__(self, vocab_size: int | None) -> None:
@@ -73,12 +73,12 @@ class Sizes(NamedTuple):
     output_len: LengthRange
 
 
-def random_dataset(sizes: Sizes, writer: Writer, seed: int) -> Dataset:
+def random_dataset(sizes: Sizes, writer: PromptWriter, seed: int) -> Dataset:
     """Prompts that share nothing."""
     return prefix_dataset(sizes, writer, seed, prefix_len=0)
 
 
-def prefix_dataset(sizes: Sizes, writer: Writer, seed: int, *, prefix_len: int, num_prefixes: int = 1) -> Dataset:
+def prefix_dataset(sizes: Sizes, writer: PromptWriter, seed: int, *, prefix_len: int, num_prefixes: int = 1) -> Dataset:
     """Prompts that begin with one of a few prefixes, in turn, and go on with tokens of their own."""
     shape, rng = random.Random(seed), random.Random(f"tokens/{seed}")
     lengths = [(shape.randint(*sizes.input_len), shape.randint(*sizes.output_len)) for _ in range(sizes.num_requests)]
@@ -93,7 +93,7 @@ def prefix_dataset(sizes: Sizes, writer: Writer, seed: int, *, prefix_len: int, 
     return Dataset("prefix" if prefix_len else "random", parameters, requests)
 
 
-def trace_dataset(path: Path, writer: Writer, *, num_requests: int, max_total_len: int | None) -> Dataset:
+def trace_dataset(path: Path, writer: PromptWriter, *, num_requests: int, max_total_len: int | None) -> Dataset:
     """The first requests of a trace that are not longer than the context, with their arrivals and shared prefixes."""
     trace = read_trace(path, limit=None if max_total_len is not None else num_requests)
     chosen = [number for number, each in enumerate(trace.requests) if _fits(each, max_total_len)][:num_requests]
@@ -111,7 +111,7 @@ def _fits(request: Any, max_total_len: int | None) -> bool:
     return max_total_len is None or request.num_prompt_tokens + request.num_output_tokens <= max_total_len
 
 
-def _trace_tokens(trace: Trace, number: int, writer: Writer) -> list[int]:
+def _trace_tokens(trace: Trace, number: int, writer: PromptWriter) -> list[int]:
     """A prompt in which equal hashes stand for equal tokens, and the rest is its own."""
     request, size = trace.requests[number], trace.hash_block_size
     tokens: list[int] = []

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from quire.bench.serving.dataset import ServeRequest
-from quire.common.http_client import Answer, EventReader, HttpClient, HttpError, HttpRequest
+from quire.common.http_client import EventReader, HttpClient, HttpError, HttpRequest, HttpResponse
 
 OK = "ok"
 _DONE = b"[DONE]"
@@ -46,7 +46,7 @@ class _Event(msgspec.Struct):
 
 
 @dataclass(slots=True)
-class Exchange:
+class RequestTimeline:
     """What was seen of one request; times on `time.perf_counter()`'s clock, relative to the run's start once it is over."""
 
     due_s: float
@@ -110,7 +110,7 @@ class Target:
         data = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
         return HttpRequest("POST", path, data, {"content-type": "application/json"})
 
-    async def exchange(self, request: ServeRequest, seen: Exchange) -> None:
+    async def exchange(self, request: ServeRequest, seen: RequestTimeline) -> None:
         """Ask, and note in `seen` what comes back. Raises nothing for what a server does."""
         encoded = self.encode(request)
         reader = _Reader(seen)
@@ -134,7 +134,7 @@ class _Reader:
 
     __slots__ = ("_finish_s", "_has_ended", "_seen")
 
-    def __init__(self, seen: Exchange) -> None:
+    def __init__(self, seen: RequestTimeline) -> None:
         self._seen = seen
         self._has_ended = False
         self._finish_s: float | None = None
@@ -156,7 +156,7 @@ class _Reader:
         if any(choice.finish_reason is not None for choice in event.choices):
             self._finish_s = now
 
-    def conclude(self, answer: Answer) -> None:
+    def conclude(self, answer: HttpResponse) -> None:
         """The answer is over: judge it."""
         seen = self._seen
         if seen.status:

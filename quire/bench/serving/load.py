@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.bench.serving.dataset import ServeRequest
-from quire.bench.serving.exchange import Exchange, Target
+from quire.bench.serving.exchange import RequestTimeline, Target
 from quire.common.loop_lag import LoopLagProbe
 
 
@@ -29,7 +29,7 @@ class LoadOptions:
 class LoadRun:
     """What was seen. Times in seconds from the start."""
 
-    exchanges: list[Exchange]
+    exchanges: list[RequestTimeline]
     wall_s: float
     """To the end of the last answer."""
     client_cpu_s: float
@@ -65,8 +65,8 @@ class _Sender:
         self._started_s = started_s
         self._free = asyncio.Semaphore(options.max_concurrency) if options.max_concurrency else None
 
-    async def send_all(self, requests: Sequence[tuple[ServeRequest, float]]) -> list[Exchange]:
-        exchanges: list[Exchange] = []
+    async def send_all(self, requests: Sequence[tuple[ServeRequest, float]]) -> list[RequestTimeline]:
+        exchanges: list[RequestTimeline] = []
         async with asyncio.TaskGroup() as group:
             for request, due_s in requests:
                 await self._wait_until(due_s)
@@ -74,11 +74,11 @@ class _Sender:
                     await self._free.acquire()
                     if self._is_over():
                         break
-                exchanges.append(Exchange(due_s))
+                exchanges.append(RequestTimeline(due_s))
                 group.create_task(self._send(request, exchanges[-1]))
         return exchanges
 
-    async def _send(self, request: ServeRequest, seen: Exchange) -> None:
+    async def _send(self, request: ServeRequest, seen: RequestTimeline) -> None:
         try:
             await self._target.exchange(request, seen)
         finally:
@@ -95,7 +95,7 @@ class _Sender:
         return limit_s is not None and time.perf_counter() - self._started_s > limit_s
 
 
-def _relative(seen: Exchange, started_s: float) -> Exchange:
+def _relative(seen: RequestTimeline, started_s: float) -> RequestTimeline:
     seen.sent_s -= started_s
     seen.end_s -= started_s
     seen.token_s = [each - started_s for each in seen.token_s]

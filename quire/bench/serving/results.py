@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.bench.serving.exchange import Exchange
+from quire.bench.serving.exchange import RequestTimeline
 from quire.bench.serving.load import LoadRun
 from quire.bench.spread import spread
 from quire.errors import ConfigError
@@ -75,12 +75,12 @@ def results(run: LoadRun, objectives_ms: Mapping[str, float]) -> dict[str, Any]:
     }
 
 
-def gaps_of(seen: Exchange) -> list[float]:
+def gaps_of(seen: RequestTimeline) -> list[float]:
     """Times between successive events with text."""
     return [later - earlier for earlier, later in itertools.pairwise(seen.token_s)]
 
 
-def meets(seen: Exchange, objectives_ms: Mapping[str, float]) -> bool:
+def meets(seen: RequestTimeline, objectives_ms: Mapping[str, float]) -> bool:
     """Whether an answered request met every objective; `itl` is about its longest gap."""
     values = {
         "ttft": seen.ttft_s,
@@ -91,7 +91,7 @@ def meets(seen: Exchange, objectives_ms: Mapping[str, float]) -> bool:
     return all(1e3 * values[name] <= limit_ms for name, limit_ms in objectives_ms.items())
 
 
-def concurrency(exchanges: Sequence[Exchange]) -> list[tuple[float, int]]:
+def concurrency(exchanges: Sequence[RequestTimeline]) -> list[tuple[float, int]]:
     """(moment, requests in flight from then on), in order."""
     changes = sorted([(each.sent_s, 1) for each in exchanges] + [(each.end_s, -1) for each in exchanges])
     levels = itertools.accumulate(change for _, change in changes)

@@ -15,7 +15,7 @@ import msgspec
 from quire.bench import record as records
 from quire.bench.serving.arrivals import Arrivals, replayed
 from quire.bench.serving.dataset import Dataset, ServeRequest, check_endpoint
-from quire.bench.serving.exchange import Exchange, Target
+from quire.bench.serving.exchange import RequestTimeline, Target
 from quire.bench.serving.load import LoadOptions, run_load
 from quire.bench.serving.results import requests_table, results, series
 from quire.common.http_client import HttpClient, HttpError, HttpRequest
@@ -131,7 +131,7 @@ async def _version(client: HttpClient) -> str | None:
 async def _warm_up(target: Target, request: ServeRequest, count: int) -> None:
     """A few requests that are not counted; the first that fails ends everything, before a long run of failures."""
     for _ in range(count):
-        seen = Exchange(0.0)
+        seen = RequestTimeline(0.0)
         await target.exchange(request, seen)
         if not seen.is_ok:
             raise EngineError(f"the first request failed ({seen.status}): {' '.join(seen.error.split())}")

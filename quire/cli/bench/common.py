@@ -37,14 +37,14 @@ def run_workload(args: argparse.Namespace, kind: str, make: Callable[[EnginePlan
     config = engine_config(args, skip_tokenizer_init=not args.detokenize)
     from quire.bench.measure import params_of
     from quire.bench.runner import BenchOptions, render, run_benchmark
-    from quire.cli.session import Job, check
+    from quire.cli.session import PromptJob, check
     from quire.engine.builder import prepare_model
 
     prepared = prepare_model(config)
     plan = prepared.planned.plan
     workload = make(plan)
     requests = workload.requests(0, plan.spec.vocab_size)
-    check(prepared, [Job({"prompt_token_ids": each.token_ids}, params_of(each)) for each in requests])
+    check(prepared, [PromptJob({"prompt_token_ids": each.token_ids}, params_of(each)) for each in requests])
     options = BenchOptions(kind, args.repetitions, args.warmups, args.profile)
     with open_output(None if args.json == "-" else args.json) as file:  # opened first, so that a bad path fails first
         record = run_benchmark(prepared, workload, options, lambda text: print(f"quire: {text}", file=sys.stderr))

@@ -166,12 +166,12 @@ def _arrivals(args: argparse.Namespace) -> Arrivals | None:
 
 
 def _dataset(args: argparse.Namespace) -> Dataset:
-    from quire.bench.serving.dataset import Sizes, Writer, file_dataset, prefix_dataset, random_dataset, trace_dataset
+    from quire.bench.serving.dataset import PromptWriter, Sizes, file_dataset, prefix_dataset, random_dataset, trace_dataset
 
     if args.prompts_file is not None:
         path, count = Path(args.prompts_file), args.num_requests
         return file_dataset(path, output_len=args.output_len, num_requests=count, seed=args.seed)
-    writer = Writer(args.vocab_size)
+    writer = PromptWriter(args.vocab_size)
     if args.trace is not None:
         longest = args.max_total_len
         return trace_dataset(Path(args.trace), writer, num_requests=args.num_requests, max_total_len=longest)

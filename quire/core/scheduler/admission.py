@@ -16,7 +16,7 @@ from quire.core.plan import Record
 from quire.core.request import Sequence, SequenceStatus
 from quire.core.scheduler.fairness import FairQueue
 from quire.core.scheduler.preemption import Preemption, choose_victim
-from quire.core.scheduler.prerequisites import Prerequisite, Turn
+from quire.core.scheduler.prerequisites import Prerequisite, WaitCondition
 from quire.core.scheduler.queue import ServiceQueue, WaitingQueue
 from quire.core.scheduler.resources import KVBlocks, PrefixTurns, Resource, RowSlots
 
@@ -59,7 +59,7 @@ class Admission:
         self.resources: tuple[Resource, ...] = (self.rows, blocks, *resources)
         self.turns = PrefixTurns(blocks)
         self.prerequisites = tuple(prerequisites)
-        self.parking: tuple[Turn, ...] = (*self.prerequisites, self.turns)
+        self.parking: tuple[WaitCondition, ...] = (*self.prerequisites, self.turns)
         self.num_prefill_publications = 0
         """Chunks of prompts of which a block was published: what waits may now share it."""
         self._limits, self._blocks = limits, blocks

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from quire.core.kvcache.audit import audit_manager
 from quire.core.plan import StepPlan
 from quire.core.request import Sequence, SequenceStatus
-from quire.core.scheduler.prerequisites import Turn
+from quire.core.scheduler.prerequisites import WaitCondition
 from quire.core.scheduler.scheduler import Scheduler
 
 
@@ -124,7 +124,7 @@ def _audit_published(sequence: Sequence) -> None:
         node = node.parent
 
 
-def _parked(places: Iterable[Turn]) -> set[Sequence]:
+def _parked(places: Iterable[WaitCondition]) -> set[Sequence]:
     return {sequence for place in places for sequence in place.parked()}
 
 

@@ -19,7 +19,7 @@ from quire.core.request import Sequence
 
 
 class PlanBuilder:
-    """Row changes made by an update (merged blocks, tokens chosen by a decoder, finished rows) wait here for the next plan."""
+    """Row changes made by an update (merged blocks, tokens chosen by a strategy, finished rows) wait here for the next plan."""
 
     def __init__(self) -> None:
         self.num_tokens_left = 0
@@ -80,7 +80,7 @@ class PlanBuilder:
 
     def add_decode(self, sequence: Sequence) -> None:
         """Add one more token of a sequence that is one behind and of which the worker knows everything."""
-        self.work.append(RowWork(sequence.row, sequence.num_planned, 1, sequence.request.decoder.tasks(sequence)))
+        self.work.append(RowWork(sequence.row, sequence.num_planned, 1, sequence.request.strategy.tasks(sequence)))
         sequence.num_planned += 1
         self.num_tokens_left -= 1
 
@@ -106,7 +106,7 @@ class PlanBuilder:
         request, end = sequence.request, start + count
         tasks: tuple[Task, ...] = ()
         if end >= len(sequence.token_ids):  # one beyond them where a step in flight samples the token that this one computes
-            tasks = request.decoder.tasks(sequence)
+            tasks = request.strategy.tasks(sequence)
         if start < len(request.prompt_token_ids) and request.scoring is not None:
             first_unscored = len(request.prompt_logprobs)
             if first_unscored <= end and first_unscored < len(request.prompt_token_ids):

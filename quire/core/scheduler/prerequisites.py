@@ -14,7 +14,7 @@ from quire.core.plan import Record
 from quire.core.request import Sequence
 
 
-class Turn(Protocol):
+class WaitCondition(Protocol):
     """Something that a sequence waits for without holding up those behind it."""
 
     def refusal(self, sequence: Sequence) -> str | None:
@@ -41,7 +41,7 @@ class Settled(NamedTuple):
     error: str | None = None
 
 
-class Prerequisite(Turn, Protocol):
+class Prerequisite(WaitCondition, Protocol):
     """The control plane's half of one feature."""
 
     @property

@@ -26,7 +26,6 @@ from typing import NamedTuple
 from quire.common.failures import log_failure
 from quire.common.seeds import derive_seed
 from quire.config.limits import SchedulerLimits
-from quire.core.decoding import decoder_of
 from quire.core.kvcache.manager import KVCacheManager
 from quire.core.plan import ONE_SAMPLE, RowWork, StepPlan, StepResult, TokenLogprobs, WorkResult
 from quire.core.request import FinishReason, Request, Sequence, SequenceStatus
@@ -40,6 +39,7 @@ from quire.core.scheduler.prerequisites import Prerequisite
 from quire.core.scheduler.prompts import PromptRoom
 from quire.core.scheduler.resources import KVBlocks, Resource
 from quire.core.scheduler.stats import SchedulerStats
+from quire.core.strategies import strategy_of
 from quire.errors import InvalidParameterError
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def _is_behind(sequence: Sequence) -> bool:
 
 
 class Scheduler:
-    """The control plane of one engine. Implements `SequenceOps` for its requests' decoders."""
+    """The control plane of one engine. Implements `SequenceOps` for its requests' decoding strategies."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Scheduler:
         if spec.request_id in self.requests:
             raise InvalidParameterError(f"request id {spec.request_id!r} is already in use", param="request_id")
         assert 0 < len(spec.prompt_token_ids) <= self.limits.max_model_len - spec.max_tokens, "it did not go through `fit`"
-        request = Request(spec, decoder_of(spec, is_forked=bool(resumed)), resumed)
+        request = Request(spec, strategy_of(spec, is_forked=bool(resumed)), resumed)
         self._num_arrivals += 1
         request.arrival, request.arrival_step = self._num_arrivals, self._step_id
         if request.scoring is not None:
@@ -247,8 +247,8 @@ class Scheduler:
                 self._publish(sequence)
                 self.admission.num_prefill_publications += work.num_tokens > 1
             if sequence.num_computed == len(sequence.token_ids):
-                sequence.request.decoder.absorb(self, sequence, outcome)
-                if sequence.status is _RUNNING and sequence.request.decoder.is_plain and sequence.watch is None:
+                sequence.request.strategy.absorb(self, sequence, outcome)
+                if sequence.status is _RUNNING and sequence.request.strategy.is_plain and sequence.watch is None:
                     sequence.quiet_end = self._quiet_end(sequence)
         except Exception as error:
             log_failure(logger, f"request {sequence.name} failed while its step was taken in", error)
@@ -259,7 +259,7 @@ class Scheduler:
         num_prompt, size = len(sequence.request.prompt_token_ids), self.limits.block_size
         return min((sequence.num_computed // size + 1) * size, num_prompt + sequence.request.max_tokens - 1)
 
-    # -- what decoders may do (SequenceOps) --------------------------------------------------------------------------
+    # -- what strategies may do (SequenceOps) ------------------------------------------------------------------------
 
     def append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, *, is_on_worker: bool) -> None:
         """Add a token to a sequence, and end it there if that token or its length says so."""
@@ -354,7 +354,7 @@ class Scheduler:
             self._grow(sequence)
         table, num_prompt = sequence.table, len(request.prompt_token_ids)
         is_planned = table.num_filled == start + 1  # it may have been preempted, or have to stall
-        if is_planned and start >= num_prompt and request.decoder.is_plain and self.manager.is_own(table, start):
+        if is_planned and start >= num_prompt and request.strategy.is_plain and self.manager.is_own(table, start):
             num_slots = len(table.blocks) * self.limits.block_size
             sequence.cruise_end = min(num_slots, num_prompt + request.max_tokens - 1)
 

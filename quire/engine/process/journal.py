@@ -19,7 +19,7 @@ from quire.core.request import FinishReason, RequestRecord, SequenceRecord, Sequ
 from quire.core.request_spec import ResumedSequence
 from quire.engine.output_processor import Happening, OutputProcessor
 from quire.engine.outputs import RequestOutput
-from quire.engine.process.messages import NO_LISTS, Abort, Add, Down, Finish, Gain, Gains, Lists, Served
+from quire.engine.process.messages import NO_LISTS, Abort, AddRequest, Down, Finish, Gain, Gains, Lists, Served
 from quire.engine.process.shared_lists import SharedLists, without_lists
 from quire.engine.requests import PreparedRequest
 from quire.text.tokenizer import Tokenizer
@@ -27,7 +27,7 @@ from quire.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 
-class Entry:
+class JournalEntry:
     """One request in flight: what it is, how far it got, and how it fared with the engines so far."""
 
     def __init__(self, number: int, prepared: PreparedRequest) -> None:
@@ -55,7 +55,7 @@ class Entry:
         request.sequences = [*request.sequences, sequence]
         return sequence
 
-    def to_message(self) -> Add:
+    def to_message(self) -> AddRequest:
         """The request as an engine is to take it up: from its start, or from where it is."""
         sequences = self.request.sequences
         unfinished = [each for each in sequences if each.status is not SequenceStatus.FINISHED]
@@ -63,7 +63,7 @@ class Entry:
         resumed = tuple(ResumedSequence(each.index, tuple(each.output_token_ids)) for each in unfinished) if has_begun else ()
         spec = self.prepared.spec
         spec = spec if self.lists == NO_LISTS else without_lists(spec)
-        return Add(self.number, spec, resumed, self.lists)
+        return AddRequest(self.number, spec, resumed, self.lists)
 
     def take(self, gain: Gain, now: float) -> list[Happening]:
         """Take in what a step brought one sequence; what comes after its end here (a stop string) is void."""
@@ -129,9 +129,9 @@ class Journal:
     """All entries, and their texts. Ends sequences on behalf of the output processor, as a scheduler does."""
 
     def __init__(self, tokenizer: Tokenizer | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, JournalEntry] = {}
         """By number, hence in order of arrival."""
-        self._by_id: dict[str, Entry] = {}
+        self._by_id: dict[str, JournalEntry] = {}
         self.lists = SharedLists()
         """What the requests in flight list."""
         self._outputs = OutputProcessor(tokenizer, self)
@@ -142,17 +142,17 @@ class Journal:
     def __len__(self) -> int:
         return len(self.entries)
 
-    def add(self, prepared: PreparedRequest) -> Entry:
+    def add(self, prepared: PreparedRequest) -> JournalEntry:
         """Begin to follow a request; if that fails, nothing of it is kept."""
         self._num_entries += 1
-        entry = Entry(self._num_entries, prepared)
+        entry = JournalEntry(self._num_entries, prepared)
         self._outputs.add(entry.request, prepared)
         entry.lists = self.lists.hold(prepared.digest)
         self.entries[entry.number] = entry
         self._by_id[entry.request.request_id] = entry
         return entry
 
-    def telling(self, entry: Entry) -> Iterator[Lists | Add]:
+    def telling(self, entry: JournalEntry) -> Iterator[Lists | AddRequest]:
         """What tells the engine that runs now of a request: what it lists, where that is new there, and the request itself."""
         lists = self.lists.unsent(entry.lists)
         if lists is not None:
@@ -170,7 +170,7 @@ class Journal:
                 progress += self._take(entry, gain, now)
         return self._deliver(progress)
 
-    def _take(self, entry: Entry, gain: Gain, now: float) -> list[Happening]:
+    def _take(self, entry: JournalEntry, gain: Gain, now: float) -> list[Happening]:
         """What a gain comes to; one that cannot be taken in ends its request."""
         try:
             return entry.take(gain, now)
@@ -179,13 +179,13 @@ class Journal:
             self._messages.append(Abort(entry.number))
             return entry.end(FinishReason.ERROR, f"its tokens could not be taken in: {type(error).__name__}")
 
-    def end(self, entry: Entry, reason: FinishReason, error: str | None = None) -> list[RequestOutput]:
+    def end(self, entry: JournalEntry, reason: FinishReason, error: str | None = None) -> list[RequestOutput]:
         """End a request from outside; returns its last output."""
         if entry.is_sent:
             self._messages.append(Abort(entry.number))
         return self._deliver(entry.end(reason, error))
 
-    def find(self, request_id: str) -> Entry | None:
+    def find(self, request_id: str) -> JournalEntry | None:
         """The request of that id, if it is in flight."""
         return self._by_id.get(request_id)
 

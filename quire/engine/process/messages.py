@@ -61,7 +61,7 @@ class Forget(_Message, frozen=True):
     number: int
 
 
-class Add(_Message, frozen=True):
+class AddRequest(_Message, frozen=True):
     """A request, new or begun by an engine that is no more: all that its tokens depend on."""
 
     number: int
@@ -103,7 +103,7 @@ class LookInto(_Message, frozen=True):
     step: int
 
 
-Down = Start | Lists | Forget | Add | Abort | Finish | Inspect | LookInto
+Down = Start | Lists | Forget | AddRequest | Abort | Finish | Inspect | LookInto
 
 
 class Ready(_Message, frozen=True):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from quire.engine.process.journal import Entry
+from quire.engine.process.journal import JournalEntry
 
 MIN_GAINED = 2
 """Tokens that clear a request. One is not enough: it comes of the prompt's computation, before the first decode."""
@@ -21,12 +21,12 @@ ALONE = 2
 """Fruitless deaths after which a request runs alone; one more, and it fails."""
 
 
-def is_cleared(entry: Entry) -> bool:
+def is_cleared(entry: JournalEntry) -> bool:
     """Whether the engine that runs now has shown that it survives this request."""
     return entry.num_gained >= MIN_GAINED
 
 
-def choose(entries: Iterable[Entry]) -> list[Entry]:
+def choose(entries: Iterable[JournalEntry]) -> list[JournalEntry]:
     """The requests to give to the engine now, of those in flight in their order of arrival."""
     unsent, doubtful = [], []
     for entry in entries:
@@ -45,7 +45,7 @@ def choose(entries: Iterable[Entry]) -> list[Entry]:
     return chosen
 
 
-def judge(entries: Iterable[Entry]) -> Entry | None:
+def judge(entries: Iterable[JournalEntry]) -> JournalEntry | None:
     """An engine has died with these requests: note for whom it was fruitless; the one that is convicted, if any.
 
     Requests that the engine did not have are none of its business.

@@ -10,7 +10,7 @@ from quire.engine.counters import count
 from quire.engine.process.messages import (
     NO_LISTS,
     Abort,
-    Add,
+    AddRequest,
     Finish,
     Forget,
     Gain,
@@ -46,10 +46,10 @@ class Service:
         return self.loop.has_work
 
     def obey(
-        self, message: Lists | Forget | Add | Abort | Finish | Inspect | LookInto
+        self, message: Lists | Forget | AddRequest | Abort | Finish | Inspect | LookInto
     ) -> Refused | Inspected | LookedInto | None:
         """Carry out what the server says; returns what it must hear at once."""
-        if isinstance(message, Add):
+        if isinstance(message, AddRequest):
             return self._add(message)
         if isinstance(message, Inspect | LookInto):
             return answer(self.loop, message)
@@ -77,7 +77,7 @@ class Service:
         """A picture, taken from another thread while steps go on: its numbers may be of two neighbouring steps."""
         return Pulse(step_age_s=step_age_s, **count(self.loop.scheduler).counters())
 
-    def _add(self, message: Add) -> Refused | None:
+    def _add(self, message: AddRequest) -> Refused | None:
         try:
             spec = message.spec if message.lists == NO_LISTS else with_lists(message.spec, *self._lists[message.lists])
             request = self.loop.scheduler.add(spec, message.resumed)

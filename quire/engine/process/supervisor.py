@@ -21,7 +21,7 @@ from quire.core.request import FinishReason
 from quire.engine.client import EngineState, EngineStatus, Question, Seen
 from quire.engine.outputs import RequestOutput
 from quire.engine.process.channel import ChannelClosed, FrameTooLarge, ProtocolError, wait
-from quire.engine.process.journal import Entry, Journal
+from quire.engine.process.journal import Journal, JournalEntry
 from quire.engine.process.launcher import EngineProcess
 from quire.engine.process.messages import (
     Gains,
@@ -313,6 +313,6 @@ class Supervisor:
             self._deliver(self._journal.end(entry, reason, error))
 
     def _end_all(self, message: str) -> None:
-        entries: Sequence[Entry] = list(self._journal.entries.values())
+        entries: Sequence[JournalEntry] = list(self._journal.entries.values())
         for entry in entries:
             self._deliver(self._journal.end(entry, FinishReason.ERROR, message))

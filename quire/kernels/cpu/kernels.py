@@ -35,4 +35,4 @@ class CpuKernels:
     copy_blocks = staticmethod(attention.copy_blocks)
     paged_attention = staticmethod(attention.paged_attention)
     reasons_against = staticmethod(program.reasons_against)
-    compile = program.CompiledProgram
+    compile = program.NativeProgram

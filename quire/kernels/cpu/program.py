@@ -59,7 +59,7 @@ def _fused(program: Program) -> Program:
     return fuse_add_norm(fuse_heads(program))
 
 
-class CompiledProgram:
+class NativeProgram:
     """Implements `ForwardPass`."""
 
     def __init__(self, program: Program, weights: Weights) -> None:

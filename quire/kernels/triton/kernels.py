@@ -19,7 +19,7 @@ from quire.kernels.triton.activation import NO_ACTIVATION
 from quire.kernels.triton.integer_linear import IntegerLinear
 from quire.kernels.triton.library_attention import LibraryAttention
 from quire.kernels.triton.linear import FloatLinear, ProductOptions
-from quire.kernels.triton.program import CompiledProgram
+from quire.kernels.triton.program import TritonProgram
 from quire.kernels.triton.row_peaks import tile_peaks
 from quire.kernels.triton.tuning import Tuning, tuning_for
 from quire.kernels.triton.unfinished import UnfinishedProduct
@@ -135,9 +135,9 @@ class TritonKernels:
         """See `Kernels.reasons_against`: what is not fused is run operation by operation."""
         return []
 
-    def compile(self, program: Program, weights: Weights) -> CompiledProgram:
+    def compile(self, program: Program, weights: Weights) -> TritonProgram:
         """See `program`."""
-        return CompiledProgram(program, weights, self)
+        return TritonProgram(program, weights, self)
 
 
 def product_options(tuning: Tuning, device: torch.device, *, is_invariant: bool) -> ProductOptions:

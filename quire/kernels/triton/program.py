@@ -17,7 +17,7 @@ from quire.program import operations as ops
 from quire.program.passes import fuse_add_norm, fuse_heads, select_wanted
 
 
-class CompiledProgram(Interpreter):
+class TritonProgram(Interpreter):
     """Implements `ForwardPass`. Its values are tensors, or products that whoever reads them finishes."""
 
     def __init__(self, program: ops.Program, weights: Weights, kernels: FinishingKernels) -> None:

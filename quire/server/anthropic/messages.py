@@ -24,7 +24,7 @@ from quire.server.anthropic.tools import read_tools
 from quire.server.body import read_json, shape
 from quire.server.call import Call, call_of
 from quire.server.errors import ApiError, bad_request, unavailable_feature
-from quire.server.generation import Job, Run, Usage
+from quire.server.generation import GenerationJob, GenerationRun, Usage
 from quire.server.off_loop import off_loop
 from quire.server.openai.fields import NO_EFFECT, Count, UserMetadata, asks_for_something
 from quire.server.openai.messages import text_of
@@ -122,7 +122,7 @@ class MessageRequest(CountRequest, kw_only=True):
 @dataclass(slots=True)
 class _Prepared:
     request: MessageRequest
-    job: Job
+    job: GenerationJob
     model: str
     encoded: _Encoded
     prepare_s: float
@@ -171,7 +171,7 @@ class Messages:
         token_ids, reading = encoded.token_ids, encoded.reading
         given = reading.constraints(encoded.form, "output_format" if body.output_format is not None else "output_config.format")
         params = self._params(body, len(token_ids), given | await self._budget(call, body, reading))
-        job = Job(token_ids, params, None, body.cache_salt, body.priority)
+        job = GenerationJob(token_ids, params, None, body.cache_salt, body.priority)
         prepared = _Prepared(body, job, model, encoded, time.monotonic() - started_s)
         if not body.stream:
             return json_response(call, await self._create(call, prepared, request.receive))
@@ -318,7 +318,7 @@ def _stop(completion: CompletionOutput, blocks: ContentBlocks) -> dict[str, Any]
 class _MessageEvents:
     """From `message_start` to `message_stop`."""
 
-    def __init__(self, call: Call, prepared: _Prepared, run: Run) -> None:
+    def __init__(self, call: Call, prepared: _Prepared, run: GenerationRun) -> None:
         self._call = call
         self._prepared = prepared
         self._run = run

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, TypeVar
 from quire.common.failures import log_failure
 from quire.server.errors import ApiError
 from quire.server.openai.batch_input import BatchInput, PlacedLine
-from quire.server.openai.batch_lines import Answer, BatchLines
+from quire.server.openai.batch_lines import BatchLines, LineResult
 from quire.server.openai.batch_results import BatchResults
 from quire.server.openai.data_folder import STORAGE_FAILED
 from quire.server.openai.file_store import ENDED, RESULTS, FileStore, Record, new_id
 from quire.server.tenants import Tenant
-from quire.server.turns import Turn, Turns
+from quire.server.turns import Lease, Turns
 
 logger = logging.getLogger(__name__)
 
@@ -215,13 +215,13 @@ class BatchJob:
             self._offset = line.end
         return line
 
-    def _add_line(self, line: PlacedLine, turn: Turn) -> None:
+    def _add_line(self, line: PlacedLine, turn: Lease) -> None:
         task = asyncio.create_task(self._run_line(line, turn))
         self._lines.add(task)
         task.add_done_callback(self._line_ended)
         task.add_done_callback(lambda _: turn.release())  # also where it was cancelled before it began
 
-    async def _run_line(self, line: PlacedLine, turn: Turn) -> None:
+    async def _run_line(self, line: PlacedLine, turn: Lease) -> None:
         answer = await self._shared.lines.run(turn, self._record["endpoint"], line.body)
         if answer is None:
             self._again.append(line.offset)
@@ -233,7 +233,7 @@ class BatchJob:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = self._failure or error
 
-    def _keep(self, custom_id: str, answer: Answer) -> None:
+    def _keep(self, custom_id: str, answer: LineResult) -> None:
         assert self._results is not None
         response = {"status_code": answer.status, "request_id": answer.request_id, "body": answer.body}
         entry = {"id": answer.request_id, "custom_id": custom_id, "response": response, "error": None}

@@ -19,7 +19,7 @@ from quire.server.call import Call
 from quire.server.errors import ApiError, from_exception
 from quire.server.state import Api
 from quire.server.tenants import Tenant
-from quire.server.turns import Turn, Turns
+from quire.server.turns import Lease, Turns
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _REST_S = 1.0
 _MAX_REST_S = 30.0
 
 
-class Answer(NamedTuple):
+class LineResult(NamedTuple):
     """How a line was answered."""
 
     request_id: str
@@ -64,11 +64,11 @@ class BatchLines:
         """Lines that have a turn."""
         return self._turns.held.num_entries
 
-    async def enter(self, tenant: Tenant, timeout_s: float) -> Turn | None:
+    async def enter(self, tenant: Tenant, timeout_s: float) -> Lease | None:
         """Wait until a line of a tenant may be read and sent; None where there was no room in time."""
         return await self._turns.enter(tenant, timeout_s)
 
-    async def run(self, turn: Turn, endpoint: str, body: bytes) -> Answer | None:
+    async def run(self, turn: Lease, endpoint: str, body: bytes) -> LineResult | None:
         """A line's answer; None where it is to be tried again, later. Gives the turn back."""
         config, now_s = self._api.config, time.monotonic()
         call = Call(
@@ -81,7 +81,7 @@ class BatchLines:
         turn.call = call
         with turn:
             try:
-                return Answer(call.request_id, 200, await self._runners[endpoint](call, body))
+                return LineResult(call.request_id, 200, await self._runners[endpoint](call, body))
             except asyncio.CancelledError:
                 raise
             except Exception as error:
@@ -92,7 +92,7 @@ class BatchLines:
             wait_s = float(answer.headers.get("retry-after", _REST_S))
             self._turns.rest(turn.tenant, min(_MAX_REST_S, wait_s))
             return None
-        return Answer(call.request_id, answer.status, answer.body())
+        return LineResult(call.request_id, answer.status, answer.body())
 
     def _has_room(self, tenant: Tenant) -> bool:
         admission, turns = self._api.admission, self._turns

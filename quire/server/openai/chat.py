@@ -17,7 +17,7 @@ from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.server.body import read_bytes, read_json, shape
 from quire.server.call import Call, call_of
 from quire.server.errors import ApiError, bad_request, unavailable_feature
-from quire.server.generation import Job, Run, Usage
+from quire.server.generation import GenerationJob, GenerationRun, Usage
 from quire.server.off_loop import off_loop
 from quire.server.openai.deltas import ChoiceReader
 from quire.server.openai.fields import (
@@ -70,7 +70,7 @@ class PreparedChat:
     """A checked request, ready to run, and what its answers have in common."""
 
     request: ChatRequest
-    job: Job
+    job: GenerationJob
     model: str
     fingerprint: str
     names: TokenNames
@@ -162,7 +162,7 @@ class ChatCompletions:
         params = await off_loop(size, lambda: sampling_params(body, api.sampling_defaults, **given))
         num_repeated = (body.n or 1) * len(echoed_text(body)) + (len(token_ids) if body.return_token_ids else 0)
         prompt = text if body.echo else None
-        job = Job(token_ids, params, prompt, body.cache_salt, body.priority, num_repeated=num_repeated)
+        job = GenerationJob(token_ids, params, prompt, body.cache_salt, body.priority, num_repeated=num_repeated)
         names = TokenNames(
             api.client.tokenizer,
             as_ids=bool(body.return_tokens_as_token_ids),
@@ -286,7 +286,7 @@ def echoed_text(request: ChatRequest) -> str:
 class _ChatEvents:
     """The events of one chat completion, `[DONE]` included."""
 
-    def __init__(self, prepared: PreparedChat, run: Run) -> None:
+    def __init__(self, prepared: PreparedChat, run: GenerationRun) -> None:
         self._prepared = prepared
         self._run = run
         self._envelope = prepared.envelope("chat.completion.chunk")

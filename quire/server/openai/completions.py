@@ -20,7 +20,7 @@ from quire.server.body import read_bytes, read_json, shape
 from quire.server.call import Call, call_of
 from quire.server.cost import check_sequences
 from quire.server.errors import ApiError, bad_request, unavailable_feature
-from quire.server.generation import Job, Run, Usage
+from quire.server.generation import GenerationJob, GenerationRun, Usage
 from quire.server.off_loop import SMALL, off_loop
 from quire.server.openai.chat import stream_error, usage_body
 from quire.server.openai.fields import (
@@ -64,7 +64,7 @@ class PreparedCompletion:
     """A checked request, ready to run."""
 
     request: CompletionRequest
-    jobs: list[Job]
+    jobs: list[GenerationJob]
     texts: list[str]
     """The prompts' texts, where they are echoed; else empty ones."""
     model: str
@@ -166,12 +166,14 @@ class Completions:
 
     def _jobs(
         self, body: CompletionRequest, params: SamplingParams, prompts: Sequence[tuple[Prompt, list[int]]]
-    ) -> tuple[list[Job], list[str]]:
+    ) -> tuple[list[GenerationJob], list[str]]:
         """One job for each prompt and its ids, and the texts that are echoed."""
         made = [self._job(body, params, *each) for each in prompts]
         return [job for job, _ in made], [text for _, text in made]
 
-    def _job(self, body: CompletionRequest, params: SamplingParams, prompt: Prompt, token_ids: list[int]) -> tuple[Job, str]:
+    def _job(
+        self, body: CompletionRequest, params: SamplingParams, prompt: Prompt, token_ids: list[int]
+    ) -> tuple[GenerationJob, str]:
         texts = self._api.texts
         kept = texts.truncate(token_ids, body.truncate_prompt_tokens, body.truncation_side)
         if not kept:
@@ -186,7 +188,7 @@ class Completions:
             text = prompt if isinstance(prompt, str) and kept is token_ids else texts.text_of(kept)
         num_choices = body.n or 1
         num_repeated = num_choices * (len(text) + (len(kept) if body.return_token_ids else 0))
-        job = Job(kept, params.limited(max_tokens), None, body.cache_salt, body.priority, num_choices, num_repeated)
+        job = GenerationJob(kept, params.limited(max_tokens), None, body.cache_salt, body.priority, num_choices, num_repeated)
         return job, text
 
     async def run_body(self, call: Call, body: bytes) -> dict[str, Any]:
@@ -338,7 +340,7 @@ def _choice(echo: _Echo, completion: CompletionOutput, index: int) -> dict[str, 
 class _CompletionEvents:
     """The events of all prompts as their outputs come, then `[DONE]`."""
 
-    def __init__(self, prepared: PreparedCompletion, run: Run) -> None:
+    def __init__(self, prepared: PreparedCompletion, run: GenerationRun) -> None:
         options = prepared.request.stream_options
         self._prepared = prepared
         self._run = run

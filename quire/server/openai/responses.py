@@ -19,7 +19,7 @@ from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.server.body import read_bytes, read_json, shape
 from quire.server.call import Call, call_of
 from quire.server.errors import ApiError, bad_request, unavailable_feature
-from quire.server.generation import Job, Run, Usage
+from quire.server.generation import GenerationJob, GenerationRun, Usage
 from quire.server.off_loop import off_loop
 from quire.server.openai.fields import (
     NO_EFFECT,
@@ -132,7 +132,7 @@ class _Prompt(NamedTuple):
 @dataclass(slots=True)
 class _Prepared:
     request: ResponseRequest
-    job: Job
+    job: GenerationJob
     model: str
     prompt: _Prompt
     names: TokenNames
@@ -223,7 +223,7 @@ class Responses:
         given = reading.constraints(prompt.form, "text.format") | await api.thinking(body.thinking_token_budget, reading)
         num_prompt = len(prompt.token_ids)
         params = await off_loop(call.num_body_bytes, lambda: self._params(body, num_prompt, reading, given))
-        job = Job(prompt.token_ids, params, None, body.cache_salt, body.priority)
+        job = GenerationJob(prompt.token_ids, params, None, body.cache_salt, body.priority)
         names = TokenNames(api.client.tokenizer, as_ids=False, shows_special=False)
         seal = partial(self._sealer.seal, call.tenant.name) if _SEALED in (body.include or ()) else None
         return _Prepared(body, job, model, prompt, names, seal, time.monotonic() - started_s)
@@ -391,7 +391,7 @@ def _usage(usage: Usage, num_thought_tokens: int) -> dict[str, Any]:
 class _ResponseEvents:
     """The events of one answer, from `response.created` to `response.completed` or `response.incomplete`."""
 
-    def __init__(self, prepared: _Prepared, run: Run, keep: Any) -> None:
+    def __init__(self, prepared: _Prepared, run: GenerationRun, keep: Any) -> None:
         self._prepared = prepared
         self._run = run
         self._keep = keep

@@ -9,8 +9,8 @@ import pytest
 
 from quire.bench.serving.dataset import (
     Dataset,
+    PromptWriter,
     Sizes,
-    Writer,
     check_endpoint,
     file_dataset,
     prefix_dataset,
@@ -34,15 +34,15 @@ def num_shared(first: list[int], second: list[int]) -> int:
 
 
 def test_made_up_prompts_have_the_lengths_asked_for_in_ids_and_in_words() -> None:
-    numbers, words = random_dataset(SIZES, Writer(1000), 3), random_dataset(SIZES, Writer(None), 3)
+    numbers, words = random_dataset(SIZES, PromptWriter(1000), 3), random_dataset(SIZES, PromptWriter(None), 3)
     assert all(5 <= len(prompt) <= 9 and all(16 <= each < 984 for each in prompt) for prompt in ids(numbers))
     assert [len(str(each.prompt).split()) for each in words.requests] == [len(prompt) for prompt in ids(numbers)]
-    assert numbers == random_dataset(SIZES, Writer(1000), 3) != random_dataset(SIZES, Writer(1000), 4)
+    assert numbers == random_dataset(SIZES, PromptWriter(1000), 3) != random_dataset(SIZES, PromptWriter(1000), 4)
     assert {each.num_output for each in numbers.requests} <= {2, 3, 4}
 
 
 def test_prefixes_are_shared_in_turn_and_nothing_else_is() -> None:
-    prompts = ids(prefix_dataset(SIZES, Writer(50_000), 0, prefix_len=20, num_prefixes=2))
+    prompts = ids(prefix_dataset(SIZES, PromptWriter(50_000), 0, prefix_len=20, num_prefixes=2))
     for first in range(6):
         for second in range(first):
             shared = num_shared(prompts[first], prompts[second])
@@ -57,17 +57,17 @@ def test_a_trace_keeps_arrivals_lengths_and_prefixes(tmp_path: Path) -> None:
     ]
     path = tmp_path / "t.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
-    dataset = trace_dataset(path, Writer(50_000), num_requests=5, max_total_len=100)
+    dataset = trace_dataset(path, PromptWriter(50_000), num_requests=5, max_total_len=100)
     first, second = ids(dataset)
     assert (len(first), len(second), dataset.arrival_s) == (40, 36, [5.0, 8.0])
     assert num_shared(first, second) == 32
     with pytest.raises(ConfigError, match="no request of"):
-        trace_dataset(path, Writer(None), num_requests=5, max_total_len=10)
+        trace_dataset(path, PromptWriter(None), num_requests=5, max_total_len=10)
 
 
 def test_real_traces_share_what_their_hashes_say(shared: Path) -> None:
     path = shared / "data" / "traces" / "mooncake_conversation.jsonl.gz"
-    dataset = trace_dataset(path, Writer(50_000), num_requests=3, max_total_len=8000)
+    dataset = trace_dataset(path, PromptWriter(50_000), num_requests=3, max_total_len=8000)
     assert len(dataset.requests) == 3 and dataset.arrival_s == sorted(dataset.arrival_s or [])
 
 
@@ -84,7 +84,7 @@ def test_files_of_every_kind(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--endpoint chat"):
         check_endpoint(requests, is_chat=False)
     with pytest.raises(ConfigError, match="in words"):
-        check_endpoint(random_dataset(SIZES, Writer(1000), 0).requests, is_chat=True)
+        check_endpoint(random_dataset(SIZES, PromptWriter(1000), 0).requests, is_chat=True)
 
 
 @pytest.mark.parametrize("text", ["{", "{}", "3", '{"prompt": 3}', '{"turns": []}', '{"prompt_token_ids": ["a"]}'])
@@ -104,4 +104,4 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         file_dataset(tmp_path / "missing", output_len=(1, 1), num_requests=1, seed=0)
     with pytest.raises(ConfigError, match="vocab_size=20"):
-        Writer(20)
+        PromptWriter(20)

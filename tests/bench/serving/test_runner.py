@@ -13,7 +13,7 @@ from timing import timed
 from quire.bench import record as records
 from quire.bench.serving.arrivals import Arrivals
 from quire.bench.serving.dataset import Dataset, ServeRequest
-from quire.bench.serving.exchange import Exchange
+from quire.bench.serving.exchange import RequestTimeline
 from quire.bench.serving.load import LoadOptions
 from quire.bench.serving.report import render_html
 from quire.bench.serving.results import meets, parse_objectives
@@ -135,7 +135,7 @@ def test_objectives() -> None:
     for bad in ("ttft", "ttft:0", "ttft:x", "speed:1", ":5"):
         with pytest.raises(ConfigError, match="is no objective"):
             parse_objectives([bad])
-    seen = Exchange(0.0, sent_s=1.0, end_s=2.0, token_s=[1.2, 1.3, 1.9], status="ok", num_output=3)
+    seen = RequestTimeline(0.0, sent_s=1.0, end_s=2.0, token_s=[1.2, 1.3, 1.9], status="ok", num_output=3)
     for objective, is_met in {"ttft:201": True, "ttft:199": False, "itl:601": True, "itl:599": False, "tpot:351": True,
                               "tpot:349": False, "e2e:1001": True, "e2e:999": False}.items():  # fmt: skip
         assert meets(seen, parse_objectives([objective])) is is_met, objective

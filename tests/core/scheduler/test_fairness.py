@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from quire.core.decoding import SamplingDecoder
 from quire.core.request import Request
 from quire.core.request_spec import RequestSpec
 from quire.core.scheduler.fairness import MAX_ABSENT_TENANTS, FairQueue
+from quire.core.strategies import SamplingStrategy
 
 Harness = Callable[..., Any]
 
@@ -90,7 +90,7 @@ def test_a_more_urgent_class_goes_first_whatever_was_served(harness: Harness) ->
 def test_absent_tenants_are_forgotten_in_the_end() -> None:
     queue = FairQueue()
     for number in range(MAX_ABSENT_TENANTS + 50):
-        request = Request(RequestSpec(prompt_token_ids=(1,), tenant=str(number)), SamplingDecoder())
+        request = Request(RequestSpec(prompt_token_ids=(1,), tenant=str(number)), SamplingStrategy())
         queue.arrived(request)
         queue.accounts[request.tenant].served = number
         queue.departed(request)

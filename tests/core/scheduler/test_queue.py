@@ -5,14 +5,14 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from quire.core.decoding import SamplingDecoder
 from quire.core.request import Request, Sequence
 from quire.core.request_spec import RequestSpec
 from quire.core.scheduler.queue import WaitingQueue
+from quire.core.strategies import SamplingStrategy
 
 
 def _sequence(rank: tuple[int, int, int]) -> Sequence:
-    request = Request(RequestSpec(prompt_token_ids=(1,)), SamplingDecoder())
+    request = Request(RequestSpec(prompt_token_ids=(1,)), SamplingStrategy())
     table: Any = None
     return Sequence(request, 0, [1], table, None, request.sampling, rank=rank)
 

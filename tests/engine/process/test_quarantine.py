@@ -9,22 +9,22 @@ import pytest
 from quire.config.engine import EngineConfig
 from quire.core.params import SamplingParams
 from quire.engine.builder import prepare_model
-from quire.engine.process.journal import Entry
+from quire.engine.process.journal import JournalEntry
 from quire.engine.process.quarantine import MIN_GAINED, choose, judge
 from quire.engine.prompts import ParsedPrompt
 from quire.engine.requests import RequestBuilder
 
 
 @pytest.fixture
-def entries(tiny_config: Path) -> list[Entry]:
+def entries(tiny_config: Path) -> list[JournalEntry]:
     options = {"load_format": "dummy", "kv_cache_memory": "512KiB"}
     prepared = prepare_model(EngineConfig(model=str(tiny_config), **options))  # type: ignore[arg-type]
     requests = RequestBuilder(prepared.planned.plan, prepared.tokenizer, prepared.eos_token_ids)
     digest = requests.digest(SamplingParams())
-    return [Entry(number, requests.sampling(str(number), ParsedPrompt(None, [3]), digest)) for number in range(8)]
+    return [JournalEntry(number, requests.sampling(str(number), ParsedPrompt(None, [3]), digest)) for number in range(8)]
 
 
-def _run_engine(entries: list[Entry], poisonous: set[int]) -> Entry | None:
+def _run_engine(entries: list[JournalEntry], poisonous: set[int]) -> JournalEntry | None:
     """One engine: it takes what is chosen, everyone gains, until a poisonous request is let in; then it dies."""
     for _ in range(100):
         chosen = choose(entries)
@@ -44,7 +44,7 @@ def _run_engine(entries: list[Entry], poisonous: set[int]) -> Entry | None:
 
 
 @pytest.mark.parametrize("guilty", [{0}, {3}, {7}, {2, 5}])
-def test_the_guilty_are_found_and_nobody_else(entries: list[Entry], guilty: set[int]) -> None:
+def test_the_guilty_are_found_and_nobody_else(entries: list[JournalEntry], guilty: set[int]) -> None:
     found: set[int] = set()
     for _ in range(4 * len(guilty) + 2):
         convicted = _run_engine(entries, guilty - found)
@@ -55,7 +55,7 @@ def test_the_guilty_are_found_and_nobody_else(entries: list[Entry], guilty: set[
     assert all(entry.is_sent for entry in entries), "everyone else runs"
 
 
-def test_who_makes_progress_is_never_suspected(entries: list[Entry]) -> None:
+def test_who_makes_progress_is_never_suspected(entries: list[JournalEntry]) -> None:
     for _ in range(10):
         for entry in choose(entries):
             entry.is_sent = True
@@ -66,7 +66,7 @@ def test_who_makes_progress_is_never_suspected(entries: list[Entry]) -> None:
             entry.leave_engine()
 
 
-def test_deaths_before_a_request_was_given_are_not_its_own(entries: list[Entry]) -> None:
+def test_deaths_before_a_request_was_given_are_not_its_own(entries: list[JournalEntry]) -> None:
     for _ in range(10):
         assert judge(entries) is None
     assert len(choose(entries)) == len(entries)

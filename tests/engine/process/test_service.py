@@ -9,7 +9,7 @@ from quire.config.limits import SchedulerLimits
 from quire.core.plan import RowSampling
 from quire.core.request import Request, Sequence
 from quire.core.request_spec import RequestSpec
-from quire.engine.process.messages import Abort, Add, Finish
+from quire.engine.process.messages import Abort, AddRequest, Finish
 from quire.engine.process.service import Service
 from quire.engine.step_loop import StepLoop
 from quire.executor.null import NullExecutor
@@ -29,7 +29,7 @@ def _add(service: Service, number: int, *, max_tokens: int = 5, num_sequences: i
         num_sequences=num_sequences,
         max_tokens=max_tokens,
     )
-    assert service.obey(Add(number, spec)) is None
+    assert service.obey(AddRequest(number, spec)) is None
 
 
 def _run(service: Service) -> None:

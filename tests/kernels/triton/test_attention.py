@@ -13,7 +13,7 @@ from kernel_cases import thorough
 from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch, Kernels, SharedPrefixes
-from quire.worker.prefixes import Run, run_arrays
+from quire.worker.prefixes import PrefixRun, run_arrays
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed (pip install triton)", allow_module_level=True)
@@ -164,7 +164,7 @@ def test_a_shared_prefix_read_once_changes_no_bit(
     keys, values, batch = case.pages(16, kv_format)
     num_blocks = 2 * unit // 16
     batch.block_tables[2, :num_blocks] = batch.block_tables[1, :num_blocks]
-    runs = [Run(0, 1, 0), Run(1, 3, num_blocks)]
+    runs = [PrefixRun(0, 1, 0), PrefixRun(1, 3, num_blocks)]
     arrays = run_arrays(runs, batch.block_tables.numpy(), batch.query_start.tolist(), 16)
     shared = move(SharedPrefixes(*map(torch.from_numpy, arrays)))
     keys, values, batch = keys.to(kernels.device), values.to(kernels.device), move(batch)

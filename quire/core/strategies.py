@@ -1,19 +1,19 @@
-"""Sampling as a decoder: independent sequences that share their prompt's blocks; and the decoder that a spec asks for."""
+"""Sampling as a strategy: independent sequences that share their prompt's blocks; and the strategy that a spec asks for."""
 
 from __future__ import annotations
 
-from quire.core.beam import BeamDecoder
+from quire.core.beam import BeamSearch
 from quire.core.plan import ONE_SAMPLE, Sample, Task, WorkResult
-from quire.core.request import Decoder, Sequence, SequenceOps
+from quire.core.request import DecodingStrategy, Sequence, SequenceOps
 from quire.core.request_spec import RequestSpec
 
 
-def decoder_of(spec: RequestSpec, *, is_forked: bool = False) -> Decoder:
-    """A new decoder for a request; `is_forked` where its sequences are there already."""
-    return SamplingDecoder(spec.num_sequences, is_forked=is_forked) if spec.beam is None else BeamDecoder(spec.beam)
+def strategy_of(spec: RequestSpec, *, is_forked: bool = False) -> DecodingStrategy:
+    """Return a new strategy for a request; `is_forked` where its sequences are there already."""
+    return SamplingStrategy(spec.num_sequences, is_forked=is_forked) if spec.beam is None else BeamSearch(spec.beam)
 
 
-class SamplingDecoder:
+class SamplingStrategy:
     """Independent samples: the first closed gap of the prompt forks into `num_sequences` sequences on shared blocks."""
 
     def __init__(self, num_sequences: int = 1, *, is_forked: bool = False) -> None:

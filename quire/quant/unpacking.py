@@ -1,6 +1,6 @@
 """From stored tensors to weights: the arithmetic of the public formats.
 
-Every decoder gives a `QuantizedWeight` that stands for exactly the weights that are stored, or float32 [N, K] where the
+Every unpacker gives a `QuantizedWeight` that stands for exactly the weights that are stored, or float32 [N, K] where the
 format has no such form. All of them read a projection's tensors whole (a part of a stacked one is cut out afterwards)
 and keep nothing. Sources: the packing code of AutoGPTQ and AutoAWQ, and the compressed-tensors format as its library
 writes it; words of 32 bits, the lowest bits first.
@@ -19,7 +19,7 @@ from quire.errors import CheckpointError
 from quire.kernels.interface import QuantizedWeight
 from quire.models.declaration import LinearSpec
 from quire.quant.integers import rows_of
-from quire.quant.linears import Decoder
+from quire.quant.linears import WeightUnpacker
 from quire.quant.storage import AwqStorage, CheckpointStorage, CompressedStorage, Fp8Storage, GptqStorage, LinearStorage
 
 logger = logging.getLogger(__name__)
@@ -36,9 +36,9 @@ class TensorReader(Protocol):
     def read(self, name: str) -> Tensor | None: ...
 
 
-def decode(storage: LinearStorage, reader: TensorReader, linear: LinearSpec) -> QuantizedWeight | Tensor:
-    """The weights of one projection. Raises CheckpointError for tensors that contradict each other."""
-    whole = _DECODERS[type(storage)](storage, _Module(reader, linear))
+def unpack_weight(storage: LinearStorage, reader: TensorReader, linear: LinearSpec) -> QuantizedWeight | Tensor:
+    """Unpack the weights of one projection. Raises CheckpointError for tensors that contradict each other."""
+    whole = _UNPACKERS[type(storage)](storage, _Module(reader, linear))
     first = linear.weight.first_row
     if linear.weight.stored_rows is None:
         return whole
@@ -46,8 +46,8 @@ def decode(storage: LinearStorage, reader: TensorReader, linear: LinearSpec) -> 
     return whole[chosen] if isinstance(whole, Tensor) else rows_of(whole, chosen)
 
 
-def decoder(storage: CheckpointStorage, reader: TensorReader) -> Decoder:
-    """The decoder of a whole checkpoint; it says in the log, once, what does not stay as it is stored."""
+def unpacker(storage: CheckpointStorage, reader: TensorReader) -> WeightUnpacker:
+    """Return the unpacker of a whole checkpoint; it says in the log, once, what does not stay as it is stored."""
     said: set[str] = set()
 
     def say(message: str) -> None:
@@ -55,18 +55,18 @@ def decoder(storage: CheckpointStorage, reader: TensorReader) -> Decoder:
             said.add(message)
             logger.warning("%s: %s", storage.name, message)
 
-    def decode_linear(linear: LinearSpec) -> QuantizedWeight | Tensor | None:
+    def unpack_stored(linear: LinearSpec) -> QuantizedWeight | Tensor | None:
         kind = storage.by_name.get(linear.weight.name)
         if kind is None:
             return None
-        weight = decode(kind, reader, linear)
+        weight = unpack_weight(kind, reader, linear)
         if isinstance(weight, Tensor):
             held = kind.held(linear)
             target = "the compute dtype" if held is None else f"{held.bits}-bit integers"
             say(f"weights without an integer form here (FP8, or groups scattered by act-order) are turned into {target}")
         return weight
 
-    return decode_linear
+    return unpack_stored
 
 
 class _Module:
@@ -185,7 +185,7 @@ def _affine(values: Tensor, scales: Tensor, zeros: Tensor | None, storage: _Inte
     return QuantizedWeight(values.to(torch.int8), scales, offsets, storage.bits, size, storage.activations)
 
 
-_DECODERS: dict[type[Any], Callable[[Any, _Module], QuantizedWeight | Tensor]] = {
+_UNPACKERS: dict[type[Any], Callable[[Any, _Module], QuantizedWeight | Tensor]] = {
     GptqStorage: _gptq,
     AwqStorage: _awq,
     CompressedStorage: _compressed,
