@@ -1,8 +1,8 @@
 // The KV cache and attention over it, callable from C++: what the bindings expose, without Python.
 //
 // Both functions check every index that comes from data and throw std::invalid_argument before they touch any memory;
-// pointers, strides and shapes have been checked by whoever made them (checks.hpp). Both divide their work over the process's threads (threads.hpp), so they are
-// called from outside a parallel region. The bits of a result never depend on that division.
+// pointers, strides and shapes have been checked by the bindings (checks.hpp). Both divide their work over the process's threads
+// (threads.hpp), so they are called from outside a parallel region. The bits of a result never depend on that division.
 #pragma once
 
 #include "dispatch.hpp"

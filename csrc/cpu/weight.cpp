@@ -55,7 +55,7 @@ static void pack_integers(const LinearWeight &weight, const Quantized &from, int
     }
 }
 
-// One that is not finite would make every answer of the model nonsense, and nobody could tell why.
+// A scale that is not finite would turn every logit of the model into a not-a-number, without an error.
 static void check_scales(const Arguments &args, const float *scales, int64_t count) {
     for (int64_t i = 0; i < count; ++i) args.finite("a scale or an offset", scales[i]);
 }
