@@ -1,4 +1,4 @@
-"""The nemesis: strikes a running simulation with faults, each drawn from the scenario's seed.
+"""Fault injection into a running simulation, each fault drawn from the scenario's seed.
 
 It acts through the scheduler's public methods, except that it can force a preemption where none is needed.
 """
@@ -21,8 +21,8 @@ def force_preemption(scheduler: Scheduler, sequence: Sequence) -> None:
     scheduler._preempt(assess(sequence, None, scheduler.manager.pool, scheduler.limits.block_size))
 
 
-class Nemesis:
-    """Faults for one run. Without a fault due, it changes nothing but its own random state."""
+class FaultInjector:
+    """Injects the faults of one run. Without a fault due, it changes nothing but its own random state."""
 
     def __init__(self, faults: Faults, random: Random) -> None:
         self.faults = faults
@@ -30,7 +30,7 @@ class Nemesis:
         self.num_strikes = 0
 
     def strike_between_steps(self, scheduler: Scheduler, step: int) -> None:
-        """Aborts, forced preemptions, a forgotten cache."""
+        """Abort, force a preemption, forget the cache: whichever is due."""
         faults = self.faults
         if self._strikes(faults.abort, step):
             scheduler.abort(self._any_request(scheduler))
@@ -40,12 +40,12 @@ class Nemesis:
             scheduler.reset_prefix_cache()
 
     def strike_in_flight(self, scheduler: Scheduler, step: int) -> None:
-        """An abort while the step runs."""
+        """Abort a request while the step runs, where that is due."""
         if self._strikes(self.faults.abort_in_flight, step):
             scheduler.abort(self._any_request(scheduler))
 
     def spoil(self, plan: StepPlan, result: StepResult, executor: NullExecutor, step: int) -> StepResult:
-        """The result with faults in it."""
+        """Return the result with faults in it."""
         if not plan.work:
             return result
         results = list(result.results)

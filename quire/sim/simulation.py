@@ -21,7 +21,7 @@ from quire.core.scheduler.preemption import Preemption
 from quire.core.scheduler.scheduler import Progress, Scheduler
 from quire.errors import PromptTooLongError
 from quire.executor.null import NullExecutor
-from quire.sim.faults import Nemesis
+from quire.sim.faults import FaultInjector
 from quire.sim.oracle import Oracle
 from quire.sim.scenario import VOCAB_SIZE, Scenario, can_serve
 
@@ -83,7 +83,7 @@ class Simulation:
         self._in_flight: deque[StepPlan] = deque()
         self._is_audited = is_audited
         self._arriving = sorted(scenario.arrivals, key=lambda arrival: -arrival.step)
-        self._nemesis = Nemesis(scenario.faults, Random(scenario.seed ^ 0x5EED))
+        self._faults = FaultInjector(scenario.faults, Random(scenario.seed ^ 0x5EED))
         self._durations = Random(scenario.seed ^ 0x7173)
         """Of steps, which a scheduler that bounds them by time learns from: any will do."""
         self._streams: dict[Sequence, list[int | None]] = {}
@@ -100,7 +100,7 @@ class Simulation:
         except Exception as error:
             step = self.outcome.num_steps
             raise SimulationError(f"seed={self.scenario.seed} step={step}: {type(error).__name__}: {error}") from error
-        self.outcome.num_strikes = self._nemesis.num_strikes
+        self.outcome.num_strikes = self._faults.num_strikes
         self.outcome.num_finished = dict(self.scheduler.stats.num_finished)
         return self.outcome
 
@@ -111,12 +111,12 @@ class Simulation:
         assert step <= bound, f"not finished after {bound} steps"
         while self._arriving and self._arriving[-1].step <= step:
             self._add(self._arriving.pop().spec)
-        self._nemesis.strike_between_steps(scheduler, step)
+        self._faults.strike_between_steps(scheduler, step)
         self._plan(float(step))
         plan = self._in_flight.popleft()
         result = replace(self.executor.execute(plan), elapsed_s=self._durations.uniform(0.0, 4.0))
-        self._nemesis.strike_in_flight(scheduler, step)
-        result = self._nemesis.spoil(plan, result, self.executor, step)
+        self._faults.strike_in_flight(scheduler, step)
+        result = self._faults.spoil(plan, result, self.executor, step)
         self._record(scheduler.update(plan, result, float(step)))
         if self._is_audited:
             audit(scheduler)

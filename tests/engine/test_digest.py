@@ -128,7 +128,7 @@ def test_an_engine_holds_one_copy_and_forgets_it_with_the_last_request(builder: 
     for request in _requests(builder, **LONG):
         journal.add(request)
     for message in _sent(journal):
-        assert service.obey(message) is None
+        assert service.handle(message) is None
     rows = [request.sampling for request in service.loop.scheduler.requests.values()]
     assert len(rows) == NUM_PROMPTS
     for name in ("allowed_token_ids", "logit_bias", "stop_token_ids", "bad_words", "grammar"):
@@ -139,7 +139,7 @@ def test_an_engine_holds_one_copy_and_forgets_it_with_the_last_request(builder: 
         journal.end(entry, FinishReason.ABORT)
         assert bool(service._lists) is True
     for message in _sent(journal):
-        service.obey(message)
+        service.handle(message)
     assert not service._lists and not len(journal.lists) and not service.has_work
 
 

@@ -58,7 +58,7 @@ def _arrived(spec: RequestSpec) -> Any:
     entry = journal.add(PreparedRequest(spec, Digest(SamplingParams(), spec, marks=marks), None))
     for message in journal.telling(entry):
         travelled: Any = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Down)
-        assert service.obey(travelled) is None
+        assert service.handle(travelled) is None
     [request] = service.loop.scheduler.requests.values()
     return request
 

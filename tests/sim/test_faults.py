@@ -1,10 +1,10 @@
-"""The nemesis strikes when it is due, and not afterwards."""
+"""Faults are injected when they are due, and not afterwards."""
 
 from random import Random
 
 from quire.core.plan import ONE_SAMPLE, RowWork, StepPlan, StepResult, WorkResult
 from quire.executor.null import NullExecutor
-from quire.sim.faults import Nemesis
+from quire.sim.faults import FaultInjector
 from quire.sim.scenario import Faults
 
 _PLAN = StepPlan(1, work=(RowWork(0, 0, 1, ONE_SAMPLE), RowWork(1, 0, 1, ONE_SAMPLE)))
@@ -12,7 +12,7 @@ _RESULT = StepResult(1, (WorkResult((1,)), WorkResult((2,))))
 
 
 def _spoil(faults: Faults, step: int) -> StepResult:
-    return Nemesis(faults, Random(0)).spoil(_PLAN, _RESULT, NullExecutor(2, 4, 4), step)
+    return FaultInjector(faults, Random(0)).spoil(_PLAN, _RESULT, NullExecutor(2, 4, 4), step)
 
 
 def test_one_row_fails() -> None:

@@ -10,7 +10,7 @@ import msgspec
 from quire.core.params import SamplingParams
 from quire.engine.outputs import RequestOutput
 from quire.engine.process.journal import Journal
-from quire.engine.process.messages import Down, Gains, Up
+from quire.engine.process.messages import Down, StepDeltas, Up
 from quire.engine.process.service import Service
 from quire.engine.prompts import ParsedPrompt
 from quire.engine.requests import RequestBuilder
@@ -46,11 +46,11 @@ class Relay:
                 entry.is_sent = True
                 for message in self.journal.telling(entry):
                     self._tell(message)
-        gains = self.service.step()
+        deltas = self.service.step()
         self.num_steps += 1
-        if gains is not None:
-            travelled: Any = msgspec.msgpack.decode(msgspec.msgpack.encode(gains), type=Up)
-            assert isinstance(travelled, Gains)
+        if deltas is not None:
+            travelled: Any = msgspec.msgpack.decode(msgspec.msgpack.encode(deltas), type=Up)
+            assert isinstance(travelled, StepDeltas)
             for output in self.journal.take(travelled):
                 self.outputs.setdefault(output.request_id, []).append(output)
 
@@ -68,4 +68,4 @@ class Relay:
 
     def _tell(self, message: Down) -> None:
         travelled: Any = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Down)
-        assert self.service.obey(travelled) is None
+        assert self.service.handle(travelled) is None

@@ -23,7 +23,7 @@ from quire.common.json_logs import use_json_logs
 from quire.config.engine import EngineConfig
 from quire.engine.builder import PREREQUISITES, begin_loading, build_executor, pace_of, plan_engine
 from quire.engine.process.channel import Channel, ChannelClosed, FrameTooLarge, ProtocolError, wait
-from quire.engine.process.messages import PROTOCOL_VERSION, Down, Gains, Pulse, Ready, Start, StartFailed
+from quire.engine.process.messages import PROTOCOL_VERSION, Down, Pulse, Ready, Start, StartFailed, StepDeltas
 from quire.engine.process.service import Service
 from quire.engine.step_loop import StepLoop, loop_of
 from quire.errors import CapacityError, EngineError, QuireError
@@ -104,7 +104,7 @@ class Host:
         for message in self._channel.receive():
             if isinstance(message, Start):
                 raise ProtocolError("an engine is started once")
-            answer = service.obey(message)
+            answer = service.handle(message)
             if answer is not None:
                 self._channel.send(answer)
         while self._channel.num_unsent_bytes > _MAX_UNSENT_BYTES:
@@ -112,21 +112,22 @@ class Host:
             self._channel.flush()
         if service.has_work:
             self._step_began_s = time.monotonic()
-            gains = service.step()
+            deltas = service.step()
             self._step_began_s = None
-            if gains is not None:
-                self._report(gains, service)
+            if deltas is not None:
+                self._report(deltas, service)
 
-    def _report(self, gains: Gains, service: Service) -> None:
+    def _report(self, deltas: StepDeltas, service: Service) -> None:
         """Send what a step brought; a request whose share does not fit a message fails, and no other."""
         try:
-            self._channel.send(gains)
+            self._channel.send(deltas)
         except FrameTooLarge:
-            for gain in gains.gains:
+            for delta in deltas.deltas:
                 try:
-                    self._channel.send(Gains((gain,)))
+                    self._channel.send(StepDeltas((delta,)))
                 except FrameTooLarge as error:
-                    self._channel.send(service.fail(gain, f"the output is too large: {error}; ask for fewer log-probabilities"))
+                    reason = f"the output is too large: {error}; ask for fewer log-probabilities"
+                    self._channel.send(service.fail(delta, reason))
 
     def _beat(self) -> None:
         """Send signs of life, whatever the main thread is doing; it cannot while the process is frozen."""

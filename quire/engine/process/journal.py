@@ -19,7 +19,7 @@ from quire.core.request import FinishReason, RequestRecord, SequenceRecord, Sequ
 from quire.core.request_spec import ResumedSequence
 from quire.engine.output_processor import Happening, OutputProcessor
 from quire.engine.outputs import RequestOutput
-from quire.engine.process.messages import NO_LISTS, Abort, AddRequest, Down, Finish, Gain, Gains, Lists, Served
+from quire.engine.process.messages import NO_LISTS, Abort, AddRequest, Down, Finish, Lists, ServeStats, StepDeltas, TokenDelta
 from quire.engine.process.shared_lists import SharedLists, without_lists
 from quire.engine.requests import PreparedRequest
 from quire.text.tokenizer import Tokenizer
@@ -38,7 +38,7 @@ class JournalEntry:
         self.request = RequestRecord(prepared.spec)
         self.is_sent = False
         """Whether the engine that runs now has it."""
-        self.num_gained = 0
+        self.num_delivered = 0
         """Tokens that the engine that runs now has added."""
         self.num_fruitless = 0
         """Engines in a row that died with it before it had gained anything to speak of."""
@@ -65,34 +65,34 @@ class JournalEntry:
         spec = spec if self.lists == NO_LISTS else without_lists(spec)
         return AddRequest(self.number, spec, resumed, self.lists)
 
-    def take(self, gain: Gain, now: float) -> list[Happening]:
+    def take(self, delta: TokenDelta, now: float) -> list[Happening]:
         """Take in what a step brought one sequence; what comes after its end here (a stop string) is void."""
         request = self.request
-        sequence = self.sequence(gain.index)
-        if gain.served is not None:
-            self._note_served(gain.served)
+        sequence = self.sequence(delta.index)
+        if delta.served is not None:
+            self._note_stats(delta.served)
         if sequence.status is SequenceStatus.FINISHED:
             return []
-        if gain.prompt_logprobs and not request.prompt_logprobs:
-            request.prompt_logprobs.extend(gain.prompt_logprobs)
-        sequence.token_ids += gain.token_ids
-        self.num_gained += len(gain.token_ids)
-        if gain.token_ids:
+        if delta.prompt_logprobs and not request.prompt_logprobs:
+            request.prompt_logprobs.extend(delta.prompt_logprobs)
+        sequence.token_ids += delta.token_ids
+        self.num_delivered += len(delta.token_ids)
+        if delta.token_ids:
             metrics = request.metrics
             metrics.first_token_s = now if metrics.first_token_s is None else metrics.first_token_s
             metrics.last_token_s = now
-        if gain.error is not None:
-            request.error = gain.error
-        if gain.finish_reason is not None:
-            self._end(sequence, FinishReason(gain.finish_reason), now)
-            sequence.stop_reason = gain.stop_token_id
-        records = gain.logprobs or (None,) * len(gain.token_ids)
+        if delta.error is not None:
+            request.error = delta.error
+        if delta.finish_reason is not None:
+            self._end(sequence, FinishReason(delta.finish_reason), now)
+            sequence.stop_reason = delta.stop_token_id
+        records = delta.logprobs or (None,) * len(delta.token_ids)
         progress: list[Happening] = [
-            (sequence, token_id, record) for token_id, record in zip(gain.token_ids, records, strict=True)
+            (sequence, token_id, record) for token_id, record in zip(delta.token_ids, records, strict=True)
         ]
-        for record in gain.logprobs:
+        for record in delta.logprobs:
             sequence.cumulative_logprob += record.logprob
-        if gain.finish_reason is not None:
+        if delta.finish_reason is not None:
             progress.append((sequence, None, None))
         return progress
 
@@ -107,7 +107,7 @@ class JournalEntry:
     def leave_engine(self) -> None:
         """The engine that had it is gone."""
         self.is_sent = False
-        self.num_gained = 0
+        self.num_delivered = 0
         self._num_earlier_preemptions = self.request.metrics.num_preemptions
 
     def _end(self, sequence: SequenceRecord, reason: FinishReason, now: float) -> None:
@@ -115,7 +115,7 @@ class JournalEntry:
         if self.request.is_finished:
             self.request.metrics.finished_s = now
 
-    def _note_served(self, served: Served) -> None:
+    def _note_stats(self, served: ServeStats) -> None:
         metrics = self.request.metrics
         if metrics.first_scheduled_s is None:
             metrics.first_scheduled_s = served.first_scheduled_s
@@ -160,20 +160,20 @@ class Journal:
             self.lists.note_sent(entry.lists)  # now that it was sent
         yield entry.to_message()
 
-    def take(self, gains: Gains) -> list[RequestOutput]:
+    def take(self, deltas: StepDeltas) -> list[RequestOutput]:
         """Take in a step; returns what the requests' senders are to see."""
         now = self._clock()
         progress: list[Happening] = []
-        for gain in gains.gains:
-            entry = self.entries.get(gain.number)
+        for delta in deltas.deltas:
+            entry = self.entries.get(delta.number)
             if entry is not None:
-                progress += self._take(entry, gain, now)
+                progress += self._take(entry, delta, now)
         return self._deliver(progress)
 
-    def _take(self, entry: JournalEntry, gain: Gain, now: float) -> list[Happening]:
-        """What a gain comes to; one that cannot be taken in ends its request."""
+    def _take(self, entry: JournalEntry, delta: TokenDelta, now: float) -> list[Happening]:
+        """What a delta comes to; one that cannot be taken in ends its request."""
         try:
-            return entry.take(gain, now)
+            return entry.take(delta, now)
         except Exception as error:
             log_failure(logger, f"request {entry.request.request_id} failed while its tokens were taken in", error)
             self._messages.append(Abort(entry.number))

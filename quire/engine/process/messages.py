@@ -17,7 +17,7 @@ from quire.core.request_spec import RequestSpec, ResumedSequence
 from quire.engine.counters import EngineCounters
 from quire.engine.inspection import BlockContent, Inspection
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Both ends come from one installation; a difference means that it was replaced under a running server."""
 JSON_LOGS = "json-logs"
 """The argument by which an engine is told to log as JSON: before the first message, which may go wrong already."""
@@ -95,7 +95,7 @@ class Inspect(_Message, frozen=True):
     """The last step that the asker knows."""
 
 
-class LookInto(_Message, frozen=True):
+class BlockQuery(_Message, frozen=True):
     """What did a block hold in a step?"""
 
     number: int
@@ -103,7 +103,7 @@ class LookInto(_Message, frozen=True):
     step: int
 
 
-Down = Start | Lists | Forget | AddRequest | Abort | Finish | Inspect | LookInto
+Down = Start | Lists | Forget | AddRequest | Abort | Finish | Inspect | BlockQuery
 
 
 class Ready(_Message, frozen=True):
@@ -126,7 +126,7 @@ class Pulse(_Message, EngineCounters, frozen=True, kw_only=True):
     """How long the step in progress has been running."""
 
 
-class Served(_Message, frozen=True, array_like=True):
+class ServeStats(_Message, frozen=True, array_like=True):
     """How a request fared so far; times on the machine's monotonic clock."""
 
     first_scheduled_s: float | None
@@ -137,7 +137,7 @@ class Served(_Message, frozen=True, array_like=True):
     num_waited_steps: int
 
 
-class Gain(_Message, frozen=True, array_like=True):
+class TokenDelta(_Message, frozen=True, array_like=True):
     """What happened to one sequence in one step."""
 
     number: int
@@ -150,14 +150,14 @@ class Gain(_Message, frozen=True, array_like=True):
     error: str | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     """With the first token, where the request asked for them."""
-    served: Served | None = None
+    served: ServeStats | None = None
     """With the first token and at the end."""
 
 
-class Gains(_Message, frozen=True):
+class StepDeltas(_Message, frozen=True):
     """All that a step brought, in one message: a request whose sequences fork is never seen half forked."""
 
-    gains: tuple[Gain, ...]
+    deltas: tuple[TokenDelta, ...]
 
 
 class Refused(_Message, frozen=True):
@@ -174,11 +174,11 @@ class Inspected(_Message, frozen=True):
     inspection: Inspection
 
 
-class LookedInto(_Message, frozen=True):
-    """The answer to `LookInto`; None where the block or the step is not known."""
+class BlockReply(_Message, frozen=True):
+    """The answer to `BlockQuery`; None where the block or the step is not known."""
 
     number: int
     content: BlockContent | None
 
 
-Up = Ready | StartFailed | Pulse | Gains | Refused | Inspected | LookedInto
+Up = Ready | StartFailed | Pulse | StepDeltas | Refused | Inspected | BlockReply

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from quire.engine.process.journal import JournalEntry
 
-MIN_GAINED = 2
+MIN_DELIVERED = 2
 """Tokens that clear a request. One is not enough: it comes of the prompt's computation, before the first decode."""
 ALONE = 2
 """Fruitless deaths after which a request runs alone; one more, and it fails."""
@@ -23,7 +23,7 @@ ALONE = 2
 
 def is_cleared(entry: JournalEntry) -> bool:
     """Whether the engine that runs now has shown that it survives this request."""
-    return entry.num_gained >= MIN_GAINED
+    return entry.num_delivered >= MIN_DELIVERED
 
 
 def choose(entries: Iterable[JournalEntry]) -> list[JournalEntry]:

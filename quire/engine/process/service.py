@@ -11,18 +11,18 @@ from quire.engine.process.messages import (
     NO_LISTS,
     Abort,
     AddRequest,
+    BlockQuery,
+    BlockReply,
     Finish,
     Forget,
-    Gain,
-    Gains,
     Inspect,
     Inspected,
     Lists,
-    LookedInto,
-    LookInto,
     Pulse,
     Refused,
-    Served,
+    ServeStats,
+    StepDeltas,
+    TokenDelta,
 )
 from quire.engine.process.shared_lists import with_lists
 from quire.engine.step_loop import StepLoop
@@ -45,13 +45,13 @@ class Service:
         """Whether any request is unfinished."""
         return self.loop.has_work
 
-    def obey(
-        self, message: Lists | Forget | AddRequest | Abort | Finish | Inspect | LookInto
-    ) -> Refused | Inspected | LookedInto | None:
+    def handle(
+        self, message: Lists | Forget | AddRequest | Abort | Finish | Inspect | BlockQuery
+    ) -> Refused | Inspected | BlockReply | None:
         """Carry out what the server says; returns what it must hear at once."""
         if isinstance(message, AddRequest):
             return self._add(message)
-        if isinstance(message, Inspect | LookInto):
+        if isinstance(message, Inspect | BlockQuery):
             return answer(self.loop, message)
         if isinstance(message, Lists):
             self._lists[message.number] = message, frozenset(message.stop_token_ids)
@@ -63,15 +63,15 @@ class Service:
             self._finish(message)
         return None
 
-    def step(self) -> Gains | None:
+    def step(self) -> StepDeltas | None:
         """One step; returns what it brought, all of it in one message. Never raises for a bug or a broken executor."""
-        gains = tuple(self._gains(self.loop.advance()))
-        return Gains(gains) if gains else None
+        deltas = tuple(self._deltas(self.loop.advance()))
+        return StepDeltas(deltas) if deltas else None
 
-    def fail(self, gain: Gain, message: str) -> Gains:
+    def fail(self, delta: TokenDelta, message: str) -> StepDeltas:
         """End a request whose outcome cannot be told; returns what can be said of it."""
-        self._end(gain.number)
-        return Gains((Gain(gain.number, gain.index, finish_reason=FinishReason.ERROR.value, error=message),))
+        self._end(delta.number)
+        return StepDeltas((TokenDelta(delta.number, delta.index, finish_reason=FinishReason.ERROR.value, error=message),))
 
     def pulse(self, step_age_s: float | None) -> Pulse:
         """A picture, taken from another thread while steps go on: its numbers may be of two neighbouring steps."""
@@ -106,29 +106,29 @@ class Service:
         del self._requests[self._numbers.pop(request.request_id)]
         request.release()
 
-    def _gains(self, progress: list[Progress]) -> Iterator[Gain]:
+    def _deltas(self, progress: list[Progress]) -> Iterator[TokenDelta]:
         by_sequence: dict[Sequence, list[Progress]] = {}
         for each in progress:
             by_sequence.setdefault(each.sequence, []).append(each)
         for sequence, mine in by_sequence.items():
             number = self._numbers.get(sequence.request.request_id)
             if number is not None:
-                yield _gain(number, sequence, mine)
+                yield _delta(number, sequence, mine)
         for request in {sequence.request: None for sequence in by_sequence}:
             if request.is_finished and request.request_id in self._numbers:
                 self._forget(request)
 
 
-def answer(loop: StepLoop, question: Inspect | LookInto) -> Inspected | LookedInto:
+def answer(loop: StepLoop, question: Inspect | BlockQuery) -> Inspected | BlockReply:
     """What a loop that records its steps says of them."""
     recorder = loop.recorder
     assert recorder is not None
     if isinstance(question, Inspect):
         return Inspected(question.number, recorder.inspect(question.engine, question.since, loop.now()))
-    return LookedInto(question.number, recorder.content(question.block, question.step))
+    return BlockReply(question.number, recorder.content(question.block, question.step))
 
 
-def _gain(number: int, sequence: Sequence, progress: list[Progress]) -> Gain:
+def _delta(number: int, sequence: Sequence, progress: list[Progress]) -> TokenDelta:
     """What happened to one sequence in one step."""
     request = sequence.request
     token_ids = tuple(each.token_id for each in progress if each.token_id is not None)
@@ -136,7 +136,7 @@ def _gain(number: int, sequence: Sequence, progress: list[Progress]) -> Gain:
     is_first = bool(token_ids) and sequence.num_output_tokens == len(token_ids)
     reason, stop = sequence.finish_reason, sequence.stop_reason
     metrics = request.metrics
-    return Gain(
+    return TokenDelta(
         number=number,
         index=sequence.index,
         token_ids=token_ids,
@@ -145,7 +145,7 @@ def _gain(number: int, sequence: Sequence, progress: list[Progress]) -> Gain:
         stop_token_id=stop if isinstance(stop, int) else None,
         error=request.error,
         prompt_logprobs=tuple(request.prompt_logprobs) if is_first and sequence.index == 0 else (),
-        served=Served(
+        served=ServeStats(
             metrics.first_scheduled_s,
             metrics.num_prefix_hit_tokens,
             metrics.num_preemptions,

@@ -24,13 +24,13 @@ from quire.engine.process.channel import ChannelClosed, FrameTooLarge, ProtocolE
 from quire.engine.process.journal import Journal, JournalEntry
 from quire.engine.process.launcher import EngineProcess
 from quire.engine.process.messages import (
-    Gains,
+    BlockReply,
     Inspected,
-    LookedInto,
     Pulse,
     Ready,
     Refused,
     StartFailed,
+    StepDeltas,
     Up,
 )
 from quire.engine.process.quarantine import choose, judge
@@ -231,16 +231,16 @@ class Supervisor:
     def _take(self, message: Up) -> None:
         now = time.monotonic()
         self.watch.last_sign_s = now
-        if isinstance(message, Gains):
-            if any(gain.token_ids for gain in message.gains):
-                self.watch.gain()
+        if isinstance(message, StepDeltas):
+            if any(delta.token_ids for delta in message.deltas):
+                self.watch.note_progress()
             self._deliver(self._journal.take(message))
         elif isinstance(message, Pulse):
             self.watch.hear(message, now)
         elif isinstance(message, Ready):
             self.watch.is_loaded, self.reason = True, ""
             logger.info("the engine is ready after %.2f s", message.load_s)
-        elif isinstance(message, Inspected | LookedInto):
+        elif isinstance(message, Inspected | BlockReply):
             self.show(message)
         elif isinstance(message, Refused):
             entry = self._journal.entries.get(message.number)
@@ -272,7 +272,7 @@ class Supervisor:
         if convicted is not None:
             logger.error("request %s: %s", convicted.request.request_id, CONVICTED)
             self._deliver(self._journal.end(convicted, FinishReason.ERROR, CONVICTED))
-            self.watch.gain()  # its cause is gone
+            self.watch.note_progress()  # its cause is gone
         self._pause(complaint)
 
     def _pause(self, complaint: str) -> None:

@@ -64,7 +64,7 @@ class Watch:
             self.last_step_s = now - (pulse.step_age_s or 0.0)
         self.pulse = pulse
 
-    def gain(self) -> None:
+    def note_progress(self) -> None:
         """Somebody has gained a token."""
         self.num_deaths_in_a_row = 0
 

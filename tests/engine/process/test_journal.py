@@ -157,9 +157,9 @@ def test_late_words_about_ended_requests_are_ignored(make_relay: MakeRelay) -> N
     relay.step()
     [entry] = relay.journal.entries.values()
     relay.journal.end(entry, FinishReason.ABORT)
-    gains = relay.service.step()
-    assert gains is not None and gains.gains[0].number == entry.number
-    assert relay.journal.take(gains) == []
+    deltas = relay.service.step()
+    assert deltas is not None and deltas.deltas[0].number == entry.number
+    assert relay.journal.take(deltas) == []
 
 
 def test_an_engine_that_starts_over_ends_its_requests_with_the_reason(make_relay: MakeRelay) -> None:

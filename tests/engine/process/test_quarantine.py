@@ -10,7 +10,7 @@ from quire.config.engine import EngineConfig
 from quire.core.params import SamplingParams
 from quire.engine.builder import prepare_model
 from quire.engine.process.journal import JournalEntry
-from quire.engine.process.quarantine import MIN_GAINED, choose, judge
+from quire.engine.process.quarantine import MIN_DELIVERED, choose, judge
 from quire.engine.prompts import ParsedPrompt
 from quire.engine.requests import RequestBuilder
 
@@ -39,7 +39,7 @@ def _run_engine(entries: list[JournalEntry], poisonous: set[int]) -> JournalEntr
             return convicted
         for entry in entries:
             if entry.is_sent:
-                entry.num_gained += MIN_GAINED
+                entry.num_delivered += MIN_DELIVERED
     raise AssertionError("never settled")
 
 
@@ -59,7 +59,7 @@ def test_who_makes_progress_is_never_suspected(entries: list[JournalEntry]) -> N
     for _ in range(10):
         for entry in choose(entries):
             entry.is_sent = True
-            entry.num_gained = MIN_GAINED
+            entry.num_delivered = MIN_DELIVERED
         assert judge(entries) is None
         assert all(entry.num_fruitless == 0 for entry in entries)
         for entry in entries:

@@ -29,7 +29,7 @@ def _add(service: Service, number: int, *, max_tokens: int = 5, num_sequences: i
         num_sequences=num_sequences,
         max_tokens=max_tokens,
     )
-    assert service.obey(AddRequest(number, spec)) is None
+    assert service.handle(AddRequest(number, spec)) is None
 
 
 def _run(service: Service) -> None:
@@ -48,10 +48,10 @@ def test_a_request_that_is_over_is_gone_at_once_however_it_ended(service: Servic
             _add(service, number, max_tokens=2 + 20 * number, num_sequences=number)
         for _ in range(4):
             service.step()
-        service.obey(Abort(2))
-        service.obey(Finish(3, 0))
-        service.obey(Finish(4, 0))
-        service.obey(Finish(4, 3))
+        service.handle(Abort(2))
+        service.handle(Finish(3, 0))
+        service.handle(Finish(4, 0))
+        service.handle(Finish(4, 3))
         _run(service)
         service.loop.record_steps()  # what the recorder keeps to be looked at is dropped with it
     assert not service._requests and not service._numbers
@@ -61,8 +61,8 @@ def test_a_sequence_that_met_its_stop_string_ends_and_its_siblings_go_on(service
     _add(service, 1, max_tokens=10, num_sequences=2)
     for _ in range(3):
         service.step()
-    service.obey(Finish(1, 1))
-    gains = [gain for _ in range(10) for gain in getattr(service.step(), "gains", ())]
-    assert {gain.index for gain in gains if gain.token_ids} == {0}
-    assert [(gain.index, gain.finish_reason) for gain in gains if gain.finish_reason] == [(0, "length")], "it was told"
+    service.handle(Finish(1, 1))
+    deltas = [delta for _ in range(10) for delta in getattr(service.step(), "deltas", ())]
+    assert {delta.index for delta in deltas if delta.token_ids} == {0}
+    assert [(delta.index, delta.finish_reason) for delta in deltas if delta.finish_reason] == [(0, "length")], "it was told"
     assert not service.has_work

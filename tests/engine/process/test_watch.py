@@ -47,7 +47,7 @@ def test_loading_may_be_silent_for_longer_but_not_for_ever() -> None:
 def test_restarts_come_at_once_then_slower_then_never() -> None:
     watch = Watch(WatchConfig(max_restarts=4, first_pause_s=1.0, max_pause_s=3.0))
     assert [watch.pause_s() for _ in range(5)] == [0.0, 1.0, 2.0, 3.0, None]
-    watch.gain()
+    watch.note_progress()
     assert watch.pause_s() == 0.0
 
 
