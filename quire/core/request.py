@@ -186,10 +186,10 @@ class Sequence(SequenceRecord):
     row: int = -1
     is_resident: bool = False
     """Whether the worker already knows the row (a plan has carried its `NewRow`)."""
-    cruise_end: int = 0
+    fast_plan_end: int = 0
     """While fewer tokens than this are planned, each of its steps is a plain decode: one token, in a slot of a block of its
     own, that is not the last one allowed. Set when a slower look has established that."""
-    quiet_end: int = 0
+    fast_update_end: int = 0
     """While fewer tokens than this are computed, the outcome of a plain decode is appended and nothing else comes of it: no
     block is full, and it is not the last one allowed."""
     num_reserved: int = 0

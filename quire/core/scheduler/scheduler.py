@@ -216,7 +216,7 @@ class Scheduler:
         gone, add_progress, num_plain = flight.gone, self._progress.append, 0
         for sequence, work, outcome in zip(flight.sequences, plan.work, result.results, strict=True):
             num_computed, token_ids = sequence.num_computed + 1, outcome.token_ids
-            if num_computed >= sequence.quiet_end or not token_ids or outcome.logprobs:
+            if num_computed >= sequence.fast_update_end or not token_ids or outcome.logprobs:
                 if sequence not in gone:
                     self._take_in(sequence, work, outcome)
                 continue
@@ -249,12 +249,12 @@ class Scheduler:
             if sequence.num_computed == len(sequence.token_ids):
                 sequence.request.strategy.absorb(self, sequence, outcome)
                 if sequence.status is _RUNNING and sequence.request.strategy.is_plain and sequence.watch is None:
-                    sequence.quiet_end = self._quiet_end(sequence)
+                    sequence.fast_update_end = self._fast_update_end(sequence)
         except Exception as error:
             log_failure(logger, f"request {sequence.name} failed while its step was taken in", error)
             self.fail(sequence.request.request_id, f"the step could not be taken in: {type(error).__name__}")
 
-    def _quiet_end(self, sequence: Sequence) -> int:
+    def _fast_update_end(self, sequence: Sequence) -> int:
         """Computed tokens at the next outcome of which more comes than a token: a full block, or the last token."""
         num_prompt, size = len(sequence.request.prompt_token_ids), self.limits.block_size
         return min((sequence.num_computed // size + 1) * size, num_prompt + sequence.request.max_tokens - 1)
@@ -332,7 +332,7 @@ class Scheduler:
             if len(work) >= max_work:
                 break
             start = sequence.num_planned
-            if start < sequence.cruise_end:
+            if start < sequence.fast_plan_end:
                 num_plain += 1
                 sequence.table.num_filled = sequence.num_planned = start + 1
                 work.append(tuple.__new__(RowWork, (sequence.row, start, 1, ONE_SAMPLE)))  # half the price of a call
@@ -356,7 +356,7 @@ class Scheduler:
         is_planned = table.num_filled == start + 1  # it may have been preempted, or have to stall
         if is_planned and start >= num_prompt and request.strategy.is_plain and self.manager.is_own(table, start):
             num_slots = len(table.blocks) * self.limits.block_size
-            sequence.cruise_end = min(num_slots, num_prompt + request.max_tokens - 1)
+            sequence.fast_plan_end = min(num_slots, num_prompt + request.max_tokens - 1)
 
     def _grow(self, sequence: Sequence) -> None:
         """Give a decode a new block for its next token, at somebody's expense if need be.
@@ -497,7 +497,7 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a sequence out of wherever it is, with everything it holds."""
-        sequence.cruise_end = sequence.quiet_end = 0
+        sequence.fast_plan_end = sequence.fast_update_end = 0
         if sequence.num_planned > sequence.num_computed:
             for flight in self.flights:
                 flight.gone.add(sequence)
