@@ -145,10 +145,10 @@ class RowEditor:
         penalties = _penalties(rows, logits.device)
         if penalties is not None:
             self._kernels.penalise(logits, penalties)
-        self._keep_to_duties(logits, rows, errors)
+        self._apply_constraints(logits, rows, errors)
         return errors
 
-    def _keep_to_duties(self, logits: Tensor, rows: Sequence[SampledRow], errors: dict[int, str]) -> None:
+    def _apply_constraints(self, logits: Tensor, rows: Sequence[SampledRow], errors: dict[int, str]) -> None:
         for i, row in enumerate(rows):
             if (row.sampling.grammar is None and row.sampling.thinking is None) or i in errors:
                 continue

@@ -65,7 +65,7 @@ def _arrays(rows: Sequence[SampledRow], places: Sequence[int], vocab_size: int, 
     if is_filtered:
         arrays.append(np.array([min(each.top_k or vocab_size, vocab_size) for each in samplings], np.int64))
         arrays.append(np.array([each.top_p for each in samplings], np.float64))
-        arrays.append(np.array([floor_of(each) for each in samplings], np.float32))
+        arrays.append(np.array([min_p_threshold(each) for each in samplings], np.float32))
     return arrays
 
 
@@ -93,7 +93,7 @@ def scale_of(sampling: RowSampling) -> float:
     return 1.0 if sampling.temperature == 0.0 else float(np.float32(1.0 / sampling.temperature))
 
 
-def floor_of(sampling: RowSampling) -> float:
+def min_p_threshold(sampling: RowSampling) -> float:
     """`Filters.floor` for a request's min-p."""
     return math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf
 

@@ -24,7 +24,7 @@ from quire.grammar.rows import RowMatchers
 from quire.kernels.sampling import Filters, Keys, SamplingKernels, ScaledRows
 from quire.sampling.edits import RowEditor, is_edited
 from quire.sampling.logprobs import Query, describe, num_alternatives, prompt_logprobs
-from quire.sampling.plain import floor_of, has_filters, scale_of, signed
+from quire.sampling.plain import has_filters, min_p_threshold, scale_of, signed
 from quire.sampling.processors import ProcessorTable
 from quire.sampling.rows import SampledRow
 from quire.sampling.tensors import cuts_of, floats, integers, scaled_rows
@@ -150,7 +150,7 @@ class Sampler:
         filters = Filters(
             top_k=integers([min(s.top_k or vocab_size, vocab_size) for s in samplings], device),
             top_p=torch.tensor([s.top_p for s in samplings], dtype=torch.float64, device=device),
-            floor=floats([floor_of(s) for s in samplings], device),
+            floor=floats([min_p_threshold(s) for s in samplings], device),
         )
         cuts = self.kernels.cuts(surface.logits, _scaled_rows(surface, members, rows), filters)
         for (i, _), value, token_id in zip(members, cuts.value.tolist(), cuts.token_id.tolist(), strict=True):

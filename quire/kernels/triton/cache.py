@@ -17,7 +17,7 @@ from quire.kernels.kv_cache import head_size_of
 from quire.kernels.triton.checks import check_caches, check_heads, check_indices, launch_options, require
 from quire.kernels.triton.gemm import finished
 from quire.kernels.triton.kv_rows import kernel_view, store_row
-from quire.kernels.triton.unfinished import UnfinishedProduct, source_of
+from quire.kernels.triton.unfinished import PartialSums, source_of
 from quire.program.operations import PrepareHeads
 
 _COPY_BLOCK = 2048
@@ -140,7 +140,7 @@ def move_kernel(addresses, held, blocks, num_copies, num_words, IS_WRITE: tl.con
 
 
 def enter(
-    projected: Tensor | UnfinishedProduct, operation: PrepareHeads, weights: Weights, batch: AttentionBatch,
+    projected: Tensor | PartialSums, operation: PrepareHeads, weights: Weights, batch: AttentionBatch,
     caches: tuple[Tensor, Tensor],
 ) -> Tensor:  # fmt: skip
     """Norms, RoPE and the cache write of `projected` [T, (heads + 2 * KV heads) * D]; gives the queries [T, heads * D].

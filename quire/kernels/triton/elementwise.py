@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.kernels.triton.activation import activated, activation_code
 from quire.kernels.triton.checks import check_floats, check_indices, launch_options, num_warps_for, require
 from quire.kernels.triton.gemm import finished
-from quire.kernels.triton.unfinished import UnfinishedProduct, source_of
+from quire.kernels.triton.unfinished import PartialSums, source_of
 from quire.program.operations import Activation
 
 _BLOCK = 1024
@@ -106,7 +106,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.
 
 
 def add_rms_norm(
-    x: Tensor | UnfinishedProduct, residual: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0
+    x: Tensor | PartialSums, residual: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """See `Kernels.add_rms_norm`: one pass over the rows; x may be a product whose stretches are still to be added."""
     fits = residual.shape == x.shape and residual.dtype == x.dtype
@@ -121,7 +121,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 def _norm(
-    x: Tensor | UnfinishedProduct, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, offset: float,
+    x: Tensor | PartialSums, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, offset: float,
     *, is_layer: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(normed, sum); the sum is x itself without a residual."""

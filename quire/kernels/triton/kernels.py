@@ -22,7 +22,7 @@ from quire.kernels.triton.linear import FloatLinear, ProductOptions
 from quire.kernels.triton.program import TritonProgram
 from quire.kernels.triton.row_peaks import tile_peaks
 from quire.kernels.triton.tuning import Tuning, tuning_for
-from quire.kernels.triton.unfinished import UnfinishedProduct
+from quire.kernels.triton.unfinished import PartialSums
 from quire.program.operations import Activation, Program
 
 
@@ -87,12 +87,12 @@ class TritonKernels:
             return integer_linear.integer_linear(x, weight, activation, dtype)
         raise TypeError(f"linear: the weight was packed by another back end ({type(weight).__name__})")
 
-    def unfinished_linear(self, x: Tensor, weight: PackedLinear) -> Tensor | UnfinishedProduct:
+    def unfinished_linear(self, x: Tensor, weight: PackedLinear) -> Tensor | PartialSums:
         """See `FinishingKernels`; of integers, `linear`."""
         found = linear.unfinished_linear(x, weight) if isinstance(weight, FloatLinear) else None
         return self.linear(x, weight) if found is None else found
 
-    def finish(self, x: Tensor | UnfinishedProduct) -> Tensor:
+    def finish(self, x: Tensor | PartialSums) -> Tensor:
         """See `FinishingKernels`."""
         return x if isinstance(x, Tensor) else linear.finish(x)
 

@@ -19,7 +19,7 @@ from quire.kernels.triton.checks import FLOATS, check_floats, launch_options, re
 from quire.kernels.triton.gemm import finish_kernel, linear_kernel, peaks_kernel
 from quire.kernels.triton.row_peaks import tile_peaks
 from quire.kernels.triton.tuning import LinearTuning, Tuning
-from quire.kernels.triton.unfinished import UnfinishedProduct, source_of
+from quire.kernels.triton.unfinished import PartialSums, source_of
 from quire.program.operations import Activation
 
 _MIN_SPLIT_BLOCKS = 4
@@ -103,24 +103,24 @@ def float_linear(x: Tensor, packed: FloatLinear, activation: int, dtype: torch.d
     if num_rows and _is_for_library(packed, num_rows):
         if activation == NO_ACTIVATION and packed.bias is None and dtype == x.dtype:
             return torch.mm(x, packed.weight.t())
-        return finish(UnfinishedProduct(library_sums(x, packed.weight).unsqueeze(0), packed.bias, dtype), activation)
+        return finish(PartialSums(library_sums(x, packed.weight).unsqueeze(0), packed.bias, dtype), activation)
     if num_rows and _is_apart(packed, num_rows):
-        return finish(UnfinishedProduct(_stretches(x, packed), packed.bias, dtype), activation)
+        return finish(PartialSums(_stretches(x, packed), packed.bias, dtype), activation)
     out = torch.empty((num_rows, num_columns), dtype=dtype, device=x.device)
     if num_rows:
         _launch(x, packed, out, activation, is_partial=False)
     return out
 
 
-def unfinished_linear(x: Tensor, packed: FloatLinear) -> UnfinishedProduct | None:
+def unfinished_linear(x: Tensor, packed: FloatLinear) -> PartialSums | None:
     """The product before its stretches are added; None where they are not apart."""
     _check_alike(x, packed)
     if not x.shape[0] or _is_for_library(packed, x.shape[0]) or not _is_apart(packed, x.shape[0]):
         return None
-    return UnfinishedProduct(_stretches(x, packed), packed.bias, x.dtype)
+    return PartialSums(_stretches(x, packed), packed.bias, x.dtype)
 
 
-def finish(product: UnfinishedProduct, activation: int = NO_ACTIVATION) -> Tensor:
+def finish(product: PartialSums, activation: int = NO_ACTIVATION) -> Tensor:
     """Its stretches added in ascending order, then bias, then the activation and product of a pair; rounded once."""
     _, num_rows, num_outputs = product.partial.shape
     num_columns = num_outputs // 2 if activation >= 0 else num_outputs

@@ -16,7 +16,7 @@ from quire.kernels.interface import Kernels, PackedLinear
 
 
 @dataclass(frozen=True, slots=True)
-class UnfinishedProduct:
+class PartialSums:
     """What `linear` would give, [T, N] in `dtype`, as its stretches and its bias."""
 
     partial: Tensor
@@ -41,7 +41,7 @@ class Source(NamedTuple):
     has_bias: bool
 
 
-def source_of(x: Tensor | UnfinishedProduct) -> Source:
+def source_of(x: Tensor | PartialSums) -> Source:
     """For a tensor, its values as they are."""
     if isinstance(x, Tensor):
         return Source(x, x, 0, has_bias=False)
@@ -52,16 +52,16 @@ def source_of(x: Tensor | UnfinishedProduct) -> Source:
 class FinishingKernels(Kernels, Protocol):
     """A back end whose projections may be left unfinished."""
 
-    def unfinished_linear(self, x: Tensor, weight: PackedLinear) -> Tensor | UnfinishedProduct:
+    def unfinished_linear(self, x: Tensor, weight: PackedLinear) -> Tensor | PartialSums:
         """`linear`, as far as it goes in one launch, for `add_rms_norm`, `cache.enter` or `finish`."""
         ...
 
-    def finish(self, x: Tensor | UnfinishedProduct) -> Tensor:
+    def finish(self, x: Tensor | PartialSums) -> Tensor:
         """What `linear` would have given."""
         ...
 
     def add_rms_norm(
-        self, x: Tensor | UnfinishedProduct, residual: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0
+        self, x: Tensor | PartialSums, residual: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0
     ) -> tuple[Tensor, Tensor]:
         """See `Kernels.add_rms_norm`."""
         ...

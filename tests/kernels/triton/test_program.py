@@ -26,7 +26,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed (pip install triton)", allow_module_level=True)
 
 from quire.kernels.triton.kernels import TritonKernels
-from quire.kernels.triton.unfinished import UnfinishedProduct
+from quire.kernels.triton.unfinished import PartialSums
 
 SIZES = {
     "hidden_size": 32,
@@ -103,7 +103,7 @@ def test_products_that_the_next_kernel_finishes_are_one_by_one_the_same(
     x = torch.zeros(6, 256, dtype=torch.bfloat16, device=device)
     qkv, output, _, down = model.weights.linears[:4]
     for weight in (qkv, output, down):
-        assert isinstance(many.unfinished_linear(x, weight), UnfinishedProduct)
+        assert isinstance(many.unfinished_linear(x, weight), PartialSums)
     batch, results = make_batch(device), []
     token_ids = torch.tensor([7, 8, 9, 10, 60, 3], device=device)
     for each in (model, one_by_one(model)):
