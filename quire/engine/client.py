@@ -26,7 +26,7 @@ from quire.engine.digest import Digest
 from quire.engine.fingerprint import fingerprint
 from quire.engine.inspection import BlockContent, Inspection
 from quire.engine.outputs import RequestOutput
-from quire.engine.process.messages import BlockQuery, BlockReply, Inspect, Inspected
+from quire.engine.process.messages import Inspect, InspectBlock, Inspected, InspectedBlock
 from quire.engine.prompts import ParsedPrompt, check_token_ids
 from quire.engine.requests import PreparedRequest, RequestBuilder
 from quire.engine.streams import Stream, merge_deltas
@@ -46,8 +46,8 @@ _LAST_WORDS_S = 2.0
 
 EngineState = Literal["loading", "ready", "stalled", "restarting", "draining", "failed", "closed"]
 """`stalled`: the engine shows no sign of progress and is about to be replaced. `failed`: given up for good."""
-Question = Inspect | BlockQuery
-Seen = Inspected | BlockReply
+Question = Inspect | InspectBlock
+Seen = Inspected | InspectedBlock
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,8 +224,8 @@ class Client:
     async def look_into(self, block: int, step: int) -> BlockContent | None:
         """What a KV block held in a step; None where it is not known (any more), or the engine cannot be asked now."""
         self._num_questions += 1
-        answer = await self._ask(BlockQuery(self._num_questions, block, step))
-        return answer.content if isinstance(answer, BlockReply) else None
+        answer = await self._ask(InspectBlock(self._num_questions, block, step))
+        return answer.content if isinstance(answer, InspectedBlock) else None
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for those in flight; True if all ended in time.

@@ -95,7 +95,7 @@ class Inspect(_Message, frozen=True):
     """The last step that the asker knows."""
 
 
-class BlockQuery(_Message, frozen=True):
+class InspectBlock(_Message, frozen=True):
     """What did a block hold in a step?"""
 
     number: int
@@ -103,7 +103,7 @@ class BlockQuery(_Message, frozen=True):
     step: int
 
 
-Down = Start | Lists | Forget | AddRequest | Abort | Finish | Inspect | BlockQuery
+Down = Start | Lists | Forget | AddRequest | Abort | Finish | Inspect | InspectBlock
 
 
 class Ready(_Message, frozen=True):
@@ -174,11 +174,11 @@ class Inspected(_Message, frozen=True):
     inspection: Inspection
 
 
-class BlockReply(_Message, frozen=True):
-    """The answer to `BlockQuery`; None where the block or the step is not known."""
+class InspectedBlock(_Message, frozen=True):
+    """The answer to `InspectBlock`; None where the block or the step is not known."""
 
     number: int
     content: BlockContent | None
 
 
-Up = Ready | StartFailed | Pulse | StepDeltas | Refused | Inspected | BlockReply
+Up = Ready | StartFailed | Pulse | StepDeltas | Refused | Inspected | InspectedBlock

@@ -11,12 +11,12 @@ from quire.engine.process.messages import (
     NO_LISTS,
     Abort,
     AddRequest,
-    BlockQuery,
-    BlockReply,
     Finish,
     Forget,
     Inspect,
+    InspectBlock,
     Inspected,
+    InspectedBlock,
     Lists,
     Pulse,
     Refused,
@@ -46,12 +46,12 @@ class Service:
         return self.loop.has_work
 
     def handle(
-        self, message: Lists | Forget | AddRequest | Abort | Finish | Inspect | BlockQuery
-    ) -> Refused | Inspected | BlockReply | None:
+        self, message: Lists | Forget | AddRequest | Abort | Finish | Inspect | InspectBlock
+    ) -> Refused | Inspected | InspectedBlock | None:
         """Carry out what the server says; returns what it must hear at once."""
         if isinstance(message, AddRequest):
             return self._add(message)
-        if isinstance(message, Inspect | BlockQuery):
+        if isinstance(message, Inspect | InspectBlock):
             return answer(self.loop, message)
         if isinstance(message, Lists):
             self._lists[message.number] = message, frozenset(message.stop_token_ids)
@@ -119,13 +119,13 @@ class Service:
                 self._forget(request)
 
 
-def answer(loop: StepLoop, question: Inspect | BlockQuery) -> Inspected | BlockReply:
+def answer(loop: StepLoop, question: Inspect | InspectBlock) -> Inspected | InspectedBlock:
     """What a loop that records its steps says of them."""
     recorder = loop.recorder
     assert recorder is not None
     if isinstance(question, Inspect):
         return Inspected(question.number, recorder.inspect(question.engine, question.since, loop.now()))
-    return BlockReply(question.number, recorder.content(question.block, question.step))
+    return InspectedBlock(question.number, recorder.content(question.block, question.step))
 
 
 def _delta(number: int, sequence: Sequence, progress: list[Progress]) -> TokenDelta:

@@ -24,8 +24,8 @@ from quire.engine.process.channel import ChannelClosed, FrameTooLarge, ProtocolE
 from quire.engine.process.journal import Journal, JournalEntry
 from quire.engine.process.launcher import EngineProcess
 from quire.engine.process.messages import (
-    BlockReply,
     Inspected,
+    InspectedBlock,
     Pulse,
     Ready,
     Refused,
@@ -240,7 +240,7 @@ class Supervisor:
         elif isinstance(message, Ready):
             self.watch.is_loaded, self.reason = True, ""
             logger.info("the engine is ready after %.2f s", message.load_s)
-        elif isinstance(message, Inspected | BlockReply):
+        elif isinstance(message, Inspected | InspectedBlock):
             self.show(message)
         elif isinstance(message, Refused):
             entry = self._journal.entries.get(message.number)
