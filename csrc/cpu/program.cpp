@@ -30,10 +30,10 @@ namespace {
 
 constexpr int64_t TOKENS_AT_ONCE = 4;  // of which a product of queries, keys and values takes some 32 KiB
 
-// ---- what is asked for ----
+// ---- wanted tokens ----
 
-// The tokens whose hidden states are asked for, as a step of their own: the same positions of the same sequences. Sequences of
-// which nothing is asked for are not in it.
+// The tokens whose hidden states are wanted, as a step of their own: the same positions of the same sequences. Sequences without
+// such tokens are not in it.
 class WantedTokens {
    public:
     explicit WantedTokens(const StepInputs &step);

@@ -75,7 +75,7 @@ struct StepInputs {
     Sequences sequences;
     const int32_t *block_tables;  // [S], rows table_stride entries apart
     int64_t table_stride;
-    const int32_t *num_wanted;  // [S] hidden states that are asked for, of each sequence's last tokens; null: all
+    const int32_t *num_wanted;  // [S] hidden states that are wanted, of each sequence's last tokens; null: all
 };
 
 // Memory that is kept from call to call and grows as needed.
@@ -91,14 +91,14 @@ class Arena {
     size_t capacity_ = 0;
 };
 
-// What a step runs: `whole`, or, if no more than half of its hidden states are asked for, `wanted`.
+// What a step runs: `whole`, or, if no more than half of its hidden states are wanted, `wanted`.
 struct ProgramLists {
     std::vector<Operation> whole, wanted;
     DType dtype;
     int64_t width;          // of the result
     int64_t arena_width;    // of all values
     int64_t num_caches;
-    int64_t num_positions;  // those that may be asked for; every table holds as many
+    int64_t num_positions;  // valid positions are below it; every table holds as many
 };
 
 class Program {
@@ -108,7 +108,7 @@ class Program {
     const ProgramLists &lists() const { return lists_; }
     void set_caches(const std::vector<KVCache> &caches);  // by their numbers
 
-    // Token ids to hidden states [T, width]; those that nobody asks for may be of an earlier layer. Checks every index first:
+    // Token ids to hidden states [T, width]; those that are not wanted may be of an earlier layer. Checks every index first:
     // std::out_of_range for a token id, std::invalid_argument for anything else. One call at a time: others wait.
     void forward(const StepInputs &step, void *out);
 

@@ -245,7 +245,7 @@ class WorkResult(NamedTuple):
     token_ids: tuple[int, ...] = ()
     """Of `Sample`."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One per sampled token where the row asked for them; of `Candidates` one, whose alternatives are the candidates."""
+    """One per sampled token where the row reports them; of `Candidates` one, whose alternatives are the candidates."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Of `ScorePrompt`."""
     error: str | None = None

@@ -20,7 +20,7 @@ from quire.errors import InvalidParameterError, PromptTooLongError
 
 @dataclass(frozen=True, slots=True)
 class BeamSettings:
-    """What a beam search is asked for."""
+    """The parameters of a beam search."""
 
     beam_width: int
     max_tokens: int
@@ -76,7 +76,7 @@ class ResumedSequence:
 
 
 def fit(spec: RequestSpec, limits: SchedulerLimits) -> RequestSpec:
-    """The spec with `max_tokens` bounded by the context: to be called once for each, by whoever makes it.
+    """Return the spec with `max_tokens` bounded by the context. Called once for each spec, where it is made.
 
     A question of lengths and limits alone, not of other requests. Raises PromptTooLongError, with the numbers, for what could
     never be served.

@@ -151,7 +151,7 @@ class Client:
         link.show = self._show
         self._streams: dict[str, _ClientStream] = {}
         self._num_prompt_tokens = 0
-        """Of all streams; kept, since the status is asked for with every request."""
+        """Of all streams; kept, since every request reads the status."""
         self._questions: dict[int, asyncio.Future[Seen]] = {}
         self._num_questions = 0
         self._is_draining = False
@@ -291,7 +291,7 @@ class Client:
         """Called by the link's thread."""
         future = self._questions.get(answer.number)
         if future is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is listening any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the asker has gone
                 future.get_loop().call_soon_threadsafe(_answer, future, answer)
 
 

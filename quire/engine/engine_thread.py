@@ -1,7 +1,7 @@
 """A `Link` to an engine in this process, which runs in a thread of its own. If this engine dies, its requests do too.
 
-The thread steps while there is work, and carries out commands between steps; nobody else touches the engine meanwhile. Every
-wait ends with the thread: if it dies, all streams end with an EngineError.
+The thread steps while there is work, and carries out commands between steps; no other thread touches the engine.
+Every wait ends with the thread: if it dies, all streams end with an EngineError.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class EngineThread:
         self.submit(lambda engine: self._abort(engine, request_id, None))
 
     def leave(self, request_id: str, stream: Stream) -> None:
-        """A stream's reader has gone: end its request. One that was refused, since its id is in use, ends nobody else's."""
+        """A stream's reader has gone: end its request. One that was refused, since its id is in use, ends no other request."""
         with contextlib.suppress(EngineError):  # an engine that is over has no request to abort
             self.submit(lambda engine: self._abort(engine, request_id, stream))
 

@@ -10,8 +10,8 @@ They follow each other one after the other, or with the next step planned while 
     overlapped  schedule 1, schedule 2, await 1, update 1, schedule 3, await 2, update 2, ...  while 1, 2, 3 are launched
 
 Both give the same tokens: the overlapped loop counts on what the step in flight will have computed, never on which tokens come
-of it. It takes in each outcome while the next step runs, so whoever ends has had a step too many, whose outcome is dropped, and
-who comes waits for a step more.
+of it. It takes in each outcome while the next step runs, so a sequence that ends has had a step too many,
+whose outcome is dropped, and a new one waits for a step more.
 
 Knows requests as token ids: texts are `Engine`'s business, messages to another process those of `quire.engine.process`.
 """

@@ -76,7 +76,7 @@ class Stream:
 
     async def aclose(self) -> None:
         """Abort the request if it is not finished. Idempotent."""
-        self._take = None  # which knows this stream: nobody would free either before the cycle collector
+        self._take = None  # it refers to this stream: only the cycle collector would free the two
         self._is_read = True
         self._finish(has_left=True)
 
@@ -123,7 +123,7 @@ def send(items: Iterable[tuple[Stream, Item]]) -> None:
     for each in items:
         by_loop.setdefault(each[0].loop, []).append(each)
     for loop, theirs in by_loop.items():
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is listening any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the reader has gone
             loop.call_soon_threadsafe(_put_all, theirs)
 
 

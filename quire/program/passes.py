@@ -1,7 +1,7 @@
 """Rewrites of a program that change no bit of a wanted token's hidden states, nor of a cache.
 
-`select_wanted` leaves out work of the last layer that nobody needs; `fuse_add_norm` and `fuse_heads` save passes over memory. A
-back end picks those that it has kernels for.
+`select_wanted` leaves out work of the last layer that no wanted token needs; `fuse_add_norm` and `fuse_heads` save passes
+over memory. A back end picks those that it has kernels for.
 """
 
 from __future__ import annotations

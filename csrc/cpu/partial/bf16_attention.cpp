@@ -278,8 +278,8 @@ static void attend_gathered(const Turn &turn, const Scales &scales, int64_t num_
 
 // ---- few rows ----
 
-// As much of the next tile is asked for as is read of this one. Rows with a scale do not begin with a line, and touch more of
-// them.
+// Bytes of the next tile to prefetch while so many of this one are read. Rows with a scale do not begin with a line, and touch
+// more of them.
 template <KVFormat F>
 constexpr int64_t asked(int64_t num_bytes) {
     return is_scaled(F) ? num_bytes * 3 / 2 : num_bytes;
@@ -291,9 +291,9 @@ QINLINE void add_key(const uint32_t *query, Bits key, Vec (&sums)[ROWS]) {
     for (int r = 0; r < ROWS; ++r) sums[r] = dot_bf16(sums[r], broadcast_word(query + r), key);
 }
 
-// GROUPS of LANES keys side by side: chains enough to cover the latency of a product. Half of the next tile's lines are asked
-// for as these are loaded, half while they are multiplied: all at once, a context in memory takes a tenth longer. A function of
-// its own, as the outputs have: in one, they would get fewer registers.
+// GROUPS of LANES keys side by side: chains enough to cover the latency of a product. Half of the next tile's lines are
+// prefetched as these are loaded, half while they are multiplied: all at once, a context in memory takes a tenth longer. A function
+// of its own, as the outputs have: in one, they would get fewer registers.
 template <KVFormat F, int ROWS>
 __attribute__((noinline)) static void score_directly(const Turn &turn) {
     constexpr int GROUPS = ROWS <= 2 ? 4 : 1;

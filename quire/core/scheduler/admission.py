@@ -115,7 +115,7 @@ class Admission:
         return False
 
     def displacement(self) -> Preemption | None:
-        """Choose who is preempted for the head of the queue: one whom the policy puts behind it; None where nobody need be."""
+        """Choose who is preempted for the head of the queue: one whom the policy puts behind it; None where none has to be."""
         head = self.waiting.head()
         lower = [] if head is None else self.waiting.displaceable(head, self.running)
         if head is None or not lower or all(resource.refusal(head) is None for resource in self.resources):

@@ -18,7 +18,7 @@ from quire.program.passes import fuse_add_norm, fuse_heads, select_wanted
 
 
 class TritonProgram(Interpreter):
-    """Implements `ForwardPass`. Its values are tensors, or products that whoever reads them finishes."""
+    """Implements `ForwardPass`. Its values are tensors, or partial sums that the next operation finishes."""
 
     def __init__(self, program: ops.Program, weights: Weights, kernels: FinishingKernels) -> None:
         whole, wanted = (fuse_add_norm(fuse_heads(each, is_one_kernel)) for each in (program, select_wanted(program)))
@@ -26,7 +26,7 @@ class TritonProgram(Interpreter):
         self._finishing = kernels
 
     def compute(self, operation: ops.Operation, step: StepTensors, x: Any = None, y: Any = None) -> Any:
-        """Of heads, the queries alone: nobody reads the others from here."""
+        """Of heads, the queries alone: no operation reads the others from here."""
         match operation:
             case ops.PrepareHeads(cache=int(cache)):
                 return enter(x, operation, self._weights, step.batch, step.kv_caches[cache])
