@@ -32,8 +32,8 @@ constexpr int64_t TOKENS_AT_ONCE = 4;  // of which a product of queries, keys an
 
 // ---- wanted tokens ----
 
-// The tokens whose hidden states are wanted, as a step of their own: the same positions of the same sequences. Sequences without
-// such tokens are not in it.
+// The tokens whose hidden states are wanted, as a step of their own: the same positions of the same sequences. Sequences
+// without such tokens are not in it.
 class WantedTokens {
    public:
     explicit WantedTokens(const StepInputs &step);

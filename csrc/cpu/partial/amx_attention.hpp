@@ -12,7 +12,16 @@ static_assert(2 * ROWS * PAIRED <= FEW_ROWS * MAX_HEAD_SIZE);  // what Unseen ke
 
 inline int64_t num_chunks(int64_t head_size) { return ceil_div(head_size, PAIRED); }
 
-// Their query, and a tile of theirs.
+inline void rescale(const Workspace &w, const OutPiece &piece) {
+    float *out = piece.at(w);
+    for (int64_t r = 0; r < piece.num_rows; ++r, out += w.padded) {
+        const float factor = w.rescale[piece.first_row + r];
+        if (factor == 1.0f) continue;
+        for (int64_t d = 0; d < piece.width; d += LANES) store(out + d, mul(load(out + d), broadcast(factor)));
+    }
+}
+
+// The query of few rows, and a tile of theirs.
 void gather_few(const AttentionProblem &problem, const AttentionTask &task, float *query);
 void attend_few(const Turn &turn, int64_t num_rows);
 

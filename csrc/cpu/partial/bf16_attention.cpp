@@ -1,11 +1,11 @@
 // Paged attention by vectors of bfloat16 pairs where the query is bfloat16 and the cache has 16 or 8 bits; all else is
 // AVX512-VNNI's.
 //
-// Tasks, tiles of keys, splits and the softmax are everyone's (isa/attention*). A score is one chain over the head's pairs of
-// elements; an output is one chain over the tile's pairs of positions, those that a row does not see included with weights of 0.
-// There are two ways through a tile, with the same chains. Many rows: keys and values are gathered once for all of them, so that
-// a word holds a pair, in pieces that stay in the first-level cache while all rows pass over them. Few rows (decoding): words are
-// made in registers, from the cache's rows.
+// Tasks, tiles of keys, splits and the softmax are those of every instruction set (isa/attention*). A score is one chain over
+// the head's pairs of elements; an output is one chain over the tile's pairs of positions, where those that a row does not see
+// have weights of 0. There are two ways through a tile, with the same chains. Many rows: keys and values are gathered once for
+// all of them, so that a word holds a pair, in pieces that stay in the first-level cache while all rows pass over them. Few rows
+// (decoding): words are made in registers, from the cache's rows.
 #include "bf16_attention.hpp"
 #include "extension.hpp"
 
@@ -292,8 +292,8 @@ QINLINE void add_key(const uint32_t *query, Bits key, Vec (&sums)[ROWS]) {
 }
 
 // GROUPS of LANES keys side by side: chains enough to cover the latency of a product. Half of the next tile's lines are
-// prefetched as these are loaded, half while they are multiplied: all at once, a context in memory takes a tenth longer. A function
-// of its own, as the outputs have: in one, they would get fewer registers.
+// prefetched as these are loaded, half while they are multiplied: all at once, a context in memory takes a tenth longer. A
+// function of its own, as the outputs have: in one, they would get fewer registers.
 template <KVFormat F, int ROWS>
 __attribute__((noinline)) static void score_directly(const Turn &turn) {
     constexpr int GROUPS = ROWS <= 2 ? 4 : 1;

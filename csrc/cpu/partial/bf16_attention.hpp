@@ -94,15 +94,6 @@ struct OutPiece {
     float *at(const Workspace &w) const { return w.split.out + first_row * w.padded + first; }
 };
 
-inline void rescale(const Workspace &w, const OutPiece &piece) {
-    float *out = piece.at(w);
-    for (int64_t r = 0; r < piece.num_rows; ++r, out += w.padded) {
-        const float factor = w.rescale[piece.first_row + r];
-        if (factor == 1.0f) continue;
-        for (int64_t d = 0; d < piece.width; d += LANES) store(out + d, mul(load(out + d), broadcast(factor)));
-    }
-}
-
 // The outputs of rows that see nothing, kept for as long as this lives and put back then.
 class Unseen {
    public:
