@@ -122,13 +122,6 @@ static void score_tile(const float *query, const float *keys, int64_t head_size,
     }
 }
 
-// `rows` <= ROWS rows, by the register tile of just that height.
-template <int ROWS>
-static void score_few(int64_t rows, const float *query, const float *keys, int64_t head_size, float *scores) {
-    if (rows == ROWS) return score_tile<ROWS>(query, keys, head_size, scores);
-    if constexpr (ROWS > 1) score_few<ROWS - 1>(rows, query, keys, head_size, scores);
-}
-
 // Keys in pieces on the outside, so that a piece stays in the first-level cache.
 static void score_all(const Turn &turn, int64_t num_rows) {
     const int64_t head_size = turn.problem.cache.head_size, padded = padded_keys(head_size);
@@ -138,8 +131,10 @@ static void score_all(const Turn &turn, int64_t num_rows) {
             const Range seen = turn.seen_by(r, count);
             if (seen.to <= first || seen.from >= first + KEYS) continue;
             turn.next.ask_for_share();
-            score_few<SCORE_ROWS>(count, turn.w.query + r * padded, turn.w.keys + first * padded, head_size,
-                                  turn.w.scores + r * TILE + first);
+            with_constant<SCORE_ROWS>(count, [&](auto rows) {
+                score_tile<rows>(turn.w.query + r * padded, turn.w.keys + first * padded, head_size,
+                                 turn.w.scores + r * TILE + first);
+            });
         }
     }
 }
@@ -295,19 +290,6 @@ static void weigh_tile(const Values &values, const OutRows &rows, Range seen) {
     }
 }
 
-template <int ROWS, int VECS, typename Values>
-static void weigh_narrow(int64_t num_vecs, const Values &values, const OutRows &rows, Range seen) {
-    if (num_vecs == VECS) return weigh_tile<ROWS, VECS>(values, rows, seen);
-    if constexpr (VECS > 1) weigh_narrow<ROWS, VECS - 1>(num_vecs, values, rows, seen);
-}
-
-// `num_rows` <= ROWS rows.
-template <int ROWS, typename Values>
-static void weigh_few(int64_t num_rows, int64_t num_vecs, const Values &values, const OutRows &rows, Range seen) {
-    if (num_rows == ROWS) return weigh_narrow<ROWS, OUT_VECS>(num_vecs, values, rows, seen);
-    if constexpr (ROWS > 1) weigh_few<ROWS - 1>(num_rows, num_vecs, values, rows, seen);
-}
-
 // One piece of the head for all rows.
 template <typename Values>
 static void weigh_all(const Turn &turn, const Values &values, int64_t first, int64_t width, int64_t num_rows) {
@@ -319,7 +301,9 @@ static void weigh_all(const Turn &turn, const Values &values, int64_t first, int
         const OutRows rows{w.scores + r * TILE, turn.ranges + r, w.rescale + r, w.split.out + r * w.padded + first,
                            w.padded};
         turn.next.ask_for_share();
-        weigh_few<OUT_ROWS>(count, width / LANES, values, rows, seen);
+        with_constant<OUT_ROWS>(count, [&](auto height) {
+            with_constant<OUT_VECS>(width / LANES, [&](auto vecs) { weigh_tile<height, vecs>(values, rows, seen); });
+        });
     }
 }
 
@@ -344,15 +328,9 @@ static void attend_gathered(const Turn &turn, int64_t num_rows) {
     turn.next.ask_for_rest();
 }
 
-template <KVFormat F, int ROWS>
-static void score_rows_directly(const Turn &turn, int64_t num_rows) {
-    if (num_rows == ROWS) return score_directly<F, ROWS>(turn);
-    if constexpr (ROWS > 1) score_rows_directly<F, ROWS - 1>(turn, num_rows);
-}
-
 template <KVFormat F>
 static void attend_directly(const Turn &turn, int64_t num_rows) {
-    score_rows_directly<F, DIRECT_ROWS>(turn, num_rows);
+    with_constant<DIRECT_ROWS>(num_rows, [&](auto rows) { score_directly<F, rows>(turn); });
     soften_all(turn, num_rows);
     const int64_t head_size = turn.problem.cache.head_size;
     for (int64_t first = 0; first < turn.w.padded; first += OUT_VECS * LANES) {

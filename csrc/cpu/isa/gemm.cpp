@@ -143,21 +143,8 @@ static void tiles(const Tile &rows, const Panels &panels, bool is_first, Ahead a
     ahead.spread(ceil_div(panels.num_panels, MAX) * panels.num_steps);
     for (int done = 0; done < panels.num_panels; done += MAX) {
         const int now = panels.num_panels - done < MAX ? panels.num_panels - done : MAX;
-        if (now == 1) tile<Weights, ROWS, 1>(rows, panels, done, is_first, ahead);
-        if constexpr (MAX >= 2)
-            if (now == 2) tile<Weights, ROWS, 2>(rows, panels, done, is_first, ahead);
-        if constexpr (MAX >= 3)
-            if (now == 3) tile<Weights, ROWS, 3>(rows, panels, done, is_first, ahead);
-        if constexpr (MAX >= 4)
-            if (now == 4) tile<Weights, ROWS, 4>(rows, panels, done, is_first, ahead);
+        with_constant<MAX>(now, [&](auto count) { tile<Weights, ROWS, count>(rows, panels, done, is_first, ahead); });
     }
-}
-
-// By the register tile of just that height.
-template <typename Weights, int ROWS>
-static void tiles_of(const Tile &rows, const Panels &panels, bool is_first, const Ahead &ahead) {
-    if (rows.height == ROWS) return tiles<Weights, ROWS>(rows, panels, is_first, ahead);
-    if constexpr (ROWS > 1) tiles_of<Weights, ROWS - 1>(rows, panels, is_first, ahead);
 }
 
 // All tiles of the block, from word `word` of their rows on.
@@ -165,12 +152,12 @@ template <typename Weights>
 static void multiply_rows(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block, int64_t word,
                           const Panels &panels) {
     const Following following = following_of(weight, block);
-    Tiles tiles(rows, block);
+    Tiles row_tiles(rows, block);
     for (int64_t t = 0; t < block.num_tiles; ++t) {
-        Tile now = tiles.next();
+        Tile now = row_tiles.next();
         now.x += word * now.height;
         const Ahead ahead = word > 0 ? Ahead{CACHE_AHEAD * LINE, false, nullptr, nullptr, 0} : ahead_of(following, block, t);
-        tiles_of<Weights, TILE_ROWS>(now, panels, word == 0, ahead);
+        with_constant<TILE_ROWS>(now.height, [&](auto height) { tiles<Weights, height>(now, panels, word == 0, ahead); });
     }
 }
 

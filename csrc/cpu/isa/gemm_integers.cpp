@@ -100,21 +100,8 @@ static void tiles(const Groups &groups, const IntegerTile &rows, Ahead ahead) {
     ahead.spread(ceil_div(num_panels, MAX) * blocks * STEPS_OF_BLOCK);
     for (int done = 0; done < num_panels; done += MAX) {
         const int now = num_panels - done < MAX ? num_panels - done : MAX;
-        if (now == 1) tile<Weights, ROWS, 1>(groups, rows, done, ahead);
-        if constexpr (MAX >= 2)
-            if (now == 2) tile<Weights, ROWS, 2>(groups, rows, done, ahead);
-        if constexpr (MAX >= 3)
-            if (now == 3) tile<Weights, ROWS, 3>(groups, rows, done, ahead);
-        if constexpr (MAX >= 4)
-            if (now == 4) tile<Weights, ROWS, 4>(groups, rows, done, ahead);
+        with_constant<MAX>(now, [&](auto count) { tile<Weights, ROWS, count>(groups, rows, done, ahead); });
     }
-}
-
-// By the register tile of just that height.
-template <typename Weights, int ROWS>
-static void tiles_of(const Groups &groups, const IntegerTile &rows, const Ahead &ahead) {
-    if (rows.rows.height == ROWS) return tiles<Weights, ROWS>(groups, rows, ahead);
-    if constexpr (ROWS > 1) tiles_of<Weights, ROWS - 1>(groups, rows, ahead);
 }
 
 // Sums of a tile are complete: times the scale of each row.
@@ -130,11 +117,12 @@ template <typename Weights>
 static void multiply_rows(const LinearWeight &weight, const InputRows &rows, const GemmBlock &block,
                           const Groups &groups) {
     const Following following = following_of(weight, block);
-    Tiles tiles(rows, block);
+    Tiles row_tiles(rows, block);
     for (int64_t t = 0; t < block.num_tiles; ++t) {
-        const Tile now = tiles.next();
+        const Tile now = row_tiles.next();
         const IntegerTile tile{now, rows.starts + now.row * groups.count};
-        tiles_of<Weights, TILE_ROWS>(groups, tile, ahead_of(following, block, t));
+        const Ahead ahead = ahead_of(following, block, t);
+        with_constant<TILE_ROWS>(now.height, [&](auto height) { tiles<Weights, height>(groups, tile, ahead); });
         scale_rows(now, rows.scales + now.row, block.num_panels);
     }
 }

@@ -20,6 +20,18 @@
 
 namespace quire::QUIRE_ISA {
 
+template <int N>
+struct Constant {
+    QINLINE_MEMBER constexpr operator int() const { return N; }
+};
+
+// Calls `f` with `count`, from 1 to MAX, as a Constant: for kernels whose register tile has its size as a template argument.
+template <int MAX, typename F>
+QINLINE void with_constant(int64_t count, const F &f) {
+    if (count == MAX) return f(Constant<MAX>{});
+    if constexpr (MAX > 1) with_constant<MAX - 1>(count, f);
+}
+
 // Whether this copy has `dot_bf16`: as an instruction, or (for tests on machines that lack it) as what it does.
 #if defined(__AVX512BF16__) || defined(QUIRE_EMULATE_BF16)
 #define QUIRE_BF16_DOTS

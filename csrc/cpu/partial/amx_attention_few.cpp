@@ -267,10 +267,7 @@ struct FewScores : RawScores<IS_SCALED> {
 };
 
 template <KVFormat F, int ROWS_NOW>
-static void attend_rows_directly(const Turn &turn, int64_t num_rows) {
-    if constexpr (ROWS_NOW > 1) {
-        if (num_rows < ROWS_NOW) return attend_rows_directly<F, ROWS_NOW - 1>(turn, num_rows);
-    }
+static void attend_rows_directly(const Turn &turn) {
     float key_scales[TILE], value_scales[TILE];
     if constexpr (is_scaled(F)) {
         load_scales(turn, key_scales, value_scales);
@@ -278,21 +275,23 @@ static void attend_rows_directly(const Turn &turn, int64_t num_rows) {
     } else {
         score_pairs<ROWS_NOW>(turn);
     }
-    const OutPiece all{0, num_rows, 0, turn.w.padded};
+    const OutPiece all{0, ROWS_NOW, 0, turn.w.padded};
     const FewScores<is_scaled(F)> kind(turn.problem, value_scales);
-    if (raise_max(kind, turn, turn.w.scores, 0, num_rows)) rescale(turn.w, all);
-    soften_rows(kind, turn, turn.w.scores, 0, num_rows, [] {});
+    if (raise_max(kind, turn, turn.w.scores, 0, ROWS_NOW)) rescale(turn.w, all);
+    soften_rows(kind, turn, turn.w.scores, 0, ROWS_NOW, [] {});
     const Unseen unseen(turn, all);
     weigh_directly<F, ROWS_NOW>(turn);
 }
 
 void attend_few(const Turn &turn, int64_t num_rows) {
-    switch (turn.problem.cache.format) {
-        case KVFormat::bf16: return attend_rows_directly<KVFormat::bf16, FEW_ROWS>(turn, num_rows);
-        case KVFormat::int8: return attend_rows_directly<KVFormat::int8, FEW_ROWS>(turn, num_rows);
-        case KVFormat::fp8: return attend_rows_directly<KVFormat::fp8, FEW_ROWS>(turn, num_rows);
-        case KVFormat::f32: __builtin_unreachable();
-    }
+    with_constant<FEW_ROWS>(num_rows, [&](auto rows) {
+        switch (turn.problem.cache.format) {
+            case KVFormat::bf16: return attend_rows_directly<KVFormat::bf16, rows>(turn);
+            case KVFormat::int8: return attend_rows_directly<KVFormat::int8, rows>(turn);
+            case KVFormat::fp8: return attend_rows_directly<KVFormat::fp8, rows>(turn);
+            case KVFormat::f32: __builtin_unreachable();
+        }
+    });
 }
 
 }  // namespace quire::QUIRE_ISA

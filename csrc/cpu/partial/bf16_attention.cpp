@@ -150,13 +150,6 @@ static void score_tile(const uint32_t *query, const float *keys, int64_t num_pai
     }
 }
 
-// `rows` <= ROWS rows, by the register tile of just that height.
-template <int ROWS>
-static void score_few(int64_t rows, const uint32_t *query, const float *keys, int64_t num_pairs, float *scores) {
-    if (rows == ROWS) return score_tile<ROWS>(query, keys, num_pairs, scores);
-    if constexpr (ROWS > 1) score_few<ROWS - 1>(rows, query, keys, num_pairs, scores);
-}
-
 template <KVFormat F>
 static void score_all(const Turn &turn, int64_t num_rows) {
     const int64_t pairs = num_pairs<F>(turn.problem.cache.head_size), stride = query_stride(turn.problem.cache.head_size);
@@ -166,8 +159,10 @@ static void score_all(const Turn &turn, int64_t num_rows) {
             const Range seen = turn.seen_by(r, count);
             if (seen.to <= first || seen.from >= first + KEYS) continue;
             turn.next.ask_for_share();
-            score_few<SCORE_ROWS>(count, words(turn.w.query) + r * stride, turn.w.keys + first * pairs, pairs,
-                                  turn.w.scores + r * TILE + first);
+            with_constant<SCORE_ROWS>(count, [&](auto rows) {
+                score_tile<rows>(words(turn.w.query) + r * stride, turn.w.keys + first * pairs, pairs,
+                                 turn.w.scores + r * TILE + first);
+            });
         }
     }
 }
@@ -224,19 +219,6 @@ static void weigh_tile(const float *values, int64_t width, const OutRows &rows) 
     store_outputs(rows, sums);
 }
 
-template <int ROWS, int VECS>
-static void weigh_narrow(int64_t num_vecs, const float *values, int64_t width, const OutRows &rows) {
-    if (num_vecs == VECS) return weigh_tile<ROWS, VECS>(values, width, rows);
-    if constexpr (VECS > 1) weigh_narrow<ROWS, VECS - 1>(num_vecs, values, width, rows);
-}
-
-// `num_rows` <= ROWS rows.
-template <int ROWS>
-static void weigh_few(int64_t num_rows, int64_t num_vecs, const float *values, int64_t width, const OutRows &rows) {
-    if (num_rows == ROWS) return weigh_narrow<ROWS, OUT_VECS>(num_vecs, values, width, rows);
-    if constexpr (ROWS > 1) weigh_few<ROWS - 1>(num_rows, num_vecs, values, width, rows);
-}
-
 // One piece of the head for all rows.
 static void weigh_all(const Turn &turn, int64_t first, int64_t num_rows) {
     const Workspace &w = turn.w;
@@ -248,8 +230,12 @@ static void weigh_all(const Turn &turn, int64_t first, int64_t num_rows) {
         const OutPiece piece{r, count, first, num_elements};
         const Unseen unseen(turn, piece);
         turn.next.ask_for_share();
-        weigh_few<OUT_ROWS>(count, num_elements / LANES, w.values + first * WORD_PAIRS, width,
-                            OutRows{words(w.scores + r * TILE), w.rescale + r, piece.at(w), w.padded});
+        const OutRows rows{words(w.scores + r * TILE), w.rescale + r, piece.at(w), w.padded};
+        with_constant<OUT_ROWS>(count, [&](auto height) {
+            with_constant<OUT_VECS>(num_elements / LANES, [&](auto vecs) {
+                weigh_tile<height, vecs>(w.values + first * WORD_PAIRS, width, rows);
+            });
+        });
     }
 }
 
@@ -365,10 +351,7 @@ __attribute__((noinline)) static void weigh_directly(const Turn &turn) {
 }
 
 template <KVFormat F, int ROWS>
-static void attend_directly(const Turn &turn, const Scales &scales, int64_t num_rows) {
-    if constexpr (ROWS > 1) {
-        if (num_rows < ROWS) return attend_directly<F, ROWS - 1>(turn, scales, num_rows);
-    }
+static void attend_directly(const Turn &turn, const Scales &scales) {
     score_directly<F, ROWS>(turn);
     soften_all<F>(turn, scales, ROWS);
     const Unseen unseen(turn, OutPiece{0, ROWS, 0, turn.w.padded});
@@ -381,7 +364,8 @@ template <KVFormat F>
 static void attend_format(const Turn &turn, int64_t num_rows) {
     Scales scales;
     if constexpr (is_scaled(F)) load_scales(turn, scales.keys, scales.values);
-    num_rows <= FEW_ROWS ? attend_directly<F, FEW_ROWS>(turn, scales, num_rows) : attend_gathered<F>(turn, scales, num_rows);
+    if (num_rows > FEW_ROWS) return attend_gathered<F>(turn, scales, num_rows);
+    with_constant<FEW_ROWS>(num_rows, [&](auto rows) { attend_directly<F, rows>(turn, scales); });
 }
 
 int run_length(int64_t) { return 1; }
