@@ -142,7 +142,7 @@ static int64_t memory_of_thread(const KernelTable &table, const AttentionProblem
     return round_up(table.attention_scratch(problem.cache.head_size) + 1024, 16);
 }
 
-// Neighbouring tasks by the same thread, which asks for the next one's keys before it has finished with one.
+// Neighbouring tasks by the same thread, which prefetches the next one's keys before it has finished with one.
 static void attend_all(const KernelTable &table, const AttentionProblem &problem,
                        const std::vector<AttentionTask> &tasks, int team) {
     const int64_t per_thread = memory_of_thread(table, problem), num_tasks = static_cast<int64_t>(tasks.size());

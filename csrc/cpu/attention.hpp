@@ -37,7 +37,7 @@ void write_kv(const KVRows &rows, const KVCache &cache);
 // The same of tokens [first, last) on the calling thread, with slots that have been checked.
 void check_slots(const KVRows &rows, const KVCache &cache);
 void write_tokens(const KVRows &rows, const KVCache &cache, int64_t first, int64_t last);
-// Asks for where they will be written.
+// Prefetches the cache lines that these tokens will be written to.
 void fetch_tokens(const int64_t *slots, const KVCache &cache, int64_t first, int64_t last);
 
 // A cache from the numbers that a binding passes; std::invalid_argument where there can be no such cache.

@@ -38,7 +38,7 @@ QUIRE_DECLARE(avx512)
 QUIRE_DECLARE(avx512vnni)
 #endif
 
-// Those that extend another set's table make it when they are asked, since they do so with instructions of their own: on a
+// Those that extend another set's table make it when they are first used, since they do so with instructions of their own: on a
 // machine without them, the start of the program would be too early.
 #define QUIRE_DECLARE_EXTENSION(name)      \
     namespace name {                       \
@@ -50,7 +50,7 @@ QUIRE_DECLARE_EXTENSION(amx)
 QUIRE_DECLARE_EXTENSION(amxemulated)
 
 // Whether the processor has AMX for bfloat16 and bytes, the system saves its tiles, and this process may use them: Linux
-// wants to be asked once, for all threads, since a thread's state grows by 8 KiB.
+// wants to be called once, for all threads, since a thread's state grows by 8 KiB.
 [[maybe_unused]] static bool has_amx() {
 #if defined(__x86_64__) && defined(__linux__)
     constexpr unsigned BF16 = 1u << 22, TILES = 1u << 24, BYTES = 1u << 25, OSXSAVE = 1u << 27;  // leaf 7: EDX, leaf 1: ECX

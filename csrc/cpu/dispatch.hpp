@@ -39,7 +39,7 @@ struct InputRows {
     int64_t num_rows, num_tiles;
     int64_t least_height, num_taller;  // of a tile; so many, the first ones, have a row more
 
-    // Asked for each tile, and a division takes as long as twenty steps of one.
+    // Called for each tile, and a division takes as long as twenty steps of one.
     int64_t first_row(int64_t tile) const {
         return depth > 0 ? min64(tile * tile_rows, num_rows) : tile * least_height + min64(tile, num_taller);
     }
@@ -182,7 +182,7 @@ struct KernelTable {
     int64_t (*max_task_rows)(const AttentionProblem &problem);  // query rows (positions x heads of one KV head)
     int64_t (*attention_scratch)(int64_t head_size);  // floats that attend needs
     int64_t (*state_size)(int64_t head_size);         // floats of one row's softmax state
-    // `next_task`: what the caller's thread will probably attend to next; its keys are asked for. Null: unknown
+    // `next_task`: what the caller's thread will probably attend to next; its keys are prefetched. Null: unknown
     void (*attend)(const AttentionProblem &problem, const AttentionTask &task, const AttentionTask *next_task,
                    float *scratch);
     void (*finish_rows)(const AttentionProblem &problem, const AttentionTask &task, int num_partials,

@@ -1,5 +1,5 @@
-// The best output of a projection for each row, or one that is drawn, without a place for all outputs: the logits of 64 rows
-// over 152k tokens are 39 MB to find room for, to write and to read again.
+// The LM head fused with argmax and unfiltered sampling: logits are never materialised, which for 64 rows over 152k tokens
+// would be 39 MB to allocate, write and read again.
 //
 // Outputs are computed slice by slice by the projection itself, so the sums are those that it would have stored.
 #include <stdexcept>
@@ -20,7 +20,7 @@ constexpr int64_t SLICE_ELEMENTS = 1 << 19;  // 2 MiB of sums: with the slice's 
 constexpr int64_t MIN_SLICE_PANELS = 64;     // enough for all threads to share
 
 // One token to be drawn from a row. Scores depend on the row's largest logit, which is known at the end: until then they are
-// taken to the largest so far, and whoever comes within rounding of the best is remembered.
+// taken to the largest so far, and each token that comes within rounding of the best is kept as a rival.
 class RunningDraw {
 public:
     RunningDraw(float scale, const DrawKey &key) : scale_(scale), key_(key) {}
@@ -64,7 +64,7 @@ private:
     std::vector<Rival> rivals_;
 };
 
-// What is asked of the rows: tokens drawn from some of them.
+// Tokens to be drawn from some of the rows.
 struct Draws {
     std::vector<RunningDraw> running;
     const int64_t *rows;

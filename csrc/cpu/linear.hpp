@@ -1,4 +1,4 @@
-// Projections: what native callers (the step, the bindings) may ask for. Weights are described in weight.hpp; the
+// Projections: what native callers (the program, the bindings) may call. Weights are described in weight.hpp; the
 // arithmetic is in isa/gemm*.cpp. Every call may use the whole team of threads, so make none inside a parallel region.
 #pragma once
 

@@ -1,10 +1,10 @@
 // Loading: reads tensors out of files and brings them into the layout of packed weights, without Python and without torch,
 // so that it can go on while the interpreter imports its libraries.
 //
-// Work is cut into pieces of a few panels. Whoever calls `work` takes pieces until none is left: a thread of its own from
+// Work is cut into pieces of a few panels. Each caller of `work` takes pieces until none is left: a thread of its own from
 // `start`, and in `finish` as many threads as the caller wants. Bytes come by pread into a buffer that stays in the
 // second-level cache and are written once, in their final place. A mapped file would save that copy, and would cost a
-// page fault for every 64 KiB, count as resident memory, and kill the process if somebody shortens the file meanwhile.
+// page fault for every 64 KiB, count as resident memory, and kill the process if the file is truncated meanwhile.
 #include <dlfcn.h>
 #include <unistd.h>
 
@@ -203,7 +203,7 @@ class Loading {
         if (!error_.empty()) throw std::runtime_error(error_);
     }
 
-    // Returns when nobody is at work any more; what has not been begun stays undone.
+    // Returns when no thread is at work any more; what has not been begun stays undone.
     void cancel() {
         is_cancelled_ = true;
         join();

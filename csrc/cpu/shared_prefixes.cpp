@@ -27,13 +27,13 @@ class Finder {
         }
     }
 
-    // Whether it is worth while to look closer: in most batches nobody shares anything, and this is asked in every layer.
+    // Whether any two sequences may share blocks at all: in most batches none do, and every layer calls this.
     bool is_promising() {
         std::sort(blocks_.begin(), blocks_.end());
         return std::adjacent_find(blocks_.begin(), blocks_.end()) != blocks_.end();
     }
 
-    // Those who share lie next to each other in the order of their tables, so that groups are runs of it: the best division
+    // Sequences that share lie next to each other in the order of their tables, so that groups are runs of it: the best division
     // into runs, by dynamic programming.
     std::vector<SharedPrefix> find(int64_t max_members) {
         std::sort(order_.begin(), order_.end(), [this](int32_t a, int32_t b) { return is_before(a, b); });

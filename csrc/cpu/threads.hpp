@@ -19,16 +19,16 @@ void set_num_threads(int count);
 constexpr int64_t PARALLEL_THRESHOLD = 1 << 16;
 inline int team_size(int64_t work) { return work < PARALLEL_THRESHOLD ? 1 : num_threads(); }
 
-// The calling thread's place in the team it is in.
+// The calling thread's index in its team.
 int thread_index();
 
 // Items handed out to a team: each thread has a run of neighbouring ones and takes them in order, so that it reads memory
-// in order as well; who has none left takes the last one of another's, so that nobody waits for a thread that the system
+// in order as well; a thread with none left takes the last one of another's, so that none waits for a thread that the system
 // has put aside. Belongs to the thread that made it, which has one at a time; the team shares it.
 class Shares {
    public:
     Shares(int64_t num_items, int team);  // num_items below 2^31
-    int64_t take(int thread);             // an item nobody has had, or -1
+    int64_t take(int thread);             // an item that no thread has had, or -1
 
    private:
     struct alignas(64) Range {

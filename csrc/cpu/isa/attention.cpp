@@ -57,7 +57,7 @@ static void begin_split(Workspace &w, int64_t rows) {
     if (adds_to_outputs(rows)) memset(w.split.out, 0, rows * w.padded * sizeof(float));
 }
 
-// ---- where a tile is, and who sees what of it ----
+// ---- where a tile is, and which rows see what of it ----
 
 // Stands for the rows from the end of the context on.
 alignas(64) static const char zero_row[kv_row_bytes(KVFormat::f32, MAX_HEAD_SIZE)] = {};
@@ -149,7 +149,7 @@ struct TileRun {
     int64_t end() const { return base + count * int64_t{TILE}; }
 };
 
-// The tiles of a task in order; while some are computed, the next are asked for, the first of `next_task` (null: none) last.
+// The tiles of a task in order; while some are computed, the next are prefetched, the first of `next_task` (null: none) last.
 struct TileWalk {
     const AttentionProblem &problem;
     const AttentionTask &task, *next_task;

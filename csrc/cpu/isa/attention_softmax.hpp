@@ -1,6 +1,6 @@
 // The online softmax (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018): scores of a tile to weights.
 //
-// A kind of scores says what is still to be done to them and how weights are kept, in the place of the scores:
+// A kind of scores says what is still to be done to them and how weights are stored over the scores:
 //     cappable(x)         what the hyperbolic tangent is taken of, where scores are capped
 //     scaled(x)           scores in powers of two, and
 //     unscaled(x)         back
@@ -64,7 +64,7 @@ static bool has_higher(const float *scores, const float *limits, int64_t count) 
 }
 
 // Brings the max of `count` <= LANES rows, the first of them row `first`, up to date with their scores, and finds what their
-// totals and outputs are rescaled by; returns whether that is not 1 for all. It seldom is, and then nobody waits for a max.
+// totals and outputs are rescaled by; returns whether that is not 1 for all. It seldom is, and then no load waits for a max.
 template <typename Kind>
 static bool raise_max(const Kind &kind, const Turn &turn, float *scores, int64_t first, int64_t count) {
     for (int64_t r = 0; r < count; ++r) {

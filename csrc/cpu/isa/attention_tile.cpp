@@ -130,7 +130,7 @@ static void score_all(const Turn &turn, int64_t num_rows) {
             const int64_t count = min64(SCORE_ROWS, num_rows - r);
             const Range seen = turn.seen_by(r, count);
             if (seen.to <= first || seen.from >= first + KEYS) continue;
-            turn.next.ask_for_share();
+            turn.next.prefetch_share();
             with_constant<SCORE_ROWS>(count, [&](auto rows) {
                 score_tile<rows>(turn.w.query + r * padded, turn.w.keys + first * padded, head_size,
                                  turn.w.scores + r * TILE + first);
@@ -168,7 +168,7 @@ static void score_directly(const Turn &turn) {
                 if constexpr (PER > 2) add_key(query + 2 * SCORE_ROWS, key_element<F, 2>(block[i], scales), sums);
                 if constexpr (PER > 2) add_key(query + 3 * SCORE_ROWS, key_element<F, 3>(block[i], scales), sums);
             }
-            turn.next.ask(LANES * 4 * LANES);
+            turn.next.prefetch(LANES * 4 * LANES);
         }
         QUNROLL
         for (int r = 0; r < ROWS; ++r) store(turn.w.scores + r * TILE + first, sums[r]);
@@ -202,7 +202,7 @@ static void soften_all(const Turn &turn, int64_t num_rows) {
 struct GatheredValues {
     const float *values;
     int64_t width;
-    QINLINE_MEMBER void ask_ahead(int) const {}
+    QINLINE_MEMBER void prefetch_ahead(int) const {}
     QINLINE_MEMBER const float *at(int i) const { return values + i * width; }
     QINLINE_MEMBER Vec load_vec(const float *row, int v, float) const { return load(row + v * LANES); }
     QINLINE_MEMBER float scale(const float *) const { return 1.0f; }
@@ -213,7 +213,7 @@ struct CachedValues {
     const char *const *rows;
     int64_t first, head_size;
     Prefetcher &next;
-    QINLINE_MEMBER void ask_ahead(int num_vecs) const { next.ask(num_vecs * LANES * kv_element_bytes(F)); }
+    QINLINE_MEMBER void prefetch_ahead(int num_vecs) const { next.prefetch(num_vecs * LANES * kv_element_bytes(F)); }
     QINLINE_MEMBER const char *at(int i) const { return rows[i]; }
     QINLINE_MEMBER Vec load_vec(const char *row, int v, float scale) const {
         return load_elements<F>(row, first + v * LANES, head_size, scale);
@@ -245,7 +245,7 @@ QINLINE void add_positions(const Values &values, const OutRows &rows, int from, 
             QUNROLL
             for (int v = 0; v < VECS; ++v) sums[r][v] = fma(weight, value[v], sums[r][v]);
         }
-        values.ask_ahead(VECS);
+        values.prefetch_ahead(VECS);
     }
 }
 
@@ -300,7 +300,7 @@ static void weigh_all(const Turn &turn, const Values &values, int64_t first, int
         if (seen.is_empty()) continue;
         const OutRows rows{w.scores + r * TILE, turn.ranges + r, w.rescale + r, w.split.out + r * w.padded + first,
                            w.padded};
-        turn.next.ask_for_share();
+        turn.next.prefetch_share();
         with_constant<OUT_ROWS>(count, [&](auto height) {
             with_constant<OUT_VECS>(width / LANES, [&](auto vecs) { weigh_tile<height, vecs>(values, rows, seen); });
         });
@@ -325,7 +325,7 @@ static void attend_gathered(const Turn &turn, int64_t num_rows) {
         const int64_t width = min64(OUT_VECS * LANES, turn.w.padded - first);
         weigh_all(turn, GatheredValues{turn.w.values + first * TILE, width}, first, width, num_rows);
     }
-    turn.next.ask_for_rest();
+    turn.next.prefetch_rest();
 }
 
 template <KVFormat F>
@@ -337,7 +337,7 @@ static void attend_directly(const Turn &turn, int64_t num_rows) {
         const int64_t width = min64(OUT_VECS * LANES, turn.w.padded - first);
         weigh_all(turn, CachedValues<F>{turn.tile.rows + TILE, first, head_size, turn.next}, first, width, num_rows);
     }
-    turn.next.ask_for_rest();
+    turn.next.prefetch_rest();
 }
 
 template <KVFormat F>

@@ -49,7 +49,7 @@ struct States {
 
 struct Workspace {
     int64_t padded;  // head size
-    float *query;    // [MAX_ROWS][padded keys] or less, as whoever multiplies them wants them
+    float *query;    // [MAX_ROWS][padded keys] or less, in the layout of the kernel that multiplies them
     float *keys;     // [RUN_COPIES][TILE][padded keys], likewise
     float *values;   // [RUN_COPIES][TILE][padded values], likewise
     float *scores;   // [MAX_ROWS][TILE]: scores, then weights
@@ -63,29 +63,28 @@ struct TileRows {
     const char *rows[2 * TILE];
 };
 
-// The next tiles' keys and values, asked for while this tile is computed: blocks are scattered, so the hardware cannot
-// foresee them. A core waits for a dozen lines at a time, so whoever asks for many at once waits for all but the last of
-// them: they are asked for little by little, as much as is read of this tile. After a task's last tile comes the next
-// task's first.
+// Prefetches the next tiles' keys and values while this tile is computed: blocks are scattered, so the hardware cannot
+// foresee them. A core has a dozen line fill buffers, so a burst of prefetches stalls on all but the last dozen: they are
+// issued evenly, as much as is read of this tile. After a task's last tile comes the next task's first.
 class Prefetcher {
    public:
-    // Of so many rows.
+    // `num_rows` rows of `row_bytes` bytes.
     Prefetcher(const char *const *rows, int64_t num_rows, int64_t row_bytes)
         : row_(rows), end_(rows + num_rows), row_bytes_(row_bytes) {
         find_line();
     }
-    // So many bytes more, by lines.
-    QINLINE_MEMBER void ask(int64_t num_bytes) {
+    // Prefetches `num_bytes` more, line by line.
+    QINLINE_MEMBER void prefetch(int64_t num_bytes) {
         for (; num_bytes > 0 && line_ != nullptr; num_bytes -= LINE) {
             __builtin_prefetch(line_, 0, 2);
             line_ += LINE;
             if (line_ >= row_end_) ++row_, find_line();
         }
     }
-    // A share of all that there is, where it is divided among so many steps.
+    // Divides what is left evenly among `num_steps` calls of prefetch_share.
     void spread(int64_t num_steps) { share_ = ceil_div((end_ - row_) * row_bytes_, num_steps); }
-    QINLINE_MEMBER void ask_for_share() { ask(share_); }
-    void ask_for_rest() { ask((end_ - row_) * round_up(row_bytes_, LINE)); }
+    QINLINE_MEMBER void prefetch_share() { prefetch(share_); }
+    void prefetch_rest() { prefetch((end_ - row_) * round_up(row_bytes_, LINE)); }
 
    private:
     static constexpr int64_t LINE = 64;
@@ -97,7 +96,7 @@ class Prefetcher {
 
     const char *const *row_, *const *end_;
     const int64_t row_bytes_;
-    const char *line_, *row_end_;  // the next line of the present row; null: all has been asked for
+    const char *line_, *row_end_;  // the next line of the present row; null: all has been prefetched
     int64_t share_ = 0;            // bytes
 };
 
@@ -148,19 +147,19 @@ struct Run {
 // Row r of a task is query position r / num_heads, head r % num_heads; this walks through them without dividing.
 struct RowWalk {
     const AttentionTask &task;
-    int64_t place = 0, head = 0;  // among the task's positions; within the task
+    int64_t position = 0, head = 0;  // among the task's positions; within the task
 
     explicit RowWalk(const AttentionTask &of) : task(of) {}
-    int64_t row() const { return task.row(place); }
+    int64_t row() const { return task.row(position); }
     int64_t query_head() const { return task.first_head + head; }
     void step() {
         if (++head < task.num_heads) return;
         head = 0;
-        ++place;
+        ++position;
     }
 };
 
-// Asks for rows of the query or the outputs some steps ahead: those of one position are together, but the next position's
+// Prefetches rows of the query or the outputs some steps ahead: those of one position are together, but the next position's
 // are pages away, where no processor looks for them.
 class RowFetcher {
    public:

@@ -24,7 +24,7 @@ constexpr int max_panels(int rows) {
     return rows == 1 ? 2 : 1;
 }
 
-// Of a tall tile every other input is broadcast by the multiplications themselves, where the instruction set can: fewer
+// In a tile of many rows every other input is broadcast by the multiplications themselves, where the instruction set can: fewer
 // instructions, which counts where another hyperthread takes its share of them. With all inputs, loads bound the speed.
 template <int ROWS, int VECS>
 QINLINE void accumulate(Vec (&sums)[ROWS][VECS], const uint32_t *x, const Vec (&w)[VECS]) {
@@ -45,10 +45,11 @@ QINLINE void accumulate(Vec (&sums)[ROWS][VECS], const uint32_t *x, const Vec (&
 QINLINE Vec low_half(Bits pairs) { return as_float(shift_left<16>(pairs)); }
 QINLINE Vec high_half(Bits pairs) { return as_float(and_bits(pairs, broadcast_bits(0xffff0000u))); }
 
-// What a step does with its line of each panel. WORDS: words of a row that it takes. ASKS: for the lines of a later step.
+// What a step does with its line of each panel. WORDS: words of a row that it takes. PREFETCHES: the lines of
+// a later step.
 struct Floats {
     static constexpr int WORDS = 1;
-    static constexpr bool ASKS = true;
+    static constexpr bool PREFETCHES = true;
 
     template <int ROWS, int PANELS>
     QINLINE void step(Vec (&sums)[ROWS][PANELS * PANEL_VECS], const uint32_t *x, const char *w, int64_t stride) {
@@ -61,7 +62,7 @@ struct Floats {
 
 struct Bf16 {
     static constexpr int WORDS = 2;
-    static constexpr bool ASKS = true;
+    static constexpr bool PREFETCHES = true;
 
     // Loaded twice: with 14 rows there are no registers to keep the words in.
     template <int ROWS, int PANELS>
@@ -76,16 +77,16 @@ struct Bf16 {
     }
 };
 
-// In the second-level cache, and in tall tiles: a step takes so long that the processor fetches the next lines by itself.
+// In the second-level cache, and in tiles of many rows: a step takes so long that the processor fetches the next lines by itself.
 struct CachedBf16 : Bf16 {
-    static constexpr bool ASKS = false;
+    static constexpr bool PREFETCHES = false;
 };
 
 #if defined(QUIRE_BF16_DOTS)
 // Two inputs in one instruction.
 struct Bf16Pairs {
     static constexpr int WORDS = 1;
-    static constexpr bool ASKS = true;
+    static constexpr bool PREFETCHES = true;
 
     template <int ROWS, int PANELS>
     QINLINE void step(Vec (&sums)[ROWS][PANELS], const uint32_t *x, const char *w, int64_t stride) {
@@ -110,7 +111,7 @@ QINLINE void multiply(Vec (&sums)[ROWS][PANELS * PANEL_VECS], const uint32_t *x,
         const int64_t distance = ahead.distance_at(left, (PANELS - 1) * panels.stride);
         const char *end = w + min64(left, STEPS_OF_BLOCK) * LINE;
         for (; w != end; w += LINE, x += Weights::WORDS * ROWS) {
-            if constexpr (Weights::ASKS) prefetch_step<PANELS>(w, panels.stride, distance);
+            if constexpr (Weights::PREFETCHES) prefetch_step<PANELS>(w, panels.stride, distance);
             Weights::template step<ROWS, PANELS>(sums, x, w, panels.stride);
         }
     }
@@ -267,8 +268,8 @@ void gemm(const LinearWeight &weight, const InputRows &rows, const GemmBlock &bl
     } else if (weight.format == WeightFormat::f32) {
         use_in_place<Floats>(weight, rows, block);
     } else if (weight.format == WeightFormat::bf16) {
-        const bool is_tall = LANES == 16 && block.num_tiles > 1;
-        is_tall ? use_in_place<CachedBf16>(weight, rows, block) : use_in_place<Bf16>(weight, rows, block);
+        const bool has_large_m = LANES == 16 && block.num_tiles > 1;
+        has_large_m ? use_in_place<CachedBf16>(weight, rows, block) : use_in_place<Bf16>(weight, rows, block);
     } else {
         use_expanded(weight, rows, block);
     }

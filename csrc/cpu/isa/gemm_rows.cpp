@@ -124,7 +124,7 @@ QINLINE __m512i quantize_pairs(__m512i x, const Divisor &scale) {
     return _mm512_mask_blend_epi16(0xaaaaaaaau, evens, shift_left<16>(odds));
 }
 
-// 64 inputs at a time. Those `to_next` behind them are asked for: rows of many inputs otherwise wait for the third-level cache,
+// 64 inputs at a time. Those `to_next` behind them are prefetched: rows of many inputs otherwise wait for the third-level cache,
 // as their largest element must be known first.
 static int32_t quantize_group(const bf16 *x, int64_t n, int64_t padded, const Divisor &scale, int64_t to_next, Input *out) {
     if (!scale.multiplies()) return quantize_group<bf16>(x, n, padded, scale, to_next, out);

@@ -27,7 +27,7 @@ namespace quire::QUIRE_ISA {
 
 constexpr int64_t KEPT_BYTES = 40 << 10;  // of the first-level cache's 48 KiB
 constexpr int64_t FEW_INT8_ROWS = 3;
-constexpr int64_t FEW_TILES = 8;          // of rows; outputs of no more are not asked for
+constexpr int64_t FEW_TILES = 8;          // of rows; outputs of no more are not prefetched
 constexpr int64_t TWICE_USED_TILES = 4;   // whose second pair finds some of the weights in the first-level cache in any case
 constexpr int64_t MAX_GROUPS = 2;         // that are multiplied before they are added up: with four, 15 to 20 % slower
 constexpr int64_t SMALL_GROUP = 64;       // inputs; larger groups gain nothing from sums in registers (amx_small_groups.hpp)
@@ -189,7 +189,7 @@ class Block {
         Tiles tiles(rows_, block_);
         for (int64_t t = 0; t < block_.num_tiles; t += 2) {
             const RowPair rows = next_pair(tiles, block_.num_tiles - t);
-            ask_for_next(rows.count, num_steps);
+            prefetch_next_panels(rows.count, num_steps);
             Shapes::set(rows_.depth, rows_.tile_rows);
             const Reuse reuse = reuse_of(chunk, t + rows.count);
             rows.count == 2 ? multiply_chunk<2>(rows, chunk, lines, reuse) : multiply_chunk<1>(rows, chunk, lines, reuse);
@@ -210,7 +210,7 @@ class Block {
         for (int64_t t = 0; t < block_.num_tiles; ++t) {
             const Tile tile = tiles.next();
             const int64_t x_step = tile.height * row_step;
-            ask_for_next(1, pair_.count);
+            prefetch_next_panels(1, pair_.count);
             Shapes::set(rows_.depth, rows_.tile_rows);
             Finish finish;
             describe(finish, chunk, tile.row - first_row_, tile.height);
@@ -225,14 +225,14 @@ class Block {
                                       x_step,
                                       finish.header_group_stride};
                 add_small_groups(at, chunk.num_groups, finish.is_first, finish.starts, finish.sums + p * PANEL);
-                meanwhile_.ahead.ask();
+                meanwhile_.ahead.prefetch();
             }
             if (is_complete(chunk)) finish_(finish, 0, tile.height);
         }
     }
 
-    void ask_for_next(int64_t num_tiles, int64_t num_steps) {
-        meanwhile_.ahead = Requests(upcoming_, rows_.num_tiles, place_, place_ + num_tiles, turns_of_pair_);
+    void prefetch_next_panels(int64_t num_tiles, int64_t num_steps) {
+        meanwhile_.ahead = PanelPrefetcher(upcoming_, rows_.num_tiles, place_, place_ + num_tiles, turns_of_pair_);
         meanwhile_.ahead.spread(num_steps);
         meanwhile_.waiting.spread(num_steps);
         place_ += num_tiles;

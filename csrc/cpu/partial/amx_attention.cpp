@@ -6,7 +6,7 @@
 // of their rows transposed, or an element of two neighbouring positions, which are their rows interleaved. Elements of 8
 // bits are exact in bfloat16; the scale of a key is multiplied into its scores, that of a value into its weights.
 //
-// A score is the same chain for any company, an output one over all positions of the tile, where those that a row does not
+// A score is the same chain in any batch, an output one over all positions of the tile, where those that a row does not
 // see have the weight 0. Rows that see nothing of a tile keep their outputs: even the sum with zeros could change a sign.
 //
 // Many rows go by blocks of 32 over a run of tiles whose keys and values were gathered for all of them (RowBlocks). What the
@@ -63,7 +63,7 @@ static void gather_keys(const Turn &turn, const char *const *rows, char *keys) {
             load_words(rows + n * 16, at, num_bytes, block);
             QUNROLL
             for (int i = 0; i < LANES; ++i) store_line(to + i * LINE, as_bits(block[i]));
-            turn.next.ask_for_share();
+            turn.next.prefetch_share();
         }
     }
 }
@@ -78,7 +78,7 @@ static void gather_step(const Turn &turn, const char *const *rows, char *to) {
             store_line(to + at / LINE * 2 * TILE_BYTES, interleave_low(x, y));
             store_line(to + (at / LINE * 2 + 1) * TILE_BYTES, interleave_high(x, y));
         }
-        turn.next.ask_for_share();
+        turn.next.prefetch_share();
     }
 }
 
@@ -274,7 +274,7 @@ class RowBlocks {
         for (int64_t r = 0; r < step.num_rows; r += ROWS) {
             soften_rows(kind_of(n, r), turn, scores_of(n) + r * TILE, step.first_row + r, min64(ROWS, step.num_rows - r), [&] {
                 for (int64_t i = 0; i < per_row; ++i) unit_.advance();
-                turn.next.ask_for_share();
+                turn.next.prefetch_share();
             });
         }
     }
@@ -283,7 +283,7 @@ class RowBlocks {
     }
     char *values_of(int tile) const { return reinterpret_cast<char *>(run_.w.values) + tile * VALUE_STEPS * step_bytes(); }
     int64_t step_bytes() const { return chunks_ * 2 * TILE_BYTES; }
-    // Neighbouring steps have places of their own; behind the scores, the weights.
+    // Neighbouring steps have buffers of their own; behind the scores, the weights.
     float *scores_of(int n) const { return run_.w.scores + n % 2 * BLOCK_ROWS * TILE; }
     bf16 *weights_of(int n) const {
         return reinterpret_cast<bf16 *>(run_.w.scores + 2 * BLOCK_ROWS * TILE) + n % 2 * BLOCK_ROWS * TILE;
@@ -329,7 +329,7 @@ void attend_run(const Run &run, int64_t num_rows) {
         const FlushesSubnormals flushing;
         num_rows <= FEW_ROWS ? attend_few(run.turn(0), num_rows) : attend_many(run, num_rows);
     }
-    run.next.ask_for_rest();
+    run.next.prefetch_rest();
 }
 
 // ---- tasks ----

@@ -20,7 +20,7 @@ void gather_few(const AttentionProblem &problem, const AttentionTask &task, floa
     }
 }
 
-// As much of the next tile is asked for as is read of this one. Rows with a scale do not begin with a line, and touch more of
+// As much of the next tile is prefetched as is read of this one. Rows with a scale do not begin with a line, and touch more of
 // them.
 template <KVFormat F>
 constexpr int64_t lines_of(int64_t num_bytes) {
@@ -33,7 +33,7 @@ constexpr int64_t lines_of(int64_t num_bytes) {
 // processor does not look far enough ahead to fill with the next group's transposition.
 constexpr int num_groups(int num_rows) { return num_rows <= 2 ? 4 : num_rows <= 4 ? 2 : 1; }
 
-// Element J of a pair of each group's keys, times its place in the query.
+// Element J of a pair of each group's keys, times the same element of the query.
 template <int J, int ROWS_NOW, int GROUPS>
 QINLINE void add_half(const float *query, const Vec (&pairs)[GROUPS], Vec (&sums)[GROUPS][ROWS_NOW]) {
     QUNROLL
@@ -56,7 +56,7 @@ __attribute__((noinline)) static void score_pairs(const Turn &turn) {
             QUNROLL
             for (int g = 0; g < GROUPS; ++g) {
                 load_words(turn.tile.rows + first + g * LANES, at, num_bytes, pairs[g]);
-                turn.next.ask(LANES * 4 * LANES);
+                turn.next.prefetch(LANES * 4 * LANES);
                 QUNROLL
                 for (int r = 0; r < ROWS_NOW; ++r) even[g][r] = odd[g][r] = broadcast(0.0f);
             }
@@ -126,7 +126,7 @@ QINLINE Vec byte_of(Bits words) {
     return to_float(_mm512_shuffle_epi8(words, within));
 }
 
-// Byte J of each group's words, times its place in the query.
+// Byte J of each group's words, times the same element of the query.
 template <KVFormat F, int J, int ROWS_NOW, int GROUPS>
 QINLINE void add_byte(const float *query, const Bits (&words)[GROUPS][4], int i, Vec (&sums)[GROUPS][ROWS_NOW]) {
     QUNROLL
@@ -148,7 +148,7 @@ QINLINE void add_quarter(const Turn &turn, const char *const *rows, int64_t at, 
     for (int g = 0; g < GROUPS; ++g) {
         num_bytes - at >= QUARTER ? load_four_words<true>(rows + g * LANES, at, num_bytes, words[g])
                                   : load_four_words<false>(rows + g * LANES, at, num_bytes, words[g]);
-        turn.next.ask(lines_of<F>(LANES * QUARTER));
+        turn.next.prefetch(lines_of<F>(LANES * QUARTER));
     }
     QUNROLL
     for (int i = 0; i < 4; ++i, query += 4 * FEW_ROWS) {
@@ -228,7 +228,7 @@ QINLINE void weigh_positions(const Turn &turn, const char *const *rows, const fl
     for (int i = 0; i < PAIRED; i += 2) {
         add_position<F, ROWS_NOW, VECS, IS_WHOLE>(rows[i], first, head_size, weights + i, even);
         add_position<F, ROWS_NOW, VECS, IS_WHOLE>(rows[i + 1], first, head_size, weights + i + 1, odd);
-        turn.next.ask(lines_of<F>(2 * VECS * LANES * kv_element_bytes(F)));
+        turn.next.prefetch(lines_of<F>(2 * VECS * LANES * kv_element_bytes(F)));
     }
     float *out = turn.w.split.out + first;
     QUNROLL
@@ -256,7 +256,7 @@ __attribute__((noinline)) static void weigh_directly(const Turn &turn) {
     }
 }
 
-// Weights as the bfloat16 that tiles hold, in the place of the scores.
+// Weights as the bfloat16 that tiles hold, stored over the scores.
 template <bool IS_SCALED>
 struct FewScores : RawScores<IS_SCALED> {
     using RawScores<IS_SCALED>::RawScores;

@@ -1,4 +1,4 @@
-// AMX acted out on plain memory, for tests on machines without it: what Intel's manual says that each instruction does
+// AMX emulated on plain memory, for tests on machines without it: what Intel's manual says that each instruction does
 // ("Intel 64 and IA-32 Architectures Software Developer's Manual", volume 2: LDTILECFG, TILELOADD, TILELOADDT1, TDPBF16PS, TDPBSUD, TDPBSSD),
 // and what it refuses, where this stops with an illegal instruction as the processor does.
 #pragma once

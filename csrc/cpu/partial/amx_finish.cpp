@@ -70,7 +70,7 @@ QINLINE Vec biased(const Finish &finish, Vec sum, int panel, uint32_t columns) {
     return add(sum, _mm512_maskz_loadu_ps(static_cast<__mmask16>(columns), finish.bias[panel]));
 }
 
-// Where a row's outputs go. What is stored later is asked for: a store that waits for its line keeps one of the few buffers
+// Where a row's outputs go. What is stored later is prefetched: a store that waits for its line keeps one of the few buffers
 // that tiles are loaded through. Of 512 rows and more that saves 3 to 14 %, and far more while outputs come from memory.
 template <typename T>
 QINLINE T *place_of(const Finish &finish, int64_t row) {

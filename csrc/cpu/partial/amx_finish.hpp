@@ -31,7 +31,7 @@ struct Finish {
     FinishRows finish;        // with these groups, rows are complete. Null: others follow
     // outputs
     char *out;  // of the first row and column
-    int64_t out_stride, to_next;  // to_next: bytes to the output that is stored as many rows later, and is asked for; 0: none
+    int64_t out_stride, to_next;  // to_next: bytes to the output that is stored as many rows later, and is prefetched; 0: none
     uint32_t columns;      // a bit for each that there is
     const float *bias[2];  // of each panel; null: none
 };

@@ -1,5 +1,5 @@
-// Products of tiles of rows and panels, step by step along the inputs, and what is done in between: lines are asked for, and
-// rows that are complete are finished.
+// Products of tiles of rows and panels, step by step along the inputs, and what is done in between: lines are prefetched,
+// and rows that are complete are finished.
 #pragma once
 
 #include "amx_finish.hpp"
@@ -58,23 +58,23 @@ struct Upcoming {
     int64_t distance;  // bytes to as many of `up`; 0: none
 };
 
-// Of the panels that come next, lines are asked for in the second-level cache with each step of the products, as evenly as
-// can be: a burst finds the requests to memory (48 of a core) taken, and what is asked for then is dropped. Some are dropped
-// in any case, so every line is asked for twice, the second time when the first one would have brought it (32 to 256 lines
-// later are alike). One by one, because four lines at a time without a look at the end are dropped more often. Of many rows
-// a step asks for so few lines that once is enough, and 2 % faster.
-struct Requests {
+// Prefetches the panels that come next to the second-level cache with each step of the GEMM, as evenly as possible: a burst
+// finds the requests to memory (48 of a core) taken, and is dropped. Some are dropped in any case, so every line is prefetched
+// twice, the second time when the first one would have brought it (32 to 256 lines later are alike). One by one, because four
+// lines at a time without a check for the end are dropped more often. With many rows a step prefetches so few lines that once
+// is enough, and 2 % faster.
+struct PanelPrefetcher {
     static constexpr int64_t LINES_BETWEEN = 64;
-    static constexpr int64_t REPEATED_TILES = 8;  // of rows; with more, lines are asked for once
+    static constexpr int64_t REPEATED_TILES = 8;  // of rows; with more, lines are prefetched once
 
     const char *next = nullptr, *end = nullptr;
-    int64_t second = 0;    // bytes from a line to one that is asked for as well; 0: none
+    int64_t second = 0;    // bytes from a line to one that is prefetched as well; 0: none
     int64_t per_step = 0;  // lines
     bool repeats = false;
 
-    Requests() = default;
+    PanelPrefetcher() = default;
     // Parts [first, last) of `count` of what follows, of rows of so many tiles.
-    Requests(const Upcoming &following, int64_t num_tiles, int64_t first, int64_t last, int64_t count)
+    PanelPrefetcher(const Upcoming &following, int64_t num_tiles, int64_t first, int64_t last, int64_t count)
         : next(following.data + following.num_lines * first / count * LINE),
           end(following.data + following.num_lines * last / count * LINE),
           second(following.distance), repeats(num_tiles <= REPEATED_TILES) {}
@@ -84,15 +84,15 @@ struct Requests {
         const uint32_t lines = static_cast<uint32_t>((end - next) / LINE), steps = static_cast<uint32_t>(num_steps);
         per_step = (lines + steps - 1) / steps;
     }
-    QINLINE_MEMBER void ask() {
+    QINLINE_MEMBER void prefetch() {
         for (int64_t i = 0; i < per_step && next < end; ++i, next += LINE) {
-            ask(next);
-            if (second != 0) ask(next + second);
+            prefetch(next);
+            if (second != 0) prefetch(next + second);
         }
     }
 
    private:
-    QINLINE_MEMBER void ask(const char *line) const {
+    QINLINE_MEMBER void prefetch(const char *line) const {
         __builtin_prefetch(line, 0, 2);
         if (repeats) __builtin_prefetch(line - LINES_BETWEEN * LINE, 0, 2);
     }
@@ -110,7 +110,7 @@ class Waiting {
         end_ = per_step_ = count;
         return finish_;
     }
-    // Over so many steps; at once, if nobody says so.
+    // Spreads the rows over `num_steps` steps; without this call they are finished at once.
     void spread(int64_t num_steps) {
         const uint32_t rows = static_cast<uint32_t>(end_ - next_), steps = static_cast<uint32_t>(num_steps);
         per_step_ = (rows + steps - 1) / steps;
@@ -134,7 +134,7 @@ class Waiting {
 
 // What is done between products.
 struct Meanwhile {
-    Requests ahead;
+    PanelPrefetcher ahead;
     Waiting waiting;
 };
 
@@ -214,16 +214,16 @@ QINLINE void last_step(Sides &at, const char *w, int64_t num_lines) {
 }
 
 // Whole tiles. Everything but what waits in registers: a store to the stack in each step would stand in the way of the loads
-// of lines at the same place of a page. (What is asked for next, in memory: 64 rows of bfloat16 are 5 % slower.)
+// of lines at the same offset of a page. (With the prefetcher's state in memory, too: 64 rows of bfloat16 are 5 % slower.)
 template <typename Words, int TALL, int WIDE, bool KEEPS_X, bool KEEPS_WEIGHTS>
 QINLINE void multiply_steps(Sides &at, const char *w, int64_t num_steps, Meanwhile &meanwhile) {
     const char *x = at.x[0], *second_x = at.x[TALL - 1];
     const int64_t stride = at.stride, x_step = at.x_step[0], second_step = at.x_step[TALL - 1];
     const int64_t x_stride = at.depth * int64_t{sizeof(uint32_t)}, w_step = at.depth * LINE;
-    Requests ahead = meanwhile.ahead;
+    PanelPrefetcher ahead = meanwhile.ahead;
     for (; num_steps > 0; --num_steps, w += w_step, x += x_step, second_x += second_step) {
         step<Words, TALL, WIDE, KEEPS_X, KEEPS_WEIGHTS>(x, second_x, x_stride, w, stride);
-        ahead.ask();
+        ahead.prefetch();
         meanwhile.waiting.finish_some();
     }
     meanwhile.ahead = ahead;

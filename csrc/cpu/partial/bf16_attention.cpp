@@ -51,7 +51,7 @@ QINLINE void load_pairs(const char *even, const char *odd, int64_t d, int64_t he
     }
 }
 
-// Weights as bfloat16, in the first half of the place of their scores.
+// Weights as bfloat16, stored over the first half of their scores.
 template <bool IS_SCALED>
 struct PairScores : RawScores<IS_SCALED> {
     using RawScores<IS_SCALED>::RawScores;
@@ -158,7 +158,7 @@ static void score_all(const Turn &turn, int64_t num_rows) {
             const int64_t count = min64(SCORE_ROWS, num_rows - r);
             const Range seen = turn.seen_by(r, count);
             if (seen.to <= first || seen.from >= first + KEYS) continue;
-            turn.next.ask_for_share();
+            turn.next.prefetch_share();
             with_constant<SCORE_ROWS>(count, [&](auto rows) {
                 score_tile<rows>(words(turn.w.query) + r * stride, turn.w.keys + first * pairs, pairs,
                                  turn.w.scores + r * TILE + first);
@@ -229,7 +229,7 @@ static void weigh_all(const Turn &turn, int64_t first, int64_t num_rows) {
         if (turn.seen_by(r, count).is_empty()) continue;
         const OutPiece piece{r, count, first, num_elements};
         const Unseen unseen(turn, piece);
-        turn.next.ask_for_share();
+        turn.next.prefetch_share();
         const OutRows rows{words(w.scores + r * TILE), w.rescale + r, piece.at(w), w.padded};
         with_constant<OUT_ROWS>(count, [&](auto height) {
             with_constant<OUT_VECS>(num_elements / LANES, [&](auto vecs) {
@@ -267,7 +267,7 @@ static void attend_gathered(const Turn &turn, const Scales &scales, int64_t num_
 // Bytes of the next tile to prefetch while so many of this one are read. Rows with a scale do not begin with a line, and touch
 // more of them.
 template <KVFormat F>
-constexpr int64_t asked(int64_t num_bytes) {
+constexpr int64_t prefetch_bytes(int64_t num_bytes) {
     return is_scaled(F) ? num_bytes * 3 / 2 : num_bytes;
 }
 
@@ -297,11 +297,11 @@ __attribute__((noinline)) static void score_directly(const Turn &turn) {
             QUNROLL
             for (int g = 0; g < GROUPS; ++g) {
                 load_words(turn.tile.rows + first + g * LANES, at, num_bytes, block[g]);
-                turn.next.ask(asked<F>(LANES * LINE / 2));
+                turn.next.prefetch(prefetch_bytes<F>(LANES * LINE / 2));
             }
             QUNROLL
             for (int i = 0; i < LANES; ++i, query += PER<F> * SCORE_ROWS) {
-                turn.next.ask(asked<F>(GROUPS * LINE / 2));
+                turn.next.prefetch(prefetch_bytes<F>(GROUPS * LINE / 2));
                 QUNROLL
                 for (int g = 0; g < GROUPS; ++g) {
                     add_key(query, pair_of<F, 0>(block[g][i]), sums[g]);
@@ -335,7 +335,7 @@ QINLINE void weigh_piece(const Turn &turn, int64_t first) {
             if constexpr (VECS > 1) values[v + 1] = pairs[1];
         }
         add_pairs(rows.weights + i, values, sums);
-        turn.next.ask(asked<F>(2 * VECS * LANES * kv_element_bytes(F)));
+        turn.next.prefetch(prefetch_bytes<F>(2 * VECS * LANES * kv_element_bytes(F)));
     }
     store_outputs(rows, sums);
 }
@@ -378,7 +378,7 @@ void attend_run(const Run &run, int64_t num_rows) {
         case KVFormat::fp8: attend_format<KVFormat::fp8>(run.turn(0), num_rows); break;
         case KVFormat::f32: __builtin_unreachable();
     }
-    run.next.ask_for_rest();
+    run.next.prefetch_rest();
 }
 
 // ---- tasks ----

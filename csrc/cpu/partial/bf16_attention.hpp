@@ -32,7 +32,7 @@ QINLINE Vec short_exp2(Vec x) {
     return _mm512_scalef_ps(p, x);
 }
 
-// Scores without their factor, [rows][TILE]. Weights become bfloat16 in a place of their own, [rows][TILE] as well, multiplied
+// Scores without their factor, [rows][TILE]. Weights become bfloat16 in a buffer of their own, [rows][TILE] as well, multiplied
 // by the scales of their values where these have some.
 template <bool IS_SCALED>
 struct RawScores {
