@@ -1,11 +1,13 @@
-"""Paged attention alone: prefill against the machine's rate of operations, decoding against its read bandwidth.
+"""Paged attention alone: prefill against the machine's rate of operations, decoding against its
+read bandwidth.
 
     python -m benchmarks.attention [--kv bfloat16 float32 int8 fp8] [--threads 2]
 
-Shapes are those of well-known models' layers; keys and values are random, blocks scattered over the pool. Each figure is the
-mean of several calls of `paged_attention`, so it holds everything that a layer spends on attention but the cache write.
-Operations count the causal half only (what must be computed), bytes the keys and values that must be read, once where sequences
-share blocks. The limits are sampled right before and right after each case.
+Shapes are those of well-known models' layers; keys and values are random, blocks scattered over the
+pool. Each figure is the mean of several calls of `paged_attention`, so it holds everything that a
+layer spends on attention but the cache write. Operations count the causal half only (what must be
+computed), bytes the keys and values that must be read, once where sequences share blocks. The
+limits are sampled right before and right after each case.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class Shape(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A batch: query tokens and context of each sequence; of so many in a row the first tokens are in the same blocks."""
+    """A batch: query tokens and context of each sequence;
+    of so many in a row the first tokens are in the same blocks."""
 
     name: str
     lens: tuple[tuple[int, int], ...]
@@ -44,7 +47,11 @@ class Case(NamedTuple):
     num_shared: int = 0
 
 
-SHAPES = (Shape("Qwen3-0.6B", 16, 8, 128), Shape("SmolLM2-135M", 9, 3, 64), Shape("Llama-3.2-1B", 32, 8, 64))
+SHAPES = (
+    Shape("Qwen3-0.6B", 16, 8, 128),
+    Shape("SmolLM2-135M", 9, 3, 64),
+    Shape("Llama-3.2-1B", 32, 8, 64),
+)
 PREFILLS = (
     Case("prefill 4096", ((4096, 4096),)),
     Case("prefill 2048..4096", ((2048, 4096),)),
@@ -60,7 +67,9 @@ DECODES = (
 )
 
 
-def draw(shape: Shape, case: Case, kv: str, kernels: Kernels) -> tuple[Tensor, Tensor, Tensor, AttentionBatch]:
+def draw(
+    shape: Shape, case: Case, kv: str, kernels: Kernels
+) -> tuple[Tensor, Tensor, Tensor, AttentionBatch]:
     """A query and a filled cache."""
     generator = torch.Generator().manual_seed(0)
     counts = [-(-context // BLOCK_SIZE) for _, context in case.lens]
@@ -70,12 +79,19 @@ def draw(shape: Shape, case: Case, kv: str, kernels: Kernels) -> tuple[Tensor, T
         tables[row, : len(blocks)] = blocks
         shared = case.num_shared // BLOCK_SIZE
         tables[row, :shared] = tables[row // case.family * case.family, :shared]
-    caches = [empty_cache(sum(counts), shape.num_kv_heads, BLOCK_SIZE, shape.head_size, kv) for _ in range(2)]
+    caches = [
+        empty_cache(sum(counts), shape.num_kv_heads, BLOCK_SIZE, shape.head_size, kv)
+        for _ in range(2)
+    ]
     slots = torch.arange(sum(counts) * BLOCK_SIZE)
-    rows = torch.randn(2, len(slots), shape.num_kv_heads, shape.head_size, generator=generator).bfloat16()
+    rows = torch.randn(
+        2, len(slots), shape.num_kv_heads, shape.head_size, generator=generator
+    ).bfloat16()
     kernels.write_kv(rows[0], rows[1], caches[0], caches[1], slots)
     query_lens = torch.tensor([q for q, _ in case.lens])
-    query = torch.randn(int(query_lens.sum()), shape.num_heads, shape.head_size, generator=generator).bfloat16()
+    query = torch.randn(
+        int(query_lens.sum()), shape.num_heads, shape.head_size, generator=generator
+    ).bfloat16()
     none = torch.zeros(0, dtype=torch.int64)
     batch = AttentionBatch(
         query_start=torch.nn.functional.pad(query_lens.cumsum(0), (1, 0)).int(),
@@ -102,9 +118,14 @@ def mean_s(work: Callable[[], object], budget_s: float = 0.4) -> float:
 def measure(shape: Shape, case: Case, kv: str, kernels: Kernels) -> tuple[float, int, int]:
     """Seconds, operations and bytes of one call."""
     query, keys, values, batch = draw(shape, case, kv, kernels)
-    seconds = mean_s(lambda: kernels.paged_attention(query, keys, values, batch, scale=shape.head_size**-0.5))
+    seconds = mean_s(
+        lambda: kernels.paged_attention(query, keys, values, batch, scale=shape.head_size**-0.5)
+    )
     pairs = sum(q * c - q * (q - 1) // 2 for q, c in case.lens)
-    num_read = sum(c for _, c in case.lens) - (len(case.lens) - len(case.lens) // case.family) * case.num_shared
+    num_read = (
+        sum(c for _, c in case.lens)
+        - (len(case.lens) - len(case.lens) // case.family) * case.num_shared
+    )
     num_bytes = (keys.nbytes + values.nbytes) // keys.shape[0] // BLOCK_SIZE * num_read
     return seconds, 4 * pairs * shape.num_heads * shape.head_size, num_bytes
 
@@ -119,7 +140,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cpu.set_num_threads(options.threads)
     sampler, kernels = limit_sampler(), load("cpu")
     samples = [sampler.sample()]
-    print(f"{'shape':14} {'KV':9} {'case':20} {'ms':>9} {'GFLOP/s':>9} {'of GEMM':>8} {'GB/s':>7} {'of read':>8}")
+    print(
+        f"{'shape':14} {'KV':9} {'case':20} {'ms':>9} {'GFLOP/s':>9} {'of GEMM':>8} "
+        f"{'GB/s':>7} {'of read':>8}"
+    )
     for kv in options.kv:
         for shape in SHAPES:
             for case in (*PREFILLS, *DECODES):
@@ -129,10 +153,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 rate, bandwidth = flops / seconds, num_bytes / seconds
                 print(
                     f"{shape.name:14} {kv:9} {case.name:20} {seconds * 1e3:9.3f} {rate / 1e9:9.1f} "
-                    f"{rate / peaks.best_gemm:8.0%} {bandwidth / 1e9:7.1f} {bandwidth / peaks.read_bytes_per_s:8.0%}"
+                    f"{rate / peaks.best_gemm:8.0%} {bandwidth / 1e9:7.1f} "
+                    f"{bandwidth / peaks.read_bytes_per_s:8.0%}"
                 )
     peaks = typical(samples)
-    print(f"limits: {peaks.best_gemm / 1e9:.0f} GFLOP/s (best GEMM), {peaks.read_bytes_per_s / 1e9:.1f} GB/s")
+    print(
+        f"limits: {peaks.best_gemm / 1e9:.0f} GFLOP/s (best GEMM), "
+        f"{peaks.read_bytes_per_s / 1e9:.1f} GB/s"
+    )
 
 
 if __name__ == "__main__":

@@ -1,19 +1,21 @@
 """Quire beside its peers on the same work: `python -m benchmarks.compare`.
 
-Each engine has a process of its own, which loads the model, warms up and then waits for work. In every round the engines come
-one after another, each with all workloads (with `--resident` all stay loaded and take turns workload by workload, so that a
-disturbance of the machine meets all of them alike); medians over the rounds are compared. The machine's limits are sampled
-around and during every run, while its engine stands still (benchmarks/referee.py). Every run is written down at once: a
-comparison that is ended, by its budget or otherwise, goes on where it was when the same command is given again. Writes the
-record (docs/benchmarks/records.md); prints tables.
+Each engine has a process of its own, which loads the model, warms up and then waits for work. In
+every round the engines come one after another, each with all workloads (with `--resident` all stay
+loaded and take turns workload by workload, so that a disturbance of the machine meets all of them
+alike); medians over the rounds are compared. The machine's limits are sampled around and during
+every run, while its engine stands still (benchmarks/referee.py). Every run is written down at once:
+a comparison that is ended, by its budget or otherwise, goes on where it was when the same command
+is given again. Writes the record (docs/benchmarks/records.md); prints tables.
 
-    python -m benchmarks.compare                             SmolLM2-135M's configuration, random weights, all that is installed
-    python -m benchmarks.compare --model models/M1,models/M2 --json "cpu-{model}.json" --budget 300
-    python -m benchmarks.compare --model ./folder --workloads W1,W3 --variants quire:bfloat16,transformers:float32:batch=32
-    python -m benchmarks.compare --peer vllm=/venvs/vllm/bin/python --variants quire:bfloat16,vllm:bfloat16 --json result.json
+    python -m benchmarks.compare                             SmolLM2-135M's configuration, random
+    weights, all that is installed python -m benchmarks.compare --model models/M1,models/M2 --json
+    "cpu-{model}.json" --budget 300 python -m benchmarks.compare --model ./folder --workloads W1,W3
+    --variants quire:bfloat16,transformers:float32:batch=32 python -m benchmarks.compare --peer
+    vllm=/venvs/vllm/bin/python --variants quire:bfloat16,vllm:bfloat16 --json result.json
 
-Exit code: 0 when all is measured, 1 if an engine failed, 3 if the budget ended before. Peers are installed as
-benchmarks/README.md says.
+Exit code: 0 when all is measured, 1 if an engine failed, 3 if the budget ended before. Peers are
+installed as benchmarks/README.md says.
 """
 
 from __future__ import annotations
@@ -73,28 +75,82 @@ def _compare(args: argparse.Namespace, model: str, scratch: Path) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options, checked."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], prog="python -m benchmarks.compare")
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n\n")[0], prog="python -m benchmarks.compare"
+    )
     add = parser.add_argument
-    add("--model", default="smollm2-135m", help=f"comma-separated: folder, config.json, or one of {', '.join(CONFIGS)}")
-    add("--workloads", default="W1,W2,W3,W4,W5", help=f"of {', '.join(WORKLOADS)} (default: W1,W2,W3,W4,W5)")
-    add("--variants", help="comma-separated ENGINE:FORM[:KEY=VALUE...] (default: the usual ones of all that is installed)")
-    add("--peer", action="append", default=[], metavar="ENGINE=PROGRAM", help="its Python; llama.cpp's server")
-    add("--preload", action="append", default=[], metavar="ENGINE=LIBRARIES", help="LD_PRELOAD of an engine")
+    add(
+        "--model",
+        default="smollm2-135m",
+        help=f"comma-separated: folder, config.json, or one of {', '.join(CONFIGS)}",
+    )
+    add(
+        "--workloads",
+        default="W1,W2,W3,W4,W5",
+        help=f"of {', '.join(WORKLOADS)} (default: W1,W2,W3,W4,W5)",
+    )
+    add(
+        "--variants",
+        help="comma-separated ENGINE:FORM[:KEY=VALUE...] (default: the usual ones of all that is "
+        "installed)",
+    )
+    add(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="ENGINE=PROGRAM",
+        help="its Python; llama.cpp's server",
+    )
+    add(
+        "--preload",
+        action="append",
+        default=[],
+        metavar="ENGINE=LIBRARIES",
+        help="LD_PRELOAD of an engine",
+    )
     add("--rounds", type=int, default=3, help="measurements of each variant (default: 3)")
-    add("--budget", type=float, default=float("inf"), metavar="SECONDS", help="begin nothing that would end after so long")
-    add("--resident", action="store_true", help="keep all engines loaded and take turns within a workload; needs the memory")
+    add(
+        "--budget",
+        type=float,
+        default=float("inf"),
+        metavar="SECONDS",
+        help="begin nothing that would end after so long",
+    )
+    add(
+        "--resident",
+        action="store_true",
+        help="keep all engines loaded and take turns within a workload; needs the memory",
+    )
     add("--first-requests", type=int, help="take only so many of a workload's requests")
-    add("--threads", type=int, default=Machine.inspect().num_cores, help="(default: physical cores)")
-    add("--hold", metavar="COMMAND", help="prefix of a command that runs while engines are timed (a lock)")
-    add("--json", metavar="FILE", help="write the record; {model} stands for the model's name. FILE.jsonl has each run at once")
+    add(
+        "--threads", type=int, default=Machine.inspect().num_cores, help="(default: physical cores)"
+    )
+    add(
+        "--hold",
+        metavar="COMMAND",
+        help="prefix of a command that runs while engines are timed (a lock)",
+    )
+    add(
+        "--json",
+        metavar="FILE",
+        help="write the record; {model} stands for the model's name. FILE.jsonl has each run at "
+        "once",
+    )
     args = parser.parse_args(argv)
     args.model, args.workloads = args.model.split(","), args.workloads.split(",")
     try:
-        args.variants = [Variant.parse(text) for text in args.variants.split(",")] if args.variants else None
-        args.peer, args.preload = (dict(each.split("=", 1) for each in given) for given in (args.peer, args.preload))
+        args.variants = (
+            [Variant.parse(text) for text in args.variants.split(",")] if args.variants else None
+        )
+        args.peer, args.preload = (
+            dict(each.split("=", 1) for each in given) for given in (args.peer, args.preload)
+        )
     except ValueError as error:
         parser.error(str(error))
-    for names, known, kind in (((*args.peer, *args.preload), ENGINES, "engine"), (args.workloads, WORKLOADS, "workload")):
+    for names, known, kind in (
+        ((*args.peer, *args.preload), ENGINES, "engine"),
+        (args.workloads, WORKLOADS, "workload"),
+    ):
         for name in names:
             if name not in known:
                 parser.error(f"there is no {kind} {name!r}; choose from {', '.join(known)}")
@@ -109,7 +165,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def model_folder(model: str, scratch: Path) -> Path:
-    """The model's folder; for a configuration alone, one with random weights is written to `scratch`."""
+    """The model's folder; for a configuration alone,
+    one with random weights is written to `scratch`."""
     if Path(model).is_dir():
         return Path(model)
     config = CONFIGS[model] if model in CONFIGS else json.loads(Path(model).read_text())
@@ -155,7 +212,8 @@ class Comparison:
         """Measure what is missing; the exit code."""
         cells, left_s, num_done = list(self.pending()), [], 0
         with _Hold(self._args.hold) as hold:
-            if self._args.resident:  # all before the first is timed, so that a hold is not let go for one of them
+            # all before the first is timed, so that a hold is not let go for one of them
+            if self._args.resident:
                 for variant in dict.fromkeys(cell.variant for cell in cells):
                     self._attempt(variant, partial(self._open, variant, hold))
             for cell in cells:
@@ -168,20 +226,31 @@ class Comparison:
         if left_s:
             _say(f"the budget is spent; {len(left_s)} runs are left: give the same command again")
         if left_s and not num_done and min(left_s) >= self._args.budget:
-            _say(f"no run that is left fits the budget: the shortest takes about {min(left_s):.0f} s")
+            _say(
+                f"no run that is left fits the budget: the shortest takes about {min(left_s):.0f} s"
+            )
             return 1
         return 1 if self._failed else _UNFINISHED if left_s else 0
 
     def pending(self) -> Iterator[Cell]:
-        """What is not measured yet: round by round; another variant begins each time, so that nobody always does."""
+        """What is not measured yet: round by round; another variant begins each time,
+        so that nobody always does."""
         done = self.journal.done()
         for number in range(self._args.rounds):
             turn = number % len(self._variants)
             variants = self._variants[turn:] + self._variants[:turn]
             if self._args.resident:
-                cells = [Cell(number, name, variant) for name in self._args.workloads for variant in variants]
+                cells = [
+                    Cell(number, name, variant)
+                    for name in self._args.workloads
+                    for variant in variants
+                ]
             else:
-                cells = [Cell(number, name, variant) for variant in variants for name in self._args.workloads]
+                cells = [
+                    Cell(number, name, variant)
+                    for variant in variants
+                    for name in self._args.workloads
+                ]
             yield from (cell for cell in cells if cell not in done)
 
     def record(self) -> dict[str, Any]:
@@ -200,10 +269,13 @@ class Comparison:
     def _needed_s(self, cell: Cell) -> float:
         """How long a run will take, with its engine's start, as far as that is known."""
         is_open = self._engines.find(cell.variant) is not None
-        return self.journal.expected_s(cell) + (0.0 if is_open else self.journal.expected_ready_s(cell.variant))
+        return self.journal.expected_s(cell) + (
+            0.0 if is_open else self.journal.expected_ready_s(cell.variant)
+        )
 
     def _attempt(self, variant: str, work: Callable[[], object]) -> bool:
-        """Do something with an engine; whether it went well. One that fails is not used again in this call."""
+        """Do something with an engine; whether it went well.
+        One that fails is not used again in this call."""
         try:
             work()
         except RuntimeError as error:
@@ -218,15 +290,25 @@ class Comparison:
         hold.renew()
         self._referee = self._referee or Referee(self._args.threads)
         result = watched_run(process, self._requests(cell.workload, cell.round), self._referee)
-        result |= {"load_1min": os.getloadavg()[0], "was_held": hold.is_held, "at": timestamp(), "commit": self._commit}
+        result |= {
+            "load_1min": os.getloadavg()[0],
+            "was_held": hold.is_held,
+            "at": timestamp(),
+            "commit": self._commit,
+        }
         self.journal.add("run", **cell._asdict(), **result)
-        _say(f"round {cell.round + 1}/{self._args.rounds} {cell.workload} {cell.variant}: {result['wall_s']:.2f} s")
+        _say(
+            f"round {cell.round + 1}/{self._args.rounds} {cell.workload} {cell.variant}: "
+            f"{result['wall_s']:.2f} s"
+        )
 
     def _open(self, variant: str, hold: _Hold) -> PeerProcess:
         hold.release()  # loading is not timed: whoever else wants the machine may have it
         started = time.monotonic()
         process = self._engines.open(variant)
-        self.journal.add("ready", variant=variant, opening_s=time.monotonic() - started, **process.description)
+        self.journal.add(
+            "ready", variant=variant, opening_s=time.monotonic() - started, **process.description
+        )
         _say(f"{variant}: ready")
         return process
 
@@ -247,7 +329,8 @@ class HoldError(QuireError):
 
 
 class _Hold:
-    """Keeps a command running, as long as it lasts: one that takes a lock, say, before it runs what its arguments name."""
+    """Keeps a command running, as long as it lasts: one that takes a lock, say,
+    before it runs what its arguments name."""
 
     def __init__(self, prefix: str | None) -> None:
         self._prefix = shlex.split(prefix) if prefix else None
@@ -263,21 +346,28 @@ class _Hold:
         return self
 
     def renew(self) -> None:
-        """Take hold; let go first if it has been a while or the command has ended: others want a lock, too."""
+        """Take hold; let go first if it has been a while or the command has ended:
+        others want a lock, too."""
         if self._prefix is None or (self.is_held and time.monotonic() - self._since < _HOLD_S):
             return
         self.release()
         command = [*self._prefix, "sh", "-c", "echo held; read line"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         assert process.stdout is not None
         try:
             answer = process.stdout.readline()
-        except BaseException:  # told to end while it waits for the lock: nobody else would end the command
+        except (
+            BaseException
+        ):  # told to end while it waits for the lock: nobody else would end the command
             process.terminate()
             raise
         if answer != "held\n":
             process.communicate()
-            raise HoldError(f"--hold {shlex.join(self._prefix)} ended with exit code {process.returncode}")
+            raise HoldError(
+                f"--hold {shlex.join(self._prefix)} ended with exit code {process.returncode}"
+            )
         self._process, self._since = process, time.monotonic()
 
     def release(self) -> None:
@@ -286,7 +376,12 @@ class _Hold:
             self._process.communicate("\n")
             self._process = None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.release()
 
 

@@ -1,6 +1,8 @@
-"""What a comparison has measured so far, a line of JSON each, so that a run that is ended at any moment goes on later.
+"""What a comparison has measured so far, a line of JSON each, so that a run that is ended at any
+moment goes on later.
 
-Owns the file's form, what makes two runs one comparison, and the record that the lines amount to. Never runs anything.
+Owns the file's form, what makes two runs one comparison, and the record that the lines amount to.
+Never runs anything.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class Journal:
     """The lines of one comparison, in memory and in a file."""
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
-        """Opens the file, or begins it with `header`. JournalError if it is another comparison's or damaged."""
+        """Opens the file, or begins it with `header`.
+        JournalError if it is another comparison's or damaged."""
         self._path = path
         self.lines: list[dict[str, Any]] = read_lines(path) if path.exists() else []
         if not self.lines:
@@ -60,13 +63,18 @@ class Journal:
         return {_cell(line) for line in self.lines if line["kind"] == "run"}
 
     def expected_s(self, cell: Cell) -> float:
-        """Longest time that this workload took this variant in any round, with pauses; 0 if it never ran."""
-        same = [line for line in self.lines if line["kind"] == "run" and _cell(line)[1:] == cell[1:]]
+        """Longest time that this workload took this variant in any round, with pauses;
+        0 if it never ran."""
+        same = [
+            line for line in self.lines if line["kind"] == "run" and _cell(line)[1:] == cell[1:]
+        ]
         return max((line["wall_s"] + line["paused_s"] for line in same), default=0.0)
 
     def expected_ready_s(self, variant: str) -> float:
         """Longest time until this variant was ready, warm-up included; 0 if it was never opened."""
-        lines = [line for line in self.lines if line["kind"] == "ready" and line["variant"] == variant]
+        lines = [
+            line for line in self.lines if line["kind"] == "ready" and line["variant"] == variant
+        ]
         return max((line["opening_s"] for line in lines), default=0.0)
 
     def _check(self, header: Mapping[str, Any]) -> None:
@@ -74,35 +82,52 @@ class Journal:
         for name in _IDENTITY:
             if mine.get(name) != header[name]:
                 raise JournalError(
-                    f"{self._path} was begun with another {name}; move it away, or name another file with --json"
+                    f"{self._path} was begun with another {name}; move it away, or name "
+                    "another file with --json"
                 )
         if mine["machine"]["cpu"] != header["machine"]["cpu"]:
-            raise JournalError(f"{self._path} was begun on another machine ({mine['machine']['cpu']}); move it away")
+            raise JournalError(
+                f"{self._path} was begun on another machine ({mine['machine']['cpu']}); move "
+                "it away"
+            )
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines; a last one without its end was being written when its run was ended, and is left out."""
+    """All whole lines; a last one without its end was being written when its run was ended,
+    and is left out."""
     text = path.read_text()
     lines = []
     for number, each in enumerate(text.split("\n")[:-1], 1):
         try:
             line = json.loads(each)
         except ValueError as error:
-            raise JournalError(f"{path}, line {number} is not JSON ({error}); move the file away") from None
+            raise JournalError(
+                f"{path}, line {number} is not JSON ({error}); move the file away"
+            ) from None
         lines.append(line)
     if lines and not (isinstance(lines[0], dict) and lines[0].get("kind") == "header"):
-        raise JournalError(f"{path} does not begin with a header; it is no journal of benchmarks.compare")
+        raise JournalError(
+            f"{path} does not begin with a header; it is no journal of benchmarks.compare"
+        )
     return lines
 
 
 def record_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The record (docs/benchmarks/records.md) without its summary.
 
-    A variant is described as it was last; `ready_s` is the median over its processes. `failures` has the last failure of a
-    variant that has never run since; `commits` are Quire's at the runs. Lines of schema 3 have `peaks`, measured once a round.
+    A variant is described as it was last; `ready_s` is the median over its processes. `failures`
+    has the last failure of a variant that has never run since; `commits` are Quire's at the runs.
+    Lines of schema 3 have `peaks`, measured once a round.
     """
     header = {name: value for name, value in lines[0].items() if name != "kind"}
-    record: dict[str, Any] = {**header, "variants": {}, "peaks": [], "measurements": [], "failures": {}, "commits": []}
+    record: dict[str, Any] = {
+        **header,
+        "variants": {},
+        "peaks": [],
+        "measurements": [],
+        "failures": {},
+        "commits": [],
+    }
     ready_s: dict[str, list[float]] = {}
     for line in lines[1:]:
         fields = {name: value for name, value in line.items() if name != "kind"}
@@ -110,7 +135,9 @@ def record_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             record["peaks"].append(fields)
         elif line["kind"] == "ready":
             ready_s.setdefault(line["variant"], []).append(line["ready_s"])
-            record["variants"][line["variant"]] = {name: value for name, value in fields.items() if name != "variant"}
+            record["variants"][line["variant"]] = {
+                name: value for name, value in fields.items() if name != "variant"
+            }
         elif line["kind"] == "failed":
             record["failures"][line["variant"]] = line["error"]
         else:
@@ -121,7 +148,9 @@ def record_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for name, times in ready_s.items():
         record["variants"][name]["ready_s"] = median(times)
     named = {each["workload"] for each in record["measurements"]}
-    record["workloads"] = {name: counts for name, counts in record["workloads"].items() if name in named}
+    record["workloads"] = {
+        name: counts for name, counts in record["workloads"].items() if name in named
+    }
     return record
 
 

@@ -1,7 +1,8 @@
 """Model folders with random weights, for measuring speed without downloading anything.
 
-Speed does not depend on what weights say, as long as numbers stay ordinary: linear layers are drawn with standard deviation
-1/sqrt(hidden) and the embedding with 2/sqrt(hidden), so that logits are neither flat nor one-hot.
+Speed does not depend on what weights say, as long as numbers stay ordinary: linear layers are drawn
+with standard deviation 1/sqrt(hidden) and the embedding with 2/sqrt(hidden), so that logits are
+neither flat nor one-hot.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def write_random_model(config: dict[str, Any], folder: Path) -> None:
-    """Write `config.json` and `model.safetensors` with random bfloat16 weights (seed 0) in Hugging Face format."""
+    """Write `config.json` and `model.safetensors` with random bfloat16 weights (seed 0)
+    in Hugging Face format."""
     import torch
     from safetensors.torch import save_file
 
@@ -117,9 +119,11 @@ def write_random_model(config: dict[str, Any], folder: Path) -> None:
 
 
 def write_w8a8(source: Path, folder: Path) -> None:
-    """Write a model with 8-bit weights, a scale a row, for 8-bit activations quantized as they come, one scale a token.
+    """Write a model with 8-bit weights, a scale a row, for 8-bit activations quantized as they
+    come, one scale a token.
 
-    The format is compressed-tensors' "int-quantized", which vLLM reads; the embedding and the output head stay as they are.
+    The format is compressed-tensors' "int-quantized", which vLLM reads; the embedding and the
+    output head stay as they are.
     """
     import torch
     from safetensors.torch import load_file, save_file
@@ -134,8 +138,20 @@ def write_w8a8(source: Path, folder: Path) -> None:
         weights[f"{name}_scale"] = scale.to(torch.bfloat16)
     group = {
         "targets": ["Linear"],
-        "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
-        "input_activations": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True},
+        "weights": {
+            "num_bits": 8,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "channel",
+            "dynamic": False,
+        },
+        "input_activations": {
+            "num_bits": 8,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "token",
+            "dynamic": True,
+        },
     }
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = {
@@ -153,16 +169,26 @@ def write_w8a8(source: Path, folder: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m benchmarks.models SOURCE FOLDER`: random weights for a configuration, or with --w8a8 8-bit ones of a model."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], prog="python -m benchmarks.models")
-    parser.add_argument("source", help=f"one of {', '.join(CONFIGS)}, or a config.json; with --w8a8 a model's folder")
+    """`python -m benchmarks.models SOURCE FOLDER`: random weights for a configuration,
+    or with --w8a8 8-bit ones of a model."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n\n")[0], prog="python -m benchmarks.models"
+    )
+    parser.add_argument(
+        "source",
+        help=f"one of {', '.join(CONFIGS)}, or a config.json; with --w8a8 a model's folder",
+    )
     parser.add_argument("folder", type=Path, help="where to write")
-    parser.add_argument("--w8a8", action="store_true", help="8-bit weights and activations, for vLLM")
+    parser.add_argument(
+        "--w8a8", action="store_true", help="8-bit weights and activations, for vLLM"
+    )
     args = parser.parse_args(argv)
     if args.w8a8:
         write_w8a8(Path(args.source), args.folder)
     else:
-        write_random_model(CONFIGS.get(args.source) or json.loads(Path(args.source).read_text()), args.folder)
+        write_random_model(
+            CONFIGS.get(args.source) or json.loads(Path(args.source).read_text()), args.folder
+        )
     return 0
 
 

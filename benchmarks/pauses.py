@@ -1,12 +1,15 @@
-"""How long a running stream stops while a long prompt is computed, and what shorter steps cost: steps bounded by time beside
-steps of fixed token budgets, one server each, in turns.
+"""How long a running stream stops while a long prompt is computed, and what shorter steps cost:
+steps bounded by time beside steps of fixed token budgets, one server each, in turns.
 
-    python -m benchmarks.pauses --model ./folder --vocab-size 151936 --budgets 256,512,2048 --rounds 3
+    python -m benchmarks.pauses --model ./folder --vocab-size 151936 --budgets 256,512,2048 --rounds
+    3
 
-Each round asks every server three things. **Alone**: a prompt of 3,500 tokens. **Beside**: one client streams; a prompt of
-3,500 tokens comes, and a prompt of 50 right behind it. The figures are the stream's longest gap until both have their first
-token, and the time to each first token. **Burst**: workload W6, 32 streaming clients with two requests each. Weights are
-random, prompts are token ids that no earlier request had. Figures are medians over the rounds; the gap is the longest of all.
+Each round asks every server three things. **Alone**: a prompt of 3,500 tokens. **Beside**: one
+client streams; a prompt of 3,500 tokens comes, and a prompt of 50 right behind it. The figures are
+the stream's longest gap until both have their first token, and the time to each first token.
+**Burst**: workload W6, 32 streaming clients with two requests each. Weights are random, prompts are
+token ids that no earlier request had. Figures are medians over the rounds; the gap is the longest
+of all.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from benchmarks.serving import Target, run_clients
 from quire.bench.workload import WORKLOADS, BenchRequest
 
 _STREAM_OUTPUT = 160
-"""Tokens of the running stream; it must outlast the long prompt, which takes at most some 60 steps."""
+"""Tokens of the running stream; it must outlast the long prompt,
+which takes at most some 60 steps."""
 _SEEN_BEFORE = 8
 """Tokens that have come when the long prompt is sent."""
 _BEHIND_S = 0.05
@@ -40,21 +44,39 @@ _FIELDS = (("return_token_ids", True),)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and print a table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], prog="python -m benchmarks.pauses")
-    parser.add_argument("--model", required=True, help="folder, or config.json; weights are made up")
-    parser.add_argument("--vocab-size", type=int, required=True, help="token ids are drawn below it")
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n\n")[0], prog="python -m benchmarks.pauses"
+    )
+    parser.add_argument(
+        "--model", required=True, help="folder, or config.json; weights are made up"
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, required=True, help="token ids are drawn below it"
+    )
     parser.add_argument("--target-step-ms", type=float, default=200.0, help="(default: 200)")
-    parser.add_argument("--budgets", default="256,512,2048", help="fixed budgets to compare with (default: 256,512,2048)")
-    parser.add_argument("--long", type=int, default=3500, help="tokens of the long prompt (default: 3500)")
-    parser.add_argument("--short", type=int, default=50, help="tokens of the short prompt (default: 50)")
+    parser.add_argument(
+        "--budgets",
+        default="256,512,2048",
+        help="fixed budgets to compare with (default: 256,512,2048)",
+    )
+    parser.add_argument(
+        "--long", type=int, default=3500, help="tokens of the long prompt (default: 3500)"
+    )
+    parser.add_argument(
+        "--short", type=int, default=50, help="tokens of the short prompt (default: 50)"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="(default: 3)")
     parser.add_argument("--threads", type=int, default=2, help="(default: 2)")
     parser.add_argument("--no-burst", action="store_true", help="leave W6 out")
-    parser.add_argument("--option", action="append", default=[], metavar="TEXT", help="of each server (repeatable)")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="TEXT", help="of each server (repeatable)"
+    )
     parser.add_argument("--json", type=Path, help="write all rounds to a file")
     args = parser.parse_args(argv)
     with ExitStack() as stack:
-        servers = {name: stack.enter_context(running(launch)) for name, launch in _launches(args).items()}
+        servers = {
+            name: stack.enter_context(running(launch)) for name, launch in _launches(args).items()
+        }
         rounds = [
             {"server": name, **_measure(Target(server.url, "", _FIELDS), number, args)}
             for number in range(-1, args.rounds)
@@ -62,7 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         metrics = {name: _step_metrics(server.metrics()) for name, server in servers.items()}
     measured = [each for each in rounds if each["round"] >= 0]
-    report({"rounds": rounds, "metrics": metrics, "options": args.option}, _table(measured, metrics), args.json)
+    report(
+        {"rounds": rounds, "metrics": metrics, "options": args.option},
+        _table(measured, metrics),
+        args.json,
+    )
     return 0
 
 
@@ -70,9 +96,19 @@ def _launches(args: argparse.Namespace) -> dict[str, Launch]:
     common = ["--load-format", "dummy", "--kv-cache-memory", "1GiB", *args.option]
     options = {f"target {args.target_step_ms:g} ms": ["--target-step-ms", str(args.target_step_ms)]}
     for budget in map(int, args.budgets.split(",")):
-        fixed = ["--target-step-ms", "0", "--max-num-partial-prefills", "1", "--max-num-seqs", str(min(256, budget))]
+        fixed = [
+            "--target-step-ms",
+            "0",
+            "--max-num-partial-prefills",
+            "1",
+            "--max-num-seqs",
+            str(min(256, budget)),
+        ]
         options[f"budget {budget}"] = [*fixed, "--max-num-batched-tokens", str(budget)]
-    return {name: Launch("quire", args.model, [*common, *own], num_threads=args.threads) for name, own in options.items()}
+    return {
+        name: Launch("quire", args.model, [*common, *own], num_threads=args.threads)
+        for name, own in options.items()
+    }
 
 
 def _measure(target: Target, number: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -80,15 +116,25 @@ def _measure(target: Target, number: int, args: argparse.Namespace) -> dict[str,
     random = Random(f"{number} {target.url}")
 
     def request(num_prompt: int, num_output: int) -> BenchRequest:
-        return BenchRequest([random.randrange(args.vocab_size) for _ in range(num_prompt)], num_output)
+        return BenchRequest(
+            [random.randrange(args.vocab_size) for _ in range(num_prompt)], num_output
+        )
 
-    found: dict[str, Any] = {"round": number, "alone_s": _first_token_s(target, request(args.long, 1))}
+    found: dict[str, Any] = {
+        "round": number,
+        "alone_s": _first_token_s(target, request(args.long, 1)),
+    }
     if number < 0:
         return found
-    found |= _beside(target, request(64, _STREAM_OUTPUT), request(args.long, 1), request(args.short, 1))
+    found |= _beside(
+        target, request(64, _STREAM_OUTPUT), request(args.long, 1), request(args.short, 1)
+    )
     if not args.no_burst:
         burst = run_clients(target, WORKLOADS["W6"].requests(1000 + number, args.vocab_size), 32)
-        found |= {"burst_tokens_per_s": burst["output_tokens_per_s"], "burst_first_s": burst["ttft_s"]["p50"]}
+        found |= {
+            "burst_tokens_per_s": burst["output_tokens_per_s"],
+            "burst_first_s": burst["ttft_s"]["p50"],
+        }
     return found
 
 
@@ -97,7 +143,9 @@ def _first_token_s(target: Target, request: BenchRequest) -> float:
     return target.post(request)[0] - began_s
 
 
-def _beside(target: Target, stream: BenchRequest, long: BenchRequest, short: BenchRequest) -> dict[str, float]:
+def _beside(
+    target: Target, stream: BenchRequest, long: BenchRequest, short: BenchRequest
+) -> dict[str, float]:
     """A stream, a long prompt that comes while it runs, and a short prompt behind that."""
     has_begun = threading.Event()
 
@@ -109,7 +157,10 @@ def _beside(target: Target, stream: BenchRequest, long: BenchRequest, short: Ben
         streaming = pool.submit(target.post, stream, seen)
         if not has_begun.wait(_WAIT_S):
             found = len(streaming.result(_WAIT_S))
-            raise RuntimeError(f"the stream had sent fewer than {_SEEN_BEFORE} events after {_WAIT_S} s, and {found} in all")
+            raise RuntimeError(
+                f"the stream had sent fewer than {_SEEN_BEFORE} events after {_WAIT_S} s, "
+                f"and {found} in all"
+            )
         sent_s = time.perf_counter()
         computing = pool.submit(_first_token_s, target, long)
         time.sleep(_BEHIND_S)
@@ -117,7 +168,11 @@ def _beside(target: Target, stream: BenchRequest, long: BenchRequest, short: Ben
         long_s = computing.result()
         times = streaming.result()
     end_s = sent_s + max(long_s, _BEHIND_S + short_s)
-    gaps = [after - before for before, after in itertools.pairwise(times) if after > sent_s and before < end_s]
+    gaps = [
+        after - before
+        for before, after in itertools.pairwise(times)
+        if after > sent_s and before < end_s
+    ]
     return {"gap_s": max(gaps), "long_s": long_s, "short_s": short_s}
 
 
@@ -132,7 +187,10 @@ def _step_metrics(text: str) -> dict[str, float]:
 
 def _table(rounds: Sequence[dict[str, Any]], metrics: dict[str, dict[str, float]]) -> list[str]:
     lines = [
-        "| server | longest gap s | long prompt s | short prompt s | long prompt alone s | W6 tokens/s | W6 first token s |",
+        (
+            "| server | longest gap s | long prompt s | short prompt s | long prompt alone s | "
+            "W6 tokens/s | W6 first token s |"
+        ),
         "|---|---|---|---|---|---|---|",
     ]
     for name in metrics:
@@ -143,11 +201,17 @@ def _table(rounds: Sequence[dict[str, Any]], metrics: dict[str, dict[str, float]
             return f"{statistics.median(values):.2f}" if values else "-"
 
         keys = ("long_s", "short_s", "alone_s", "burst_tokens_per_s", "burst_first_s")
-        lines.append(f"| {name} | {max(each['gap_s'] for each in mine):.2f} | {' | '.join(map(middle, keys))} |")
+        lines.append(
+            f"| {name} | {max(each['gap_s'] for each in mine):.2f} | "
+            f"{' | '.join(map(middle, keys))} |"
+        )
     for name, seen in metrics.items():
         if seen["measured_s"]:
-            lines.append(f"{name}: steps of {seen['measured_s']:.1f} s in all, predicted {seen['predicted_s']:.1f} s, "
-                         f"off by {seen['misjudged_s'] / seen['measured_s']:.0%} on average")  # fmt: skip
+            lines.append(
+                f"{name}: steps of {seen['measured_s']:.1f} s in all, predicted "
+                f"{seen['predicted_s']:.1f} s, "
+                f"off by {seen['misjudged_s'] / seen['measured_s']:.0%} on average"
+            )
     return lines
 
 

@@ -1,7 +1,8 @@
-"""Child processes of a comparison: the lines of JSON that they answer with, and their standing still for a moment.
+"""Child processes of a comparison: the lines of JSON that they answer with, and their standing
+still for a moment.
 
-Owns the pipes, what a child says when it fails, and the promise that whoever is stopped goes on again, whatever happens here
-meanwhile. Knows nothing of engines.
+Owns the pipes, what a child says when it fails, and the promise that whoever is stopped goes on
+again, whatever happens here meanwhile. Knows nothing of engines.
 """
 
 from __future__ import annotations
@@ -23,21 +24,27 @@ from benchmarks.peers.runner import process_tree
 _ROOT = Path(__file__).parent.parent
 _CLOSE_S, _TERMINATE_S = 30.0, 10.0
 _STOP_S = 10.0
-"""A process that computes stops within milliseconds; one that is writing to a disk may take longer."""
+"""A process that computes stops within milliseconds;
+one that is writing to a disk may take longer."""
 _LOOK_S, _ALIVE_S = 0.0005, 1.0
 """So often it is looked whether a process has stopped, and whether it lives."""
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 class JsonProcess:
-    """A child that says something in one line of JSON when it is ready, and then answers each line with one."""
+    """A child that says something in one line of JSON when it is ready,
+    and then answers each line with one."""
 
     def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> None:
         self.name = name
         self._is_asked = True
         """Whether an answer is due: it says that it is ready without being asked."""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
+        pipes: dict[str, Any] = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": self._errors,
+        }
         self._process = subprocess.Popen(command, cwd=_ROOT, env=env, text=True, **pipes)
 
     @property
@@ -60,10 +67,12 @@ class JsonProcess:
         return self._has_line(timeout_s) or self._process.poll() is not None
 
     def answer(self, timeout_s: float) -> dict[str, Any]:
-        """One line. RuntimeError with what the child said, if it ends instead or is silent for so long."""
+        """One line. RuntimeError with what the child said,
+        if it ends instead or is silent for so long."""
         assert self._process.stdout is not None
         deadline = time.monotonic() + timeout_s
-        # What the child has started may outlive it with its pipes, so that its end does not show in them.
+        # What the child has started may outlive it with its pipes, so that its end does not show in
+        # them.
         while not self.has_answer(_ALIVE_S) and time.monotonic() < deadline:
             pass
         line = self._process.stdout.readline() if self._has_line(0) else ""
@@ -99,7 +108,9 @@ class JsonProcess:
         self._errors.seek(0)
         errors = self._errors.read()[-3000:].decode(errors="replace")
         self._close_files()
-        return RuntimeError(f"{self.name} failed with exit code {self._process.returncode}:\n{errors}")
+        return RuntimeError(
+            f"{self.name} failed with exit code {self._process.returncode}:\n{errors}"
+        )
 
     def _terminate(self) -> None:
         """Ask it to end, so that it ends what it has started; kill all of them if it does not."""
@@ -121,9 +132,11 @@ class JsonProcess:
 
 @contextmanager
 def standing_still(root: int) -> Iterator[list[int]]:
-    """Within, `root` and all processes below it are stopped; afterwards they go on. Gives their ids.
+    """Within, `root` and all processes below it are stopped; afterwards they go on. Gives their
+    ids.
 
-    Signals that would end this process are let through afterwards only. RuntimeError if a process does not stop.
+    Signals that would end this process are let through afterwards only. RuntimeError if a process
+    does not stop.
     """
     pids: list[int] = []
     held = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
@@ -142,7 +155,8 @@ def let_go_on(pids: Sequence[int]) -> None:
 
 
 def _stop(root: int, pids: list[int]) -> None:
-    """Stop all; again, until no process was started meanwhile. `pids` has at any time whoever must be continued."""
+    """Stop all; again, until no process was started meanwhile.
+    `pids` has at any time whoever must be continued."""
     deadline = time.monotonic() + _STOP_S
     while new := [pid for pid in process_tree(root) if pid not in pids]:
         pids += new
@@ -150,7 +164,9 @@ def _stop(root: int, pids: list[int]) -> None:
             _send(pid, signal.SIGSTOP)
         while not all(_is_still(pid) for pid in new):
             if time.monotonic() > deadline:
-                raise RuntimeError(f"process {root} and those below it did not stop within {_STOP_S:.0f} s")
+                raise RuntimeError(
+                    f"process {root} and those below it did not stop within {_STOP_S:.0f} s"
+                )
             time.sleep(_LOOK_S)
 
 

@@ -1,7 +1,9 @@
-"""The archive of comparison records: docs/benchmarks/records.tar.xz, evidence behind the table of results.
+"""The archive of comparison records: docs/benchmarks/records.tar.xz, evidence behind the table of
+results.
 
-A record's name is made of its own fields (start, machine, model), so two records never collide by accident. The archive has
-the same bytes whenever the same records are written. Owns no figures: `benchmarks.results` reads them from here.
+A record's name is made of its own fields (start, machine, model), so two records never collide by
+accident. The archive has the same bytes whenever the same records are written. Owns no figures:
+`benchmarks.results` reads them from here.
 """
 
 from __future__ import annotations
@@ -31,7 +33,11 @@ def read_archive(path: Path = ARCHIVE) -> dict[str, Record]:
         unpacked = lzma.LZMADecompressor().decompress(path.read_bytes(), _MAX_BYTES)
         with tarfile.open(fileobj=io.BytesIO(unpacked)) as tar:
             files = {member.name: tar.extractfile(member) for member in tar.getmembers()}
-            return {Path(name).stem: json.load(file) for name, file in sorted(files.items()) if file is not None}
+            return {
+                Path(name).stem: json.load(file)
+                for name, file in sorted(files.items())
+                if file is not None
+            }
     except (OSError, lzma.LZMAError, tarfile.TarError, ValueError) as error:
         raise ConfigError(f"{path} is no archive of benchmark records: {error}") from None
 
@@ -55,19 +61,23 @@ def name_of(record: Record) -> str:
 
 
 class Machine:
-    """What a record's figures were measured on: a processor and the instruction sets that engines could use."""
+    """What a record's figures were measured on:
+    a processor and the instruction sets that engines could use."""
 
     def __init__(self, slug: str, name: str, wrapper: str = "") -> None:
         self.slug, self.name, self.wrapper = slug, name, wrapper
 
 
 CASCADE_LAKE = Machine("cascade-lake", "Cascade Lake, 2 cores")
-EMERALD_AVX512 = Machine("emerald-avx512", "Emerald Rapids, 2 cores, AVX-512 only", "python -m benchmarks.without_amx ")
+EMERALD_AVX512 = Machine(
+    "emerald-avx512", "Emerald Rapids, 2 cores, AVX-512 only", "python -m benchmarks.without_amx "
+)
 EMERALD_AMX = Machine("emerald-amx", "Emerald Rapids, 2 cores, AMX")
 
 
 def machine_of(record: Record) -> Machine:
-    """Return the machine that a record names; one that is not known yet gets a slug of its processor's name."""
+    """Return the machine that a record names; one that is not known yet gets a
+    slug of its processor's name."""
     cpu, instructions = record["machine"]["cpu"], record.get("instruction_set")
     if cpu == "Intel(R) Xeon(R) Processor @ 2.50GHz":
         return CASCADE_LAKE

@@ -1,11 +1,14 @@
-"""The referee of a comparison: a process of its own that samples the machine's limits while the engine that runs stands still.
+"""The referee of a comparison: a process of its own that samples the machine's limits while the
+engine that runs stands still.
 
-Owns when samples are taken (right before, right after, and every few seconds of a run), and that the time of standing still is
-not the engine's. A run of a single sequence, which tells the time of each token, is not interrupted; it has several samples on
-either side instead. What a sample is, `quire.bench.limits` says.
+Owns when samples are taken (right before, right after, and every few seconds of a run), and that
+the time of standing still is not the engine's. A run of a single sequence, which tells the time of
+each token, is not interrupted; it has several samples on either side instead. What a sample is,
+`quire.bench.limits` says.
 
-`python -m benchmarks.referee THREADS` is the process. Each line that it reads lists the processes that stand still for the
-sample which it answers with. When its input ends, it lets those go on: a comparison that was killed leaves nobody stopped.
+`python -m benchmarks.referee THREADS` is the process. Each line that it reads lists the processes
+that stand still for the sample which it answers with. When its input ends, it lets those go on: a
+comparison that was killed leaves nobody stopped.
 """
 
 from __future__ import annotations
@@ -44,7 +47,9 @@ class Referee:
 
     def __init__(self, num_threads: int) -> None:
         command = [sys.executable, "-m", "benchmarks.referee", str(num_threads)]
-        self._process = JsonProcess("the referee", command, dict(os.environ, OMP_NUM_THREADS=str(num_threads)))
+        self._process = JsonProcess(
+            "the referee", command, dict(os.environ, OMP_NUM_THREADS=str(num_threads))
+        )
         self._answer(_START_S)
 
     def sample(self, stopped: Sequence[int]) -> LimitSample:
@@ -66,8 +71,11 @@ class Referee:
             raise RefereeError(str(error)) from None
 
 
-def watched_run(process: PeerProcess, requests: Sequence[BenchRequest], referee: Referee) -> dict[str, Any]:
-    """A run's result, its `wall_s` without the time in which the engine was stopped; with `paused_s`, `limits`, `stolen_s`."""
+def watched_run(
+    process: PeerProcess, requests: Sequence[BenchRequest], referee: Referee
+) -> dict[str, Any]:
+    """A run's result, its `wall_s` without the time in which the engine was stopped;
+    with `paused_s`, `limits`, `stolen_s`."""
     is_single = len(requests) == 1 and requests[0].num_sequences == 1
     num_around = _NUM_AROUND_SINGLE if is_single else 1
     samples: list[LimitSample] = []
@@ -97,12 +105,14 @@ def watched_run(process: PeerProcess, requests: Sequence[BenchRequest], referee:
 
 
 def overlap_s(pauses: Sequence[Interval], run: Interval) -> float:
-    """How much of a run lies in the pauses: one may begin when the run has just ended and its result is on the way."""
+    """How much of a run lies in the pauses: one may begin when the run has just ended
+    and its result is on the way."""
     return sum(max(0.0, min(end, run[1]) - max(start, run[0])) for start, end in pauses)
 
 
 def stolen_s() -> float:
-    """Processor time that the host of this virtual machine has taken away since its start, while somebody here wanted it."""
+    """Processor time that the host of this virtual machine has taken away since its start,
+    while somebody here wanted it."""
     _, *fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
     return int(fields[7]) / os.sysconf("SC_CLK_TCK")
 
@@ -113,7 +123,8 @@ def main() -> None:
 
     from quire.kernels import cpu
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to everybody; the comparison decides
+    # a terminal sends it to everybody; the comparison decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     num_threads = int(sys.argv[1])
     torch.set_num_threads(num_threads)
     if cpu.IMPORT_ERROR is None:

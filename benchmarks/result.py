@@ -1,6 +1,7 @@
 """One present result, and what two of them say beside each other.
 
-Owns the columns of docs/benchmarks/results.csv and the pairing of a peer's result with Quire's of the same run.
+Owns the columns of docs/benchmarks/results.csv and the pairing of a peer's result with Quire's of
+the same run.
 """
 
 from __future__ import annotations
@@ -51,12 +52,20 @@ class Result(NamedTuple):
 def counterpart(variant: str) -> str:
     """Return Quire's variant that a variant is compared with: itself for one of Quire's."""
     parsed = Variant.parse(variant)
-    return variant if parsed.engine == "quire" else f"quire:{_COUNTERPART.get(parsed.form, 'bfloat16')}"
+    return (
+        variant
+        if parsed.engine == "quire"
+        else f"quire:{_COUNTERPART.get(parsed.form, 'bfloat16')}"
+    )
 
 
 def pairs(results: Sequence[Result]) -> Iterator[tuple[Result, Result]]:
     """Yield Quire's result and a peer's of the same run and workload, for every peer's result."""
-    quire = {(each.record, each.workload, each.format): each for each in results if each.engine == "quire"}
+    quire = {
+        (each.record, each.workload, each.format): each
+        for each in results
+        if each.engine == "quire"
+    }
     for each in results:
         if each.record and each.engine != "quire":
             form = counterpart(f"{each.engine}:{each.format}").removeprefix("quire:")

@@ -1,12 +1,15 @@
-"""The table of present results, docs/benchmarks/results.csv, and what is made of it: the benchmark page and the README's plot.
+"""The table of present results, docs/benchmarks/results.csv, and what is made of it: the benchmark
+page and the README's plot.
 
     python -m benchmarks.results                   makes table, page and plot again from the archive
-    python -m benchmarks.results --add RECORD...   puts records of benchmarks.compare into the archive first
-    python -m benchmarks.results --check           exit code 1 if any file is not up to date
+    python -m benchmarks.results --add RECORD...   puts records of benchmarks.compare into the
+    archive first python -m benchmarks.results --check           exit code 1 if any file is not up
+    to date
 
-Rows with a record come from the archive: for each machine, model, workload and engine those of the newest record that has
-them, and Quire's own row of that same record, so that a ratio is always of one run. Other rows are written by hand into the
-table and stay. Owns which result is the present one; `benchmarks.results_page` and `benchmarks.chart` draw.
+Rows with a record come from the archive: for each machine, model, workload and engine those of the
+newest record that has them, and Quire's own row of that same record, so that a ratio is always of
+one run. Other rows are written by hand into the table and stay. Owns which result is the present
+one; `benchmarks.results_page` and `benchmarks.chart` draw.
 """
 
 from __future__ import annotations
@@ -20,7 +23,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.chart import THEMES, draw_peers
-from benchmarks.records import ARCHIVE, MODELS, Record, machine_of, name_of, read_archive, write_archive
+from benchmarks.records import (
+    ARCHIVE,
+    MODELS,
+    Record,
+    machine_of,
+    name_of,
+    read_archive,
+    write_archive,
+)
 from benchmarks.result import Result, counterpart
 from benchmarks.results_page import BEGIN, END, render_page
 from benchmarks.variants import Variant
@@ -32,7 +43,8 @@ PLOT = ROOT / "docs" / "images"
 
 
 def collect(records: Mapping[str, Record]) -> list[Result]:
-    """Select the present results of an archive, see above; sorted by machine, model, workload and engine."""
+    """Select the present results of an archive, see above; sorted by machine, model,
+    workload and engine."""
     newest: dict[tuple[str, str, str, str], str] = {}
     for name, record in records.items():  # oldest first, so that the newest stays
         for workload, rows in record["summary"].items():
@@ -46,11 +58,25 @@ def collect(records: Mapping[str, Record]) -> list[Result]:
         for name, workload, variant in wanted
         if variant in records[name]["summary"][workload]
     ]
-    return sorted(results, key=lambda each: (each.machine, each.model, each.workload, each.engine, each.format, each.record))
+    return sorted(
+        results,
+        key=lambda each: (
+            each.machine,
+            each.model,
+            each.workload,
+            each.engine,
+            each.format,
+            each.record,
+        ),
+    )
 
 
 def _result(name: str, record: Record, workload: str, variant: str) -> Result:
-    row, parsed, machine = record["summary"][workload][variant], Variant.parse(variant), machine_of(record)
+    row, parsed, machine = (
+        record["summary"][workload][variant],
+        Variant.parse(variant),
+        machine_of(record),
+    )
     value, unit, share = _value(row)
     if not record["measurements"] or "limits" not in record["measurements"][0]:
         share = ""  # older records held medians against the best of bursts
@@ -72,7 +98,8 @@ def _result(name: str, record: Record, workload: str, variant: str) -> Result:
 
 
 def _value(row: Mapping[str, float]) -> tuple[str, str, str]:
-    """Return what is measured of a workload: time per token of one request, seconds of one prompt, else throughput."""
+    """Return what is measured of a workload: time per token of one request, seconds of one prompt,
+    else throughput."""
     if "token_s" in row:
         return f"{1e3 * row['token_s']:.1f}", "ms/token", f"{row['token_bandwidth_share']:.2f}"
     if "ttft_s" in row:
@@ -81,16 +108,21 @@ def _value(row: Mapping[str, float]) -> tuple[str, str, str]:
 
 
 def command_of(record: Record) -> str:
-    """Return the command that repeats a record; peers are installed as benchmarks/README.md says."""
+    """Return the command that repeats a record;
+    peers are installed as benchmarks/README.md says."""
     rounds = 1 + max((each["round"] for each in record["measurements"]), default=0)
     variants = ",".join(record["variants"])
     resident = "" if "transformers" in variants else "--resident "
     what = f"--model models/{record['model']} --workloads {','.join(record['workloads'])}"
-    compare = f"python -m benchmarks.compare {resident}{what} --rounds {rounds} --variants {variants} $peers"
+    compare = (
+        f"python -m benchmarks.compare {resident}{what} --rounds {rounds} --variants {variants} "
+        "$peers"
+    )
     return machine_of(record).wrapper + compare
 
 
-# -- files ---------------------------------------------------------------------------------------------------------------
+# -- files
+# --------------------------------------------------------------------------------------------------
 
 
 def read_table(path: Path = TABLE) -> list[Result]:
@@ -98,7 +130,9 @@ def read_table(path: Path = TABLE) -> list[Result]:
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.reader(file))
     if tuple(rows[0]) != Result._fields or any(len(row) != len(Result._fields) for row in rows):
-        raise ValueError(f"{path} does not have the columns {', '.join(Result._fields)} in every row")
+        raise ValueError(
+            f"{path} does not have the columns {', '.join(Result._fields)} in every row"
+        )
     return [Result(*row) for row in rows[1:]]
 
 
@@ -124,14 +158,36 @@ def generate() -> Iterator[tuple[Path, str]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Make the files, or check them."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], prog="python -m benchmarks.results")
-    parser.add_argument("--add", nargs="+", type=Path, default=[], metavar="RECORD", help="JSON files of benchmarks.compare")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a file is not up to date")
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n")[0], prog="python -m benchmarks.results"
+    )
+    parser.add_argument(
+        "--add",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="RECORD",
+        help="JSON files of benchmarks.compare",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; exit code 1 if a file is not up to date",
+    )
     args = parser.parse_args(argv)
     if args.add:
         added = [json.loads(path.read_text()) for path in args.add]
-        write_archive({**(read_archive() if ARCHIVE.exists() else {}), **{name_of(each): each for each in added}})
-    stale = [(path, text) for path, text in generate() if not path.exists() or path.read_text(encoding="utf-8") != text]
+        write_archive(
+            {
+                **(read_archive() if ARCHIVE.exists() else {}),
+                **{name_of(each): each for each in added},
+            }
+        )
+    stale = [
+        (path, text)
+        for path, text in generate()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
     for path, text in stale:
         print(f"{path.relative_to(ROOT)} {'is not up to date' if args.check else 'written'}")
         if not args.check:

@@ -1,4 +1,5 @@
-"""The generated part of docs/benchmarks/README.md: tables of present results, and the runs that they are from.
+"""The generated part of docs/benchmarks/README.md: tables of present results, and the runs that
+they are from.
 
 Owns wording and layout alone: figures, and the choice of them, are `benchmarks.results`'.
 """
@@ -15,17 +16,31 @@ BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 def render_page(results: Sequence[Result]) -> str:
     """Return the generated Markdown, from results in the table's order."""
     compared = [each for each in results if each.record]
-    runs = {name: number for number, name in enumerate(sorted({each.record for each in compared}), 1)}
+    runs = {
+        name: number for number, name in enumerate(sorted({each.record for each in compared}), 1)
+    }
     lines: list[str] = []
     for machine in sorted({each.machine for each in compared}, key=_order):
-        lines += ["", f"### {machine}", "", *_machine_table([each for each in compared if each.machine == machine], runs)]
-    lines += ["", "### Other figures", "", *_other_table([each for each in results if not each.record])]
+        lines += [
+            "",
+            f"### {machine}",
+            "",
+            *_machine_table([each for each in compared if each.machine == machine], runs),
+        ]
+    lines += [
+        "",
+        "### Other figures",
+        "",
+        *_other_table([each for each in results if not each.record]),
+    ]
     lines += ["", "### Runs", "", *_runs_table(compared, runs)]
     return "\n".join(lines[1:]) + "\n"
 
 
 def _order(machine: str) -> int:
-    return next((rank for rank, part in enumerate(("AVX-512 only", "AMX", "Cascade")) if part in machine), 9)
+    return next(
+        (rank for rank, part in enumerate(("AVX-512 only", "AMX", "Cascade")) if part in machine), 9
+    )
 
 
 def _machine_table(results: Sequence[Result], runs: dict[str, int]) -> list[str]:
@@ -35,17 +50,21 @@ def _machine_table(results: Sequence[Result], runs: dict[str, int]) -> list[str]
         shown.add((mine.model, mine.workload, mine.format))
         cells = [
             mine.model, WORKLOADS[mine.workload], label_of(mine), _measured(mine), _share(mine),
-            label_of(theirs), _measured(theirs), f"{factor(mine, theirs):.2f}x", mine.rounds, str(runs[mine.record]),
+            label_of(theirs), _measured(theirs), f"{factor(mine, theirs):.2f}x", mine.rounds,
+            str(runs[mine.record]),
         ]  # fmt: skip
         rows.append((_sort_key(mine, theirs.engine), f"| {' | '.join(cells)} |"))
     for each in results:
         if each.engine == "quire" and (each.model, each.workload, each.format) not in shown:
             cells = [
-                each.model, WORKLOADS[each.workload], label_of(each), _measured(each), _share(each), "", "", "",
-                each.rounds, str(runs[each.record]),
+                each.model, WORKLOADS[each.workload], label_of(each), _measured(each), _share(each),
+                "", "", "", each.rounds, str(runs[each.record]),
             ]  # fmt: skip
             rows.append((_sort_key(each, ""), f"| {' | '.join(cells)} |"))
-    head = "| model | workload | Quire | measured | of the limit | beside | measured | Quire is faster by | rounds | run |"
+    head = (
+        "| model | workload | Quire | measured | of the limit | beside | measured | Quire is "
+        "faster by | rounds | run |"
+    )
     return [head, "|---|---|---|---|---|---|---|---|---|---|", *(line for _, line in sorted(rows))]
 
 
@@ -65,11 +84,15 @@ def _share(result: Result) -> str:
 
 
 def _other_table(results: Sequence[Result]) -> list[str]:
-    lines = ["| what | engine | value | model | machine | date, commit | command |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| what | engine | value | model | machine | date, commit | command |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for each in results:
         where = f"{each.date}, {each.commit}"
         lines.append(
-            f"| {each.workload} | {ENGINES[each.engine]} {each.format} | {each.value} {each.unit} | {each.model} "
+            f"| {each.workload} | {ENGINES[each.engine]} {each.format} | {each.value} "
+            f"{each.unit} | {each.model} "
             f"| {each.machine} | {where} | `{each.command}` |"
         )
     return lines

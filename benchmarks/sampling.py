@@ -1,9 +1,10 @@
-"""Sampling alone: milliseconds a step for 64 rows of a vocabulary of 151,936, beside one read of the logits.
+"""Sampling alone: milliseconds a step for 64 rows of a vocabulary of 151,936, beside one read of
+the logits.
 
     python -m benchmarks.sampling [--rows 64] [--vocab 151936] [--threads 2]
 
-Logits are normally distributed with a standard deviation of 3. What is timed is `Sampler.sample`, so everything between the
-head's product and the tokens; its parts are the kernels' own.
+Logits are normally distributed with a standard deviation of 3. What is timed is `Sampler.sample`,
+so everything between the head's product and the tokens; its parts are the kernels' own.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ CASES = {
     "top_p 0.9": RowSampling(temperature=1.0, top_p=0.9),
     "top_k 40": RowSampling(temperature=1.0, top_k=40),
     "min_p 0.05": RowSampling(temperature=1.0, min_p=0.05),
-    "all penalties": RowSampling(temperature=1.0, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.5),
+    "all penalties": RowSampling(
+        temperature=1.0, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.5
+    ),
     "logprobs 5": RowSampling(temperature=1.0, num_logprobs=5),
 }
 

@@ -1,7 +1,8 @@
-"""Servers as processes, for the harnesses that load them: Quire or vLLM, started, awaited, watched and ended.
+"""Servers as processes, for the harnesses that load them: Quire or vLLM, started, awaited, watched
+and ended.
 
-A server is known by its URL and by the process that answers HTTP, whose processor time and memory can be told from those of the
-engine's processes below it. Owns no clients.
+A server is known by its URL and by the process that answers HTTP, whose processor time and memory
+can be told from those of the engine's processes below it. Owns no clients.
 """
 
 from __future__ import annotations
@@ -50,20 +51,38 @@ class Launch:
         """The whole command line."""
         if self.engine == "quire":
             threads = ["--num-threads", str(self.num_threads)]
-            return [self.program, "-m", "quire", "serve", self.model, "--port", str(port), *threads, *self.options]
+            return [
+                self.program,
+                "-m",
+                "quire",
+                "serve",
+                self.model,
+                "--port",
+                str(port),
+                *threads,
+                *self.options,
+            ]
         quiet = ["--disable-uvicorn-access-log", "--served-model-name", "m", "--host", "127.0.0.1"]
         return [
-            self.program, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model, "--port", str(port),
-            *quiet, *self.options,
+            self.program, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model,
+            "--port", str(port), *quiet, *self.options,
         ]  # fmt: skip
 
     def environment(self) -> dict[str, str]:
         """With the settings that vLLM recommends on CPUs."""
-        env = dict(os.environ, OMP_NUM_THREADS=str(self.num_threads), HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+        env = dict(
+            os.environ,
+            OMP_NUM_THREADS=str(self.num_threads),
+            HF_HUB_OFFLINE="1",
+            TOKENIZERS_PARALLELISM="false",
+        )
         if self.preload:
             env["LD_PRELOAD"] = self.preload
         if self.engine == "vllm":
-            env |= {"VLLM_CPU_OMP_THREADS_BIND": f"0-{self.num_threads - 1}", "VLLM_LOGGING_LEVEL": "WARNING"}
+            env |= {
+                "VLLM_CPU_OMP_THREADS_BIND": f"0-{self.num_threads - 1}",
+                "VLLM_LOGGING_LEVEL": "WARNING",
+            }
             env |= {"VLLM_NO_USAGE_STATS": "1"}
         return env
 
@@ -93,11 +112,14 @@ class Server:
 
 @contextmanager
 def running(launch: Launch) -> Iterator[Server]:
-    """Start, wait until it is ready, and end it however the block is left. RuntimeError with its last words if it fails."""
+    """Start, wait until it is ready, and end it however the block is left.
+    RuntimeError with its last words if it fails."""
     port, began_s = free_port(), time.monotonic()
     with tempfile.TemporaryFile() as log:
         command = launch.command(port)
-        process = subprocess.Popen(command, env=launch.environment(), stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=launch.environment(), stdout=log, stderr=log, start_new_session=True
+        )
         try:
             url = f"http://127.0.0.1:{port}"
             ready = f"{url}/readyz" if launch.engine == "quire" else f"{url}/health"
@@ -105,7 +127,10 @@ def running(launch: Launch) -> Iterator[Server]:
                 if process.poll() is not None or time.monotonic() - began_s > READY_S:
                     log.seek(0)
                     text = log.read()[-3000:].decode(errors="replace")
-                    raise RuntimeError(f"{launch.engine} did not become ready (exit code {process.poll()}):\n{text}")
+                    raise RuntimeError(
+                        f"{launch.engine} did not become ready (exit code "
+                        f"{process.poll()}):\n{text}"
+                    )
                 time.sleep(0.1)
             yield Server(url, process, time.monotonic() - began_s)
         finally:
@@ -168,7 +193,9 @@ def cpu_s(pid: int) -> float:
 
 def rss_bytes(pid: int) -> int:
     """Memory that a process holds now, without pages of files (which are the kernel's to take)."""
-    found = re.search(r"^RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    found = re.search(
+        r"^RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE
+    )
     return int(found[1]) << 10 if found is not None else 0
 
 
@@ -183,8 +210,11 @@ def num_threads(pid: int) -> int:
 
 
 def histogram_percentile(text: str, name: str, share: float) -> float:
-    """A percentile of a Prometheus histogram, between the bounds of its bucket; infinite beyond the last."""
-    rows = re.findall(rf'^{re.escape(name)}_bucket{{[^}}]*le="([^"]+)"[^}}]*}} ([0-9.e+]+)$', text, re.MULTILINE)
+    """A percentile of a Prometheus histogram, between the bounds of its bucket;
+    infinite beyond the last."""
+    rows = re.findall(
+        rf'^{re.escape(name)}_bucket{{[^}}]*le="([^"]+)"[^}}]*}} ([0-9.e+]+)$', text, re.MULTILINE
+    )
     bounds = [(float(bound), float(count)) for bound, count in rows]
     wanted = share * bounds[-1][1]
     below, num_below = 0.0, 0.0
@@ -207,24 +237,40 @@ def metric(text: str, name: str) -> float:
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
     """--engine, --model and what belongs to them."""
-    parser.add_argument("--engine", choices=("quire", "vllm"), default="quire", help="(default: quire)")
+    parser.add_argument(
+        "--engine", choices=("quire", "vllm"), default="quire", help="(default: quire)"
+    )
     parser.add_argument("--model", default="quire-storyteller", help="(default: quire-storyteller)")
-    parser.add_argument("--program", default=sys.executable, help="the Python that has the engine (default: this one)")
+    parser.add_argument(
+        "--program",
+        default=sys.executable,
+        help="the Python that has the engine (default: this one)",
+    )
     parser.add_argument("--preload", default="", help="LD_PRELOAD of the server")
     parser.add_argument("--threads", type=int, default=2, help="(default: 2)")
     parser.add_argument(
-        "--option", action="append", default=[], metavar="TEXT", help="of the server's command line (repeatable)"
+        "--option",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="of the server's command line (repeatable)",
     )
 
 
 def launch_of(args: argparse.Namespace, *options: str) -> Launch:
     """What the options ask for; `options` come first."""
-    return Launch(args.engine, args.model, (*options, *args.option), args.program, args.preload, args.threads)
+    return Launch(
+        args.engine, args.model, (*options, *args.option), args.program, args.preload, args.threads
+    )
 
 
 def report(figures: dict[str, Any], lines: Sequence[str], path: Path | None) -> None:
-    """Print a measurement, and write it to `path` with the machine and versions that it was made on."""
+    """Print a measurement, and write it to `path` with the machine and
+    versions that it was made on."""
     print("\n".join(lines))
-    figures |= {"machine": records.describe_machine(Machine.inspect()), "versions": records.describe_versions()}
+    figures |= {
+        "machine": records.describe_machine(Machine.inspect()),
+        "versions": records.describe_versions(),
+    }
     if path is not None:
         path.write_text(json.dumps(figures, indent=1) + "\n")

@@ -1,8 +1,10 @@
-"""Workload W6 on several servers in turns: `python -m benchmarks.serving_compare --model models/M2 --vllm PYTHON`.
+"""Workload W6 on several servers in turns: `python -m benchmarks.serving_compare --model models/M2
+--vllm PYTHON`.
 
-32 clients at once, two requests each back to back, 128 tokens in and 64 out. Each server is started and warmed up, and then
-stays, idle, while the others have their turn; who begins changes with the round, and medians are compared. Both sides are asked
-the same token ids by the same clients, and watched in the same way: the processor time of everything they started.
+32 clients at once, two requests each back to back, 128 tokens in and 64 out. Each server is started
+and warmed up, and then stays, idle, while the others have their turn; who begins changes with the
+round, and medians are compared. Both sides are asked the same token ids by the same clients, and
+watched in the same way: the processor time of everything they started.
 """
 
 from __future__ import annotations
@@ -45,7 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         servers: dict[str, Server] = {}
         for name, launch in launches(args).items():
             servers[name] = stack.enter_context(running(launch))
-            record["servers"][name] = {"ready_s": servers[name].ready_s, "options": list(launch.options)}
+            record["servers"][name] = {
+                "ready_s": servers[name].ready_s,
+                "options": list(launch.options),
+            }
             run_clients(_target(servers[name], name), _WARM_UP.requests(0, vocab_size), 4)
             print(f"{name}: ready after {servers[name].ready_s:.1f} s", file=sys.stderr, flush=True)
         for number in range(args.rounds):
@@ -54,7 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name in names[turn:] + names[:turn]:
                 seen = measure(servers[name], name, (number, vocab_size, args))
                 record["measurements"].append({"server": name, "round": number, **seen})
-                print(f"round {number + 1} {name}: {seen['output_tokens_per_s']:.1f} tokens/s", file=sys.stderr, flush=True)
+                print(
+                    f"round {number + 1} {name}: {seen['output_tokens_per_s']:.1f} tokens/s",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 if args.json is not None:
                     args.json.write_text(json.dumps(record, indent=1) + "\n")
     print("\n".join(render(record)))
@@ -63,15 +72,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], prog="python -m benchmarks.serving_compare")
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n\n")[0], prog="python -m benchmarks.serving_compare"
+    )
     parser.add_argument("--model", required=True, help="folder in Hugging Face format")
-    parser.add_argument("--vllm", metavar="PROGRAM", help="the Python that has vLLM; without it, Quire alone")
+    parser.add_argument(
+        "--vllm", metavar="PROGRAM", help="the Python that has vLLM; without it, Quire alone"
+    )
     parser.add_argument("--preload", default="", help="LD_PRELOAD of vLLM")
     parser.add_argument(
-        "--forms", default="bfloat16", help="Quire's, comma-separated: bfloat16, int8, int4 (default: bfloat16)"
+        "--forms",
+        default="bfloat16",
+        help="Quire's, comma-separated: bfloat16, int8, int4 (default: bfloat16)",
     )
     parser.add_argument(
-        "--vllm-option", action="append", default=[], metavar="TEXT", help="of vLLM's command line (repeatable)"
+        "--vllm-option",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="of vLLM's command line (repeatable)",
     )
     parser.add_argument("--kv-cache-memory", default="2GiB", help="of Quire (default: 2GiB)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: 3)")
@@ -91,8 +110,17 @@ def launches(args: argparse.Namespace) -> dict[str, Launch]:
         own = (*limits, "--kv-cache-memory", args.kv_cache_memory, *chosen)
         found[f"quire:{form}"] = Launch("quire", args.model, own, num_threads=args.threads)
     if args.vllm is not None:
-        own = (*limits, "--kv-cache-memory-bytes", str(2 << 30), "--dtype", "bfloat16", *args.vllm_option)
-        found["vllm:bfloat16"] = Launch("vllm", args.model, own, args.vllm, args.preload, args.threads)
+        own = (
+            *limits,
+            "--kv-cache-memory-bytes",
+            str(2 << 30),
+            "--dtype",
+            "bfloat16",
+            *args.vllm_option,
+        )
+        found["vllm:bfloat16"] = Launch(
+            "vllm", args.model, own, args.vllm, args.preload, args.threads
+        )
     return found
 
 
@@ -101,7 +129,9 @@ def _target(server: Server, name: str) -> Target:
     return Target(server.url, "m" if name.startswith("vllm") else "")
 
 
-def measure(server: Server, name: str, which: tuple[int, int, argparse.Namespace]) -> dict[str, Any]:
+def measure(
+    server: Server, name: str, which: tuple[int, int, argparse.Namespace]
+) -> dict[str, Any]:
     """One run of the workload."""
     number, vocab_size, args = which
     requests = WORKLOADS["W6"].requests(number, vocab_size)[: args.first_requests]
@@ -122,7 +152,10 @@ def _tree_cpu_s(server: Server) -> float:
 def render(record: dict[str, Any]) -> list[str]:
     """A table of medians."""
     lines = [
-        "| server | output tokens/s (median, range) | first token s p50 / p99 | between tokens ms p50 / p99 | ready s |",
+        (
+            "| server | output tokens/s (median, range) | first token s p50 / p99 | between "
+            "tokens ms p50 / p99 | ready s |"
+        ),
         "|---|---|---|---|---|",
     ]
     for name, server in record["servers"].items():
@@ -135,7 +168,8 @@ def render(record: dict[str, Any]) -> list[str]:
         lines.append(
             f"| {name} | {statistics.median(rates):.1f} ({min(rates):.1f} to {max(rates):.1f}) "
             f"| {middle('ttft_s', 'p50'):.2f} / {middle('ttft_s', 'p99'):.2f} "
-            f"| {1e3 * middle('itl_s', 'p50'):.0f} / {1e3 * middle('itl_s', 'p99'):.0f} | {server['ready_s']:.1f} |"
+            f"| {1e3 * middle('itl_s', 'p50'):.0f} / {1e3 * middle('itl_s', 'p99'):.0f} | "
+            f"{server['ready_s']:.1f} |"
         )
     return lines
 

@@ -1,12 +1,15 @@
-"""Hours of mixed requests in minutes: whether anything grows that should not, and whether everything is given back at the end.
+"""Hours of mixed requests in minutes: whether anything grows that should not, and whether
+everything is given back at the end.
 
     make soak MINUTES=60
     python -m benchmarks.soak --minutes 3
 
-Clients of all kinds at once, from one seed: streams and whole answers, chats and completions, several sequences, stop strings,
-log-probabilities, shared prefixes, prompts that are too long, bodies that are wrong, and clients that leave while they wait,
-before the first token or in the middle of an answer. Processes are looked at all along. After a warm-up, the memory's slope
-must be flat; once the clients have gone, files, threads and tasks must be back where they were, and every KV block free.
+Clients of all kinds at once, from one seed: streams and whole answers, chats and completions,
+several sequences, stop strings, log-probabilities, shared prefixes, prompts that are too long,
+bodies that are wrong, and clients that leave while they wait, before the first token or in the
+middle of an answer. Processes are looked at all along. After a warm-up, the memory's slope must be
+flat; once the clients have gone, files, threads and tasks must be back where they were, and every
+KV block free.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ GROWTH_BYTES_PER_HOUR = 48 << 20
 GROWTH_SHARE_PER_HOUR = 0.05
 """Of what the process holds; the larger of the two is the steepest slope that passes."""
 LEAST_GROWTH_BYTES = 4 << 20
-"""That counts: a run of minutes must not be judged by the allocator's last pages (2 MiB were seen in 3 minutes)."""
+"""That counts: a run of minutes must not be judged by the allocator's last pages (2
+MiB were seen in 3 minutes)."""
 _SAMPLE_S = 1.0
 _REST_S = 60.0
 _EXPECTED = {"200", "400", "413", "429", "left"}
@@ -101,15 +105,30 @@ class Clients:
 
     def _patience_s(self) -> float:
         """Most wait; some leave at once, or in the middle."""
-        return self._rng.choice((120.0, 120.0, 120.0, self._rng.uniform(0.0, 0.05), self._rng.uniform(0.05, 2.0)))
+        return self._rng.choice(
+            (120.0, 120.0, 120.0, self._rng.uniform(0.0, 0.05), self._rng.uniform(0.05, 2.0))
+        )
 
     def _request(self) -> HttpRequest:
         rng = self._rng
         path, body = rng.choice((self._completion, self._chat))()
-        body |= {"max_tokens": rng.randint(1, 80), "stream": rng.random() < 0.7, "seed": rng.randint(0, 99)}
-        body |= rng.choice(({"temperature": 0}, {"temperature": 1.0, "top_p": 0.9}, {"n": 2}, {"stop": ["the", "and so"]}))
+        body |= {
+            "max_tokens": rng.randint(1, 80),
+            "stream": rng.random() < 0.7,
+            "seed": rng.randint(0, 99),
+        }
+        body |= rng.choice(
+            (
+                {"temperature": 0},
+                {"temperature": 1.0, "top_p": 0.9},
+                {"n": 2},
+                {"stop": ["the", "and so"]},
+            )
+        )
         if rng.random() < 0.05:
-            body |= rng.choice(({"max_tokens": -1}, {"temperature": "hot"}, {"model": 7}, {"max_tokens": 100_000}))
+            body |= rng.choice(
+                ({"max_tokens": -1}, {"temperature": "hot"}, {"model": 7}, {"max_tokens": 100_000})
+            )
         data = json.dumps(body).encode()
         if rng.random() < 0.02:
             data = data[: len(data) // 2]
@@ -119,13 +138,21 @@ class Clients:
         rng = self._rng
         length = rng.choice((4, 30, 100, 2000))
         tokens = [*(self._prefix if rng.random() < 0.5 else ()), *self._writer.draw(rng, length)]
-        return "/v1/completions", {"prompt": self._writer.prompt(tokens), "logprobs": rng.choice((None, None, 3))}
+        return "/v1/completions", {
+            "prompt": self._writer.prompt(tokens),
+            "logprobs": rng.choice((None, None, 3)),
+        }
 
     def _chat(self) -> tuple[str, dict[str, Any]]:
         rng = self._rng
         turns = rng.choice((1, 1, 3))
-        texts = [self._writer.prompt(self._writer.draw(rng, rng.randint(3, 30))) for _ in range(turns)]
-        messages = [{"role": "user" if place % 2 == 0 else "assistant", "content": text} for place, text in enumerate(texts)]
+        texts = [
+            self._writer.prompt(self._writer.draw(rng, rng.randint(3, 30))) for _ in range(turns)
+        ]
+        messages = [
+            {"role": "user" if place % 2 == 0 else "assistant", "content": text}
+            for place, text in enumerate(texts)
+        ]
         return "/v1/chat/completions", {"messages": messages, "logprobs": rng.random() < 0.2}
 
 
@@ -138,7 +165,8 @@ def sample(server: Server, began_s: float) -> Sample:
 
 
 def slope(samples: Sequence[Sample], name: str) -> float:
-    """Bytes an hour, by the line through the medians of ten parts: single pages and peaks do not count."""
+    """Bytes an hour, by the line through the medians of ten parts:
+    single pages and peaks do not count."""
     size = max(1, len(samples) // 10)
     parts = [samples[start : start + size] for start in range(0, len(samples), size)]
     times = [statistics.median(each.at_s for each in part) for part in parts]
@@ -189,7 +217,9 @@ async def _rest(server: Server, before: Sample) -> str:
     until_s = time.monotonic() + _REST_S
     while True:
         text = server.metrics()
-        is_idle = not metric(text, "quire:num_requests_in_flight") and not metric(text, "quire:kv_cache_usage_perc")
+        is_idle = not metric(text, "quire:num_requests_in_flight") and not metric(
+            text, "quire:kv_cache_usage_perc"
+        )
         if (is_idle and num_fds(server.pid) <= before.num_fds) or time.monotonic() > until_s:
             return text
         await asyncio.sleep(0.5)
@@ -197,7 +227,11 @@ async def _rest(server: Server, before: Sample) -> str:
 
 def _tell(last: Sample, clients: Clients) -> None:
     sizes = f"{last.api_bytes / 2**20:.0f} + {last.engine_bytes / 2**20:.0f} MiB"
-    print(f"{last.at_s / 60:.0f} min: {sum(clients.outcomes.values())} requests, {sizes}", file=sys.stderr, flush=True)
+    print(
+        f"{last.at_s / 60:.0f} min: {sum(clients.outcomes.values())} requests, {sizes}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def broken_promises(figures: dict[str, Any]) -> list[str]:
@@ -211,17 +245,27 @@ def broken_promises(figures: dict[str, Any]) -> list[str]:
             found.append(f"the {name} process grows by {rate / 2**20:.0f} MiB an hour")
     before, after = figures["before"], figures["after"]
     for name in ("num_fds", "num_threads"):
-        if after[name] > before[name] + (4 if name == "num_threads" else 0):  # pools of threads start when first used
+        # pools of threads start when first used
+        if after[name] > before[name] + (4 if name == "num_threads" else 0):
             found.append(f"{name} is {after[name]}, and was {before[name]}")
     if figures["tasks"]["after"] > figures["tasks"]["before"]:
-        found.append(f"{figures['tasks']['after']:.0f} tasks are left; there were {figures['tasks']['before']:.0f}")
+        found.append(
+            f"{figures['tasks']['after']:.0f} tasks are left; there were "
+            f"{figures['tasks']['before']:.0f}"
+        )
     if figures["kv_usage"] or figures["num_in_flight"]:
         found.append(
-            f"{figures['kv_usage']:.1%} of the blocks and {figures['num_in_flight']:.0f} requests were never given back"
+            f"{figures['kv_usage']:.1%} of the blocks and {figures['num_in_flight']:.0f} "
+            "requests were never given back"
         )
-    unexpected = {kind: count for kind, count in figures["outcomes"].items() if kind not in _EXPECTED}
+    unexpected = {
+        kind: count for kind, count in figures["outcomes"].items() if kind not in _EXPECTED
+    }
     if unexpected or figures["num_engine_restarts"]:
-        found.append(f"requests ended otherwise than they may: {unexpected}; {figures['num_engine_restarts']:.0f} restarts")
+        found.append(
+            f"requests ended otherwise than they may: {unexpected}; "
+            f"{figures['num_engine_restarts']:.0f} restarts"
+        )
     return found
 
 
@@ -229,29 +273,36 @@ def render(figures: dict[str, Any]) -> list[str]:
     """For people."""
     before, last, after = figures["before"], figures["last"], figures["after"]
     return [
-        f"{figures['num_requests']:,} requests in {figures['minutes']:g} min: {figures['outcomes']}; "
+        f"{figures['num_requests']:,} requests in {figures['minutes']:g} min: "
+        f"{figures['outcomes']}; "
         f"{figures['num_preemptions']:.0f} preemptions",
         *(
-            f"{name:<12} {before[f'{key}_bytes'] / 2**20:.0f} MiB at first, {last[f'{key}_bytes'] / 2**20:.0f} at last, "
+            f"{name:<12} {before[f'{key}_bytes'] / 2**20:.0f} MiB at first, "
+            f"{last[f'{key}_bytes'] / 2**20:.0f} at last, "
             f"{figures[f'{key}_bytes_per_hour'] / 2**20:+.1f} an hour after the warm-up"
             for name, key in (("HTTP process", "api"), ("engine", "engine"))
         ),
-        f"given back   files {before['num_fds']} / {last['num_fds']} / {after['num_fds']} before, at last, after; threads "
-        f"{before['num_threads']} / {last['num_threads']} / {after['num_threads']}; tasks {figures['tasks']['before']:.0f} / "
+        f"given back   files {before['num_fds']} / {last['num_fds']} / {after['num_fds']} "
+        "before, at last, after; threads "
+        f"{before['num_threads']} / {last['num_threads']} / {after['num_threads']}; tasks "
+        f"{figures['tasks']['before']:.0f} / "
         f"{figures['tasks']['after']:.0f}; blocks in use {figures['kv_usage']:.1%}",
     ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Soak, judge, print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], prog="python -m benchmarks.soak")
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n\n")[0], prog="python -m benchmarks.soak"
+    )
     add_server_options(parser)
     parser.add_argument("--minutes", type=float, default=60.0, help="(default: 60)")
     parser.add_argument("--clients", type=int, default=48, help="at once (default: 48)")
     parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
     parser.add_argument("--json", type=Path, help="write the figures to a file")
     args = parser.parse_args(argv)
-    # Few seats, little cache and a short queue, so that waiting, eviction, preemption and refusal all happen.
+    # Few seats, little cache and a short queue, so that waiting, eviction, preemption and refusal
+    # all happen.
     own = ["--max-num-seqs", "32", "--kv-cache-memory", "12MiB", "--max-queued-requests", "24"]
     with running(launch_of(args, *own)) as server:
         figures = asyncio.run(measure(server, args))

@@ -1,11 +1,14 @@
-"""Hundreds of streams at once: what a token costs the process that answers HTTP, and how long its event loop is held up.
+"""Hundreds of streams at once: what a token costs the process that answers HTTP, and how long its
+event loop is held up.
 
     python -m benchmarks.streams --streams 200
-    python -m benchmarks.streams --engine vllm --program venvs/vllm/bin/python --model ./folder --vocab-size 4096
+    python -m benchmarks.streams --engine vllm --program venvs/vllm/bin/python --model ./folder
+    --vocab-size 4096
 
-All streams begin together on an idle server (the worst moment: every prompt at once), for several rounds. The processor time
-is that of the HTTP process alone, whose engine has a process of its own in both; Quire's lag is what its metric
-`quire:event_loop_lag_seconds` counted inside of it; the delay of a small request, sent ten times a second, is seen for both.
+All streams begin together on an idle server (the worst moment: every prompt at once), for several
+rounds. The processor time is that of the HTTP process alone, whose engine has a process of its own
+in both; Quire's lag is what its metric `quire:event_loop_lag_seconds` counted inside of it; the
+delay of a small request, sent ten times a second, is seen for both.
 """
 
 from __future__ import annotations
@@ -19,7 +22,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.servers import Server, add_server_options, histogram_percentile, launch_of, metric, report, running
+from benchmarks.servers import (
+    Server,
+    add_server_options,
+    histogram_percentile,
+    launch_of,
+    metric,
+    report,
+    running,
+)
 from quire.bench.serving.dataset import PromptWriter, Sizes, random_dataset
 from quire.bench.serving.load import LoadOptions
 from quire.bench.serving.runner import ServeOptions, measure_server
@@ -32,7 +43,11 @@ _PING_INTERVAL_S = 0.1
 
 async def measure(server: Server, args: argparse.Namespace) -> dict[str, Any]:
     """All rounds together: one record of `quire bench serve`, and the process's figures."""
-    sizes = Sizes(args.streams * args.rounds, (args.input_len, args.input_len), (args.output_len, args.output_len))
+    sizes = Sizes(
+        args.streams * args.rounds,
+        (args.input_len, args.input_len),
+        (args.output_len, args.output_len),
+    )
     dataset = random_dataset(sizes, PromptWriter(args.vocab_size), 0)
     load = LoadOptions(max_concurrency=args.streams)
     body = {"stream_options": None} if args.no_usage else {}
@@ -46,7 +61,9 @@ async def measure(server: Server, args: argparse.Namespace) -> dict[str, Any]:
     delays_s = await pings
     result = seen["result"]
     if result["num_ok"] != result["num_requests"]:
-        raise RuntimeError(f"not every stream was answered: {result['statuses']} {result['errors']}")
+        raise RuntimeError(
+            f"not every stream was answered: {result['statuses']} {result['errors']}"
+        )
     figures: dict[str, Any] = {
         "api_cpu_us_per_token": 1e6 * cpu_s / result["num_output_tokens"],
         "api_cpu_share": cpu_s / wall_s,
@@ -63,9 +80,13 @@ async def measure(server: Server, args: argparse.Namespace) -> dict[str, Any]:
 
 def _difference(before: str, after: str) -> str:
     """The buckets of the lag's histogram, less what was there before."""
-    earlier = dict(line.rsplit(" ", 1) for line in before.splitlines() if line.startswith(f"{LAG}_bucket"))
+    earlier = dict(
+        line.rsplit(" ", 1) for line in before.splitlines() if line.startswith(f"{LAG}_bucket")
+    )
     lines = [line.rsplit(" ", 1) for line in after.splitlines() if line.startswith(f"{LAG}_bucket")]
-    return "\n".join(f"{name} {float(count) - float(earlier.get(name, 0))}" for name, count in lines)
+    return "\n".join(
+        f"{name} {float(count) - float(earlier.get(name, 0))}" for name, count in lines
+    )
 
 
 async def _ping(server: Server, engine: str) -> list[float]:
@@ -76,7 +97,9 @@ async def _ping(server: Server, engine: str) -> list[float]:
             while True:
                 began_s = time.perf_counter()
                 with contextlib.suppress(HttpError):
-                    await client.request(HttpRequest("GET", "/livez" if engine == "quire" else "/version"))
+                    await client.request(
+                        HttpRequest("GET", "/livez" if engine == "quire" else "/version")
+                    )
                 delays.append(time.perf_counter() - began_s)
                 await asyncio.sleep(_PING_INTERVAL_S)
     return delays
@@ -87,7 +110,8 @@ def render(figures: dict[str, Any]) -> list[str]:
     result, ping = figures["result"], figures["ping_s"]
     first = result["ttft_s"]
     lines = [
-        f"{result['num_output_tokens']:,} tokens, {result['output_tokens_per_s']:,.0f}/s, at most {result['peak_concurrency']} "
+        f"{result['num_output_tokens']:,} tokens, {result['output_tokens_per_s']:,.0f}/s, at "
+        f"most {result['peak_concurrency']} "
         f"at once; first token {1e3 * first['p50']:.0f} ms median, {1e3 * first['p99']:.0f} p99",
         f"HTTP process {figures['api_cpu_us_per_token']:.0f} us of processor time a token, "
         f"{figures['api_cpu_share']:.0%} of a core",
@@ -96,7 +120,8 @@ def render(figures: dict[str, Any]) -> list[str]:
     ]
     if "lag_p99_s" in figures:
         lines.append(
-            f"event loop   {1e3 * figures['lag_p50_s']:.2f} ms late in the median, {1e3 * figures['lag_p99_s']:.1f} ms p99 "
+            f"event loop   {1e3 * figures['lag_p50_s']:.2f} ms late in the median, "
+            f"{1e3 * figures['lag_p99_s']:.1f} ms p99 "
             f"({figures['num_lags']:.0f} looks)"
         )
     return lines
@@ -104,10 +129,14 @@ def render(figures: dict[str, Any]) -> list[str]:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], prog="python -m benchmarks.streams")
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n\n")[0], prog="python -m benchmarks.streams"
+    )
     add_server_options(parser)
     parser.add_argument("--streams", type=int, default=200, help="at once (default: 200)")
-    parser.add_argument("--rounds", type=int, default=3, help="requests of each stream (default: 3)")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="requests of each stream (default: 3)"
+    )
     parser.add_argument("--input-len", type=int, default=64, help="(default: 64)")
     parser.add_argument("--output-len", type=int, default=64, help="(default: 64)")
     parser.add_argument("--vocab-size", type=int, help="send token ids below it instead of words")
@@ -121,10 +150,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     args = parse(argv)
     seats = ["--max-num-seqs", str(args.streams)]
-    own = [*seats, "--kv-cache-memory", "1GiB"] if args.engine == "quire" else [*seats, "--kv-cache-memory-bytes", str(1 << 30)]
+    own = (
+        [*seats, "--kv-cache-memory", "1GiB"]
+        if args.engine == "quire"
+        else [*seats, "--kv-cache-memory-bytes", str(1 << 30)]
+    )
     with running(launch_of(args, *own)) as server:
         figures = asyncio.run(measure(server, args))
-        figures |= {"engine": args.engine, "model": Path(args.model).name, "ready_s": server.ready_s}
+        figures |= {
+            "engine": args.engine,
+            "model": Path(args.model).name,
+            "ready_s": server.ready_s,
+        }
     report(figures, render(figures), args.json)
     return 0
 

@@ -1,9 +1,10 @@
-"""What clients see when the engine is killed under load: 32 streams, `kill -9` at random moments, every answer compared.
+"""What clients see when the engine is killed under load: 32 streams, `kill -9` at random moments,
+every answer compared.
 
     python -m benchmarks.survival --kills 20 --write docs/lab/survival.md
 
-Prints one row per kill: how long the engine was away, and the longest pause that any stream saw. Fails if a single token of any
-stream differs from the stream's undisturbed run.
+Prints one row per kill: how long the engine was away, and the longest pause that any stream saw.
+Fails if a single token of any stream differs from the stream's undisturbed run.
 """
 
 from __future__ import annotations
@@ -57,7 +58,11 @@ async def stream(client: Client, name: str, place: int) -> Seen:
         {"temperature": 1.0},
         {"temperature": 1.0, "top_p": 0.9, "presence_penalty": 0.5},
     ]
-    common: dict[str, Any] = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "output_kind": RequestOutputKind.DELTA}
+    common: dict[str, Any] = {
+        "max_tokens": MAX_TOKENS,
+        "ignore_eos": True,
+        "output_kind": RequestOutputKind.DELTA,
+    }
     params = SamplingParams(seed=place, **common, **kinds[place % 3])
     seen = Seen([], "", [])
     text = ""
@@ -73,7 +78,9 @@ async def stream(client: Client, name: str, place: int) -> Seen:
 
 async def all_streams(client: Client, name: str) -> list[Seen]:
     """All requests together."""
-    return list(await asyncio.gather(*(stream(client, name, place) for place in range(NUM_STREAMS))))
+    return list(
+        await asyncio.gather(*(stream(client, name, place) for place in range(NUM_STREAMS)))
+    )
 
 
 async def kill_some(client: Client, rng: random.Random, num_kills: int, kills: list[Kill]) -> None:
@@ -107,7 +114,8 @@ async def measure(args: argparse.Namespace) -> None:
         for place, (calm, other) in enumerate(zip(undisturbed, disturbed, strict=True)):
             if (calm.token_ids, calm.text) != (other.token_ids, other.text):
                 raise RuntimeError(
-                    f"stream {place} of round {num_rounds} differs from its undisturbed run: {_first(calm, other)}"
+                    f"stream {place} of round {num_rounds} differs from its undisturbed run: "
+                    f"{_first(calm, other)}"
                 )
         streams += disturbed
     await killer
@@ -123,16 +131,25 @@ def table(kills: list[Kill], streams: list[Seen], num_rounds: int) -> list[str]:
     rows = []
     for number, kill in enumerate(kills, start=1):
         pauses = [pause for each in streams if (pause := _pause_over(each, kill)) is not None]
-        worst, median = (f"{max(pauses):.2f}", f"{statistics.median(pauses):.2f}") if pauses else ("-", "-")
-        rows.append(f"| {number} | {kill.ready_s - kill.at_s:.2f} | {len(pauses)} | {worst} | {median} |")
+        worst, median = (
+            (f"{max(pauses):.2f}", f"{statistics.median(pauses):.2f}") if pauses else ("-", "-")
+        )
+        rows.append(
+            f"| {number} | {kill.ready_s - kill.at_s:.2f} | {len(pauses)} | {worst} | {median} |"
+        )
     away = sorted(kill.ready_s - kill.at_s for kill in kills)
     machine = Machine.inspect()
     return [
-        f"{num_rounds} rounds of {NUM_STREAMS} streams, {len(kills)} kills: every stream equal to its undisturbed run. "
-        f"The engine was away for {statistics.median(away):.2f} s in the median, {away[-1]:.2f} s at most ({machine.cpu_name}, "
+        f"{num_rounds} rounds of {NUM_STREAMS} streams, {len(kills)} kills: every stream "
+        "equal to its undisturbed run. "
+        f"The engine was away for {statistics.median(away):.2f} s in the median, "
+        f"{away[-1]:.2f} s at most ({machine.cpu_name}, "
         f"{machine.num_cores} cores, {timestamp()}).",
         "",
-        "| kill | engine away, s | streams under way | longest pause of a stream, s | median pause, s |",
+        (
+            "| kill | engine away, s | streams under way | longest pause of a stream, s | median "
+            "pause, s |"
+        ),
         "|---|---|---|---|---|",
         *rows,
     ]
@@ -153,7 +170,11 @@ def _first(calm: Seen, other: Seen) -> str:
     pairs = enumerate(zip(calm.token_ids, other.token_ids, strict=False))
     where = next((number for number, (first, second) in pairs if first != second), None)
     lengths = f"{len(calm.token_ids)} and {len(other.token_ids)} tokens"
-    return f"{lengths}, " + ("the same as far as both go" if where is None else f"the first that differs is number {where}")
+    return f"{lengths}, " + (
+        "the same as far as both go"
+        if where is None
+        else f"the first that differs is number {where}"
+    )
 
 
 def _pause_over(seen: Seen, kill: Kill) -> float | None:
@@ -166,7 +187,9 @@ def _pause_over(seen: Seen, kill: Kill) -> float | None:
 
 def main() -> None:
     """Read the options and measure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="quire-storyteller")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2)

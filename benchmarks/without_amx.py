@@ -1,10 +1,12 @@
-"""Runs a command as on a processor of the generation before AMX: the kernel refuses every process of it the use of tiles.
+"""Runs a command as on a processor of the generation before AMX: the kernel refuses every process
+of it the use of tiles.
 
     python -m benchmarks.without_amx python -m benchmarks.compare ...
 
-Programs ask the kernel before they use AMX (`arch_prctl`, ARCH_REQ_XCOMP_PERM) and fall back to AVX-512 where it says no: this
-holds for Quire and every peer alike, by the same means, and says nothing of what any of them would choose. Owns a filter of
-system calls (seccomp), which all descendants inherit and none can take off. Linux on x86-64 alone.
+Programs ask the kernel before they use AMX (`arch_prctl`, ARCH_REQ_XCOMP_PERM) and fall back to
+AVX-512 where it says no: this holds for Quire and every peer alike, by the same means, and says
+nothing of what any of them would choose. Owns a filter of system calls (seccomp), which all
+descendants inherit and none can take off. Linux on x86-64 alone.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from quire.errors import QuireError
 _ARCH_PRCTL, _REQUEST_PERMISSION = 158, 0x1023
 _X86_64 = 0xC000003E
 _NR_AT, _ARCH_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
-"""Where the kernel puts a call's number, its architecture and its first argument (`struct seccomp_data`)."""
+"""Where the kernel puts a call's number, its architecture and its first
+argument (`struct seccomp_data`)."""
 _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | 1  # EPERM
 _SET_SECCOMP, _FILTER, _NO_NEW_PRIVILEGES = 22, 2, 38
@@ -31,10 +34,12 @@ class _Program(ctypes.Structure):
 
 
 def refuse_amx() -> None:
-    """Have the kernel refuse AMX to this process and all that it starts. Raises QuireError where it cannot."""
+    """Have the kernel refuse AMX to this process and all that it starts.
+    Raises QuireError where it cannot."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         raise QuireError(
-            f"AMX can be refused on Linux and x86-64 alone, and this is {platform.system()} on {platform.machine()}."
+            f"AMX can be refused on Linux and x86-64 alone, and this is {platform.system()} "
+            f"on {platform.machine()}."
         )
     instructions = b"".join(
         struct.pack("<HBBI", *instruction)
@@ -51,8 +56,12 @@ def refuse_amx() -> None:
     )
     libc = ctypes.CDLL(None, use_errno=True)
     program = _Program(len(instructions) // 8, instructions)
-    if libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) or libc.prctl(_SET_SECCOMP, _FILTER, ctypes.byref(program), 0, 0):
-        raise QuireError(f"The kernel takes no filter of system calls: {os.strerror(ctypes.get_errno())}.")
+    if libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) or libc.prctl(
+        _SET_SECCOMP, _FILTER, ctypes.byref(program), 0, 0
+    ):
+        raise QuireError(
+            f"The kernel takes no filter of system calls: {os.strerror(ctypes.get_errno())}."
+        )
 
 
 def main() -> None:

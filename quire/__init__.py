@@ -1,7 +1,7 @@
 """Quire: LLM inference and serving on paged attention.
 
-The public names load on first use, so that `import quire` costs nothing and a wrong option is reported before any heavy
-library has been imported.
+The public names load on first use, so that `import quire` costs nothing and a wrong option is
+reported before any heavy library has been imported.
 """
 
 from __future__ import annotations

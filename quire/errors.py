@@ -1,19 +1,20 @@
 """Every error Quire raises on purpose, as one tree.
 
-A `QuireError` is somebody else's mistake (a user's, a file's, a machine's): its message says what is wrong, with the
-value, and what to do about it. A bug of our own is an `assert` or a plain Python exception, never a `QuireError`.
+A `QuireError` is somebody else's mistake (a user's, a file's, a machine's): its message says what
+is wrong, with the value, and what to do about it. A bug of our own is an `assert` or a plain Python
+exception, never a `QuireError`.
 
     QuireError
     ├── ConfigError              an option, or a combination of options, that cannot work
     │   ├── CapacityError        the memory given does not hold what was asked for
     │   ├── NotAvailableError    a feature that this version does not have
-    │   └── UnsupportedModelError  a model, or a key of its config.json, that Quire does not implement
-    ├── ModelNotFoundError       no such folder, file, shipped model or reachable hub name
-    ├── CheckpointError          a model file that is malformed, truncated or inconsistent
-    ├── RequestError             one request cannot be served; other requests are not affected
-    │   ├── InvalidParameterError  a sampling parameter or an argument out of its range
-    │   └── PromptTooLongError   the prompt exceeds the context, or the whole KV pool
-    └── EngineError              the engine itself failed or was closed
+    │   └── UnsupportedModelError  a model, or a key of its config.json, that Quire does not
+    implement ├── ModelNotFoundError       no such folder, file, shipped model or reachable hub name
+    ├── CheckpointError          a model file that is malformed, truncated or inconsistent ├──
+    RequestError             one request cannot be served; other requests are not affected │   ├──
+    InvalidParameterError  a sampling parameter or an argument out of its range │   └──
+    PromptTooLongError   the prompt exceeds the context, or the whole KV pool └── EngineError
+          the engine itself failed or was closed
         └── UnavailableError     nothing can be taken now; the same request may succeed later
 """
 
@@ -55,7 +56,8 @@ class RequestError(QuireError):
 class InvalidParameterError(RequestError):
     """A sampling parameter or an argument out of its range.
 
-    `param` is the name of the offending parameter, for programs that report it (an HTTP body, a form).
+    `param` is the name of the offending parameter, for programs that report it (an HTTP body, a
+    form).
     """
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
@@ -72,9 +74,11 @@ class EngineError(QuireError):
 
 
 class UnavailableError(EngineError):
-    """Nothing can be taken now: the engine is full, draining or gone. The same request may succeed later.
+    """Nothing can be taken now: the engine is full, draining or gone. The same request may succeed
+    later.
 
-    `state` says which ("overloaded", "draining", "failed" or "closed"); `retry_after_s` when to try again, if ever.
+    `state` says which ("overloaded", "draining", "failed" or "closed"); `retry_after_s` when to try
+    again, if ever.
     """
 
     def __init__(self, message: str, *, state: str, retry_after_s: int | None = None) -> None:

@@ -1,4 +1,5 @@
-"""`LLM`: offline generation. A synchronous face on the engine, with names that users of vLLM know."""
+"""`LLM`: offline generation. A synchronous face on the engine,
+with names that users of vLLM know."""
 
 from __future__ import annotations
 
@@ -35,11 +36,13 @@ Progress = bool | Callable[..., Any]
 
 
 class LLM:
-    """A model in this process. Safe to use from several threads, whose requests are computed together.
+    """A model in this process. Safe to use from several threads, whose requests are computed
+    together.
 
-    `LLM("quire-storyteller").generate("Once upon a time")` is all it takes. `options` are the fields of
-    `EngineConfig`, and `chat_template`: a Jinja template, or a file with one, in place of the model's own. An unknown one
-    raises ConfigError with what it may have meant.
+    `LLM("quire-storyteller").generate("Once upon a
+    time")` is all it takes. `options` are the fields of `EngineConfig`, and `chat_template`: a
+    Jinja template, or a file with one, in place of the model's own. An unknown one raises
+    ConfigError with what it may have meant.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -73,9 +76,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts; outputs come in the order of the prompts.
 
-        `sampling_params` is one for all or one for each; by default the model's own. A prompt that cannot be served raises
-        before anything is computed; a request that fails on the way comes back with `finish_reason` "error".
-        `prompt_token_ids` is an older way to give prompts of token ids.
+        `sampling_params` is one for all or one for each; by default the model's own. A prompt that
+        cannot be served raises before anything is computed; a request that fails on the way comes
+        back with `finish_reason` "error". `prompt_token_ids` is an older way to give prompts of
+        token ids.
         """
         without.refuse_adapters(lora_request)
         listed = _prompts(prompts, prompt_token_ids)
@@ -98,10 +102,11 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer conversations, each a list of `{"role": ..., "content": ...}`, through the model's chat template.
+        """Answer conversations, each a list of `{"role": ..., "content": ...}`, through the model's
+        chat template.
 
-        `chat_template_content_format` says how contents reach the template: "string" as text, "openai" as lists of parts,
-        "auto" as they are given.
+        `chat_template_content_format` says how contents reach the template: "string" as text,
+        "openai" as lists of parts, "auto" as they are given.
         """
         without.refuse_adapters(lora_request)
         without.refuse_media(mm_processor_kwargs)
@@ -117,8 +122,15 @@ class LLM:
         prompts: list[Prompt] = []
         for conversation in conversations:
             rendered = render(as_content_format(conversation, chat_template_content_format))
-            prompts.append({"prompt": rendered, "prompt_token_ids": encode_chat(self._chat_tokenizer(), rendered)})
-        return self.generate(prompts, sampling_params, use_tqdm, tokenization_kwargs=tokenization_kwargs)
+            prompts.append(
+                {
+                    "prompt": rendered,
+                    "prompt_token_ids": encode_chat(self._chat_tokenizer(), rendered),
+                }
+            )
+        return self.generate(
+            prompts, sampling_params, use_tqdm, tokenization_kwargs=tokenization_kwargs
+        )
 
     def beam_search(
         self,
@@ -130,12 +142,15 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """The `beam_width` best continuations of each prompt, as Transformers defines beam search.
 
-        A search that fails on the way comes back without sequences and with `error` set. `concurrency_limit` has no effect:
+        A search that fails on the way comes back without sequences and with `error` set.
+        `concurrency_limit` has no effect:
         as many searches run at once as there is memory for.
         """
         without.refuse_adapters(lora_request)
         if not isinstance(params, BeamSearchParams):
-            raise InvalidParameterError(f"beam_search takes BeamSearchParams, not {type(params).__name__}", param="params")
+            raise InvalidParameterError(
+                f"beam_search takes BeamSearchParams, not {type(params).__name__}", param="params"
+            )
         listed = as_prompts(prompts)
         outputs = self._run(listed, [params] * len(listed), use_tqdm=use_tqdm)
         return [output for output in outputs if isinstance(output, BeamSearchOutput)]
@@ -149,23 +164,30 @@ class LLM:
         use_tqdm: Progress = True,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """Accept prompts without computing them; returns their request ids. See `wait_for_completion`."""
+        """Accept prompts without computing them; returns their request ids.
+        See `wait_for_completion`."""
         without.refuse_adapters(lora_request)
         listed = as_prompts(prompts)
         ids = self._add(
-            self._queue, listed, self._digested(self._params_for(listed, sampling_params, tokenization_kwargs)), priority
+            self._queue,
+            listed,
+            self._digested(self._params_for(listed, sampling_params, tokenization_kwargs)),
+            priority,
         )
         self._queued += ids
         return ids
 
-    def wait_for_completion(self, output_type: object = None, *, use_tqdm: Progress = True) -> list[RequestOutput]:
+    def wait_for_completion(
+        self, output_type: object = None, *, use_tqdm: Progress = True
+    ) -> list[RequestOutput]:
         """Compute what `enqueue` has accepted; outputs come in the order in which it was."""
         ids, self._queued = self._queued, []
         outputs = self._finish(self._queue, ids, use_tqdm)
         return [output for output in outputs if isinstance(output, RequestOutput)]
 
     def get_tokenizer(self) -> PretrainedTokenizer:
-        """The model's tokenizer, with the methods that transformers' have; ConfigError with `skip_tokenizer_init`."""
+        """The model's tokenizer, with the methods that transformers' have;
+        ConfigError with `skip_tokenizer_init`."""
         return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -180,7 +202,9 @@ class LLM:
         """Devices that the model is spread over: 1."""
         return 1
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
         """Forget the cached KV of finished requests; see `LLMEngine.reset_prefix_cache`."""
         return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
@@ -206,19 +230,30 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _chat_tokenizer(self) -> Tokenizer:
         if self.engine.tokenizer is None:
-            raise InvalidParameterError("chat needs a tokenizer, and this engine has none", param="messages")
+            raise InvalidParameterError(
+                "chat needs a tokenizer, and this engine has none", param="messages"
+            )
         return self.engine.tokenizer
 
     def _template(self, source: str | None) -> ChatTemplate:
         """The template of a call, else the one given for all, else the model's."""
         tokenizer = self._chat_tokenizer()
         source = self._chat_template if source is None else source
-        return ChatTemplate.from_tokenizer(tokenizer) if source is None else ChatTemplate(source, tokenizer.config.named_tokens)
+        return (
+            ChatTemplate.from_tokenizer(tokenizer)
+            if source is None
+            else ChatTemplate(source, tokenizer.config.named_tokens)
+        )
 
     def _params_for(
         self,
@@ -228,12 +263,19 @@ class LLM:
     ) -> list[SamplingParams]:
         """One record of parameters for each prompt, checked and our own."""
         params = self.engine.default_params() if params is None else params
-        listed: Sequence[SamplingParams] = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        if not isinstance(listed, list | tuple) or not all(isinstance(each, SamplingParams) for each in listed):
-            raise InvalidParameterError("sampling_params must be SamplingParams, or a list of them", param="sampling_params")
+        listed: Sequence[SamplingParams] = (
+            [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        )
+        if not isinstance(listed, list | tuple) or not all(
+            isinstance(each, SamplingParams) for each in listed
+        ):
+            raise InvalidParameterError(
+                "sampling_params must be SamplingParams, or a list of them", param="sampling_params"
+            )
         if len(listed) != len(prompts):
             raise InvalidParameterError(
-                f"{len(listed)} sampling_params for {len(prompts)} prompts; give one for all or one for each",
+                f"{len(listed)} sampling_params for {len(prompts)} prompts; give one for all "
+                "or one for each",
                 param="sampling_params",
             )
         copies = {id(each): with_truncation(each.clone(), tokenization_kwargs) for each in listed}
@@ -251,14 +293,23 @@ class LLM:
         use_tqdm: Progress,
         priority: Sequence[int] | None = None,
     ) -> list[Output]:
-        """Run requests to their end; if anything goes wrong on the way in, or Ctrl-C is pressed, none of them stays."""
+        """Run requests to their end; if anything goes wrong on the way in, or Ctrl-C is pressed,
+        none of them stays."""
         session = Session(self.llm_engine.shared)
-        return self._finish(session, self._add(session, prompts, self._digested(params), priority), use_tqdm)
+        return self._finish(
+            session, self._add(session, prompts, self._digested(params), priority), use_tqdm
+        )
 
-    def _digested(self, params: Sequence[SamplingParams | BeamSearchParams]) -> list[Digest | BeamSearchParams]:
+    def _digested(
+        self, params: Sequence[SamplingParams | BeamSearchParams]
+    ) -> list[Digest | BeamSearchParams]:
         """Each object of parameters for samples, read once however many prompts it is for."""
         distinct = {id(each): each for each in params}
-        digests = {key: self.engine.digest(each) for key, each in distinct.items() if isinstance(each, SamplingParams)}
+        digests = {
+            key: self.engine.digest(each)
+            for key, each in distinct.items()
+            if isinstance(each, SamplingParams)
+        }
         return [digests[id(each)] if isinstance(each, SamplingParams) else each for each in params]
 
     @staticmethod
@@ -270,7 +321,9 @@ class LLM:
     ) -> list[str]:
         """Add requests, all or none."""
         if priority is not None and len(priority) != len(prompts):
-            raise InvalidParameterError(f"{len(priority)} priorities for {len(prompts)} prompts", param="priority")
+            raise InvalidParameterError(
+                f"{len(priority)} priorities for {len(prompts)} prompts", param="priority"
+            )
         ids: list[str] = []
         try:
             for place, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
@@ -311,14 +364,19 @@ def _abort(session: Session, ids: Sequence[str]) -> None:
 def _progress_bar(use_tqdm: Progress, total: int) -> Any:
     if callable(use_tqdm):
         return use_tqdm(total=total, desc="Generating")
-    from tqdm import tqdm  # here, for it takes a twentieth of a second that a start need not wait for
+    # here, for it takes a twentieth of a second that a start need not wait for
+    from tqdm import tqdm
 
     return tqdm(total=total, desc="Generating", unit="request", disable=not use_tqdm)
 
 
-def _prompts(prompts: Prompt | Sequence[Prompt] | None, token_ids: Sequence[Any] | None) -> list[Prompt]:
+def _prompts(
+    prompts: Prompt | Sequence[Prompt] | None, token_ids: Sequence[Any] | None
+) -> list[Prompt]:
     if (prompts is None) == (token_ids is None):
-        raise InvalidParameterError("give prompts, or prompt_token_ids in their place", param="prompts")
+        raise InvalidParameterError(
+            "give prompts, or prompt_token_ids in their place", param="prompts"
+        )
     return as_prompts(prompts if prompts is not None else token_ids)  # type: ignore[arg-type]
 
 
@@ -329,5 +387,8 @@ def _template_source(given: str | Path) -> str:
         return text
     path = Path(text).expanduser()
     if not path.is_file():
-        raise ConfigError(f"chat_template={text!r} is no file, and no template either: one has {{{{ }}}} or {{% %}} in it")
+        raise ConfigError(
+            f"chat_template={text!r} is no file, and no template either: one has {{{{ }}}} "
+            f"or {{% %}} in it"
+        )
     return path.read_text(encoding="utf-8")

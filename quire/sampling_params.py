@@ -1,4 +1,5 @@
-"""How answers are chosen, and what form they have: the parameters of `generate`, `chat` and `beam_search`."""
+"""How answers are chosen, and what form they have: the parameters of `generate`,
+`chat` and `beam_search`."""
 
 from quire.core.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.core.repetition import RepetitionDetectionParams

@@ -1,4 +1,5 @@
-"""Shared by all tests: where the shared data lies, draws without a deadline, interrupts that reach the programs under test."""
+"""Shared by all tests: where the shared data lies, draws without a deadline,
+interrupts that reach the programs under test."""
 
 from __future__ import annotations
 
@@ -14,21 +15,31 @@ from quire.bench.limits import torch_multiplies_bfloat16
 
 SHARED = Path(os.environ.get("QUIRE_SHARED", Path(__file__).parent.parent.parent / "shared"))
 
-# Triton reads at its first import whether to interpret kernels on the CPU, so this comes before anything can import it.
+# Triton reads at its first import whether to interpret kernels on the CPU, so this comes before
+# anything can import it.
 if os.environ.get("QUIRE_TEST_DEVICE", "cpu") == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
-# On some virtual machines with AMX a bfloat16 GEMM of torch, as the reference kernels compute it, ends the process by an
-# illegal instruction. Asked once, before torch is imported; the suite's workers inherit the answer.
-if "ONEDNN_MAX_CPU_ISA" not in os.environ and "PYTEST_XDIST_WORKER" not in os.environ and not torch_multiplies_bfloat16():
+# On some virtual machines with AMX a bfloat16 GEMM of torch, as the reference kernels compute it,
+# ends the process by an illegal instruction. Asked once, before torch is imported; the suite's
+# workers inherit the answer.
+if (
+    "ONEDNN_MAX_CPU_ISA" not in os.environ
+    and "PYTEST_XDIST_WORKER" not in os.environ
+    and not torch_multiplies_bfloat16()
+):
     os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
 
-# A suite started in the background of a shell inherits an interrupt that is ignored, and so would the programs it starts.
+# A suite started in the background of a shell inherits an interrupt that is ignored, and so would
+# the programs it starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# What is drawn must hold however long it takes: by default an example that a busy machine holds up for 200 ms is a failure.
-hypothesis.settings.register_profile("quire", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+# What is drawn must hold however long it takes: by default an example that a busy machine holds up
+# for 200 ms is a failure.
+hypothesis.settings.register_profile(
+    "quire", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("quire")
 
 watch()
@@ -36,14 +47,18 @@ watch()
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """More than there are cores: a third of the time a test waits for something that it has started."""
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """More than there are cores: a third of the time a test waits for
+    something that it has started."""
+    num_cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return num_cores + (num_cores + 1) // 2
 
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder of shared models, traces and goldens; tests that need it are skipped where it is missing."""
+    """The folder of shared models, traces and goldens;
+    tests that need it are skipped where it is missing."""
     if not SHARED.is_dir():
         pytest.skip(f"no shared data at {SHARED} (set QUIRE_SHARED)")
     return SHARED

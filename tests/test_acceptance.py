@@ -1,4 +1,5 @@
-"""docs/acceptance.md is true: every promise has its row, and every test that a row names is there."""
+"""docs/acceptance.md is true: every promise has its row,
+and every test that a row names is there."""
 
 from __future__ import annotations
 
@@ -27,14 +28,22 @@ def _names(path: str) -> frozenset[str]:
 
 def test_every_promise_has_its_row() -> None:
     rows = [row[0] for row in _ROW.findall(TEXT)]
-    assert rows == [f"T{number:02}" for number in range(1, 43)] + [str(number) for number in range(1, 93)]
+    assert rows == [f"T{number:02}" for number in range(1, 43)] + [
+        str(number) for number in range(1, 93)
+    ]
 
 
 def test_every_row_names_a_test_or_says_what_is_missing() -> None:
-    assert [row[0] for row in _ROW.findall(TEXT) if not _TEST.search(row[2]) and not row[3].strip()] == []
+    assert [
+        row[0] for row in _ROW.findall(TEXT) if not _TEST.search(row[2]) and not row[3].strip()
+    ] == []
 
 
 def test_every_test_that_is_named_exists() -> None:
     named = _TEST.findall(TEXT)
     assert len(named) > 150
-    assert [(path, name) for path, name in named if not (ROOT / path).is_file() or name not in _names(path)] == []
+    assert [
+        (path, name)
+        for path, name in named
+        if not (ROOT / path).is_file() or name not in _names(path)
+    ] == []

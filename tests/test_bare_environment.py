@@ -1,4 +1,5 @@
-"""Offline use needs torch, numpy, safetensors, tokenizers, jinja2 and tqdm alone: no server, no hub, no compiled extension."""
+"""Offline use needs torch, numpy, safetensors, tokenizers, jinja2 and tqdm alone: no server,
+no hub, no compiled extension."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ CONFIG = {
 def test_it_generates_without_server_hub_and_extension(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     command = [sys.executable, "-c", CODE, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=Path(__file__).parent.parent)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, cwd=Path(__file__).parent.parent
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("[3, 3]\n")
     assert "reference" in done.stdout

@@ -1,7 +1,9 @@
-"""Draws docs/images/architecture-{light,dark}.svg: `python tools/architecture.py`; `--check` compares the line counts alone.
+"""Draws docs/images/architecture-{light,dark}.svg: `python tools/architecture.py`; `--check`
+compares the line counts alone.
 
-Boxes are the packages of quire/ and csrc/, from programs at the top to leaves at the bottom; imports only point down. The line
-counts in the picture are checked by a test with a tolerance, so that ordinary changes do not need a new picture.
+Boxes are the packages of quire/ and csrc/, from programs at the top to leaves at the bottom;
+imports only point down. The line counts in the picture are checked by a test with a tolerance, so
+that ordinary changes do not need a new picture.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 IMAGES = ROOT / "docs" / "images"
 TOLERANCE = 0.1
-"""How far a count in the picture may be from the truth, as a share (or 100 lines, for small packages)."""
+"""How far a count in the picture may be from the truth, as a share (or 100 lines,
+for small packages)."""
 THEMES = {
     "light": {
         "ink": "#24292f",
@@ -24,7 +27,14 @@ THEMES = {
         "data": "#fff1e5",
         "area": "#f6f8fa",
     },
-    "dark": {"ink": "#e6edf3", "box": "#161b22", "line": "#6e7681", "control": "#0c2d4a", "data": "#3d2008", "area": "#0d1117"},
+    "dark": {
+        "ink": "#e6edf3",
+        "box": "#161b22",
+        "line": "#6e7681",
+        "control": "#0c2d4a",
+        "data": "#3d2008",
+        "area": "#0d1117",
+    },
 }
 
 
@@ -82,7 +92,10 @@ def count_lines() -> dict[str, int]:
 def stale_counts() -> list[str]:
     """Say which counts in the picture are too far from the truth."""
     picture = (IMAGES / "architecture-light.svg").read_text(encoding="utf-8")
-    said = {name: float(number) * 1000 for name, number in re.findall(r'data-name="(\w+)"[^>]*>([\d.]+)k<', picture)}
+    said = {
+        name: float(number) * 1000
+        for name, number in re.findall(r'data-name="(\w+)"[^>]*>([\d.]+)k<', picture)
+    }
     return [
         f"{name}: the picture says {said.get(name, 0):.0f} lines, there are {count}"
         for name, count in count_lines().items()
@@ -98,19 +111,26 @@ def draw(theme: str) -> str:
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 400" width="860" height="400" '
         f'font-family="system-ui, sans-serif" font-size="11" fill="{ink}">',
         "<title>The packages of Quire and their lines of code: imports point down</title>",
-        '<text x="20" y="24" font-weight="600">programs</text><text x="20" y="102" font-weight="600">assembly</text>',
+        (
+            '<text x="20" y="24" font-weight="600">programs</text><text x="20" y="102" '
+            'font-weight="600">assembly</text>'
+        ),
     ]
     for x, y, width, height, title in _AREAS:
         parts.append(
-            f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="8" fill="{colours["area"]}" stroke="{line}"/>'
+            f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="8" '
+            f'fill="{colours["area"]}" stroke="{line}"/>'
         )
         parts.append(f'<text x="{x + 12}" y="{y + 17}" font-weight="600">{title}</text>')
     for box in BOXES:
         fill, size = colours[box.kind], 13 if box.width > 110 else 12
         parts.append(
-            f'<rect x="{box.x}" y="{box.y}" width="{box.width}" height="{HEIGHT}" rx="6" fill="{fill}" stroke="{line}"/>'
-            f'<text x="{box.x + 8}" y="{box.y + 18}" font-size="{size}" font-weight="600">{box.name}</text>'
-            f'<text data-name="{box.name}" x="{box.x + box.width - 8}" y="{box.y + 18}" text-anchor="end" '
+            f'<rect x="{box.x}" y="{box.y}" width="{box.width}" height="{HEIGHT}" rx="6" '
+            f'fill="{fill}" stroke="{line}"/>'
+            f'<text x="{box.x + 8}" y="{box.y + 18}" font-size="{size}" '
+            f'font-weight="600">{box.name}</text>'
+            f'<text data-name="{box.name}" x="{box.x + box.width - 8}" y="{box.y + 18}" '
+            'text-anchor="end" '
             f'font-size="{size - 2}">{counts[box.name] / 1000:.1f}k</text>'
             f'<text x="{box.x + 8}" y="{box.y + 35}" opacity="0.8">{box.text}</text>'
         )
@@ -124,7 +144,8 @@ def _seam(line: str) -> list[str]:
     for y, tip, text in ((230, 404, "StepPlan"), (256, 320, "StepResult")):
         start, step = (320, -6) if tip > 320 else (404, 6)
         arrows.append(
-            f'<path d="M{start} {y}H{tip}m{step} -4l{-step} 4l{step} 4" fill="none" stroke="{line}" stroke-width="1.5"/>'
+            f'<path d="M{start} {y}H{tip}m{step} -4l{-step} 4l{step} 4" fill="none" '
+            f'stroke="{line}" stroke-width="1.5"/>'
         )
         arrows.append(f'<text x="362" y="{y - 5}" text-anchor="middle">{text}</text>')
     return arrows

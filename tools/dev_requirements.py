@@ -1,4 +1,5 @@
-"""Prints what development needs beyond the package itself, a line each: pip then need not build Quire again."""
+"""Prints what development needs beyond the package itself, a line each:
+pip then need not build Quire again."""
 
 import tomllib
 from pathlib import Path

@@ -1,8 +1,9 @@
 """A newcomer's first minutes, timed: `python tools/newcomer.py [--source URL] [--make]`.
 
-Clones the repository into a temporary folder, installs it into a fresh environment, serves, streams an answer and runs the
-README's Python snippet, as the README says. Prints each command with its seconds; exit code 1 if one fails. Nothing is left
-behind. Needs git and a package index. `--make` also times `make demo` in the clone, which has an environment of its own.
+Clones the repository into a temporary folder, installs it into a fresh environment, serves, streams
+an answer and runs the README's Python snippet, as the README says. Prints each command with its
+seconds; exit code 1 if one fails. Nothing is left behind. Needs git and a package index. `--make`
+also times `make demo` in the clone, which has an environment of its own.
 """
 
 from __future__ import annotations
@@ -33,23 +34,39 @@ class Log:
 
     def __init__(self, folder: Path) -> None:
         self.clone = folder / "quire"
-        self.environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+        self.environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
+        }
         self.began_s = time.monotonic()
         print("| command | seconds | since the start |\n|---|---|---|", flush=True)
 
     def add(self, command: str, seconds: float) -> None:
         """Print a row."""
-        print(f"| `{command}` | {seconds:.1f} | {time.monotonic() - self.began_s:.1f} |", flush=True)
+        print(
+            f"| `{command}` | {seconds:.1f} | {time.monotonic() - self.began_s:.1f} |", flush=True
+        )
 
     def run(self, command: str, folder: Path | None = None) -> str:
-        """Run a shell command, in the clone unless said otherwise; what it wrote. Ends the program if it fails."""
+        """Run a shell command, in the clone unless said otherwise; what it wrote.
+        Ends the program if it fails."""
         began_s = time.monotonic()
         done = subprocess.run(
-            command, shell=True, cwd=folder or self.clone, env=self.environment, capture_output=True, text=True, timeout=MAX_S
+            command,
+            shell=True,
+            cwd=folder or self.clone,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=MAX_S,
         )
         self.add(command, time.monotonic() - began_s)
         if done.returncode != 0:
-            sys.exit(f"{command} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+            sys.exit(
+                f"{command} ended with {done.returncode}:\n"
+                f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
+            )
         return done.stdout
 
 
@@ -58,7 +75,9 @@ def serving(log: Log) -> Iterator[str]:
     """The server of the README, on a free port, until the block ends; its URL."""
     began_s = time.monotonic()
     with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(SERVE.split(), cwd=log.clone, env=log.environment, stderr=said, stdout=said)
+        process = subprocess.Popen(
+            SERVE.split(), cwd=log.clone, env=log.environment, stderr=said, stdout=said
+        )
         try:
             while (url := _ready_url(said.fileno())) is None:
                 if process.poll() is not None or time.monotonic() - began_s > 300:
@@ -78,7 +97,10 @@ def serving(log: Log) -> Iterator[str]:
 
 def _ready_url(descriptor: int) -> str | None:
     """Where the server listens, if its log says so and it is ready."""
-    found = re.search(r"listening on http://[^:]+:(\d+)", os.pread(descriptor, 1 << 16, 0).decode(errors="replace"))
+    found = re.search(
+        r"listening on http://[^:]+:(\d+)",
+        os.pread(descriptor, 1 << 16, 0).decode(errors="replace"),
+    )
     if found is None:
         return None
     try:
@@ -90,9 +112,15 @@ def _ready_url(descriptor: int) -> str | None:
 
 def stream(log: Log, url: str) -> None:
     """A chat, streamed: the time to the first text and to the last."""
-    body = {"messages": [{"role": "user", "content": "Tell me a story about a fox."}], "max_tokens": 60, "stream": True}
+    body = {
+        "messages": [{"role": "user", "content": "Tell me a story about a fox."}],
+        "max_tokens": 60,
+        "stream": True,
+    }
     request = urllib.request.Request(
-        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        f"{url}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
     )
     began_s, first_s, text = time.monotonic(), 0.0, ""
     with urllib.request.urlopen(request, timeout=120) as response:
@@ -111,7 +139,9 @@ def ask(log: Log, folder: Path) -> None:
     with serving(log) as url:
         stream(log, url)
     readme = (log.clone / "README.md").read_text(encoding="utf-8")
-    snippet = next(code for code in re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL))
+    snippet = next(
+        code for code in re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    )
     (folder / "first.py").write_text(snippet, encoding="utf-8")
     log.run("python first.py  # the README's snippet", folder)
 
@@ -119,10 +149,13 @@ def ask(log: Log, folder: Path) -> None:
 def main() -> None:
     """Clone, install, serve, ask."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--source", default=str(ROOT), help="repository to clone (default: this one)")
+    parser.add_argument(
+        "--source", default=str(ROOT), help="repository to clone (default: this one)"
+    )
     parser.add_argument("--make", action="store_true", help="also `make demo`")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("ended"))  # the folder is removed then, too
+    # the folder is removed then, too
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("ended"))
     with tempfile.TemporaryDirectory(prefix="quire-newcomer-") as name:
         folder = Path(name)
         log = Log(folder)

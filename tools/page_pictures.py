@@ -1,8 +1,10 @@
-"""Retakes the pictures of the page in docs/images: `PYTHONPATH=tests/support:. python tools/page_pictures.py [stills|film]`.
+"""Retakes the pictures of the page in docs/images: `PYTHONPATH=tests/support:. python
+tools/page_pictures.py [stills|film]`.
 
-Starts a server with the shipped model and drives Chromium as the page's tests do. The stills: a chat, dozens of streams beside
-it, a block looked at, the slider put back. The film (needs Pillow, which comes with matplotlib): the block map through the
-recorded steps of a real run, one frame for every few steps. Each in light and dark.
+Starts a server with the shipped model and drives Chromium as the page's tests do. The stills: a
+chat, dozens of streams beside it, a block looked at, the slider put back. The film (needs Pillow,
+which comes with matplotlib): the block map through the recorded steps of a real run, one frame for
+every few steps. Each in light and dark.
 """
 
 from __future__ import annotations
@@ -24,7 +26,16 @@ FOLDER = Path(__file__).parent.parent / "docs" / "images"
 SIZE = (1560, 1040)
 FILM_SIZE = (1240, 900)
 NUM_FRAMES, STEPS_A_FRAME, FRAME_MS = 56, 5, 130
-SUBJECTS = ("fox", "lighthouse", "clever hen", "king and a dragon", "brave knight", "lost key", "little boat", "bear")
+SUBJECTS = (
+    "fox",
+    "lighthouse",
+    "clever hen",
+    "king and a dragon",
+    "brave knight",
+    "lost key",
+    "little boat",
+    "bear",
+)
 
 
 @contextmanager
@@ -61,7 +72,10 @@ def say(page: Page, text: str) -> None:
 
 def choose_theme(page: Page, scheme: str) -> None:
     """Switch the page to `light` or `dark`."""
-    page.evaluate(f"if (document.documentElement.dataset.theme !== '{scheme}') document.getElementById('theme-button').click()")
+    page.evaluate(
+        f"if (document.documentElement.dataset.theme !== '{scheme}') "
+        "document.getElementById('theme-button').click()"
+    )
     time.sleep(0.7)  # the colours fade
 
 
@@ -105,17 +119,22 @@ def take_film(server: RunningServer, page: Page) -> None:
         choose_theme(page, scheme)
         frames = [_frame(page, step) for step in range(first, last, STEPS_A_FRAME)]
         frames[0].save(
-            FOLDER / f"block-map-{scheme}.webp", save_all=True, append_images=frames[1:], duration=FRAME_MS, loop=0,
-            lossless=True, quality=100, method=6, minimize_size=True,
+            FOLDER / f"block-map-{scheme}.webp", save_all=True, append_images=frames[1:],
+            duration=FRAME_MS, loop=0, lossless=True, quality=100, method=6, minimize_size=True,
         )  # fmt: skip
 
 
 def _frame(page: Page, step: int) -> Image.Image:
     """The two cards as they show one step of the past."""
-    look = "s => { const e = document.getElementById('step-slider'); e.value = s; e.dispatchEvent(new Event('input')); }"
+    look = (
+        "s => { const e = document.getElementById('step-slider'); e.value = s; "
+        "e.dispatchEvent(new Event('input')); }"
+    )
     page.evaluate(f"({look})({step})")
     page.wait(f"document.getElementById('step-caption').textContent.includes('step {step} ')")
-    page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
+    page.evaluate(
+        "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))"
+    )
     box = page.evaluate(
         "(() => { const a = document.querySelector('.map-card').getBoundingClientRect();"
         " const b = document.querySelector('.time-card').getBoundingClientRect();"
@@ -131,7 +150,10 @@ def main() -> None:
     if executable is None:
         sys.exit("there is no Chromium on the path; tools/install-chromium.sh installs it")
     for name in wanted:
-        with serve_model(kv_cache_memory="12MiB", num_threads=2) as server, open_page(executable) as page:
+        with (
+            serve_model(kv_cache_memory="12MiB", num_threads=2) as server,
+            open_page(executable) as page,
+        ):
             {"stills": take_stills, "film": take_film}[name](server, page)
 
 

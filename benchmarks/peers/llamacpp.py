@@ -1,7 +1,8 @@
-"""llama.cpp: its server, over HTTP on this machine, as that is where it batches. The model is a GGUF file.
+"""llama.cpp: its server, over HTTP on this machine, as that is where it batches. The model is a
+GGUF file.
 
-Forms name the file (`bf16`, `q8_0`, `q4_0`). `--peer llamacpp=/path/to/llama-server`. Extra: `slots` (64 sequences at once by
-default), `context` (KV cells of all slots together).
+Forms name the file (`bf16`, `q8_0`, `q4_0`). `--peer llamacpp=/path/to/llama-server`. Extra:
+`slots` (64 sequences at once by default), `context` (KV cells of all slots together).
 """
 
 from __future__ import annotations
@@ -29,12 +30,38 @@ class LlamaCppPeer:
 
     def __init__(self, options: Options) -> None:
         slots, context = options.extra.get("slots", "64"), options.extra.get("context", "40960")
-        self.settings: dict[str, Any] = {"slots": int(slots), "context": int(context), "batch": 2048, "micro_batch": 512}
+        self.settings: dict[str, Any] = {
+            "slots": int(slots),
+            "context": int(context),
+            "batch": 2048,
+            "micro_batch": 512,
+        }
         self.version = _version(options.program)
         self._port = free_port()
         threads = str(options.num_threads)
-        command = [options.program, "-m", str(options.model), "--host", "127.0.0.1", "--port", str(self._port)]
-        command += ["-t", threads, "-tb", threads, "-np", slots, "-c", context, "-b", "2048", "-ub", "512"]
+        command = [
+            options.program,
+            "-m",
+            str(options.model),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self._port),
+        ]
+        command += [
+            "-t",
+            threads,
+            "-tb",
+            threads,
+            "-np",
+            slots,
+            "-c",
+            context,
+            "-b",
+            "2048",
+            "-ub",
+            "512",
+        ]
         command += ["-fa", "on", "-cb", "--kv-unified", "--offline", "--no-webui", "-lv", "1"]
         self._server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         deadline = time.monotonic() + _START_S
@@ -51,7 +78,8 @@ class LlamaCppPeer:
         return [count for counts in answers for count in counts]
 
     def stream(self, request: BenchRequest) -> list[float]:
-        """See `PeerEngine`. Each event of the stream carries one token, except the last, which sums up."""
+        """See `PeerEngine`. Each event of the stream carries one token, except the last,
+        which sums up."""
         connection, response = self._post({**_body(request), "stream": True})
         token_s = []
         for line in response:
@@ -72,11 +100,17 @@ class LlamaCppPeer:
         connection, response = self._post(_body(request))
         answer = json.loads(response.read())
         connection.close()
-        return [each["tokens_predicted"] for each in (answer if isinstance(answer, list) else [answer])]
+        return [
+            each["tokens_predicted"] for each in (answer if isinstance(answer, list) else [answer])
+        ]
 
-    def _post(self, body: dict[str, Any]) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    def _post(
+        self, body: dict[str, Any]
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_ANSWER_S)
-        connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
+        connection.request(
+            "POST", "/completion", json.dumps(body), {"Content-Type": "application/json"}
+        )
         response = connection.getresponse()
         if response.status != 200:
             raise RuntimeError(f"llama-server answered {response.status}: {response.read(500)!r}")
@@ -94,7 +128,8 @@ class LlamaCppPeer:
 
 
 def _body(request: BenchRequest) -> dict[str, Any]:
-    """Greedy through a sampler that takes the first: the default chain would sort the vocabulary for nothing."""
+    """Greedy through a sampler that takes the first:
+    the default chain would sort the vocabulary for nothing."""
     body: dict[str, Any] = {
         "prompt": request.token_ids,
         "n_predict": request.num_output,

@@ -1,7 +1,10 @@
-"""OpenVINO GenAI: its continuous batching pipeline on the CPU plugin, on a folder exported by optimum-intel.
+"""OpenVINO GenAI: its continuous batching pipeline on the CPU plugin, on a folder exported by
+optimum-intel.
 
-Forms: `bfloat16`, `int8`, `int4` say how the folder was exported (weights only; computation in the plugin's choice of type).
-Extra: `precision` (the plugin's hint for computation: f32, bf16), `kv` (KV_CACHE_PRECISION: u8 by default), `kv_gib`.
+Forms: `bfloat16`, `int8`, `int4` say how the folder was exported (weights only; computation in the
+plugin's choice of type).
+Extra: `precision` (the plugin's hint for computation: f32, bf16), `kv` (KV_CACHE_PRECISION: u8 by
+default), `kv_gib`.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ class OpenVinoPeer:
     """See `PeerEngine`."""
 
     def __init__(self, options: Options) -> None:
-        self._numpy, self._openvino, self._genai = (import_module(name) for name in ("numpy", "openvino", "openvino_genai"))
+        self._numpy, self._openvino, self._genai = (
+            import_module(name) for name in ("numpy", "openvino", "openvino_genai")
+        )
         self._numbers = itertools.count()
         self.version = str(self._genai.__version__)
         scheduler: Any = self._genai.SchedulerConfig()
@@ -29,22 +34,35 @@ class OpenVinoPeer:
         scheduler.max_num_seqs = 64
         scheduler.dynamic_split_fuse = True
         scheduler.enable_prefix_caching = True
-        properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": options.num_threads, "NUM_STREAMS": 1}
+        properties: dict[str, Any] = {
+            "INFERENCE_NUM_THREADS": options.num_threads,
+            "NUM_STREAMS": 1,
+        }
         if "precision" in options.extra:
             properties["INFERENCE_PRECISION_HINT"] = options.extra["precision"]
         if "kv" in options.extra:
             properties["KV_CACHE_PRECISION"] = options.extra["kv"]
-        self.settings = {"cache_gib": scheduler.cache_size, "max_batched": scheduler.max_num_batched_tokens, **properties}
-        self._pipeline: Any = self._genai.ContinuousBatchingPipeline(str(options.model), scheduler, "CPU", properties)
+        self.settings = {
+            "cache_gib": scheduler.cache_size,
+            "max_batched": scheduler.max_num_batched_tokens,
+            **properties,
+        }
+        self._pipeline: Any = self._genai.ContinuousBatchingPipeline(
+            str(options.model), scheduler, "CPU", properties
+        )
 
     def run(self, requests: Sequence[BenchRequest]) -> list[int]:
         """See `PeerEngine`."""
-        outputs = self._pipeline.generate([self._tensor(each) for each in requests], [self._config(each) for each in requests])
+        outputs = self._pipeline.generate(
+            [self._tensor(each) for each in requests], [self._config(each) for each in requests]
+        )
         return [len(token_ids) for output in outputs for token_ids in output.m_generation_ids]
 
     def stream(self, request: BenchRequest) -> list[float]:
         """See `PeerEngine`."""
-        handle = self._pipeline.add_request(next(self._numbers), self._tensor(request), self._config(request))
+        handle = self._pipeline.add_request(
+            next(self._numbers), self._tensor(request), self._config(request)
+        )
         token_s: list[float] = []
         while self._pipeline.has_non_finished_requests():
             self._pipeline.step()
@@ -57,7 +75,9 @@ class OpenVinoPeer:
         """The process's end does it."""
 
     def _tensor(self, request: BenchRequest) -> Any:
-        return self._openvino.Tensor(self._numpy.array([request.token_ids], dtype=self._numpy.int64))
+        return self._openvino.Tensor(
+            self._numpy.array([request.token_ids], dtype=self._numpy.int64)
+        )
 
     def _config(self, request: BenchRequest) -> Any:
         config: Any = self._genai.GenerationConfig()

@@ -1,9 +1,11 @@
-"""The protocol between `benchmarks.compare` and an engine: lines of JSON through a child process's standard streams.
+"""The protocol between `benchmarks.compare` and an engine: lines of JSON through a child process's
+standard streams.
 
-A peer's module (`benchmarks/peers/NAME.py`) hands `serve` a function that opens its engine; it runs as `python -m
-benchmarks.peers.NAME` in a Python that has the peer installed, which need not be Quire's. The process stays, idle, between the
-commands, so that engines can take turns without loading again. Owns the clock, the processor time and the memory of a run, for
-all engines alike. Never imports an engine or torch.
+A peer's module (`benchmarks/peers/NAME.py`) hands `serve` a function that opens its engine; it runs
+as `python -m benchmarks.peers.NAME` in a Python that has the peer installed, which need not be
+Quire's. The process stays, idle, between the commands, so that engines can take turns without
+loading again. Owns the clock, the processor time and the memory of a run, for all engines alike.
+Never imports an engine or torch.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class Options(NamedTuple):
     model: Path
     """A folder or file in the engine's own format."""
     form: str
-    """Data type or quantization, by the engine's name for it: the part of the variant's name after the colon."""
+    """Data type or quantization, by the engine's name for it:
+    the part of the variant's name after the colon."""
     num_threads: int
     program: str
     """The program given with `--peer`, where the engine is one (llama-server)."""
@@ -60,7 +63,8 @@ class PeerEngine(Protocol):
 def serve(open_engine: Callable[[Options], PeerEngine]) -> None:
     """Open the engine, say so, and carry out one command a line until the input ends."""
     options, vocab_size = _options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `close` ends what the engine has started
+    # so that `close` ends what the engine has started
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     # Libraries print. What they print goes to the errors; the answers go where standard output was.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -71,7 +75,12 @@ def serve(open_engine: Callable[[Options], PeerEngine]) -> None:
         engine.stream(requests[0])
         ready_s = time.perf_counter() - started
         engine.run(requests)
-        print(json.dumps({"ready_s": ready_s, "version": engine.version, "settings": engine.settings}), file=answers)
+        print(
+            json.dumps(
+                {"ready_s": ready_s, "version": engine.version, "settings": engine.settings}
+            ),
+            file=answers,
+        )
         for line in sys.stdin:
             requests = [BenchRequest(*fields) for fields in json.loads(line)]
             print(json.dumps(_measured(engine, requests)), file=answers)
@@ -93,9 +102,13 @@ def _options() -> tuple[Options, int]:
 
 
 def _measured(engine: PeerEngine, requests: Sequence[BenchRequest]) -> dict[str, Any]:
-    """One run: when it began, wall time, processor time of all processes, and for a single sequence the time of each token."""
+    """One run: when it began, wall time, processor time of all processes,
+    and for a single sequence the time of each token."""
     is_single = len(requests) == 1 and requests[0].num_sequences == 1
-    started, cpu_started = time.perf_counter(), sum(_cpu_s(pid) for pid in process_tree(os.getpid()))
+    started, cpu_started = (
+        time.perf_counter(),
+        sum(_cpu_s(pid) for pid in process_tree(os.getpid())),
+    )
     token_s: list[float] | None = None
     if is_single:
         token_s = [each - started for each in engine.stream(requests[0])]
@@ -105,11 +118,20 @@ def _measured(engine: PeerEngine, requests: Sequence[BenchRequest]) -> dict[str,
     wall_s = time.perf_counter() - started
     wanted = [each.num_output for each in requests for _ in range(each.num_sequences)]
     if sorted(counts) != sorted(wanted):
-        raise RuntimeError(f"{sum(counts)} tokens in {len(counts)} sequences came, not {sum(wanted)} in {len(wanted)}")
+        raise RuntimeError(
+            f"{sum(counts)} tokens in {len(counts)} sequences came, not {sum(wanted)} in "
+            f"{len(wanted)}"
+        )
     pids = list(process_tree(os.getpid()))
     cpu_s = sum(_cpu_s(pid) for pid in pids) - cpu_started
     peak = sum(_peak_bytes(pid) for pid in pids)
-    return {"started_s": started, "wall_s": wall_s, "cpu_s": cpu_s, "token_s": token_s, "peak_rss_bytes": peak}
+    return {
+        "started_s": started,
+        "wall_s": wall_s,
+        "cpu_s": cpu_s,
+        "token_s": token_s,
+        "peak_rss_bytes": peak,
+    }
 
 
 def process_tree(root: int) -> Iterator[int]:

@@ -1,8 +1,10 @@
-"""Transformers, in its two ways: `generate` on padded batches, and its paged continuous batching (`generate_batch`).
+"""Transformers, in its two ways: `generate` on padded batches, and its paged continuous batching
+(`generate_batch`).
 
-Both get their natural best: `generate` takes requests sorted by length, so that little is padded; the paged one is given the
-limit of each request. Forms: `float32`, `bfloat16`. Extra: `way=generate` (the default) with `batch=16`, or `way=paged`;
-`device=cuda`. A folder without weights gets random ones.
+Both get their natural best: `generate` takes requests sorted by length, so that little is padded;
+the paged one is given the limit of each request. Forms: `float32`, `bfloat16`. Extra:
+`way=generate` (the default) with `batch=16`, or `way=paged`; `device=cuda`. A folder without
+weights gets random ones.
 """
 
 from __future__ import annotations
@@ -24,10 +26,15 @@ class GeneratePeer:
         self._model = _load(options)
         self._batch_size = int(options.extra.get("batch", "16"))
         self.version = metadata.version("transformers")
-        self.settings: dict[str, Any] = {"way": "generate", "batch_size": self._batch_size, "attention": "sdpa"}
+        self.settings: dict[str, Any] = {
+            "way": "generate",
+            "batch_size": self._batch_size,
+            "attention": "sdpa",
+        }
 
     def run(self, requests: Sequence[BenchRequest]) -> list[int]:
-        """See `PeerEngine`. Sorted by output length first: what a batch makes beyond a request's length is wasted."""
+        """See `PeerEngine`. Sorted by output length first:
+        what a batch makes beyond a request's length is wasted."""
         ordered = sorted(requests, key=lambda each: (each.num_output, len(each.token_ids)))
         size = max(1, self._batch_size // requests[0].num_sequences)
         counts = []
@@ -61,7 +68,10 @@ class GeneratePeer:
             **_sampling(first),
         )
         with torch.inference_mode():
-            inputs = {"input_ids": token_ids.to(self._model.device), "attention_mask": mask.to(self._model.device)}
+            inputs = {
+                "input_ids": token_ids.to(self._model.device),
+                "attention_mask": mask.to(self._model.device),
+            }
             out = self._model.generate(**inputs, generation_config=config, streamer=streamer)
         assert out.shape == (len(requests) * first.num_sequences, longest + config.max_new_tokens)
         return [each.num_output for each in requests for _ in range(each.num_sequences)]
@@ -76,7 +86,9 @@ class PagedPeer:
         self._key: tuple[int, float] | None = None
         self.version = metadata.version("transformers")
         is_gpu = self._model.device.type != "cpu"
-        self._paging = {} if is_gpu else {"block_size": 32, "num_blocks": 2048, "max_batch_tokens": 1024}
+        self._paging = (
+            {} if is_gpu else {"block_size": 32, "num_blocks": 2048, "max_batch_tokens": 1024}
+        )
         """On a GPU it measures for itself what fits."""
         self.settings: dict[str, Any] = {"way": "paged", "attention": "sdpa", **self._paging}
 
@@ -106,7 +118,9 @@ class PagedPeer:
         while len(counts) < sum(each.num_sequences for each in requests):
             output = manager.get_result(timeout=600)
             if output is None or output.error:
-                raise RuntimeError(f"generate_batch failed: {output.error if output else 'no result in 600 s'}")
+                raise RuntimeError(
+                    f"generate_batch failed: {output.error if output else 'no result in 600 s'}"
+                )
             if token_s is not None:
                 token_s += [time.perf_counter()] * (len(output.generated_tokens) - len(token_s))
             if output.is_finished():
@@ -127,7 +141,9 @@ class PagedPeer:
                 **_sampling(request),
             )
             paging = transformers.ContinuousBatchingConfig(**self._paging)
-            self._manager = self._model.init_continuous_batching(generation_config=config, continuous_batching_config=paging)
+            self._manager = self._model.init_continuous_batching(
+                generation_config=config, continuous_batching_config=paging
+            )
             self._manager.start()
             self._key = key
         return self._manager
@@ -149,7 +165,10 @@ class _Ticks:
 
 def open_peer(options: Options) -> PeerEngine:
     """Either of the two, by the extra `way`."""
-    ways: dict[str, type[GeneratePeer] | type[PagedPeer]] = {"generate": GeneratePeer, "paged": PagedPeer}
+    ways: dict[str, type[GeneratePeer] | type[PagedPeer]] = {
+        "generate": GeneratePeer,
+        "paged": PagedPeer,
+    }
     return ways[options.extra.get("way", "generate")](options)
 
 
@@ -169,7 +188,11 @@ def _load(options: Options) -> Any:
     settings = {"dtype": getattr(torch, options.form), "attn_implementation": "sdpa"}
     device = torch.device(options.extra.get("device", "cpu"))
     if any(options.model.glob("*.safetensors")):
-        return transformers.AutoModelForCausalLM.from_pretrained(options.model, **settings).eval().to(device)
+        return (
+            transformers.AutoModelForCausalLM.from_pretrained(options.model, **settings)
+            .eval()
+            .to(device)
+        )
     with device:
         config = transformers.AutoConfig.from_pretrained(options.model)
         return transformers.AutoModelForCausalLM.from_config(config, **settings).eval()

@@ -1,1 +1,2 @@
-"""Training of quire-storyteller, the small model that ships in the package: data, tokenizer, training, export."""
+"""Training of quire-storyteller, the small model that ships in the package: data, tokenizer,
+training, export."""

@@ -1,6 +1,8 @@
-"""Does the model tell what it was asked for? The share of answers that name everything in an unseen request.
+"""Does the model tell what it was asked for? The share of answers that name everything in an unseen
+request.
 
-Owns the requests and the count. The answers come from Quire's own engine, so this also shows how to ask for many at once:
+Owns the requests and the count. The answers come from Quire's own engine, so this also shows how to
+ask for many at once:
 `python -m examples.train_storyteller.answers --requests 200 --temperature 0.35`
 """
 
@@ -15,11 +17,12 @@ from .grammar import GrammarTale, StoryGrammar
 
 MAX_TOKENS = 420
 STRANGE_HEROES = (
-    "pineapple", "trombone", "hippopotamus", "stapler", "cowbell", "locomotive", "gladiator", "rattlesnake", "drainpipe",
-    "suitcase", "accordion", "lawnmower", "mailman", "newspaper", "typewriter", "swordfish", "cupboard", "milkshake",
-    "grandson", "thunderbolt",
+    "pineapple", "trombone", "hippopotamus", "stapler", "cowbell", "locomotive", "gladiator",
+    "rattlesnake", "drainpipe", "suitcase", "accordion", "lawnmower", "mailman", "newspaper",
+    "typewriter", "swordfish", "cupboard", "milkshake", "grandson", "thunderbolt",
 )  # fmt: skip
-"""Heroes that no tale of the grammar has, to see whether the model can speak of what it was not prepared for."""
+"""Heroes that no tale of the grammar has, to see whether the model can speak of
+what it was not prepared for."""
 
 
 def strange_tales() -> list[GrammarTale]:
@@ -27,11 +30,16 @@ def strange_tales() -> list[GrammarTale]:
 
 
 def ask(llm: LLM, tales: list[GrammarTale], temperature: float | None) -> list[str]:
-    """The answer to the request of each tale; without a temperature with the model's own settings."""
+    """The answer to the request of each tale; without a temperature
+    with the model's own settings."""
     params = llm.get_default_sampling_params()
     heat = params.temperature if temperature is None else temperature
-    asked = SamplingParams(temperature=heat, top_k=params.top_k, top_p=params.top_p, max_tokens=MAX_TOKENS, seed=0)
-    chats = [[{"role": "user", "content": f"Tell me a story about {tale.topic}."}] for tale in tales]
+    asked = SamplingParams(
+        temperature=heat, top_k=params.top_k, top_p=params.top_p, max_tokens=MAX_TOKENS, seed=0
+    )
+    chats = [
+        [{"role": "user", "content": f"Tell me a story about {tale.topic}."}] for tale in tales
+    ]
     return [output.outputs[0].text for output in llm.chat(chats, asked, use_tqdm=False)]
 
 
@@ -58,11 +66,15 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("quire/assets/quire-storyteller"))
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--temperature", type=float, help="instead of the model's own")
-    parser.add_argument("--show-missed", action="store_true", help="print the answers that miss something")
+    parser.add_argument(
+        "--show-missed", action="store_true", help="print the answers that miss something"
+    )
     arguments = parser.parse_args()
     grammar, rng = StoryGrammar(is_held_out=True), random.Random(1)
     tales = [grammar.draw(rng) for _ in range(arguments.requests)] + strange_tales()
-    with LLM(str(arguments.model), max_model_len=512, kv_cache_memory="256MiB", num_threads=1) as llm:
+    with LLM(
+        str(arguments.model), max_model_len=512, kv_cache_memory="256MiB", num_threads=1
+    ) as llm:
         answers = ask(llm, tales, arguments.temperature)
     for label, (num_hits, total) in count(tales, answers).items():
         print(f"{label}: {num_hits} of {total}, {num_hits / total:.0%}")

@@ -1,7 +1,8 @@
 """Padded batches of about equally long samples.
 
-Owns how samples become tensors: a batch holds at most a fixed number of tokens, padding included. Deterministic: pool
-`index` of a seed is always the same for the same progress, which is what lets a run go on after a stop.
+Owns how samples become tensors: a batch holds at most a fixed number of tokens, padding included.
+Deterministic: pool `index` of a seed is always the same for the same progress, which is what lets a
+run go on after a stop.
 """
 
 import random
@@ -19,7 +20,8 @@ IGNORED = -100
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """ids and targets, both int64 [batch, len]; a target is the next token, or -100 where nothing is to be learnt."""
+    """ids and targets, both int64 [batch, len]; a target is the next token,
+    or -100 where nothing is to be learnt."""
 
     ids: Tensor
     targets: Tensor
@@ -30,7 +32,8 @@ class Batch:
 
 
 def collate(samples: list[Sample]) -> Batch:
-    """Pad on the right to a multiple of LEN_STEP. Padding is id 0; a causal model never sees it from the left."""
+    """Pad on the right to a multiple of LEN_STEP. Padding is id 0;
+    a causal model never sees it from the left."""
     longest = max(len(sample.ids) for sample in samples) - 1
     length = -(-longest // LEN_STEP) * LEN_STEP
     ids = torch.zeros(len(samples), length, dtype=torch.int64)
@@ -44,7 +47,8 @@ def collate(samples: list[Sample]) -> Batch:
 
 
 def split_by_len(samples: list[Sample], max_tokens: int) -> list[Batch]:
-    """Sort by length and cut into batches of at most `max_tokens` positions (at least one sample each)."""
+    """Sort by length and cut into batches of at most `max_tokens` positions
+    (at least one sample each)."""
     batches: list[Batch] = []
     group: list[Sample] = []
     for sample in sorted(samples, key=lambda sample: len(sample.ids)):
@@ -59,7 +63,8 @@ def split_by_len(samples: list[Sample], max_tokens: int) -> list[Batch]:
 
 
 class BatchPool:
-    """The batches of one pool of samples in a random order; a left-over that is less than half full is dropped."""
+    """The batches of one pool of samples in a random order;
+    a left-over that is less than half full is dropped."""
 
     def __init__(self, source: MixedSource, max_tokens: int, seed: int) -> None:
         self._source = source
@@ -69,7 +74,9 @@ class BatchPool:
     def batches(self, index: int, progress: float) -> list[Batch]:
         rng = random.Random(f"{self._seed}/{index}")
         samples = [self._source.draw(rng, progress) for _ in range(POOL_SAMPLES)]
-        batches = split_by_len([sample for sample in samples if len(sample.ids) > 1], self._max_tokens)
+        batches = split_by_len(
+            [sample for sample in samples if len(sample.ids) > 1], self._max_tokens
+        )
         full = [batch for batch in batches if batch.num_tokens * 2 > self._max_tokens]
         rng.shuffle(full)
         return full

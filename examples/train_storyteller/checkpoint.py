@@ -31,8 +31,11 @@ class RunState:
     shape: dict[str, int | float] = field(default_factory=dict)
 
 
-def save_checkpoint(folder: Path, model: Storyteller, optimizer: StoryOptimizer, state: RunState) -> None:
-    """Write both files beside the old ones, then swap them in, so that a stop never leaves half a file."""
+def save_checkpoint(
+    folder: Path, model: Storyteller, optimizer: StoryOptimizer, state: RunState
+) -> None:
+    """Write both files beside the old ones, then swap them in,
+    so that a stop never leaves half a file."""
     tensors = {_MODEL + name: tensor.detach() for name, tensor in model.state_dict().items()}
     tensors |= {_OPTIMIZER + name: tensor for name, tensor in optimizer.state.items()}
     save_file(tensors, folder / (TENSORS_FILE + ".new"))
@@ -47,7 +50,9 @@ def load_state(folder: Path) -> RunState | None:
     return RunState(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
-def load_checkpoint(folder: Path, model: Storyteller, optimizer: StoryOptimizer, state: RunState) -> None:
+def load_checkpoint(
+    folder: Path, model: Storyteller, optimizer: StoryOptimizer, state: RunState
+) -> None:
     tensors = load_file(folder / TENSORS_FILE)
     model.load_state_dict({n[len(_MODEL) :]: t for n, t in tensors.items() if n.startswith(_MODEL)})
     kept = {n[len(_OPTIMIZER) :]: t for n, t in tensors.items() if n.startswith(_OPTIMIZER)}

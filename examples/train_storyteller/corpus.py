@@ -1,7 +1,7 @@
 """Read the story corpora and cut them into tales.
 
-Owns the knowledge of how the raw text is laid out (documents, headings, verses) and of how much each book counts.
-It never sees tokens, prompts or the model.
+Owns the knowledge of how the raw text is laid out (documents, headings, verses) and of how much
+each book counts. It never sees tokens, prompts or the model.
 """
 
 import hashlib
@@ -19,8 +19,8 @@ HELD_OUT_PERCENT = 4
 MIN_TALE_CHARS = 220
 PAGE_MERGE_CHARS = 160
 
-# How often a book is read compared with its length: simple fairy tales count most, long or archaic prose little.
-# Books that are not named count DEFAULT_BOOK_WEIGHT; a weight of 0 leaves a book out.
+# How often a book is read compared with its length: simple fairy tales count most, long or archaic
+# prose little. Books that are not named count DEFAULT_BOOK_WEIGHT; a weight of 0 leaves a book out.
 BOOK_WEIGHTS = {
     "Aesop's Fables": 5.0,
     "Grimms' Fairy Tales": 4.0,
@@ -72,20 +72,28 @@ FAIRY_TALES = frozenset(
     }
 )
 
-_QUOTES = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "—": "--", "–": "-", "\u00a0": " ", "…": "..."})
+_QUOTES = str.maketrans(
+    {"“": '"', "”": '"', "‘": "'", "’": "'", "—": "--", "–": "-", "\u00a0": " ", "…": "..."}
+)
 _HEADING_END = re.compile(r"""[.!?,;:"'\-)*\]]$""")
-_CHAPTER = re.compile(r"^(?:#+ *)?(?:(?:the )?(?:\w+ )?(?:chapter|part|book)\b|[IVXL]+\b[. -]|\d+\b[. -])", re.IGNORECASE)
+_CHAPTER = re.compile(
+    r"^(?:#+ *)?(?:(?:the )?(?:\w+ )?(?:chapter|part|book)\b|[IVXL]+\b[. -]|\d+\b[. -])",
+    re.IGNORECASE,
+)
 _NUMBERING = re.compile(
     r"^(?:#+ *)?(?:(?:the \w+ )?(?:chapter|part|book)\b *(?:[IVXLC]+\b|\d+|[a-z]+\b(?= -))?"
     r"|[IVXLC]+\b(?=[. -])|\d+\b)? *[.:-]* *",
     re.IGNORECASE,
 )
-_FRONT_MATTER = re.compile(r"^(?:Title|Author|Year|Translat\w*|Edited|Illustrat\w*|Published) ?(?::|by |\d)", re.IGNORECASE)
+_FRONT_MATTER = re.compile(
+    r"^(?:Title|Author|Year|Translat\w*|Edited|Illustrat\w*|Published) ?(?::|by |\d)", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Tale:
-    """One story or chapter: its title (may be empty), the book it is from, and its paragraphs in order."""
+    """One story or chapter: its title (may be empty), the book it is from,
+    and its paragraphs in order."""
 
     title: str
     book: str
@@ -98,13 +106,17 @@ class Tale:
 
     @property
     def is_held_out(self) -> bool:
-        """True for a fixed few percent of the tales, chosen by a hash of their words, never trained on."""
-        digest = hashlib.sha256(f"{self.book}|{self.title}|{self.paragraphs[0][:200]}".encode()).digest()
+        """True for a fixed few percent of the tales, chosen by a hash of their words,
+        never trained on."""
+        digest = hashlib.sha256(
+            f"{self.book}|{self.title}|{self.paragraphs[0][:200]}".encode()
+        ).digest()
         return int.from_bytes(digest[:4], "big") % 100 < HELD_OUT_PERCENT
 
     @property
     def is_tale_start(self) -> bool:
-        """True where the first paragraph opens a story of its own, not the next chapter of a novel."""
+        """True where the first paragraph opens a story of its own,
+        not the next chapter of a novel."""
         return self.book == STORYBOOKS or self.book in FABLES or self.book in FAIRY_TALES
 
 
@@ -182,7 +194,8 @@ def _split_book(document: str, book: str, weight: float) -> list[Tale]:
         if paragraphs and tale.num_chars >= MIN_TALE_CHARS:
             tales.append(tale)
 
-    keeps_lines = "Potter" in book  # this book is set in short lines throughout, so line breaks do not mean verse
+    # this book is set in short lines throughout, so line breaks do not mean verse
+    keeps_lines = "Potter" in book
     for raw in document.split("\n\n"):
         paragraph = raw.strip()
         if not paragraph or _FRONT_MATTER.match(paragraph):

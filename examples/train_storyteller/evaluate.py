@@ -1,6 +1,8 @@
-"""Perplexity of an exported model on held-out tales, by kind: of the books, and of the story grammar.
+"""Perplexity of an exported model on held-out tales, by kind: of the books, and of the story
+grammar.
 
-Owns the numbers in the model card. Only the story is scored (not the request), each token given all before it.
+Owns the numbers in the model card. Only the story is scored (not the request), each token given all
+before it.
 """
 
 import argparse
@@ -25,7 +27,9 @@ NUM_GRAMMAR_TALES = 100
 def held_out_batches(corpus: Path, tokenizer: Tokenizer) -> dict[str, list[Batch]]:
     """One batch for each held-out tale's opening, grouped by the kind of tale."""
     tales = read_tales(corpus)
-    kept, held_out = ([tale for tale in tales if tale.is_held_out is wanted] for wanted in (False, True))
+    kept, held_out = (
+        [tale for tale in tales if tale.is_held_out is wanted] for wanted in (False, True)
+    )
     source = SampleSource(kept, tokenizer, learn_lexicon(kept))
     batches: dict[str, list[Batch]] = defaultdict(list)
     for tale, sample in zip(held_out, source.evaluation_samples(held_out), strict=True):
@@ -34,14 +38,23 @@ def held_out_batches(corpus: Path, tokenizer: Tokenizer) -> dict[str, list[Batch
 
 
 def _label(tale: Tale) -> str:
-    return {"children": "storybooks", "fable": "fables", "fairy tale": "fairy tales", "novel": "novels"}[kind_of(tale)]
+    return {
+        "children": "storybooks",
+        "fable": "fables",
+        "fairy tale": "fairy tales",
+        "novel": "novels",
+    }[kind_of(tale)]
 
 
 def grammar_batches(tokenizer: Tokenizer) -> list[Batch]:
-    """Tales of combinations (hero and plot, hero and describing word, two heroes) that are never trained on."""
+    """Tales of combinations (hero and plot, hero and describing word, two heroes)
+    that are never trained on."""
     encoder, grammar, rng = Encoder(tokenizer), StoryGrammar(is_held_out=True), random.Random(0)
     tales = [grammar.draw(rng) for _ in range(NUM_GRAMMAR_TALES)]
-    return [collate([encoder.join([(GrammarSource.head(tale, rng), tale.text)], has_end=True)]) for tale in tales]
+    return [
+        collate([encoder.join([(GrammarSource.head(tale, rng), tale.text)], has_end=True)])
+        for tale in tales
+    ]
 
 
 @torch.no_grad()
@@ -67,10 +80,18 @@ def main() -> None:
     for label, batches in held_out_batches(arguments.corpus, tokenizer).items():
         loss, count = total_loss(model, batches)
         loss_sum, num_tokens = loss_sum + loss, num_tokens + count
-        print(f"{label}: {len(batches)} tales, {count} tokens, perplexity {math.exp(loss / count):.2f}")
-    print(f"all of the books: {num_tokens} tokens, perplexity {math.exp(loss_sum / num_tokens):.2f}")
+        print(
+            f"{label}: {len(batches)} tales, {count} tokens, perplexity "
+            f"{math.exp(loss / count):.2f}"
+        )
+    print(
+        f"all of the books: {num_tokens} tokens, perplexity {math.exp(loss_sum / num_tokens):.2f}"
+    )
     loss, count = total_loss(model, grammar_batches(tokenizer))
-    print(f"story grammar: {NUM_GRAMMAR_TALES} tales, {count} tokens, perplexity {math.exp(loss / count):.2f}")
+    print(
+        f"story grammar: {NUM_GRAMMAR_TALES} tales, {count} tokens, perplexity "
+        f"{math.exp(loss / count):.2f}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Write the trained model as a Hugging Face folder, with the credits and the loss curve.
 
-Owns `config.json`, `generation_config.json`, `model.safetensors` and `ATTRIBUTION.txt` of the shipped model. The
-tokenizer's files are an input and are left as they are.
+Owns `config.json`, `generation_config.json`, `model.safetensors` and `ATTRIBUTION.txt` of the
+shipped model. The tokenizer's files are an input and are left as they are.
 """
 
 import argparse
@@ -23,7 +23,9 @@ from .optimizer import StoryOptimizer
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-END_OF_TEXT_ID, TURN_END_ID = (prompts.SPECIAL_TOKENS.index(t) for t in (prompts.END_OF_TEXT, prompts.TURN_END))
+END_OF_TEXT_ID, TURN_END_ID = (
+    prompts.SPECIAL_TOKENS.index(t) for t in (prompts.END_OF_TEXT, prompts.TURN_END)
+)
 GENERATION = {
     "do_sample": True,
     "temperature": 0.35,
@@ -59,8 +61,11 @@ def write_json(path: Path, content: dict[str, object]) -> None:
 
 
 def write_weights(model: Storyteller, path: Path) -> None:
-    """The parameters in bfloat16; the output projection is the embedding, so it is not stored twice."""
-    tensors = {name: weight.detach().to(torch.bfloat16) for name, weight in model.named_parameters()}
+    """The parameters in bfloat16; the output projection is the embedding,
+    so it is not stored twice."""
+    tensors = {
+        name: weight.detach().to(torch.bfloat16) for name, weight in model.named_parameters()
+    }
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(0o644)  # safetensors makes it readable for its owner only
 
@@ -73,14 +78,19 @@ def write_attribution(table: Path, path: Path) -> None:
     sources = ", ".join(f"github.com/{repo}" for repo in repos)
     lines = [
         f"The storybooks that quire-storyteller was trained on, from {sources}.",
-        "All are licensed CC-BY (Creative Commons Attribution), but for 'Chuskit Goes to School!': public domain.",
+        (
+            "All are licensed CC-BY (Creative Commons Attribution), but for 'Chuskit Goes to "
+            "School!': public domain."
+        ),
         "For the training they were cut, their pages joined, and partly retold with other heroes.",
         "",
     ]
     for row in rows:
         translation = row["translation_by"] or ""
         credit = row["text_by"] or "unknown"
-        lines.append(f"{row['title']}: {credit}" + (f" (translated by {translation})" if translation else ""))
+        lines.append(
+            f"{row['title']}: {credit}" + (f" (translated by {translation})" if translation else "")
+        )
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -98,8 +108,14 @@ def plot_curves(state: RunState, path: Path) -> None:
     axes.plot(tokens, losses, color="0.8", linewidth=0.8)
     axes.plot(tokens, _smooth(losses, 10), label="training", color="tab:blue")
     held_out = [(count / 1e6, loss) for count, loss in state.held_out_curve]
-    axes.plot(*zip(*held_out, strict=True), "o-", label="held-out tales", color="tab:red", markersize=3)
-    axes.set(xlabel="million tokens seen (padding included)", ylabel="loss (nats per token)", ylim=(None, 6.5))
+    axes.plot(
+        *zip(*held_out, strict=True), "o-", label="held-out tales", color="tab:red", markersize=3
+    )
+    axes.set(
+        xlabel="million tokens seen (padding included)",
+        ylabel="loss (nats per token)",
+        ylim=(None, 6.5),
+    )
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=110)
@@ -111,10 +127,13 @@ def main() -> None:
     parser.add_argument("--run", type=Path, default=Path("build/storyteller"))
     parser.add_argument("--out", type=Path, default=Path("quire/assets/quire-storyteller"))
     parser.add_argument("--corpus", type=Path, default=Path("../shared/data/corpus"))
-    parser.add_argument("--curve", type=Path, default=Path("examples/train_storyteller/loss_curve.png"))
+    parser.add_argument(
+        "--curve", type=Path, default=Path("examples/train_storyteller/loss_curve.png")
+    )
     arguments = parser.parse_args()
     model, state = load_model(arguments.run)
-    if model.shape != ModelShape():  # an early look at a run that has not grown to its full depth yet
+    # an early look at a run that has not grown to its full depth yet
+    if model.shape != ModelShape():
         model, _ = grow(model, StoryOptimizer(model), ModelShape().num_hidden_layers)
     write_weights(model, arguments.out / "model.safetensors")
     write_json(arguments.out / "config.json", hf_config(model.shape))
@@ -122,7 +141,10 @@ def main() -> None:
     write_attribution(arguments.corpus / ATTRIBUTION_FILE, arguments.out / "ATTRIBUTION.txt")
     if state.held_out_curve:
         plot_curves(state, arguments.curve)
-    print(f"step {state.num_steps}, {state.num_tokens / 1e6:.1f} M tokens, {state.elapsed_s / 60:.0f} minutes")
+    print(
+        f"step {state.num_steps}, {state.num_tokens / 1e6:.1f} M tokens, "
+        f"{state.elapsed_s / 60:.0f} minutes"
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""The story grammar: composes very many little tales from plots and kinds of heroes, each with the request it answers.
+"""The story grammar: composes very many little tales from plots and kinds of heroes, each with the
+request it answers.
 
-Owns the casting (who plays, with which describing word and pronouns), the choice of the request, and what may not be
-trained on (held-out pairs of hero and plot, hero and describing word, hero and hero). The same random state gives the
-same tale. It knows nothing of tokens or of the chat format.
+Owns the casting (who plays, with which describing word and pronouns), the choice of the request,
+and what may not be trained on (held-out pairs of hero and plot, hero and describing word, hero and
+hero). The same random state gives the same tale. It knows nothing of tokens or of the chat format.
 """
 
 import hashlib
@@ -75,15 +76,19 @@ class Character:
     def definite(self, rng: random.Random) -> str:
         if self.name and rng.random() < 0.5:
             return self.name
-        return f"the {self.full}" if self.adjectives and rng.random() < 0.25 else f"the {self.kind.noun}"
+        return (
+            f"the {self.full}"
+            if self.adjectives and rng.random() < 0.25
+            else f"the {self.kind.noun}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarTale:
     """A tale and what the request asks for, as a noun phrase.
 
-    `named` are the words of the topic that mean somebody or something, lower case: a tale on the topic names them all.
-    `pairs` are the combinations by which a tale is held out.
+    `named` are the words of the topic that mean somebody or something, lower case: a tale on the
+    topic names them all. `pairs` are the combinations by which a tale is held out.
     """
 
     topic: str
@@ -103,7 +108,11 @@ class GrammarTale:
 
 
 def _words(phrase: str) -> list[str]:
-    return [word for word in re.findall(r"[a-z]+", phrase.lower()) if word not in _SMALL_WORDS and len(word) > 1]
+    return [
+        word
+        for word in re.findall(r"[a-z]+", phrase.lower())
+        if word not in _SMALL_WORDS and len(word) > 1
+    ]
 
 
 def _named(topic: str, scene: "Scene") -> tuple[str, ...]:
@@ -121,14 +130,20 @@ def _named(topic: str, scene: "Scene") -> tuple[str, ...]:
 
 def _stem(word: str) -> str:
     for plural_end, end in (("ies", ""), ("ves", ""), ("es", ""), ("s", "")):
-        if word.endswith(plural_end) and len(word) - len(plural_end) >= 3 and not word.endswith("ss"):
+        if (
+            word.endswith(plural_end)
+            and len(word) - len(plural_end) >= 3
+            and not word.endswith("ss")
+        ):
             return word[: -len(plural_end)] + end
     return word
 
 
 @cache
 def _is_held_out_pair(pair: str) -> bool:
-    return int.from_bytes(hashlib.sha256(pair.encode()).digest()[:4], "big") % 100 < HELD_OUT_PERCENT
+    return (
+        int.from_bytes(hashlib.sha256(pair.encode()).digest()[:4], "big") % 100 < HELD_OUT_PERCENT
+    )
 
 
 @cache
@@ -155,7 +170,8 @@ class Scene:
     values: dict[str, str] = field(default_factory=dict)
 
     def lookup(self, name: str) -> str:
-        """The value of a slot: a fixed word, a form of a character, or a template of the plot or of all plots."""
+        """The value of a slot: a fixed word, a form of a character,
+        or a template of the plot or of all plots."""
         if name in self.values:
             return self.values[name]
         if name == "hero":
@@ -171,7 +187,8 @@ class Scene:
 
 
 class StoryGrammar:
-    """Draws tales. `is_held_out` chooses whether only held-out combinations are drawn or none of them."""
+    """Draws tales. `is_held_out` chooses whether only held-out combinations
+    are drawn or none of them."""
 
     def __init__(self, *, is_held_out: bool = False) -> None:
         self._plots = read_plots()
@@ -197,7 +214,8 @@ def compose(plot: Plot, rng: random.Random) -> GrammarTale:
     paragraphs = [scene.expand(paragraph) for paragraph in plot.paragraphs]
     text = polish("\n\n".join([f"{lead} {paragraphs[0]}", *paragraphs[1:]]))
     polished = polish(topic)
-    topic = topic[0] + polished[1:] if topic[0].islower() else polished  # polish gives a sentence a capital letter
+    # polish gives a sentence a capital letter
+    topic = topic[0] + polished[1:] if topic[0].islower() else polished
     return GrammarTale(topic, _named(topic, scene), text, plot.name, _pairs(scene))
 
 
@@ -206,8 +224,19 @@ def _cast(plot: Plot, rng: random.Random) -> Character:
     pronouns = rng.choice(kind.pronouns)
     adjectives = _adjectives(plot, kind, rng)
     name = ""
-    if plot.introduces_name and kind.group in NAMED_GROUPS and not kind.is_unique and rng.random() < NAMED_SHARE:
-        name = rng.choice(NAMES_HE if pronouns is HE else NAMES_SHE if pronouns is not IT else NAMES_HE + NAMES_SHE)
+    if (
+        plot.introduces_name
+        and kind.group in NAMED_GROUPS
+        and not kind.is_unique
+        and rng.random() < NAMED_SHARE
+    ):
+        name = rng.choice(
+            NAMES_HE
+            if pronouns is HE
+            else NAMES_SHE
+            if pronouns is not IT
+            else NAMES_HE + NAMES_SHE
+        )
     return Character(kind, pronouns, adjectives, name)
 
 
@@ -215,14 +244,20 @@ def _adjectives(plot: Plot, kind: Kind, rng: random.Random) -> tuple[str, ...]:
     if plot.needs and kind.group not in ("thing", "sky", "place"):
         first = rng.choice(plot.needs)
     elif rng.random() < ADJECTIVE_SHARE:
-        allowed = THING_TRAITS if kind.group in ("thing", "sky", "place") else tuple(ADJECTIVE_TRAITS)
+        allowed = (
+            THING_TRAITS if kind.group in ("thing", "sky", "place") else tuple(ADJECTIVE_TRAITS)
+        )
         pool = plot.prefers if plot.prefers and rng.random() < PREFERRED_SHARE else allowed
         first = rng.choice([adjective for adjective in pool if adjective not in plot.avoids])
     else:
         return ()
     if first in kind.noun.split():
         return ()
-    if rng.random() < SECOND_ADJECTIVE_SHARE and first not in ("little", "tiny", "big", "small") and kind.noun[:3] != "old":
+    if (
+        rng.random() < SECOND_ADJECTIVE_SHARE
+        and first not in ("little", "tiny", "big", "small")
+        and kind.noun[:3] != "old"
+    ):
         return (first, "little")
     return () if first in ("old", "young") and kind.noun[:3] in ("old", "gra", "bab") else (first,)
 
@@ -234,7 +269,11 @@ def _cast_other(plot: Plot, hero: Character, rng: random.Random) -> Character:
     adjectives: tuple[str, ...] = ()
     if rng.random() < OTHER_ADJECTIVE_SHARE and kind.group not in ("sky", "place"):
         pool = plot.other_prefers or tuple(ADJECTIVE_TRAITS)
-        allowed = [each for each in pool if each not in (*hero.adjectives, *kind.noun.split(), "lost", "old", "young")]
+        allowed = [
+            each
+            for each in pool
+            if each not in (*hero.adjectives, *kind.noun.split(), "lost", "old", "young")
+        ]
         adjectives = (rng.choice(allowed),) if allowed else ()
     return Character(kind, rng.choice(kind.pronouns), adjectives)
 
@@ -284,19 +323,36 @@ def _pronoun_slots(prefix: str, pronouns: Pronouns) -> dict[str, str]:
 
 def _fill_helpers(scene: Scene) -> None:
     taken = scene.hero.kind.noun + (f" {scene.other.kind.noun}" if scene.other else "")
-    pool = [noun for noun in (WATER_HELPERS if scene.hero.kind.group == "water" else HELPERS) if noun not in taken]
+    pool = [
+        noun
+        for noun in (WATER_HELPERS if scene.hero.kind.group == "water" else HELPERS)
+        if noun not in taken
+    ]
     nouns = scene.rng.sample(pool, 3)
-    for slot, noun, adjective in zip(("helper", "second", "third"), nouns, scene.rng.sample(HELPER_ADJECTIVES, 3), strict=True):
+    for slot, noun, adjective in zip(
+        ("helper", "second", "third"), nouns, scene.rng.sample(HELPER_ADJECTIVES, 3), strict=True
+    ):
         scene.values[slot] = f"the {noun}"
-        scene.values[f"a_{slot}"] = f"a {adjective} {noun}" if scene.rng.random() < 0.7 else f"a {noun}"
+        scene.values[f"a_{slot}"] = (
+            f"a {adjective} {noun}" if scene.rng.random() < 0.7 else f"a {noun}"
+        )
 
 
 def _fill_thing(scene: Scene) -> None:
     cast = scene.hero.kind.noun + (scene.other.kind.noun if scene.other else "")
     noun = scene.rng.choice([noun for noun in scene.plot.things or THINGS if noun not in cast])
-    adjective = scene.rng.choice(THING_ADJECTIVES) if scene.rng.random() < 0.5 and not scene.plot.things else ""
+    adjective = (
+        scene.rng.choice(THING_ADJECTIVES)
+        if scene.rng.random() < 0.5 and not scene.plot.things
+        else ""
+    )
     full = f"{adjective} {noun}".strip()
-    scene.values |= {"thing": f"the {noun}", "bare_thing": full, "a_thing": f"a {full}", "full_thing": f"the {full}"}
+    scene.values |= {
+        "thing": f"the {noun}",
+        "bare_thing": full,
+        "a_thing": f"a {full}",
+        "full_thing": f"the {full}",
+    }
     scene.values |= {"thing_noun": noun}
 
 
@@ -306,7 +362,9 @@ def _topic(scene: Scene) -> tuple[str, str]:
     choice = rng.random()
     if plot.themes and choice < 0.07:
         theme = rng.choice(plot.themes)
-        return theme, scene.expand(f"[This is a story about|Here is a story about|This is a tale about] {theme}.")
+        return theme, scene.expand(
+            f"[This is a story about|Here is a story about|This is a tale about] {theme}."
+        )
     if plot.asks and choice < 0.45:
         ask = scene.expand(rng.choice(plot.asks))
         return _in_present(ask) if rng.random() < PRESENT_SHARE else ask, ""
@@ -321,7 +379,13 @@ def _topic(scene: Scene) -> tuple[str, str]:
 def _in_present(topic: str) -> str:
     """ "A fox who lost his hat" as "a fox who loses his hat"."""
     past, dot, clause = topic.partition(" who ")
-    return past + dot + re.sub(r"^(?:\w+ not|\w+)", lambda match: PRESENT.get(match.group(), match.group()), clause)
+    return (
+        past
+        + dot
+        + re.sub(
+            r"^(?:\w+ not|\w+)", lambda match: PRESENT.get(match.group(), match.group()), clause
+        )
+    )
 
 
 def _hero_topic(scene: Scene) -> str:
@@ -330,7 +394,11 @@ def _hero_topic(scene: Scene) -> str:
     if hero.kind.is_unique:
         return hero.kind.noun if choice < 0.15 and not hero.adjectives else hero.indefinite
     if hero.name and choice < 0.5:
-        return f"{hero.indefinite} {rng.choice(('named', 'called'))} {hero.name}" if choice < 0.35 else hero.name
+        return (
+            f"{hero.indefinite} {rng.choice(('named', 'called'))} {hero.name}"
+            if choice < 0.35
+            else hero.name
+        )
     if choice < 0.57 and not hero.adjectives:
         return plural(hero.kind.noun)
     if choice < 0.72 and scene.plot.opens_at_home and scene.other is None:

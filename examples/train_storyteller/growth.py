@@ -1,9 +1,10 @@
 """Grow the network in depth during the run.
 
-Owns the schedule of depths and the copying of weights into a deeper model. With a fixed time budget a shallow network
-sees far more tokens at first, and the deeper one takes over what it learnt. A new layer copies its lower neighbour but
-adds nothing at first (its projections into the stream are zero), so the loss does not jump. Compare "Progressively
-stacking" (Gong and others 2019) and Net2Net's function-preserving growth (Chen and others 2015).
+Owns the schedule of depths and the copying of weights into a deeper model. With a fixed time budget
+a shallow network sees far more tokens at first, and the deeper one takes over what it learnt. A new
+layer copies its lower neighbour but adds nothing at first (its projections into the stream are
+zero), so the loss does not jump. Compare "Progressively stacking" (Gong and others 2019) and
+Net2Net's function-preserving growth (Chen and others 2015).
 """
 
 from dataclasses import replace
@@ -33,7 +34,9 @@ def _renamed(name: str, layers: dict[int, int]) -> str:
 
 
 @torch.no_grad()
-def grow(model: Storyteller, optimizer: StoryOptimizer, depth: int) -> tuple[Storyteller, StoryOptimizer]:
+def grow(
+    model: Storyteller, optimizer: StoryOptimizer, depth: int
+) -> tuple[Storyteller, StoryOptimizer]:
     """The same function as a deeper model, with the optimiser's memory of the old layers."""
     old_depth = model.shape.num_hidden_layers
     layers = _layer_map(old_depth, depth)
@@ -49,7 +52,10 @@ def grow(model: Storyteller, optimizer: StoryOptimizer, depth: int) -> tuple[Sto
             continue
         layer = deeper.model.layers[index]
         layer.load_state_dict(deeper.model.layers[source].state_dict())
-        for output in (f"model.layers.{index}.self_attn.o_proj.weight", f"model.layers.{index}.mlp.down_proj.weight"):
+        for output in (
+            f"model.layers.{index}.self_attn.o_proj.weight",
+            f"model.layers.{index}.mlp.down_proj.weight",
+        ):
             weights[output].zero_()
     successor = StoryOptimizer(deeper)
     successor.num_steps = optimizer.num_steps

@@ -1,6 +1,7 @@
-"""Who and what the tales of the grammar are about: kinds of heroes, things, describing words and names. Owns the
-word lists of `grammar` and what fits to each kind: pronouns, homes, food, way of going. All of it was written
-for this project. It knows nothing of plots or of requests."""
+"""Who and what the tales of the grammar are about: kinds of heroes, things, describing words and
+names. Owns the word lists of `grammar` and what fits to each kind: pronouns, homes, food, way of
+going. All of it was written for this project. It knows nothing of plots or of requests.
+"""
 
 from dataclasses import dataclass
 
@@ -56,36 +57,46 @@ HABITATS = {
         "berries, nuts, apples, mushrooms, sweet roots, honey",
     ),
     "farm": _habitat(
-        "on a farm, on a small farm by the river, in a red barn, on a farm near the hills, beside a big meadow",
+        "on a farm, on a small farm by the river, in a red barn, on a farm near the hills, "
+        "beside a big meadow",
         "fresh hay, corn, apples, carrots, warm milk, oats, turnips",
     ),
     "jungle": _habitat(
-        "in a hot jungle, near a wide river, on the great plain, in the shade of a big tree, far away in Africa",
+        "in a hot jungle, near a wide river, on the great plain, in the shade of a big tree, "
+        "far away in Africa",
         "bananas, ripe mangoes, sweet leaves, juicy melons, figs",
     ),
-    "desert": _habitat("in the hot desert, beside a small oasis, among the dry hills", "dates, dry grass, figs"),
+    "desert": _habitat(
+        "in the hot desert, beside a small oasis, among the dry hills", "dates, dry grass, figs"
+    ),
     "ice": _habitat(
-        "in the land of ice and snow, on a cold white shore, near the North Pole, on a great block of ice",
+        "in the land of ice and snow, on a cold white shore, near the North Pole, on a great "
+        "block of ice",
         "fresh fish, cold berries, warm soup",
     ),
     "garden": _habitat(
-        "in a sunny garden, under a flower pot, in the tall grass, behind the garden wall, beside a little pond",
+        "in a sunny garden, under a flower pot, in the tall grass, behind the garden wall, "
+        "beside a little pond",
         "green leaves, sweet nectar, bread crumbs, ripe strawberries, grass seeds",
     ),
     "house": _habitat(
-        "in a hole in the wall, under the kitchen floor, in a cosy house, in an old mill, behind the stove",
+        "in a hole in the wall, under the kitchen floor, in a cosy house, in an old mill, "
+        "behind the stove",
         "cheese, bread crumbs, cake, corn, warm milk",
     ),
     "sea": _habitat(
-        "in the deep blue sea, near a coral reef, in a quiet bay, at the bottom of the sea, in a cave under the waves",
+        "in the deep blue sea, near a coral reef, in a quiet bay, at the bottom of the sea, "
+        "in a cave under the waves",
         "sea grass, small shrimps, green seaweed",
     ),
     "tree": _habitat(
-        "in a nest in a tall tree, on a high branch, in an old tower, at the top of a pine tree, on the roof of a barn",
+        "in a nest in a tall tree, on a high branch, in an old tower, at the top of a pine "
+        "tree, on the roof of a barn",
         "seeds, berries, crumbs, corn, cherries",
     ),
     "castle": _habitat(
-        "in a great castle, in a stone castle on a hill, in a palace with a hundred rooms, in a castle by the sea",
+        "in a great castle, in a stone castle on a hill, in a palace with a hundred rooms, "
+        "in a castle by the sea",
         "roast meat and bread, plum cake, apple pie, honey cakes",
     ),
     "village": _habitat(
@@ -94,7 +105,8 @@ HABITATS = {
         "bread and cheese, hot soup, apple pie, porridge, plums, pancakes",
     ),
     "town": _habitat(
-        "in a big city, in a busy town, in a tall house with a red door, near the harbour, on a noisy street",
+        "in a big city, in a busy town, in a tall house with a red door, near the harbour, "
+        "on a noisy street",
         "hot soup, sandwiches, pancakes, apple cake, warm bread",
     ),
     "magic": _habitat(
@@ -102,15 +114,28 @@ HABITATS = {
             in a valley that nobody knew, at the end of the world""",
         "mushroom soup, honey cakes, blueberry pie, roasted apples",
     ),
-    "ship": _habitat("on a ship, on a little island, near the harbour, beside the sea", "fish soup, dry bread, oranges"),
-    "sky": _habitat("high above the hills, up in the sky, far above the sea, over the roofs of a village", "dew"),
+    "ship": _habitat(
+        "on a ship, on a little island, near the harbour, beside the sea",
+        "fish soup, dry bread, oranges",
+    ),
+    "sky": _habitat(
+        "high above the hills, up in the sky, far above the sea, over the roofs of a village", "dew"
+    ),
     "room": _habitat(
-        "on a shelf in the kitchen, in an old shop, in a child's room, in a house by the river, in the window of a shop",
+        "on a shelf in the kitchen, in an old shop, in a child's room, in a house by the "
+        "river, in the window of a shop",
         "oil",
     ),
-    "field": _habitat("in a green field, beside a garden wall, on a sunny hill, at the edge of a wood", "rain"),
-    "road": _habitat("in a small town, near the harbour, at the end of a long street, behind the mill", "oil"),
-    "land": _habitat("far away in the north, behind the blue hills, at the end of a long road, in a quiet land", "rain"),
+    "field": _habitat(
+        "in a green field, beside a garden wall, on a sunny hill, at the edge of a wood", "rain"
+    ),
+    "road": _habitat(
+        "in a small town, near the harbour, at the end of a long street, behind the mill", "oil"
+    ),
+    "land": _habitat(
+        "far away in the north, behind the blue hills, at the end of a long road, in a quiet land",
+        "rain",
+    ),
 }
 
 _ANY = (HE, SHE)
@@ -122,7 +147,15 @@ _TABLE: tuple[tuple[str, str, tuple[Pronouns, ...], str], ...] = (
         """fox, wolf, bear, deer, hedgehog, squirrel, badger, rabbit, hare, mole, beaver, raccoon, skunk, tortoise, bat,
         lynx, otter, weasel, moose, chipmunk, bear cub, fox cub, snake, lizard, porcupine, ferret, wolf cub, newt, stag""",
     ),
-    ("animal", "farm", _ANY, "dog, cat, horse, pig, sheep, goat, donkey, lamb, calf, pony, puppy, kitten, piglet, sheepdog"),
+    (
+        "animal",
+        "farm",
+        _ANY,
+        (
+            "dog, cat, horse, pig, sheep, goat, donkey, lamb, calf, pony, puppy, kitten, piglet, "
+            "sheepdog"
+        ),
+    ),
     ("animal", "farm", (SHE,), "cow, mare"),
     ("animal", "farm", (HE,), "ox, bull, ram"),
     (
@@ -145,7 +178,12 @@ _TABLE: tuple[tuple[str, str, tuple[Pronouns, ...], str], ...] = (
     ),
     ("animal", "house", _ANY, "mouse, rat, hamster, guinea pig"),
     ("animal", "magic", _ANY, "dragon, unicorn, griffin, werewolf, yeti, phoenix"),
-    ("bird", "garden", _ANY, "bee, butterfly, firefly, dragonfly, moth, wasp, fly, mosquito, bumblebee"),
+    (
+        "bird",
+        "garden",
+        _ANY,
+        "bee, butterfly, firefly, dragonfly, moth, wasp, fly, mosquito, bumblebee",
+    ),
     (
         "bird",
         "tree",
@@ -179,13 +217,19 @@ _TABLE: tuple[tuple[str, str, tuple[Pronouns, ...], str], ...] = (
         "person",
         "village",
         (SHE,),
-        "girl, grandmother, shepherdess, old woman, mother, sister, aunt, seamstress, weaver, milkmaid, goose girl",
+        (
+            "girl, grandmother, shepherdess, old woman, mother, sister, aunt, seamstress, "
+            "weaver, milkmaid, goose girl"
+        ),
     ),
     (
         "person",
         "village",
         _ANY,
-        "child, teacher, doctor, cook, painter, musician, thief, singer, poet, writer, neighbour, traveller, stranger",
+        (
+            "child, teacher, doctor, cook, painter, musician, thief, singer, poet, writer, "
+            "neighbour, traveller, stranger"
+        ),
     ),
     (
         "person",
@@ -197,9 +241,19 @@ _TABLE: tuple[tuple[str, str, tuple[Pronouns, ...], str], ...] = (
     ),
     ("person", "town", (HE,), "policeman, postman"),
     ("person", "town", (SHE,), "nurse"),
-    ("person", "magic", (HE,), "wizard, giant, troll, ogre, magician, dwarf, leprechaun, sorcerer, genie"),
+    (
+        "person",
+        "magic",
+        (HE,),
+        "wizard, giant, troll, ogre, magician, dwarf, leprechaun, sorcerer, genie",
+    ),
     ("person", "magic", (SHE,), "witch, fairy"),
-    ("person", "magic", _ANY, "elf, goblin, ghost, monster, gnome, vampire, zombie, mummy, skeleton, sprite"),
+    (
+        "person",
+        "magic",
+        _ANY,
+        "elf, goblin, ghost, monster, gnome, vampire, zombie, mummy, skeleton, sprite",
+    ),
     ("person", "ice", (HE,), "snowman"),
     ("person", "ship", _ANY, "pirate, sailor, captain, viking"),
     ("sky", "sky", (SHE,), "moon"),
@@ -244,8 +298,17 @@ _TABLE: tuple[tuple[str, str, tuple[Pronouns, ...], str], ...] = (
     ("place", "land", (SHE,), "sea"),
 )
 
-UNIQUE = frozenset(word_list("moon, sun, wind, north wind, thunder, rain, snow, night, winter, spring, sea, rainbow, storm"))
-KINDS = tuple(Kind(noun, group, habitat, pronouns) for group, habitat, pronouns, nouns in _TABLE for noun in word_list(nouns))
+UNIQUE = frozenset(
+    word_list(
+        "moon, sun, wind, north wind, thunder, rain, snow, night, winter, spring, sea, "
+        "rainbow, storm"
+    )
+)
+KINDS = tuple(
+    Kind(noun, group, habitat, pronouns)
+    for group, habitat, pronouns, nouns in _TABLE
+    for noun in word_list(nouns)
+)
 FAVOURITES = word_list(
     """fox, knight, girl, boy, king, queen, dragon, princess, prince, rabbit, mouse, cat, dog, bear, owl, wolf, lion,
         frog, moon, sun, star, wind, robot, witch, wizard, pirate, fairy, giant, unicorn, elephant, bird, fish, farmer,
@@ -267,7 +330,9 @@ THINGS = word_list(
         purse, pearl, diamond, stone, backpack, ticket, statue, carpet, vase, treasure chest, music box, guitar, piano,
         trophy, potion"""
 )
-THING_ADJECTIVES = word_list("red, blue, golden, little, old, shiny, silver, green, yellow, new, beautiful, small, favourite")
+THING_ADJECTIVES = word_list(
+    "red, blue, golden, little, old, shiny, silver, green, yellow, new, beautiful, small, favourite"
+)
 
 NAMES_HE = word_list(
     """Tom, Ben, Max, Leo, Oscar, Finn, Jack, Peter, Hugo, Sam, Rufus, Otto, Theo, Felix, Bruno, Will, Toby, Henry,
@@ -279,42 +344,108 @@ NAMES_SHE = word_list(
 )
 
 ADJECTIVE_TRAITS: dict[str, tuple[str, ...]] = {
-    "brave": ("{he} was not afraid of the dark, or of storms, or of anything at all.", "nobody had ever seen {him} run away."),
-    "little": ("{he} was so little that people often forgot {him}.", "{he} was small, but {he} had big dreams."),
-    "clever": ("{he} always had a good idea.", "when others were at a loss, {he} sat down and thought."),
-    "kind": ("{he} had a good word for everyone.", "{he} could not see anyone cry without helping."),
-    "lazy": ("{he} liked to sleep until noon, and then {he} liked to rest.", "work was the one thing {he} did not like."),
-    "greedy": ("however much {he} had, {he} always wanted more.", "{he} never shared so much as a crumb."),
+    "brave": (
+        "{he} was not afraid of the dark, or of storms, or of anything at all.",
+        "nobody had ever seen {him} run away.",
+    ),
+    "little": (
+        "{he} was so little that people often forgot {him}.",
+        "{he} was small, but {he} had big dreams.",
+    ),
+    "clever": (
+        "{he} always had a good idea.",
+        "when others were at a loss, {he} sat down and thought.",
+    ),
+    "kind": (
+        "{he} had a good word for everyone.",
+        "{he} could not see anyone cry without helping.",
+    ),
+    "lazy": (
+        "{he} liked to sleep until noon, and then {he} liked to rest.",
+        "work was the one thing {he} did not like.",
+    ),
+    "greedy": (
+        "however much {he} had, {he} always wanted more.",
+        "{he} never shared so much as a crumb.",
+    ),
     "lonely": ("nobody ever came to see {him}.", "all day long {he} wished for a friend."),
-    "happy": ("{he} sang from morning until night.", "{he} laughed so much that everybody near {him} had to laugh too."),
+    "happy": (
+        "{he} sang from morning until night.",
+        "{he} laughed so much that everybody near {him} had to laugh too.",
+    ),
     "sad": ("{he} had not laughed for a very long time.", "nobody knew why {he} sighed so much."),
-    "old": ("{he} had seen many summers and many winters.", "{he} was slow now, but {he} knew a great deal."),
+    "old": (
+        "{he} had seen many summers and many winters.",
+        "{he} was slow now, but {he} knew a great deal.",
+    ),
     "young": ("{he} had a great deal to learn.", "everything in the world was new to {him}."),
     "hungry": ("{he} could think of nothing but {food}.", "{his} stomach was always empty."),
-    "silly": ("{he} did everything the wrong way round.", "{he} once tried to carry water in a basket."),
-    "proud": ("{he} thought that nobody was as fine as {he} was.", "{he} held {his} head very high."),
+    "silly": (
+        "{he} did everything the wrong way round.",
+        "{he} once tried to carry water in a basket.",
+    ),
+    "proud": (
+        "{he} thought that nobody was as fine as {he} was.",
+        "{he} held {his} head very high.",
+    ),
     "poor": ("{he} had nothing but a warm heart.", "some days {he} had nothing to eat at all."),
-    "shy": ("{he} hid whenever a stranger came by.", "{he} spoke so softly that hardly anyone heard {him}."),
+    "shy": (
+        "{he} hid whenever a stranger came by.",
+        "{he} spoke so softly that hardly anyone heard {him}.",
+    ),
     "tiny": ("{he} could have slept in a teacup.", "{he} was the smallest one for miles around."),
-    "big": ("{he} was so big that the ground shook when {he} came.", "everyone looked up when {he} came by."),
+    "big": (
+        "{he} was so big that the ground shook when {he} came.",
+        "everyone looked up when {he} came by.",
+    ),
     "gentle": ("{he} never hurt even a fly.", "{his} voice was as soft as rain."),
-    "curious": ("{he} asked questions all day long.", "{he} wanted to know what was behind every door."),
-    "sleepy": ("{he} yawned in the morning, at noon and at night.", "{he} could fall asleep anywhere."),
+    "curious": (
+        "{he} asked questions all day long.",
+        "{he} wanted to know what was behind every door.",
+    ),
+    "sleepy": (
+        "{he} yawned in the morning, at noon and at night.",
+        "{he} could fall asleep anywhere.",
+    ),
     "wise": ("everyone came to {him} for advice.", "{he} thought a long time before {he} spoke."),
     "naughty": ("{he} played a trick on somebody every day.", "{he} never did what {he} was told."),
     "foolish": ("{he} believed everything that {he} heard.", "{he} never stopped to think."),
-    "cunning": ("{he} knew a hundred tricks.", "people said that you should never trust {his} smile."),
-    "friendly": ("{he} said hello to everyone {he} met.", "{he} had more friends than there are days in the year."),
-    "strong": ("{he} could pull a cart that two horses could not pull.", "nobody around was as strong as {he} was."),
-    "grumpy": ("{he} never said good morning to anyone.", "{he} grumbled about the sun and {he} grumbled about the rain."),
+    "cunning": (
+        "{he} knew a hundred tricks.",
+        "people said that you should never trust {his} smile.",
+    ),
+    "friendly": (
+        "{he} said hello to everyone {he} met.",
+        "{he} had more friends than there are days in the year.",
+    ),
+    "strong": (
+        "{he} could pull a cart that two horses could not pull.",
+        "nobody around was as strong as {he} was.",
+    ),
+    "grumpy": (
+        "{he} never said good morning to anyone.",
+        "{he} grumbled about the sun and {he} grumbled about the rain.",
+    ),
     "quiet": ("{he} listened more than {he} spoke.", "you hardly ever heard {him} come or go."),
     "noisy": ("you could hear {him} three hills away.", "{he} could not be quiet for a minute."),
     "honest": ("{he} had never told a lie.", "{he} always gave back what was not {his} own."),
     "selfish": ("{he} thought only of {himself}.", "{he} never gave anything to anyone."),
-    "cheerful": ("{he} smiled even when it rained.", "{he} whistled a merry tune wherever {he} was."),
-    "angry": ("{he} shouted at everyone who came near.", "nobody knew why {he} was always so cross."),
-    "lost": ("{he} did not know the way home.", "{he} had taken a wrong turn, and now everything looked strange."),
-    "magic": ("strange and lovely things happened wherever {he} was.", "sparks flew when {he} laughed."),
+    "cheerful": (
+        "{he} smiled even when it rained.",
+        "{he} whistled a merry tune wherever {he} was.",
+    ),
+    "angry": (
+        "{he} shouted at everyone who came near.",
+        "nobody knew why {he} was always so cross.",
+    ),
+    "lost": (
+        "{he} did not know the way home.",
+        "{he} had taken a wrong turn, and now everything looked strange.",
+    ),
+    "magic": (
+        "strange and lovely things happened wherever {he} was.",
+        "sparks flew when {he} laughed.",
+    ),
     "white": ("{he} was as white as fresh snow.",),
     "black": ("{he} was as black as the night.",),
     "red": ("{he} was as red as a ripe apple.",),
@@ -337,14 +468,23 @@ ADJECTIVE_TRAITS: dict[str, tuple[str, ...]] = {
     "dreamy": ("{he} spent whole days looking at the clouds.",),
 }
 THING_TRAITS = word_list(
-    "little, old, sad, lonely, happy, brave, tiny, big, magic, golden, red, blue, proud, beautiful, kind, shy, curious"
+    "little, old, sad, lonely, happy, brave, tiny, big, magic, golden, red, blue, proud, "
+    "beautiful, kind, shy, curious"
 )
 
 GOING = {  # (past, bare, -ing) by group
     "bird": (("flew", "fly", "flying"), ("flew", "fly", "flying")),
     "water": (("swam", "swim", "swimming"), ("swam", "swim", "swimming")),
-    "animal": (("ran", "run", "running"), ("walked", "walk", "walking"), ("trotted", "trot", "trotting")),
-    "person": (("walked", "walk", "walking"), ("went", "go", "going"), ("hurried", "hurry", "hurrying")),
+    "animal": (
+        ("ran", "run", "running"),
+        ("walked", "walk", "walking"),
+        ("trotted", "trot", "trotting"),
+    ),
+    "person": (
+        ("walked", "walk", "walking"),
+        ("went", "go", "going"),
+        ("hurried", "hurry", "hurrying"),
+    ),
     "sky": (("drifted", "drift", "drifting"), ("travelled", "travel", "travelling")),
     "thing": (("went", "go", "going"), ("travelled", "travel", "travelling")),
     "place": (("went", "go", "going"), ("went", "go", "going")),

@@ -43,7 +43,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(query_dim, shape.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """hidden [batch, len, hidden_size], cos and sin [len, head_dim] -> [batch, len, hidden_size]."""
+        """hidden [batch, len, hidden_size], cos and sin [len, head_dim] -> [batch, len,
+        hidden_size]."""
         batch, length, _ = hidden.shape
         query, key, value = (
             proj(hidden).view(batch, length, -1, self.head_dim).transpose(1, 2)
@@ -121,7 +122,8 @@ class Storyteller(nn.Module):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Normal(0, 0.02); the projections back into the stream start smaller so that depth does not add variance."""
+        """Normal(0, 0.02); the projections back into the stream start smaller so that
+        depth does not add variance."""
         depth_scale = (2 * self.shape.num_hidden_layers) ** -0.5
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
@@ -139,7 +141,8 @@ class Storyteller(nn.Module):
         return F.linear(hidden, self.model.embed_tokens.weight)
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy (nats) over the positions whose target is not -100; both arguments [batch, len]."""
+        """Mean cross-entropy (nats) over the positions whose target is not -100;
+        both arguments [batch, len]."""
         is_target = targets.flatten() != -100
         hidden = self(ids).flatten(0, 1)[is_target]
         return F.cross_entropy(self.logits(hidden), targets.flatten()[is_target])

@@ -1,8 +1,10 @@
 """Muon for the matrices, Adam for the rest, and the learning-rate schedule.
 
-Owns the update rules and their state as plain tensors, so that a checkpoint is one safetensors file.
-Muon: Keller Jordan and others 2024 (github.com/KellerJordan/Muon): momentum whose update is orthogonalised by five
-Newton-Schulz steps. torch.optim.Muon does those in bfloat16, which is slow on processors without bfloat16 units.
+Owns the update rules and their state as plain tensors, so that a checkpoint is one safetensors
+file.
+Muon: Keller Jordan and others 2024 (github.com/KellerJordan/Muon): momentum whose update is
+orthogonalised by five Newton-Schulz steps. torch.optim.Muon does those in bfloat16, which is slow
+on processors without bfloat16 units.
 """
 
 from collections import defaultdict
@@ -21,14 +23,16 @@ DECAY_START = 0.35  # share of the run after which the rate falls in a straight 
 
 
 def schedule(step: int, progress: float) -> float:
-    """Factor on every learning rate: warm-up by steps, flat, then a straight line to zero at progress 1."""
+    """Factor on every learning rate: warm-up by steps, flat,
+    then a straight line to zero at progress 1."""
     warmup = min(1.0, (step + 1) / WARMUP_STEPS)
     decay = min(1.0, (1.0 - progress) / (1.0 - DECAY_START))
     return float(warmup * max(decay, 0.0))
 
 
 def orthogonalise(stack: Tensor) -> Tensor:
-    """Five Newton-Schulz steps on matrices [count, rows, columns]: all singular values move near 1."""
+    """Five Newton-Schulz steps on matrices [count, rows, columns]:
+    all singular values move near 1."""
     a, b, c = 3.4445, -4.7750, 2.0315
     is_tall = stack.shape[-2] > stack.shape[-1]
     x = stack.mT if is_tall else stack
@@ -41,10 +45,13 @@ def orthogonalise(stack: Tensor) -> Tensor:
 
 
 class StoryOptimizer:
-    """Steps a model's parameters in place; its state is a flat dict of tensors named after the parameters."""
+    """Steps a model's parameters in place; its state is a flat dict of tensors
+    named after the parameters."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._matrices = {n: p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n}
+        self._matrices = {
+            n: p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n
+        }
         self._others = {n: p for n, p in model.named_parameters() if n not in self._matrices}
         self.state: dict[str, Tensor] = {}
         for name, weight in model.named_parameters():
@@ -55,7 +62,10 @@ class StoryOptimizer:
 
     def load_state(self, state: dict[str, Tensor], num_steps: int) -> None:
         if state.keys() != self.state.keys():
-            raise ValueError("the checkpoint's optimiser state belongs to another model; train into an empty folder")
+            raise ValueError(
+                "the checkpoint's optimiser state belongs to another model; train into an "
+                "empty folder"
+            )
         self.state, self.num_steps = dict(state), num_steps
 
     @torch.no_grad()
@@ -72,7 +82,9 @@ class StoryOptimizer:
             momentum = self.state[f"{name}.momentum"]
             assert weight.grad is not None, name
             momentum.lerp_(weight.grad, 1 - MUON_MOMENTUM)
-            by_shape[tuple(weight.shape)].append((weight, weight.grad.lerp(momentum, MUON_MOMENTUM)))
+            by_shape[tuple(weight.shape)].append(
+                (weight, weight.grad.lerp(momentum, MUON_MOMENTUM))
+            )
             weight.grad = None
         for shape, group in by_shape.items():
             updates = orthogonalise(torch.stack([update for _, update in group]))

@@ -1,6 +1,7 @@
 """The wording of the conversations that the model is trained on.
 
-Owns the special tokens, the chat format and the phrases of the requests. Knows nothing of corpora or of tensors.
+Owns the special tokens, the chat format and the phrases of the requests. Knows nothing of corpora
+or of tensors.
 """
 
 import random
@@ -14,7 +15,8 @@ CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{{- '<|im_start|>' + message['role'] + '\\n' -}}"
     "{%- if message['content'] is string -%}{{- message['content'] -}}"
-    "{%- else -%}{%- for part in message['content'] -%}{{- part['text'] -}}{%- endfor -%}{%- endif -%}"
+    "{%- else -%}{%- for part in message['content'] -%}{{- part['text'] -}}{%- endfor -%}{%- "
+    "endif -%}"
     "{{- '<|im_end|>\\n' -}}"
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
@@ -42,7 +44,11 @@ _TALE_REQUESTS = (
     ("{}", 1),
 )
 _KIND_REQUESTS = {
-    "fable": ("Tell me a fable about {}.", "Write a fable about {}.", "Do you know a fable about {}?"),
+    "fable": (
+        "Tell me a fable about {}.",
+        "Write a fable about {}.",
+        "Do you know a fable about {}?",
+    ),
     "fairy tale": ("Tell me a fairy tale about {}.", "Write a fairy tale about {}."),
     "children": ("Tell me a story for children about {}.", "Tell me a simple story about {}."),
 }
@@ -72,7 +78,11 @@ _SCENE_REQUESTS = (
     "Tell me more about {}.",
     "What happened next to {}?",
 )
-_FOLLOW_UPS = ("Another one, about {}.", "Now tell me one about {}.", "Tell me another story, about {}.")
+_FOLLOW_UPS = (
+    "Another one, about {}.",
+    "Now tell me one about {}.",
+    "Tell me another story, about {}.",
+)
 _SYSTEM_PROMPTS = (
     "You are a storyteller.",
     "You are a helpful assistant.",
@@ -81,7 +91,8 @@ _SYSTEM_PROMPTS = (
 )
 TITLE_SHARE = 0.08
 TOPICLESS_SHARE = 0.04
-BOOKISH_SHARE = 0.7  # of the tales from books are asked for as such; a plain request mostly gets a tale of the grammar
+# of the tales from books are asked for as such; a plain request mostly gets a tale of the grammar
+BOOKISH_SHARE = 0.7
 SECOND_TOPIC_SHARE = 0.25
 SYSTEM_SHARE = 0.06
 
@@ -109,17 +120,24 @@ def topic_phrase(topics: list[str], rng: random.Random) -> str:
 
 
 def book_request(topics: list[str], kind: str, rng: random.Random, title: str = "") -> str:
-    """A request for a whole story from the corpora, mostly in words that say so (a fable, an old tale)."""
+    """A request for a whole story from the corpora, mostly in words that say so (a fable,
+    an old tale)."""
     if not topics or rng.random() >= BOOKISH_SHARE:
         return tale_request(topics, kind, rng, title)
-    requests = _OLD_BOOK_REQUESTS if kind not in _KIND_REQUESTS or rng.random() < 0.4 else _KIND_REQUESTS[kind]
+    requests = (
+        _OLD_BOOK_REQUESTS
+        if kind not in _KIND_REQUESTS or rng.random() < 0.4
+        else _KIND_REQUESTS[kind]
+    )
     return rng.choice(requests).format(topic_phrase(topics, rng))
 
 
 def tale_request(topics: list[str], kind: str, rng: random.Random, title: str = "") -> str:
     """A request for a whole story (one that starts at its beginning)."""
     if title and rng.random() < TITLE_SHARE:
-        return rng.choice((f'Tell me the story "{title}".', f"Tell me the story of {title}.", f'Write "{title}".'))
+        return rng.choice(
+            (f'Tell me the story "{title}".', f"Tell me the story of {title}.", f'Write "{title}".')
+        )
     if not topics or rng.random() < TOPICLESS_SHARE:
         return rng.choice(_TOPICLESS_REQUESTS)
     topic = topic_phrase(topics, rng)
@@ -132,9 +150,17 @@ def tale_request(topics: list[str], kind: str, rng: random.Random, title: str = 
 
 def scene_request(topics: list[str], rng: random.Random) -> str:
     """A request for a passage from the middle of a book."""
-    return rng.choice(_SCENE_REQUESTS).format(topic_phrase(topics, rng)) if topics else "Go on with the story."
+    return (
+        rng.choice(_SCENE_REQUESTS).format(topic_phrase(topics, rng))
+        if topics
+        else "Go on with the story."
+    )
 
 
 def follow_up(topics: list[str], rng: random.Random) -> str:
     """A request for one more story in the same conversation."""
-    return rng.choice(_FOLLOW_UPS).format(topic_phrase(topics, rng)) if topics else "Another one, please."
+    return (
+        rng.choice(_FOLLOW_UPS).format(topic_phrase(topics, rng))
+        if topics
+        else "Another one, please."
+    )

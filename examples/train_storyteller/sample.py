@@ -1,6 +1,8 @@
-"""Look at what the model says: `python -m examples.train_storyteller.sample "a brave knight" "the moon"`.
+"""Look at what the model says: `python -m examples.train_storyteller.sample "a brave knight" "the
+moon"`.
 
-Owns a plain sampling loop without a cache, the slow twin of a real engine. Reads an exported folder.
+Owns a plain sampling loop without a cache, the slow twin of a real engine. Reads an exported
+folder.
 """
 
 import argparse
@@ -52,9 +54,14 @@ def draw(logits: Tensor, seen: list[int], sampling: Sampling) -> int:
 
 
 @torch.no_grad()
-def generate(model: Storyteller, prompt_ids: list[int], max_tokens: int, sampling: Sampling) -> list[int]:
-    """Up to `max_tokens` new ids after the prompt; stops after an end token or at the context's end."""
-    ends = {prompts.SPECIAL_TOKENS.index(token) for token in (prompts.END_OF_TEXT, prompts.TURN_END)}
+def generate(
+    model: Storyteller, prompt_ids: list[int], max_tokens: int, sampling: Sampling
+) -> list[int]:
+    """Up to `max_tokens` new ids after the prompt;
+    stops after an end token or at the context's end."""
+    ends = {
+        prompts.SPECIAL_TOKENS.index(token) for token in (prompts.END_OF_TEXT, prompts.TURN_END)
+    }
     ids = list(prompt_ids)
     limit = min(len(ids) + max_tokens, model.shape.max_position_embeddings)
     while len(ids) < limit:
@@ -77,7 +84,9 @@ def main() -> None:
     for topic in arguments.topics:
         torch.manual_seed(arguments.seed)
         request = prompts.turn("user", f"Tell me a story about {topic}.") + prompts.reply_start()
-        ids = generate(model, tokenizer.encode(request).ids, 450, Sampling(temperature=arguments.temperature))
+        ids = generate(
+            model, tokenizer.encode(request).ids, 450, Sampling(temperature=arguments.temperature)
+        )
         print(f"--- {topic}\n{tokenizer.decode(ids)}\n")
 
 

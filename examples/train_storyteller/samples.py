@@ -1,7 +1,8 @@
 """Training samples: conversations cut from tales, as token ids with a mark for the tokens to learn.
 
-Owns the cutting of passages, the mix of the kinds of samples and its change over the run. Deterministic: the same
-seed, index and progress give the same samples. Knows nothing of tensors or the model.
+Owns the cutting of passages, the mix of the kinds of samples and its change over the run.
+Deterministic: the same seed, index and progress give the same samples. Knows nothing of tensors or
+the model.
 """
 
 import random
@@ -18,8 +19,10 @@ from .words import WORD, Lexicon
 MAX_LEN = 512
 SHORT_TALE_CHARS = 1750  # a tale of at most this many characters fits MAX_LEN with its request
 RETELL_SHARE = 0.8
-RECAST_SHARE = 0.7  # of the tales retold: the hero may become anybody, and is what the request asks for
-HERO_WEIGHT = 3  # short tales with a hero who can be recast are read this many times as often as others
+# of the tales retold: the hero may become anybody, and is what the request asks for
+RECAST_SHARE = 0.7
+# short tales with a hero who can be recast are read this many times as often as others
+HERO_WEIGHT = 3
 DESCRIBE_SHARE = 0.45
 PLAIN_SHARE = 0.06
 DIALOGUE_SHARE = 0.06
@@ -72,13 +75,18 @@ class GrammarSource:
         if rng.random() < DIALOGUE_SHARE:
             second = self._grammar.draw(rng)
             request = prompts.follow_up([second.topic], rng)
-            turns.append(("\n" + prompts.turn("user", request) + prompts.reply_start(), second.text))
+            turns.append(
+                ("\n" + prompts.turn("user", request) + prompts.reply_start(), second.text)
+            )
         return self._encoder.join(turns, has_end=True)
 
     @staticmethod
     def head(tale: GrammarTale, rng: random.Random) -> str:
         """The conversation before the tale."""
-        return prompts.turn("user", prompts.tale_request([tale.topic], "children", rng)) + prompts.reply_start()
+        return (
+            prompts.turn("user", prompts.tale_request([tale.topic], "children", rng))
+            + prompts.reply_start()
+        )
 
 
 class Encoder:
@@ -93,7 +101,8 @@ class Encoder:
         return _clip(ids, [True] * len(ids))
 
     def join(self, turns: list[tuple[str, str]], has_end: bool) -> Sample:
-        """Turns are pairs of what comes before a reply and the reply, which is what the model learns."""
+        """Turns are pairs of what comes before a reply and the reply,
+        which is what the model learns."""
         ids: list[int] = []
         is_target: list[bool] = []
         for position, (head, reply) in enumerate(turns):
@@ -115,18 +124,30 @@ class SampleSource:
     """Draws samples from tales. `tales` must hold no held-out tale when it is used for training."""
 
     def __init__(
-        self, tales: list[Tale], tokenizer: Tokenizer, lexicon: Lexicon, *, shares: tuple[float, float] | None = None
+        self,
+        tales: list[Tale],
+        tokenizer: Tokenizer,
+        lexicon: Lexicon,
+        *,
+        shares: tuple[float, float] | None = None,
     ) -> None:
-        """`shares` of short whole tales and of openings, for the whole run; by default they change with its progress."""
+        """`shares` of short whole tales and of openings, for the whole run;
+        by default they change with its progress."""
         self._shares_given = shares
         self._encoder = Encoder(tokenizer)
         self._lexicon = lexicon
         self._tales = tales
         self._weights = [tale.weight * tale.num_chars for tale in tales]
-        self._short = [tale for tale in tales if tale.is_tale_start and tale.num_chars <= SHORT_TALE_CHARS]
-        self._short_weights = [HERO_WEIGHT if heroes_of(" ".join(tale.paragraphs)) else 1 for tale in self._short]
+        self._short = [
+            tale for tale in tales if tale.is_tale_start and tale.num_chars <= SHORT_TALE_CHARS
+        ]
+        self._short_weights = [
+            HERO_WEIGHT if heroes_of(" ".join(tale.paragraphs)) else 1 for tale in self._short
+        ]
         self._openings = [tale for tale in tales if tale.is_tale_start]
-        self._opening_weights = [tale.weight * min(tale.num_chars, 2 * SHORT_TALE_CHARS) for tale in self._openings]
+        self._opening_weights = [
+            tale.weight * min(tale.num_chars, 2 * SHORT_TALE_CHARS) for tale in self._openings
+        ]
 
     def draw(self, rng: random.Random, progress: float) -> Sample:
         """One sample; `progress` in [0, 1] shifts the mix towards short whole tales."""
@@ -147,10 +168,11 @@ class SampleSource:
 
     @staticmethod
     def _shares(progress: float) -> tuple[float, float]:
-        """Shares of short whole tales and of openings of tales; the rest are passages from anywhere.
+        """Shares of short whole tales and of openings of tales; the rest are passages from
+        anywhere.
 
-        There are few short tales, and the network knows them by heart after some ten readings, so the middle of the
-        run reads other things.
+        There are few short tales, and the network knows them by heart after some ten readings, so
+        the middle of the run reads other things.
         """
         if progress < BROAD_PHASE:
             return 0.2, 0.25
@@ -159,12 +181,17 @@ class SampleSource:
     def evaluation_samples(self, tales: list[Tale]) -> list[Sample]:
         """One fixed sample, asked for by its best topic, of each given tale; nothing is retold."""
         rng = random.Random(0)
-        return [self._conversation(self._cut(tale, rng, from_start=True), random.Random(1)) for tale in tales]
+        return [
+            self._conversation(self._cut(tale, rng, from_start=True), random.Random(1))
+            for tale in tales
+        ]
 
     def _whole(self, tale: Tale) -> Passage:
         return Passage("\n\n".join(tale.paragraphs), tale, True, True)
 
-    def _cut(self, tale: Tale, rng: random.Random, from_start: bool, max_chars: int = SHORT_TALE_CHARS) -> Passage:
+    def _cut(
+        self, tale: Tale, rng: random.Random, from_start: bool, max_chars: int = SHORT_TALE_CHARS
+    ) -> Passage:
         """Whole paragraphs from the start or from a random one, up to a random length."""
         start = 0 if from_start else rng.randrange(len(tale.paragraphs))
         wanted = rng.uniform(0.5, 1.0) * max_chars
@@ -201,7 +228,11 @@ class SampleSource:
     def _conversation(self, passage: Passage, rng: random.Random) -> Sample:
         if rng.random() < PLAIN_SHARE:
             return self._encoder.plain(passage.text, passage.has_end)
-        head = prompts.system_turn(rng) + prompts.turn("user", self._request(passage, rng)) + prompts.reply_start()
+        head = (
+            prompts.system_turn(rng)
+            + prompts.turn("user", self._request(passage, rng))
+            + prompts.reply_start()
+        )
         return self._encoder.join([(head, passage.text)], passage.has_end)
 
     def _dialogue(self, rng: random.Random) -> Sample:

@@ -1,8 +1,8 @@
 """A small language for sentences with choices and slots: ``[Once|Long ago] {a_hero} lived {home}.``
 
-Owns parsing and expanding of templates, and the last touch on the text: articles, capitals, spaces. It knows nothing of
-heroes or plots. ``[a|b]`` takes one of its parts (they nest, and may be empty), ``{name}`` is looked up, ``{Name}`` is
-looked up and gets a capital letter.
+Owns parsing and expanding of templates, and the last touch on the text: articles, capitals, spaces.
+It knows nothing of heroes or plots. ``[a|b]`` takes one of its parts (they nest, and may be empty),
+``{name}`` is looked up, ``{Name}`` is looked up and gets a capital letter.
 """
 
 import random
@@ -42,7 +42,9 @@ def parse(text: str) -> Sequence:
     tokens = _TOKEN.findall(text)
     sequence, end = _sequence(tokens, 0, text)
     if end != len(tokens):
-        raise TemplateError(f"unexpected {tokens[end]!r} in {text!r}; close every [ and put | only between [ and ]")
+        raise TemplateError(
+            f"unexpected {tokens[end]!r} in {text!r}; close every [ and put | only between [ and ]"
+        )
     return sequence
 
 
@@ -74,7 +76,8 @@ def _choice(tokens: list[str], position: int, text: str) -> tuple[Choice, int]:
 
 
 def expand(text: str, lookup: Lookup, rng: random.Random) -> str:
-    """One wording of the template, its slots filled by `lookup` (which may itself return expanded templates)."""
+    """One wording of the template, its slots filled by `lookup` (which may itself
+    return expanded templates)."""
     return _expand(parse(text), lookup, rng)
 
 
@@ -105,10 +108,15 @@ def _article(match: re.Match[str]) -> str:
 
 
 def polish(text: str) -> str:
-    """Right articles, a capital at the start of each sentence, single spaces, no space before a stop."""
+    """Right articles, a capital at the start of each sentence, single spaces,
+    no space before a stop."""
     text = re.sub(r"[ \t]+", " ", text)
     text = re.sub(r" +([.,!?;:])", r"\1", text)
     text = re.sub(r"([!?])\.(?!\.)", r"\1", text)
     text = re.sub(r" *\n\n *", "\n\n", text).strip()
     text = re.sub(r"\b([Aa])n? (?=([A-Za-z]+))", _article, text)
-    return re.sub(r'(^|(?<!\.)[.!?] |\.["\'] |\n\n)([a-z])', lambda match: match.group(1) + match.group(2).upper(), text)
+    return re.sub(
+        r'(^|(?<!\.)[.!?] |\.["\'] |\n\n)([a-z])',
+        lambda match: match.group(1) + match.group(2).upper(),
+        text,
+    )

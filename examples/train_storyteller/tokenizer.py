@@ -14,13 +14,21 @@ from . import prompts
 from .corpus import Tale, read_tales
 
 VOCAB_SIZE = 4096
-# The splitting rule of the Qwen2 family: words with their space, single digits, runs of line breaks as one piece.
-SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# The splitting rule of the Qwen2 family: words with their space, single digits, runs of line breaks
+# as one piece.
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def texts_for_training(tales: list[Tale]) -> Iterator[str]:
-    """Each tale as often as its weight says (rounded up), with a few requests so that their words get tokens."""
-    requests = ("Tell me a story about a brave knight.", "Write a short story about a princess and a fox.")
+    """Each tale as often as its weight says (rounded up),
+    with a few requests so that their words get tokens."""
+    requests = (
+        "Tell me a story about a brave knight.",
+        "Write a short story about a princess and a fox.",
+    )
     for tale in tales:
         for _ in range(max(1, round(tale.weight))):
             yield "\n\n".join(tale.paragraphs)

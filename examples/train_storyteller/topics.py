@@ -1,7 +1,7 @@
 """What a passage is about, and stories retold with other heroes.
 
-Owns the choice of the topic phrase of a passage and the consistent renaming of its heroes. Never sees prompts' wording
-or tokens.
+Owns the choice of the topic phrase of a passage and the consistent renaming of its heroes. Never
+sees prompts' wording or tokens.
 """
 
 import random
@@ -22,13 +22,16 @@ from .words import (
 )
 
 OPENING_CHARS = 160
-_UNIQUE_THINGS = frozenset(("moon", "sun", "sea", "sky", "wind", "rain", "snow", "stars", "earth", "world"))
+_UNIQUE_THINGS = frozenset(
+    ("moon", "sun", "sea", "sky", "wind", "rain", "snow", "stars", "earth", "world")
+)
 _HERO_CLASS = {hero: heroes for heroes in CLASSES for hero in heroes}
 _PLURAL_OF = {plural(hero): hero for hero in _HERO_CLASS}
 
 
 def _names(text: str, lexicon: Lexicon) -> Counter[str]:
-    """Capitalised words inside sentences that are not common words: the names of people and places."""
+    """Capitalised words inside sentences that are not common words:
+    the names of people and places."""
     inside = re.findall(r"(?<=[a-z,;] )([A-Z][a-z]{2,})\b", text)
     return Counter(name for name in inside if name.lower() not in lexicon.lower_words)
 
@@ -46,7 +49,8 @@ def _phrase(noun: str, words: list[str], lexicon: Lexicon) -> str:
 
 
 def topics_of(text: str, lexicon: Lexicon, limit: int = 4) -> list[str]:
-    """Up to `limit` topic phrases of a passage, best first; those that the opening names rank highest."""
+    """Up to `limit` topic phrases of a passage, best first;
+    those that the opening names rank highest."""
     words = [word.lower() for word in WORD.findall(text)]
     opening = set(WORD.findall(text[:OPENING_CHARS].lower()))
     counts = Counter(word for word in words if word in lexicon.nouns or word in _HERO_CLASS)
@@ -54,7 +58,9 @@ def topics_of(text: str, lexicon: Lexicon, limit: int = 4) -> list[str]:
     for noun, count in counts.items():
         weight = 4.0 if noun in opening else 1.0
         hero = 2.5 if noun in _HERO_CLASS else 1.0
-        scores[_phrase(noun, words, lexicon)] = weight * hero * min(count, 5) * lexicon.nouns.get(noun, 1.0) ** 4
+        scores[_phrase(noun, words, lexicon)] = (
+            weight * hero * min(count, 5) * lexicon.nouns.get(noun, 1.0) ** 4
+        )
     for name, count in _names(text, lexicon).items():
         scores[name] = (3.0 if name.lower() in opening else 0.8) * min(count, 5)
     ranked = sorted(scores, key=lambda topic: (-scores[topic], topic))
@@ -62,7 +68,8 @@ def topics_of(text: str, lexicon: Lexicon, limit: int = 4) -> list[str]:
 
 
 def lower_nouns(text: str, lexicon: Lexicon) -> str:
-    """Write common nouns in small letters where an old book sets them in capitals (``a hungry Fox``)."""
+    """Write common nouns in small letters where an old book sets them in
+    capitals (``a hungry Fox``)."""
 
     def fix(match: re.Match[str]) -> str:
         word = match.group()
@@ -95,12 +102,15 @@ def heroes_of(text: str) -> list[str]:
 
 
 def retell(text: str, rng: random.Random) -> str:
-    """The same tale with one or two of its heroes replaced by others of their kind, each everywhere alike."""
+    """The same tale with one or two of its heroes replaced by others of their kind,
+    each everywhere alike."""
     heroes = heroes_of(text)
     for old in heroes[: rng.choice((1, 1, 2))]:
         if old == "fish" or old == "bird":  # too often food or scenery
             continue
-        others = [hero for hero in _HERO_CLASS[old] if hero not in heroes and hero not in text.lower()]
+        others = [
+            hero for hero in _HERO_CLASS[old] if hero not in heroes and hero not in text.lower()
+        ]
         text = _rename(text, old, rng.choice(others))
     return text
 
@@ -117,7 +127,8 @@ _TO_MALE = {"she": "he", "herself": "himself", "hers": "his"}
 
 
 def _as_female(text: str, is_female: bool) -> str:
-    """Pronouns of one sex turned into the other's; `her` is `him` before a pause or a short word, else `his`."""
+    """Pronouns of one sex turned into the other's; `her` is `him` before a pause or a short word,
+    else `his`."""
     pairs = _TO_FEMALE if is_female else _TO_MALE
     if not is_female:
         follows = r"(?= (?:to|and|in|on|at|with|for|by|from|as|that|up|down|out|away|back|the|a|so|if|but|into)\b|[^ \w])"
@@ -135,9 +146,11 @@ def _as_female(text: str, is_female: bool) -> str:
 
 
 def recast(text: str, rng: random.Random) -> tuple[str, str]:
-    """The same tale with its first hero played by anybody, of whatever kind; returns the text and the new hero.
+    """The same tale with its first hero played by anybody, of whatever kind; returns the text and
+    the new hero.
 
-    Without a hero that it knows, the text comes back as it is, with "". Pronouns follow where the sex changes.
+    Without a hero that it knows, the text comes back as it is, with "". Pronouns follow where the
+    sex changes.
     """
     heroes = [hero for hero in heroes_of(text) if hero not in ("fish", "bird")]
     if not heroes:
@@ -157,7 +170,8 @@ def recast(text: str, rng: random.Random) -> tuple[str, str]:
 
 
 def hero_phrase(hero: str, text: str, lexicon: Lexicon) -> str:
-    """A hero as a request names it: with its article, and with its describing word if the text gives it one."""
+    """A hero as a request names it: with its article,
+    and with its describing word if the text gives it one."""
     return _phrase(hero, [word.lower() for word in WORD.findall(text)], lexicon)
 
 

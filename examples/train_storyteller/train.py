@@ -29,7 +29,8 @@ CHECKPOINT_S = 180.0
 EVALUATION_S = 480.0
 MAX_GRAD_NORM = 1.0
 SHORT_TALES = (0.65, 0.25)
-"""Shares of short whole tales and of openings under `--short-tales`; the rest are passages from anywhere."""
+"""Shares of short whole tales and of openings under `--short-tales`;
+the rest are passages from anywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,9 @@ def prepare_data(arguments: argparse.Namespace) -> TrainingData:
     kept = [tale for tale in tales if not tale.is_held_out]
     held_out = [tale for tale in tales if tale.is_held_out]
     tokenizer = Tokenizer.from_file(str(arguments.tokenizer))
-    source = SampleSource(kept, tokenizer, learn_lexicon(kept), shares=SHORT_TALES if arguments.short_tales else None)
+    source = SampleSource(
+        kept, tokenizer, learn_lexicon(kept), shares=SHORT_TALES if arguments.short_tales else None
+    )
     grammar = GrammarSource(StoryGrammar(), Encoder(tokenizer))
     mixed = MixedSource(grammar, source, arguments.grammar_share)
     batches = split_by_len(source.evaluation_samples(held_out), arguments.batch_tokens)
@@ -87,15 +90,23 @@ class Trainer:
         self.state = state or RunState(shape=self.model.shape.as_json())
         if state is not None:
             load_checkpoint(folder, self.model, self.optimizer, state)
-            print(f"going on at step {state.num_steps}, {state.elapsed_s / 60:.1f} minutes in", flush=True)
+            print(
+                f"going on at step {state.num_steps}, {state.elapsed_s / 60:.1f} minutes in",
+                flush=True,
+            )
         self._losses: list[float] = []
         self._loss = self._loss_function()
 
     def _first_model(self, state: RunState | None) -> Storyteller:
-        """Of the run's own shape if it is to go on, the model to start from, or a shallow one that will grow."""
+        """Of the run's own shape if it is to go on, the model to start from,
+        or a shallow one that will grow."""
         if state is not None:
             return Storyteller(ModelShape(**state.shape))  # type: ignore[arg-type]
-        return Storyteller(first_shape()) if self.options.start is None else load_exported(self.options.start).train()
+        return (
+            Storyteller(first_shape())
+            if self.options.start is None
+            else load_exported(self.options.start).train()
+        )
 
     @property
     def progress(self) -> float:
@@ -103,7 +114,11 @@ class Trainer:
 
     def _loss_function(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         """The training loss, compiled (one graph for all batch shapes) where that is asked for."""
-        return torch.compile(self.model.loss, dynamic=True) if self.options.is_compiled else self.model.loss
+        return (
+            torch.compile(self.model.loss, dynamic=True)
+            if self.options.is_compiled
+            else self.model.loss
+        )
 
     def _grow_if_due(self) -> None:
         depth = wanted_depth(self.progress)
@@ -143,7 +158,9 @@ class Trainer:
         state.num_tokens += batch.num_tokens
         self._losses.append(float(loss.detach()))
         if not math.isfinite(self._losses[-1]):
-            raise FloatingPointError(f"the loss is {self._losses[-1]} at step {state.num_steps}; lower the rates")
+            raise FloatingPointError(
+                f"the loss is {self._losses[-1]} at step {state.num_steps}; lower the rates"
+            )
         if state.num_steps % LOG_STEPS == 0:
             self._log()
 
@@ -153,7 +170,10 @@ class Trainer:
         self._losses.clear()
         state.train_curve.append((state.num_tokens, round(mean, 4)))
         rate = state.num_tokens / max(state.elapsed_s, 1.0)
-        print(f"step {state.num_steps} {self.progress:6.1%} loss {mean:.3f} {rate:.0f} tokens/s", flush=True)
+        print(
+            f"step {state.num_steps} {self.progress:6.1%} loss {mean:.3f} {rate:.0f} tokens/s",
+            flush=True,
+        )
 
     def _evaluate(self, data: TrainingData) -> None:
         loss = held_out_loss(self.model, data.held_out, self.options.device)
@@ -164,16 +184,30 @@ class Trainer:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--corpus", type=Path, default=Path("../shared/data/corpus"))
-    parser.add_argument("--tokenizer", type=Path, default=Path("quire/assets/quire-storyteller/tokenizer.json"))
-    parser.add_argument("--run", type=Path, default=Path("build/storyteller"), help="folder of the checkpoints")
-    parser.add_argument("--minutes", type=float, default=100.0, help="wall-clock budget of the whole run")
+    parser.add_argument(
+        "--tokenizer", type=Path, default=Path("quire/assets/quire-storyteller/tokenizer.json")
+    )
+    parser.add_argument(
+        "--run", type=Path, default=Path("build/storyteller"), help="folder of the checkpoints"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=100.0, help="wall-clock budget of the whole run"
+    )
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu", help="where to compute, such as cuda")
-    parser.add_argument("--start", type=Path, help="begin a new run with this exported model's weights")
-    parser.add_argument("--short-tales", action="store_true", help="read mostly short whole tales and openings")
-    parser.add_argument("--grammar-share", type=float, default=0.66, help="share of samples from the story grammar")
-    parser.add_argument("--compile", action="store_true", help="use torch.compile (needs a C++ compiler)")
+    parser.add_argument(
+        "--start", type=Path, help="begin a new run with this exported model's weights"
+    )
+    parser.add_argument(
+        "--short-tales", action="store_true", help="read mostly short whole tales and openings"
+    )
+    parser.add_argument(
+        "--grammar-share", type=float, default=0.66, help="share of samples from the story grammar"
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="use torch.compile (needs a C++ compiler)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 

@@ -1,7 +1,7 @@
 """Word lists and a noun lexicon learnt from the corpus itself.
 
-Owns what is known about single words: which are things, which describe, which may stand for one another. No files, no
-tokens.
+Owns what is known about single words: which are things, which describe, which may stand for one
+another. No files, no tokens.
 """
 
 import re
@@ -16,7 +16,9 @@ def _list(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-DETERMINERS = frozenset(_list("a an the his her their my your our this that some every no another each its"))
+DETERMINERS = frozenset(
+    _list("a an the his her their my your our this that some every no another each its")
+)
 _FUNCTION_WORDS = frozenset(
     _list(
         """
@@ -51,7 +53,9 @@ MEN = _list(
     robot baker cook shoemaker merchant thief robber doctor gardener blacksmith captain woodcutter beggar dwarf emperor
     magician carpenter goblin ogre ghost troll elf monster astronaut snowman juggler driver policeman painter"""
 )
-WOMEN = _list("queen princess girl witch fairy mermaid nurse maid goddess nymph dancer teacher giantess")
+WOMEN = _list(
+    "queen princess girl witch fairy mermaid nurse maid goddess nymph dancer teacher giantess"
+)
 CLASSES = (ANIMALS, MEN, WOMEN)
 UNIQUE_HEROES = _list("moon sun wind sea")
 FAVOURITES = _list(
@@ -63,13 +67,15 @@ ADJECTIVES = _list(
     curious sleepy wise naughty foolish cunning friendly strong small"""
 )
 _IRREGULAR_PLURALS = {
-    "mouse": "mice", "goose": "geese", "wolf": "wolves", "sheep": "sheep", "deer": "deer", "fish": "fish",
-    "ox": "oxen", "fairy": "fairies", "thief": "thieves", "dwarf": "dwarfs", "elf": "elves", "calf": "calves",
-    "fox": "foxes", "ass": "asses", "witch": "witches", "princess": "princesses", "giantess": "giantesses",
-    "butterfly": "butterflies", "puppy": "puppies", "pony": "ponies", "donkey": "donkeys", "monkey": "monkeys",
-    "fisherman": "fishermen", "woodman": "woodmen", "snowman": "snowmen", "policeman": "policemen",
-    "goddess": "goddesses", "child": "children", "city": "cities", "daisy": "daisies", "leaf": "leaves", "body": "bodies",
-    "rhino": "rhinos", "human": "humans", "cherry": "cherries", "ladybird": "ladybirds", "firefly": "fireflies",
+    "mouse": "mice", "goose": "geese", "wolf": "wolves", "sheep": "sheep", "deer": "deer",
+    "fish": "fish",
+    "ox": "oxen", "fairy": "fairies", "thief": "thieves", "dwarf": "dwarfs", "elf": "elves",
+    "calf": "calves", "fox": "foxes", "ass": "asses", "witch": "witches", "princess": "princesses",
+    "giantess": "giantesses", "butterfly": "butterflies", "puppy": "puppies", "pony": "ponies",
+    "donkey": "donkeys", "monkey": "monkeys", "fisherman": "fishermen", "woodman": "woodmen",
+    "snowman": "snowmen", "policeman": "policemen", "goddess": "goddesses", "child": "children",
+    "city": "cities", "daisy": "daisies", "leaf": "leaves", "body": "bodies", "rhino": "rhinos",
+    "human": "humans", "cherry": "cherries", "ladybird": "ladybirds", "firefly": "fireflies",
     "dragonfly": "dragonflies",
 }  # fmt: skip
 
@@ -90,7 +96,8 @@ def with_article(phrase: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Lexicon:
-    """Nouns and adjectives (lower case) of a corpus, with the inverse passage frequency of each noun (>= 0)."""
+    """Nouns and adjectives (lower case) of a corpus,
+    with the inverse passage frequency of each noun (>= 0)."""
 
     nouns: dict[str, float]
     adjectives: frozenset[str]
@@ -100,10 +107,15 @@ class Lexicon:
     def learn(cls, passages: Iterable[list[str]]) -> "Lexicon":
         """Learn from passages given as lists of words.
 
-        A noun stands after a determiner and before a function word or a stop; an adjective stands between a
-        determiner and a noun.
+        A noun stands after a determiner and before a function word or a stop; an adjective stands
+        between a determiner and a noun.
         """
-        total, closed, middle, spread = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
+        total, closed, middle, spread = (
+            Counter[str](),
+            Counter[str](),
+            Counter[str](),
+            Counter[str](),
+        )
         lower_case = Counter[str]()
         num_passages = 0
         triples = Counter[tuple[str, str]]()
@@ -117,12 +129,20 @@ class Lexicon:
                 if before in DETERMINERS:
                     closed[word] += after in _FUNCTION_WORDS
                     triples[word, after] += 1
-        nouns = {w for w, n in closed.items() if n >= 4 and n / total[w] > 0.16 and len(w) > 2 and w.isalpha()}
+        nouns = {
+            w
+            for w, n in closed.items()
+            if n >= 4 and n / total[w] > 0.16 and len(w) > 2 and w.isalpha()
+        }
         nouns -= _ABSTRACT | DETERMINERS
         for (word, after), count in triples.items():
             if after in nouns:
                 middle[word] += count
-        adjectives = {w for w, n in middle.items() if n >= 4 and n / total[w] > 0.12 and w.isalpha()} - nouns
+        adjectives = {
+            w for w, n in middle.items() if n >= 4 and n / total[w] > 0.12 and w.isalpha()
+        } - nouns
         rarity = {noun: 1.0 - spread[noun] / num_passages for noun in nouns}
         common = frozenset(word for word, count in lower_case.items() if count >= 3)
-        return cls(rarity, frozenset(adjectives - DETERMINERS - {"own", "other", "same", "very"}), common)
+        return cls(
+            rarity, frozenset(adjectives - DETERMINERS - {"own", "other", "same", "very"}), common
+        )

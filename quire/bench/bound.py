@@ -1,8 +1,10 @@
-"""The least that a machine needs for a workload, whatever engine runs it: exact operations and bytes of an ideal schedule.
+"""The least that a machine needs for a workload, whatever engine runs it: exact operations and
+bytes of an ideal schedule.
 
-The ideal schedule computes every distinct prompt token once, all prompts together in the first step, and then one token of
-every unfinished sequence a step; each step reads the weights once. Of the last layer, tokens before a prompt's last need keys
-and values alone. Norms, activations and sampling are left out.
+The ideal schedule computes every distinct prompt token once, all prompts together in the first
+step, and then one token of every unfinished sequence a step; each step reads the weights once. Of
+the last layer, tokens before a prompt's last need keys and values alone. Norms, activations and
+sampling are left out.
 """
 
 from __future__ import annotations
@@ -34,18 +36,26 @@ class MachineRates(NamedTuple):
     num_bytes: float
 
 
-def ideal_steps(spec: DecoderSpec, requests: Sequence[BenchRequest], bytes_per_weight: float) -> list[IdealStep]:
-    """The steps of the ideal schedule. KV is counted in the data type of the declaration's cache at 2 bytes a number."""
+def ideal_steps(
+    spec: DecoderSpec, requests: Sequence[BenchRequest], bytes_per_weight: float
+) -> list[IdealStep]:
+    """The steps of the ideal schedule. KV is counted in the data type of the declaration's
+    cache at 2 bytes a number."""
     flops = spec.flops_per_token()
     kv_bytes = sum(layer.bytes_per_token("bfloat16") for layer in spec.kv_layers)
-    attention_flops = cache(spec.attention_flops)  # asked for the same contexts again and again, over all layers each time
+    # asked for the same contexts again and again, over all layers each time
+    attention_flops = cache(spec.attention_flops)
     weight_bytes = (flops.layers + flops.head) / 2 * bytes_per_weight
 
     def step(spans: Iterable[tuple[int, int]], num_heads: int) -> IdealStep:
         """`spans`: (first, end) positions computed of each row."""
         listed = list(spans)
         num_tokens = sum(end - first for first, end in listed)
-        linear = num_tokens * flops.layers - (num_tokens - len(listed)) * flops.outputs + num_heads * flops.head
+        linear = (
+            num_tokens * flops.layers
+            - (num_tokens - len(listed)) * flops.outputs
+            + num_heads * flops.head
+        )
         attention = sum(
             attention_flops(position + 1, is_wanted=position + 1 == end)
             for first, end in listed
@@ -82,10 +92,13 @@ def _compute_s(step: IdealStep, rates: MachineRates) -> float:
 
 
 def _distinct_spans(requests: Sequence[BenchRequest]) -> list[tuple[int, int]]:
-    """Positions of each prompt that no earlier one in sorted order shares; its last token is computed in any case."""
+    """Positions of each prompt that no earlier one in sorted order shares;
+    its last token is computed in any case."""
     spans, previous = [], list[int]()
     for token_ids in sorted(each.token_ids for each in requests):
-        num_shared = next((i for i, (a, b) in enumerate(zip(token_ids, previous, strict=False)) if a != b), None)
+        num_shared = next(
+            (i for i, (a, b) in enumerate(zip(token_ids, previous, strict=False)) if a != b), None
+        )
         if num_shared is None:
             num_shared = min(len(token_ids), len(previous))
         spans.append((min(num_shared, len(token_ids) - 1), len(token_ids)))

@@ -1,7 +1,8 @@
-"""What a step costs the control plane: the real scheduler and KV manager, no model, nothing else in the loop.
+"""What a step costs the control plane: the real scheduler and KV manager, no model, nothing else in
+the loop.
 
-Owns the made-up load: sequences that decode for ever, and if wished a new prompt in every step. The tokens that a model
-would have sampled are made up outside the timing.
+Owns the made-up load: sequences that decode for ever, and if wished a new prompt in every step. The
+tokens that a model would have sampled are made up outside the timing.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Load:
     arriving_len: int = 0
     """Tokens of a prompt that arrives in every step and asks for one token; 0: nobody arrives."""
     is_recorded: bool = False
-    """Whether steps are kept to be looked at, as an engine that is served does. Counted in both halves."""
+    """Whether steps are kept to be looked at, as an engine that is served does.
+    Counted in both halves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,10 @@ class StepCosts:
     def line(self, name: str) -> str:
         """For people."""
         return (
-            f"{name:<34} schedule {statistics.median(self.schedule_ms):.3f}  update {statistics.median(self.update_ms):.3f}  "
-            f"together {self.percentile_ms(50):.3f} (best {self.percentile_ms(0):.3f}, p90 {self.percentile_ms(90):.3f}, "
+            f"{name:<34} schedule {statistics.median(self.schedule_ms):.3f}  update "
+            f"{statistics.median(self.update_ms):.3f}  "
+            f"together {self.percentile_ms(50):.3f} (best {self.percentile_ms(0):.3f}, p90 "
+            f"{self.percentile_ms(90):.3f}, "
             f"p99 {self.percentile_ms(99):.3f}) ms a step"
         )
 
@@ -64,7 +68,14 @@ def measure_step_costs(load: Load) -> StepCosts:
     scheduler = Scheduler(_limits(load))
     recorder = StepRecorder(scheduler) if load.is_recorded else None
     for number in range(load.num_running):
-        scheduler.add(_request(f"steady-{number}", number, PROMPT_LEN + number % (3 * BLOCK_SIZE), load.num_steps * 2))
+        scheduler.add(
+            _request(
+                f"steady-{number}",
+                number,
+                PROMPT_LEN + number % (3 * BLOCK_SIZE),
+                load.num_steps * 2,
+            )
+        )
     costs = StepCosts([], [])
     for step in range(load.num_steps + NUM_SETTLING_STEPS + load.num_running // 8):
         if load.arriving_len and scheduler.num_waiting == 0:
@@ -98,10 +109,13 @@ def _limits(load: Load) -> SchedulerLimits:
 
 
 def _request(name: str, number: int, prompt_len: int, max_tokens: int) -> RequestSpec:
-    first = 10 * _STOP_TOKEN + number * 100_000  # no two prompts share a token, so nothing is served from the cache
+    # no two prompts share a token, so nothing is served from the cache
+    first = 10 * _STOP_TOKEN + number * 100_000
     prompt = tuple(range(first, first + prompt_len))
     stops = frozenset({_STOP_TOKEN})
-    return RequestSpec(request_id=name, prompt_token_ids=prompt, max_tokens=max_tokens, stop_token_ids=stops)
+    return RequestSpec(
+        request_id=name, prompt_token_ids=prompt, max_tokens=max_tokens, stop_token_ids=stops
+    )
 
 
 def _made_up(plan: StepPlan) -> StepResult:

@@ -1,8 +1,9 @@
 """The CPU's projections against what this machine can do: `quire bench kernels`.
 
-Owns the measurement of one projection [N, K] in each weight format at several numbers of rows, and of the limits that it is
-compared with: multiply-adds per second and bytes per second, both from native loops that do nothing else, in the same run.
-Several copies of a weight are used in turn, together larger than the caches, as the weights of a model are.
+Owns the measurement of one projection [N, K] in each weight format at several numbers of rows, and
+of the limits that it is compared with: multiply-adds per second and bytes per second, both from
+native loops that do nothing else, in the same run. Several copies of a weight are used in turn,
+together larger than the caches, as the weights of a model are.
 """
 
 from __future__ import annotations
@@ -96,11 +97,15 @@ def measure_limits() -> Limits:
         float_ops_per_s=max(_native.probe_floats(_PROBE_ROUNDS) for _ in range(_NUM_PROBES)),
         bf16_ops_per_s=max(_native.probe_pairs(_PROBE_ROUNDS) for _ in range(_NUM_PROBES)),
         integer_ops_per_s=max(_native.probe_integers(_PROBE_ROUNDS) for _ in range(_NUM_PROBES)),
-        read_bytes_per_s=max(_native.probe_read(data.data_ptr(), data.nbytes) for _ in range(_NUM_PROBES)),
+        read_bytes_per_s=max(
+            _native.probe_read(data.data_ptr(), data.nbytes) for _ in range(_NUM_PROBES)
+        ),
     )
 
 
-def measure_linear(kind: str, shape: tuple[int, int], rows: Sequence[int], limits: Limits) -> Iterator[LinearTime]:
+def measure_linear(
+    kind: str, shape: tuple[int, int], rows: Sequence[int], limits: Limits
+) -> Iterator[LinearTime]:
     """One time for each number of rows, of a projection of `shape` (outputs, inputs)."""
     import torch
 
@@ -110,12 +115,20 @@ def measure_linear(kind: str, shape: tuple[int, int], rows: Sequence[int], limit
         raise ConfigError(f"there are no weights called {kind!r}; choose among {', '.join(KINDS)}")
     packed = pack_random(KINDS[kind], shape)
     num_copies = 1 + _READ_BYTES // packed.num_bytes
-    copies = [packed, *(CpuLinear(packed.layout, packed.data.clone()) for _ in range(num_copies - 1))]
+    copies = [
+        packed,
+        *(CpuLinear(packed.layout, packed.data.clone()) for _ in range(num_copies - 1)),
+    ]
     peak = _peak(kind, limits)
     for num_rows in rows:
-        x = torch.randn(num_rows, shape[1], dtype=torch.bfloat16 if kind == "bf16" else torch.float32)
+        x = torch.randn(
+            num_rows, shape[1], dtype=torch.bfloat16 if kind == "bf16" else torch.float32
+        )
         seconds = _best_s([lambda each=each, x=x: linear(x, each) for each in copies])  # type: ignore[misc]
-        ops_per_s, bytes_per_s = 2 * num_rows * shape[0] * shape[1] / seconds, packed.num_bytes / seconds
+        ops_per_s, bytes_per_s = (
+            2 * num_rows * shape[0] * shape[1] / seconds,
+            packed.num_bytes / seconds,
+        )
         shares = (ops_per_s / peak, bytes_per_s / limits.read_bytes_per_s)
         yield LinearTime(kind, num_rows, seconds, ops_per_s, bytes_per_s, *shares)
 
@@ -129,8 +142,10 @@ def _peak(kind: str, limits: Limits) -> float:
 def render(limits: Limits, times: Sequence[LinearTime]) -> Iterator[str]:
     """A table in Markdown, line by line."""
     yield (
-        f"{limits.isa}, {limits.num_threads} threads: {limits.float_ops_per_s / 1e9:.0f} GFLOP/s in float32, "
-        f"{limits.bf16_ops_per_s / 1e9:.0f} in bfloat16, {limits.integer_ops_per_s / 1e9:.0f} Gop/s in int8, "
+        f"{limits.isa}, {limits.num_threads} threads: {limits.float_ops_per_s / 1e9:.0f} "
+        "GFLOP/s in float32, "
+        f"{limits.bf16_ops_per_s / 1e9:.0f} in bfloat16, "
+        f"{limits.integer_ops_per_s / 1e9:.0f} Gop/s in int8, "
         f"reads {limits.read_bytes_per_s / 1e9:.1f} GB/s"
     )
     yield ""
@@ -138,8 +153,10 @@ def render(limits: Limits, times: Sequence[LinearTime]) -> Iterator[str]:
     yield "|---|---:|---:|---:|---:|---:|---:|---:|"
     for each in times:
         yield (
-            f"| {each.kind} | {each.num_rows} | {each.seconds * 1e6:.0f} | {each.ops_per_s / 1e9:.0f} "
-            f"| {each.ops_share:.0%} | {each.bytes_per_s / 1e9:.2f} | {each.bytes_share:.0%} | {each.roofline_share:.0%} |"
+            f"| {each.kind} | {each.num_rows} | {each.seconds * 1e6:.0f} | "
+            f"{each.ops_per_s / 1e9:.0f} "
+            f"| {each.ops_share:.0%} | {each.bytes_per_s / 1e9:.2f} | {each.bytes_share:.0%} "
+            f"| {each.roofline_share:.0%} |"
         )
 
 
@@ -150,7 +167,9 @@ def pack_random(kind: WeightKind, shape: tuple[int, int]) -> CpuLinear:
     from quire.kernels.cpu.linear import pack_linear, pack_quantized
 
     if kind.bits >= 16:
-        return pack_linear(torch.randn(shape, dtype=torch.float32 if kind.bits == 32 else torch.bfloat16))
+        return pack_linear(
+            torch.randn(shape, dtype=torch.float32 if kind.bits == 32 else torch.bfloat16)
+        )
     return pack_quantized(_quantized(kind, shape))
 
 
@@ -161,7 +180,9 @@ def _quantized(kind: WeightKind, shape: tuple[int, int]) -> QuantizedWeight:
 
     size = kind.group_size or shape[1]
     if shape[1] % size:
-        raise ConfigError(f"groups of {size} do not divide {shape[1]} inputs; choose another shape or kind")
+        raise ConfigError(
+            f"groups of {size} do not divide {shape[1]} inputs; choose another shape or kind"
+        )
     values: Tensor = torch.randint(-7, 8, shape).to(torch.int8)
     scales = torch.rand(shape[0], shape[1] // size)
     activations = "int8" if kind.has_int8_inputs else "float"

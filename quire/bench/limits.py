@@ -1,13 +1,17 @@
-"""What the machine allows while other work runs: samples of its read bandwidth and of the best large products known here.
+"""What the machine allows while other work runs: samples of its read bandwidth and of the best
+large products known here.
 
-A shared machine's speed swings by half within seconds. The best of a burst is a rate that nothing could sustain over the
-seconds of a run, and holding one against the other makes any work look poor. So limits are sampled in between the work that is
-held against them, each once and briefly, and what the samples amount to is the median of their rates: what the machine did
-most of the time. The host may take a processor away for a second or more. Such a moment costs the work its full length, and
-hits few of the samples, or none: a mean over these would say more about that chance than about the machine.
+A shared machine's speed swings by half within seconds. The best of a burst is a rate that nothing
+could sustain over the seconds of a run, and holding one against the other makes any work look poor.
+So limits are sampled in between the work that is held against them, each once and briefly, and what
+the samples amount to is the median of their rates: what the machine did most of the time. The host
+may take a processor away for a second or more. Such a moment costs the work its full length, and
+hits few of the samples, or none: a mean over these would say more about that chance than about the
+machine.
 
-Owns the products, their operands and these sums. The products are torch's own and Quire's packed projections: the limit is the
-best that anyone has. Never stops anybody's work: who samples sees to it that nothing else computes meanwhile.
+Owns the products, their operands and these sums. The products are torch's own and Quire's packed
+projections: the limit is the best that anyone has. Never stops anybody's work: who samples sees to
+it that nothing else computes meanwhile.
 """
 
 from __future__ import annotations
@@ -37,8 +41,10 @@ _NUM_RANKINGS = 3
 _NEAR = 0.8
 """Products below this share of the best of their kind, when they are ranked, are not sampled."""
 _SAMPLE_S = 0.15
-"""So long may a sample take; the best product of each kind is in it anyway. On two cores it took 0.13 s, and came out the same
-within 5 % whether the machine had been at work before it or had computed nothing but samples."""
+"""So long may a sample take; the best product of each kind is in it anyway. On two cores it took
+0.13 s, and came out the same within 5 % whether the machine had been at work before it or had
+computed nothing but samples.
+"""
 
 Call = Callable[[], object]
 
@@ -67,7 +73,8 @@ class Pace(NamedTuple):
 
 CPU_PACE = Pace(2.0, 1, keeps_operands=True)
 GPU_PACE = Pace(float("inf"), 20, keeps_operands=False)
-"""Only before and after a run: nobody else computes on the device, and its memory is the engine's."""
+"""Only before and after a run: nobody else computes on the device,
+and its memory is the engine's."""
 
 
 class LimitSample(NamedTuple):
@@ -79,13 +86,17 @@ class LimitSample(NamedTuple):
 
 
 class LimitSampler:
-    """Takes samples. The first call of `sample` ranks the products before, which takes some seconds.
+    """Takes samples. The first call of `sample` ranks the products before, which takes some
+    seconds.
 
-    Each product is tried a few times, all in turns, and only those near the best of their kind (floating point, or integers of
-    8 bits) are sampled from then on, as many of them as fit into the time that a sample may take.
+    Each product is tried a few times, all in turns, and only those near the best of their kind
+    (floating point, or integers of 8 bits) are sampled from then on, as many of them as fit into
+    the time that a sample may take.
     """
 
-    def __init__(self, works: Sequence[Work], pace: Pace, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, works: Sequence[Work], pace: Pace, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         """`works` have one of kind "read"."""
         self.every_s = pace.every_s
         self._works, self._pace, self._clock = works, pace, clock
@@ -106,7 +117,8 @@ class LimitSampler:
         return LimitSample(rates[0][1], products)
 
     def _ranked(self) -> list[Work]:
-        """What is sampled: reading first, then the best of each kind, then others near these while they fit."""
+        """What is sampled: reading first, then the best of each kind,
+        then others near these while they fit."""
         seconds = dict.fromkeys(self._works, 0.0)
         for _ in range(_NUM_RANKINGS):
             for work in self._works:
@@ -122,7 +134,9 @@ class LimitSampler:
             if rates:
                 best = max(rates, key=rates.__getitem__)
                 chosen.append(best)
-                near |= {work: rate / rates[best] for work, rate in rates.items() if work is not best}
+                near |= {
+                    work: rate / rates[best] for work, rate in rates.items() if work is not best
+                }
         taken_s = sum(seconds[work] for work in chosen)
         for work in sorted(near, key=near.__getitem__, reverse=True):
             if near[work] >= _NEAR and taken_s + seconds[work] <= _SAMPLE_S:
@@ -147,17 +161,22 @@ class LimitSampler:
 
 
 def limit_sampler(device: str = "cpu") -> LimitSampler:
-    """For a GPU, or for the CPU with as many threads as torch and the native kernels use at present."""
+    """For a GPU, or for the CPU with as many threads as torch and the
+    native kernels use at present."""
     is_gpu = device != "cpu"
     num_bytes, shapes = (_GPU_READ_BYTES, _GPU_SHAPES) if is_gpu else (_READ_BYTES, _SHAPES)
-    works = [Work("read", "torch", num_bytes, partial(_read, num_bytes, device)), *_torch_products(shapes, device)]
+    works = [
+        Work("read", "torch", num_bytes, partial(_read, num_bytes, device)),
+        *_torch_products(shapes, device),
+    ]
     if not is_gpu:
         works += _quire_products(shapes)
     return LimitSampler(works, GPU_PACE if is_gpu else CPU_PACE)
 
 
 def typical(samples: Sequence[LimitSample]) -> Peaks:
-    """The medians over samples of one sampler, of each data type with the product that was best at it."""
+    """The medians over samples of one sampler, of each data type with the
+    product that was best at it."""
     rates, products = {}, {}
     for dtype, names in samples[0].ops_per_s.items():
         medians = {name: median(each.ops_per_s[dtype][name] for each in samples) for name in names}
@@ -169,7 +188,10 @@ def typical(samples: Sequence[LimitSample]) -> Peaks:
 def _torch_products(shapes: Sequence[tuple[int, int, int]], device: str) -> Iterator[Work]:
     for dtype in ("float32", "bfloat16", "int8"):
         if dtype == "bfloat16" and device == "cpu" and not torch_multiplies_bfloat16():
-            logger.warning("torch's bfloat16 GEMM ends the process on this machine; the limits are measured without it")
+            logger.warning(
+                "torch's bfloat16 GEMM ends the process on this machine; the limits are "
+                "measured without it"
+            )
             continue
         for shape in shapes:
             yield _work("torch", dtype, shape, partial(_torch_product, dtype, shape, device))
@@ -177,13 +199,20 @@ def _torch_products(shapes: Sequence[tuple[int, int, int]], device: str) -> Iter
 
 @functools.cache
 def torch_multiplies_bfloat16() -> bool:
-    """Whether torch can, found out by another process: on some virtual machines with AMX it ends by an illegal instruction."""
-    program = "import torch; torch.ones(64, 64, dtype=torch.bfloat16) @ torch.ones(64, 64, dtype=torch.bfloat16)"
+    """Whether torch can, found out by another process:
+    on some virtual machines with AMX it ends by an illegal instruction."""
+    program = (
+        "import torch; torch.ones(64, 64, dtype=torch.bfloat16) @ torch.ones(64, 64, "
+        "dtype=torch.bfloat16)"
+    )
     if "amx_tile" not in instruction_sets().split("+"):
         return True
     try:
         return (
-            subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=_PROBE_S, check=False).returncode == 0
+            subprocess.run(
+                [sys.executable, "-c", program], capture_output=True, timeout=_PROBE_S, check=False
+            ).returncode
+            == 0
         )
     except subprocess.TimeoutExpired:
         return False
@@ -219,10 +248,13 @@ def _torch_product(dtype: str, shape: tuple[int, int, int], device: str) -> Call
     rows, inner, columns = shape
     a, b = (torch.randn(rows, inner, device=device), torch.randn(columns, inner, device=device).T)
     if dtype == "int8":
-        # The products of 8-bit integers have no public name in torch; this one has been there since 2.1.
+        # The products of 8-bit integers have no public name in torch; this one has been there since
+        # 2.1.
         a, b = (each.mul(7).clamp(-127, 127).to(torch.int8) for each in (a, b))
         return _awaited(partial(torch._int_mm, a, b), device)
-    return _awaited(partial(torch.mm, a.to(getattr(torch, dtype)), b.to(getattr(torch, dtype))), device)
+    return _awaited(
+        partial(torch.mm, a.to(getattr(torch, dtype)), b.to(getattr(torch, dtype))), device
+    )
 
 
 def _quire_product(kind: str, shape: tuple[int, int, int]) -> Call:
@@ -232,7 +264,9 @@ def _quire_product(kind: str, shape: tuple[int, int, int]) -> Call:
     from quire.kernels.cpu.linear import linear
 
     rows, inner, columns = shape
-    return partial(linear, torch.randn(rows, inner).bfloat16(), pack_random(KINDS[kind], (columns, inner)))
+    return partial(
+        linear, torch.randn(rows, inner).bfloat16(), pack_random(KINDS[kind], (columns, inner))
+    )
 
 
 def _awaited(call: Call, device: str) -> Call:

@@ -1,7 +1,9 @@
-"""One measured run of requests through an engine: every token's time, every step's work, the scheduler's counters.
+"""One measured run of requests through an engine: every token's time, every step's work, the
+scheduler's counters.
 
-All requests are there at the start. Token times are taken after each step, as a program that streams sees them. The machine's
-limits may be sampled between steps: that time is no part of the run, whose clock stands still meanwhile.
+All requests are there at the start. Token times are taken after each step, as a program that
+streams sees them. The machine's limits may be sampled between steps: that time is no part of the
+run, whose clock stands still meanwhile.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ class MeasuredRun:
         return sum(each.num_output for each in self.requests)
 
 
-def measure(engine: Engine, requests: Sequence[BenchRequest], sampler: LimitSampler | None = None) -> MeasuredRun:
+def measure(
+    engine: Engine, requests: Sequence[BenchRequest], sampler: LimitSampler | None = None
+) -> MeasuredRun:
     """Run the requests together. The engine must be idle; its counters start anew."""
     assert not engine.has_work
     engine.scheduler.stats = stats = SchedulerStats()
@@ -83,9 +87,19 @@ def measure(engine: Engine, requests: Sequence[BenchRequest], sampler: LimitSamp
     sampling.take()
     for request, seen in zip(requests, times, strict=True):
         if seen.num_output != request.num_output * request.num_sequences:
-            raise EngineError(f"a request ended after {seen.num_output} of {request.num_output} tokens; that is no measurement")
+            raise EngineError(
+                f"a request ended after {seen.num_output} of {request.num_output} tokens; "
+                "that is no measurement"
+            )
     costs = CostModel(engine.plan.spec, engine.plan.dtype, engine.plan.kv_format)
-    return MeasuredRun(wall_s, watch.execute_s, times, stats, [costs.step(work) for work in watch.work], sampling.samples)
+    return MeasuredRun(
+        wall_s,
+        watch.execute_s,
+        times,
+        stats,
+        [costs.step(work) for work in watch.work],
+        sampling.samples,
+    )
 
 
 def params_of(request: BenchRequest) -> SamplingParams:
@@ -131,7 +145,8 @@ class RunClock:
 
 
 class _Sampling:
-    """Takes samples of the machine's limits around and, where that is possible, in between the steps of a run."""
+    """Takes samples of the machine's limits around and, where that is possible,
+    in between the steps of a run."""
 
     def __init__(self, engine: Engine, sampler: LimitSampler | None) -> None:
         self.samples: list[LimitSample] = []
@@ -217,7 +232,9 @@ class _Watch:
 def results(run: MeasuredRun, *, num_blocks: int) -> dict[str, Any]:
     """A run in numbers: rates over wall time, latencies in seconds, memory, overhead."""
     stats, num_steps = run.stats, max(1, run.stats.num_steps)
-    gaps = [b - a for each in run.requests for a, b in zip(each.token_s, each.token_s[1:], strict=False)]
+    gaps = [
+        b - a for each in run.requests for a, b in zip(each.token_s, each.token_s[1:], strict=False)
+    ]
     decoded = [each for each in run.requests if len(each.token_s) > 1]
     return {
         "wall_s": run.wall_s,
@@ -226,7 +243,9 @@ def results(run: MeasuredRun, *, num_blocks: int) -> dict[str, Any]:
         "output_tokens_per_s": run.num_output / run.wall_s,
         "total_tokens_per_s": (run.num_prompt + run.num_output) / run.wall_s,
         "ttft_s": spread([each.token_s[0] for each in run.requests]),
-        "tpot_s": spread([(each.token_s[-1] - each.token_s[0]) / (len(each.token_s) - 1) for each in decoded]),
+        "tpot_s": spread(
+            [(each.token_s[-1] - each.token_s[0]) / (len(each.token_s) - 1) for each in decoded]
+        ),
         "itl_s": spread(gaps),
         "e2e_s": spread([each.finished_s for each in run.requests]),
         "prefix_hit_rate": sum(each.num_prefix_hits for each in run.requests) / run.num_prompt,

@@ -1,9 +1,11 @@
-"""Where the time of steps goes, by wrapping the engine's own parts in stopwatches for the length of a run.
+"""Where the time of steps goes, by wrapping the engine's own parts in stopwatches for the length of
+a run.
 
-Phases: the scheduler's two calls; the worker's forward pass, divided into the native kernels by class and what is left of
-it; logits and sampling; what is left of the worker (applying the plan, building inputs); and the making of outputs. The
-native kernels count their own time (`quire.kernels.cpu.kernel_times`); where the reference kernels run, all of a forward
-pass is "forward". Nothing is measured unless asked for.
+Phases: the scheduler's two calls; the worker's forward pass, divided into the native kernels by
+class and what is left of it; logits and sampling; what is left of the worker (applying the plan,
+building inputs); and the making of outputs. The native kernels count their own time
+(`quire.kernels.cpu.kernel_times`); where the reference kernels run, all of a forward pass is
+"forward". Nothing is measured unless asked for.
 """
 
 from __future__ import annotations
@@ -17,10 +19,21 @@ from quire.engine.step_loop import PlainLoop
 from quire.kernels.cpu import kernel_times
 
 FORWARD_KERNELS = ("linear", "attention", "elementwise")
-PHASES = ("schedule", "inputs", *FORWARD_KERNELS, "forward", "logits", "sampling", "update", "outputs")
-"""In the order of a step; together they are all of it. "forward" is what the kernels leave of it."""
+PHASES = (
+    "schedule",
+    "inputs",
+    *FORWARD_KERNELS,
+    "forward",
+    "logits",
+    "sampling",
+    "update",
+    "outputs",
+)
+"""In the order of a step; together they are all of it.
+"forward" is what the kernels leave of it."""
 OUTER_PHASES = ("schedule", "inputs", "forward", "update", "outputs")
-"""The phases in which no kernel runs: what the host costs. (It has a small part of logits and sampling besides.)"""
+"""The phases in which no kernel runs: what the host costs.
+(It has a small part of logits and sampling besides.)"""
 
 
 class StepProfile:
@@ -48,7 +61,9 @@ class StepProfile:
             )
             for outlet in worker.outlets:
                 outlet.model = worker.model
-                outlet.sampler = _Timed(outlet.sampler, {"sample": self._timed("sampling", outlet.sampler.sample)})
+                outlet.sampler = _Timed(
+                    outlet.sampler, {"sample": self._timed("sampling", outlet.sampler.sample)}
+                )
 
     def reset(self) -> None:
         """Forget what was measured so far (a warm-up)."""
@@ -61,7 +76,11 @@ class StepProfile:
         inside = taken["forward"] + taken["logits"] + taken["sampling"]
         rest = taken["step"] - taken["schedule"] - taken["execute"] - taken["update"]
         kernels = sum(taken[kind] for kind in FORWARD_KERNELS)
-        known = {"inputs": taken["execute"] - inside, "outputs": rest, "forward": taken["forward"] - kernels}
+        known = {
+            "inputs": taken["execute"] - inside,
+            "outputs": rest,
+            "forward": taken["forward"] - kernels,
+        }
         return {phase: known.get(phase, taken[phase]) for phase in PHASES}
 
     def _timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:

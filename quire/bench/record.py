@@ -1,7 +1,10 @@
-"""The record of a benchmark: one JSON schema for all of them, and the check that a record keeps to it.
+"""The record of a benchmark: one JSON schema for all of them, and the check that a record keeps to
+it.
 
-docs/benchmarks/records.md explains each field. A record names everything that is needed to judge the numbers and to measure
-again: machine, versions, commit, decisions of the engine, workload, and the limits of the machine in the same run.
+docs/benchmarks/records.md explains each field. A record names everything that is needed to judge
+the numbers and to measure
+again: machine, versions, commit, decisions of the engine, workload, and the limits of the machine
+in the same run.
 """
 
 from __future__ import annotations
@@ -84,7 +87,12 @@ SHAPE: dict[str, Any] = {
         "decisions": dict,
     },
     "workload": {"name": str, "parameters": dict, "totals": dict},
-    "peaks": {"read_bytes_per_s": Number, "gemm_flops_per_s": dict, "products": dict, "num_samples": int},
+    "peaks": {
+        "read_bytes_per_s": Number,
+        "gemm_flops_per_s": dict,
+        "products": dict,
+        "num_samples": int,
+    },
     "num_repetitions": int,
     "repetitions": list,
     "median": RESULT_SHAPE,
@@ -114,12 +122,23 @@ SERVE_RESULT_SHAPE: dict[str, Any] = {
     "refusal_s": _SERVE_SPREAD,
     "send_delay_s": _SERVE_SPREAD,
     "peak_concurrency": int,
-    "client": {"cpu_s": Number, "cpu_s_per_output_token": Number, "cpu_share": Number, "lag_s": _SERVE_SPREAD},
+    "client": {
+        "cpu_s": Number,
+        "cpu_s_per_output_token": Number,
+        "cpu_share": Number,
+        "lag_s": _SERVE_SPREAD,
+    },
 }
 
 SERVE_SHAPE: dict[str, Any] = {
     **_CIRCUMSTANCES,
-    "server": {"url": str, "model": str, "endpoint": str, "max_model_len": [int, _OPTIONAL], "version": [str, _OPTIONAL]},
+    "server": {
+        "url": str,
+        "model": str,
+        "endpoint": str,
+        "max_model_len": [int, _OPTIONAL],
+        "version": [str, _OPTIONAL],
+    },
     "workload": {"name": str, "parameters": dict, "totals": dict},
     "configuration": {
         "request_rate": _OPTIONAL_NUMBER,
@@ -139,9 +158,12 @@ SERVE_SHAPE: dict[str, Any] = {
 
 
 def problems(record: object, shape: Any = None, path: str = "") -> list[str]:
-    """What is wrong with a record, by path: missing and unknown keys, wrong types. Empty for a good one."""
+    """What is wrong with a record, by path: missing and unknown keys, wrong types.
+    Empty for a good one."""
     if shape is None:
-        shape = SERVE_SHAPE if isinstance(record, Mapping) and record.get("kind") == "serve" else SHAPE
+        shape = (
+            SERVE_SHAPE if isinstance(record, Mapping) and record.get("kind") == "serve" else SHAPE
+        )
     if isinstance(shape, Mapping):
         if not isinstance(record, Mapping):
             return [f"{path or 'record'} is {type(record).__name__}, not an object"]
@@ -156,12 +178,18 @@ def problems(record: object, shape: Any = None, path: str = "") -> list[str]:
     if isinstance(shape, list):
         attempts = [problems(record, each, path) for each in shape]
         return [] if any(not attempt for attempt in attempts) else attempts[0]
-    is_right = isinstance(record, shape) and not (isinstance(record, bool) and shape in (int, Number))
+    is_right = isinstance(record, shape) and not (
+        isinstance(record, bool) and shape in (int, Number)
+    )
     return [] if is_right else [f"{path.rstrip('.')} is {type(record).__name__}"]
 
 
 def _problems_of_repetitions(record: Mapping[str, Any]) -> list[str]:
-    found = [] if record.get("schema") == SCHEMA else [f"schema is {record.get('schema')!r}, not {SCHEMA!r}"]
+    found = (
+        []
+        if record.get("schema") == SCHEMA
+        else [f"schema is {record.get('schema')!r}, not {SCHEMA!r}"]
+    )
     repetitions = record.get("repetitions")
     if not isinstance(repetitions, list):
         return found
@@ -179,7 +207,9 @@ def describe_machine(machine: Machine) -> dict[str, Any]:
         "available_memory_bytes": machine.available_memory,
         "load_average_1min": os.getloadavg()[0],
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "gpu": None if machine.gpu is None else f"{machine.gpu.name}, driver for CUDA {machine.gpu.driver}",
+        "gpu": None
+        if machine.gpu is None
+        else f"{machine.gpu.name}, driver for CUDA {machine.gpu.driver}",
     }
 
 
@@ -212,7 +242,8 @@ def timestamp() -> str:
 
 
 def _commit() -> str | None:
-    """The commit that is checked out where this package lies, with "+" if files differ from it; None outside a repository."""
+    """The commit that is checked out where this package lies, with "+" if files differ from it;
+    None outside a repository."""
     folder = Path(__file__).parent
     try:
         described = subprocess.run(

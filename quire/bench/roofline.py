@@ -16,7 +16,8 @@ class Peaks(NamedTuple):
 
     read_bytes_per_s: float
     gemm_flops_per_s: Mapping[str, float]
-    """The best matrix product of each data type that is near the best of its kind (floating point, int8)."""
+    """The best matrix product of each data type that is near the best of its kind (floating point,
+    int8)."""
     products: Mapping[str, str]
     """Whose product that was, and of which shape."""
     num_samples: int
@@ -24,11 +25,15 @@ class Peaks(NamedTuple):
     @property
     def best_dtype(self) -> str:
         """Of floating-point numbers, those with the quickest product."""
-        return max((dtype for dtype in self.gemm_flops_per_s if dtype != "int8"), key=self.gemm_flops_per_s.__getitem__)
+        return max(
+            (dtype for dtype in self.gemm_flops_per_s if dtype != "int8"),
+            key=self.gemm_flops_per_s.__getitem__,
+        )
 
     @property
     def best_gemm(self) -> float:
-        """The rate that operations are compared with: the best product of floating-point numbers."""
+        """The rate that operations are compared with:
+        the best product of floating-point numbers."""
         return self.gemm_flops_per_s[self.best_dtype]
 
     @property
@@ -47,7 +52,8 @@ class Attained(NamedTuple):
     bytes_share: float
     """Rate of bytes over the whole time, as a share of the read bandwidth."""
     roofline_share: float
-    """Time that the steps need at least, each the larger of its operations and its bytes at the peaks, over the time taken."""
+    """Time that the steps need at least, each the larger of its operations and its bytes at the
+    peaks, over the time taken."""
     peak_flops_per_s: float
     peak_bytes_per_s: float
     num_samples: int
@@ -57,7 +63,9 @@ class Attained(NamedTuple):
 def attained(costs: Sequence[StepCost], wall_s: float, peaks: Peaks) -> Attained:
     """Compare steps that took `wall_s` together with the peaks."""
     flops, num_bytes = sum(cost.flops for cost in costs), sum(cost.num_bytes for cost in costs)
-    bound_s = sum(max(cost.flops / peaks.best_gemm, cost.num_bytes / peaks.read_bytes_per_s) for cost in costs)
+    bound_s = sum(
+        max(cost.flops / peaks.best_gemm, cost.num_bytes / peaks.read_bytes_per_s) for cost in costs
+    )
     return Attained(
         flops=flops,
         num_bytes=num_bytes,

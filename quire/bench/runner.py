@@ -1,4 +1,5 @@
-"""A whole benchmark: engine, warm-up, repetitions with the machine's limits sampled in between, medians, record."""
+"""A whole benchmark: engine, warm-up, repetitions with the machine's limits sampled in between,
+medians, record."""
 
 from __future__ import annotations
 
@@ -29,18 +30,26 @@ class BenchOptions:
     """"throughput" or "latency"."""
     num_repetitions: int = 3
     num_warmups: int = 1
-    """Runs of the workload that are not counted; at 0 a few short requests still wake everything up."""
+    """Runs of the workload that are not counted;
+    at 0 a few short requests still wake everything up."""
     is_profiled: bool = False
 
 
 def run_benchmark(
-    prepared: PreparedModel, workload: Workload, options: BenchOptions, tell: Callable[[str], None] = lambda text: None
+    prepared: PreparedModel,
+    workload: Workload,
+    options: BenchOptions,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Load, measure, and return a record that `record.problems` has nothing against. `tell` hears of progress."""
+    """Load, measure, and return a record that `record.problems` has nothing against.
+    `tell` hears of progress."""
     plan = prepared.planned.plan
     machine = machine_for(plan.config)
     if options.is_profiled and plan.device != "cpu":
-        raise ConfigError("--profile times operations as the host computes them; what a GPU does needs a profiler of its own")
+        raise ConfigError(
+            "--profile times operations as the host computes them; what a GPU does needs a "
+            "profiler of its own"
+        )
     started_at = records.timestamp()
     tell("loading the model")
     engine = assemble(prepared, build_executor(prepared.planned))
@@ -80,7 +89,8 @@ def _repeat(
     settings: tuple[BenchOptions, LimitSampler, StepProfile | None],
     tell: Callable[[str], None],
 ) -> tuple[list[dict[str, Any]], list[LimitSample]]:
-    """Results and all samples. Warm-ups have negative numbers: their tokens differ from those of counted repetitions."""
+    """Results and all samples. Warm-ups have negative numbers:
+    their tokens differ from those of counted repetitions."""
     options, sampler, profile = settings
     vocab_size = engine.plan.spec.vocab_size
     tell("warming up")
@@ -98,7 +108,10 @@ def _repeat(
         outcome = results(run, num_blocks=engine.plan.limits.num_blocks)
         outcome["roofline"] = attained(run.costs, run.wall_s, typical(run.samples))._asdict()
         repetitions.append(outcome)
-        tell(f"repetition {number + 1} of {options.num_repetitions}: {outcome['output_tokens_per_s']:,.1f} output tokens/s")
+        tell(
+            f"repetition {number + 1} of {options.num_repetitions}: "
+            f"{outcome['output_tokens_per_s']:,.1f} output tokens/s"
+        )
     return repetitions, samples
 
 
@@ -108,32 +121,52 @@ def render(record: dict[str, Any]) -> list[str]:
     roof = median["roofline"]
     where = record["machine"]["gpu"] or record["machine"]["cpu"]
     lines = [
-        f"{engine['model']}: {engine['architecture']}, {engine['num_parameters']:,} parameters, {engine['dtype']}, "
+        f"{engine['model']}: {engine['architecture']}, {engine['num_parameters']:,} "
+        f"parameters, {engine['dtype']}, "
         f"{engine['kernels']} kernels, {engine['num_threads']} threads on {where}",
-        f"workload {record['workload']['name']}: {work['num_sequences']} sequences, {work['num_prompt_tokens']:,} prompt and "
+        f"workload {record['workload']['name']}: {work['num_sequences']} sequences, "
+        f"{work['num_prompt_tokens']:,} prompt and "
         f"{work['num_output_tokens']:,} output tokens; medians of {record['num_repetitions']}",
-        f"throughput   {median['output_tokens_per_s']:,.1f} output, {median['prompt_tokens_per_s']:,.1f} prompt, "
-        f"{median['total_tokens_per_s']:,.1f} total tokens/s; {median['requests_per_s']:.2f} requests/s",
-        *(_latency(name, median[key]) for name, key in _LATENCIES.items() if median[key] is not None),
-        f"memory       {median['peak_num_blocks']:.0f} blocks at the peak ({median['peak_block_share']:.1%}), "
+        f"throughput   {median['output_tokens_per_s']:,.1f} output, "
+        f"{median['prompt_tokens_per_s']:,.1f} prompt, "
+        f"{median['total_tokens_per_s']:,.1f} total tokens/s; {median['requests_per_s']:.2f} "
+        "requests/s",
+        *(
+            _latency(name, median[key])
+            for name, key in _LATENCIES.items()
+            if median[key] is not None
+        ),
+        f"memory       {median['peak_num_blocks']:.0f} blocks at the peak "
+        f"({median['peak_block_share']:.1%}), "
         f"{median['kv_waste']:.1%} wasted, prefix hits {median['prefix_hit_rate']:.1%}, "
         f"{median['num_preemptions']:.0f} preemptions",
         f"overhead     {1e3 * median['step_overhead_s']:.2f} ms a step outside the model, "
         f"{median['overhead_share']:.1%} of the time",
-        f"roofline     {roof['roofline_share']:.1%} of the limits sampled meanwhile: {roof['flops_share']:.1%} of "
+        f"roofline     {roof['roofline_share']:.1%} of the limits sampled meanwhile: "
+        f"{roof['flops_share']:.1%} of "
         f"{roof['peak_flops_per_s'] / 1e9:,.1f} GFLOP/s, {roof['bytes_share']:.1%} of "
         f"{roof['peak_bytes_per_s'] / 1e9:.1f} GB/s",
     ]
     if record["profile_s"] is not None:
         whole = sum(record["profile_s"].values())
-        shares = ", ".join(f"{phase} {seconds / whole:.1%}" for phase, seconds in record["profile_s"].items())
+        shares = ", ".join(
+            f"{phase} {seconds / whole:.1%}" for phase, seconds in record["profile_s"].items()
+        )
         host = sum(record["profile_s"][phase] for phase in OUTER_PHASES) / whole
         lines.append(f"step time    {shares}; outside of kernels {host:.1%}")
     return lines
 
 
-_LATENCIES = {"first token": "ttft_s", "per token": "tpot_s", "token gap": "itl_s", "end to end": "e2e_s"}
+_LATENCIES = {
+    "first token": "ttft_s",
+    "per token": "tpot_s",
+    "token gap": "itl_s",
+    "end to end": "e2e_s",
+}
 
 
 def _latency(name: str, values: dict[str, float]) -> str:
-    return f"{name:<12} {1e3 * values['p50']:,.1f} ms median, {1e3 * values['p90']:,.1f} p90, {1e3 * values['p99']:,.1f} p99"
+    return (
+        f"{name:<12} {1e3 * values['p50']:,.1f} ms median, {1e3 * values['p90']:,.1f} p90, "
+        f"{1e3 * values['p99']:,.1f} p99"
+    )

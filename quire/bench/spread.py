@@ -1,4 +1,5 @@
-"""A set of numbers in a few: mean and percentiles, by nearest rank, so that each is a value that occurred."""
+"""A set of numbers in a few: mean and percentiles, by nearest rank,
+so that each is a value that occurred."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ from collections.abc import Sequence
 PERCENTILES = (50, 90, 99)
 
 
-def spread(values: Sequence[float], percentiles: Sequence[int] = PERCENTILES) -> dict[str, float] | None:
+def spread(
+    values: Sequence[float], percentiles: Sequence[int] = PERCENTILES
+) -> dict[str, float] | None:
     """Mean and percentiles; None where there is nothing."""
     if not values:
         return None

@@ -1,7 +1,9 @@
-"""Tile sizes for one kind of GPU, measured: `quire bench kernels --device cuda --tune FOLDER` writes the file.
+"""Tile sizes for one kind of GPU, measured: `quire bench kernels --device cuda --tune FOLDER`
+writes the file.
 
-Owns the candidates, what each is tried on, and the choice: the least geometric mean of times. Engines never search: they read
-the files (`quire.kernels.triton.tuning`), as the figures decide the order of sums and so the bits.
+Owns the candidates, what each is tried on, and the choice: the least geometric mean of times.
+Engines never search: they read the files (`quire.kernels.triton.tuning`), as the figures decide the
+order of sums and so the bits.
 """
 
 from __future__ import annotations
@@ -15,7 +17,14 @@ from typing import Any
 
 import torch
 
-from quire.bench.gpu_kernels import Case, attention_case, fp8_case, integer_cases, linear_case, median_s
+from quire.bench.gpu_kernels import (
+    Case,
+    attention_case,
+    fp8_case,
+    integer_cases,
+    linear_case,
+    median_s,
+)
 from quire.kernels.triton.kernels import TritonKernels
 from quire.kernels.triton.tuning import AttentionTuning, LinearTuning, Tile, Tuning
 
@@ -23,35 +32,52 @@ logger = logging.getLogger(__name__)
 
 Figures = LinearTuning | AttentionTuning
 Cost = Callable[[TritonKernels, str], float]
-"""The mean seconds of kernels with a tuning, for one of its entries; infinite where the device cannot run them."""
+"""The mean seconds of kernels with a tuning, for one of its entries;
+infinite where the device cannot run them."""
 
 _ROWS = (1, 32, 512, 4096)
 _LIBRARY_ROWS = (64, 128, 256, 512, 1024, 2048, 4096)
 
-# Tiles that fill a matrix instruction of 9.0 (64 rows) or less, as far as registers and shared memory can hold them.
+# Tiles that fill a matrix instruction of 9.0 (64 rows) or less, as far as registers and shared
+# memory can hold them.
 _LINEAR = tuple(
     LinearTuning(block_m, block_n, block_k, num_warps, num_stages, 128)
     for (block_m, num_warps), block_n, (block_k, num_stages) in itertools.product(
         ((32, 4), (64, 4), (128, 8)), (64, 128), ((64, 4), (128, 3))
     )
 )
-_WIDE_LINEAR = tuple(LinearTuning(32, block_n, 32, num_warps, 3, 128) for block_n, num_warps in ((32, 4), (64, 4), (64, 8)))
+_WIDE_LINEAR = tuple(
+    LinearTuning(32, block_n, 32, num_warps, 3, 128)
+    for block_n, num_warps in ((32, 4), (64, 4), (64, 8))
+)
 _INTEGER = tuple(
     LinearTuning(block_m, block_n, 128, num_warps, num_stages, 128)
-    for (block_m, num_warps), block_n, num_stages in itertools.product(((32, 4), (64, 4), (64, 8)), (64, 128), (3, 4))
+    for (block_m, num_warps), block_n, num_stages in itertools.product(
+        ((32, 4), (64, 4), (64, 8)), (64, 128), (3, 4)
+    )
 )
 _LOW, _TALL = Tile(64, 4), Tile(128, 8)
 _ATTENTION = tuple(
     AttentionTuning(low, tall, block_n, split_len, num_stages)
     for (low, tall), block_n, split_len, num_stages in itertools.product(
-        ((_LOW, _TALL), (_LOW, _LOW), (Tile(16, 4), Tile(16, 4))), (32, 64), (512, 1024, 2048), (2, 3)
+        ((_LOW, _TALL), (_LOW, _LOW), (Tile(16, 4), Tile(16, 4))),
+        (32, 64),
+        (512, 1024, 2048),
+        (2, 3),
     )
 )
 _WIDE_ATTENTION = tuple(
     AttentionTuning(low, tall, 32, 1024, 2)
-    for low, tall in ((Tile(16, 4), Tile(16, 4)), (Tile(32, 4), Tile(32, 4)), (Tile(64, 8), Tile(64, 8)), (_LOW, _TALL))
+    for low, tall in (
+        (Tile(16, 4), Tile(16, 4)),
+        (Tile(32, 4), Tile(32, 4)),
+        (Tile(64, 8), Tile(64, 8)),
+        (_LOW, _TALL),
+    )
 )
-_FLOAT_ATTENTION = tuple(AttentionTuning(Tile(16, 4), Tile(16, 4), block_n, 1024, 2) for block_n in (16, 32))
+_FLOAT_ATTENTION = tuple(
+    AttentionTuning(Tile(16, 4), Tile(16, 4), block_n, 1024, 2) for block_n in (16, 32)
+)
 CANDIDATES: dict[str, Sequence[Figures]] = {
     "linear": _LINEAR,
     "wide_linear": _WIDE_LINEAR,
@@ -63,7 +89,8 @@ CANDIDATES: dict[str, Sequence[Figures]] = {
 
 
 def tune(base: Tuning, device: torch.device, cost: Cost) -> Tuning:
-    """`base` with the best candidate of each entry; the entry's own figures are a candidate too, and win a tie."""
+    """`base` with the best candidate of each entry; the entry's own figures are a candidate too,
+    and win a tie."""
     for entry, candidates in CANDIDATES.items():
         best, least = getattr(base, entry), math.inf
         for candidate in (best, *candidates):
@@ -76,7 +103,8 @@ def tune(base: Tuning, device: torch.device, cost: Cost) -> Tuning:
 
 
 def mean_seconds(kernels: TritonKernels, entry: str) -> float:
-    """The geometric mean over an entry's cases; infinite where a tile needs more than the device has."""
+    """The geometric mean over an entry's cases;
+    infinite where a tile needs more than the device has."""
     from triton.runtime.errors import OutOfResources
 
     try:
@@ -94,13 +122,16 @@ def _cases(kernels: TritonKernels, entry: str) -> Iterator[Case]:
         for num_rows in _ROWS:
             yield from integer_cases(kernels, num_rows)
     else:
-        options: dict[str, Any] = {"attention": {}, "wide_attention": {"head_size": 256}}.get(entry, {"kv_format": "float32"})
+        options: dict[str, Any] = {"attention": {}, "wide_attention": {"head_size": 256}}.get(
+            entry, {"kv_format": "float32"}
+        )
         for count, query_len, context in ((1, 1, 8192), (64, 1, 2048), (1, 1024, 4096)):
             yield attention_case(kernels, [query_len] * count, [context] * count, **options)
 
 
 def library_rows(kernels: TritonKernels, make: Callable[[TritonKernels, int], Case]) -> int | None:
-    """The least number of rows from which torch's product is the faster one, however many more there are; None for none."""
+    """The least number of rows from which torch's product is the faster one,
+    however many more there are; None for none."""
     least = None
     for num_rows in reversed(_LIBRARY_ROWS):
         case = make(kernels, num_rows)

@@ -1,7 +1,8 @@
-"""What is measured: requests as token ids, made up from seeds, so that anyone can run the very same work.
+"""What is measured: requests as token ids, made up from seeds, so that anyone can run the very same
+work.
 
-Lengths are fixed by the workload's seed; token ids are fresh in every repetition, so that nothing is found in the prefix
-cache but what the workload itself shares. Owns no engine and no clock.
+Lengths are fixed by the workload's seed; token ids are fresh in every repetition, so that nothing
+is found in the prefix cache but what the workload itself shares. Owns no engine and no clock.
 """
 
 from __future__ import annotations
@@ -46,27 +47,54 @@ class Workload:
 
 
 def random_workload(
-    num_requests: int, input_len: tuple[int, int], output_len: tuple[int, int], *, seed: int = 0, name: str = "random"
+    num_requests: int,
+    input_len: tuple[int, int],
+    output_len: tuple[int, int],
+    *,
+    seed: int = 0,
+    name: str = "random",
 ) -> Workload:
-    """Lengths uniform in two inclusive ranges: drawn with `random.Random(seed)`, input before output, request by request."""
+    """Lengths uniform in two inclusive ranges: drawn with `random.Random(seed)`,
+    input before output, request by request."""
     shape = random.Random(seed)
     lengths = [(shape.randint(*input_len), shape.randint(*output_len)) for _ in range(num_requests)]
-    parameters = {"num_requests": num_requests, "input_len": list(input_len), "output_len": list(output_len), "seed": seed}
-    return Workload(name, parameters, lambda rng, vocab: [BenchRequest(_ids(rng, p, vocab), o) for p, o in lengths])
+    parameters = {
+        "num_requests": num_requests,
+        "input_len": list(input_len),
+        "output_len": list(output_len),
+        "seed": seed,
+    }
+    return Workload(
+        name,
+        parameters,
+        lambda rng, vocab: [BenchRequest(_ids(rng, p, vocab), o) for p, o in lengths],
+    )
 
 
-def prefix_workload(num_requests: int, prefix_len: int, own_len: int, output_len: int, *, name: str = "prefix") -> Workload:
+def prefix_workload(
+    num_requests: int, prefix_len: int, own_len: int, output_len: int, *, name: str = "prefix"
+) -> Workload:
     """Every prompt is one shared prefix and some tokens of its own."""
 
     def make(rng: random.Random, vocab_size: int) -> list[BenchRequest]:
         prefix = _ids(rng, prefix_len, vocab_size)
-        return [BenchRequest(prefix + _ids(rng, own_len, vocab_size), output_len) for _ in range(num_requests)]
+        return [
+            BenchRequest(prefix + _ids(rng, own_len, vocab_size), output_len)
+            for _ in range(num_requests)
+        ]
 
-    parameters = {"num_requests": num_requests, "prefix_len": prefix_len, "own_len": own_len, "output_len": output_len}
+    parameters = {
+        "num_requests": num_requests,
+        "prefix_len": prefix_len,
+        "own_len": own_len,
+        "output_len": output_len,
+    }
     return Workload(name, parameters, make)
 
 
-def parallel_workload(num_requests: int, input_len: int, num_sequences: int, output_len: int, *, name: str) -> Workload:
+def parallel_workload(
+    num_requests: int, input_len: int, num_sequences: int, output_len: int, *, name: str
+) -> Workload:
     """Several sampled sequences of each prompt, at temperature 1."""
 
     def make(rng: random.Random, vocab_size: int) -> list[BenchRequest]:
@@ -84,7 +112,8 @@ def parallel_workload(num_requests: int, input_len: int, num_sequences: int, out
 
 
 def trace_workload(path: Path, *, num_requests: int, max_model_len: int) -> Workload:
-    """The first requests of a trace that fit `max_model_len`: their lengths, with made-up tokens, all at once.
+    """The first requests of a trace that fit `max_model_len`: their lengths, with made-up tokens,
+    all at once.
 
     Raises ConfigError for a file that is not a trace, or in which nothing fits.
     """
@@ -98,18 +127,26 @@ def trace_workload(path: Path, *, num_requests: int, max_model_len: int) -> Work
         else:
             num_skipped += 1
     if not lengths:
-        raise ConfigError(f"no request of {path} fits max_model_len={max_model_len}; raise it, or take another trace")
+        raise ConfigError(
+            f"no request of {path} fits max_model_len={max_model_len}; raise it, or take "
+            "another trace"
+        )
     parameters = {
         "trace": path.name,
         "num_requests": len(lengths),
         "max_model_len": max_model_len,
         "num_too_long": num_skipped,
     }
-    return Workload("trace", parameters, lambda rng, vocab: [BenchRequest(_ids(rng, p, vocab), o) for p, o in lengths])
+    return Workload(
+        "trace",
+        parameters,
+        lambda rng, vocab: [BenchRequest(_ids(rng, p, vocab), o) for p, o in lengths],
+    )
 
 
 def read_lengths(path: Path) -> list[tuple[int, int]]:
-    """(prompt_tokens, output_tokens) of each line of a .csv or .jsonl file, gzipped or not; those without either are left out.
+    """(prompt_tokens, output_tokens) of each line of a .csv or .jsonl file, gzipped or not; those
+    without either are left out.
 
     Raises ConfigError for anything else.
     """
@@ -118,11 +155,15 @@ def read_lengths(path: Path) -> list[tuple[int, int]]:
         with opener(path, "rt", encoding="utf-8") as lines:
             is_csv = ".csv" in path.suffixes
             records = csv.DictReader(lines) if is_csv else (json.loads(line) for line in lines)
-            pairs = [(int(record["prompt_tokens"]), int(record["output_tokens"])) for record in records]
+            pairs = [
+                (int(record["prompt_tokens"]), int(record["output_tokens"])) for record in records
+            ]
     except OSError as error:
         raise ConfigError(f"the trace {path} cannot be read: {error.strerror or error}") from None
     except (KeyError, ValueError, TypeError, EOFError) as error:
-        raise ConfigError(f"{path} is not a trace with prompt_tokens and output_tokens ({type(error).__name__})") from None
+        raise ConfigError(
+            f"{path} is not a trace with prompt_tokens and output_tokens ({type(error).__name__})"
+        ) from None
     return [pair for pair in pairs if min(pair) > 0]
 
 
@@ -133,11 +174,16 @@ WORKLOADS: dict[str, Workload] = {
     "W4": parallel_workload(8, 256, 8, 64, name="W4"),
     "W5": random_workload(1, (4096, 4096), (1, 1), name="W5"),
     "W6": random_workload(64, (128, 128), (64, 64), name="W6"),
-    **{f"B{size}": random_workload(size, (64, 64), (64, 64), name=f"B{size}") for size in (1, 2, 4, 8, 16, 32, 64)},
+    **{
+        f"B{size}": random_workload(size, (64, 64), (64, 64), name=f"B{size}")
+        for size in (1, 2, 4, 8, 16, 32, 64)
+    },
 }
-"""The workloads that engines are compared on. W1: many requests of mixed lengths. W2: a shared prefix. W3: one request.
-W4: parallel sampling. W5: one long prompt. W6: what 32 clients of a server ask for, two requests each. B1 to B64: so many equal
-requests at once, for throughput against batch size."""
+"""The workloads that engines are compared on. W1: many requests of mixed lengths. W2: a shared
+prefix. W3: one request.
+W4: parallel sampling. W5: one long prompt. W6: what 32 clients of a server ask for, two requests
+each. B1 to B64: so many equal requests at once, for throughput against batch size.
+"""
 
 
 def totals(requests: Sequence[BenchRequest]) -> dict[str, int]:

@@ -1,7 +1,8 @@
-"""`quire chat`: a conversation in the terminal, with a model that is loaded here, or with a server (`--url`).
+"""`quire chat`: a conversation in the terminal, with a model that is loaded here, or with a server
+(`--url`).
 
-Every turn sends the whole history; the prefix cache makes that cheap. Ctrl-C stops an answer (what was said of it stays in the
-history), not the chat; Ctrl-D quits.
+Every turn sends the whole history; the prefix cache makes that cheap. Ctrl-C stops an answer (what
+was said of it stays in the history), not the chat; Ctrl-D quits.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from typing import TYPE_CHECKING
 
 from quire.cli import remote_chat
 from quire.cli.conversation import AnswerError, Conversation, Reply
-from quire.cli.options import add_engine_options, add_sampling_options, engine_config, sampling_params
+from quire.cli.options import (
+    add_engine_options,
+    add_sampling_options,
+    engine_config,
+    sampling_params,
+)
 from quire.cli.parser import UsageError
 from quire.cli.prompts import ChatEncoder, Message, add_chat_options
 from quire.errors import RequestError
@@ -38,7 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     group = parser.add_argument_group("chat")
     add_chat_options(group)
-    group.add_argument("--verbose", action="store_true", help="after each answer: tokens, speed and what the cache held")
+    group.add_argument(
+        "--verbose",
+        action="store_true",
+        help="after each answer: tokens, speed and what the cache held",
+    )
     remote_chat.add_arguments(group)
     add_sampling_options(parser)
     add_engine_options(parser, exclude=("seed", "skip_tokenizer_init"), is_model_needed=False)
@@ -47,7 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    start: list[Message] = [] if args.system is None else [{"role": "system", "content": args.system}]
+    start: list[Message] = (
+        [] if args.system is None else [{"role": "system", "content": args.system}]
+    )
     if args.url is not None:
         _refuse_engine_options(args)
         Conversation(remote_chat.RemoteModel(args), start, is_verbose=args.verbose).hold()
@@ -62,7 +74,9 @@ def run(args: argparse.Namespace) -> int:
     from quire.engine.builder import prepare_model
 
     prepared = prepare_model(config)
-    params = sampling_params(args, prepared.generation_config, output_kind=RequestOutputKind.CUMULATIVE)
+    params = sampling_params(
+        args, prepared.generation_config, output_kind=RequestOutputKind.CUMULATIVE
+    )
     encode = ChatEncoder(prepared.tokenizer, args.chat_template)
     check(prepared, [PromptJob(encode([*start, {"role": "user", "content": "Hello"}]), params)])
     engine = load(prepared)
@@ -77,10 +91,15 @@ def _refuse_engine_options(args: argparse.Namespace) -> None:
     """What belongs to a model that is loaded here is not dropped in silence."""
     given = [name for name in args.engine_options if hasattr(args, name)]
     if args.model is not None:
-        raise UsageError(f"give either a MODEL to load ({args.model!r}) or --url; the model's name there is --model-name")
+        raise UsageError(
+            f"give either a MODEL to load ({args.model!r}) or --url; the model's name there "
+            "is --model-name"
+        )
     if given or args.chat_template is not None:
         option = (given or ["chat_template"])[0].replace("_", "-")
-        raise UsageError(f"--{option} is for a model that is loaded here; with --url, the server decides")
+        raise UsageError(
+            f"--{option} is for a model that is loaded here; with --url, the server decides"
+        )
 
 
 class LocalModel:
@@ -105,7 +124,11 @@ class LocalModel:
         latest: RequestOutput | None = None
         num_shown = 0
         with _interruptible() as interrupted:
-            outputs = run(self._engine, [PromptJob(self._encode(messages), self._params.clone())], interrupted.check)
+            outputs = run(
+                self._engine,
+                [PromptJob(self._encode(messages), self._params.clone())],
+                interrupted.check,
+            )
             with contextlib.suppress(_StopAnswerError):
                 for latest in outputs:
                     text = latest.outputs[0].text
@@ -120,7 +143,9 @@ class LocalModel:
             num_prompt=len(latest.prompt_token_ids),
             num_cached=metrics.num_prefix_hit_tokens,
             num_output=len(latest.outputs[0].token_ids),
-            first_s=None if metrics.first_token_s is None else metrics.first_token_s - metrics.arrival_s,
+            first_s=None
+            if metrics.first_token_s is None
+            else metrics.first_token_s - metrics.arrival_s,
         )
 
 

@@ -1,4 +1,5 @@
-"""A conversation in the terminal, whoever answers: reading lines, commands, the history, and what is told of an answer."""
+"""A conversation in the terminal, whoever answers: reading lines, commands, the history,
+and what is told of an answer."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class AnswerError(Exception):
 
 @dataclass(slots=True)
 class Reply:
-    """What was said, as far as it got. Numbers are None where whoever answered does not give them."""
+    """What was said, as far as it got. Numbers are None where whoever
+    answered does not give them."""
 
     text: str = ""
     is_stopped: bool = False
@@ -44,7 +46,8 @@ class Model(Protocol):
     name: str
 
     def answer(self, messages: Sequence[Message], show: Callable[[str], None]) -> Reply:
-        """Answer the last message; `show` gets the text as it comes. Raises AnswerError. Ctrl-C ends it early."""
+        """Answer the last message; `show` gets the text as it comes. Raises AnswerError.
+        Ctrl-C ends it early."""
         ...
 
 
@@ -63,7 +66,10 @@ class Conversation:
         if self._is_terminal:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  (line editing and history for input())
-            print(f"Chat with {self._model.name}. /help lists commands; Ctrl-D quits.", file=sys.stderr)
+            print(
+                f"Chat with {self._model.name}. /help lists commands; Ctrl-D quits.",
+                file=sys.stderr,
+            )
         for text in self._read_lines():
             if text in ("/quit", "/exit"):
                 return
@@ -71,7 +77,10 @@ class Conversation:
                 self.messages = list(self._start)
                 print("(forgotten)", file=sys.stderr)
             elif text.startswith("/"):
-                print(HELP if text == "/help" else f"there is no command {text}; /help lists them", file=sys.stderr)
+                print(
+                    HELP if text == "/help" else f"there is no command {text}; /help lists them",
+                    file=sys.stderr,
+                )
             else:
                 self._turn(text)
 
@@ -113,7 +122,9 @@ def _show(text: str) -> None:
 def _report(answer: Reply, wall_s: float) -> str:
     parts = []
     if answer.num_prompt is not None:
-        cached = "" if answer.num_cached is None else f", {answer.num_cached} of them from the cache"
+        cached = (
+            "" if answer.num_cached is None else f", {answer.num_cached} of them from the cache"
+        )
         parts.append(f"{answer.num_prompt} prompt tokens{cached}")
     rate = ""
     if answer.num_output is not None:

@@ -1,6 +1,8 @@
-"""`quire doctor`: looks at this machine and installation, and says what is wrong or slow, and what to do about it.
+"""`quire doctor`: looks at this machine and installation, and says what is wrong or slow, and what
+to do about it.
 
-Owns the checks; each is one function that yields findings and changes nothing (one temporary file is written and removed).
+Owns the checks; each is one function that yields findings and changes nothing (one temporary file
+is written and removed).
 """
 
 from __future__ import annotations
@@ -27,7 +29,18 @@ Status = Literal["ok", "warning", "failure"]
 
 REQUIRED = ("torch", "numpy", "safetensors", "tokenizers", "jinja2", "tqdm", "huggingface_hub")
 OPTIONAL = {"transformers": "for benchmarks against it", "triton": "for GPU kernels"}
-_ISA_FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm")
+_ISA_FLAGS = (
+    "avx2",
+    "fma",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx_bf16",
+    "amx_int8",
+    "asimd",
+    "bf16",
+    "i8mm",
+)
 _FLAGS_OF_ISAS = {
     "avx2": {"avx2", "fma"},
     "avx512vnni": {"avx512_vnni"},
@@ -65,12 +78,20 @@ def run(args: argparse.Namespace) -> int:
     findings = examine()
     is_healthy = all(finding.status != "failure" for finding in findings)
     if args.json:
-        print(json.dumps({"healthy": is_healthy, "findings": [each._asdict() for each in findings]}, indent=2))
+        print(
+            json.dumps(
+                {"healthy": is_healthy, "findings": [each._asdict() for each in findings]}, indent=2
+            )
+        )
     else:
         width = max(len(each.name) for each in findings)
         for name, status, detail in findings:
             print(f"{_MARKS[status]}  {name:<{width}}  {detail}")
-        print("\nQuire can run here." if is_healthy else "\nQuire cannot run here: see the lines marked FAIL.")
+        print(
+            "\nQuire can run here."
+            if is_healthy
+            else "\nQuire cannot run here: see the lines marked FAIL."
+        )
     return 0 if is_healthy else 1
 
 
@@ -82,16 +103,24 @@ def examine() -> list[Finding]:
             findings += list(check())
         except Exception as error:
             name = check.__name__.removeprefix("_check_").replace("_", " ")
-            findings.append(Finding(name, "failure", f"the check itself failed: {type(error).__name__}: {error}"))
+            findings.append(
+                Finding(
+                    name, "failure", f"the check itself failed: {type(error).__name__}: {error}"
+                )
+            )
     return findings
 
 
 def _check_versions() -> Iterator[Finding]:
     yield Finding("quire", "ok", f"{__version__} in {Path(__file__).parent.parent}")
     is_recent = sys.version_info >= (3, 11)
-    text = f"{platform.python_version()} ({sys.executable})" + ("" if is_recent else "; at least 3.11 is needed")
+    text = f"{platform.python_version()} ({sys.executable})" + (
+        "" if is_recent else "; at least 3.11 is needed"
+    )
     yield Finding("python", "ok" if is_recent else "failure", text)
-    yield Finding("system", "ok", f"{platform.system()} {platform.release()} on {platform.machine()}")
+    yield Finding(
+        "system", "ok", f"{platform.system()} {platform.release()} on {platform.machine()}"
+    )
 
 
 def _check_packages() -> Iterator[Finding]:
@@ -115,10 +144,18 @@ def _check_machine() -> Iterator[Finding]:
     flags = [flag for flag in _ISA_FLAGS if flag in _cpu_flags()]
     is_plain = platform.machine() == "x86_64" and "avx2" not in flags
     hint = "; without AVX2 the kernels are slow" if is_plain else ""
-    yield Finding("instructions", "warning" if is_plain else "ok", (", ".join(flags) or "none of note") + hint)
-    yield Finding("cores", "ok", f"{machine.num_cores} to use ({machine.cores_reason}, of {os.cpu_count() or 1})")
+    yield Finding(
+        "instructions", "warning" if is_plain else "ok", (", ".join(flags) or "none of note") + hint
+    )
+    yield Finding(
+        "cores",
+        "ok",
+        f"{machine.num_cores} to use ({machine.cores_reason}, of {os.cpu_count() or 1})",
+    )
     yield _nodes(machine)
-    memory = f"{format_bytes(machine.available_memory)} free of {format_bytes(machine.total_memory)}"
+    memory = (
+        f"{format_bytes(machine.available_memory)} free of {format_bytes(machine.total_memory)}"
+    )
     is_short = machine.available_memory < 1 << 30
     hint = "; less than 1 GiB holds small models only" if is_short else ""
     yield Finding("memory", "warning" if is_short else "ok", memory + hint)
@@ -128,7 +165,11 @@ def _nodes(machine: Machine) -> Finding:
     if machine.num_nodes == 1:
         return Finding("memory nodes", "ok", "one, or all cores to use on the same one")
     advice = "bind the process to one node, or interleave its memory (docs/howto/threads.md)"
-    return Finding("memory nodes", "warning", f"the cores to use belong to {machine.num_nodes} NUMA nodes; {advice}")
+    return Finding(
+        "memory nodes",
+        "warning",
+        f"the cores to use belong to {machine.num_nodes} NUMA nodes; {advice}",
+    )
 
 
 def _check_kernels() -> Iterator[Finding]:
@@ -136,30 +177,42 @@ def _check_kernels() -> Iterator[Finding]:
 
     from quire.kernels import cpu
 
-    yield Finding("torch threads", "ok", f"{torch.get_num_threads()} by default; the engine sets its own number")
+    yield Finding(
+        "torch threads",
+        "ok",
+        f"{torch.get_num_threads()} by default; the engine sets its own number",
+    )
     usable: tuple[str, ...] | None = None
     for dtype in cpu.DTYPES:
         reasons = cpu.reasons_against("cpu", getattr(torch, dtype))
         name = f"native kernels, {dtype}"
         if reasons:
-            yield Finding(name, "warning", f"not used, so slow reference kernels are: {'; '.join(reasons)}")
+            yield Finding(
+                name, "warning", f"not used, so slow reference kernels are: {'; '.join(reasons)}"
+            )
         else:
             yield Finding(name, "ok", f"{cpu.isa()} (of {', '.join(cpu.supported_isas())})")
             usable = cpu.supported_isas()
     unused = [] if usable is None else unused_isas(_cpu_flags(), usable)
     if unused:
-        detail = f"the processor has what {', '.join(unused)} needs, and the kernels do not use it; {_advice(unused)}"
+        detail = (
+            f"the processor has what {', '.join(unused)} needs, and the kernels do not use it; "
+            f"{_advice(unused)}"
+        )
         yield Finding("instructions", "warning", detail)
     pools = openmp_pools()
     if len(pools) > 1:
-        detail = f"{len(pools)} pools will fight over the cores: {', '.join(pools)}; is one preloaded?"
+        detail = (
+            f"{len(pools)} pools will fight over the cores: {', '.join(pools)}; is one preloaded?"
+        )
         yield Finding("OpenMP", "warning", detail)
     else:
         yield Finding("OpenMP", "ok", ", ".join(pools) or "none loaded")
 
 
 def _check_gpu() -> Iterator[Finding]:
-    """A GPU that could be used is told of; one that is there and cannot is a warning; none is as usual."""
+    """A GPU that could be used is told of; one that is there and cannot is a warning;
+    none is as usual."""
     from quire.engine.gpu import inspect_gpu, reasons_against
 
     try:
@@ -168,12 +221,19 @@ def _check_gpu() -> Iterator[Finding]:
         yield Finding("gpu", "ok", f"none to compute on: {error}")
         return
     capability = ".".join(map(str, gpu.capability))
-    text = f"{gpu.name} (compute capability {capability}), {format_bytes(gpu.free_memory)} free, driver for CUDA {gpu.driver}"
+    text = (
+        f"{gpu.name} (compute capability {capability}), {format_bytes(gpu.free_memory)} free, "
+        f"driver for CUDA {gpu.driver}"
+    )
     reasons = reasons_against(gpu)
     if reasons:
         yield Finding("gpu", "warning", f"{text}; cannot be used: {'; '.join(reasons)}")
     else:
-        yield Finding("gpu", "ok", f"{text}; device=cuda computes on it, with kernels that have not been tried on one yet")
+        yield Finding(
+            "gpu",
+            "ok",
+            f"{text}; device=cuda computes on it, with kernels that have not been tried on one yet",
+        )
 
 
 def _check_models() -> Iterator[Finding]:
@@ -193,14 +253,20 @@ def _check_models() -> Iterator[Finding]:
 
 def _check_cache() -> Iterator[Finding]:
     """Where models from the hub are kept: the nearest folder that exists must be writable."""
-    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    home = os.environ.get("HF_HOME") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"
+    )
     cache = Path(home).expanduser()
     folder = next(each for each in (cache, *cache.parents) if each.is_dir())
     try:
         with tempfile.NamedTemporaryFile(dir=folder):
             pass
     except OSError as error:
-        yield Finding("model cache", "warning", f"{cache} cannot be written ({error.strerror}); models cannot be downloaded")
+        yield Finding(
+            "model cache",
+            "warning",
+            f"{cache} cannot be written ({error.strerror}); models cannot be downloaded",
+        )
     else:
         yield Finding("model cache", "ok", f"{cache} can be written")
 
@@ -218,12 +284,20 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 
 def unused_isas(flags: set[str], supported: Sequence[str]) -> list[str]:
     """Instruction sets that the processor has and the kernels do not use."""
-    return [name for name, needed in _FLAGS_OF_ISAS.items() if needed <= flags and name not in supported]
+    return [
+        name for name, needed in _FLAGS_OF_ISAS.items() if needed <= flags and name not in supported
+    ]
 
 
 def _advice(unused: Sequence[str]) -> str:
-    compiler = "the compiler that built Quire did not know it: build again with one that does (GCC 11, Clang 12 or later)"
-    tiles = "the system denies this process the tiles (a sandbox, a virtual machine, or Linux before 5.16)"
+    compiler = (
+        "the compiler that built Quire did not know it: build again with one that does (GCC 11, "
+        "Clang 12 or later)"
+    )
+    tiles = (
+        "the system denies this process the tiles (a sandbox, a virtual machine, or Linux before "
+        "5.16)"
+    )
     return f"{compiler}, or {tiles}" if "amx" in unused else compiler
 
 

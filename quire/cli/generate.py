@@ -1,4 +1,5 @@
-"""`quire generate`: complete prompts together; stream texts, or write one JSON object per prompt."""
+"""`quire generate`: complete prompts together; stream texts,
+or write one JSON object per prompt."""
 
 from __future__ import annotations
 
@@ -10,7 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quire.cli.options import add_engine_options, add_sampling_options, engine_config, sampling_params
+from quire.cli.options import (
+    add_engine_options,
+    add_sampling_options,
+    engine_config,
+    sampling_params,
+)
 from quire.cli.output_file import OutputFile, open_output
 from quire.cli.prompts import NamedPrompt, add_prompt_options, read_prompts
 
@@ -36,12 +42,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add_prompt_options(parser)
     group = parser.add_argument_group("output")
-    group.add_argument("--json", action="store_true", help="one JSON object a prompt, in the order of the prompts")
-    group.add_argument("--output", metavar="FILE", help="write to a file instead of standard output")
-    group.add_argument("--logprobs", type=int, metavar="N", help="with --json: the N likeliest tokens at each place")
+    group.add_argument(
+        "--json", action="store_true", help="one JSON object a prompt, in the order of the prompts"
+    )
+    group.add_argument(
+        "--output", metavar="FILE", help="write to a file instead of standard output"
+    )
+    group.add_argument(
+        "--logprobs",
+        type=int,
+        metavar="N",
+        help="with --json: the N likeliest tokens at each place",
+    )
     group.add_argument("--no-progress", action="store_true", help="no progress bar")
-    group.add_argument("--quiet", action="store_true", help="no progress bar and no closing summary")
-    add_sampling_options(parser).add_argument("--n", type=int, default=1, metavar="N", help="answers to each prompt")
+    group.add_argument(
+        "--quiet", action="store_true", help="no progress bar and no closing summary"
+    )
+    add_sampling_options(parser).add_argument(
+        "--n", type=int, default=1, metavar="N", help="answers to each prompt"
+    )
     add_engine_options(parser, exclude=("seed", "skip_tokenizer_init"))
     parser.usage = "quire generate [OPTIONS] MODEL -p TEXT [-p TEXT ...]"
 
@@ -74,7 +93,9 @@ def _params(args: argparse.Namespace, prepared: PreparedModel) -> SamplingParams
     from quire.core.params import RequestOutputKind
 
     kind = RequestOutputKind.FINAL_ONLY if args.json else RequestOutputKind.CUMULATIVE
-    return sampling_params(args, prepared.generation_config, n=args.n, logprobs=args.logprobs, output_kind=kind)
+    return sampling_params(
+        args, prepared.generation_config, n=args.n, logprobs=args.logprobs, output_kind=kind
+    )
 
 
 class _Screen(NamedTuple):
@@ -85,7 +106,10 @@ class _Screen(NamedTuple):
 
 
 def _generate(
-    args: argparse.Namespace, engine: Engine, work: tuple[Sequence[NamedPrompt], Sequence[PromptJob]], screen: _Screen
+    args: argparse.Namespace,
+    engine: Engine,
+    work: tuple[Sequence[NamedPrompt], Sequence[PromptJob]],
+    screen: _Screen,
 ) -> list[RequestOutput]:
     """Run everything, showing it as asked; finished outputs in the order of the prompts."""
     from quire.cli.printer import StreamPrinter
@@ -129,14 +153,17 @@ class _Progress:
         elapsed_s = max(1e-9, time.monotonic() - self._started_s)
         scheduler = self._engine.scheduler
         self._status.show(
-            f"{progress_bar(num_finished / self._num_jobs)} {num_finished}/{self._num_jobs} prompts, "
-            f"{len(scheduler.running)} running, {scheduler.stats.num_generated_tokens / elapsed_s:,.1f} tokens/s, "
+            f"{progress_bar(num_finished / self._num_jobs)} {num_finished}/{self._num_jobs} "
+            "prompts, "
+            f"{len(scheduler.running)} running, "
+            f"{scheduler.stats.num_generated_tokens / elapsed_s:,.1f} tokens/s, "
             f"{int(elapsed_s) // 60}:{int(elapsed_s) % 60:02}"
         )
 
 
 class _JsonLines:
-    """Writes finished outputs in the order of the prompts, each as soon as those before it are written."""
+    """Writes finished outputs in the order of the prompts,
+    each as soon as those before it are written."""
 
     def __init__(self, prompts: Sequence[NamedPrompt], file: OutputFile) -> None:
         self._prompts = prompts
@@ -146,7 +173,11 @@ class _JsonLines:
     def take(self, finished: dict[int, RequestOutput]) -> None:
         """Write what has its turn."""
         while self._num_written in finished:
-            record = _record(self._num_written, self._prompts[self._num_written].text, finished[self._num_written])
+            record = _record(
+                self._num_written,
+                self._prompts[self._num_written].text,
+                finished[self._num_written],
+            )
             self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
             self._num_written += 1
 
@@ -160,8 +191,12 @@ def _record(number: int, prompt: str, output: RequestOutput) -> dict[str, Any]:
         "num_prompt_tokens": len(output.prompt_token_ids),
         "num_prefix_hit_tokens": metrics.num_prefix_hit_tokens,
         "outputs": [_completion(each) for each in output.outputs],
-        "first_token_s": None if metrics.first_token_s is None else round(metrics.first_token_s - metrics.arrival_s, 6),
-        "total_s": None if metrics.finished_s is None else round(metrics.finished_s - metrics.arrival_s, 6),
+        "first_token_s": None
+        if metrics.first_token_s is None
+        else round(metrics.first_token_s - metrics.arrival_s, 6),
+        "total_s": None
+        if metrics.finished_s is None
+        else round(metrics.finished_s - metrics.arrival_s, 6),
         "num_preemptions": metrics.num_preemptions,
     }
     if output.error is not None:
@@ -185,12 +220,19 @@ def _completion(output: CompletionOutput) -> dict[str, Any]:
 
 def _alternatives(by_token: Any) -> Iterator[dict[str, Any]]:
     for token_id, each in by_token.items():
-        yield {"token_id": token_id, "token": each.decoded_token, "logprob": each.logprob, "rank": each.rank}
+        yield {
+            "token_id": token_id,
+            "token": each.decoded_token,
+            "logprob": each.logprob,
+            "rank": each.rank,
+        }
 
 
 def _print_summary(engine: Engine, outputs: Sequence[RequestOutput], wall_s: float) -> None:
     from quire.observe.summary import describe, summarize
 
     scheduler = engine.scheduler
-    summary = summarize(outputs, scheduler.stats, num_blocks=scheduler.limits.num_blocks, wall_s=wall_s)
+    summary = summarize(
+        outputs, scheduler.stats, num_blocks=scheduler.limits.num_blocks, wall_s=wall_s
+    )
     print("\n" + "\n".join(describe(summary)), file=sys.stderr)

@@ -1,8 +1,10 @@
-"""The entry point `quire`: finds the subcommand, runs it, and turns every expected failure into one line and an exit code.
+"""The entry point `quire`: finds the subcommand, runs it, and turns every expected failure into one
+line and an exit code.
 
-Owns the list of subcommands and the exit codes: 0 done, 1 done in part (some request failed, some check failed), 2 refused,
-130 interrupted, 141 the reader of the output went away. Imports nothing heavy: a subcommand's module is imported when it is
-asked for, and imports what it needs when it runs.
+Owns the list of subcommands and the exit codes: 0 done, 1 done in part (some request failed, some
+check failed), 2 refused, 130 interrupted, 141 the reader of the output went away. Imports nothing
+heavy: a subcommand's module is imported when it is asked for, and imports what it needs when it
+runs.
 """
 
 from __future__ import annotations
@@ -42,12 +44,24 @@ COMMANDS = {
     "plan": Command("quire.cli.plan", "what memory and limits the engine would choose, and why"),
     "quantize": Command("quire.cli.quantize", "write a model's weights as 8 or 4 bit integers"),
     "doctor": Command("quire.cli.doctor", "check this machine and this installation"),
-    "bench throughput": Command("quire.cli.bench.throughput", "many requests at once: tokens per second"),
-    "bench latency": Command("quire.cli.bench.latency", "a few requests: time to first token and per token"),
-    "bench serve": Command("quire.cli.bench.serve", "a running server under load: latencies, goodput, a report"),
-    "bench control-plane": Command("quire.cli.bench.control_plane", "scheduling alone: milliseconds a step, no model"),
-    "bench kernels": Command("quire.cli.bench.kernels", "the projections of the CPU against its limits"),
-    "simulate": Command("quire.cli.simulate", "run the scheduler without a model, on traces and under faults"),
+    "bench throughput": Command(
+        "quire.cli.bench.throughput", "many requests at once: tokens per second"
+    ),
+    "bench latency": Command(
+        "quire.cli.bench.latency", "a few requests: time to first token and per token"
+    ),
+    "bench serve": Command(
+        "quire.cli.bench.serve", "a running server under load: latencies, goodput, a report"
+    ),
+    "bench control-plane": Command(
+        "quire.cli.bench.control_plane", "scheduling alone: milliseconds a step, no model"
+    ),
+    "bench kernels": Command(
+        "quire.cli.bench.kernels", "the projections of the CPU against its limits"
+    ),
+    "simulate": Command(
+        "quire.cli.simulate", "run the scheduler without a model, on traces and under faults"
+    ),
 }
 """Subcommands by name; a name of two words is a subcommand of a group."""
 
@@ -64,13 +78,15 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code and never raises for what a user, a file or a terminal did."""
+    """Run the command line; returns the exit code and never raises for what a user,
+    a file or a terminal did."""
     try:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        if argv is None:  # the process ends now: another one would only interrupt the interpreter's last steps
+        # the process ends now: another one would only interrupt the interpreter's last steps
+        if argv is None:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         return _fail("quire: interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
@@ -100,7 +116,10 @@ def _dispatch(argv: list[str]) -> int:
         if rest[0].startswith("-"):
             overview.parse(rest)
             raise UsageError(f"no command given ({overview.prog} --help lists them)")
-        raise UsageError(f"there is no command {rest[0]!r}{_hint(rest[0], _names(group))} ({overview.prog} --help lists them)")
+        raise UsageError(
+            f"there is no command {rest[0]!r}{_hint(rest[0], _names(group))} "
+            f"({overview.prog} --help lists them)"
+        )
     return 0
 
 
@@ -128,11 +147,23 @@ def _names(group: str | None) -> list[str]:
 def _overview(group: str | None) -> Parser:
     """A parser that knows no command's options: it prints the list of commands."""
     prefix = "" if group is None else f"{group} "
-    chosen = {name.removeprefix(prefix): command for name, command in COMMANDS.items() if name.startswith(prefix)}
-    title = "Quire: LLM inference on paged attention." if group is None else "Measure the engine on this machine."
+    chosen = {
+        name.removeprefix(prefix): command
+        for name, command in COMMANDS.items()
+        if name.startswith(prefix)
+    }
+    title = (
+        "Quire: LLM inference on paged attention."
+        if group is None
+        else "Measure the engine on this machine."
+    )
     listing = "\n".join(f"  {name:<17} {command.help}" for name, command in chosen.items())
     parser = Parser(f"quire {prefix}".strip(), f"{title}\n\ncommands:\n{listing}", is_overview=True)
-    parser.epilog = EXAMPLES if group is None else f"`quire {group} COMMAND --help` has a command's options and examples."
+    parser.epilog = (
+        EXAMPLES
+        if group is None
+        else f"`quire {group} COMMAND --help` has a command's options and examples."
+    )
     if group is None:
         parser.add_argument("--version", action="version", version=f"quire {__version__}")
     return parser
@@ -144,7 +175,8 @@ def _hint(word: str, known: list[str]) -> str:
 
 
 def _configure_streams() -> None:
-    """Warnings as lines like our own messages, unless the program that called `main` has its own handlers.
+    """Warnings as lines like our own messages, unless the program that called `main` has its own
+    handlers.
 
     A character that the terminal's encoding lacks is replaced, not a reason to fail.
     """

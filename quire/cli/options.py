@@ -1,7 +1,8 @@
-"""Options that several commands share, and their way from the command line into `EngineConfig` and `SamplingParams`.
+"""Options that several commands share, and their way from the command line into `EngineConfig` and
+`SamplingParams`.
 
-The engine's options are those of `EngineConfig`, generated from its one declaration. Only what was given is passed on, so
-the defaults stay where they are declared.
+The engine's options are those of `EngineConfig`, generated from its one declaration. Only what was
+given is passed on, so the defaults stay where they are declared.
 """
 
 from __future__ import annotations
@@ -45,44 +46,82 @@ class SamplingOption(NamedTuple):
 
 
 SAMPLING_OPTIONS = (
-    SamplingOption("max_tokens", int, f"longest answer, in tokens (default: the model's, else {DEFAULT_MAX_TOKENS})"),
+    SamplingOption(
+        "max_tokens",
+        int,
+        f"longest answer, in tokens (default: the model's, else {DEFAULT_MAX_TOKENS})",
+    ),
     SamplingOption("min_tokens", int, "do not stop before that many tokens"),
-    SamplingOption("temperature", float, "0 always takes the most likely token (default: the model's, else 1)"),
-    SamplingOption("top_p", float, "sample from the likeliest tokens that make up this probability"),
+    SamplingOption(
+        "temperature", float, "0 always takes the most likely token (default: the model's, else 1)"
+    ),
+    SamplingOption(
+        "top_p", float, "sample from the likeliest tokens that make up this probability"
+    ),
     SamplingOption("top_k", int, "sample from that many of the likeliest tokens"),
-    SamplingOption("min_p", float, "drop tokens below this share of the likeliest one's probability"),
+    SamplingOption(
+        "min_p", float, "drop tokens below this share of the likeliest one's probability"
+    ),
     SamplingOption("presence_penalty", float, "make tokens that the answer holds less likely"),
-    SamplingOption("frequency_penalty", float, "as --presence-penalty, for each time that a token occurs"),
-    SamplingOption("repetition_penalty", float, "above 1, make tokens of prompt and answer less likely"),
+    SamplingOption(
+        "frequency_penalty", float, "as --presence-penalty, for each time that a token occurs"
+    ),
+    SamplingOption(
+        "repetition_penalty", float, "above 1, make tokens of prompt and answer less likely"
+    ),
     SamplingOption("seed", int, "the same seed gives the same answer"),
 )
 
 
-def add_engine_options(parser: argparse.ArgumentParser, *, exclude: tuple[str, ...] = (), is_model_needed: bool = True) -> None:
-    """MODEL and one option per field of `EngineConfig`, except those that a command uses in another sense."""
+def add_engine_options(
+    parser: argparse.ArgumentParser, *, exclude: tuple[str, ...] = (), is_model_needed: bool = True
+) -> None:
+    """MODEL and one option per field of `EngineConfig`,
+    except those that a command uses in another sense."""
     parser.usage = f"{parser.prog} [OPTIONS] MODEL"
-    parser.add_argument("model", metavar="MODEL", nargs=None if is_model_needed else "?", help=_field("model").metadata["help"])
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs=None if is_model_needed else "?",
+        help=_field("model").metadata["help"],
+    )
     group = parser.add_argument_group("engine options")
-    chosen = [item for item in dataclasses.fields(EngineConfig) if item.name != "model" and item.name not in exclude]
+    chosen = [
+        item
+        for item in dataclasses.fields(EngineConfig)
+        if item.name != "model" and item.name not in exclude
+    ]
     add_field_options(group, chosen)
-    parser.set_defaults(engine_options=(*(item.name for item in chosen), *add_foreign_options(parser)))
+    parser.set_defaults(
+        engine_options=(*(item.name for item in chosen), *add_foreign_options(parser))
+    )
 
 
-def add_field_options(group: argparse._ArgumentGroup, items: Iterable[dataclasses.Field[Any]]) -> None:
-    """One option per field of a configuration record; what is not given is absent from the namespace."""
+def add_field_options(
+    group: argparse._ArgumentGroup, items: Iterable[dataclasses.Field[Any]]
+) -> None:
+    """One option per field of a configuration record;
+    what is not given is absent from the namespace."""
     for item in items:
         flag, text = f"--{item.name.replace('_', '-')}", _help_of(item)
         if str(item.type) == "bool":
             group.add_argument(flag, action=_Switch, help=text)
             continue
         if str(item.type) == "tuple[str, ...]":
-            group.add_argument(flag, action=_Collect, metavar=item.name.rpartition("_")[2].upper(), help=text)
+            group.add_argument(
+                flag, action=_Collect, metavar=item.name.rpartition("_")[2].upper(), help=text
+            )
             continue
         kind = str(item.type).removesuffix(" | None")
         choices = item.metadata.get("choices")
         metavar = None if choices else "SIZE" if kind == "int | str" else _METAVARS.get(kind)
         group.add_argument(
-            flag, type=_TYPES.get(kind, str), choices=choices, default=argparse.SUPPRESS, metavar=metavar, help=text
+            flag,
+            type=_TYPES.get(kind, str),
+            choices=choices,
+            default=argparse.SUPPRESS,
+            metavar=metavar,
+            help=text,
         )
 
 
@@ -93,22 +132,36 @@ def engine_config(args: argparse.Namespace, **overrides: Any) -> EngineConfig:
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Sampling and stopping; what is not given comes from the model's generation_config.json. Returns their group."""
-    group = parser.add_argument_group("sampling options", "what is not given is as the model's generation_config.json says")
+    """Sampling and stopping; what is not given comes from the model's generation_config.json.
+    Returns their group."""
+    group = parser.add_argument_group(
+        "sampling options", "what is not given is as the model's generation_config.json says"
+    )
     for option in SAMPLING_OPTIONS:
         metavar = "X" if option.type is float else "N"
         flag = f"--{option.name.replace('_', '-')}"
-        group.add_argument(flag, type=option.type, default=argparse.SUPPRESS, metavar=metavar, help=option.help)
+        group.add_argument(
+            flag, type=option.type, default=argparse.SUPPRESS, metavar=metavar, help=option.help
+        )
     group.add_argument(
-        "--stop", action="append", default=argparse.SUPPRESS, metavar="TEXT", help="end an answer before this text (repeatable)"
+        "--stop",
+        action="append",
+        default=argparse.SUPPRESS,
+        metavar="TEXT",
+        help="end an answer before this text (repeatable)",
     )
     group.add_argument(
-        "--ignore-eos", action="store_true", default=argparse.SUPPRESS, help="go on after the model's end-of-text token"
+        "--ignore-eos",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="go on after the model's end-of-text token",
     )
     return group
 
 
-def sampling_params(args: argparse.Namespace, generation_config: Mapping[str, Any], **overrides: Any) -> SamplingParams:
+def sampling_params(
+    args: argparse.Namespace, generation_config: Mapping[str, Any], **overrides: Any
+) -> SamplingParams:
     """The parameters that options and model ask for. Raises InvalidParameterError."""
     names = [*(option.name for option in SAMPLING_OPTIONS), "stop", "ignore_eos"]
     given = {name: getattr(args, name) for name in names if hasattr(args, name)}
@@ -116,7 +169,9 @@ def sampling_params(args: argparse.Namespace, generation_config: Mapping[str, An
     length_keys = [key for key, name in GENERATION_CONFIG_KEYS.items() if name == "max_tokens"]
     if all(generation_config.get(key) is None for key in length_keys):
         defaults["max_tokens"] = DEFAULT_MAX_TOKENS
-    return SamplingParams.from_generation_config(generation_config, **{**defaults, **given, **overrides})
+    return SamplingParams.from_generation_config(
+        generation_config, **{**defaults, **given, **overrides}
+    )
 
 
 class _Switch(argparse.BooleanOptionalAction):
@@ -133,7 +188,11 @@ class _Collect(argparse.Action):
         super().__init__(option_strings, dest, default=argparse.SUPPRESS, **options)
 
     def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
     ) -> None:
         setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), values))
 
@@ -143,11 +202,16 @@ def _field(name: str) -> dataclasses.Field[Any]:
 
 
 def _help_of(item: dataclasses.Field[Any]) -> str:
-    """The declared help and default; options that are only there to be refused by name are not shown."""
+    """The declared help and default; options that are only there to be
+    refused by name are not shown."""
     text = str(item.metadata["help"]).replace("%", "%%")
     if text.startswith("not available"):
         return argparse.SUPPRESS
-    return text if item.default in (None, ()) or "default" in text else f"{text} (default: {_shown(item.default)})"
+    return (
+        text
+        if item.default in (None, ()) or "default" in text
+        else f"{text} (default: {_shown(item.default)})"
+    )
 
 
 def _shown(value: object) -> str:

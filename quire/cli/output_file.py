@@ -15,7 +15,8 @@ class OutputError(QuireError):
 
 
 class OutputFile:
-    """Writes and flushes text; a failure raises OutputError, a reader that went away BrokenPipeError."""
+    """Writes and flushes text; a failure raises OutputError,
+    a reader that went away BrokenPipeError."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
         self._stream = stream

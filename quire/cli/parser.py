@@ -1,4 +1,5 @@
-"""Argument parsing that refuses as everything else here does: by an exception with one clear line, and a suggestion."""
+"""Argument parsing that refuses as everything else here does: by an exception with one clear line,
+and a suggestion."""
 
 from __future__ import annotations
 
@@ -15,19 +16,23 @@ class UsageError(ConfigError):
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` for one command. Abbreviated options are not accepted: scripts outlive new options."""
+    """An `ArgumentParser` for one command. Abbreviated options are not accepted:
+    scripts outlive new options."""
 
     def __init__(self, prog: str, description: str, *, is_overview: bool = False) -> None:
         super().__init__(
             prog=prog,
             usage=f"{prog} COMMAND ..." if is_overview else f"{prog} [OPTIONS]",
-            description=description if is_overview else f"{description[0].upper()}{description[1:]}.",
+            description=description
+            if is_overview
+            else f"{description[0].upper()}{description[1:]}.",
             formatter_class=_HelpFormatter,
             allow_abbrev=False,
         )
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse; UsageError names an unknown option and what it may have meant. SystemExit after --help."""
+        """Parse; UsageError names an unknown option and what it may have meant.
+        SystemExit after --help."""
         args, unknown = self.parse_known_args(argv)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown)}")

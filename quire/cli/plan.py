@@ -1,4 +1,5 @@
-"""`quire plan`: what the engine would decide for a model on this machine, with reasons and costs. Loads no weights."""
+"""`quire plan`: what the engine would decide for a model on this machine, with reasons and costs.
+Loads no weights."""
 
 from __future__ import annotations
 
@@ -62,8 +63,12 @@ def describe(plan: EnginePlan, machine: Machine) -> dict[str, Any]:
             "cpu": machine.cpu_name,
             "num_cores": machine.num_cores,
             "gpu": None if machine.gpu is None else machine.gpu.name,
-            "total_memory_bytes": machine.total_memory if machine.gpu is None else machine.gpu.total_memory,
-            "available_memory_bytes": machine.available_memory if machine.gpu is None else machine.gpu.free_memory,
+            "total_memory_bytes": machine.total_memory
+            if machine.gpu is None
+            else machine.gpu.total_memory,
+            "available_memory_bytes": machine.available_memory
+            if machine.gpu is None
+            else machine.gpu.free_memory,
         },
         "decisions": [each._asdict() for each in plan.decisions],
         "memory": {
@@ -91,30 +96,51 @@ def _estimated_steps(plan: EnginePlan) -> dict[str, float]:
     """What the engine starts from where it bounds steps by time; measured steps correct it."""
     model = StepCostModel(plan.step_costs)
     chunk = model.seconds(StepWork(1, 0, _CHUNK, 0, _CHUNK, _CHUNK * _CHUNK / 2))
-    return {"decode_s": model.seconds(StepWork(1, 1, 1, 1, 1, 1.0)), "prompt_tokens_per_s": _CHUNK / chunk}
+    return {
+        "decode_s": model.seconds(StepWork(1, 1, 1, 1, 1, 1.0)),
+        "prompt_tokens_per_s": _CHUNK / chunk,
+    }
 
 
 def render(record: dict[str, Any]) -> str:
     """The plan for people."""
-    memory, capacity, flops, machine = (record[key] for key in ("memory", "capacity", "flops_per_token", "machine"))
+    memory, capacity, flops, machine = (
+        record[key] for key in ("memory", "capacity", "flops_per_token", "machine")
+    )
     sections = [
-        f"{record['model']}: {record['architecture']}, {record['num_parameters']:,} parameters, {record['num_layers']} layers, "
+        f"{record['model']}: {record['architecture']}, {record['num_parameters']:,} "
+        f"parameters, {record['num_layers']} layers, "
         f"hidden {record['hidden_size']}, vocabulary {record['vocab_size']:,}",
-        _section("Decisions", [(each["name"], each["value"], each["reason"]) for each in record["decisions"]]),
+        _section(
+            "Decisions",
+            [(each["name"], each["value"], each["reason"]) for each in record["decisions"]],
+        ),
         _section(
             "Memory",
             [
                 ("weights", format_bytes(memory["weight_bytes"]), ""),
                 ("KV cache", format_bytes(memory["kv_bytes"]), _capacity(memory, capacity)),
                 ("workspace", format_bytes(memory["workspace_bytes"]), "at most, in a full step"),
-                ("total", format_bytes(memory["total_bytes"]), _share(memory["total_bytes"], machine)),
+                (
+                    "total",
+                    format_bytes(memory["total_bytes"]),
+                    _share(memory["total_bytes"], machine),
+                ),
             ],
         ),
         _section(
             "Steps, as estimated before any is measured",
             [
-                ("one token", f"{1e3 * record['estimated_steps']['decode_s']:,.1f} ms", "of one request with a short context"),
-                ("prompt", f"{record['estimated_steps']['prompt_tokens_per_s']:,.0f} tokens/s", "of a short prompt"),
+                (
+                    "one token",
+                    f"{1e3 * record['estimated_steps']['decode_s']:,.1f} ms",
+                    "of one request with a short context",
+                ),
+                (
+                    "prompt",
+                    f"{record['estimated_steps']['prompt_tokens_per_s']:,.0f} tokens/s",
+                    "of a short prompt",
+                ),
             ],
         ),
         _section(
@@ -122,7 +148,11 @@ def render(record: dict[str, Any]) -> str:
             [
                 ("layers", _gflop(flops["layers"]), "matrix products of every computed token"),
                 ("output head", _gflop(flops["head"]), "for sampled tokens only"),
-                ("attention", _gflop(flops["attention_at_max_len"]), "for the last token of the longest sequence"),
+                (
+                    "attention",
+                    _gflop(flops["attention_at_max_len"]),
+                    "for the last token of the longest sequence",
+                ),
             ],
         ),
         _section(
@@ -143,7 +173,11 @@ def _kernels(plan: EnginePlan) -> dict[str, Any]:
     except ConfigError as error:
         return {"name": "none", "detail": str(error), "reasons": []}
     name = type(selection.kernels).__name__.removesuffix("Kernels").lower()
-    detail = f"on {plan.num_threads} threads" if plan.device == "cpu" else "compiled at first use, kept in Triton's cache"
+    detail = (
+        f"on {plan.num_threads} threads"
+        if plan.device == "cpu"
+        else "compiled at first use, kept in Triton's cache"
+    )
     if name == "cpu":
         from quire.kernels import cpu
 
@@ -164,13 +198,17 @@ def _lines(rows: Iterable[tuple[str, str, str]], widths: Sequence[int]) -> Itera
 def _capacity(memory: dict[str, int], capacity: dict[str, int]) -> str:
     return (
         f"{capacity['num_tokens']:,} tokens in {capacity['num_blocks']:,} blocks, "
-        f"{format_bytes(memory['kv_bytes_per_token'])} a token; {capacity['num_sequences_of_max_len']} of the longest sequences"
+        f"{format_bytes(memory['kv_bytes_per_token'])} a token; "
+        f"{capacity['num_sequences_of_max_len']} of the longest sequences"
     )
 
 
 def _share(num_bytes: int, machine: dict[str, Any]) -> str:
     available, total = machine["available_memory_bytes"], machine["total_memory_bytes"]
-    return f"of {format_bytes(available)} free and {format_bytes(total)} in all ({num_bytes / max(1, available):.0%} of free)"
+    return (
+        f"of {format_bytes(available)} free and {format_bytes(total)} in all "
+        f"({num_bytes / max(1, available):.0%} of free)"
+    )
 
 
 def _gflop(num_flops: int) -> str:

@@ -1,4 +1,5 @@
-"""Streams the answers of requests that are generated together, one after the other: the first live, the others in turn.
+"""Streams the answers of requests that are generated together, one after the other: the first live,
+the others in turn.
 
 Owns the order and the headings of what is shown, never where it goes.
 """
@@ -26,7 +27,9 @@ class StreamPrinter:
     With several answers, each gets a heading; a single one is shown bare.
     """
 
-    def __init__(self, prompts: Sequence[str], num_sequences: int, write: Callable[[str], None]) -> None:
+    def __init__(
+        self, prompts: Sequence[str], num_sequences: int, write: Callable[[str], None]
+    ) -> None:
         self._prompts = prompts
         self._places = [_Place(i, j) for i in range(len(prompts)) for j in range(num_sequences)]
         self._write = write

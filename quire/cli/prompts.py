@@ -1,4 +1,5 @@
-"""Prompts from the command line, from files and from standard input, plain or through the model's chat template."""
+"""Prompts from the command line, from files and from standard input,
+plain or through the model's chat template."""
 
 from __future__ import annotations
 
@@ -27,25 +28,39 @@ class NamedPrompt(NamedTuple):
 def add_prompt_options(parser: argparse.ArgumentParser) -> None:
     """-p, --prompts-file, --chat and what belongs to them."""
     group = parser.add_argument_group("prompts")
-    group.add_argument("-p", "--prompt", action="append", default=[], metavar="TEXT", help="a prompt (repeatable)")
+    group.add_argument(
+        "-p", "--prompt", action="append", default=[], metavar="TEXT", help="a prompt (repeatable)"
+    )
     group.add_argument(
         "--prompts-file",
         metavar="FILE",
-        help='one prompt a line, or JSON lines in a .jsonl file ("text", {"prompt": ...} or {"prompt_token_ids": [...]}); '
+        help='one prompt a line, or JSON lines in a .jsonl file ("text", {"prompt": ...} or '
+        '{"prompt_token_ids": [...]}); '
         "- is standard input",
     )
-    group.add_argument("--chat", action="store_true", help="send each prompt as a user's message through the chat template")
+    group.add_argument(
+        "--chat",
+        action="store_true",
+        help="send each prompt as a user's message through the chat template",
+    )
     add_chat_options(group)
 
 
 def add_chat_options(group: argparse._ActionsContainer) -> None:
     """--system and --chat-template."""
-    group.add_argument("--system", metavar="TEXT", help="a system message before the user's (needs a chat template)")
-    group.add_argument("--chat-template", metavar="FILE", help="a Jinja chat template instead of the model's own")
+    group.add_argument(
+        "--system",
+        metavar="TEXT",
+        help="a system message before the user's (needs a chat template)",
+    )
+    group.add_argument(
+        "--chat-template", metavar="FILE", help="a Jinja chat template instead of the model's own"
+    )
 
 
 def read_prompts(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[NamedPrompt]:
-    """All prompts in order, those of -p first. Raises UsageError if there are none, ConfigError for unreadable ones."""
+    """All prompts in order, those of -p first. Raises UsageError if there are none,
+    ConfigError for unreadable ones."""
     prompts = [NamedPrompt(text, text) for text in args.prompt]
     if args.prompts_file is not None:
         prompts += _read_file(args.prompts_file)
@@ -56,10 +71,15 @@ def read_prompts(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[
             raise UsageError("--system and --chat-template need --chat")
         return prompts
     if not all(isinstance(each.prompt, str) for each in prompts):
-        raise UsageError("--chat takes texts; prompts given as token ids cannot go through a chat template")
+        raise UsageError(
+            "--chat takes texts; prompts given as token ids cannot go through a chat template"
+        )
     encode = ChatEncoder(tokenizer, args.chat_template)
     start = [] if args.system is None else [{"role": "system", "content": args.system}]
-    return [NamedPrompt(text, encode([*start, {"role": "user", "content": text}])) for text, _ in prompts]
+    return [
+        NamedPrompt(text, encode([*start, {"role": "user", "content": text}]))
+        for text, _ in prompts
+    ]
 
 
 class ChatEncoder:
@@ -106,7 +126,10 @@ def _parse_line(line: str, place: str) -> NamedPrompt:
     token_ids = value.get("prompt_token_ids") if isinstance(value, dict) else None
     if isinstance(token_ids, list):
         return NamedPrompt(f"{len(token_ids)} token ids", {"prompt_token_ids": token_ids})
-    raise ConfigError(f'{place} must be a text, {{"prompt": "..."}} or {{"prompt_token_ids": [...]}}, not {line[:80]}')
+    raise ConfigError(
+        f'{place} must be a text, {{"prompt": "..."}} or {{"prompt_token_ids": [...]}}, not '
+        f"{line[:80]}"
+    )
 
 
 def _read_text(name: str) -> str:
@@ -115,4 +138,6 @@ def _read_text(name: str) -> str:
     except OSError as error:
         raise ConfigError(f"{name} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+        raise ConfigError(
+            f"{name} is not UTF-8 text: {error.reason} at byte {error.start}"
+        ) from None

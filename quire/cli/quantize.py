@@ -1,4 +1,5 @@
-"""`quire quantize`: write a model's weights as integers, in a format that other engines read, too."""
+"""`quire quantize`: write a model's weights as integers, in a format that other engines read,
+too."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ examples:
   quire quantize ./my-model --to int4 --weight-only -o ./my-model-w4a16
   quire generate ./my-model-int8 -p "Once upon a time"
 
-Without this command, quantization=int8 or int4 quantizes in the same way each time that a model is loaded.
+Without this command, quantization=int8 or int4 quantizes in the same way each time that a model is
+loaded.
 """
 
 
@@ -21,15 +23,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
     parser.epilog = EXAMPLES
     parser.usage = "quire quantize MODEL --to FORMAT -o FOLDER [OPTIONS]"
-    parser.add_argument("model", metavar="MODEL", help="model folder, Hugging Face name, or the shipped model's name")
-    parser.add_argument("--to", required=True, choices=("int8", "int4"), help="int8: W8A8 per output; int4: W4A8 in groups")
-    parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="the new model folder")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="model folder, Hugging Face name, or the shipped model's name",
+    )
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=("int8", "int4"),
+        help="int8: W8A8 per output; int4: W4A8 in groups",
+    )
+    parser.add_argument(
+        "-o", "--output", required=True, metavar="FOLDER", help="the new model folder"
+    )
     parser.add_argument(
         "--weight-only",
         action="store_true",
         help="int4 weights for floating-point activations (W4A16), which most engines read",
     )
-    parser.add_argument("--keep-head", action="store_true", help="leave the output head alone, for engines that need it so")
+    parser.add_argument(
+        "--keep-head",
+        action="store_true",
+        help="leave the output head alone, for engines that need it so",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,7 +1,8 @@
 """`quire chat --url URL`: a conversation with any server that speaks OpenAI's chat API.
 
-Owns the requests and the reading of their streams; how a conversation is held in a terminal is `quire.cli.conversation`'s.
-Ctrl-C closes the connection, by which the server learns that nobody listens any more.
+Owns the requests and the reading of their streams; how a conversation is held in a terminal is
+`quire.cli.conversation`'s. Ctrl-C closes the connection, by which the server learns that nobody
+listens any more.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from typing import Any
 from quire.cli.conversation import AnswerError, Message, Reply
 from quire.cli.options import SAMPLING_OPTIONS
 from quire.cli.parser import UsageError
-from quire.common.http_client import EventReader, HttpClient, HttpError, HttpRequest, key_headers, server_root
+from quire.common.http_client import (
+    EventReader,
+    HttpClient,
+    HttpError,
+    HttpRequest,
+    key_headers,
+    server_root,
+)
 from quire.errors import ConfigError
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
@@ -29,11 +37,25 @@ _MAX_ERROR_CHARS = 400
 def add_arguments(group: argparse._ArgumentGroup) -> None:
     """Options of a chat with a server."""
     group.add_argument(
-        "--url", metavar="URL", help="talk to the server at URL (any of OpenAI's API) instead of loading a model"
+        "--url",
+        metavar="URL",
+        help="talk to the server at URL (any of OpenAI's API) instead of loading a model",
     )
-    group.add_argument("--model-name", metavar="NAME", help="with --url: the model's name there (default: the first it names)")
-    group.add_argument("--api-key", metavar="KEY", help=f"with --url: the key (default: ${API_KEY_VARIABLE})")
-    group.add_argument("--timeout", type=float, default=120.0, metavar="S", help="with --url: longest silence (default: 120)")
+    group.add_argument(
+        "--model-name",
+        metavar="NAME",
+        help="with --url: the model's name there (default: the first it names)",
+    )
+    group.add_argument(
+        "--api-key", metavar="KEY", help=f"with --url: the key (default: ${API_KEY_VARIABLE})"
+    )
+    group.add_argument(
+        "--timeout",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="with --url: longest silence (default: 120)",
+    )
 
 
 class RemoteModel:
@@ -49,19 +71,27 @@ class RemoteModel:
         self.name: str = args.model_name or asyncio.run(self._first_model())
 
     def answer(self, messages: Sequence[Message], show: Callable[[str], None]) -> Reply:
-        """Stream an answer through `show`. Raises AnswerError, with nothing said; what was said before an error counts."""
+        """Stream an answer through `show`. Raises AnswerError, with nothing said;
+        what was said before an error counts."""
         return asyncio.run(self._answer(messages, show))
 
     def close(self) -> None:
         """Nothing is held between answers."""
 
     async def _first_model(self) -> str:
-        async with HttpClient(self._url, headers=self._headers, timeout_s=self._timeout_s) as client:
+        async with HttpClient(
+            self._url, headers=self._headers, timeout_s=self._timeout_s
+        ) as client:
             answer = await client.request(HttpRequest("GET", "/v1/models"))
         if answer.status != 200:
             raise ConfigError(
-                f"{self._url} names no model: /v1/models answers {_said(answer.status, answer.body)}; "
-                + ("give a valid key with --api-key" if answer.status in (401, 403) else "give it with --model-name")
+                f"{self._url} names no model: /v1/models answers "
+                f"{_said(answer.status, answer.body)}; "
+                + (
+                    "give a valid key with --api-key"
+                    if answer.status in (401, 403)
+                    else "give it with --model-name"
+                )
             )
         try:
             name = json.loads(answer.body)["data"][0]["id"]
@@ -72,11 +102,20 @@ class RemoteModel:
         return name
 
     async def _answer(self, messages: Sequence[Message], show: Callable[[str], None]) -> Reply:
-        body = {"model": self.name, "messages": list(messages), "stream": True, "stream_options": {"include_usage": True}}
+        body = {
+            "model": self.name,
+            "messages": list(messages),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         data = json.dumps({**body, **self._fields}).encode()
-        request = HttpRequest("POST", "/v1/chat/completions", data, {"content-type": "application/json"})
+        request = HttpRequest(
+            "POST", "/v1/chat/completions", data, {"content-type": "application/json"}
+        )
         reader = _Reader(show)
-        async with HttpClient(self._url, headers=self._headers, timeout_s=self._timeout_s) as client:
+        async with HttpClient(
+            self._url, headers=self._headers, timeout_s=self._timeout_s
+        ) as client:
             asking = asyncio.ensure_future(client.request(request, EventReader(reader)))
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGINT, asking.cancel)
@@ -124,8 +163,13 @@ class _Reader:
         usage = event.get("usage")
         if isinstance(usage, Mapping):
             details = usage.get("prompt_tokens_details")
-            answer.num_prompt, answer.num_output = usage.get("prompt_tokens"), usage.get("completion_tokens")
-            answer.num_cached = details.get("cached_tokens") if isinstance(details, Mapping) else None
+            answer.num_prompt, answer.num_output = (
+                usage.get("prompt_tokens"),
+                usage.get("completion_tokens"),
+            )
+            answer.num_cached = (
+                details.get("cached_tokens") if isinstance(details, Mapping) else None
+            )
         for choice in event.get("choices") or ():
             text = (choice.get("delta") or {}).get("content")
             if text:
@@ -144,7 +188,8 @@ class _Reader:
 
 
 def _fields_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling options that were given, under the names of the API (OpenAI's own, and vLLM's beside them)."""
+    """The sampling options that were given, under the names of the API (OpenAI's own,
+    and vLLM's beside them)."""
     names = [*(option.name for option in SAMPLING_OPTIONS), "stop", "ignore_eos"]
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
 

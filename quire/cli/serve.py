@@ -22,7 +22,8 @@ examples:
   curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \\
     -d '{"messages": [{"role": "user", "content": "Tell me a story about a brave knight."}]}'
 
-/livez answers at once, /readyz when the model is loaded. SIGTERM finishes what is in flight and exits.
+/livez answers at once, /readyz when the model is loaded. SIGTERM finishes what is in flight and
+exits.
 """
 
 Record = TypeVar("Record", ServeConfig, ApiConfig)
@@ -46,7 +47,9 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if str(error.name).startswith("quire"):
             raise
-        raise ConfigError(f"quire serve needs the package {error.name}, which is not installed: pip install quire") from error
+        raise ConfigError(
+            f"quire serve needs the package {error.name}, which is not installed: pip install quire"
+        ) from error
     from quire.common.json_logs import say_as_json, use_json_logs
 
     if api_config.json_logs:
@@ -61,14 +64,18 @@ def _say(text: str) -> None:
 
 
 def engine_defaults(api_config: ApiConfig, api_keys: str | None) -> dict[str, Any]:
-    """Options that a server chooses otherwise than the engine alone, unless they are given: where requests come on different
-    accounts, none may be starved by another's crowd; and `priority` is to mean something wherever it may be asked for."""
+    """Options that a server chooses otherwise than the engine alone, unless they are given: where
+    requests come on different accounts, none may be starved by another's crowd; and `priority` is
+    to mean something wherever it may be asked for.
+    """
     has_tenants = bool(api_config.api_keys_file or api_config.api_keys or api_keys)
     return {"scheduling_policy": "fair" if has_tenants else "priority"}
 
 
 def _record(kind: type[Record], args: argparse.Namespace) -> Record:
     given: dict[str, Any] = {
-        item.name: getattr(args, item.name) for item in dataclasses.fields(kind) if hasattr(args, item.name)
+        item.name: getattr(args, item.name)
+        for item in dataclasses.fields(kind)
+        if hasattr(args, item.name)
     }
     return kind(**given)

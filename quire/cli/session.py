@@ -1,4 +1,5 @@
-"""An engine for one command: requests are judged before the weights are loaded, and run to their end in steps."""
+"""An engine for one command: requests are judged before the weights are loaded,
+and run to their end in steps."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class PromptJob(NamedTuple):
 
 
 def check(prepared: PreparedModel, jobs: Sequence[PromptJob]) -> None:
-    """Raise what adding these requests would raise, without a model: the same engine does the judging."""
+    """Raise what adding these requests would raise, without a model:
+    the same engine does the judging."""
     engine = assemble(prepared, build_executor(prepared.planned, "null"))
     for number, job in enumerate(jobs):
         engine.add_request(str(number), job.prompt, job.params)
@@ -33,8 +35,11 @@ def load(prepared: PreparedModel) -> Engine:
     return assemble(prepared, build_executor(prepared.planned))
 
 
-def run(engine: Engine, jobs: Sequence[PromptJob], after_step: Callable[[], None] | None = None) -> Iterator[RequestOutput]:
-    """Run jobs together; yields their outputs as they ask for them, with the job's number as request id.
+def run(
+    engine: Engine, jobs: Sequence[PromptJob], after_step: Callable[[], None] | None = None
+) -> Iterator[RequestOutput]:
+    """Run jobs together; yields their outputs as they ask for them, with the job's number as
+    request id.
 
     If the caller stops early, or an exception passes through, none of them stays in the engine.
     """

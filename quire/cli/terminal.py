@@ -1,10 +1,12 @@
 """A status line at the bottom of the terminal that streamed text cannot garble.
 
-Where text and status share a terminal, the last row is taken out of the scrolling region (DECSTBM), so that text scrolls
-above it; the region is given back at the end, on Ctrl-C, on Ctrl-Z and on termination, and set anew when the window is
-resized. Where the text goes elsewhere, the status overwrites itself on one line. Without a terminal there is none.
+Where text and status share a terminal, the last row is taken out of the scrolling region (DECSTBM),
+so that text scrolls above it; the region is given back at the end, on Ctrl-C, on Ctrl-Z and on
+termination, and set anew when the window is resized. Where the text goes elsewhere, the status
+overwrites itself on one line. Without a terminal there is none.
 
-Escape sequences: ECMA-48 and the DEC private modes that xterm, VTE, tmux, screen and the Linux console share.
+Escape sequences: ECMA-48 and the DEC private modes that xterm, VTE, tmux, screen and the Linux
+console share.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class NoStatus:
 
 
 class OverwrittenStatus:
-    """One line that is written over and over: for a terminal to which nothing else is written meanwhile."""
+    """One line that is written over and over: for a terminal to which nothing
+    else is written meanwhile."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -89,7 +92,10 @@ class ReservedStatus:
         elif not self._throttle.is_due():
             return
         if self._num_rows:
-            self._write(f"{_SAVE}\033[{self._num_rows};1H{_ERASE_LINE}\033[7m{text[: size.columns - 1]}\033[0m{_RESTORE}")
+            self._write(
+                f"{_SAVE}\033[{self._num_rows};1H{_ERASE_LINE}"
+                f"\033[7m{text[: size.columns - 1]}\033[0m{_RESTORE}"
+            )
 
     def close(self) -> None:
         """See `StatusLine`."""
@@ -107,7 +113,8 @@ class ReservedStatus:
     def _reserve(self, num_rows: int) -> None:
         self.close()
         if num_rows >= _MIN_ROWS:
-            # Index (one line down, same column) makes sure that the cursor does not stay in the row that leaves the region.
+            # Index (one line down, same column) makes sure that the cursor does not stay in the row
+            # that leaves the region.
             self._write(f"\033D\033[1A{_SAVE}\033[1;{num_rows - 1}r{_RESTORE}")
             self._num_rows = num_rows
 
@@ -120,7 +127,8 @@ class ReservedStatus:
 
 @contextlib.contextmanager
 def status_line(*, is_enabled: bool = True) -> Iterator[StatusLine]:
-    """The status line that suits stdout and stderr; the terminal is restored however the block is left."""
+    """The status line that suits stdout and stderr;
+    the terminal is restored however the block is left."""
     if not is_enabled or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield NoStatus()
         return
@@ -141,7 +149,8 @@ def status_line(*, is_enabled: bool = True) -> Iterator[StatusLine]:
 
 @contextlib.contextmanager
 def _signals(status: ReservedStatus) -> Iterator[None]:
-    """Give the row back before the process is stopped or terminated; take it again when it continues."""
+    """Give the row back before the process is stopped or terminated;
+    take it again when it continues."""
 
     def terminate(number: int, frame: FrameType | None) -> None:
         status.close()
@@ -172,7 +181,8 @@ def _signals(status: ReservedStatus) -> Iterator[None]:
 
 
 def printable(text: str) -> str:
-    """Text that cannot steer a terminal: control characters but newline and tab are shown as U+FFFD."""
+    """Text that cannot steer a terminal: control characters but newline
+    and tab are shown as U+FFFD."""
     if text.isprintable():
         return text
     return "".join(char if char in "\n\t" or not _is_control(char) else "\ufffd" for char in text)

@@ -1,4 +1,5 @@
-"""What NVIDIA calls compute capabilities: from which one on a GPU has what these kernels ask for. Facts only."""
+"""What NVIDIA calls compute capabilities: from which one on a GPU has what these kernels ask for.
+Facts only."""
 
 from __future__ import annotations
 

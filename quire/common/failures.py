@@ -1,7 +1,8 @@
-"""How an unexpected exception is logged: one line that says what failed and of which type, the details only on demand.
+"""How an unexpected exception is logged: one line that says what failed and of which type, the
+details only on demand.
 
-A message or a traceback may hold a user's text, paths or addresses, so neither is in a log by default. Whoever looks for the
-cause sets the logger's level to DEBUG.
+A message or a traceback may hold a user's text, paths or addresses, so neither is in a log by
+default. Whoever looks for the cause sets the logger's level to DEBUG.
 """
 
 from __future__ import annotations
@@ -11,5 +12,7 @@ import logging
 
 def log_failure(logger: logging.Logger, what: str, error: BaseException) -> None:
     """Log at ERROR that `what` failed with this type of error, and at DEBUG the traceback."""
-    logger.error("%s: %s (set this logger's level to DEBUG for the traceback)", what, type(error).__name__)
+    logger.error(
+        "%s: %s (set this logger's level to DEBUG for the traceback)", what, type(error).__name__
+    )
     logger.debug("%s", what, exc_info=error)

@@ -1,7 +1,8 @@
 """Whether files are still those that were read: their sizes and the times of their last writing.
 
-Weights are read once, and again whenever an engine is replaced. A file that was exchanged in between would answer with
-other bits, or not at all; this is how that is noticed, at the cost of asking the system about each file.
+Weights are read once, and again whenever an engine is replaced. A file that was exchanged in
+between would answer with other bits, or not at all; this is how that is noticed, at the cost of
+asking the system about each file.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def states_of(paths: Iterable[Path]) -> dict[str, tuple[int, int]]:
 
 
 def lasting_name(path: Path) -> Path:
-    """A name of a file or folder that depends on no other folder: absolute, and not by way of one that may vanish."""
+    """A name of a file or folder that depends on no other folder: absolute,
+    and not by way of one that may vanish."""
     return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
 
 
@@ -53,9 +55,14 @@ def check_unchanged(states: States) -> None:
         try:
             now = FileState.of(os.stat(name))
         except OSError as error:
-            raise CheckpointError(f"{name} cannot be read any more: {error.strerror}; {_ADVICE}") from None
+            raise CheckpointError(
+                f"{name} cannot be read any more: {error.strerror}; {_ADVICE}"
+            ) from None
         if now.size != before[0]:
-            raise CheckpointError(f"{name} has changed since it was read: {before[0]} bytes then, {now.size} now; {_ADVICE}")
+            raise CheckpointError(
+                f"{name} has changed since it was read: {before[0]} bytes then, {now.size} "
+                f"now; {_ADVICE}"
+            )
         if now != FileState(*before):
             raise CheckpointError(f"{name} has been written to since it was read; {_ADVICE}")
 

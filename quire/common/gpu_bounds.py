@@ -1,4 +1,5 @@
-"""Bounds that GPU kernels keep and plans count: what they take of memory beside the tensors of a step."""
+"""Bounds that GPU kernels keep and plans count:
+what they take of memory beside the tensors of a step."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""A lean HTTP/1.1 client for asyncio: what measuring a server and talking to one need, and nothing else.
+"""A lean HTTP/1.1 client for asyncio: what measuring a server and talking to one need, and nothing
+else.
 
-Owns its connections (kept open between requests) and their deadlines. A body can be handed to a sink piece by piece, from
-within the read itself: no task is woken for a piece, which is what keeps a client of hundreds of streams cheap. Never follows
-redirects, never uses a proxy, never decompresses, never keeps cookies.
+Owns its connections (kept open between requests) and their deadlines. A body can be handed to a
+sink piece by piece, from within the read itself: no task is woken for a piece, which is what keeps
+a client of hundreds of streams cheap. Never follows redirects, never uses a proxy, never
+decompresses, never keeps cookies.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ class Address:
         if not parts.path.isascii() or not parts.path.isprintable() or " " in parts.path:
             raise ConfigError(f"the path of {url!r} holds characters that must be percent-encoded")
         is_secure = parts.scheme == "https"
-        return cls(parts.hostname, port or (443 if is_secure else 80), parts.path.rstrip("/"), is_secure)
+        return cls(
+            parts.hostname, port or (443 if is_secure else 80), parts.path.rstrip("/"), is_secure
+        )
 
     @property
     def netloc(self) -> str:
@@ -87,9 +91,12 @@ class HttpRequest:
 
 
 class HttpClient:
-    """Requests to one server, from one event loop. Use as an async context manager, or `close` it."""
+    """Requests to one server, from one event loop. Use as an async context manager,
+    or `close` it."""
 
-    def __init__(self, url: str, *, headers: Mapping[str, str] | None = None, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self, url: str, *, headers: Mapping[str, str] | None = None, timeout_s: float = 600.0
+    ) -> None:
         self.address = Address.parse(url)
         self._headers = dict(headers or {})
         _check_headers(self._headers)
@@ -111,9 +118,11 @@ class HttpClient:
             self._idle.pop().abort()
 
     async def request(self, request: HttpRequest, sink: Sink | None = None) -> HttpResponse:
-        """Send, and wait for the whole answer. The body of a 2xx answer goes to `sink` where there is one.
+        """Send, and wait for the whole answer. The body of a 2xx answer goes to `sink` where there
+        is one.
 
-        Raises HttpError. A cancelled request closes its connection, by which the server learns of it.
+        Raises HttpError. A cancelled request closes its connection, by which the server learns of
+        it.
         """
         data = self._encode(request)
         is_reused = bool(self._idle)
@@ -121,7 +130,8 @@ class HttpClient:
         try:
             answer = await connection.exchange(data, sink, self._timeout_s)
         except HttpError:
-            # A server may close an idle connection at any time; nothing of this request has been answered then.
+            # A server may close an idle connection at any time; nothing of this request has been
+            # answered then.
             if not is_reused or connection.has_answered:
                 raise
             connection = await self._connect()
@@ -131,7 +141,12 @@ class HttpClient:
         return answer
 
     def _encode(self, request: HttpRequest) -> bytes:
-        fields = {"host": self.address.netloc, "content-length": str(len(request.body)), **self._headers, **request.headers}
+        fields = {
+            "host": self.address.netloc,
+            "content-length": str(len(request.body)),
+            **self._headers,
+            **request.headers,
+        }
         lines = [f"{request.method} {self.address.path}{request.path} HTTP/1.1"]
         lines += [f"{name}: {value}" for name, value in fields.items()]
         return "\r\n".join([*lines, "", ""]).encode("latin-1") + request.body
@@ -140,13 +155,19 @@ class HttpClient:
         address, loop = self.address, asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._timeout_s):
-                _, connection = await loop.create_connection(_Connection, address.host, address.port, ssl=self._tls)
+                _, connection = await loop.create_connection(
+                    _Connection, address.host, address.port, ssl=self._tls
+                )
         except TimeoutError:
-            raise HttpError(f"no connection to {address.netloc} within {self._timeout_s:g} s", kind="connect") from None
+            raise HttpError(
+                f"no connection to {address.netloc} within {self._timeout_s:g} s", kind="connect"
+            ) from None
         except OSError as error:  # of several attempts, asyncio joins the texts
             number = error.errno or 0  # of the resolver's errors it is negative
             reason = os.strerror(number) if number > 0 else error.strerror or str(error)
-            raise HttpError(f"cannot connect to {address.netloc}: {reason}", kind="connect") from None
+            raise HttpError(
+                f"cannot connect to {address.netloc}: {reason}", kind="connect"
+            ) from None
         return connection
 
 
@@ -155,7 +176,9 @@ def _check_headers(headers: Mapping[str, str]) -> None:
         if not name.isascii() or not name.replace("-", "").isalnum():
             raise ConfigError(f"{name!r} cannot be the name of a header")
         if not value.isascii() or not value.isprintable():
-            raise ConfigError(f"the value for the header {name} holds characters that a header cannot have")
+            raise ConfigError(
+                f"the value for the header {name} holds characters that a header cannot have"
+            )
 
 
 class _Connection(asyncio.Protocol):
@@ -178,7 +201,8 @@ class _Connection(asyncio.Protocol):
         self.has_answered = False
         self.is_reusable = False
 
-    # -- for the client ----------------------------------------------------------------------------------------------
+    # -- for the client
+    # ----------------------------------------------------------------------------------------------
 
     async def exchange(self, data: bytes, sink: Sink | None, timeout_s: float) -> HttpResponse:
         """Send one request and take in the answer. Raises HttpError."""
@@ -186,7 +210,12 @@ class _Connection(asyncio.Protocol):
         transport, self.has_answered, self.is_reusable = self._transport, False, False
         if transport is None or transport.is_closing():
             raise HttpError("the server closed the connection", kind="broken")
-        self._done, self._sink, self._pieces, self._num_collected = loop.create_future(), sink, [], 0
+        self._done, self._sink, self._pieces, self._num_collected = (
+            loop.create_future(),
+            sink,
+            [],
+            0,
+        )
         self._take, self._last_s = self._take_head, loop.time()
         transport.write(data)
         try:
@@ -199,7 +228,8 @@ class _Connection(asyncio.Protocol):
             self._sink = None
 
     async def _finish(self, done: asyncio.Future[HttpResponse], timeout_s: float) -> HttpResponse:
-        """Wait with a limit on silence; the clock is looked at when the limit could have been reached, not at each piece."""
+        """Wait with a limit on silence; the clock is looked at when the limit could have been
+        reached, not at each piece."""
         loop = asyncio.get_running_loop()
         while True:
             left_s = self._last_s + timeout_s - loop.time()
@@ -215,7 +245,8 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    # -- asyncio.Protocol --------------------------------------------------------------------------------------------
+    # -- asyncio.Protocol
+    # --------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -243,7 +274,8 @@ class _Connection(asyncio.Protocol):
         self.is_reusable = False
         self._fail(HttpError("the server broke off the connection", kind="broken"))
 
-    # -- parsing -----------------------------------------------------------------------------------------------------
+    # -- parsing
+    # ----------------------------------------------------------------------------------------------
 
     @property
     def _is_over(self) -> bool:
@@ -259,8 +291,13 @@ class _Connection(asyncio.Protocol):
         status_line, *lines = data[:end].decode("latin-1").split("\r\n")
         version, _, rest = status_line.partition(" ")
         if not version.startswith("HTTP/1.") or not rest[:3].isdigit():
-            raise HttpError(f"this is not an answer in HTTP/1.1: {status_line[:80]!r}", kind="protocol")
-        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+            raise HttpError(
+                f"this is not an answer in HTTP/1.1: {status_line[:80]!r}", kind="protocol"
+            )
+        headers = {
+            name.strip().lower(): value.strip()
+            for name, _, value in (line.partition(":") for line in lines)
+        }
         self._answer = HttpResponse(int(rest[:3]), headers)
         if self._answer.status >= 200:  # before it may come informational ones
             self._begin_body(version)
@@ -270,7 +307,9 @@ class _Connection(asyncio.Protocol):
         answer, headers = self._answer, self._answer.headers
         if not 200 <= answer.status < 300:
             self._sink = None
-        self._keeps = keeps = headers.get("connection", "").lower() != "close" and version == "HTTP/1.1"
+        self._keeps = keeps = (
+            headers.get("connection", "").lower() != "close" and version == "HTTP/1.1"
+        )
         length = headers.get("content-length", "")
         if answer.status in _NO_BODY:
             self._end(can_reuse=keeps)
@@ -377,7 +416,9 @@ class EventReader:
         data = self._left + piece if self._left else piece
         if b"\r" in data:
             is_cut = data.endswith(b"\r")  # perhaps half of a line end
-            data = (data[:-1] if is_cut else data).replace(b"\r\n", b"\n").replace(b"\r", b"\n") + (b"\r" if is_cut else b"")
+            data = (data[:-1] if is_cut else data).replace(b"\r\n", b"\n").replace(b"\r", b"\n") + (
+                b"\r" if is_cut else b""
+            )
         *lines, self._left = data.split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
@@ -388,7 +429,8 @@ class EventReader:
 
 
 def server_root(url: str) -> str:
-    """The part of an OpenAI-compatible server's URL before `/v1`, with which clients give it or not."""
+    """The part of an OpenAI-compatible server's URL before `/v1`,
+    with which clients give it or not."""
     return url.rstrip("/").removesuffix("/v1")
 
 

@@ -1,6 +1,8 @@
-"""Log lines as JSON, Python's warnings among them: one object a line, with the request's id and tenant where there is one.
+"""Log lines as JSON, Python's warnings among them: one object a line, with the request's id and
+tenant where there is one.
 
-Never a prompt, an answer, a key or a traceback: fields are taken from a fixed list, and of an exception only its type.
+Never a prompt, an answer, a key or a traceback: fields are taken from a fixed list, and of an
+exception only its type.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ class JsonFormatter(logging.Formatter):
         """One line."""
         seconds, fraction = divmod(record.created, 1)
         line: dict[str, Any] = {
-            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{int(1000 * fraction):03d}Z",
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+            + f".{int(1000 * fraction):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
@@ -37,11 +40,13 @@ class JsonFormatter(logging.Formatter):
 
 
 def use_json_logs(level: int = logging.INFO) -> None:
-    """Let every logger write JSON to standard error, and Python's warnings go to one of them, for good."""
+    """Let every logger write JSON to standard error, and Python's warnings go to one of them,
+    for good."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)
-    logging.getLogger("quire").handlers.clear()  # the command line's own, which would write each line once more, and plain
+    # the command line's own, which would write each line once more, and plain
+    logging.getLogger("quire").handlers.clear()
     warnings.showwarning = _log_warning
 
 

@@ -30,13 +30,16 @@ def align_up(value: int, unit: int) -> int:
 
 
 def parse_bytes(size: int | str, *, option: str = "size") -> int:
-    """Read a size in bytes: an integer, or text such as "512MiB", "2GB" or "1.5g" (K, M, G and T alone are binary)."""
+    """Read a size in bytes: an integer, or text such as "512MiB", "2GB" or "1.5g" (K, M,
+    G and T alone are binary)."""
     if isinstance(size, int):
         num_bytes = size
     else:
         match = _SIZE.match(size)
         if match is None or match[2].lower() not in _UNITS:
-            raise ConfigError(f'{option}={size!r} is not a size; give bytes or text such as "512MiB" or "2GB"')
+            raise ConfigError(
+                f'{option}={size!r} is not a size; give bytes or text such as "512MiB" or "2GB"'
+            )
         num_bytes = int(float(match[1]) * _UNITS[match[2].lower()])
     if num_bytes <= 0:
         raise ConfigError(f"{option}={size!r} must be above zero")

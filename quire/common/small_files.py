@@ -1,8 +1,8 @@
 """Reading small untrusted files, such as a model's JSON: bounded, and with one kind of error.
 
-Owns the bounds: bytes, how many values a document holds (a byte of `[[],[],...` becomes some forty in memory), and
-whether its texts are Unicode at all, which JSON's escapes do not promise. Whatever is wrong with a file is a
-CheckpointError that names it.
+Owns the bounds: bytes, how many values a document holds (a byte of `[[],[],...` becomes some forty
+in memory), and whether its texts are Unicode at all, which JSON's escapes do not promise. Whatever
+is wrong with a file is a CheckpointError that names it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ _ABSENT: Final = frozenset({errno.ENOENT, errno.ENOTDIR})
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a regular file of this name. Raises CheckpointError where the system does not say."""
+    """Whether there is a regular file of this name.
+    Raises CheckpointError where the system does not say."""
     status = _status(path)
     return status is not None and stat.S_ISREG(status.st_mode)
 
 
 def is_folder(path: Path) -> bool:
-    """Whether there is a folder of this name. Raises CheckpointError where the system does not say."""
+    """Whether there is a folder of this name. Raises CheckpointError
+    where the system does not say."""
     status = _status(path)
     return status is not None and stat.S_ISDIR(status.st_mode)
 
@@ -39,7 +41,8 @@ def is_folder(path: Path) -> bool:
 def read_bytes(path: Path, max_bytes: int) -> bytes:
     """What a regular file holds; never more than `max_bytes` are read. Raises CheckpointError."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe is not waited for
+        # a pipe is not waited for
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise CheckpointError(f"{path} is not a regular file")
@@ -47,7 +50,9 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{_shown(path)} cannot be read: {_reason(error)}") from None
     if len(data) > max_bytes:
-        raise CheckpointError(f"{path} is larger than {max_bytes} bytes, which no file of its kind should be")
+        raise CheckpointError(
+            f"{path} is larger than {max_bytes} bytes, which no file of its kind should be"
+        )
     return data
 
 
@@ -56,7 +61,9 @@ def read_text(path: Path, max_bytes: int) -> str:
     try:
         return read_bytes(path, max_bytes).decode()
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+        raise CheckpointError(
+            f"{path} is not UTF-8 text: {error.reason} at byte {error.start}"
+        ) from None
 
 
 def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
@@ -65,16 +72,21 @@ def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
 
 
 def parse_object(data: bytes, name: str) -> dict[str, Any]:
-    """The object that a JSON document holds; `name` is what errors call it. Raises CheckpointError."""
+    """The object that a JSON document holds; `name` is what errors call it.
+    Raises CheckpointError."""
     num_values = data.count(b",") + data.count(b"[") + data.count(b"{")
     if num_values > _MAX_VALUES:
-        raise CheckpointError(f"{name} holds some {num_values} values; at most {_MAX_VALUES} are read")
+        raise CheckpointError(
+            f"{name} holds some {num_values} values; at most {_MAX_VALUES} are read"
+        )
     try:
         value = json.loads(data)
         if _SURROGATE.search(data) is not None:
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise CheckpointError(f"{name} holds text that is not valid Unicode (a lone surrogate)") from None
+        raise CheckpointError(
+            f"{name} holds text that is not valid Unicode (a lone surrogate)"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{name} is not valid JSON: {_reason(error)}") from None
     if not isinstance(value, dict):

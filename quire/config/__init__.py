@@ -1,1 +1,2 @@
-"""What the user wishes (`EngineConfig`) and the limits that the control plane works within. Standard library only."""
+"""What the user wishes (`EngineConfig`) and the limits that the control plane works within.
+Standard library only."""

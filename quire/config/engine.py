@@ -1,7 +1,8 @@
-"""What the user wishes of an engine: one frozen record, checked as far as it can be without looking at the model.
+"""What the user wishes of an engine: one frozen record, checked as far as it can be without looking
+at the model.
 
-`None` and "auto" mean "you decide"; `quire.engine.planning` turns wishes into decisions, each with its reason. Nothing is
-read from the environment.
+`None` and "auto" mean "you decide"; `quire.engine.planning` turns wishes into decisions, each with
+its reason. Nothing is read from the environment.
 """
 
 from __future__ import annotations
@@ -54,68 +55,106 @@ def _option(default: Any, text: str, **metadata: Any) -> Any:
 
 
 MAX_NUM_THREADS = 1024
-"""More than any machine's cores would be of use to one engine, and fewer than a system refuses to start."""
+"""More than any machine's cores would be of use to one engine,
+and fewer than a system refuses to start."""
 _MAX_INTEGER = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Options of `LLM`, `AsyncLLM` and the command line: one declaration gives the field, the flag and its help."""
+    """Options of `LLM`, `AsyncLLM` and the command line: one declaration gives the field,
+    the flag and its help."""
 
-    model: str = _option(..., "model folder, GGUF file, Hugging Face name, or the shipped model's name")
+    model: str = _option(
+        ..., "model folder, GGUF file, Hugging Face name, or the shipped model's name"
+    )
     tokenizer: str | None = _option(None, "folder of another tokenizer than the model's own")
-    revision: str | None = _option(None, "branch, tag or commit of a model that is downloaded from the hub")
-    tokenizer_revision: str | None = _option(None, "the same of a tokenizer that is downloaded by itself")
+    revision: str | None = _option(
+        None, "branch, tag or commit of a model that is downloaded from the hub"
+    )
+    tokenizer_revision: str | None = _option(
+        None, "the same of a tokenizer that is downloaded by itself"
+    )
     download_dir: str | None = _option(None, "folder for downloads; by default the hub's own cache")
     hf_overrides: Mapping[str, Any] | None = _option(
         None, 'keys that replace those of the model\'s config.json, such as {"rope_scaling": {...}}'
     )
     generation_config: str = _option(
         "auto",
-        "where sampling defaults come from: auto is the model's generation_config.json, vllm none, else a folder with such a "
+        "where sampling defaults come from: auto is the model's generation_config.json, vllm "
+        "none, else a folder with such a "
         "file",
     )
-    override_generation_config: Mapping[str, Any] | None = _option(None, "keys that replace those of that file")
+    override_generation_config: Mapping[str, Any] | None = _option(
+        None, "keys that replace those of that file"
+    )
     skip_tokenizer_init: bool = _option(False, "work on token ids alone, without a tokenizer")
     dtype: str = _option(
-        "auto", "what to compute in; auto follows the checkpoint, float16 is computed in bfloat16", choices=DTYPES
+        "auto",
+        "what to compute in; auto follows the checkpoint, float16 is computed in bfloat16",
+        choices=DTYPES,
     )
     device: str = _option("auto", "where to compute; auto is the CPU as yet", choices=DEVICES)
-    kernels: str = _option("auto", "kernel back end; auto takes the best that works here", choices=KERNELS)
+    kernels: str = _option(
+        "auto", "kernel back end; auto takes the best that works here", choices=KERNELS
+    )
     load_format: str = _option(
-        "auto", "auto reads the weights, gguf those of a GGUF file, dummy makes them up", choices=LOAD_FORMATS
+        "auto",
+        "auto reads the weights, gguf those of a GGUF file, dummy makes them up",
+        choices=LOAD_FORMATS,
     )
     max_model_len: int | None = _option(
         None, "longest sequence, prompt and output; by default what the model and the memory hold"
     )
-    allow_long_context: bool = _option(False, "take a max_model_len beyond the context that the model was made for")
+    allow_long_context: bool = _option(
+        False, "take a max_model_len beyond the context that the model was made for"
+    )
     block_size: int | None = _option(None, "tokens in a KV block (default 16)")
     kv_cache_memory: int | str | None = _option(
         None, 'memory of the KV cache in bytes or as "512MiB"; by default decided from what is free'
     )
     populate_kv_cache: str = _option(
         "auto",
-        "take the KV cache's memory from the system at the start, not when blocks are first used; auto does where "
+        "take the KV cache's memory from the system at the start, not when blocks are first "
+        "used; auto does where "
         "kv_cache_memory is given",
         choices=SWITCHES,
     )
-    memory_utilization: float = _option(0.9, "share of the free memory that weights, workspace and KV cache may take together")
-    max_num_seqs: int | None = _option(None, "sequences that run at once (default 256, on a GPU of 64 GiB or more 1024)")
+    memory_utilization: float = _option(
+        0.9, "share of the free memory that weights, workspace and KV cache may take together"
+    )
+    max_num_seqs: int | None = _option(
+        None, "sequences that run at once (default 256, on a GPU of 64 GiB or more 1024)"
+    )
     max_num_batched_tokens: int | None = _option(None, "tokens computed in one step (default 2048)")
     target_step_ms: float | None = _option(
         None,
-        "longest time that a step should take where outputs are streamed: long prompts are computed in pieces that fit, so "
-        "that running streams do not stop; 0 sets no limit (default 200 on a CPU, 0 on a GPU and for LLM)",
+        "longest time that a step should take where outputs are streamed: long prompts are "
+        "computed in pieces that fit, so "
+        "that running streams do not stop; 0 sets no limit (default 200 on a CPU, 0 on a GPU "
+        "and for LLM)",
     )
     max_num_partial_prefills: int | None = _option(
-        None, "prompts that may be under way at once; above 1, short ones are computed beside a long one (default 4)"
+        None,
+        (
+            "prompts that may be under way at once; above 1, short ones are computed beside a "
+            "long one (default 4)"
+        ),
     )
     max_long_partial_prefills: int = _option(1, "of these, long ones that share a step")
     long_prefill_token_threshold: int = _option(
-        0, "prompts of more tokens count as long; 0 means those that take more than half of a step's room for prompts"
+        0,
+        (
+            "prompts of more tokens count as long; 0 means those that take more than half of a "
+            "step's room for prompts"
+        ),
     )
-    enable_prefix_caching: bool = _option(True, "keep the KV of finished requests for later ones that begin alike")
-    enable_chunked_prefill: bool = _option(True, "compute long prompts in pieces beside the decodes")
+    enable_prefix_caching: bool = _option(
+        True, "keep the KV of finished requests for later ones that begin alike"
+    )
+    enable_chunked_prefill: bool = _option(
+        True, "compute long prompts in pieces beside the decodes"
+    )
     scheduling_policy: str = _option("fcfs", "order of service", choices=POLICIES)
     overlap: str = _option(
         "auto",
@@ -123,30 +162,49 @@ class EngineConfig:
         choices=SWITCHES,
     )
     enforce_eager: bool = _option(
-        False, "launch every operation of every step, where small ones could be replayed as CUDA graphs"
+        False,
+        "launch every operation of every step, where small ones could be replayed as CUDA graphs",
     )
-    num_threads: int | None = _option(None, "CPU threads; by default the physical cores this process may use")
+    num_threads: int | None = _option(
+        None, "CPU threads; by default the physical cores this process may use"
+    )
     batch_invariant: bool = _option(
-        True, "results never depend on who else is in the batch; off, a GPU may use libraries that are faster for many rows"
+        True,
+        (
+            "results never depend on who else is in the batch; off, a GPU may use libraries that "
+            "are faster for many rows"
+        ),
     )
     attention_backend: str = _option(
-        "auto", "whose attention a GPU computes with: auto takes the kernels here", choices=ATTENTION_BACKENDS
+        "auto",
+        "whose attention a GPU computes with: auto takes the kernels here",
+        choices=ATTENTION_BACKENDS,
     )
     seed: int = _option(0, "from which the seeds of requests without one of their own are derived")
-    max_logprobs: int = _option(20, "most alternatives a request may ask for per token; -1 allows the whole vocabulary")
+    max_logprobs: int = _option(
+        20, "most alternatives a request may ask for per token; -1 allows the whole vocabulary"
+    )
     quantization: str | None = _option(
         None,
-        "weights and activations as integers: quantizes floating-point weights while they are loaded; int4 has 8 bit "
+        "weights and activations as integers: quantizes floating-point weights while they "
+        "are loaded; int4 has 8 bit "
         "activations. Quantized checkpoints are recognised without it",
         choices=QUANTIZATIONS,
         also=tuple(STORED_QUANTIZATIONS),
     )
     weights_cache: str | None = _option(
-        None, "folder that keeps the packed weights of a quantized model, so that its next start only reads them"
+        None,
+        (
+            "folder that keeps the packed weights of a quantized model, so that its next start "
+            "only reads them"
+        ),
     )
     kv_cache_dtype: str = _option(
         "auto",
-        "what the KV cache stores: auto is the compute dtype; int8 and fp8 take about half of bfloat16",
+        (
+            "what the KV cache stores: auto is the compute dtype; int8 and fp8 take about half "
+            "of bfloat16"
+        ),
         choices=("auto", *KV_FORMATS, *OTHER_NAMES),
     )
     tensor_parallel_size: int = _option(1, "not available yet beyond 1")
@@ -155,19 +213,25 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, model: str, options: Mapping[str, Any]) -> Self:
-        """The config of `model` with `options`; ConfigError names an unknown one and what it may have meant."""
+        """The config of `model` with `options`; ConfigError names an unknown one
+        and what it may have meant."""
         known = [item.name for item in fields(cls)]
         options = translate(options)
         for name in options:
             if name not in known:
                 close = get_close_matches(name, known, 1)
-                hint = f"did you mean {close[0]!r}?" if close else f"known options: {', '.join(known[1:])}"
+                hint = (
+                    f"did you mean {close[0]!r}?"
+                    if close
+                    else f"known options: {', '.join(known[1:])}"
+                )
                 raise ConfigError(f"unknown option {name!r}; {hint}")
         return cls(model=model, **options)
 
     @property
     def quantize_to(self) -> str | None:
-        """What weights are to be quantized to while they are loaded; None leaves them as the checkpoint has them."""
+        """What weights are to be quantized to while they are loaded;
+        None leaves them as the checkpoint has them."""
         return self.quantization if self.quantization in QUANTIZATIONS else None
 
     def __post_init__(self) -> None:
@@ -181,41 +245,74 @@ class EngineConfig:
         for item in fields(self):
             choices = item.metadata.get("choices")
             value = getattr(self, item.name)
-            if choices is not None and value not in (item.default, *choices, *item.metadata.get("also", ())):
-                raise ConfigError(f"{item.name}={value!r} is not available; choose {' or '.join(map(repr, choices))}")
+            if choices is not None and value not in (
+                item.default,
+                *choices,
+                *item.metadata.get("also", ()),
+            ):
+                raise ConfigError(
+                    f"{item.name}={value!r} is not available; choose "
+                    f"{' or '.join(map(repr, choices))}"
+                )
             if isinstance(item.default, bool) and not isinstance(value, bool):
                 raise ConfigError(f"{item.name}={value!r} must be True or False")
             if str(item.type).startswith("Mapping") and not isinstance(value, dict | None):
-                raise ConfigError(f"{item.name} must be a dict of the file's keys, not {type(value).__name__}")
-            if item.name in _NAMES and not (isinstance(value, str) and value) and value is not item.default:
+                raise ConfigError(
+                    f"{item.name} must be a dict of the file's keys, not {type(value).__name__}"
+                )
+            if (
+                item.name in _NAMES
+                and not (isinstance(value, str) and value)
+                and value is not item.default
+            ):
                 raise ConfigError(f"{item.name}={value!r} must be text")
 
     def _check_numbers(self) -> None:
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            if value is not None and (
+                not isinstance(value, int) or isinstance(value, bool) or value < least
+            ):
                 raise ConfigError(f"{name}={value!r} must be an integer of at least {least}")
             most = MAX_NUM_THREADS if name == "num_threads" else _MAX_INTEGER
             if value is not None and value > most:
                 shown = value if value.bit_length() < 64 else "that"
-                raise ConfigError(f"{name}={shown} is too many: at most {most} are possible; leave it out, or give fewer")
+                raise ConfigError(
+                    f"{name}={shown} is too many: at most {most} are possible; leave it out, "
+                    "or give fewer"
+                )
         self._check_target()
-        if not isinstance(self.memory_utilization, int | float) or not 0.0 < self.memory_utilization <= 1.0:
-            raise ConfigError(f"memory_utilization={self.memory_utilization!r} must be above 0 and at most 1")
+        if (
+            not isinstance(self.memory_utilization, int | float)
+            or not 0.0 < self.memory_utilization <= 1.0
+        ):
+            raise ConfigError(
+                f"memory_utilization={self.memory_utilization!r} must be above 0 and at most 1"
+            )
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ConfigError(f"seed={self.seed!r} must be an integer")
         if not isinstance(self.max_logprobs, int) or self.max_logprobs < -1:
-            raise ConfigError(f"max_logprobs={self.max_logprobs!r} must be an integer of at least -1")
+            raise ConfigError(
+                f"max_logprobs={self.max_logprobs!r} must be an integer of at least -1"
+            )
 
     def _check_target(self) -> None:
         target = self.target_step_ms
         if target is None:
             return
-        if not isinstance(target, int | float) or isinstance(target, bool) or not 0.0 <= target <= _MAX_TARGET_STEP_MS:
-            raise ConfigError(f"target_step_ms={target!r} must be a number of milliseconds up to {_MAX_TARGET_STEP_MS}, or 0")
+        if (
+            not isinstance(target, int | float)
+            or isinstance(target, bool)
+            or not 0.0 <= target <= _MAX_TARGET_STEP_MS
+        ):
+            raise ConfigError(
+                f"target_step_ms={target!r} must be a number of milliseconds up to "
+                f"{_MAX_TARGET_STEP_MS}, or 0"
+            )
         if target and not self.enable_chunked_prefill:
             raise ConfigError(
-                f"target_step_ms={target!r} needs chunked prefill, without which a prompt is computed in one step; enable "
+                f"target_step_ms={target!r} needs chunked prefill, without which a prompt is "
+                "computed in one step; enable "
                 "chunked prefill, or leave the target out"
             )
 

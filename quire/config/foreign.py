@@ -1,9 +1,10 @@
 """vLLM's options that are not fields of `EngineConfig`: what each becomes here, as one table.
 
-Owns the translation of names and values, and nothing else: what an option does is said where it is declared. An option
-is *renamed* (it exists here under another name), *ignored* (what it asks for has no counterpart: it is accepted, and a log
-line says why it changes nothing) or *absent* (it asks for a feature that this version does not have: its neutral values
-are accepted, any other is refused with what to do instead). Standard library only.
+Owns the translation of names and values, and nothing else: what an option does is said where it is
+declared. An option is *renamed* (it exists here under another name), *ignored* (what it asks for
+has no counterpart: it is accepted, and a log line says why it changes nothing) or *absent* (it asks
+for a feature that this version does not have: its neutral values are accepted, any other is refused
+with what to do instead). Standard library only.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class ForeignOption(NamedTuple):
         return value is None or any(_same(value, each) for each in (self.default, *self.neutral))
 
 
-def _renamed(name: str, ours: str, default: Any = None, values: Mapping[Any, Any] | None = None) -> ForeignOption:
+def _renamed(
+    name: str, ours: str, default: Any = None, values: Mapping[Any, Any] | None = None
+) -> ForeignOption:
     return ForeignOption(name, "renamed", default, ours, values=values or {})
 
 
@@ -46,71 +49,165 @@ def _ignored(text: str, **defaults: Any) -> list[ForeignOption]:
 
 
 def _absent(text: str, *neutral: Any, **defaults: Any) -> list[ForeignOption]:
-    return [ForeignOption(name, "absent", default, text, neutral) for name, default in defaults.items()]
+    return [
+        ForeignOption(name, "absent", default, text, neutral) for name, default in defaults.items()
+    ]
 
 
 _TABLE: tuple[ForeignOption, ...] = (
     _renamed("gpu_memory_utilization", "memory_utilization", 0.9),
     _renamed("kv_cache_memory_bytes", "kv_cache_memory"),
     _renamed("async_scheduling", "overlap", None, {True: "on", False: "off"}),
-    *_ignored("no code of a model folder is ever run, so there is none to trust", trust_remote_code=False),
+    *_ignored(
+        "no code of a model folder is ever run, so there is none to trust", trust_remote_code=False
+    ),
     *_ignored("there is no code to fetch", code_revision=None),
     *_ignored("the tokenizer is the one of tokenizer.json", tokenizer_mode="auto"),
     *_ignored("the form of a config is recognised", config_format="auto", model_impl="auto"),
-    *_ignored("it names the model on a server only (quire serve --served-model-name)", served_model_name=None),
-    *_ignored("how the model marks its reasoning is read off its chat template", reasoning_parser=""),
+    *_ignored(
+        "it names the model on a server only (quire serve --served-model-name)",
+        served_model_name=None,
+    ),
+    *_ignored(
+        "how the model marks its reasoning is read off its chat template", reasoning_parser=""
+    ),
     *_ignored("counters are kept always, see LLM.get_metrics()", disable_log_stats=False),
     *_ignored(
         "a log line per request is an option of the server (quire serve --json-logs)",
-        disable_log_requests=False, enable_log_requests=False, max_log_len=None,
+        disable_log_requests=False,
+        enable_log_requests=False,
+        max_log_len=None,
     ),
-    *_ignored("KV blocks that are preempted are computed again, not swapped", swap_space=0, preemption_mode=None),
+    *_ignored(
+        "KV blocks that are preempted are computed again, not swapped",
+        swap_space=0,
+        preemption_mode=None,
+    ),
     *_ignored(
         "the kernels are compiled ahead; enforce_eager alone decides on CUDA graphs",
-        compilation_config=None, optimization_level=None, cudagraph_capture_sizes=None, max_cudagraph_capture_size=None,
-        max_seq_len_to_capture=None, cuda_graph_sizes=None,
+        compilation_config=None,
+        optimization_level=None,
+        cudagraph_capture_sizes=None,
+        max_cudagraph_capture_size=None,
+        max_seq_len_to_capture=None,
+        cuda_graph_sizes=None,
     ),
     *_ignored(
         "it belongs to a part that is built otherwise here",
-        disable_custom_all_reduce=False, disable_async_output_proc=False, disable_cascade_attn=False,
-        disable_hybrid_kv_cache_manager=False, disable_chunked_mm_input=False, use_v2_block_manager=True,
-        use_tqdm_on_load=True, max_parallel_loading_workers=None, num_scheduler_steps=1, prefix_caching_hash_algo=None,
-        multi_step_stream_outputs=True, ignore_patterns=None, safetensors_load_strategy=None,
-        scheduler_reserve_full_isl=False, numa_bind=False,
+        disable_custom_all_reduce=False,
+        disable_async_output_proc=False,
+        disable_cascade_attn=False,
+        disable_hybrid_kv_cache_manager=False,
+        disable_chunked_mm_input=False,
+        use_v2_block_manager=True,
+        use_tqdm_on_load=True,
+        max_parallel_loading_workers=None,
+        num_scheduler_steps=1,
+        prefix_caching_hash_algo=None,
+        multi_step_stream_outputs=True,
+        ignore_patterns=None,
+        safetensors_load_strategy=None,
+        scheduler_reserve_full_isl=False,
+        numa_bind=False,
     ),
-    *_ignored("there is one compiler of grammars", structured_outputs_config=None, guided_decoding_backend=None),
-    *_ignored("models that generate text take no media", limit_mm_per_prompt=None, mm_processor_kwargs=None,
-              mm_processor_cache_gb=None, skip_mm_profiling=False, allowed_local_media_path="",
-              allowed_media_domains=None, language_model_only=False),
-    *_absent("load a model that generates text", "generate", "none", task="auto", runner="auto", convert="auto"),
-    *_absent("this version makes no embeddings", {}, pooler_config=None, override_pooler_config=None),
+    *_ignored(
+        "there is one compiler of grammars",
+        structured_outputs_config=None,
+        guided_decoding_backend=None,
+    ),
+    *_ignored(
+        "models that generate text take no media",
+        limit_mm_per_prompt=None,
+        mm_processor_kwargs=None,
+        mm_processor_cache_gb=None,
+        skip_mm_profiling=False,
+        allowed_local_media_path="",
+        allowed_media_domains=None,
+        language_model_only=False,
+    ),
+    *_absent(
+        "load a model that generates text",
+        "generate",
+        "none",
+        task="auto",
+        runner="auto",
+        convert="auto",
+    ),
+    *_absent(
+        "this version makes no embeddings", {}, pooler_config=None, override_pooler_config=None
+    ),
     *_absent(
         "the weights stay in the memory of the device; use a smaller dtype or quantization",
-        0, cpu_offload_gb=0.0, offload_group_size=0, kv_offloading_size=None, kv_offloading_backend=None,
+        0,
+        cpu_offload_gb=0.0,
+        offload_group_size=0,
+        kv_offloading_size=None,
+        kv_offloading_backend=None,
     ),
-    *_absent("one engine uses one device", 1, data_parallel_size=1, prefill_context_parallel_size=1,
-             decode_context_parallel_size=1),
+    *_absent(
+        "one engine uses one device",
+        1,
+        data_parallel_size=1,
+        prefill_context_parallel_size=1,
+        decode_context_parallel_size=1,
+    ),
     *_absent("one engine uses one device", "mp", "uni", "ray", distributed_executor_backend=None),
     *_absent("one engine uses one device", enable_expert_parallel=False, enable_eplb=False),
     *_absent("merge the adapter into the weights", enable_lora=False, default_mm_loras=None),
-    *_ignored("it matters to LoRA adapters, which this version does not have", max_loras=None, max_lora_rank=None,
-              max_cpu_loras=None, lora_dtype=None, fully_sharded_loras=False),
-    *_absent("leave it out: answers are the same, only slower", {}, speculative_config=None, speculative_model=None,
-             num_speculative_tokens=None),
-    *_absent("leave it out", {}, kv_transfer_config=None, kv_events_config=None, ec_transfer_config=None,
-             weight_transfer_config=None, additional_config=None, profiler_config=None, attention_config=None,
-             model_loader_extra_config=None, worker_cls="auto", worker_extension_cls="", scheduler_cls=None,
-             io_processor_plugin=None, enable_return_routed_experts=False, logits_processor_pattern=None),
+    *_ignored(
+        "it matters to LoRA adapters, which this version does not have",
+        max_loras=None,
+        max_lora_rank=None,
+        max_cpu_loras=None,
+        lora_dtype=None,
+        fully_sharded_loras=False,
+    ),
+    *_absent(
+        "leave it out: answers are the same, only slower",
+        {},
+        speculative_config=None,
+        speculative_model=None,
+        num_speculative_tokens=None,
+    ),
+    *_absent(
+        "leave it out",
+        {},
+        kv_transfer_config=None,
+        kv_events_config=None,
+        ec_transfer_config=None,
+        weight_transfer_config=None,
+        additional_config=None,
+        profiler_config=None,
+        attention_config=None,
+        model_loader_extra_config=None,
+        worker_cls="auto",
+        worker_extension_cls="",
+        scheduler_cls=None,
+        io_processor_plugin=None,
+        enable_return_routed_experts=False,
+        logits_processor_pattern=None,
+    ),
     *_absent("give kv_cache_memory, or close the LLM and make it anew", enable_sleep_mode=False),
     *_absent("give token ids or text", enable_prompt_embeds=False),
-    *_absent("give functions of one request each as SamplingParams(logits_processors=[...])", [], (), logits_processors=None),
+    *_absent(
+        "give functions of one request each as SamplingParams(logits_processors=[...])",
+        [],
+        (),
+        logits_processors=None,
+    ),
     *_absent("give kv_cache_memory", num_gpu_blocks_override=None),
     *_absent("lower max_model_len to the window", disable_sliding_window=False),
-    *_absent("log in once with `hf auth login`; secrets are no options", True, False, hf_token=None),
+    *_absent(
+        "log in once with `hf auth login`; secrets are no options", True, False, hf_token=None
+    ),
     *_absent("put the config.json into the model folder", hf_config_path=None),
     *_absent("the scales of KV rows are computed as they are written", calculate_kv_scales=False),
-    *_absent("set OTEL_EXPORTER_OTLP_ENDPOINT for quire serve", otlp_traces_endpoint=None, collect_detailed_traces=None),
-)  # fmt: skip
+    *_absent(
+        "set OTEL_EXPORTER_OTLP_ENDPOINT for quire serve",
+        otlp_traces_endpoint=None,
+        collect_detailed_traces=None,
+    ),
+)
 
 FOREIGN_OPTIONS: Mapping[str, ForeignOption] = {each.name: each for each in _TABLE}
 """By vLLM's name."""
@@ -126,9 +223,11 @@ _FACTORS = {"k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
 
 
 def translate(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options under the names and values that they have here. None everywhere means "you decide", and is dropped.
+    """Options under the names and values that they have here. None everywhere means "you decide",
+    and is dropped.
 
-    Unknown names pass. Raises ConfigError for an option that is given twice, NotAvailableError for a feature that there is not.
+    Unknown names pass. Raises ConfigError for an option that is given twice, NotAvailableError for
+    a feature that there is not.
     """
     translated: dict[str, Any] = {}
     for name, value in options.items():
@@ -141,7 +240,9 @@ def translate(options: Mapping[str, Any]) -> dict[str, Any]:
             _take_note(foreign, value)
         elif value is not None:
             if options.get(foreign.text) not in (None, "auto"):
-                raise ConfigError(f"{name} and {foreign.text} are the same option; give one of them")
+                raise ConfigError(
+                    f"{name} and {foreign.text} are the same option; give one of them"
+                )
             translated[foreign.text] = foreign.values.get(value, value)
     return translated
 
@@ -150,7 +251,9 @@ def _take_note(foreign: ForeignOption, value: object) -> None:
     if foreign.is_neutral(value):
         return
     if foreign.kind == "absent":
-        raise NotAvailableError(f"{foreign.name}={_shown(value)} is not available in this version; {foreign.text}")
+        raise NotAvailableError(
+            f"{foreign.name}={_shown(value)} is not available in this version; {foreign.text}"
+        )
     logger.warning("option %s has no effect: %s", foreign.name, foreign.text)
 
 
@@ -174,7 +277,9 @@ def read_length(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ConfigError(f"max_model_len={text!r} is no number of tokens; write 8192, 8k or 8K") from None
+        raise ConfigError(
+            f"max_model_len={text!r} is no number of tokens; write 8192, 8k or 8K"
+        ) from None
 
 
 def _same(left: object, right: object) -> bool:

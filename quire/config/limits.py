@@ -11,7 +11,8 @@ Policy = Literal["fcfs", "priority", "fair"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 MAX_SCORED_ROWS = 64
-"""Rows of logits held at once while prompts are scored: a whole chunk's would take gigabytes with large vocabularies."""
+"""Rows of logits held at once while prompts are scored:
+a whole chunk's would take gigabytes with large vocabularies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,41 +31,54 @@ class SchedulerLimits:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     watermark: float = 0.01
-    """Share of the pool that admissions leave free while others run, so that these can grow before they preempt."""
+    """Share of the pool that admissions leave free while others run,
+    so that these can grow before they preempt."""
 
     max_num_partial_prefills: int = 1
-    """Prompts that may be under way at once; above 1, short ones are computed beside a long one, not behind it."""
+    """Prompts that may be under way at once; above 1, short ones are computed beside a long one,
+    not behind it."""
     max_long_partial_prefills: int = 1
     """Of these, long ones that share a step."""
     long_prefill_token_threshold: int = 0
-    """Prompts of more tokens are long; 0 means those that take more than half of a step's room for prompts."""
+    """Prompts of more tokens are long; 0 means those that take more than half of
+    a step's room for prompts."""
 
     def __post_init__(self) -> None:
         for name in (
-            "num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_num_partial_prefills",
-            "max_long_partial_prefills",
+            "num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len",
+            "max_num_partial_prefills", "max_long_partial_prefills",
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if self.policy not in POLICIES:
-            raise ConfigError(f"policy={self.policy!r} is unknown; use one of {', '.join(POLICIES)}")
+            raise ConfigError(
+                f"policy={self.policy!r} is unknown; use one of {', '.join(POLICIES)}"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
-                "a step could not give every running sequence one token; raise the first or lower the second"
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below "
+                f"max_num_seqs={self.max_num_seqs}: "
+                "a step could not give every running sequence one token; raise the first or "
+                "lower the second"
             )
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise ConfigError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_model_len={self.max_model_len}, and "
-                "without chunked prefill a prompt must fit one step; raise the first, or enable chunked prefill"
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below "
+                f"max_model_len={self.max_model_len}, and "
+                "without chunked prefill a prompt must fit one step; raise the first, or "
+                "enable chunked prefill"
             )
         if self.max_long_partial_prefills > self.max_num_partial_prefills:
             raise ConfigError(
                 f"max_long_partial_prefills={self.max_long_partial_prefills} is above "
-                f"max_num_partial_prefills={self.max_num_partial_prefills}, of which long prompts are a part; lower the first"
+                f"max_num_partial_prefills={self.max_num_partial_prefills}, of which long "
+                "prompts are a part; lower the first"
             )
         if self.long_prefill_token_threshold < 0:
-            raise ConfigError(f"long_prefill_token_threshold={self.long_prefill_token_threshold} must be at least 0")
+            raise ConfigError(
+                f"long_prefill_token_threshold={self.long_prefill_token_threshold} must be "
+                "at least 0"
+            )
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"watermark={self.watermark} must be at least 0 and below 1")
 

@@ -1,4 +1,5 @@
-"""What the operator wishes of the server around the API: where it listens, and how it treats its engine and its end."""
+"""What the operator wishes of the server around the API: where it listens,
+and how it treats its engine and its end."""
 
 from __future__ import annotations
 
@@ -16,12 +17,18 @@ def _option(default: Any, text: str) -> Any:
 class ServeConfig:
     """Options of `quire serve` besides the engine's and the API's. Times in seconds."""
 
-    host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 for every network this machine is on")
+    host: str = _option(
+        "127.0.0.1", "address to listen on; 0.0.0.0 for every network this machine is on"
+    )
     port: int = _option(8000, "TCP port to listen on; 0 takes any that is free")
     drain_timeout: float = _option(30.0, "after SIGTERM, time for requests in flight to finish")
-    silence_timeout: float = _option(10.0, "replace an engine that gives no sign of life for so long")
+    silence_timeout: float = _option(
+        10.0, "replace an engine that gives no sign of life for so long"
+    )
     step_timeout: float = _option(300.0, "replace an engine whose single step takes so long")
-    max_restarts: int = _option(5, "engines in a row that may be lost before anybody has gained a token; then give up")
+    max_restarts: int = _option(
+        5, "engines in a row that may be lost before anybody has gained a token; then give up"
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -1,11 +1,12 @@
 """Beam search as a strategy: beams are sequences, their branching is forks on shared blocks.
 
-Semantics are those of Hugging Face Transformers' `generate(num_beams=...)`: candidates are ranked by the sum of
-log-probabilities, finished hypotheses by that sum over `length ** length_penalty`, only candidates among the best
-`beam_width` may finish, and `early_stopping` decides when no better hypothesis is to be hoped for.
+Semantics are those of Hugging Face Transformers' `generate(num_beams=...)`: candidates are ranked
+by the sum of log-probabilities, finished hypotheses by that sum over `length ** length_penalty`,
+only candidates among the best `beam_width` may finish, and `early_stopping` decides when no better
+hypothesis is to be hoped for.
 
-Beams of one request may be computed in different steps (one may have been preempted); the search moves on when all have
-reported.
+Beams of one request may be computed in different steps (one may have been preempted); the search
+moves on when all have reported.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from quire.core.request_spec import BeamSettings
 
 
 class Hypothesis(NamedTuple):
-    """A finished beam: its output tokens, their summed log-probability, and the score it is ranked by."""
+    """A finished beam: its output tokens, their summed log-probability,
+    and the score it is ranked by."""
 
     token_ids: tuple[int, ...]
     cumulative_logprob: float
@@ -36,7 +38,8 @@ class _Candidate(NamedTuple):
 
 
 class BeamSearch:
-    """The state of one search. `hypotheses` holds the outcome, best first, once the request is finished."""
+    """The state of one search. `hypotheses` holds the outcome, best first,
+    once the request is finished."""
 
     is_plain = False
 
@@ -62,7 +65,9 @@ class BeamSearch:
         self._reports.clear()
         num_tokens = self._beams[0].num_output_tokens + 1
         self._collect_finished(candidates, num_tokens)
-        survivors = [candidate for candidate in candidates if not candidate.ends][: self.settings.beam_width]
+        survivors = [candidate for candidate in candidates if not candidate.ends][
+            : self.settings.beam_width
+        ]
         if not survivors or not self._can_improve(survivors[0].logprob, num_tokens):
             self._end(ops)
         else:
@@ -72,9 +77,16 @@ class BeamSearch:
         settings = self.settings
         is_last = self._beams[0].num_output_tokens + 1 >= settings.max_tokens
         candidates = [
-            _Candidate(beam.cumulative_logprob + logprob, beam, token_id, is_last or token_id in settings.eos_token_ids)
+            _Candidate(
+                beam.cumulative_logprob + logprob,
+                beam,
+                token_id,
+                is_last or token_id in settings.eos_token_ids,
+            )
             for beam in self._beams
-            for token_id, logprob in zip(self._reports[beam].top_ids, self._reports[beam].top_logprobs, strict=True)
+            for token_id, logprob in zip(
+                self._reports[beam].top_ids, self._reports[beam].top_logprobs, strict=True
+            )
         ]
         candidates.sort(key=lambda candidate: -candidate.logprob)
         return candidates[: self._num_candidates]
@@ -108,7 +120,8 @@ class BeamSearch:
         return _score(best_running, attainable_len, settings) > self.hypotheses[-1].score
 
     def _advance(self, ops: SequenceOps, survivors: list[_Candidate]) -> None:
-        """Each survivor continues its beam; the first of a beam takes the sequence over, the others fork from it."""
+        """Each survivor continues its beam; the first of a beam takes the sequence over,
+        the others fork from it."""
         heirs: dict[Sequence, Sequence] = {}
         beams = []
         for candidate in survivors:

@@ -1,8 +1,9 @@
 """JSON schemas before they are compiled: how large they may be, and which keywords can be enforced.
 
-Owns the limits, and the rule that no keyword is passed over in silence: one that cannot be enforced is refused by its name,
-wherever it stands, and so is one that nobody knows, since it may be a misspelt one. Works on decoded JSON, without recursion;
-what the keywords mean is the compiler's business.
+Owns the limits, and the rule that no keyword is passed over in silence: one that cannot be enforced
+is refused by its name, wherever it stands, and so is one that nobody knows, since it may be a
+misspelt one. Works on decoded JSON, without recursion; what the keywords mean is the compiler's
+business.
 """
 
 from __future__ import annotations
@@ -17,33 +18,73 @@ MAX_SCHEMA_BYTES = 256 << 10
 MAX_SCHEMA_DEPTH = 64
 """Levels of objects and lists; what vLLM allows, and six times what OpenAI does."""
 MAX_SCHEMAS = 4000
-"""Subschemas. A chain of so many references takes the compiler 0.11 s and 40 MB of stack, the worst that was found."""
+"""Subschemas. A chain of so many references takes the compiler 0.11 s and 40 MB of stack,
+the worst that was found."""
 MAX_PROPERTIES = 1000
-"""Of one object. Properties that may be left out cost the compiler the square of their number: 1,000 of them 0.25 s."""
+"""Of one object. Properties that may be left out cost the compiler the square of their number:
+1,000 of them 0.25 s."""
 MAX_ENUM_VALUES = 10_000
 """In all enums together; 50,000 took the compiler 0.3 s."""
 MAX_PATTERN_LEN = 4096
 MAX_SAFE_INTEGER = (1 << 53) - 1
 """Larger ones are not read alike everywhere (RFC 8259, section 6)."""
-_BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "enum", "const"})
+_BOUNDS = frozenset(
+    {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "enum", "const"}
+)
 
 _SUBSCHEMA = frozenset({"additionalProperties", "additionalItems"})
 _SUBSCHEMAS = frozenset({"anyOf", "allOf", "oneOf", "prefixItems"})
 _NAMED_SUBSCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _ENFORCED = frozenset(
-    {"type", "enum", "const", "$ref", "required", "minItems", "maxItems", "minProperties", "maxProperties", "minLength"}
-    | {"maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "items"}
+    {
+        "type",
+        "enum",
+        "const",
+        "$ref",
+        "required",
+        "minItems",
+        "maxItems",
+        "minProperties",
+        "maxProperties",
+        "minLength",
+    }
+    | {
+        "maxLength",
+        "pattern",
+        "format",
+        "minimum",
+        "maximum",
+        "exclusiveMinimum",
+        "exclusiveMaximum",
+        "multipleOf",
+        "items",
+    }
 )
 _ANNOTATIONS = frozenset(
-    {"title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema"}
+    {
+        "title",
+        "description",
+        "default",
+        "example",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "$comment",
+        "$schema",
+    }
     | {"$id", "discriminator"}
 )
-"""Say nothing about which values are valid. A `discriminator` repeats what `oneOf` or `anyOf` demand beside it."""
-_FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+"""Say nothing about which values are valid.
+A `discriminator` repeats what `oneOf` or `anyOf` demand beside it."""
+_FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+)
 
 
 def checked_schema(schema: object, param: str) -> str:
-    """The schema as JSON text, given as text or decoded. Raises InvalidParameterError naming what is wrong with it."""
+    """The schema as JSON text, given as text or decoded.
+    Raises InvalidParameterError naming what is wrong with it."""
     text, decoded = _both_forms(schema, param)
     if decoded is False:
         _refuse(param, "accepts nothing")
@@ -51,7 +92,13 @@ def checked_schema(schema: object, param: str) -> str:
     for path, depth, node in _subschemas(decoded):
         num_schemas += 1
         if depth > MAX_SCHEMA_DEPTH or num_schemas > MAX_SCHEMAS:
-            _refuse(param, f"is nested more than {MAX_SCHEMA_DEPTH} deep, or has more than {MAX_SCHEMAS} subschemas")
+            _refuse(
+                param,
+                (
+                    f"is nested more than {MAX_SCHEMA_DEPTH} deep, or has more than "
+                    f"{MAX_SCHEMAS} subschemas"
+                ),
+            )
         if isinstance(node, bool):
             continue
         if not isinstance(node, Mapping):
@@ -64,14 +111,16 @@ def checked_schema(schema: object, param: str) -> str:
 
 
 def closed_schema(schema: object, param: str, *, is_strict: bool) -> dict[str, Any] | bool:
-    """Returns the schema with objects that hold what they declare, and nothing else. Raises InvalidParameterError.
+    """Returns the schema with objects that hold what they declare, and nothing else. Raises
+    InvalidParameterError.
 
-    Where an object says nothing of `additionalProperties` there are none, and where an integer says nothing of its bounds
-    it is one that every JSON program can read; so what the schema accepts afterwards, it accepted before, and a small
-    model does not add keys and digits without end. With `is_strict`, as OpenAI means it, all that is declared is
-    required too, and an object that declares nothing is empty. An object that says what else it may hold, a map, is
-    left as it is; and so are objects that are put together (`allOf`, or `anyOf` beside `properties`), since one part
-    does not know the others'.
+    Where an object says nothing of `additionalProperties` there are none, and where an integer says
+    nothing of its bounds it is one that every JSON program can read; so what the schema accepts
+    afterwards, it accepted before, and a small model does not add keys and digits without end. With
+    `is_strict`, as OpenAI means it, all that is declared is required too, and an object that
+    declares nothing is empty. An object that says what else it may hold, a map, is left as it is;
+    and so are objects that are put together (`allOf`, or `anyOf` beside `properties`), since one
+    part does not know the others'.
     """
     _, decoded = _both_forms(schema, param)
     joined: set[str] = set()
@@ -91,7 +140,9 @@ def closed_schema(schema: object, param: str, *, is_strict: bool) -> dict[str, A
         if node.get("type") == "integer" and not _BOUNDS & node.keys():
             node |= {"minimum": -MAX_SAFE_INTEGER, "maximum": MAX_SAFE_INTEGER}
         apart = {id(branch) for branch in _combinations(node)}
-        waiting += [(place, child) for place, child in _children(path, node) if id(child) not in apart]
+        waiting += [
+            (place, child) for place, child in _children(path, node) if id(child) not in apart
+        ]
     return decoded if isinstance(decoded, bool) else dict(decoded)
 
 
@@ -102,8 +153,14 @@ def _is_object(node: Mapping[str, Any], *, is_strict: bool) -> bool:
 
 
 def _combinations(node: Mapping[str, Any]) -> list[Any]:
-    """Schemas that hold for the very value that another one holds for too: several of `allOf`, any beside `properties`."""
-    branches = [each for word in ("anyOf", "oneOf", "allOf") if isinstance(node.get(word), list) for each in node[word]]
+    """Schemas that hold for the very value that another one holds for too: several of `allOf`,
+    any beside `properties`."""
+    branches = [
+        each
+        for word in ("anyOf", "oneOf", "allOf")
+        if isinstance(node.get(word), list)
+        for each in node[word]
+    ]
     is_alone = "properties" not in node and "$ref" not in node and len(node.get("allOf") or ()) < 2
     if "$ref" in node and "properties" in node:
         return [*branches, {"$ref": node["$ref"]}]
@@ -146,7 +203,10 @@ def _subschemas(root: object) -> Iterator[tuple[str, int, object]]:
     while waiting:
         path, depth, node = waiting.pop()
         yield path, depth, node
-        waiting += [(place, depth + place.count("/", len(path)), each) for place, each in _children(path, node)]
+        waiting += [
+            (place, depth + place.count("/", len(path)), each)
+            for place, each in _children(path, node)
+        ]
 
 
 def _children(path: str, node: object) -> Iterator[tuple[str, object]]:
@@ -158,7 +218,10 @@ def _children(path: str, node: object) -> Iterator[tuple[str, object]]:
         elif (keyword in _SUBSCHEMAS or keyword == "items") and isinstance(value, list):
             yield from ((f"{place}/{number}", each) for number, each in enumerate(value))
         elif keyword in _NAMED_SUBSCHEMAS and isinstance(value, Mapping):
-            yield from ((f"{place}/{name.replace('~', '~0').replace('/', '~1')}", each) for name, each in value.items())
+            yield from (
+                (f"{place}/{name.replace('~', '~0').replace('/', '~1')}", each)
+                for name, each in value.items()
+            )
 
 
 def _check_keywords(node: Mapping[str, Any], path: str, param: str) -> None:
@@ -166,19 +229,45 @@ def _check_keywords(node: Mapping[str, Any], path: str, param: str) -> None:
         if keyword in _ANNOTATIONS:
             continue
         if keyword not in _ENFORCED | _SUBSCHEMA | _SUBSCHEMAS | _NAMED_SUBSCHEMAS:
-            _refuse(param, f"has the keyword {keyword[:64]!r} at {path[:128]}, which cannot be enforced; leave it out")
+            _refuse(
+                param,
+                (
+                    f"has the keyword {keyword[:64]!r} at {path[:128]}, which cannot be "
+                    "enforced; leave it out"
+                ),
+            )
         if keyword in _SUBSCHEMAS and not isinstance(value, list):
-            _refuse(param, f"has {type(value).__name__} at {path[:128]}/{keyword}, where a list must stand")
+            _refuse(
+                param,
+                f"has {type(value).__name__} at {path[:128]}/{keyword}, where a list must stand",
+            )
         if keyword in _NAMED_SUBSCHEMAS and not isinstance(value, Mapping):
-            _refuse(param, f"has {type(value).__name__} at {path[:128]}/{keyword}, where an object must stand")
+            _refuse(
+                param,
+                f"has {type(value).__name__} at {path[:128]}/{keyword}, where an object must stand",
+            )
     for keyword in ("properties", "patternProperties"):
         if len(node.get(keyword, ())) > MAX_PROPERTIES:
             _refuse(param, f"has more than {MAX_PROPERTIES} {keyword} at {path[:128]}")
     reference, form, pattern = node.get("$ref"), node.get("format"), node.get("pattern")
-    if reference is not None and not (isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))):
-        _refuse(param, f"has a $ref at {path[:128]} that does not begin with '#': nothing is fetched from elsewhere")
+    if reference is not None and not (
+        isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))
+    ):
+        _refuse(
+            param,
+            (
+                f"has a $ref at {path[:128]} that does not begin with '#': nothing is fetched "
+                "from elsewhere"
+            ),
+        )
     if form is not None and not (isinstance(form, str) and form in _FORMATS):
-        _refuse(param, f"has a format at {path[:128]} that cannot be enforced; those that can: {', '.join(sorted(_FORMATS))}")
+        _refuse(
+            param,
+            (
+                f"has a format at {path[:128]} that cannot be enforced; those that can: "
+                f"{', '.join(sorted(_FORMATS))}"
+            ),
+        )
     if isinstance(pattern, str) and len(pattern) > MAX_PATTERN_LEN:
         _refuse(param, f"has a pattern of more than {MAX_PATTERN_LEN} characters at {path[:128]}")
 

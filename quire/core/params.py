@@ -1,10 +1,12 @@
-"""What a request asks of the sampler: the public parameters, checked once, and their translation into plan records.
+"""What a request asks of the sampler: the public parameters, checked once, and their translation
+into plan records.
 
-Owns the names, defaults and ranges that users meet, and nothing else: how a parameter acts on logits is the business of
-`quire.sampling`, when a sequence stops the scheduler's, what a token id or a stop string means the tokenizer's.
+Owns the names, defaults and ranges that users meet, and nothing else: how a parameter acts on
+logits is the business of `quire.sampling`, when a sequence stops the scheduler's, what a token id
+or a stop string means the tokenizer's.
 
-A parameter object is an ordinary mutable record, checked when it is made. The engine works on a `clone()`, which checks
-again, so a field that was assigned afterwards cannot slip through.
+A parameter object is an ordinary mutable record, checked when it is made. The engine works on a
+`clone()`, which checks again, so a field that was assigned afterwards cannot slip through.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ MAX_TOKENS = 2**31 - 1
 """Largest `max_tokens`; the context length is the real limit."""
 MAX_TEMPERATURE = 1e4
 MIN_TEMPERATURE = 1e-5
-"""Temperatures below this are greedy: the quotient `logit / temperature` would leave the range of float32."""
+"""Temperatures below this are greedy: the quotient `logit / temperature` would
+leave the range of float32."""
 MAX_REPETITION_PENALTY = 1e4
 MAX_PENALTY = 2.0
 MAX_LOGIT_BIAS = 100.0
@@ -54,7 +57,8 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
 LogitsProcessor = Callable[..., Any]
-"""`(output_token_ids, logits) -> logits` or `(prompt_token_ids, output_token_ids, logits) -> logits`, float32 [V]."""
+"""`(output_token_ids, logits) -> logits` or
+`(prompt_token_ids, output_token_ids, logits) -> logits`, float32 [V]."""
 
 GENERATION_CONFIG_KEYS = {
     "temperature": "temperature",
@@ -64,7 +68,8 @@ GENERATION_CONFIG_KEYS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Keys of a model's `generation_config.json` that give defaults, and the parameter that each one sets."""
+"""Keys of a model's `generation_config.json` that give defaults,
+and the parameter that each one sets."""
 
 
 class RequestOutputKind(Enum):
@@ -97,7 +102,8 @@ class SamplingParams:
     n: int = 1
     """Sequences to return."""
     best_of: int | None = None
-    """Sequences to generate, of which the `n` with the best cumulative log-probability are returned; None means `n`."""
+    """Sequences to generate, of which the `n` with the best cumulative log-probability
+    are returned; None means `n`."""
     presence_penalty: float = 0.0
     """Subtracted from the logit of each token that the output holds."""
     frequency_penalty: float = 0.0
@@ -121,12 +127,15 @@ class SamplingParams:
     max_tokens: int | None = 16
     """None means the rest of the context."""
     min_tokens: int = 0
-    """Until that many tokens were generated, end-of-sequence and `stop_token_ids` cannot be chosen."""
+    """Until that many tokens were generated, end-of-sequence and
+    `stop_token_ids` cannot be chosen."""
     logprobs: int | None = None
-    """Alternatives to report for each output token: 0 the chosen one alone, -1 the whole vocabulary."""
+    """Alternatives to report for each output token: 0 the chosen one alone,
+    -1 the whole vocabulary."""
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
-    """Tokens whose log-probability is reported with every output token, in place of the `logprobs` best."""
+    """Tokens whose log-probability is reported with every output token,
+    in place of the `logprobs` best."""
     logprobs_mode: LogprobsMode = "raw_logprobs"
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -136,12 +145,15 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     logits_processors: list[LogitsProcessor] | None = None
-    """Called for each token with (output ids, logits) or (prompt ids, output ids, logits); see `LogitsProcessor`."""
+    """Called for each token with (output ids, logits) or (prompt ids, output ids, logits);
+    see `LogitsProcessor`."""
     structured_outputs: StructuredOutputsParams | None = None
     """The form that the output must have. A mapping of its fields is accepted, too."""
     thinking_token_budget: int | None = None
-    """Tokens that a model may generate between the marks around its thoughts; then the second mark is written for it. -1 is
-    None: no limit."""
+    """Tokens that a model may generate between the marks around its thoughts; then the second mark
+    is written for it. -1 is
+    None: no limit.
+    """
     thinking_marks: ThinkingMarks | None = None
     """None leaves them to the model's chat template."""
     repetition_detection: RepetitionDetectionParams | None = None
@@ -150,7 +162,8 @@ class SamplingParams:
     """None leaves it to the engine."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     truncate_prompt_tokens: int | None = None
-    """Keeps that many tokens at the prompt's end; -1 what the context holds beside one token of output."""
+    """Keeps that many tokens at the prompt's end;
+    -1 what the context holds beside one token of output."""
     flat_logprobs: bool = False
     """Report log-probabilities as `FlatLogprobs`, which is a few lists in place of many dicts."""
     extra_args: dict[str, Any] | None = None
@@ -187,13 +200,17 @@ class SamplingParams:
             self.max_tokens = _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
         self.min_tokens = _integer("min_tokens", self.min_tokens, 0, MAX_TOKENS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            _refuse("min_tokens", self.min_tokens, f"an integer from 0 to max_tokens={self.max_tokens}")
+            _refuse(
+                "min_tokens", self.min_tokens, f"an integer from 0 to max_tokens={self.max_tokens}"
+            )
         if self.thinking_token_budget is not None:
             budget = _integer("thinking_token_budget", self.thinking_token_budget, -1, MAX_TOKENS)
             self.thinking_token_budget = None if budget == -1 else budget
 
         if self.truncate_prompt_tokens is not None:
-            self.truncate_prompt_tokens = _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_TOKENS)
+            self.truncate_prompt_tokens = _integer(
+                "truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_TOKENS
+            )
             if self.truncate_prompt_tokens == 0:
                 _refuse("truncate_prompt_tokens", 0, "at least 1, or -1 for what the context holds")
 
@@ -202,12 +219,15 @@ class SamplingParams:
         for name, advice in _ABSENT.items():
             if getattr(self, name):
                 raise InvalidParameterError(
-                    f"{name}={_shown(getattr(self, name))} is not available in this version; {advice}", param=name
+                    f"{name}={_shown(getattr(self, name))} is not available in this version; "
+                    f"{advice}",
+                    param=name,
                 )
         if self.guided_decoding is not None:
             if self.structured_outputs is not None:
                 raise InvalidParameterError(
-                    "guided_decoding and structured_outputs are the same; give one of them", param="guided_decoding"
+                    "guided_decoding and structured_outputs are the same; give one of them",
+                    param="guided_decoding",
                 )
             self.structured_outputs, self.guided_decoding = self.guided_decoding, None
         if self.extra_args is not None and not isinstance(self.extra_args, dict):
@@ -218,10 +238,18 @@ class SamplingParams:
         self.top_p = _number("top_p", self.top_p, 0.0, 1.0, above_low=True)
         self.min_p = _number("min_p", self.min_p, 0.0, 1.0)
         self.top_k = max(0, _integer("top_k", self.top_k, -1, MAX_TOP_K))
-        self.presence_penalty = _number("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-        self.frequency_penalty = _number("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        self.presence_penalty = _number(
+            "presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY
+        )
+        self.frequency_penalty = _number(
+            "frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY
+        )
         self.repetition_penalty = _number(
-            "repetition_penalty", self.repetition_penalty, 0.0, MAX_REPETITION_PENALTY, above_low=True
+            "repetition_penalty",
+            self.repetition_penalty,
+            0.0,
+            MAX_REPETITION_PENALTY,
+            above_low=True,
         )
         if self.seed is not None:
             seed = _integer("seed", self.seed, -(2**63), 2**64 - 1)
@@ -229,10 +257,13 @@ class SamplingParams:
 
     def _check_stops(self) -> None:
         self.stop = _strings("stop", self.stop, (MAX_STOP_STRINGS, MAX_STOP_STRING_LEN))
-        self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids or (), MAX_STOP_TOKEN_IDS)
+        self.stop_token_ids = _token_ids(
+            "stop_token_ids", self.stop_token_ids or (), MAX_STOP_TOKEN_IDS
+        )
         if self.stop and not self.detokenize:
             raise InvalidParameterError(
-                f"stop={_shown(self.stop)} needs detokenize=True: stop strings are searched in the text; "
+                f"stop={_shown(self.stop)} needs detokenize=True: stop strings are searched "
+                "in the text; "
                 "use stop_token_ids, or leave detokenize on",
                 param="stop",
             )
@@ -244,9 +275,13 @@ class SamplingParams:
         if self.logprobs is not None:
             self.logprobs = _integer("logprobs", self.logprobs, -1, MAX_LOGPROBS)
         if self.prompt_logprobs is not None:
-            self.prompt_logprobs = _integer("prompt_logprobs", self.prompt_logprobs, -1, MAX_LOGPROBS)
+            self.prompt_logprobs = _integer(
+                "prompt_logprobs", self.prompt_logprobs, -1, MAX_LOGPROBS
+            )
         if self.logprob_token_ids is not None:
-            self.logprob_token_ids = _token_ids("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS)
+            self.logprob_token_ids = _token_ids(
+                "logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS
+            )
         if self.logprobs_mode not in LOGPROBS_MODES:
             _refuse("logprobs_mode", self.logprobs_mode, "one of " + ", ".join(LOGPROBS_MODES))
 
@@ -254,11 +289,15 @@ class SamplingParams:
         if self.logit_bias is not None:
             self.logit_bias = _logit_bias(self.logit_bias)
         if self.allowed_token_ids is not None:
-            self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+            self.allowed_token_ids = _token_ids(
+                "allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS
+            )
             if not self.allowed_token_ids:
                 _refuse("allowed_token_ids", [], "at least one token id, or None to allow all")
         if self.bad_words is not None:
-            self.bad_words = _strings("bad_words", self.bad_words, (MAX_BAD_WORDS, MAX_BAD_WORD_LEN))
+            self.bad_words = _strings(
+                "bad_words", self.bad_words, (MAX_BAD_WORDS, MAX_BAD_WORD_LEN)
+            )
         if self.logits_processors is not None:
             self.logits_processors = _processors(self.logits_processors)
         if self.structured_outputs is not None:
@@ -270,7 +309,8 @@ class SamplingParams:
         for name in ("ignore_eos", "min_tokens"):
             if getattr(self, name):
                 raise InvalidParameterError(
-                    f"{name}={_shown(getattr(self, name))} contradicts structured_outputs, which ends the output where its "
+                    f"{name}={_shown(getattr(self, name))} contradicts structured_outputs, "
+                    "which ends the output where its "
                     "form is complete; leave one of them out",
                     param=name,
                 )
@@ -280,11 +320,17 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, getattr(self, name), "True or False")
         if not isinstance(self.skip_reading_prefix_cache, bool | None):
-            _refuse("skip_reading_prefix_cache", self.skip_reading_prefix_cache, "True, False or None")
+            _refuse(
+                "skip_reading_prefix_cache", self.skip_reading_prefix_cache, "True, False or None"
+            )
         try:
             self.output_kind = RequestOutputKind(self.output_kind)
         except ValueError:
-            _refuse("output_kind", self.output_kind, "one of " + ", ".join(kind.value for kind in RequestOutputKind))
+            _refuse(
+                "output_kind",
+                self.output_kind,
+                "one of " + ", ".join(kind.value for kind in RequestOutputKind),
+            )
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any], **overrides: Any) -> Self:
@@ -300,7 +346,8 @@ class SamplingParams:
         return cls(**{name: value for name, value in options.items() if value is not None})
 
     def clone(self) -> Self:
-        """An independent copy, checked anew. Containers are copied; the processors themselves are shared."""
+        """An independent copy, checked anew. Containers are copied;
+        the processors themselves are shared."""
         copied = replace(self)
         for item in fields(self):
             value = getattr(copied, item.name)
@@ -309,7 +356,8 @@ class SamplingParams:
         return copied
 
     def limited(self, max_tokens: int) -> Self:
-        """The same for a prompt that leaves room for `max_tokens` alone; what these parameters list is shared, not copied."""
+        """The same for a prompt that leaves room for `max_tokens` alone;
+        what these parameters list is shared, not copied."""
         if max_tokens == self.max_tokens:
             return self
         if self.min_tokens > max_tokens:
@@ -319,13 +367,15 @@ class SamplingParams:
         return copied
 
     def lists_the_same(self, other: SamplingParams) -> bool:
-        """Whether both hold the very same lists, so that what was made of one's holds for the other."""
+        """Whether both hold the very same lists, so that what was made of
+        one's holds for the other."""
         return all(getattr(self, name) is getattr(other, name) for name in _LISTS)
 
     @property
     def num_listed(self) -> int:
-        """About how much there is to be read in its lists, counted in token ids; a word to be tokenized counts as eight for
-        each of its characters."""
+        """About how much there is to be read in its lists, counted in token ids; a word to be
+        tokenized counts as eight for each of its characters.
+        """
         ids = (self.stop_token_ids, self.logit_bias, self.allowed_token_ids, self.logprob_token_ids)
         words = self.bad_words or ()
         return sum(len(each) for each in ids if each) + 8 * (len(words) + sum(map(len, words)))
@@ -342,7 +392,8 @@ class SamplingParams:
 
     @property
     def num_logprobs(self) -> int | None:
-        """The best alternatives that the sampler must report: `logprobs`, or 0 where `logprob_token_ids` names others."""
+        """The best alternatives that the sampler must report: `logprobs`,
+        or 0 where `logprob_token_ids` names others."""
         return 0 if self.logprob_token_ids else self.logprobs
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -360,8 +411,9 @@ class SamplingParams:
     ) -> RowSampling:
         """The sampler's view of this request for a row whose 64-bit key is `seed`.
 
-        `eos_token_ids` are the model's; `bad_words` the token sequences of `self.bad_words`; `processors` the names
-        under which `self.logits_processors` are registered with the executor.
+        `eos_token_ids` are the model's; `bad_words` the token sequences of `self.bad_words`;
+        `processors` the names under which `self.logits_processors` are registered with the
+        executor.
         """
         greedy = self.is_greedy
         return RowSampling(
@@ -376,7 +428,9 @@ class SamplingParams:
             min_tokens=self.min_tokens,
             stop_token_ids=self._unsampled_stops(eos_token_ids),
             logit_bias=tuple(sorted((self.logit_bias or {}).items())),
-            allowed_token_ids=None if self.allowed_token_ids is None else tuple(sorted(set(self.allowed_token_ids))),
+            allowed_token_ids=None
+            if self.allowed_token_ids is None
+            else tuple(sorted(set(self.allowed_token_ids))),
             bad_words=tuple(tuple(word) for word in bad_words),
             num_logprobs=self.num_logprobs,
             logprob_token_ids=tuple(self.logprob_token_ids or ()),
@@ -396,7 +450,8 @@ class SamplingParams:
 
 @dataclass(slots=True)
 class BeamSearchParams:
-    """Beam search: keep the `beam_width` best sequences by `cumulative_logprob / len ** length_penalty`.
+    """Beam search: keep the `beam_width` best sequences by
+    `cumulative_logprob / len ** length_penalty`.
 
     Raises `InvalidParameterError` (with `param` set) for a value out of its range.
     """
@@ -405,13 +460,15 @@ class BeamSearchParams:
     max_tokens: int
     ignore_eos: bool = False
     temperature: float = 0.0
-    """Divides the logits before the log-softmax that scores candidates; 0 leaves them as they are."""
+    """Divides the logits before the log-softmax that scores candidates;
+    0 leaves them as they are."""
     length_penalty: float = 1.0
     """Above 0 favours longer sequences, below 0 shorter ones."""
     include_stop_str_in_output: bool = False
     early_stopping: bool | Literal["never"] = False
-    """True stops at `beam_width` finished sequences; False when no running beam can, at its present length, beat the
-    worst finished one; "never" when none could at any length."""
+    """True stops at `beam_width` finished sequences; False when no running beam can, at its present
+    length, beat the worst finished one; "never" when none could at any length.
+    """
     skip_special_tokens: bool = True
     stop_token_ids: list[int] = field(default_factory=list)
     allowed_token_ids: list[int] | None = None
@@ -421,17 +478,23 @@ class BeamSearchParams:
     def __post_init__(self) -> None:
         if self.structured_outputs is not None:
             raise InvalidParameterError(
-                "structured_outputs are not available for beam search in this version; use generate", param="structured_outputs"
+                "structured_outputs are not available for beam search in this version; use "
+                "generate",
+                param="structured_outputs",
             )
         self.beam_width = _integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
         self.max_tokens = _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
         self.temperature = _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         self.length_penalty = _number("length_penalty", self.length_penalty, -10.0, 10.0)
-        self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids or (), MAX_STOP_TOKEN_IDS)
+        self.stop_token_ids = _token_ids(
+            "stop_token_ids", self.stop_token_ids or (), MAX_STOP_TOKEN_IDS
+        )
         if self.early_stopping != "never" and not isinstance(self.early_stopping, bool):
             _refuse("early_stopping", self.early_stopping, 'True, False or "never"')
         if self.allowed_token_ids is not None:
-            self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+            self.allowed_token_ids = _token_ids(
+                "allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS
+            )
             if not self.allowed_token_ids:
                 _refuse("allowed_token_ids", [], "at least one token id, or None to allow all")
 
@@ -444,17 +507,23 @@ class BeamSearchParams:
         """The sampler's view of each beam's row; candidates are the task `Candidates`."""
         return RowSampling(
             temperature=0.0 if self.temperature < MIN_TEMPERATURE else self.temperature,
-            allowed_token_ids=None if self.allowed_token_ids is None else tuple(sorted(set(self.allowed_token_ids))),
+            allowed_token_ids=None
+            if self.allowed_token_ids is None
+            else tuple(sorted(set(self.allowed_token_ids))),
         )
 
 
 def generation_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """The sampling parameters that a `generation_config.json` sets, by parameter name.
 
-    Its keys are exactly what is used of the file; see `GENERATION_CONFIG_KEYS`. Null values count as absent, and an
-    explicit `"do_sample": false` gives `temperature=0.0`.
+    Its keys are exactly what is used of the file; see `GENERATION_CONFIG_KEYS`. Null values count
+    as absent, and an explicit `"do_sample": false` gives `temperature=0.0`.
     """
-    defaults = {param: config[key] for key, param in GENERATION_CONFIG_KEYS.items() if config.get(key) is not None}
+    defaults = {
+        param: config[key]
+        for key, param in GENERATION_CONFIG_KEYS.items()
+        if config.get(key) is not None
+    }
     if config.get("do_sample") is False:
         defaults["temperature"] = 0.0
     return defaults
@@ -462,7 +531,15 @@ def generation_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 _MAX_NAMED = 32
 """Of several wrong token ids, how many a message names."""
-_LISTS = ("stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words", "logprob_token_ids", "structured_outputs")
+_LISTS = (
+    "stop",
+    "stop_token_ids",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "logprob_token_ids",
+    "structured_outputs",
+)
 _DIGITS = re.compile(r"[0-9]{1,10}\Z")
 _FLAGS = (
     "ignore_eos",
@@ -473,9 +550,13 @@ _FLAGS = (
     "flat_logprobs",
 )
 _ABSENT = {
-    "prompt_logprob_token_ids": "ask for prompt_logprobs, which has as many alternatives as max_logprobs allows",
+    "prompt_logprob_token_ids": (
+        "ask for prompt_logprobs, which has as many alternatives as max_logprobs allows"
+    ),
     "prompt_logprob_start": "take the part of prompt_logprobs that is of interest",
-    "trace_decode_token_ids": "give the tokens as the end of the prompt, and ask for prompt_logprobs",
+    "trace_decode_token_ids": (
+        "give the tokens as the end of the prompt, and ask for prompt_logprobs"
+    ),
     "routed_experts_prompt_start": "leave it out",
     "watermarking": "leave it out",
 }
@@ -483,15 +564,22 @@ _ABSENT = {
 
 
 def _refuse(param: str, value: object, wanted: str) -> NoReturn:
-    raise InvalidParameterError(f"{param}={_shown(value)} is out of range; give {wanted}", param=param)
+    raise InvalidParameterError(
+        f"{param}={_shown(value)} is out of range; give {wanted}", param=param
+    )
 
 
 def _shown(value: object) -> str:
-    """A value for a message; never long, and never failing (Python refuses to print very large integers)."""
+    """A value for a message; never long, and never failing (Python refuses to
+    print very large integers)."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"<an integer of {value.bit_length()} bits>"
     # Other things' pictures may hold an address, which is of no use to anybody.
-    text = repr(value) if isinstance(value, str | bytes | int | float | list | tuple | dict | None) else type(value).__name__
+    text = (
+        repr(value)
+        if isinstance(value, str | bytes | int | float | list | tuple | dict | None)
+        else type(value).__name__
+    )
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -505,8 +593,13 @@ def _integer(param: str, value: object, low: int, high: int) -> int:
     return integer
 
 
-def _number(param: str, value: object, low: float, high: float, *, above_low: bool = False) -> float:
-    wanted = f"a number {'above' if above_low else 'from'} {low:g} {'up ' if above_low else ''}to {high:g}"
+def _number(
+    param: str, value: object, low: float, high: float, *, above_low: bool = False
+) -> float:
+    wanted = (
+        f"a number {'above' if above_low else 'from'} {low:g} {'up ' if above_low else ''}to "
+        f"{high:g}"
+    )
     if isinstance(value, bool) or not isinstance(value, Real):
         _refuse(param, value, wanted)
     number = float(value)
@@ -520,7 +613,9 @@ def _sequence(param: str, values: object, max_len: int) -> list[Any]:
         _refuse(param, values, f"a list of at most {max_len} entries")
     entries = list(values)
     if len(entries) > max_len:
-        raise InvalidParameterError(f"{param} holds {len(entries)} entries; give at most {max_len}", param=param)
+        raise InvalidParameterError(
+            f"{param} holds {len(entries)} entries; give at most {max_len}", param=param
+        )
     return entries
 
 
@@ -532,7 +627,8 @@ def _check_vocabulary(param: str, token_ids: Collection[int] | None, vocab_size:
     more = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
     are = "is" if len(unknown) == 1 else "are"
     raise InvalidParameterError(
-        f"{param}={named}{more} {are} out of range; give token ids from 0 to {vocab_size - 1}: the model's "
+        f"{param}={named}{more} {are} out of range; give token ids from 0 to "
+        f"{vocab_size - 1}: the model's "
         f"vocabulary has {vocab_size}",
         param=param,
     )
@@ -557,8 +653,11 @@ def _token_ids(param: str, values: object, max_len: int) -> list[int]:
 
 
 def _are_token_ids(values: Collection[Any]) -> bool:
-    """Whether all are plain integers in range: a fifth of the time that it takes to look at each of a quarter of a million."""
-    return not values or (set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= MAX_TOKEN_ID)
+    """Whether all are plain integers in range: a fifth of the time that it takes to look at each
+    of a quarter of a million."""
+    return not values or (
+        set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= MAX_TOKEN_ID
+    )
 
 
 def _logit_bias(biases: object) -> dict[int, float]:
@@ -566,7 +665,8 @@ def _logit_bias(biases: object) -> dict[int, float]:
         _refuse("logit_bias", biases, "a mapping from token id to bias")
     if len(biases) > MAX_LOGIT_BIASES:
         raise InvalidParameterError(
-            f"logit_bias holds {len(biases)} entries; give at most {MAX_LOGIT_BIASES}", param="logit_bias"
+            f"logit_bias holds {len(biases)} entries; give at most {MAX_LOGIT_BIASES}",
+            param="logit_bias",
         )
     checked: dict[int, float] = {}
     for key, bias in biases.items():

@@ -1,12 +1,14 @@
-"""The seam between the two planes: a `StepPlan` goes down, a `StepResult` comes up, and nothing else crosses.
+"""The seam between the two planes: a `StepPlan` goes down, a `StepResult` comes up, and nothing
+else crosses.
 
-Both are flat records of numbers, strings and tuples, so that they can be written to a file, replayed, simulated, or sent
-to another process or machine. A *row* is a sequence's place in the worker's batch; it persists between steps, and a plan
-carries only what changed. The worker applies a plan in this order: `removed_rows`, `new_rows`, `appended_tokens`,
-`replaced_blocks`, `appended_blocks`, `copies`, and then computes `work`.
+Both are flat records of numbers, strings and tuples, so that they can be written to a file,
+replayed, simulated, or sent to another process or machine. A *row* is a sequence's place in the
+worker's batch; it persists between steps, and a plan carries only what changed. The worker applies
+a plan in this order: `removed_rows`, `new_rows`, `appended_tokens`, `replaced_blocks`,
+`appended_blocks`, `copies`, and then computes `work`.
 
-A token sampled for a row is appended to that row by the worker itself, so that the next step does not have to wait until
-the token has travelled up and down again.
+A token sampled for a row is appended to that row by the worker itself, so that the next step does
+not have to wait until the token has travelled up and down again.
 """
 
 from __future__ import annotations
@@ -17,38 +19,47 @@ from typing import Any, NamedTuple, Protocol
 from quire.core.grammars import Grammar
 
 PLAN_VERSION = 3
-NOT_FINITE = "the model computed numbers that are not finite (NaN or infinity) for this sequence; it cannot go on"
+NOT_FINITE = (
+    "the model computed numbers that are not finite (NaN or infinity) for this sequence; it "
+    "cannot go on"
+)
 """The error of a row whose numbers went wrong."""
 NO_TOKEN_LEFT = (
-    "no token is left to sample: allowed_token_ids, bad_words, min_tokens, processors and structured_outputs forbid all of "
+    "no token is left to sample: allowed_token_ids, bad_words, min_tokens, processors and "
+    "structured_outputs forbid all of "
     "them together"
 )
 """The error of a row that asked for too much at once."""
 
 Record = tuple[Any, ...]
-"""A `NamedTuple` of numbers, strings and tuples that one feature declares and both of its halves know."""
+"""A `NamedTuple` of numbers, strings and tuples that one feature declares
+and both of its halves know."""
 
 
 ANY_STATE = -1
 
 
 class MarkSpelling(NamedTuple):
-    """How tokens spell the two marks around a model's thoughts: automata whose states count the bytes of a mark spelt so far.
+    """How tokens spell the two marks around a model's thoughts: automata whose states count the
+    bytes of a mark spelt so far.
 
-    Steps are (state, token id, next state), or with `ANY_STATE` a step from every state that has none for that token. The first
-    mark is not there where no step leads on; where none leads on in the second one, its state is 0 again.
+    Steps are (state, token id, next state), or with `ANY_STATE` a step from every state that has
+    none for that token. The first mark is not there where no step leads on; where none leads on in
+    the second one, its state is 0 again.
     """
 
     begin_steps: tuple[tuple[int, int, int], ...]
     begin_len: int
-    """The state in which the first mark is complete; the second one is where it has passed all states of `end_token_ids`."""
+    """The state in which the first mark is complete;
+    the second one is where it has passed all states of `end_token_ids`."""
     end_steps: tuple[tuple[int, int, int], ...]
     end_token_ids: tuple[int, ...]
     """By state: the token that goes on with the second mark."""
 
 
 class ThinkingBudget(NamedTuple):
-    """How much a row may think: behind so many tokens of thoughts the second mark is written for the model."""
+    """How much a row may think: behind so many tokens of thoughts the second
+    mark is written for the model."""
 
     max_tokens: int
     is_open: bool
@@ -57,10 +68,11 @@ class ThinkingBudget(NamedTuple):
 
 
 class RowSampling(NamedTuple):
-    """All that the sampler must know of one row: plain values, checked by `SamplingParams` before they get here.
+    """All that the sampler must know of one row: plain values, checked by `SamplingParams` before
+    they get here.
 
-    Rows that come of one body refer to the same tuples, however many they are: code that derives data from a long one keeps it
-    by the tuple's identity.
+    Rows that come of one body refer to the same tuples, however many they are: code that derives
+    data from a long one keeps it by the tuple's identity.
     """
 
     seed: int = 0
@@ -80,9 +92,11 @@ class RowSampling(NamedTuple):
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences whose last token is forbidden where the ones before it have just been generated."""
+    """Token sequences whose last token is forbidden where the ones before
+    it have just been generated."""
     num_logprobs: int | None = None
-    """Alternatives to report with each sampled token; 0 reports the sampled one alone, -1 the whole vocabulary."""
+    """Alternatives to report with each sampled token; 0 reports the sampled one alone,
+    -1 the whole vocabulary."""
     logprob_token_ids: tuple[int, ...] = ()
     """Tokens reported in every `TokenLogprobs` whatever their rank."""
     num_prompt_logprobs: int | None = None
@@ -91,7 +105,8 @@ class RowSampling(NamedTuple):
     processors: tuple[str, ...] = ()
     """Names of per-request logits processors registered with the executor."""
     grammar: Grammar | None = None
-    """Only tokens that continue an output of this form can be sampled; the end of sequence only where it is complete."""
+    """Only tokens that continue an output of this form can be sampled;
+    the end of sequence only where it is complete."""
     thinking: ThinkingBudget | None = None
 
 
@@ -109,10 +124,12 @@ class NewRow(NamedTuple):
 
 
 class Task(Protocol):
-    """What is to become of some of a row's hidden states: a small frozen record. The worker has an outlet for each kind."""
+    """What is to become of some of a row's hidden states: a small frozen record.
+    The worker has an outlet for each kind."""
 
     def num_wanted(self, num_tokens: int) -> int:
-        """Count those of the last of the work's `num_tokens` tokens whose hidden states it needs."""
+        """Count those of the last of the work's `num_tokens` tokens
+        whose hidden states it needs."""
         ...
 
 
@@ -132,7 +149,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Report the best tokens of the last computed position with their log-probabilities, and sample none."""
+    """Report the best tokens of the last computed position with their log-probabilities,
+    and sample none."""
 
     count: int
 
@@ -144,8 +162,8 @@ class Candidates:
 class ScorePrompt:
     """Report the log-probabilities of the prompt's tokens from position `first` on.
 
-    The token at position p is scored by the logits of p - 1, up to `start + num_tokens` or the end of the prompt, whichever is
-    first.
+    The token at position p is scored by the logits of p - 1, up to `start + num_tokens` or the end
+    of the prompt, whichever is first.
     """
 
     first: int
@@ -158,7 +176,8 @@ ONE_SAMPLE: tuple[Task, ...] = (Sample(),)
 
 
 class RowWork(NamedTuple):
-    """One row's share of a step: compute `num_tokens` tokens from position `start`, and do the tasks with what comes of it."""
+    """One row's share of a step: compute `num_tokens` tokens from position `start`,
+    and do the tasks with what comes of it."""
 
     row: int
     start: int
@@ -191,7 +210,8 @@ class AppendedBlocks(NamedTuple):
 
 
 class ReplacedBlock(NamedTuple):
-    """Entry `place` of a row's block table now names `block` (copy-on-write, or a merge of identical blocks)."""
+    """Entry `place` of a row's block table now names `block` (copy-on-write,
+    or a merge of identical blocks)."""
 
     row: int
     place: int
@@ -228,8 +248,8 @@ class StepPlan:
 class TokenLogprobs(NamedTuple):
     """A token's log-probability (natural logarithm) and its best alternatives.
 
-    `rank` is 1 for the most likely token. `top_ids` and `top_logprobs` are sorted from the most likely down and hold the
-    alternatives asked for; the token itself need not be among them.
+    `rank` is 1 for the most likely token. `top_ids` and `top_logprobs` are sorted from the most
+    likely down and hold the alternatives asked for; the token itself need not be among them.
     """
 
     token_id: int
@@ -245,18 +265,22 @@ class WorkResult(NamedTuple):
     token_ids: tuple[int, ...] = ()
     """Of `Sample`."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One per sampled token where the row reports them; of `Candidates` one, whose alternatives are the candidates."""
+    """One per sampled token where the row reports them; of `Candidates` one,
+    whose alternatives are the candidates."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Of `ScorePrompt`."""
     error: str | None = None
-    """Set where this row alone failed (non-finite logits, a processor that raised); the other fields are then empty."""
+    """Set where this row alone failed (non-finite logits, a processor that raised);
+    the other fields are then empty."""
 
     def join(self, other: WorkResult) -> WorkResult:
         """Put together what came of different tasks of one row; an error stands for all of them."""
         if self.error is not None or other.error is not None:
             return WorkResult(error=self.error or other.error)
         return WorkResult(
-            self.token_ids + other.token_ids, self.logprobs + other.logprobs, self.prompt_logprobs + other.prompt_logprobs
+            self.token_ids + other.token_ids,
+            self.logprobs + other.logprobs,
+            self.prompt_logprobs + other.prompt_logprobs,
         )
 
 
@@ -268,5 +292,6 @@ class StepResult:
     results: tuple[WorkResult, ...] = ()
     elapsed_s: float = 0.0
     news: dict[str, tuple[Record, ...]] = field(default_factory=dict)
-    """By a feature's name: what its half in the worker has to say, of this plan's orders or of earlier ones."""
+    """By a feature's name: what its half in the worker has to say,
+    of this plan's orders or of earlier ones."""
     version: int = PLAN_VERSION

@@ -1,12 +1,14 @@
 """Requests and their sequences: what the control plane knows of each piece of work.
 
-A `Request` is a `RequestSpec` as it is served; its `Sequence`s are the token streams that answer it (several with `n > 1` or
-beam search). A sequence has *known* tokens (prompt and output so far) and *computed* ones (their KV is in its blocks); a step
-computes some of the gap. These are records: who may change them is the scheduler. `RequestRecord` and `SequenceRecord` hold
-what is known of them elsewhere, too: by a server whose scheduler is in another process.
+A `Request` is a `RequestSpec` as it is served; its `Sequence`s are the token streams that answer it
+(several with `n > 1` or beam search). A sequence has *known* tokens (prompt and output so far) and
+*computed* ones (their KV is in its blocks); a step computes some of the gap. These are records: who
+may change them is the scheduler. `RequestRecord` and `SequenceRecord` hold what is known of them
+elsewhere, too: by a server whose scheduler is in another process.
 
-The scheduler knows nothing of how tokens are chosen. A request's `DecodingStrategy` says what a closed gap should yield and
-turns the outcome into appends, forks and finishes through `SequenceOps`, which the scheduler implements.
+The scheduler knows nothing of how tokens are chosen. A request's `DecodingStrategy` says what a
+closed gap should yield and turns the outcome into appends, forks and finishes through
+`SequenceOps`, which the scheduler implements.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class SequenceStatus(Enum):
     RUNNING = "running"
     """Holds a row and blocks."""
     PARKED = "parked"
-    """A beam whose candidates are in and that lost its blocks before its siblings were ready; holds nothing."""
+    """A beam whose candidates are in and that lost its blocks before its siblings were ready;
+    holds nothing."""
     FINISHED = "finished"
 
 
@@ -50,7 +53,8 @@ class FinishReason(Enum):
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times in seconds on the engine's clock; None until they happen. Counts are totals over the request's sequences."""
+    """Times in seconds on the engine's clock; None until they happen.
+    Counts are totals over the request's sequences."""
 
     arrival_s: float = 0.0
     first_scheduled_s: float | None = None
@@ -62,7 +66,8 @@ class RequestMetrics:
     num_preemptions: int = 0
     num_prefill_chunks: int = 0
     waited_for: str | None = None
-    """Why it was not admitted when it was last considered before its first admission; None where it never was refused."""
+    """Why it was not admitted when it was last considered before its first admission;
+    None where it never was refused."""
     num_waited_steps: int = 0
     """Steps that were planned without it before its first."""
     detokenize_s: float = 0.0
@@ -70,7 +75,8 @@ class RequestMetrics:
 
 
 class RequestRecord(RequestSpec):
-    """A spec, and what became of it so far: as a scheduler knows it, or a server whose engine runs elsewhere."""
+    """A spec, and what became of it so far: as a scheduler knows it,
+    or a server whose engine runs elsewhere."""
 
     __slots__ = ("error", "metrics", "prompt_logprobs", "sequences")
     __setattr__ = object.__setattr__  # a spec is frozen, what becomes of it is not
@@ -81,7 +87,8 @@ class RequestRecord(RequestSpec):
     error: str | None
     metrics: RequestMetrics
     prompt_logprobs: list[TokenLogprobs | None]
-    """One entry per prompt token scored so far; the first is None, since nothing predicts the first token."""
+    """One entry per prompt token scored so far; the first is None,
+    since nothing predicts the first token."""
 
     def __init__(self, spec: RequestSpec) -> None:
         for name in RequestSpec.__slots__:
@@ -102,7 +109,8 @@ class RequestRecord(RequestSpec):
     def release(self) -> None:
         """Forget the sequences of a finished request, once nobody asks for them again.
 
-        They refer to it as it does to them, so that without this all of it would stay until the collector of cycles looks.
+        They refer to it as it does to them, so that without this all of it would stay until the
+        collector of cycles looks.
         """
         assert self.is_finished
         self.sequences = []
@@ -116,13 +124,19 @@ class Request(RequestRecord):
     sequences: list[Sequence]
     strategy: DecodingStrategy
     resumed: tuple[ResumedSequence, ...]
-    """Its unfinished sequences, where the request was begun elsewhere; their tokens go on as they would have there."""
+    """Its unfinished sequences, where the request was begun elsewhere;
+    their tokens go on as they would have there."""
     arrival: int
     """Its place in the order of arrival."""
     arrival_step: int
     """The last step planned before it arrived."""
 
-    def __init__(self, spec: RequestSpec, strategy: DecodingStrategy, resumed: tuple[ResumedSequence, ...] = ()) -> None:
+    def __init__(
+        self,
+        spec: RequestSpec,
+        strategy: DecodingStrategy,
+        resumed: tuple[ResumedSequence, ...] = (),
+    ) -> None:
         super().__init__(spec)
         self.strategy = strategy
         self.resumed = resumed
@@ -130,11 +144,17 @@ class Request(RequestRecord):
 
     @property
     def scoring(self) -> ScoringKey | None:
-        """How prompt log-probabilities are wanted, or None where they are not, or came with the first token elsewhere."""
+        """How prompt log-probabilities are wanted, or None where they are not,
+        or came with the first token elsewhere."""
         sampling = self.sampling
         if sampling.num_prompt_logprobs is None or self.resumed:
             return None
-        return (sampling.num_prompt_logprobs, sampling.logprobs_mode, sampling.logprob_token_ids, sampling.temperature)
+        return (
+            sampling.num_prompt_logprobs,
+            sampling.logprobs_mode,
+            sampling.logprob_token_ids,
+            sampling.temperature,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -169,7 +189,11 @@ class SequenceRecord:
     @property
     def name(self) -> str:
         """For logs: the request's id, and the sequence's index where there are several."""
-        return self.request.request_id if self.index == 0 else f"{self.request.request_id}#{self.index}"
+        return (
+            self.request.request_id
+            if self.index == 0
+            else f"{self.request.request_id}#{self.index}"
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -187,11 +211,14 @@ class Sequence(SequenceRecord):
     is_resident: bool = False
     """Whether the worker already knows the row (a plan has carried its `NewRow`)."""
     fast_plan_end: int = 0
-    """While fewer tokens than this are planned, each of its steps is a plain decode: one token, in a slot of a block of its
-    own, that is not the last one allowed. Set when a slower look has established that."""
+    """While fewer tokens than this are planned, each of its steps is a plain decode: one token, in
+    a slot of a block of its own, that is not the last one allowed. Set when a slower look has
+    established that.
+    """
     fast_update_end: int = 0
-    """While fewer tokens than this are computed, the outcome of a plain decode is appended and nothing else comes of it: no
-    block is full, and it is not the last one allowed."""
+    """While fewer tokens than this are computed, the outcome of a plain decode is appended and
+    nothing else comes of it: no block is full, and it is not the last one allowed.
+    """
     num_reserved: int = 0
     """Blocks promised at admission for known tokens that are not computed yet."""
     len_at_admission: int = 0
@@ -204,21 +231,30 @@ class Sequence(SequenceRecord):
 
     def __post_init__(self) -> None:
         if self.request.repetition is not None:
-            self.watch = RepetitionWatch(self.request.repetition, len(self.request.prompt_token_ids))
+            self.watch = RepetitionWatch(
+                self.request.repetition, len(self.request.prompt_token_ids)
+            )
 
     @property
     def content_ids(self) -> list[int]:
-        """What stands at each known position, for the prefix cache; `token_ids` itself where those say so."""
+        """What stands at each known position, for the prefix cache;
+        `token_ids` itself where those say so."""
         prompt = self.request.content_ids
         return self.token_ids if prompt is None else [*prompt, *self.token_ids[len(prompt) :]]
 
     @property
     def gap(self) -> int:
-        """Tokens that the next step may compute: known ones that no step in flight computes, or else the one it samples.
+        """Tokens that the next step may compute: known ones that no step in flight computes, or
+        else the one it samples.
 
-        0 where a step in flight must be taken in first: it decides how to go on, or gives scores that are counted on.
+        0 where a step in flight must be taken in first: it decides how to go on, or gives scores
+        that are counted on.
         """
-        gap, num_planned, request = len(self.token_ids) - self.num_planned, self.num_planned, self.request
+        gap, num_planned, request = (
+            len(self.token_ids) - self.num_planned,
+            self.num_planned,
+            self.request,
+        )
         if num_planned == self.num_computed:
             return gap
         if gap:
@@ -228,8 +264,11 @@ class Sequence(SequenceRecord):
 
     @property
     def has_progressed(self) -> bool:
-        """Whether it has gained a token since it was last admitted, or has computed all it knows and waits for others."""
-        return len(self.token_ids) > self.len_at_admission or self.num_computed == len(self.token_ids)
+        """Whether it has gained a token since it was last admitted,
+        or has computed all it knows and waits for others."""
+        return len(self.token_ids) > self.len_at_admission or self.num_computed == len(
+            self.token_ids
+        )
 
     def refuse(self, reason: str) -> None:
         """Note why it is not admitted now."""
@@ -241,15 +280,25 @@ class Sequence(SequenceRecord):
 class SequenceOps(Protocol):
     """What a decoding strategy may do to sequences; implemented by the scheduler."""
 
-    def append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, *, is_on_worker: bool) -> None:
-        """Add a token; `is_on_worker` where the worker appended it to its row already. May finish the sequence."""
+    def append(
+        self,
+        sequence: Sequence,
+        token_id: int,
+        logprobs: TokenLogprobs | None,
+        *,
+        is_on_worker: bool,
+    ) -> None:
+        """Add a token; `is_on_worker` where the worker appended it to its row already.
+        May finish the sequence."""
         ...
 
     def fork(self, parent: Sequence, index: int) -> Sequence:
         """A new sequence with the parent's tokens, sharing its blocks where it has any."""
         ...
 
-    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+    def finish(
+        self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None
+    ) -> None:
         """End a sequence and free what it holds."""
         ...
 
@@ -259,11 +308,13 @@ class DecodingStrategy(Protocol):
 
     @property
     def is_plain(self) -> bool:
-        """Whether from now on each closed gap yields one sampled token, which is appended and nothing else."""
+        """Whether from now on each closed gap yields one sampled token,
+        which is appended and nothing else."""
         ...
 
     def tasks(self, sequence: Sequence) -> tuple[Task, ...]:
-        """Return what the sequence is to yield when its gap closes. Called at every decode: it should create nothing."""
+        """Return what the sequence is to yield when its gap closes. Called at every decode:
+        it should create nothing."""
         ...
 
     def absorb(self, ops: SequenceOps, sequence: Sequence, result: WorkResult) -> None:

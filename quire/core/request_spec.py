@@ -1,9 +1,10 @@
 """What is asked of an engine: one request as plain values, made once and never changed.
 
-A `RequestSpec` is all that a request's tokens and its place in the order of service depend on. It is made where the request
-arrives, in the engine's process or in another, and travels as it is: to the journal, over the wire and into the scheduler,
-which keeps what becomes of it in a `Request`. A new field is declared here and read where it takes effect; nothing in between
-names it. Two requests of equal specs give the same tokens.
+A `RequestSpec` is all that a request's tokens and its place in the order of service depend on. It
+is made where the request arrives, in the engine's process or in another, and travels as it is: to
+the journal, over the wire and into the scheduler, which keeps what becomes of it in a `Request`. A
+new field is declared here and read where it takes effect; nothing in between names it. Two requests
+of equal specs give the same tokens.
 """
 
 from __future__ import annotations
@@ -37,17 +38,21 @@ class RequestSpec:
     """Unique among the requests in flight; appears in logs."""
     prompt_token_ids: tuple[int, ...] = ()
     content_ids: tuple[int, ...] | None = None
-    """What stands at each position of the prompt, by which cached prefixes are told apart; None: the token ids say so. Where
-    a token only holds the place of other content (of an image, say), a negative 32-bit number: part of the content's digest."""
+    """What stands at each position of the prompt, by which cached prefixes are told apart; None:
+    the token ids say so. Where a token only holds the place of other content (of an image, say), a
+    negative 32-bit number: part of the content's digest.
+    """
     sampling: RowSampling = field(default_factory=RowSampling)
     max_tokens: int = 1
-    """Output tokens per sequence; bounded by the context length once the spec went through `fit`."""
+    """Output tokens per sequence; bounded by the context length once
+    the spec went through `fit`."""
     num_sequences: int = 1
     """Samples, whose sequences fork at the prompt's end."""
     beam: BeamSettings | None = None
     """In place of samples: the best beams."""
     stop_token_ids: frozenset[int] = frozenset()
-    """Tokens that end a sequence: the request's own and, unless it ignores them, the model's end-of-sequence tokens."""
+    """Tokens that end a sequence: the request's own and, unless it ignores them,
+    the model's end-of-sequence tokens."""
     repetition: tuple[int, int, int] | None = None
     """Ends a sequence that repeats itself; see `RepetitionDetectionParams.rule`."""
     priority: int = 0
@@ -76,17 +81,19 @@ class ResumedSequence:
 
 
 def fit(spec: RequestSpec, limits: SchedulerLimits) -> RequestSpec:
-    """Return the spec with `max_tokens` bounded by the context. Called once for each spec, where it is made.
+    """Return the spec with `max_tokens` bounded by the context. Called once for each spec, where it
+    is made.
 
-    A question of lengths and limits alone, not of other requests. Raises PromptTooLongError, with the numbers, for what could
-    never be served.
+    A question of lengths and limits alone, not of other requests. Raises PromptTooLongError, with
+    the numbers, for what could never be served.
     """
     num_prompt = len(spec.prompt_token_ids)
     if num_prompt == 0:
         raise InvalidParameterError("the prompt is empty; give at least one token", param="prompt")
     if num_prompt >= limits.max_model_len:
         raise PromptTooLongError(
-            f"the prompt has {num_prompt} tokens, but the context holds {limits.max_model_len}, of which at least one is "
+            f"the prompt has {num_prompt} tokens, but the context holds "
+            f"{limits.max_model_len}, of which at least one is "
             "for the answer; shorten the prompt or raise max_model_len"
         )
     # The last token sampled is never computed, so it needs no slot.
@@ -94,8 +101,10 @@ def fit(spec: RequestSpec, limits: SchedulerLimits) -> RequestSpec:
     num_blocks = ceil_div(num_slots, limits.block_size)
     if num_blocks > limits.num_blocks:
         raise PromptTooLongError(
-            f"the prompt's {num_prompt} tokens and up to {num_slots + 1 - num_prompt} new ones need {num_blocks} KV "
-            f"blocks of {limits.block_size}, but the whole pool has {limits.num_blocks}; shorten the prompt, lower "
+            f"the prompt's {num_prompt} tokens and up to {num_slots + 1 - num_prompt} new "
+            f"ones need {num_blocks} KV "
+            f"blocks of {limits.block_size}, but the whole pool has {limits.num_blocks}; "
+            "shorten the prompt, lower "
             "max_tokens, or give the KV cache more memory"
         )
     max_tokens = min(spec.max_tokens, limits.max_model_len - num_prompt)

@@ -1,11 +1,13 @@
 """How long a step takes: a linear model of its work, corrected by every measured step.
 
-Owns the coefficients and their uncertainty. Knows no clock: durations are passed in. The coefficients start from an estimate
-(`UnitCosts`, made of the model's sizes and the processor's class) and are then tracked by a Kalman filter, whose state is the
-ratio of each true coefficient to its estimate (Kalman, "A New Approach to Linear Filtering and Prediction Problems", 1960).
-Ratios share part of their prior variance, since a processor that is slower than estimated is slower at everything; and they may
-drift, since other programs come and go. A step that was interrupted for a moment moves the model little: deviations beyond
-three standard deviations count as three (Huber's rule).
+Owns the coefficients and their uncertainty. Knows no clock: durations are passed in. The
+coefficients start from an estimate (`UnitCosts`, made of the model's sizes and the processor's
+class) and are then tracked by a Kalman filter, whose state is the ratio of each true coefficient to
+its estimate (Kalman, "A New Approach to Linear Filtering and Prediction Problems", 1960). Ratios
+share part of their prior variance, since a processor that is slower than estimated is slower at
+everything; and they may drift, since other programs come and go. A step that was interrupted for a
+moment moves the model little: deviations beyond three standard deviations count as three (Huber's
+rule).
 """
 
 from __future__ import annotations
@@ -18,13 +20,15 @@ from typing import NamedTuple
 from quire.core.plan import RowWork
 
 _COMMON_VARIANCE = 0.5
-"""Of the ratios, shared by all: the speed of the whole processor is known within a factor of two or so."""
+"""Of the ratios, shared by all: the speed of the whole processor is known
+within a factor of two or so."""
 _OWN_VARIANCE = 0.25
 """Of each ratio beyond that."""
 _DRIFT_VARIANCE = 1e-4
 """By which each ratio may change from one step to the next: one per cent."""
 _NOISE = 0.1
-"""Standard deviation of a step's duration, relative to the prediction: the host of the measurements was shared, too."""
+"""Standard deviation of a step's duration, relative to the prediction:
+the host of the measurements was shared, too."""
 _SAVED_VARIANCE_SHARE = 0.1
 """What is left of the prior's variance where an earlier run's ratios are taken over."""
 _MAX_RATIO = 50.0
@@ -71,7 +75,8 @@ def work_of(work: Sequence[RowWork]) -> StepWork:
 
 
 class UnitCosts(NamedTuple):
-    """Seconds for one unit of each kind of `StepWork`, estimated before anything was measured; all above 0."""
+    """Seconds for one unit of each kind of `StepWork`, estimated before anything was measured;
+    all above 0."""
 
     step_s: float
     head_s: float
@@ -98,7 +103,8 @@ class StepCostModel:
         return sum(map(_product, self._units, work))
 
     def chunk_len(self, seconds: float, start: int, most: int) -> int:
-        """How many tokens of one sequence from position `start` on take up to `seconds` more; at most `most`, at least 0.
+        """How many tokens of one sequence from position `start` on take up to `seconds` more; at
+        most `most`, at least 0.
 
         Solves token * n + context * (start + n) + pair * n * (start + n / 2) = seconds for n.
         """
@@ -107,21 +113,27 @@ class StepCostModel:
         if left_s <= 0.0:
             return 0
         slope_s = token_s + context_s + pair_s * start
-        # The root of pair / 2 * n^2 + slope * n - left, in the form that does not cancel where pair is small.
+        # The root of pair / 2 * n^2 + slope * n - left, in the form that does not cancel where pair
+        # is small.
         length = 2.0 * left_s / (slope_s + math.sqrt(slope_s * slope_s + 2.0 * pair_s * left_s))
         return min(most, int(length))
 
     def chunk_s(self, start: int, count: int) -> float:
         """What such a chunk adds to a step's duration."""
         _, _, token_s, _, context_s, pair_s = self._units
-        return token_s * count + context_s * (start + count) + pair_s * count * (start + 0.5 * count)
+        return (
+            token_s * count + context_s * (start + count) + pair_s * count * (start + 0.5 * count)
+        )
 
     def observe(self, work: StepWork, measured_s: float) -> None:
         """Learn from a step that took `measured_s`."""
         predicted_s = self.seconds(work)
         if not (work.num_steps and 0.0 < measured_s < math.inf):
             return
-        gradient = [unit_s * amount / predicted_s for unit_s, amount in zip(self.estimate, work, strict=True)]
+        gradient = [
+            unit_s * amount / predicted_s
+            for unit_s, amount in zip(self.estimate, work, strict=True)
+        ]
         covariance = self._covariance
         spread = [sum(map(_product, row, gradient)) for row in covariance]
         variance = sum(map(_product, spread, gradient)) + _NOISE * _NOISE
@@ -144,17 +156,28 @@ class StepCostModel:
 
     def saved(self) -> dict[str, object]:
         """What a later run can begin with: plain numbers."""
-        return {"estimate": list(self.estimate), "ratios": list(self._ratios), "num_observed": self.num_observed}
+        return {
+            "estimate": list(self.estimate),
+            "ratios": list(self._ratios),
+            "num_observed": self.num_observed,
+        }
 
     def restore(self, saved: Mapping[str, object]) -> bool:
-        """Begin with what an earlier run learned; False, changing nothing, where that is of another model or no such record.
+        """Begin with what an earlier run learned; False, changing nothing, where that is of another
+        model or no such record.
 
         Before the first step is observed.
         """
         ratios, estimate = saved.get("ratios"), saved.get("estimate")
-        if estimate != list(self.estimate) or not isinstance(ratios, list) or len(ratios) != NUM_COSTS:
+        if (
+            estimate != list(self.estimate)
+            or not isinstance(ratios, list)
+            or len(ratios) != NUM_COSTS
+        ):
             return False
-        if not all(isinstance(ratio, float) and 1.0 / _MAX_RATIO <= ratio <= _MAX_RATIO for ratio in ratios):
+        if not all(
+            isinstance(ratio, float) and 1.0 / _MAX_RATIO <= ratio <= _MAX_RATIO for ratio in ratios
+        ):
             return False
         self._ratios = list(ratios)
         self._units = list(map(_product, self.estimate, self._ratios))
@@ -168,6 +191,9 @@ def _product(a: float, b: float) -> float:
 
 def _prior(share: float) -> list[list[float]]:
     return [
-        [share * (_COMMON_VARIANCE + _OWN_VARIANCE * (row == column)) for column in range(NUM_COSTS)]
+        [
+            share * (_COMMON_VARIANCE + _OWN_VARIANCE * (row == column))
+            for column in range(NUM_COSTS)
+        ]
         for row in range(NUM_COSTS)
     ]

@@ -1,4 +1,5 @@
-"""Sampling as a strategy: independent sequences that share their prompt's blocks; and the strategy that a spec asks for."""
+"""Sampling as a strategy: independent sequences that share their prompt's blocks;
+and the strategy that a spec asks for."""
 
 from __future__ import annotations
 
@@ -10,11 +11,16 @@ from quire.core.request_spec import RequestSpec
 
 def strategy_of(spec: RequestSpec, *, is_forked: bool = False) -> DecodingStrategy:
     """Return a new strategy for a request; `is_forked` where its sequences are there already."""
-    return SamplingStrategy(spec.num_sequences, is_forked=is_forked) if spec.beam is None else BeamSearch(spec.beam)
+    return (
+        SamplingStrategy(spec.num_sequences, is_forked=is_forked)
+        if spec.beam is None
+        else BeamSearch(spec.beam)
+    )
 
 
 class SamplingStrategy:
-    """Independent samples: the first closed gap of the prompt forks into `num_sequences` sequences on shared blocks."""
+    """Independent samples: the first closed gap of the prompt forks into `num_sequences`
+    sequences on shared blocks."""
 
     def __init__(self, num_sequences: int = 1, *, is_forked: bool = False) -> None:
         self.num_sequences = num_sequences
@@ -27,12 +33,20 @@ class SamplingStrategy:
     def absorb(self, ops: SequenceOps, sequence: Sequence, result: WorkResult) -> None:
         if not self.is_plain:
             self._fork(ops, sequence, result)
-        ops.append(sequence, result.token_ids[0], result.logprobs[0] if result.logprobs else None, is_on_worker=True)
+        ops.append(
+            sequence,
+            result.token_ids[0],
+            result.logprobs[0] if result.logprobs else None,
+            is_on_worker=True,
+        )
 
     def _fork(self, ops: SequenceOps, sequence: Sequence, result: WorkResult) -> None:
-        """Fork while the parent still stands at the end of the prompt, then give each child its own first token."""
+        """Fork while the parent still stands at the end of the prompt,
+        then give each child its own first token."""
         self.is_plain = True
         logprobs = result.logprobs or (None,) * len(result.token_ids)
         children = [ops.fork(sequence, index) for index in range(1, self.num_sequences)]
-        for child, token_id, record in zip(children, result.token_ids[1:], logprobs[1:], strict=True):
+        for child, token_id, record in zip(
+            children, result.token_ids[1:], logprobs[1:], strict=True
+        ):
             ops.append(child, token_id, record, is_on_worker=False)

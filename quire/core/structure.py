@@ -1,7 +1,8 @@
-"""What form an answer must have: the public parameters, checked once, and their translation into the plan's `Grammar`.
+"""What form an answer must have: the public parameters, checked once, and their translation into
+the plan's `Grammar`.
 
-Owns names (vLLM's), limits and the translation. Whether a grammar can be compiled at all is found out by `quire.grammar`,
-which has the compiler; when it is compiled is the scheduler's business.
+Owns names (vLLM's), limits and the translation. Whether a grammar can be compiled at all is found
+out by `quire.grammar`, which has the compiler; when it is compiled is the scheduler's business.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ MAX_CHOICES_LEN = 256 << 10
 MAX_GRAMMAR_LEN = 64 << 10
 """A chain of 6,000 rules, 110 kB, took the compiler 2 s."""
 _NOT_ASKED = ("json_object", False)
-_BEGINS_GBNF = re.compile(r"(?:[ \t\r\n]+|#[^\n]*|//[^\n]*)*+[A-Za-z0-9_][A-Za-z0-9_.\-]*[ \t\r\n]*::=")
+_BEGINS_GBNF = re.compile(
+    r"(?:[ \t\r\n]+|#[^\n]*|//[^\n]*)*+[A-Za-z0-9_][A-Za-z0-9_.\-]*[ \t\r\n]*::="
+)
 _FORMS = ("json", "regex", "choice", "grammar", "json_object")
 
 
@@ -35,29 +38,41 @@ class StructuredOutputsParams:
     """
 
     json: str | Mapping[str, Any] | None = None
-    """A JSON schema, as text or decoded: the answer is a JSON value that it accepts, with properties in its order."""
+    """A JSON schema, as text or decoded: the answer is a JSON value that it accepts,
+    with properties in its order."""
     regex: str | None = None
-    """The whole answer matches this regular expression (Rust's syntax; no look-around, no back-references)."""
+    """The whole answer matches this regular expression (Rust's syntax; no look-around,
+    no back-references)."""
     choice: list[str] | None = None
     """The answer is one of these."""
     grammar: str | None = None
-    """A context-free grammar: in Lark's notation, as llguidance reads it, where the rule `start` is the answer; or in
-    llama.cpp's (GBNF; vLLM says EBNF), where `root` is. Which one is seen by `::=` in its first rule."""
+    """A context-free grammar: in Lark's notation, as llguidance reads it, where the rule `start` is
+    the answer; or in llama.cpp's (GBNF; vLLM says EBNF), where `root` is. Which one is seen by
+    `::=` in its first rule.
+    """
     json_object: bool | None = None
     """The answer is a JSON object, of any form."""
     disable_any_whitespace: bool = False
-    """JSON without any space or line break; otherwise one space or one line break with indentation may stand between parts."""
+    """JSON without any space or line break; otherwise one space or one line break with
+    indentation may stand between parts."""
     wire: Grammar = field(init=False, compare=False, repr=False)
     """What the engine gets."""
 
     def __post_init__(self) -> None:
-        given = [name for name in _FORMS if getattr(self, name) is not None and (name, getattr(self, name)) != _NOT_ASKED]
+        given = [
+            name
+            for name in _FORMS
+            if getattr(self, name) is not None and (name, getattr(self, name)) != _NOT_ASKED
+        ]
         if len(given) != 1:
             what = f"{' and '.join(given)} are given together" if given else "it asks for nothing"
             raise InvalidParameterError(
-                f"structured_outputs: {what}; give exactly one of {', '.join(_FORMS)}", param="structured_outputs"
+                f"structured_outputs: {what}; give exactly one of {', '.join(_FORMS)}",
+                param="structured_outputs",
             )
-        object.__setattr__(self, "wire", getattr(self, f"_from_{given[0]}")(f"structured_outputs.{given[0]}"))
+        object.__setattr__(
+            self, "wire", getattr(self, f"_from_{given[0]}")(f"structured_outputs.{given[0]}")
+        )
 
     @classmethod
     def of_grammar(cls, wire: Grammar) -> StructuredOutputsParams:
@@ -71,12 +86,17 @@ class StructuredOutputsParams:
     def from_mapping(cls, values: object) -> StructuredOutputsParams:
         """From a decoded JSON object, such as an HTTP body's field."""
         if not isinstance(values, Mapping):
-            raise InvalidParameterError("structured_outputs: it must be an object", param="structured_outputs")
+            raise InvalidParameterError(
+                "structured_outputs: it must be an object", param="structured_outputs"
+            )
         known = {item.name for item in fields(cls) if item.init}
         asked = {name: value for name, value in values.items() if value is not None}
         for name in asked:
             if name not in known:
-                message = f"structured_outputs: {str(name)[:64]!r} is not available; known are {', '.join(sorted(known))}"
+                message = (
+                    f"structured_outputs: {str(name)[:64]!r} is not available; known are "
+                    f"{', '.join(sorted(known))}"
+                )
                 raise InvalidParameterError(message, param="structured_outputs")
         return cls(**asked)
 
@@ -99,14 +119,17 @@ class StructuredOutputsParams:
             _text(each, MAX_CHOICES_LEN, param)
         if sum(map(len, choices)) > MAX_CHOICES_LEN:
             _refuse(param, f"has more than {MAX_CHOICES_LEN} characters")
-        return Grammar("lark", "start: " + " | ".join(lark_literal(each) for each in dict.fromkeys(choices)))
+        return Grammar(
+            "lark", "start: " + " | ".join(lark_literal(each) for each in dict.fromkeys(choices))
+        )
 
     def _from_grammar(self, param: str) -> Grammar:
         text = _text(self.grammar, MAX_GRAMMAR_LEN, param)
         if _BEGINS_GBNF.match(text):
             return Grammar("gbnf", text)
         for directive in ("%json", "%llguidance"):
-            if directive in text:  # a schema in there would not be judged by our rules, and options could loosen them
+            # a schema in there would not be judged by our rules, and options could loosen them
+            if directive in text:
                 _refuse(param, f"must not contain {directive}; give a schema as 'json'")
         return Grammar("lark", text)
 
@@ -129,7 +152,10 @@ class GuidedDecodingParams(StructuredOutputsParams):
     def __post_init__(self) -> None:
         StructuredOutputsParams.__post_init__(self)
         if self.whitespace_pattern is not None:
-            _refuse("guided_decoding.whitespace_pattern", "is not available; use disable_any_whitespace, or leave it out")
+            _refuse(
+                "guided_decoding.whitespace_pattern",
+                "is not available; use disable_any_whitespace, or leave it out",
+            )
 
 
 def lark_literal(text: str) -> str:

@@ -1,4 +1,5 @@
-"""Methods and classes that scripts for other engines use and that this version does not have: each raises one clear line."""
+"""Methods and classes that scripts for other engines use and that this version does not have:
+each raises one clear line."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from quire.errors import NotAvailableError
 
 
 def absent(name: str, advice: str) -> Callable[..., NoReturn]:
-    """A method `name` that raises NotAvailableError with what to do instead, whatever it is given."""
+    """A method `name` that raises NotAvailableError with what to do instead,
+    whatever it is given."""
 
     def method(*_: Any, **__: Any) -> NoReturn:
         raise NotAvailableError(f"{name}() is not available in this version; {advice}")
@@ -20,7 +22,10 @@ def absent(name: str, advice: str) -> Callable[..., NoReturn]:
 
 
 NO_EMBEDDINGS = "it makes no embeddings: use a library for embedding models"
-NO_POOLING = "it only generates text; ask a question about the text with chat(), or read log-probabilities with logprobs"
+NO_POOLING = (
+    "it only generates text; ask a question about the text with chat(), or read "
+    "log-probabilities with logprobs"
+)
 NO_SLEEP = "close() frees the memory, and making the LLM anew takes it again"
 NO_PROFILE = "profile the whole program (py-spy, perf), or measure with quire bench"
 NO_RPC = "there are no workers to call: the model runs in this process"
@@ -29,7 +34,8 @@ NO_ADAPTERS = "merge the adapter into the weights and load those"
 
 
 def refuse_adapters(lora_request: object) -> None:
-    """Raises NotAvailableError where a request names an adapter; None, or a list of None, names none."""
+    """Raises NotAvailableError where a request names an adapter; None, or a list of None,
+    names none."""
     named = lora_request if isinstance(lora_request, list | tuple) else [lora_request]
     if any(each is not None for each in named):
         raise NotAvailableError(f"lora_request is not available in this version; {NO_ADAPTERS}")
@@ -38,11 +44,14 @@ def refuse_adapters(lora_request: object) -> None:
 def refuse_media(mm_processor_kwargs: object) -> None:
     """Raises NotAvailableError where options of media are given."""
     if mm_processor_kwargs:
-        raise NotAvailableError("mm_processor_kwargs is not available in this version; prompts are text or token ids")
+        raise NotAvailableError(
+            "mm_processor_kwargs is not available in this version; prompts are text or token ids"
+        )
 
 
 class PoolingParams:
-    """Parameters of embedding models. Not available: making one raises NotAvailableError, as for the rest."""
+    """Parameters of embedding models. Not available: making one raises NotAvailableError,
+    as for the rest."""
 
     __init__ = absent("PoolingParams", NO_POOLING)
 
@@ -74,5 +83,9 @@ class ScoringRequestOutput(PoolingRequestOutput):
 class ModelRegistry:
     """Models that a program brings along. Calling anything of it raises NotAvailableError."""
 
-    register_model = staticmethod(absent("ModelRegistry.register_model", "declare the model in quire/models, see docs/howto"))
-    get_supported_archs = staticmethod(absent("ModelRegistry.get_supported_archs", "see the registry in quire/models"))
+    register_model = staticmethod(
+        absent("ModelRegistry.register_model", "declare the model in quire/models, see docs/howto")
+    )
+    get_supported_archs = staticmethod(
+        absent("ModelRegistry.get_supported_archs", "see the registry in quire/models")
+    )

@@ -1,7 +1,9 @@
-"""`EngineArgs`: an engine's options as one record that a command line fills in, with the names that vLLM gives them.
+"""`EngineArgs`: an engine's options as one record that a command line fills in, with the names that
+vLLM gives them.
 
-Made from the declaration of `EngineConfig` and the table of foreign options, so that it has every option of both, once. What an
-option means and which values it may have is said there; nothing is judged here but the form.
+Made from the declaration of `EngineConfig` and the table of foreign options, so that it has every
+option of both, once. What an option means and which values it may have is said there; nothing is
+judged here but the form.
 """
 
 from __future__ import annotations
@@ -19,8 +21,13 @@ from quire.errors import ConfigError
 DEFAULT_MODEL = "quire-storyteller"
 """What vLLM's record has a default for as well: the model that ships with the package."""
 
-_THEIRS = {each.text: each for each in FOREIGN_OPTIONS.values() if each.kind == "renamed" and not each.values}
-"""Options that go by vLLM's name here, by ours; but for those whose values are called otherwise, which go by both."""
+_THEIRS = {
+    each.text: each
+    for each in FOREIGN_OPTIONS.values()
+    if each.kind == "renamed" and not each.values
+}
+"""Options that go by vLLM's name here, by ours; but for those whose values are called otherwise,
+which go by both."""
 
 
 class _Args:
@@ -44,7 +51,11 @@ class _Args:
         """What differs from the defaults, and the model: the arguments of `LLM`."""
         given = {item.name: getattr(self, item.name) for item in fields(self)}  # type: ignore[arg-type]
         defaults = {item.name: item.default for item in fields(self)}  # type: ignore[arg-type]
-        return {name: value for name, value in given.items() if name == "model" or value != defaults[name]}
+        return {
+            name: value
+            for name, value in given.items()
+            if name == "model" or value != defaults[name]
+        }
 
     def create_engine_config(self, usage_context: object = None) -> EngineConfig:
         """The options, judged. Raises ConfigError."""
@@ -60,7 +71,9 @@ def _own_fields() -> list[tuple[str, Any, Any]]:
             metadata = {**item.metadata, "also_named": item.name}
             made.append((theirs.name, item.type, field(default=item.default, metadata=metadata)))
         elif item.name == "model":
-            made.append((item.name, item.type, field(default=DEFAULT_MODEL, metadata=item.metadata)))
+            made.append(
+                (item.name, item.type, field(default=DEFAULT_MODEL, metadata=item.metadata))
+            )
         else:
             made.append((item.name, item.type, field(default=item.default, metadata=item.metadata)))
     return made
@@ -68,7 +81,10 @@ def _own_fields() -> list[tuple[str, Any, Any]]:
 
 def _foreign_fields() -> list[tuple[str, Any, Any]]:
     options = [each for each in FOREIGN_OPTIONS.values() if each.text not in _THEIRS]
-    return [(each.name, Any, field(default=each.default, metadata={"foreign": each})) for each in options]
+    return [
+        (each.name, Any, field(default=each.default, metadata={"foreign": each}))
+        for each in options
+    ]
 
 
 if TYPE_CHECKING:
@@ -91,33 +107,65 @@ if TYPE_CHECKING:
 
 else:
     EngineArgs = make_dataclass(
-        "EngineArgs", [*_own_fields(), *_foreign_fields()], bases=(_Args,), namespace={"__module__": __name__}
+        "EngineArgs",
+        [*_own_fields(), *_foreign_fields()],
+        bases=(_Args,),
+        namespace={"__module__": __name__},
     )
-    AsyncEngineArgs = make_dataclass("AsyncEngineArgs", [], bases=(EngineArgs,), namespace={"__module__": __name__})
+    AsyncEngineArgs = make_dataclass(
+        "AsyncEngineArgs", [], bases=(EngineArgs,), namespace={"__module__": __name__}
+    )
 
 
 def _add_option(group: argparse._ArgumentGroup, item: Field[Any]) -> None:
-    flags = [f"--{name.replace('_', '-')}" for name in (item.name, item.metadata.get("also_named")) if name]
+    flags = [
+        f"--{name.replace('_', '-')}"
+        for name in (item.name, item.metadata.get("also_named"))
+        if name
+    ]
     foreign: ForeignOption | None = item.metadata.get("foreign")
-    text = argparse.SUPPRESS if foreign is not None else str(item.metadata["help"]).replace("%", "%%")
+    text = (
+        argparse.SUPPRESS if foreign is not None else str(item.metadata["help"]).replace("%", "%%")
+    )
     default = None if item.default is MISSING else item.default
     if isinstance(default, bool):
-        group.add_argument(*flags, dest=item.name, default=default, help=text, action=argparse.BooleanOptionalAction)
+        group.add_argument(
+            *flags,
+            dest=item.name,
+            default=default,
+            help=text,
+            action=argparse.BooleanOptionalAction,
+        )
     else:
         bare: dict[str, Any] = {} if foreign is None else {"nargs": "?", "const": True}
-        group.add_argument(*flags, dest=item.name, default=default, help=text, type=_reader(item), **bare)
+        group.add_argument(
+            *flags, dest=item.name, default=default, help=text, type=_reader(item), **bare
+        )
 
 
 def add_foreign_options(parser: argparse.ArgumentParser) -> list[str]:
-    """Add vLLM's options that a parser lacks, unlisted in its help; returns their names. Absent unless they are given."""
+    """Add vLLM's options that a parser lacks, unlisted in its help; returns their names.
+    Absent unless they are given."""
     known = {option for action in parser._actions for option in action.option_strings}
-    lacking = [each for each in FOREIGN_OPTIONS.values() if f"--{each.name.replace('_', '-')}" not in known]
+    lacking = [
+        each for each in FOREIGN_OPTIONS.values() if f"--{each.name.replace('_', '-')}" not in known
+    ]
     for each in lacking:
         flag, hidden = f"--{each.name.replace('_', '-')}", argparse.SUPPRESS
         if isinstance(each.default, bool):
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=hidden, help=hidden)
+            parser.add_argument(
+                flag, action=argparse.BooleanOptionalAction, default=hidden, help=hidden
+            )
         else:
-            parser.add_argument(flag, nargs="?", const=True, type=_value, default=hidden, help=hidden, dest=each.name)
+            parser.add_argument(
+                flag,
+                nargs="?",
+                const=True,
+                type=_value,
+                default=hidden,
+                help=hidden,
+                dest=each.name,
+            )
     return [each.name for each in lacking]
 
 
@@ -125,7 +173,12 @@ def _reader(item: Field[Any]) -> Callable[[str], Any]:
     kind = str(item.type).removesuffix(" | None")
     if item.name == "max_model_len":
         return _length
-    known: Mapping[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "int | str": str}
+    known: Mapping[str, Callable[[str], Any]] = {
+        "int": int,
+        "float": float,
+        "str": str,
+        "int | str": str,
+    }
     return known.get(kind, _value)
 
 

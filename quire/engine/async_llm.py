@@ -1,7 +1,9 @@
-"""`AsyncLLM`: the engine for asyncio programs. Requests stream; the engine runs in a thread of its own.
+"""`AsyncLLM`: the engine for asyncio programs. Requests stream; the engine runs in a thread of its
+own.
 
-The event loop never computes and never waits for a step: that is left to `EngineThread`, where prompts are tokenized, too.
-Every wait ends with the engine: if its thread dies, all streams raise EngineError.
+The event loop never computes and never waits for a step: that is left to `EngineThread`, where
+prompts are tokenized, too. Every wait ends with the engine: if its thread dies, all streams raise
+EngineError.
 """
 
 from __future__ import annotations
@@ -40,9 +42,11 @@ _T = TypeVar("_T")
 
 
 class AsyncLLM:
-    """A model in this process, for asyncio. Safe to use from several threads, each with an event loop of its own.
+    """A model in this process, for asyncio. Safe to use from several threads, each with an event
+    loop of its own.
 
-    `options` are the fields of `EngineConfig`; an unknown one raises ConfigError with what it may have meant.
+    `options` are the fields of `EngineConfig`; an unknown one raises ConfigError with what it may
+    have meant.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -53,7 +57,9 @@ class AsyncLLM:
         self._link.start()
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs, usage_context: object = None, **ignored: object) -> Self:
+    def from_engine_args(
+        cls, engine_args: EngineArgs, usage_context: object = None, **ignored: object
+    ) -> Self:
         """A model of parsed arguments."""
         return cls(**engine_args.options())
 
@@ -68,23 +74,38 @@ class AsyncLLM:
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Stream one request's outputs, cumulative unless `sampling_params.output_kind` says otherwise.
+        """Stream one request's outputs, cumulative unless `sampling_params.output_kind` says
+        otherwise.
 
-        With a digest of the engine's, what the parameters list is read and held once for all prompts that are given it.
-        Leaving the loop early aborts the request. Raises a RequestError if it cannot be served. `trace_headers` have no effect.
+        With a digest of the engine's, what the parameters list is read and held once for all
+        prompts that are given it. Leaving the loop early aborts the request. Raises a RequestError
+        if it cannot be served. `trace_headers` have no effect.
         """
         refuse_adapters(lora_request)
         self._engine.refuse_nested_call()
         params = sampling_params if sampling_params is not None else self._engine.default_params()
         if not isinstance(params, SamplingParams | Digest):
-            raise InvalidParameterError(f"AsyncLLM takes SamplingParams, not {type(params).__name__}", param="sampling_params")
-        params = with_truncation(params.clone(), tokenization_kwargs) if isinstance(params, SamplingParams) else params
+            raise InvalidParameterError(
+                f"AsyncLLM takes SamplingParams, not {type(params).__name__}",
+                param="sampling_params",
+            )
+        params = (
+            with_truncation(params.clone(), tokenization_kwargs)
+            if isinstance(params, SamplingParams)
+            else params
+        )
         asked = params.params if isinstance(params, Digest) else params
         if asked.structured_outputs is not None:
             await judge.check_async(asked.structured_outputs.wire)
-        request_id = request_id if request_id is not None else f"async-{next(self._request_numbers)}"
+        request_id = (
+            request_id if request_id is not None else f"async-{next(self._request_numbers)}"
+        )
         stream = Stream()
-        self._link.begin(request_id, lambda engine: engine.add_request(request_id, prompt, params, priority=priority), stream)
+        self._link.begin(
+            request_id,
+            lambda engine: engine.add_request(request_id, prompt, params, priority=priority),
+            stream,
+        )
         is_finished = False
         try:
             async for output in stream:
@@ -99,17 +120,24 @@ class AsyncLLM:
         for each in [request_id] if isinstance(request_id, str) else list(request_id):
             self._link.abort(each)
 
-    async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
+    async def pause_generation(
+        self, *, mode: PauseMode = "abort", clear_cache: bool = True
+    ) -> None:
         """Compute nothing more until `resume_generation`; requests that come meanwhile wait.
 
-        Those in flight are ended ("abort"), finished first ("wait"), or kept to go on later ("keep"). Unless they are kept,
-        `clear_cache` forgets the cached KV.
+        Those in flight are ended ("abort"), finished first ("wait"), or kept to go on later
+        ("keep"). Unless they are kept, `clear_cache` forgets the cached KV.
         """
         if mode not in get_args(PauseMode):
             raise InvalidParameterError(
-                f"mode={mode!r} is unknown; choose one of {', '.join(get_args(PauseMode))}", param="mode"
+                f"mode={mode!r} is unknown; choose one of {', '.join(get_args(PauseMode))}",
+                param="mode",
             )
-        while mode == "wait" and not self._link.is_paused and await self._do(lambda engine: engine.has_work):
+        while (
+            mode == "wait"
+            and not self._link.is_paused
+            and await self._do(lambda engine: engine.has_work)
+        ):
             await asyncio.sleep(_PAUSE_POLL_S)
         await self._do(lambda engine: self._pause(engine, mode, clear_cache))
 
@@ -122,9 +150,13 @@ class AsyncLLM:
         """Whether `pause_generation` holds the engine."""
         return self._link.is_paused
 
-    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
         """Forget the cached KV of finished requests; see `LLMEngine.reset_prefix_cache`."""
-        return await self._do(lambda engine: engine.reset_prefix_cache(preempts=reset_running_requests))
+        return await self._do(
+            lambda engine: engine.reset_prefix_cache(preempts=reset_running_requests)
+        )
 
     async def check_health(self) -> None:
         """Raises EngineError where the engine is closed or has died."""
@@ -150,7 +182,8 @@ class AsyncLLM:
         return snapshot(self._engine.scheduler, self.config.model)
 
     async def _do(self, command: Callable[[Engine], _T]) -> _T:
-        """Have the engine's thread do something between two steps; raises EngineError where the engine ends before it."""
+        """Have the engine's thread do something between two steps;
+        raises EngineError where the engine ends before it."""
         done: concurrent.futures.Future[_T] = concurrent.futures.Future()
 
         def run(engine: Engine) -> None:
@@ -170,7 +203,8 @@ class AsyncLLM:
             engine.reset_prefix_cache()
 
     def get_tokenizer(self) -> PretrainedTokenizer:
-        """The model's tokenizer, with the methods that transformers' have; ConfigError with `skip_tokenizer_init`."""
+        """The model's tokenizer, with the methods that transformers' have;
+        ConfigError with `skip_tokenizer_init`."""
         return self._engine.pretrained_tokenizer()
 
     encode = absent("encode", NO_EMBEDDINGS)
@@ -186,7 +220,8 @@ class AsyncLLM:
         return self._engine.scheduler
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """End all requests and free the model. Waits for the step in flight, at most `timeout_s`. Idempotent."""
+        """End all requests and free the model. Waits for the step in flight, at most `timeout_s`.
+        Idempotent."""
         self._link.close(timeout_s)
 
     shutdown = close

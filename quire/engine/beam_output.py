@@ -1,4 +1,5 @@
-"""From a beam search that has ended to what its user reads. A failure here is that search's error and nobody else's."""
+"""From a beam search that has ended to what its user reads.
+A failure here is that search's error and nobody else's."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ class BeamState(NamedTuple):
 def beam_output(state: BeamState, tokenizer: Tokenizer | None) -> BeamSearchOutput:
     """The hypotheses of a search, best first, or the error that ended it."""
     request = state.request
-    output = BeamSearchOutput(request.request_id, [], list(request.prompt_token_ids), state.prompt, request.error)
+    output = BeamSearchOutput(
+        request.request_id, [], list(request.prompt_token_ids), state.prompt, request.error
+    )
     if output.error is not None:
         return output
     assert isinstance(request.strategy, BeamSearch)
@@ -50,7 +53,18 @@ def beam_output(state: BeamState, tokenizer: Tokenizer | None) -> BeamSearchOutp
 
 
 def _text(state: BeamState, hypothesis: Hypothesis, tokenizer: Tokenizer) -> str:
-    """The text that follows the prompt; the token that ended it is part of it only if the user wants so."""
-    is_cut = hypothesis.finish_reason is FinishReason.STOP and not state.params.include_stop_str_in_output
-    detokenizer = Detokenizer(tokenizer, state.request.prompt_token_ids, skip_special_tokens=state.params.skip_special_tokens)
-    return detokenizer.append(hypothesis.token_ids[:-1] if is_cut else hypothesis.token_ids) + detokenizer.flush()
+    """The text that follows the prompt; the token that ended it is part of it
+    only if the user wants so."""
+    is_cut = (
+        hypothesis.finish_reason is FinishReason.STOP
+        and not state.params.include_stop_str_in_output
+    )
+    detokenizer = Detokenizer(
+        tokenizer,
+        state.request.prompt_token_ids,
+        skip_special_tokens=state.params.skip_special_tokens,
+    )
+    return (
+        detokenizer.append(hypothesis.token_ids[:-1] if is_cut else hypothesis.token_ids)
+        + detokenizer.flush()
+    )

@@ -55,7 +55,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PREREQUISITES = (CompiledGrammars,)
-"""The control plane's halves of the features whose others `build_executor` gives to the worker as companions."""
+"""The control plane's halves of the features whose others `build_executor` gives
+to the worker as companions."""
 
 
 class PlannedModel(NamedTuple):
@@ -94,22 +95,33 @@ def plan_engine(config: EngineConfig, machine: Machine | None = None) -> Planned
     """Find the model, read its config, and decide. Imports no torch."""
     machine = machine or machine_for(config)
     files = find_model(config)
-    spec = declare({key: value for key, value in files.config.items() if key != "quantization_config"})
+    spec = declare(
+        {key: value for key, value in files.config.items() if key != "quantization_config"}
+    )
     keeps_fp8 = machine.gpu is not None and machine.gpu.capability >= FP8_CAPABILITY
     storage = files.storage(spec, config, keeps_fp8=keeps_fp8)
     if storage is not None:
         formats = storage.formats
     else:
-        formats = WeightFormats() if config.quantize_to is None else formats_at_load(spec, config.quantize_to)
+        formats = (
+            WeightFormats()
+            if config.quantize_to is None
+            else formats_at_load(spec, config.quantize_to)
+        )
     plan = resolve(config, spec, machine, formats)
     for decision in plan.decisions:
-        if decision.name == "dtype" and HALF in (config.dtype, spec.dtype) and plan.dtype not in (config.dtype, "float32"):
+        if (
+            decision.name == "dtype"
+            and HALF in (config.dtype, spec.dtype)
+            and plan.dtype not in (config.dtype, "float32")
+        ):
             logger.warning("computing in %s: %s", decision.value, decision.reason)
     return PlannedModel(plan, files, storage)
 
 
 def machine_for(config: EngineConfig) -> Machine:
-    """This machine, with its GPU where the config wants to compute on one; ConfigError says why it cannot."""
+    """This machine, with its GPU where the config wants to compute on one;
+    ConfigError says why it cannot."""
     machine = Machine.inspect()
     return replace(machine, gpu=require_gpu()) if config.device == "cuda" else machine
 
@@ -117,7 +129,8 @@ def machine_for(config: EngineConfig) -> Machine:
 def prepare_model(config: EngineConfig, *, is_for_here: bool = True) -> PreparedModel:
     """Everything that is needed to judge requests, before anything heavy is imported or allocated.
 
-    Not `is_for_here`: the model itself will run in another process, so none of its weights is read in this one.
+    Not `is_for_here`: the model itself will run in another process, so none of its weights is read
+    in this one.
     """
     planned = plan_engine(config)
     if not config.skip_tokenizer_init:
@@ -131,7 +144,9 @@ def _describe(planned: PlannedModel) -> PreparedModel:
     own = {} if planned.files.gguf is not None else read_generation_config(planned.folder)
     vocab_size = planned.plan.spec.vocab_size
     eos_token_ids = _eos_token_ids(own, planned.model_config, tokenizer, vocab_size=vocab_size)
-    return PreparedModel(planned, tokenizer, _generation_config(planned.plan.config, own), eos_token_ids)
+    return PreparedModel(
+        planned, tokenizer, _generation_config(planned.plan.config, own), eos_token_ids
+    )
 
 
 def _generation_config(config: EngineConfig, own: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -143,7 +158,8 @@ def _generation_config(config: EngineConfig, own: Mapping[str, Any]) -> Mapping[
         folder = Path(config.generation_config).expanduser()
         if not (folder / "generation_config.json").is_file():
             raise ConfigError(
-                f"generation_config={config.generation_config!r} is no folder with a generation_config.json; "
+                f"generation_config={config.generation_config!r} is no folder with a "
+                "generation_config.json; "
                 "give one, or 'auto' or 'vllm'"
             )
         chosen = read_generation_config(folder)
@@ -156,8 +172,9 @@ def begin_loading(planned: PlannedModel) -> PlannedModel:
 
 
 def assemble(prepared: PreparedModel, executor: Executor, *, is_streaming: bool = False) -> Engine:
-    """An engine of a prepared model around an executor. Where its outputs are not streamed, its steps are bounded by time
-    only if the config gives a target."""
+    """An engine of a prepared model around an executor. Where its outputs are not streamed, its
+    steps are bounded by time only if the config gives a target.
+    """
     from quire.engine.engine import Engine
 
     planned = prepared.planned
@@ -177,7 +194,8 @@ def assemble(prepared: PreparedModel, executor: Executor, *, is_streaming: bool 
 
 
 def pace_of(planned: PlannedModel) -> tuple[StepPace | None, StepCostFile | None]:
-    """What keeps a model's steps within their target, and where it is kept what steps cost, beside the packed weights."""
+    """What keeps a model's steps within their target, and where it is kept what steps cost,
+    beside the packed weights."""
     plan = planned.plan
     if plan.target_step_s is None:
         return None, None
@@ -186,7 +204,9 @@ def pace_of(planned: PlannedModel) -> tuple[StepPace | None, StepCostFile | None
         return pace, None
     from quire.engine.fingerprint import cache_name
 
-    path = cache_name(plan, planned.files).path(Path(plan.config.weights_cache).expanduser(), COST_SUFFIX)
+    path = cache_name(plan, planned.files).path(
+        Path(plan.config.weights_cache).expanduser(), COST_SUFFIX
+    )
     cost_file = StepCostFile(path, Machine.inspect().cpu_name, pace.model)
     cost_file.restore()
     return pace, cost_file
@@ -194,7 +214,8 @@ def pace_of(planned: PlannedModel) -> tuple[StepPace | None, StepCostFile | None
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Without passes of the garbage collector: importing torch makes a million objects, none of which is garbage."""
+    """Without passes of the garbage collector: importing torch makes a million objects,
+    none of which is garbage."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -227,9 +248,16 @@ def select(plan: EnginePlan) -> Selection:
 
 @_no_collection()
 def build_executor(planned: PlannedModel, name: str = "inline") -> Executor:
-    """The executor of this name (see `quire.executor.registry`) for a planned model. Raises ConfigError for an unknown name."""
+    """The executor of this name (see `quire.executor.registry`) for a planned model.
+    Raises ConfigError for an unknown name."""
     limits, vocab_size = planned.plan.limits, planned.plan.spec.vocab_size
-    spec = ExecutorSpec(limits.max_num_seqs, limits.num_blocks, limits.block_size, vocab_size, partial(_build_worker, planned))
+    spec = ExecutorSpec(
+        limits.max_num_seqs,
+        limits.num_blocks,
+        limits.block_size,
+        vocab_size,
+        partial(_build_worker, planned),
+    )
     return make_executor(name, spec)
 
 
@@ -258,8 +286,14 @@ def _build_worker(planned: PlannedModel) -> tuple[Worker, ProcessorTable]:
     if plan.is_kv_populated:
         memory.populate(plan.num_threads)
     rows = RowTable(limits.max_num_seqs, limits.block_size)
-    states = {name: each for name, each in planned.files.states(plan.config.tokenizer).items() if name.endswith(".json")}
-    matchers = RowMatchers(GrammarTable(partial(_vocabulary, planned._replace(head_start=None), states)))
+    states = {
+        name: each
+        for name, each in planned.files.states(plan.config.tokenizer).items()
+        if name.endswith(".json")
+    }
+    matchers = RowMatchers(
+        GrammarTable(partial(_vocabulary, planned._replace(head_start=None), states))
+    )
     sampler = Sampler(select_sampling(selection.kernels), matchers=matchers)
     worker = Worker(model, memory, rows, outlets_for(model, rows, sampler), companions=(matchers,))
     if selection.kernels.device.type == "cuda":
@@ -276,11 +310,20 @@ def _use_graphs(worker: Worker, plan: EnginePlan, graphs: GraphPlan) -> None:
     from quire.worker.graphs import CudaGraphs, GraphSettings
 
     longest = plan.limits.max_model_len
-    settings = GraphSettings(graphs.max_num_tokens, longest, graphs.max_bytes, graphs.min_shared_blocks)
+    settings = GraphSettings(
+        graphs.max_num_tokens, longest, graphs.max_bytes, graphs.min_shared_blocks
+    )
     worker.use_graphs(CudaGraphs(graphs.bytes_each), settings)
-    held, planned = torch.cuda.memory_allocated(), plan.weight_bytes + plan.kv_bytes + plan.workspace_bytes
+    held, planned = (
+        torch.cuda.memory_allocated(),
+        plan.weight_bytes + plan.kv_bytes + plan.workspace_bytes,
+    )
     if held > planned:
-        logger.warning("weights and KV cache take %d bytes of the GPU, planned were %d with all else", held, planned)
+        logger.warning(
+            "weights and KV cache take %d bytes of the GPU, planned were %d with all else",
+            held,
+            planned,
+        )
 
 
 def _load_model(planned: PlannedModel, kernels: Kernels) -> DecoderModel:
@@ -304,7 +347,9 @@ def _load_model(planned: PlannedModel, kernels: Kernels) -> DecoderModel:
 
 
 @contextmanager
-def _sources(planned: PlannedModel) -> Iterator[tuple[WeightSource, Callable[[FloatLinears], LinearLoader]]]:
+def _sources(
+    planned: PlannedModel,
+) -> Iterator[tuple[WeightSource, Callable[[FloatLinears], LinearLoader]]]:
     """Where the weights come from, and how projections are loaded from there."""
     import torch
 
@@ -331,34 +376,49 @@ def _sources(planned: PlannedModel) -> Iterator[tuple[WeightSource, Callable[[Fl
 
 
 def _packed_cache(planned: PlannedModel) -> PackedCache | None:
-    """Begin to read what an earlier start packed. Plain floats are packed while torch is imported: no use for them."""
+    """Begin to read what an earlier start packed. Plain floats are packed while torch is imported:
+    no use for them."""
     plan = planned.plan
-    is_plain = [planned.storage is None and plan.formats.of(parts) is None for parts in plan.spec.projections]
+    is_plain = [
+        planned.storage is None and plan.formats.of(parts) is None
+        for parts in plan.spec.projections
+    ]
     if plan.config.weights_cache is None or all(is_plain) or not _may_be_native(plan):
         return None
     from quire.engine.fingerprint import cache_name
     from quire.weights.packed_cache import PackedCache
 
-    wanted = [parts for parts, plain in zip(plan.spec.projections, is_plain, strict=True) if not plain]
-    return PackedCache(Path(plan.config.weights_cache).expanduser(), cache_name(plan, planned.files), wanted)
+    wanted = [
+        parts for parts, plain in zip(plan.spec.projections, is_plain, strict=True) if not plain
+    ]
+    return PackedCache(
+        Path(plan.config.weights_cache).expanduser(), cache_name(plan, planned.files), wanted
+    )
 
 
 def _may_be_native(plan: EnginePlan) -> bool:
     """Whether the native kernels can be expected to serve the plan."""
     from quire.kernels import cpu
 
-    return plan.device == "cpu" and plan.config.kernels in ("auto", "cpu") and cpu.IMPORT_ERROR is None
+    return (
+        plan.device == "cpu" and plan.config.kernels in ("auto", "cpu") and cpu.IMPORT_ERROR is None
+    )
 
 
 def _head_start(planned: PlannedModel) -> HeadStart | None:
     """Begin to load the weights, if the native kernels can be expected to serve the plan.
 
-    What is wrong with the files is said when they are loaded in earnest: what is wrong with a request comes first.
+    What is wrong with the files is said when they are loaded in earnest: what is wrong with a
+    request comes first.
     """
     from quire.kernels import cpu
 
     plan = planned.plan
-    if plan.config.load_format == "dummy" or planned.storage is not None or not _may_be_native(plan):
+    if (
+        plan.config.load_format == "dummy"
+        or planned.storage is not None
+        or not _may_be_native(plan)
+    ):
         return None
     if plan.dtype not in cpu.DTYPES:
         return None
@@ -392,17 +452,28 @@ def _tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer | None:
         return None
     source = files.folder
     if config.tokenizer is not None:
-        source = resolve_model(config.tokenizer, revision=config.tokenizer_revision, download_dir=config.download_dir)
-    if files.gguf is not None and config.tokenizer is None and not (source / "tokenizer.json").is_file():
+        source = resolve_model(
+            config.tokenizer, revision=config.tokenizer_revision, download_dir=config.download_dir
+        )
+    if (
+        files.gguf is not None
+        and config.tokenizer is None
+        and not (source / "tokenizer.json").is_file()
+    ):
         return Tokenizer(*convert_tokenizer(files.gguf.file.metadata))
-    if config.load_format == "dummy" and config.tokenizer is None and not (source / "tokenizer.json").is_file():
+    if (
+        config.load_format == "dummy"
+        and config.tokenizer is None
+        and not (source / "tokenizer.json").is_file()
+    ):
         logger.warning("no tokenizer.json beside the config: prompts must be token ids")
         return None
     return Tokenizer.from_folder(source)
 
 
 def _vocabulary(planned: PlannedModel, states: States) -> Vocabulary:
-    """The model's tokens as a compiler of grammars needs them. The tokenizer is read anew: an engine's process has none."""
+    """The model's tokens as a compiler of grammars needs them. The tokenizer is read anew:
+    an engine's process has none."""
     from quire.grammar.backend import Vocabulary
 
     try:
@@ -412,24 +483,38 @@ def _vocabulary(planned: PlannedModel, states: States) -> Vocabulary:
     prepared = _describe(planned)
     tokenizer, eos_token_ids = prepared.tokenizer, prepared.eos_token_ids
     if tokenizer is None or not eos_token_ids:
-        raise RequestError("this engine has no tokenizer or no end-of-sequence token: no output can be given a form")
+        raise RequestError(
+            "this engine has no tokenizer or no end-of-sequence token: no output can be "
+            "given a form"
+        )
     num_tokens = min(planned.plan.spec.vocab_size, tokenizer.vocab_size)
     return Vocabulary(
         tokens=[tokenizer.token_bytes(token_id) for token_id in range(num_tokens)],
-        special_token_ids=frozenset(each for each in tokenizer.special_token_ids if each < num_tokens),
+        special_token_ids=frozenset(
+            each for each in tokenizer.special_token_ids if each < num_tokens
+        ),
         eos_token_ids=tuple(sorted(each for each in eos_token_ids if each < num_tokens)),
     )
 
 
 def _eos_token_ids(
-    generation_config: Mapping[str, Any], model_config: Mapping[str, Any], tokenizer: Tokenizer | None, *, vocab_size: int
+    generation_config: Mapping[str, Any],
+    model_config: Mapping[str, Any],
+    tokenizer: Tokenizer | None,
+    *,
+    vocab_size: int,
 ) -> frozenset[int]:
-    """What ends a sequence: as `generation_config.json` says, else `config.json`, else the tokenizer.
+    """What ends a sequence: as `generation_config.json` says, else `config.json`, else the
+    tokenizer.
 
     Some files name tokens that the model does not have, or -1 for none: nothing can end with those.
     """
     fallback = None if tokenizer is None else tokenizer.eos_token_id
-    for value in (generation_config.get("eos_token_id"), model_config.get("eos_token_id"), fallback):
+    for value in (
+        generation_config.get("eos_token_id"),
+        model_config.get("eos_token_id"),
+        fallback,
+    ):
         if isinstance(value, int):
             value = [value]
         if isinstance(value, list) and value and all(isinstance(item, int) for item in value):
@@ -438,7 +523,8 @@ def _eos_token_ids(
 
 
 def _set_num_threads(num_threads: int) -> None:
-    """Both pools' settings are the process's: the engine that was built last decides. Results never depend on it."""
+    """Both pools' settings are the process's: the engine that was built last decides.
+    Results never depend on it."""
     _stay_alone_after_fork()
     _resize_pools(num_threads)
 
@@ -455,6 +541,7 @@ def _resize_pools(num_threads: int) -> None:
 
 @cache
 def _stay_alone_after_fork() -> None:
-    """A forked child has none of its parent's OpenMP threads and would wait for them forever; it computes with one."""
+    """A forked child has none of its parent's OpenMP threads and would wait for them forever;
+    it computes with one."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=lambda: _resize_pools(1))

@@ -1,12 +1,15 @@
-"""An engine as a server sees it, wherever it runs: one client, over a link to an engine in this process or in another.
+"""An engine as a server sees it, wherever it runs: one client, over a link to an engine in this
+process or in another.
 
-Torch-free. `quire.engine.process.supervisor.Supervisor` is the link to an engine process, whose requests survive its death;
-`quire.engine.engine_thread.EngineThread` the one to an engine in this process.
+Torch-free. `quire.engine.process.supervisor.Supervisor` is the link to an engine process, whose
+requests survive its death; `quire.engine.engine_thread.EngineThread` the one to an engine in this
+process.
 
-How to use it: `prepare` judges a request and raises what is wrong with it (a RequestError) before anything is streamed;
-`stream = await client.generate(prepared)` accepts it, or raises an UnavailableError if nothing can be taken now; `async for
-output in stream` then yields outputs as `output_kind` says and always ends with one that is `finished`, also where the engine
-failed (its `error` says why). Leaving the loop early, or `await stream.aclose()`, aborts the request.
+How to use it: `prepare` judges a request and raises what is wrong with it (a RequestError) before
+anything is streamed; `stream = await client.generate(prepared)` accepts it, or raises an
+UnavailableError if nothing can be taken now; `async for output in stream` then yields outputs as
+`output_kind` says and always ends with one that is `finished`, also where the engine failed (its
+`error` says why). Leaving the loop early, or `await stream.aclose()`, aborts the request.
 """
 
 from __future__ import annotations
@@ -34,18 +37,21 @@ from quire.errors import EngineError, InvalidParameterError, UnavailableError
 from quire.text.tokenizer import Tokenizer
 
 MAX_NUM_REQUESTS = 4096
-"""Requests in flight beyond which none is taken, whatever the server above allows: what the journal may hold."""
+"""Requests in flight beyond which none is taken, whatever the server above allows:
+what the journal may hold."""
 MAX_QUESTIONS = 32
 """Questions about the engine's state that may be unanswered at once."""
 SHUTTING_DOWN = "the server is shutting down"
 _ANSWER_TIMEOUT_S = 2.0
-"""Questions are answered between two steps; a step that takes longer than this is told of in the status."""
+"""Questions are answered between two steps;
+a step that takes longer than this is told of in the status."""
 _DRAIN_POLL_S = 0.02
 _LAST_WORDS_S = 2.0
 """How long a drain that was cut short waits for the streams' last outputs."""
 
 EngineState = Literal["loading", "ready", "stalled", "restarting", "draining", "failed", "closed"]
-"""`stalled`: the engine shows no sign of progress and is about to be replaced. `failed`: given up for good."""
+"""`stalled`: the engine shows no sign of progress and is about to be replaced. `failed`:
+given up for good."""
 Question = Inspect | InspectBlock
 Seen = Inspected | InspectedBlock
 
@@ -67,11 +73,13 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_slots: int
     """Tokens that the KV cache holds."""
     kv: dict[str, str] = {}
-    """What describes the KV cache: `block_size`, `num_gpu_blocks` (all blocks, wherever they are), `cache_dtype`, ..."""
+    """What describes the KV cache: `block_size`, `num_gpu_blocks` (all blocks, wherever they are),
+    `cache_dtype`, ..."""
     policy: str = "fcfs"
     """The order of service, as the operator named it."""
     fingerprint: str
-    """Changes whenever answers to the same request and seed may change; for `system_fingerprint`."""
+    """Changes whenever answers to the same request and seed may change;
+    for `system_fingerprint`."""
 
 
 class EngineStatus(EngineCounters, frozen=True, kw_only=True):
@@ -102,7 +110,8 @@ class EngineStatus(EngineCounters, frozen=True, kw_only=True):
 
 
 class Link(Protocol):
-    """The way to an engine, with the thread that serves requests on it. For any thread; nothing waits but `close`."""
+    """The way to an engine, with the thread that serves requests on it. For any thread;
+    nothing waits but `close`."""
 
     show: Callable[[Seen], None]
     """Called in the link's thread with each answer to a question."""
@@ -137,7 +146,8 @@ class Link(Protocol):
 
 
 class Client:
-    """An engine as a server sees it. All methods but `digest` and `prepare` are for one event loop's thread.
+    """An engine as a server sees it. All methods but `digest` and `prepare` are for one event
+    loop's thread.
 
     Requests are accepted while the model is loading or the engine is restarting, and then wait.
     """
@@ -164,24 +174,30 @@ class Client:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer (None with `skip_tokenizer_init`). Encode long texts in a thread: it releases the GIL."""
+        """The model's tokenizer (None with `skip_tokenizer_init`). Encode long texts in a thread:
+        it releases the GIL."""
         return self._tokenizer
 
     def digest(self, params: SamplingParams) -> Digest:
-        """Read parameters once for any number of requests; they must not be changed afterwards. Raises a RequestError.
+        """Read parameters once for any number of requests; they must not be changed afterwards.
+        Raises a RequestError.
 
         For any thread: it takes as long as what they list is long.
         """
         return self._builder.digest(params)
 
-    def prepare(self, request_id: str, prompt: ParsedPrompt, digest: Digest, **standing: Any) -> PreparedRequest:
-        """Make the spec of a request; see `RequestBuilder.sampling`. Raises a RequestError if it can never be served.
+    def prepare(
+        self, request_id: str, prompt: ParsedPrompt, digest: Digest, **standing: Any
+    ) -> PreparedRequest:
+        """Make the spec of a request; see `RequestBuilder.sampling`. Raises a RequestError if it
+        can never be served.
 
         The id is unique among the requests in flight, and appears in logs.
         """
         if digest.params.logits_processors:
             raise InvalidParameterError(
-                "logits_processors are functions, which do not travel to an engine process", param="logits_processors"
+                "logits_processors are functions, which do not travel to an engine process",
+                param="logits_processors",
             )
         prompt = prompt._replace(token_ids=check_token_ids(prompt.token_ids, self.model.vocab_size))
         return self._builder.sampling(request_id, prompt, digest, **standing)
@@ -191,7 +207,9 @@ class Client:
         self._check_available()
         request_id = prepared.spec.request_id
         if request_id in self._streams:
-            raise InvalidParameterError(f"request id {request_id!r} is already in use", param="request_id")
+            raise InvalidParameterError(
+                f"request id {request_id!r} is already in use", param="request_id"
+            )
         stream = self._streams[request_id] = _ClientStream(prepared, self)
         self._num_prompt_tokens += len(prepared.spec.prompt_token_ids)
         try:
@@ -201,7 +219,8 @@ class Client:
         return stream
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its stream ends with what there is and `finish_reason="abort"`. Unknown ids are ignored."""
+        """End a request; its stream ends with what there is and `finish_reason="abort"`.
+        Unknown ids are ignored."""
         self.link.abort(request_id)
 
     def status(self) -> EngineStatus:
@@ -213,16 +232,19 @@ class Client:
         return status
 
     async def inspect(self, engine: str, since: int) -> Inspection | None:
-        """The engine's steps after step `since` of `engine` (as an earlier inspection named it), and its state now.
+        """The engine's steps after step `since` of `engine` (as an earlier inspection named it),
+        and its state now.
 
-        Everything that is kept, where that engine or step is not known. None where the engine cannot be asked now.
+        Everything that is kept, where that engine or step is not known. None where the engine
+        cannot be asked now.
         """
         self._num_questions += 1
         answer = await self._ask(Inspect(self._num_questions, engine, since))
         return answer.inspection if isinstance(answer, Inspected) else None
 
     async def look_into(self, block: int, step: int) -> BlockContent | None:
-        """What a KV block held in a step; None where it is not known (any more), or the engine cannot be asked now."""
+        """What a KV block held in a step; None where it is not known (any more),
+        or the engine cannot be asked now."""
         self._num_questions += 1
         answer = await self._ask(InspectBlock(self._num_questions, block, step))
         return answer.content if isinstance(answer, InspectedBlock) else None
@@ -265,7 +287,11 @@ class Client:
         if status.state == "failed":
             raise UnavailableError(f"the engine has failed: {status.reason}", state="failed")
         if len(self._streams) >= MAX_NUM_REQUESTS:
-            raise UnavailableError(f"{MAX_NUM_REQUESTS} requests are in flight already", state="overloaded", retry_after_s=1)
+            raise UnavailableError(
+                f"{MAX_NUM_REQUESTS} requests are in flight already",
+                state="overloaded",
+                retry_after_s=1,
+            )
 
     async def _wait_for_streams(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s
@@ -301,7 +327,8 @@ def _answer(future: asyncio.Future[Seen], answer: Seen) -> None:
 
 
 class _ClientStream(Stream):
-    """A stream whose reader hears of failures as a last output. Deltas that wait for a slow reader are merged."""
+    """A stream whose reader hears of failures as a last output.
+    Deltas that wait for a slow reader are merged."""
 
     def __init__(self, prepared: PreparedRequest, client: Client) -> None:
         is_delta = prepared.params.output_kind is RequestOutputKind.DELTA
@@ -311,7 +338,11 @@ class _ClientStream(Stream):
 
     def fail(self, error: BaseException) -> None:
         spec = self.prepared.spec
-        self.put(RequestOutput(spec.request_id, self.prepared.prompt, [], [], finished=True, error=str(error)))
+        self.put(
+            RequestOutput(
+                spec.request_id, self.prepared.prompt, [], [], finished=True, error=str(error)
+            )
+        )
 
     def ended(self, *, has_left: bool) -> None:
         self._client.forget(self, has_left=has_left)

@@ -1,4 +1,5 @@
-"""The numbers of a running engine, as they are counted: declared once, read by whoever describes it or reports of it."""
+"""The numbers of a running engine, as they are counted: declared once,
+read by whoever describes it or reports of it."""
 
 from __future__ import annotations
 
@@ -32,9 +33,11 @@ class EngineCounters(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks merged with identical ones."""
     num_computed_tokens: int = 0
     num_steps_by_size: tuple[int, ...] = ()
-    """Steps of at most 1, 2, 4, ... tokens (and more than the one before); the last also counts those that are larger."""
+    """Steps of at most 1, 2, 4, ... tokens (and more than the one before);
+    the last also counts those that are larger."""
     num_steps_by_duration: tuple[int, ...] = ()
-    """Steps of up to 1, 2, 4, ... ms, where steps are bounded by time; the last also counts those that are longer."""
+    """Steps of up to 1, 2, 4, ... ms, where steps are bounded by time;
+    the last also counts those that are longer."""
     predicted_step_s: float = 0.0
     """Of those steps together, as the next two."""
     measured_step_s: float = 0.0
@@ -49,7 +52,8 @@ class EngineCounters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def count(scheduler: Scheduler) -> EngineCounters:
-    """Read them, also from another thread while steps go on: they may then be of two neighbouring steps."""
+    """Read them, also from another thread while steps go on:
+    they may then be of two neighbouring steps."""
     stats, manager = scheduler.stats, scheduler.manager
     return EngineCounters(
         num_running=len(scheduler.running),

@@ -1,7 +1,8 @@
 """The engine: requests in, outputs out, one step at a time.
 
-Adds to the loop (`quire.engine.step_loop`) what a program wants to see: prompts and parameters on the way in, texts and
-log-probabilities by token on the way out. Owns the life of per-request logits processors. Synchronous, and for one thread at a
+Adds to the loop (`quire.engine.step_loop`) what a program wants to see: prompts and parameters on
+the way in, texts and log-probabilities by token on the way out. Owns the life of per-request logits
+processors. Synchronous, and for one thread at a
 time: `LLM` drives it through `quire.engine.sharing`, `AsyncLLM` from a thread of its own.
 """
 
@@ -35,7 +36,8 @@ from quire.text.tokenizer import Tokenizer
 Output = RequestOutput | BeamSearchOutput
 
 _NESTED = (
-    "this engine is computing a step, which called this function (from a logits processor, say) and cannot end before it "
+    "this engine is computing a step, which called this function (from a logits processor, "
+    "say) and cannot end before it "
     "returns: generate with another engine, or after the step"
 )
 
@@ -58,7 +60,13 @@ class Engine(StepLoop):
         cost_file: StepCostFile | None = None,
     ) -> None:
         super().__init__(
-            plan.limits, executor, clock, loop_of(plan), prerequisites=prerequisites, pace=pace, cost_file=cost_file
+            plan.limits,
+            executor,
+            clock,
+            loop_of(plan),
+            prerequisites=prerequisites,
+            pace=pace,
+            cost_file=cost_file,
         )
         self.plan = plan
         self.tokenizer = tokenizer
@@ -73,27 +81,37 @@ class Engine(StepLoop):
         self.request_builder = RequestBuilder(plan, tokenizer, eos_token_ids, clock)
         self._is_closed = False
 
-    # -- requests ----------------------------------------------------------------------------------------------------
+    # -- requests
+    # ----------------------------------------------------------------------------------------------
 
     def default_params(self, **overrides: Any) -> SamplingParams:
         """Sampling parameters as the model's `generation_config.json` wants them."""
         return SamplingParams.from_generation_config(self.generation_config, **overrides)
 
     def pretrained_tokenizer(self) -> PretrainedTokenizer:
-        """The tokenizer, with the methods that transformers' have. ConfigError where there is none."""
+        """The tokenizer, with the methods that transformers' have.
+        ConfigError where there is none."""
         if self.tokenizer is None:
-            raise ConfigError("this engine has no tokenizer (skip_tokenizer_init); load the model with one")
+            raise ConfigError(
+                "this engine has no tokenizer (skip_tokenizer_init); load the model with one"
+            )
         return PretrainedTokenizer(self.tokenizer, name=self.model.tokenizer)
 
     def digest(self, params: SamplingParams) -> Digest:
-        """Read parameters once, for `add_request` with any number of prompts; later changes to `params` do not count.
+        """Read parameters once, for `add_request` with any number of prompts; later changes to
+        `params` do not count.
 
         Safe in any thread. Raises a RequestError.
         """
         return self.request_builder.digest(params.clone())
 
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | BeamSearchParams | Digest, *, priority: int = 0
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams | Digest,
+        *,
+        priority: int = 0,
     ) -> None:
         """Accept a request. Raises a RequestError, and changes nothing, if it cannot be served."""
         if self._is_closed:
@@ -108,20 +126,24 @@ class Engine(StepLoop):
             self._add_sampling(request_id, parsed, params, priority)
         else:
             raise InvalidParameterError(
-                f"the parameters are of type {type(params).__name__}; give SamplingParams or BeamSearchParams",
+                f"the parameters are of type {type(params).__name__}; give SamplingParams or "
+                "BeamSearchParams",
                 param="sampling_params",
             )
 
     def add(self, prepared: PreparedRequest) -> None:
-        """Accept a request that was prepared elsewhere. Raises InvalidParameterError for an id that is in use."""
+        """Accept a request that was prepared elsewhere.
+        Raises InvalidParameterError for an id that is in use."""
         if self._is_closed:
             raise EngineError("the engine is closed")
         self._outputs.add(self.scheduler.add(prepared.spec), prepared)
 
     def reset_prefix_cache(self, *, preempts: bool = False) -> bool:
-        """Forget the cached KV of finished requests; whether nothing that is still in use could be found again.
+        """Forget the cached KV of finished requests; whether nothing that is still in use could be
+        found again.
 
-        With `preempts`, running requests give up their blocks, too, and are computed again: the same answers.
+        With `preempts`, running requests give up their blocks, too, and are computed again: the
+        same answers.
         """
         if preempts and self.scheduler.has_work:
             self.loop.forget()
@@ -130,7 +152,8 @@ class Engine(StepLoop):
         return not self.scheduler.running
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request at once; returns what there is of it. Unknown and finished ids are ignored."""
+        """End a request at once; returns what there is of it.
+        Unknown and finished ids are ignored."""
         request = self.scheduler.abort(request_id)
         self._beams.pop(request_id, None)
         self._forget_processors(request_id)
@@ -139,7 +162,8 @@ class Engine(StepLoop):
             request.release()
         return output
 
-    # -- the loop ----------------------------------------------------------------------------------------------------
+    # -- the loop
+    # ----------------------------------------------------------------------------------------------
 
     @property
     def is_closed(self) -> bool:
@@ -147,7 +171,8 @@ class Engine(StepLoop):
         return self._is_closed
 
     def refuse_nested_call(self) -> None:
-        """Raises EngineError where this thread is inside a logits processor of a step of this engine."""
+        """Raises EngineError where this thread is inside a logits
+        processor of a step of this engine."""
         if threading.get_ident() in self._in_processors:
             raise self.nested_call()
 
@@ -157,20 +182,26 @@ class Engine(StepLoop):
         return EngineError(_NESTED)
 
     def take_lost(self) -> list[Output]:
-        """The last outputs of the requests that an interrupted step has ended; they are given once."""
+        """The last outputs of the requests that an interrupted step has ended;
+        they are given once."""
         lost, self._lost = self._lost, []
         return lost
 
     def step(self) -> list[Output]:
-        """One step; returns an output for every request that something happened to, as each asked for it.
+        """One step; returns an output for every request that something happened to, as each asked
+        for it.
 
-        Never raises for a bug or a broken executor: whoever was affected gets an output with an error.
+        Never raises for a bug or a broken executor: whoever was affected gets an output with an
+        error.
         """
         try:
             return self._deliver(self.advance())
         except BaseException:  # Ctrl-C: the requests are lost, the engine is not
             self.start_over("interrupted")
-            self._lost = [*self._outputs.end_all(), *(beam_output(state, self.tokenizer) for state in self._beams.values())]
+            self._lost = [
+                *self._outputs.end_all(),
+                *(beam_output(state, self.tokenizer) for state in self._beams.values()),
+            ]
             self._beams.clear()
             for request_id in list(self._processors):
                 self._forget_processors(request_id)
@@ -195,14 +226,19 @@ class Engine(StepLoop):
                 self.abort(request_id)
             super().close()
 
-    # -- building requests -------------------------------------------------------------------------------------------
+    # -- building requests
+    # -------------------------------------------------------------------------------------------
 
-    def _add_sampling(self, request_id: str, prompt: ParsedPrompt, digest: Digest, priority: int) -> None:
+    def _add_sampling(
+        self, request_id: str, prompt: ParsedPrompt, digest: Digest, priority: int
+    ) -> None:
         names: list[str] = []
         try:
             for processor in digest.params.logits_processors or ():
                 names.append(self.executor.register_processor(self._noted(processor)))
-            prepared = self.request_builder.sampling(request_id, prompt, digest, processors=tuple(names), priority=priority)
+            prepared = self.request_builder.sampling(
+                request_id, prompt, digest, processors=tuple(names), priority=priority
+            )
             self.add(prepared)
         except BaseException:
             for name in names:

@@ -1,7 +1,9 @@
-"""A `Link` to an engine in this process, which runs in a thread of its own. If this engine dies, its requests do too.
+"""A `Link` to an engine in this process, which runs in a thread of its own. If this engine dies,
+its requests do too.
 
-The thread steps while there is work, and carries out commands between steps; no other thread touches the engine.
-Every wait ends with the thread: if it dies, all streams end with an EngineError.
+The thread steps while there is work, and carries out commands between steps; no other thread
+touches the engine. Every wait ends with the thread: if it dies, all streams end with an
+EngineError.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from quire.errors import EngineError, QuireError
 logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 0.5
-"""How long the idle thread sleeps between looks at whether it should stop; a command wakes it at once."""
+"""How long the idle thread sleeps between looks at whether it should stop;
+a command wakes it at once."""
 
 Command = Callable[[Engine], None]
 
@@ -46,10 +49,12 @@ class EngineThread:
         self._is_closing = False
         self._is_over = False
         self._ending = threading.Lock()
-        """Guards `_is_over`: a command is either queued before the thread's last look at the queue, or refused."""
+        """Guards `_is_over`: a command is either queued before the thread's last
+        look at the queue, or refused."""
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
 
-    # -- for other threads -------------------------------------------------------------------------------------------
+    # -- for other threads
+    # -------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         self._thread.start()
@@ -70,14 +75,16 @@ class EngineThread:
         self.begin(prepared.spec.request_id, lambda engine: engine.add(prepared), stream)
 
     def begin(self, request_id: str, add: Command, stream: Stream) -> None:
-        """Serve the request that `add` gives to the engine; what that raises is what its stream ends with."""
+        """Serve the request that `add` gives to the engine;
+        what that raises is what its stream ends with."""
         self.submit(lambda engine: self._begin(engine, request_id, add, stream))
 
     def abort(self, request_id: str) -> None:
         self.submit(lambda engine: self._abort(engine, request_id, None))
 
     def leave(self, request_id: str, stream: Stream) -> None:
-        """A stream's reader has gone: end its request. One that was refused, since its id is in use, ends no other request."""
+        """A stream's reader has gone: end its request. One that was refused,
+        since its id is in use, ends no other request."""
         with contextlib.suppress(EngineError):  # an engine that is over has no request to abort
             self.submit(lambda engine: self._abort(engine, request_id, stream))
 
@@ -95,21 +102,28 @@ class EngineThread:
 
     def status(self, num_requests: int, num_prompt_tokens: int) -> EngineStatus:
         return EngineStatus(
-            state="ready" if self.is_running else "failed" if self.failure is not None else "closed",
+            state="ready"
+            if self.is_running
+            else "failed"
+            if self.failure is not None
+            else "closed",
             reason="" if self.is_running else str(self._last_word()),
             num_requests=num_requests,
             num_prompt_tokens=num_prompt_tokens,
             **count(self.engine.scheduler).counters(),
         )
 
-    # -- the thread --------------------------------------------------------------------------------------------------
+    # -- the thread
+    # ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while not self._is_closing:
                 self._take_commands()
                 if self._can_step:
-                    self._post.deliver(output for output in self.engine.step() if isinstance(output, RequestOutput))
+                    self._post.deliver(
+                        output for output in self.engine.step() if isinstance(output, RequestOutput)
+                    )
                 elif not self.engine.has_work:
                     self.engine.idle()
         except BaseException as error:
@@ -171,5 +185,7 @@ class EngineThread:
 
     def _last_word(self) -> EngineError:
         return EngineError(
-            "the engine was closed" if self.failure is None else f"the engine died: {type(self.failure).__name__}"
+            "the engine was closed"
+            if self.failure is None
+            else f"the engine died: {type(self.failure).__name__}"
         )

@@ -1,8 +1,10 @@
-"""The first NVIDIA GPU that this process may use, and what speaks against computing on it. No torch: the driver is asked.
+"""The first NVIDIA GPU that this process may use, and what speaks against computing on it. No
+torch: the driver is asked.
 
-Owns the questions to `libcuda` (which GPUs there are, by the driver's own rules of visibility) and to `libnvidia-ml` (free
-memory, which the first can only tell after it has made a context of some hundred megabytes). Answers take milliseconds. What
-is missing is said in `Gpu.missing`, for a plan, a refusal or `quire doctor`.
+Owns the questions to `libcuda` (which GPUs there are, by the driver's own rules of visibility) and
+to `libnvidia-ml` (free memory, which the first can only tell after it has made a context of some
+hundred megabytes). Answers take milliseconds. What is missing is said in `Gpu.missing`, for a plan,
+a refusal or `quire doctor`.
 """
 
 from __future__ import annotations
@@ -41,21 +43,33 @@ class Gpu:
 
 
 class _MemoryInfo(ctypes.Structure):
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+    _fields_ = (
+        ("total", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    )
 
 
 def inspect_gpu(load: LoadLibrary = ctypes.CDLL) -> Gpu:
     """Look at the first visible GPU; ConfigError says what is missing."""
     cuda = _library(load, "libcuda.so.1")
     if cuda is None:
-        raise ConfigError("there is no NVIDIA driver (libcuda.so.1 cannot be loaded); install one, or use device=cpu")
+        raise ConfigError(
+            "there is no NVIDIA driver (libcuda.so.1 cannot be loaded); install one, or use "
+            "device=cpu"
+        )
     status = cuda.cuInit(0)
     if status:
-        raise ConfigError(f"the NVIDIA driver does not start (cuInit gives {status}): is there a GPU that this user may use?")
+        raise ConfigError(
+            f"the NVIDIA driver does not start (cuInit gives {status}): is there a GPU that "
+            "this user may use?"
+        )
     count, version, device = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     _ask(cuda.cuDeviceGetCount(ctypes.byref(count)), "cuDeviceGetCount")
     if count.value < 1:
-        raise ConfigError("the NVIDIA driver shows no GPU to this process; look at CUDA_VISIBLE_DEVICES")
+        raise ConfigError(
+            "the NVIDIA driver shows no GPU to this process; look at CUDA_VISIBLE_DEVICES"
+        )
     _ask(cuda.cuDriverGetVersion(ctypes.byref(version)), "cuDriverGetVersion")
     _ask(cuda.cuDeviceGet(ctypes.byref(device), 0), "cuDeviceGet")
     total, name, uuid = ctypes.c_size_t(), ctypes.create_string_buffer(256), (ctypes.c_ubyte * 16)()
@@ -88,23 +102,35 @@ def software_reasons() -> list[str]:
     if util.find_spec("triton") is None:
         reasons.append("the package triton is not installed; pip install triton")
     if torch_cuda_version() is None:
-        reasons.append(f"torch {metadata.version('torch')} is built without CUDA; install a CUDA build")
+        reasons.append(
+            f"torch {metadata.version('torch')} is built without CUDA; install a CUDA build"
+        )
     return reasons + compiler_reasons()
 
 
 def compiler_reasons() -> list[str]:
-    """What Triton lacks to launch a kernel for the first time: it compiles a small C module for each kind of launch.
+    """What Triton lacks to launch a kernel for the first time: it compiles a small C module for
+    each kind of launch.
 
-    Nothing where its cache holds anything: on a machine like this one it has compiled before, and may need no compiler again.
+    Nothing where its cache holds anything: on a machine like this one it has compiled before, and
+    may need no compiler again.
     """
-    cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache")
+    cache = Path(
+        os.environ.get("TRITON_CACHE_DIR")
+        or Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
+    )
     if cache.is_dir() and any(cache.iterdir()):
         return []
     reasons = []
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        reasons.append("Triton needs a C compiler, and there is neither gcc nor clang; install one, or name it in CC")
+        reasons.append(
+            "Triton needs a C compiler, and there is neither gcc nor clang; install one, or "
+            "name it in CC"
+        )
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
-        reasons.append("Triton needs Python's header Python.h; install the package that has it (python3-dev)")
+        reasons.append(
+            "Triton needs Python's header Python.h; install the package that has it (python3-dev)"
+        )
     return reasons
 
 
@@ -127,7 +153,9 @@ def require_gpu(load: LoadLibrary = ctypes.CDLL) -> Gpu:
     try:
         gpu = inspect_gpu(load)
     except ConfigError as error:
-        raise ConfigError("device='cuda' cannot be used: " + "; ".join([str(error), *missing])) from None
+        raise ConfigError(
+            "device='cuda' cannot be used: " + "; ".join([str(error), *missing])
+        ) from None
     reasons = reasons_against(gpu)
     if reasons:
         raise ConfigError("device='cuda' cannot be used: " + "; ".join(reasons))

@@ -1,9 +1,11 @@
-"""What an engine shows of itself: its last steps, its blocks, and who runs and waits. Plain records, torch-free.
+"""What an engine shows of itself: its last steps, its blocks, and who runs and waits. Plain
+records, torch-free.
 
-An `Inspection` is a base and the steps after it. Whoever applies a step's record to the state before it (rows removed, rows
-entered, blocks replaced, blocks appended, tokens computed, blocks published and forgotten, in this order) has the state that
-the worker saw in that step. Records hold numbers and requests' ids, never a token or a text: those are asked for one block at
-a time (`BlockContent`).
+An `Inspection` is a base and the steps after it. Whoever applies a step's record to the state
+before it (rows removed, rows entered, blocks replaced, blocks appended, tokens computed, blocks
+published and forgotten, in this order) has the state that the worker saw in that step. Records hold
+numbers and requests' ids, never a token or a text: those are asked for one block at a time
+(`BlockContent`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Who launches the steps of an overlapped loop: the thread that plans them, or one of its own.
 
-A device that computes beside the host has the next step launched behind the one that it is busy with, where it is planned:
-a thread would only contend for the interpreter. Where the host itself computes, a thread does it. Who launches never asks what
-came of a step, only who takes it in does.
+A device that computes beside the host has the next step launched behind the one that it is busy
+with, where it is planned:
+a thread would only contend for the interpreter. Where the host itself computes, a thread does it.
+Who launches never asks what came of a step, only who takes it in does.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ _Item = tuple[Callable[[StepPlan], Launched], StepPlan] | None
 
 
 class DirectLauncher:
-    """A `Launcher` for devices that compute beside the host: a step is launched when it is given."""
+    """A `Launcher` for devices that compute beside the host:
+    a step is launched when it is given."""
 
     def __init__(self) -> None:
         self._done: deque[_Outcome] = deque()
@@ -76,7 +78,8 @@ def _launched(outcome: _Outcome) -> Launched:
 
 
 class StepThread:
-    """A `Launcher` for steps that are computed where they are launched: in a thread. Begun by the first."""
+    """A `Launcher` for steps that are computed where they are launched: in a thread.
+    Begun by the first."""
 
     def __init__(self) -> None:
         self._todo: queue.SimpleQueue[_Item] = queue.SimpleQueue()
@@ -124,7 +127,8 @@ class StepThread:
             pass
 
     def _launch(self, item: _Item) -> bool:
-        """Launch one step; False at the end. A call of its own, so that an idle thread holds on to no engine."""
+        """Launch one step; False at the end. A call of its own,
+        so that an idle thread holds on to no engine."""
         if item is None:
             return False
         launch, plan = item

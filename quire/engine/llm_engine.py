@@ -1,4 +1,5 @@
-"""`LLMEngine`: requests in, steps, outputs out, by hand. What `LLM` does in a loop, for programs that bring their own loop."""
+"""`LLMEngine`: requests in, steps, outputs out, by hand. What `LLM` does in a loop,
+for programs that bring their own loop."""
 
 from __future__ import annotations
 
@@ -22,21 +23,26 @@ if TYPE_CHECKING:
 
 
 class LLMEngine:
-    """One model in this process. Safe to use from several threads; an output is given to one of them.
+    """One model in this process. Safe to use from several threads; an output is given to one of
+    them.
 
-    `options` are the fields of `EngineConfig`; an unknown one raises ConfigError with what it may have meant.
+    `options` are the fields of `EngineConfig`; an unknown one raises ConfigError with what it may
+    have meant.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
         self.config = EngineConfig.from_options(model, options)
         self.engine: Engine = build_engine(self.config)
-        """The engine itself, for one thread at a time: not to be used beside this object in another thread."""
+        """The engine itself, for one thread at a time:
+        not to be used beside this object in another thread."""
         self.shared = SharedEngine(self.engine)
         self._session = Session(self.shared)
         self._tokenizer: PretrainedTokenizer | None = None
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs, usage_context: object = None, **ignored: object) -> Self:
+    def from_engine_args(
+        cls, engine_args: EngineArgs, usage_context: object = None, **ignored: object
+    ) -> Self:
         """An engine of parsed arguments."""
         return cls(**engine_args.options())
 
@@ -57,13 +63,15 @@ class LLMEngine:
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> str:
-        """Accept a request; returns its id. Raises a RequestError, and changes nothing, if it cannot be served."""
+        """Accept a request; returns its id. Raises a RequestError, and changes nothing,
+        if it cannot be served."""
         refuse_adapters(lora_request)
         params = with_truncation(params, tokenization_kwargs)
         return self._session.add(prompt, params, request_id=request_id, priority=priority)
 
     def step(self) -> list[Output]:
-        """One step; returns an output for every request that made progress, of the kind that it wants."""
+        """One step; returns an output for every request that made progress,
+        of the kind that it wants."""
         return self._session.step()
 
     def abort_request(self, request_id: str | Iterable[str], internal: bool = False) -> None:
@@ -80,7 +88,8 @@ class LLMEngine:
         return self._session.num_unfinished
 
     def get_tokenizer(self) -> PretrainedTokenizer:
-        """The model's tokenizer, with the methods that transformers' have; ConfigError with `skip_tokenizer_init`."""
+        """The model's tokenizer, with the methods that transformers' have;
+        ConfigError with `skip_tokenizer_init`."""
         if self._tokenizer is None:
             self._tokenizer = self.engine.pretrained_tokenizer()
         return self._tokenizer
@@ -97,9 +106,12 @@ class LLMEngine:
     def do_log_stats(self) -> None:
         """Does nothing: counters are read with `get_metrics`."""
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget the cached KV of finished requests; with `reset_running_requests` that of running ones, too, which are
-        computed again. Returns whether nothing that was cached is left."""
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget the cached KV of finished requests; with `reset_running_requests` that of running
+        ones, too, which are computed again. Returns whether nothing that was cached is left.
+        """
         with self.shared.held() as engine:
             return engine.reset_prefix_cache(preempts=reset_running_requests)
 
@@ -113,7 +125,12 @@ class LLMEngine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     sleep = absent("sleep", NO_SLEEP)

@@ -1,7 +1,9 @@
-"""What this machine lets this process use: memory and cores, by the narrowest of its limits. Linux's files, no libraries.
+"""What this machine lets this process use: memory and cores, by the narrowest of its limits.
+Linux's files, no libraries.
 
-Everything is read below `root`, so that tests can show other machines. A file that is missing or odd never fails: what it
-would have limited counts as unlimited, and where even the memory is unknown a careful guess is made.
+Everything is read below `root`, so that tests can show other machines. A file that is missing or
+odd never fails: what it would have limited counts as unlimited, and where even the memory is
+unknown a careful guess is made.
 """
 
 from __future__ import annotations
@@ -18,7 +20,19 @@ from quire.engine.gpu import Gpu
 _UNLIMITED = 1 << 60
 _MAX_CPUS = 1 << 16
 _DECISIVE_FLAGS = frozenset(
-    {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"}
+    {
+        "avx2",
+        "fma",
+        "f16c",
+        "avx512f",
+        "avx512bw",
+        "avx512dq",
+        "avx512vl",
+        "avx512_vnni",
+        "avx512_bf16",
+        "amx_tile",
+        "amx_bf16",
+    }
     | {"amx_int8", "asimd", "bf16", "i8mm"}
 )
 _GUESSED_MEMORY = 4 << 30
@@ -56,11 +70,15 @@ class Machine:
             total = min(total, limit)
             if limit - used < available:
                 available = max(0, limit - used)
-                memory_reason = f"memory that is free under the control group's limit of {format_bytes(limit)}"
+                memory_reason = (
+                    f"memory that is free under the control group's limit of {format_bytes(limit)}"
+                )
         cpus = _allowed_cpus(root)
         num_cores, reason = _cores(root, cpus)
         num_nodes, sets = _num_nodes(root, cpus), instruction_sets(root)
-        return cls(total, available, num_cores, _cpu_name(root), reason, num_nodes, sets, memory_reason)
+        return cls(
+            total, available, num_cores, _cpu_name(root), reason, num_nodes, sets, memory_reason
+        )
 
 
 def _memory(root: Path) -> tuple[int, int]:
@@ -84,14 +102,19 @@ def _total_by_system_call() -> int:
 
 
 def _group_memory(root: Path) -> Iterable[tuple[int, int]]:
-    """(limit, used) of every control group that this process is in; page cache is not counted as used.
+    """(limit, used) of every control group that this process is in; page cache is not counted as
+    used.
 
-    Above `memory.high` the kernel slows a group down until it hardly runs, so that is a limit as well.
+    Above `memory.high` the kernel slows a group down until it hardly runs, so that is a limit as
+    well.
     """
     for folder, limit_name, used_name, inactive in (
         *((f, "memory.max", "memory.current", "inactive_file") for f in _group_folders(root, "")),
         *((f, "memory.high", "memory.current", "inactive_file") for f in _group_folders(root, "")),
-        *((f, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file") for f in _group_folders(root, "memory")),
+        *(
+            (f, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            for f in _group_folders(root, "memory")
+        ),
     ):
         limit, used = _number(folder / limit_name), _number(folder / used_name)
         if limit is not None and used is not None and 0 < limit < _UNLIMITED:
@@ -99,17 +122,24 @@ def _group_memory(root: Path) -> Iterable[tuple[int, int]]:
 
 
 def _group_folders(root: Path, controller: str) -> list[Path]:
-    """This process's control group and its ancestors: of a version 1 controller, or with "" of version 2.
+    """This process's control group and its ancestors: of a version 1 controller, or with "" of
+    version 2.
 
-    In a container the path may be the host's, of which only the mount point exists; then that alone tells.
+    In a container the path may be the host's, of which only the mount point exists; then that alone
+    tells.
     """
     top = root / "sys/fs/cgroup"
     found = []
     for line in _lines(root / "proc/self/cgroup"):
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        if (controller in controllers.split(",")) if controller else (number == "0" and not controllers):
-            # Version 1 mounts controllers together ("cpu,cpuacct") with links from each; version 2 may be mounted beside it.
+        if (
+            (controller in controllers.split(","))
+            if controller
+            else (number == "0" and not controllers)
+        ):
+            # Version 1 mounts controllers together ("cpu,cpuacct") with links from each; version 2
+            # may be mounted beside it.
             mounts = [top / controller] if controller else [top, top / "unified"]
             for mount in mounts:
                 folder = mount / path.lstrip("/")
@@ -118,23 +148,31 @@ def _group_folders(root: Path, controller: str) -> list[Path]:
 
 
 def _allowed_cpus(root: Path) -> set[int]:
-    """Logical CPUs that this process may run on; the kernel has taken its control groups' cpusets into account."""
+    """Logical CPUs that this process may run on;
+    the kernel has taken its control groups' cpusets into account."""
     for line in _lines(root / "proc/self/status"):
         name, _, cpus = line.partition(":")
         if name == "Cpus_allowed_list" and (allowed := _cpu_list(cpus)):
             return allowed
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    return (
+        os.sched_getaffinity(0)
+        if hasattr(os, "sched_getaffinity")
+        else set(range(os.cpu_count() or 1))
+    )
 
 
 def _cores(root: Path, cpus: set[int]) -> tuple[int, str]:
-    """Distinct physical cores among `cpus`, bounded by the control group's quota; and how that came about."""
+    """Distinct physical cores among `cpus`, bounded by the control group's quota;
+    and how that came about."""
     cores = {_core_of(root, cpu) for cpu in cpus}
     quotas = [_quota(folder) for folder in _group_folders(root, "")]
     quotas += [_quota_v1(folder) for folder in _group_folders(root, "cpu")]
     quota = min(quotas, default=float(_UNLIMITED))
     reason = f"physical cores among the {len(cpus)} CPUs that this process may use"
     if int(quota) < len(cores):
-        return max(1, int(quota)), f"the control group's quota is {quota:g} CPUs' time, of {len(cores)} {reason}"
+        return max(
+            1, int(quota)
+        ), f"the control group's quota is {quota:g} CPUs' time, of {len(cores)} {reason}"
     return max(1, len(cores)), reason
 
 
@@ -184,7 +222,8 @@ def _cpu_name(root: Path) -> str:
 
 
 def instruction_sets(root: Path = Path("/")) -> str:
-    """What kernels are chosen by, as one word for each class of processors: bits are the same within one, not between two."""
+    """What kernels are chosen by, as one word for each class of processors:
+    bits are the same within one, not between two."""
     found: set[str] = set()
     for line in _lines(root / "proc/cpuinfo"):
         name, _, flags = line.partition(":")

@@ -1,4 +1,5 @@
-"""`get_metrics()`: an engine's counters as records of name and value, under the names that dashboards of vLLM know."""
+"""`get_metrics()`: an engine's counters as records of name and value,
+under the names that dashboards of vLLM know."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class Histogram(Metric):
 
 def snapshot(scheduler: Scheduler, model: str) -> list[Metric]:
     """The engine's numbers now. Prompt tokens and cache hits are those of finished requests."""
-    from quire.engine.counters import count  # needs the server's message library, which offline use does without
+    # needs the server's message library, which offline use does without
+    from quire.engine.counters import count
 
     labels = {"model_name": model, "engine": "0"}
     counts, stats = count(scheduler), scheduler.stats
@@ -67,14 +69,25 @@ def snapshot(scheduler: Scheduler, model: str) -> list[Metric]:
     }
     return [
         *(Gauge(name=f"vllm:{name}", labels=labels, value=value) for name, value in levels.items()),
-        *(Counter(name=f"vllm:{name}", labels=labels, value=value) for name, value in totals.items()),
+        *(
+            Counter(name=f"vllm:{name}", labels=labels, value=value)
+            for name, value in totals.items()
+        ),
         _step_sizes(counts.num_steps_by_size, stats.num_computed_tokens, labels),
     ]
 
 
-def _step_sizes(num_steps: tuple[int, ...], num_tokens: int, labels: Mapping[str, str]) -> Histogram:
+def _step_sizes(
+    num_steps: tuple[int, ...], num_tokens: int, labels: Mapping[str, str]
+) -> Histogram:
     buckets, total = {}, 0
     for place, number in enumerate(num_steps):
         total += number
         buckets["+Inf" if place == len(num_steps) - 1 else str(float(1 << place))] = total
-    return Histogram(name="vllm:iteration_tokens_total", labels=labels, count=total, sum=float(num_tokens), buckets=buckets)
+    return Histogram(
+        name="vllm:iteration_tokens_total",
+        labels=labels,
+        count=total,
+        sum=float(num_tokens),
+        buckets=buckets,
+    )

@@ -1,7 +1,7 @@
 """Finding a model: which files there are, and what they say before a weight is read.
 
-Owns the forms that MODEL may have: a folder, a hub name, a shipped model's name, a config alone (dummy weights), a GGUF
-file. Imports no torch.
+Owns the forms that MODEL may have: a folder, a hub name, a shipped model's name, a config alone
+(dummy weights), a GGUF file. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from quire.weights.gguf.file import read_gguf
 from quire.weights.gguf.model import GgufModel
 
 _SMALL_FILES = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", INDEX_NAME,
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", INDEX_NAME,
 )  # fmt: skip
 
 
@@ -41,11 +42,15 @@ class ModelFiles(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """What was found, by a name that means the same wherever a process runs, and is never downloaded again."""
-        return lasting_name(self.config_path or (self.folder if self.gguf is None else self.gguf.file.path))
+        """What was found, by a name that means the same wherever a process runs,
+        and is never downloaded again."""
+        return lasting_name(
+            self.config_path or (self.folder if self.gguf is None else self.gguf.file.path)
+        )
 
     def states(self, tokenizer: str | None) -> dict[str, tuple[int, int]]:
-        """The files that decide what the model answers, and how they are now (see `file_states.check_unchanged`)."""
+        """The files that decide what the model answers,
+        and how they are now (see `file_states.check_unchanged`)."""
         folders = [self.folder] if tokenizer is None else [self.folder, Path(tokenizer)]
         small = [folder / name for folder in folders for name in _SMALL_FILES]
         weights = [] if self.config_path else sorted(self.folder.glob("*.safetensors"))
@@ -70,11 +75,20 @@ class ModelFiles(NamedTuple):
         """Refuse a wish for a checkpoint's quantization that the checkpoint does not have."""
         wished = STORED_QUANTIZATIONS.get(config.quantization or "")
         section = self.config.get("quantization_config")
-        stored = "gguf" if self.gguf is not None else section.get("quant_method") if isinstance(section, Mapping) else None
+        stored = (
+            "gguf"
+            if self.gguf is not None
+            else section.get("quant_method")
+            if isinstance(section, Mapping)
+            else None
+        )
         if wished is not None and stored not in wished:
-            found = "is of plain floating point" if stored is None else f"is quantized by {stored!r}"
+            found = (
+                "is of plain floating point" if stored is None else f"is quantized by {stored!r}"
+            )
             raise ConfigError(
-                f"quantization={config.quantization!r}, but the checkpoint {found}; leave it out, or choose "
+                f"quantization={config.quantization!r}, but the checkpoint {found}; leave it "
+                "out, or choose "
                 f"{' or '.join(map(repr, QUANTIZATIONS))} to quantize weights while they are loaded"
             )
 
@@ -82,11 +96,16 @@ class ModelFiles(NamedTuple):
 def find_model(config: EngineConfig) -> ModelFiles:
     """Raises ModelNotFoundError, CheckpointError or UnsupportedModelError."""
     files = _find(config)
-    return files if not config.hf_overrides else files._replace(config=_overridden(files.config, config.hf_overrides))
+    return (
+        files
+        if not config.hf_overrides
+        else files._replace(config=_overridden(files.config, config.hf_overrides))
+    )
 
 
 def _overridden(values: Mapping[str, object], overrides: Mapping[str, object]) -> dict[str, object]:
-    """A config with keys replaced. `rope_scaling` and `rope_parameters` are one key under two names."""
+    """A config with keys replaced. `rope_scaling` and `rope_parameters`
+    are one key under two names."""
     kept = dict(values)
     if _ROPE_KEYS & set(overrides):
         for key in _ROPE_KEYS:
@@ -101,7 +120,10 @@ def _find(config: EngineConfig) -> ModelFiles:
     path = local_path(config.model)
     if path.suffix == ".json" and is_file(path):
         if config.load_format != "dummy":
-            raise ConfigError(f"model={config.model!r} is a config alone; it can only run with load_format='dummy'")
+            raise ConfigError(
+                f"model={config.model!r} is a config alone; it can only run with "
+                "load_format='dummy'"
+            )
         return ModelFiles(path.parent, read_model_config(path), config_path=path)
     file = _gguf_file(path, config)
     if file is not None:
@@ -112,22 +134,29 @@ def _find(config: EngineConfig) -> ModelFiles:
 
 
 def _gguf_file(path: Path, config: EngineConfig) -> Path | None:
-    """The GGUF file that MODEL names: itself, or the only one of a folder that is asked for or has no config.json."""
+    """The GGUF file that MODEL names: itself, or the only one of a folder that is asked
+    for or has no config.json."""
     if path.suffix == ".gguf" and is_file(path):
         if config.load_format == "dummy":
-            raise ConfigError("load_format='dummy' makes up the weights of a config.json; a GGUF file has its own")
+            raise ConfigError(
+                "load_format='dummy' makes up the weights of a config.json; a GGUF file has its own"
+            )
         return path
     is_asked_for = config.load_format == "gguf"
     if not is_folder(path) or (not is_asked_for and is_file(path / "config.json")):
         if is_asked_for:
-            raise ModelNotFoundError(f"model={config.model!r}: no such GGUF file, or folder that holds one")
+            raise ModelNotFoundError(
+                f"model={config.model!r}: no such GGUF file, or folder that holds one"
+            )
         return None
     files = sorted(path.glob("*.gguf"))
     if len(files) == 1:
         return files[0]
     if files:
         names = ", ".join(file.name for file in files[:8])
-        raise ModelNotFoundError(f"model={config.model!r} holds {len(files)} GGUF files; name one of them: {names}")
+        raise ModelNotFoundError(
+            f"model={config.model!r} holds {len(files)} GGUF files; name one of them: {names}"
+        )
     if is_asked_for:
         raise ModelNotFoundError(f"model={config.model!r} holds no .gguf file")
     return None

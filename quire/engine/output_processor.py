@@ -1,7 +1,8 @@
-"""From what happened to sequences to what users read: text, stop strings, log-probabilities by token, best-of.
+"""From what happened to sequences to what users read: text, stop strings, log-probabilities by
+token, best-of.
 
-Owns the text side of every unfinished request. It tells the scheduler of one thing only: a sequence whose text has reached a
-stop string. An exception here ends one request, never the engine.
+Owns the text side of every unfinished request. It tells the scheduler of one thing only: a sequence
+whose text has reached a stop string. An exception here ends one request, never the engine.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from quire.common.failures import log_failure
 from quire.core.params import RequestOutputKind
 from quire.core.plan import TokenLogprobs
 from quire.core.request import FinishReason, RequestRecord, SequenceRecord, SequenceStatus
-from quire.engine.outputs import CompletionOutput, FlatLogprobs, Logprob, LogprobsByToken, RequestOutput
+from quire.engine.outputs import (
+    CompletionOutput,
+    FlatLogprobs,
+    Logprob,
+    LogprobsByToken,
+    RequestOutput,
+)
 from quire.engine.requests import PreparedRequest
 from quire.engine.text_stream import TextStream
 from quire.text.tokenizer import Tokenizer
@@ -40,7 +47,8 @@ class Ends(Protocol):
 
 
 Happening = tuple[SequenceRecord, int | None, TokenLogprobs | None]
-"""Something happened to a sequence: it gained a token, ended (None), or both. A scheduler's `Progress` is one."""
+"""Something happened to a sequence: it gained a token, ended (None), or both.
+A scheduler's `Progress` is one."""
 
 
 class _SequenceState:
@@ -91,7 +99,8 @@ class OutputProcessor:
         self._states[request.request_id] = RequestState(request, asked)
 
     def process(self, progress: Iterable[Happening]) -> list[RequestOutput]:
-        """Take in a step's progress; returns an output for each request that something happened to, as it asked."""
+        """Take in a step's progress; returns an output for each request that
+        something happened to, as it asked."""
         touched: dict[str, RequestState] = {}
         began_s = perf_counter()
         for sequence, token_id, logprobs in progress:
@@ -144,17 +153,23 @@ class OutputProcessor:
             return _bare_output(state)
 
     def _fail(self, state: RequestState, sequence: SequenceRecord, error: Exception) -> None:
-        """End a request whose output cannot be made, also where its last token has ended it already."""
+        """End a request whose output cannot be made,
+        also where its last token has ended it already."""
         log_failure(logger, f"request {sequence.name} failed while its output was made", error)
         message = f"the output could not be made: {type(error).__name__}"
         self._ends.fail(state.request.request_id, message)
         state.request.error = message
         sequence.finish_reason, sequence.stop_reason = FinishReason.ERROR, None
 
-    # -- one token ---------------------------------------------------------------------------------------------------
+    # -- one token
+    # ----------------------------------------------------------------------------------------------
 
     def _take(
-        self, state: RequestState, sequence: SequenceRecord, token_id: int | None, logprobs: TokenLogprobs | None
+        self,
+        state: RequestState,
+        sequence: SequenceRecord,
+        token_id: int | None,
+        logprobs: TokenLogprobs | None,
     ) -> None:
         mine = self._state_of(state, sequence)
         if token_id is None:
@@ -162,7 +177,9 @@ class OutputProcessor:
             return
         if logprobs is not None and mine.logprobs is not None:
             mine.logprobs.append(self._by_token(logprobs, state.params.num_logprobs))
-        is_stop_token = sequence.finish_reason is FinishReason.STOP and sequence.stop_reason == token_id
+        is_stop_token = (
+            sequence.finish_reason is FinishReason.STOP and sequence.stop_reason == token_id
+        )
         if is_stop_token and not state.params.include_stop_str_in_output:
             return
         matched = mine.stream.append(token_id)
@@ -183,12 +200,15 @@ class OutputProcessor:
     def _state_of(self, state: RequestState, sequence: SequenceRecord) -> _SequenceState:
         mine = state.sequences.get(sequence.index)
         if mine is None:
-            stream = TextStream(self._tokenizer, state.request.prompt_token_ids, state.params, state.stop_strings)
+            stream = TextStream(
+                self._tokenizer, state.request.prompt_token_ids, state.params, state.stop_strings
+            )
             mine = _SequenceState(stream, state.params.num_logprobs is not None)
             state.sequences[sequence.index] = mine
         return mine
 
-    # -- outputs -----------------------------------------------------------------------------------------------------
+    # -- outputs
+    # ----------------------------------------------------------------------------------------------
 
     def _snapshot(self, state: RequestState) -> RequestOutput:
         request, shown = state.request, _shown(state)
@@ -207,7 +227,9 @@ class OutputProcessor:
             error=request.error,
         )
 
-    def _completion(self, state: RequestState, sequence: SequenceRecord, index: int) -> CompletionOutput:
+    def _completion(
+        self, state: RequestState, sequence: SequenceRecord, index: int
+    ) -> CompletionOutput:
         mine = self._state_of(state, sequence)
         is_delta = state.is_delta
         first = mine.num_delivered
@@ -220,16 +242,23 @@ class OutputProcessor:
             token_ids=token_ids,
             cumulative_logprob=sequence.cumulative_logprob if has_logprobs else None,
             logprobs=_as_asked(state, mine.logprobs[first:]) if mine.logprobs is not None else None,
-            finish_reason=reason.value if reason is not None and sequence.status is SequenceStatus.FINISHED else None,
+            finish_reason=reason.value
+            if reason is not None and sequence.status is SequenceStatus.FINISHED
+            else None,
             stop_reason=self._visible_stop(state, sequence),
         )
 
     def _visible_stop(self, state: RequestState, sequence: SequenceRecord) -> int | str | None:
-        """The stop that the user asked for; the model's own end of sequence is not worth a mention."""
+        """The stop that the user asked for; the model's own end of
+        sequence is not worth a mention."""
         reason = sequence.stop_reason
         if sequence.finish_reason is FinishReason.REPETITION:
             return REPETITION_DETECTED
-        return None if isinstance(reason, int) and reason not in (state.params.stop_token_ids or ()) else reason
+        return (
+            None
+            if isinstance(reason, int) and reason not in (state.params.stop_token_ids or ())
+            else reason
+        )
 
     def _scores(self, state: RequestState) -> list[LogprobsByToken | None] | None:
         records = self._prompt_logprobs(state)
@@ -247,12 +276,19 @@ class OutputProcessor:
         return state.prompt_logprobs
 
     def _by_token(self, record: TokenLogprobs, num_ranked: int | None) -> LogprobsByToken:
-        """The first `num_ranked` alternatives (all with -1) are in order of rank; those requested by id come after."""
-        by_token = {record.token_id: Logprob(record.logprob, record.rank, self._text_of(record.token_id))}
-        for rank, (token_id, logprob) in enumerate(zip(record.top_ids, record.top_logprobs, strict=True), start=1):
+        """The first `num_ranked` alternatives (all with -1) are in order of rank;
+        those requested by id come after."""
+        by_token = {
+            record.token_id: Logprob(record.logprob, record.rank, self._text_of(record.token_id))
+        }
+        for rank, (token_id, logprob) in enumerate(
+            zip(record.top_ids, record.top_logprobs, strict=True), start=1
+        ):
             if token_id != record.token_id:
                 is_ranked = num_ranked is not None and (num_ranked < 0 or rank <= num_ranked)
-                by_token[token_id] = Logprob(logprob, rank if is_ranked else None, self._text_of(token_id))
+                by_token[token_id] = Logprob(
+                    logprob, rank if is_ranked else None, self._text_of(token_id)
+                )
         return by_token
 
     def _text_of(self, token_id: int) -> str | None:
@@ -260,7 +296,9 @@ class OutputProcessor:
             return None
         text = self._texts.get(token_id)
         if text is None:
-            text = self._texts[token_id] = self._tokenizer.decode([token_id], skip_special_tokens=False)
+            text = self._texts[token_id] = self._tokenizer.decode(
+                [token_id], skip_special_tokens=False
+            )
         return text
 
 
@@ -268,7 +306,13 @@ def _shown(state: RequestState) -> list[tuple[int, SequenceRecord]]:
     """The sequences to be shown, with the index that each is shown under."""
     sequences = state.request.sequences
     if state.is_ranked:
-        return list(enumerate(sorted(sequences, key=lambda sequence: -sequence.cumulative_logprob)[: state.params.n]))
+        return list(
+            enumerate(
+                sorted(sequences, key=lambda sequence: -sequence.cumulative_logprob)[
+                    : state.params.n
+                ]
+            )
+        )
     return [(each.index, each) for each in sequences]
 
 
@@ -283,10 +327,18 @@ def _bare_output(state: RequestState) -> RequestOutput:
     delivered = {index: each.num_delivered for index, each in state.sequences.items()}
     outputs = [
         CompletionOutput(
-            each.index, "", each.output_token_ids[delivered.get(each.index, 0) :], finish_reason=FinishReason.ERROR.value
+            each.index,
+            "",
+            each.output_token_ids[delivered.get(each.index, 0) :],
+            finish_reason=FinishReason.ERROR.value,
         )
         for each in request.sequences[: state.params.n]
     ]
     return RequestOutput(
-        request.request_id, state.prompt, list(request.prompt_token_ids), outputs, finished=True, error=request.error
+        request.request_id,
+        state.prompt,
+        list(request.prompt_token_ids),
+        outputs,
+        finished=True,
+        error=request.error,
     )

@@ -10,7 +10,8 @@ from quire.core.request import RequestMetrics
 
 
 class Logprob(NamedTuple):
-    """One token's log-probability (natural logarithm), its rank (1 is the most likely), and its text."""
+    """One token's log-probability (natural logarithm), its rank (1 is the most likely),
+    and its text."""
 
     logprob: float
     rank: int | None = None
@@ -18,13 +19,16 @@ class Logprob(NamedTuple):
 
 
 LogprobsByToken = dict[int, Logprob]
-"""Token id -> `Logprob`: the token itself first, then the alternatives from the most likely down."""
+"""Token id -> `Logprob`: the token itself first,
+then the alternatives from the most likely down."""
 
 
 class FlatLogprobs(Sequence[LogprobsByToken | None]):
-    """The log-probabilities of many tokens in a few lists, without an object per entry; reads like a list of dicts.
+    """The log-probabilities of many tokens in a few lists, without an object per entry; reads like
+    a list of dicts.
 
-    Entries of position `i` are those from `start_indices[i]` to `end_indices[i]` of the other lists.
+    Entries of position `i` are those from `start_indices[i]` to `end_indices[i]` of the other
+    lists.
     """
 
     def __init__(self, records: Iterable[LogprobsByToken | None]) -> None:
@@ -54,8 +58,16 @@ class FlatLogprobs(Sequence[LogprobsByToken | None]):
         if isinstance(index, slice):
             return FlatLogprobs([self[place] for place in range(len(self))[index]])
         start, end = self.start_indices[index], self.end_indices[index]
-        entries = zip(self.logprobs[start:end], self.ranks[start:end], self.decoded_tokens[start:end], strict=True)
-        return {token_id: Logprob(*entry) for token_id, entry in zip(self.token_ids[start:end], entries, strict=True)}
+        entries = zip(
+            self.logprobs[start:end],
+            self.ranks[start:end],
+            self.decoded_tokens[start:end],
+            strict=True,
+        )
+        return {
+            token_id: Logprob(*entry)
+            for token_id, entry in zip(self.token_ids[start:end], entries, strict=True)
+        }
 
 
 @dataclass(slots=True)

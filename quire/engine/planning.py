@@ -1,7 +1,9 @@
-"""From wishes to decisions: what an engine will use, computed before anything is allocated, each with its reason.
+"""From wishes to decisions: what an engine will use, computed before anything is allocated, each
+with its reason.
 
-`resolve` is a pure function of the user's config, the model's declaration and the machine. Its outcome is printed by
-`quire plan` and obeyed to the letter: no profiling run, no value that is filled in later.
+`resolve` is a pure function of the user's config, the model's declaration and the machine. Its
+outcome is printed by `quire plan` and obeyed to the letter: no profiling run, no value that is
+filled in later.
 """
 
 from __future__ import annotations
@@ -26,24 +28,31 @@ from quire.quant.formats import WeightFormats
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MAX_NUM_SEQS = 256
 LARGE_GPU_BYTES, LARGE_GPU_MAX_NUM_SEQS = 64 << 30, 1024
-"""A GPU with so much memory holds the caches of more sequences, all of which one reading of the weights serves."""
+"""A GPU with so much memory holds the caches of more sequences,
+all of which one reading of the weights serves."""
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 DEFAULT_TARGET_STEP_MS = 200.0
 """On a CPU: a stream that gets five tokens a second is still read as fast as it comes."""
 DEFAULT_MAX_NUM_PARTIAL_PREFILLS = 4
 DEFAULT_MAX_KV_BYTES = 4 << 30
-"""Where the user names no size, the KV cache is not made larger than this: a laptop has other uses for its memory."""
+"""Where the user names no size, the KV cache is not made larger than this:
+a laptop has other uses for its memory."""
 GPU_CONTEXT_BYTES = 768 << 20
-"""What torch's context, its libraries and the compiled kernels take of a GPU before any tensor. Reckoned, not measured."""
+"""What torch's context, its libraries and the compiled kernels take of a GPU before any tensor.
+Reckoned, not measured."""
 GRAPH_BYTES_PER_LAYER = 64 << 10
-"""What a recorded graph keeps on the device for the launches of one layer. Reckoned; the engine counts what it really takes."""
+"""What a recorded graph keeps on the device for the launches of one layer. Reckoned;
+the engine counts what it really takes."""
 MIN_GRAPH_TOKENS = 256
 """Steps of up to so many tokens are recorded, and those in which all sequences decode."""
 GRAPH_POOL_BYTES = 64 << 20
-"""What torch's allocator takes beyond the tensors of recorded steps: it asks the driver for pieces of 2 and 20 MiB."""
+"""What torch's allocator takes beyond the tensors of recorded steps:
+it asks the driver for pieces of 2 and 20 MiB."""
 SHARED_BYTES_PER_LAYER = 1 << 30
-"""A step that would read so many bytes of shared prefixes again, for each layer, is computed without a graph, which reads them
-once. Reckoned: 0.25 ms at 4 TB/s, about what the launches of one layer cost the host beyond a graph's."""
+"""A step that would read so many bytes of shared prefixes again, for each layer, is computed
+without a graph, which reads them once. Reckoned: 0.25 ms at 4 TB/s, about what the launches of one
+layer cost the host beyond a graph's.
+"""
 HALF = "float16"
 """A type of weights that no kernel computes in."""
 CPU_OVERLAP_REASON = "the cores that would plan the next step are those that compute this one"
@@ -109,7 +118,9 @@ class EnginePlan:
         return self.weight_bytes + self.kv_bytes + self.workspace_bytes
 
 
-def resolve(config: EngineConfig, spec: DecoderSpec, machine: Machine, formats: WeightFormats | None = None) -> EnginePlan:
+def resolve(
+    config: EngineConfig, spec: DecoderSpec, machine: Machine, formats: WeightFormats | None = None
+) -> EnginePlan:
     """Decide. `formats` says which weights are integers, by default none.
 
     Raises ConfigError, or CapacityError with the numbers, for what cannot work.
@@ -118,7 +129,9 @@ def resolve(config: EngineConfig, spec: DecoderSpec, machine: Machine, formats: 
 
 
 class _Resolver:
-    def __init__(self, config: EngineConfig, spec: DecoderSpec, machine: Machine, formats: WeightFormats) -> None:
+    def __init__(
+        self, config: EngineConfig, spec: DecoderSpec, machine: Machine, formats: WeightFormats
+    ) -> None:
         self.config = config
         self.spec = spec
         self.machine = machine
@@ -132,12 +145,21 @@ class _Resolver:
         self._note_device()
         self._note_invariance()
         dtype = self._dtype()
-        block_size = self._given("block_size", config.block_size, DEFAULT_BLOCK_SIZE, "a good compromise of waste and speed")
+        block_size = self._given(
+            "block_size",
+            config.block_size,
+            DEFAULT_BLOCK_SIZE,
+            "a good compromise of waste and speed",
+        )
         max_num_seqs = self._max_num_seqs()
         num_batched = self._num_batched_tokens(max_num_seqs)
-        num_threads = self._given("num_threads", config.num_threads, self.machine.num_cores, self.machine.cores_reason)
+        num_threads = self._given(
+            "num_threads", config.num_threads, self.machine.num_cores, self.machine.cores_reason
+        )
         if self.formats.has_integers:
-            self._note("quantization", config.quantize_to or "as the checkpoint", self.formats.summary)
+            self._note(
+                "quantization", config.quantize_to or "as the checkpoint", self.formats.summary
+            )
         weight_bytes = self.formats.weight_bytes(spec, dtype)
         workspace_bytes = _workspace_bytes(spec, num_batched, max_num_seqs)
         if self.gpu is not None:
@@ -148,10 +170,17 @@ class _Resolver:
         num_graph_tokens = largest_size(min(num_batched, max(max_num_seqs, MIN_GRAPH_TOKENS)))
         graphs = self._graphs(num_graph_tokens, bytes_per_token, block_size, attention_module)
         if graphs is not None:
-            workspace_bytes += graphs.max_bytes + graphs.input_bytes + bytes_per_token * block_size  # with the scratch block
-        kv_bytes = self._kv_bytes(weight_bytes + workspace_bytes, bytes_per_token * self._longest() * max_num_seqs)
+            # with the scratch block
+            workspace_bytes += graphs.max_bytes + graphs.input_bytes + bytes_per_token * block_size
+        kv_bytes = self._kv_bytes(
+            weight_bytes + workspace_bytes, bytes_per_token * self._longest() * max_num_seqs
+        )
         num_blocks = kv_bytes // (bytes_per_token * block_size)
-        self._note("num_blocks", num_blocks, f"{format_bytes(kv_bytes)} / {format_bytes(bytes_per_token * block_size)} a block")
+        self._note(
+            "num_blocks",
+            num_blocks,
+            f"{format_bytes(kv_bytes)} / {format_bytes(bytes_per_token * block_size)} a block",
+        )
         max_model_len = self._max_model_len(num_blocks * block_size, bytes_per_token)
         limits = self._limits(num_blocks, block_size, max_num_seqs, num_batched, max_model_len)
         computing = replace(self.machine, num_cores=num_threads, gpu=self.gpu)
@@ -178,10 +207,22 @@ class _Resolver:
         )
 
     def _limits(
-        self, num_blocks: int, block_size: int, max_num_seqs: int, num_batched: int, max_model_len: int
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        num_batched: int,
+        max_model_len: int,
     ) -> SchedulerLimits:
-        config, most = self.config, DEFAULT_MAX_NUM_PARTIAL_PREFILLS if self.config.enable_chunked_prefill else 1
-        reason = "short prompts are computed beside a long one" if most > 1 else "without chunked prefill none is partial"
+        config, most = (
+            self.config,
+            DEFAULT_MAX_NUM_PARTIAL_PREFILLS if self.config.enable_chunked_prefill else 1,
+        )
+        reason = (
+            "short prompts are computed beside a long one"
+            if most > 1
+            else "without chunked prefill none is partial"
+        )
         num_partial = max(config.max_long_partial_prefills, most)
         return SchedulerLimits(
             num_blocks=num_blocks,
@@ -201,7 +242,9 @@ class _Resolver:
 
     def _target_step_s(self) -> float | None:
         given, default = self.config.target_step_ms, DEFAULT_TARGET_STEP_MS
-        reason = "default for streamed outputs on a CPU: running streams do not stop for a long prompt"
+        reason = (
+            "default for streamed outputs on a CPU: running streams do not stop for a long prompt"
+        )
         if given is not None:
             default, reason = given, "given"
         elif self.gpu is not None:
@@ -220,9 +263,20 @@ class _Resolver:
 
     def _note_device(self) -> None:
         if self.gpu is not None:
-            self._note("device", "cuda", f"given; {self.gpu.name}, {format_bytes(self.gpu.free_memory)} free")
+            self._note(
+                "device",
+                "cuda",
+                f"given; {self.gpu.name}, {format_bytes(self.gpu.free_memory)} free",
+            )
         elif self.config.device == "auto":
-            self._note("device", "cpu", "default: the GPU kernels have not been tried on a GPU yet; device=cuda asks for one")
+            self._note(
+                "device",
+                "cpu",
+                (
+                    "default: the GPU kernels have not been tried on a GPU yet; device=cuda asks "
+                    "for one"
+                ),
+            )
         else:
             self._note("device", "cpu", "given")
 
@@ -236,27 +290,65 @@ class _Resolver:
 
     def _note_invariance(self) -> None:
         if self.config.batch_invariant:
-            self._note("batch_invariant", True, "own products and attention, whose bits do not depend on the batch")
+            self._note(
+                "batch_invariant",
+                True,
+                "own products and attention, whose bits do not depend on the batch",
+            )
         elif self.gpu is None:
-            self._note("batch_invariant", True, "the CPU kernels are at no cost, so switching it off changes nothing")
+            self._note(
+                "batch_invariant",
+                True,
+                "the CPU kernels are at no cost, so switching it off changes nothing",
+            )
         else:
-            self._note("batch_invariant", False, "given; torch's products may serve many rows, as the tuning file says")
+            self._note(
+                "batch_invariant",
+                False,
+                "given; torch's products may serve many rows, as the tuning file says",
+            )
 
-    def _graphs(self, num_tokens: int, bytes_per_token: int, block_size: int, attention_module: str | None) -> GraphPlan | None:
-        reason = "the CPU has none" if self.gpu is None else "given: enforce_eager" if self.config.enforce_eager else None
+    def _graphs(
+        self, num_tokens: int, bytes_per_token: int, block_size: int, attention_module: str | None
+    ) -> GraphPlan | None:
+        reason = (
+            "the CPU has none"
+            if self.gpu is None
+            else "given: enforce_eager"
+            if self.config.enforce_eager
+            else None
+        )
         if reason is None and attention_module is not None:
-            reason = "the attention of a library plans each step on the host, which a graph would not repeat"
+            reason = (
+                "the attention of a library plans each step on the host, which a graph would not "
+                "repeat"
+            )
         if reason is not None:
             self._note("graphs", "off", reason)
             return None
         spec, longest = self.spec, self._longest()
-        row_bytes = spec.hidden_size * DTYPE_BYTES["float32"] + (ceil_div(longest, block_size) + 8) * DTYPE_BYTES["float32"]
-        num_graphs, bytes_each = num_shapes(num_tokens, longest), len(spec.blocks) * GRAPH_BYTES_PER_LAYER
-        max_bytes = _layer_bytes(spec, num_tokens) + MAX_PARTIAL_BYTES + GRAPH_POOL_BYTES + num_graphs * bytes_each
+        row_bytes = (
+            spec.hidden_size * DTYPE_BYTES["float32"]
+            + (ceil_div(longest, block_size) + 8) * DTYPE_BYTES["float32"]
+        )
+        num_graphs, bytes_each = (
+            num_shapes(num_tokens, longest),
+            len(spec.blocks) * GRAPH_BYTES_PER_LAYER,
+        )
+        max_bytes = (
+            _layer_bytes(spec, num_tokens)
+            + MAX_PARTIAL_BYTES
+            + GRAPH_POOL_BYTES
+            + num_graphs * bytes_each
+        )
         reason = f"at most {num_graphs} graphs with {format_bytes(max_bytes)}, recorded when idle"
         self._note("graphs", f"steps of up to {num_tokens} tokens", reason)
-        min_shared_blocks = len(spec.blocks) * SHARED_BYTES_PER_LAYER // (bytes_per_token * block_size)
-        return GraphPlan(num_tokens, num_tokens * row_bytes, max_bytes, bytes_each, min_shared_blocks)
+        min_shared_blocks = (
+            len(spec.blocks) * SHARED_BYTES_PER_LAYER // (bytes_per_token * block_size)
+        )
+        return GraphPlan(
+            num_tokens, num_tokens * row_bytes, max_bytes, bytes_each, min_shared_blocks
+        )
 
     def _dtype(self) -> str:
         config, spec = self.config, self.spec
@@ -265,7 +357,9 @@ class _Resolver:
             return config.dtype
         if HALF in (config.dtype, spec.dtype):
             where = "given was" if config.dtype == HALF else "the checkpoint is"
-            reason = f"{where} {HALF}, which the kernels do not compute in; dtype=float32 would be exact"
+            reason = (
+                f"{where} {HALF}, which the kernels do not compute in; dtype=float32 would be exact"
+            )
             self._note("dtype", "bfloat16", reason)
             return "bfloat16"
         self._note("dtype", spec.dtype, "as the checkpoint")
@@ -277,7 +371,8 @@ class _Resolver:
         odd = [layer.head_dim for layer in self.spec.kv_layers if layer.head_dim % 4]
         if self.gpu is not None and KV_FORMATS[chosen].scale_bytes and odd:
             raise ConfigError(
-                f"kv_cache_dtype={given!r} on a GPU needs heads of whole fours, not of {odd[0]}; leave it at 'auto'"
+                f"kv_cache_dtype={given!r} on a GPU needs heads of whole fours, not of "
+                f"{odd[0]}; leave it at 'auto'"
             )
         self._note("kv_cache_dtype", chosen, "as the compute dtype" if given == "auto" else "given")
         return chosen
@@ -287,11 +382,19 @@ class _Resolver:
         wish = self.config.attention_backend
         if self.gpu is None:
             if wish not in ("auto", attention.OWN):
-                raise ConfigError(f"attention_backend={wish!r} is for GPUs; leave it at 'auto', or ask for device='cuda'")
+                raise ConfigError(
+                    f"attention_backend={wish!r} is for GPUs; leave it at 'auto', or ask for "
+                    "device='cuda'"
+                )
             return None
         sizes = frozenset(layer.head_dim for layer in self.spec.kv_layers)
         needs = attention.AttentionNeeds(
-            dtype, kv_format, block_size, sizes, self.gpu.capability, is_invariant=self.config.batch_invariant
+            dtype,
+            kv_format,
+            block_size,
+            sizes,
+            self.gpu.capability,
+            is_invariant=self.config.batch_invariant,
         )
         name, reason = attention.choose(wish, needs)
         self._note("attention_backend", name, reason)
@@ -300,7 +403,10 @@ class _Resolver:
     def _max_num_seqs(self) -> int:
         default, reason = DEFAULT_MAX_NUM_SEQS, "default"
         if self.gpu is not None and self.gpu.total_memory >= LARGE_GPU_BYTES:
-            default, reason = LARGE_GPU_MAX_NUM_SEQS, f"default for a GPU of {format_bytes(LARGE_GPU_BYTES)} or more"
+            default, reason = (
+                LARGE_GPU_MAX_NUM_SEQS,
+                f"default for a GPU of {format_bytes(LARGE_GPU_BYTES)} or more",
+            )
         budget = self.config.max_num_batched_tokens
         if budget is not None and budget < default:
             default, reason = budget, "no more than tokens of a step"
@@ -329,15 +435,19 @@ class _Resolver:
             kv_bytes = parse_bytes(config.kv_cache_memory, option="kv_cache_memory")
             if kv_bytes > free:
                 raise CapacityError(
-                    f"kv_cache_memory={config.kv_cache_memory!r} does not fit: {budget}, less {format_bytes(other_bytes)} "
-                    f"for weights and workspace, leaves {format_bytes(max(0, free))}; lower it, or free memory"
+                    f"kv_cache_memory={config.kv_cache_memory!r} does not fit: {budget}, "
+                    f"less {format_bytes(other_bytes)} "
+                    f"for weights and workspace, leaves {format_bytes(max(0, free))}; lower "
+                    "it, or free memory"
                 )
             self._note("kv_cache_memory", format_bytes(kv_bytes), "given")
             return kv_bytes
         if free <= 0:
             raise CapacityError(
-                f"the model does not fit: weights and workspace need {format_bytes(other_bytes)}, and {budget} is "
-                f"{format_bytes(available * config.memory_utilization)}; use a smaller model or dtype, or "
+                "the model does not fit: weights and workspace need "
+                f"{format_bytes(other_bytes)}, and {budget} is "
+                f"{format_bytes(available * config.memory_utilization)}; use a smaller model "
+                "or dtype, or "
                 "free memory"
             )
         limits = [
@@ -351,12 +461,19 @@ class _Resolver:
         return kv_bytes
 
     def _is_kv_populated(self) -> bool:
-        """Who names a size wants to have it: what the system lacks is noticed at once, and no request waits for its pages."""
+        """Who names a size wants to have it: what the system lacks is noticed at once,
+        and no request waits for its pages."""
         if self.gpu is not None:
             return False  # a GPU's memory is taken when it is allocated
         chosen, is_given = self.config.populate_kv_cache, self.config.kv_cache_memory is not None
         is_populated = chosen == "on" or (chosen == "auto" and is_given)
-        reason = "given" if chosen != "auto" else "kv_cache_memory is given" if is_given else "the size is a default"
+        reason = (
+            "given"
+            if chosen != "auto"
+            else "kv_cache_memory is given"
+            if is_given
+            else "the size is a default"
+        )
         self._note("populate_kv_cache", "on" if is_populated else "off", reason)
         return is_populated
 
@@ -364,7 +481,9 @@ class _Resolver:
         wanted, spec = self.config.max_model_len, self.spec
         if wanted is None:
             longest = min(spec.context_len, num_slots)
-            reason = "the model's context" if longest == spec.context_len else "what the KV cache holds"
+            reason = (
+                "the model's context" if longest == spec.context_len else "what the KV cache holds"
+            )
             self._note("max_model_len", longest, reason)
             if longest < 1:
                 raise CapacityError(
@@ -377,12 +496,17 @@ class _Resolver:
                 self.config.block_size or DEFAULT_BLOCK_SIZE
             )
             raise CapacityError(
-                f"max_model_len={wanted} needs {format_bytes(needed * bytes_per_token)} of KV cache, but it has "
-                f"{format_bytes(num_slots * bytes_per_token)} ({num_slots} tokens); lower max_model_len to "
+                f"max_model_len={wanted} needs {format_bytes(needed * bytes_per_token)} of "
+                "KV cache, but it has "
+                f"{format_bytes(num_slots * bytes_per_token)} ({num_slots} tokens); lower "
+                "max_model_len to "
                 f"{max(1, align_down(num_slots, 8))} or raise kv_cache_memory"
             )
         is_beyond = wanted > spec.max_context_len
-        doubt = f"; the model was made for {spec.max_context_len}, beyond which its answers may make no sense"
+        doubt = (
+            f"; the model was made for {spec.max_context_len}, beyond which its answers may make "
+            "no sense"
+        )
         self._note("max_model_len", wanted, "given" + doubt * is_beyond)
         return wanted
 
@@ -391,8 +515,10 @@ class _Resolver:
         wanted, longest = self.config.max_model_len, self.spec.max_context_len
         if wanted is not None and wanted > longest and not self.config.allow_long_context:
             raise ConfigError(
-                f"max_model_len={wanted} is beyond the {longest} tokens that the model was made for, where its answers may "
-                f"make no sense; lower it to {longest}, or set allow_long_context=True (--allow-long-context)"
+                f"max_model_len={wanted} is beyond the {longest} tokens that the model was "
+                "made for, where its answers may "
+                f"make no sense; lower it to {longest}, or set allow_long_context=True "
+                "(--allow-long-context)"
             )
 
 
@@ -406,10 +532,16 @@ def _policy(name: str) -> Policy:
 def _workspace_bytes(spec: DecoderSpec, num_batched_tokens: int, max_num_seqs: int) -> int:
     """Peak of temporary tensors, computed in float32 to be on the safe side.
 
-    Within a layer: the stream, its norm, the widest projection and its activation. At the end: logits of every sequence,
-    and an edited copy where requests ask for penalties or bias; or those of a prompt that is scored, and of the piece before.
+    Within a layer: the stream, its norm, the widest projection and its activation. At the end:
+    logits of every sequence, and an edited copy where requests ask for penalties or bias; or those
+    of a prompt that is scored, and of the piece before.
     """
-    logits_bytes = 2 * min(max(max_num_seqs, MAX_SCORED_ROWS), num_batched_tokens) * spec.vocab_size * DTYPE_BYTES["float32"]
+    logits_bytes = (
+        2
+        * min(max(max_num_seqs, MAX_SCORED_ROWS), num_batched_tokens)
+        * spec.vocab_size
+        * DTYPE_BYTES["float32"]
+    )
     return _layer_bytes(spec, num_batched_tokens) + logits_bytes
 
 

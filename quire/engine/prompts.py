@@ -13,7 +13,8 @@ from quire.text.tokenizer import Tokenizer
 
 
 class PromptDict(TypedDict, total=False):
-    """A prompt with more to say: text or token ids, and optionally a salt that keeps its cached KV to itself."""
+    """A prompt with more to say: text or token ids,
+    and optionally a salt that keeps its cached KV to itself."""
 
     prompt: str
     prompt_token_ids: Sequence[int]
@@ -38,7 +39,13 @@ class TokensPrompt(TypedDict):
 Prompt = str | Sequence[int] | PromptDict | TextPrompt | TokensPrompt
 """Text, token ids, or a dict with either."""
 
-_NO_MEDIA = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds", "encoder_prompt")
+_NO_MEDIA = (
+    "multi_modal_data",
+    "multi_modal_uuids",
+    "mm_processor_kwargs",
+    "prompt_embeds",
+    "encoder_prompt",
+)
 """Keys of prompts for models that read more than text."""
 
 
@@ -61,17 +68,25 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def parse_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> ParsedPrompt:
-    """Tokenize if need be, and check. Raises InvalidParameterError for anything that is not a prompt."""
+    """Tokenize if need be, and check. Raises InvalidParameterError for
+    anything that is not a prompt."""
     text: Any = None
     token_ids: Any = None
     salt: Any = None
     if isinstance(prompt, str):
         text = prompt
     elif isinstance(prompt, Mapping):
-        text, token_ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
+        text, token_ids, salt = (
+            prompt.get("prompt"),
+            prompt.get("prompt_token_ids"),
+            prompt.get("cache_salt"),
+        )
         for key in _NO_MEDIA:
             if prompt.get(key):
-                raise NotAvailableError(f"a prompt with {key!r} is not available in this version; give text or token ids")
+                raise NotAvailableError(
+                    f"a prompt with {key!r} is not available in this version; give text or "
+                    "token ids"
+                )
         unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", *_NO_MEDIA}
         if unknown or (text is None and token_ids is None):
             raise InvalidParameterError(
@@ -84,53 +99,75 @@ def parse_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -
     else:
         token_ids = prompt
     if not isinstance(salt, str | None):
-        raise InvalidParameterError(f"cache_salt must be text, not {type(salt).__name__}", param="cache_salt")
+        raise InvalidParameterError(
+            f"cache_salt must be text, not {type(salt).__name__}", param="cache_salt"
+        )
     if token_ids is None:
         token_ids = _encode(text, tokenizer)
-    return ParsedPrompt(text if isinstance(text, str) else None, check_token_ids(token_ids, vocab_size), salt)
+    return ParsedPrompt(
+        text if isinstance(text, str) else None, check_token_ids(token_ids, vocab_size), salt
+    )
 
 
 def _encode(text: object, tokenizer: Tokenizer | None) -> list[int]:
     if not isinstance(text, str):
-        raise InvalidParameterError(f"a prompt must be text or token ids, not {type(text).__name__}", param="prompt")
+        raise InvalidParameterError(
+            f"a prompt must be text or token ids, not {type(text).__name__}", param="prompt"
+        )
     if tokenizer is None:
         raise InvalidParameterError(
-            "this engine has no tokenizer, so it takes token ids alone; give {'prompt_token_ids': [...]}", param="prompt"
+            "this engine has no tokenizer, so it takes token ids alone; give "
+            "{'prompt_token_ids': [...]}",
+            param="prompt",
         )
-    # Whoever writes a raw prompt writes the template's part too, so special tokens are meant; in a chat they are not.
+    # Whoever writes a raw prompt writes the template's part too, so special tokens are meant; in a
+    # chat they are not.
     return tokenizer.encode(text, parse_special=True)
 
 
 def check_token_ids(token_ids: Iterable[Any], vocab_size: int) -> tuple[int, ...]:
-    """A prompt's token ids as plain integers. Raises InvalidParameterError for what is none, or not the model's."""
+    """A prompt's token ids as plain integers. Raises InvalidParameterError for what is none,
+    or not the model's."""
     try:
         checked = tuple(map(operator.index, token_ids))
     except TypeError:
-        raise InvalidParameterError("prompt_token_ids must be a list of integers", param="prompt_token_ids") from None
+        raise InvalidParameterError(
+            "prompt_token_ids must be a list of integers", param="prompt_token_ids"
+        ) from None
     for token_id in checked:
         if not 0 <= token_id < vocab_size:
             raise InvalidParameterError(
-                f"token id {token_id} is not in the model's vocabulary of {vocab_size}", param="prompt_token_ids"
+                f"token id {token_id} is not in the model's vocabulary of {vocab_size}",
+                param="prompt_token_ids",
             )
     if not checked:
         raise InvalidParameterError("the prompt is empty; give at least one token", param="prompt")
     return checked
 
 
-AnyParams = TypeVar("AnyParams", SamplingParams, BeamSearchParams, SamplingParams | BeamSearchParams)
+AnyParams = TypeVar(
+    "AnyParams", SamplingParams, BeamSearchParams, SamplingParams | BeamSearchParams
+)
 
 
 def with_truncation(params: AnyParams, tokenization_kwargs: Mapping[str, Any] | None) -> AnyParams:
-    """Parameters with what `tokenization_kwargs` says of a prompt's length; NotAvailableError for what else it says."""
-    given = {name: value for name, value in (tokenization_kwargs or {}).items() if value is not None}
+    """Parameters with what `tokenization_kwargs` says of a prompt's length;
+    NotAvailableError for what else it says."""
+    given = {
+        name: value for name, value in (tokenization_kwargs or {}).items() if value is not None
+    }
     keep = given.pop("truncate_prompt_tokens", None)
     if given:
         names = ", ".join(map(repr, sorted(map(str, given))))
         raise NotAvailableError(
-            f"tokenization_kwargs with {names} is not available in this version; give token ids as the prompt"
+            f"tokenization_kwargs with {names} is not available in this version; give token "
+            "ids as the prompt"
         )
     if keep is None:
         return params
     if isinstance(params, BeamSearchParams):
-        raise NotAvailableError("truncate_prompt_tokens is not available for beam search; shorten the prompt's token ids")
+        raise NotAvailableError(
+            "truncate_prompt_tokens is not available for beam search; shorten the prompt's "
+            "token ids"
+        )
     return replace(params, truncate_prompt_tokens=keep)

@@ -1,7 +1,7 @@
 """`quire quantize` without its command line: a model folder in, a quantized model folder out.
 
-Owns what lies around the weights: which folder is read, which small files go along, and that nothing incomplete is ever
-found under the output's name.
+Owns what lies around the weights: which folder is read, which small files go along, and that
+nothing incomplete is ever found under the output's name.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ _NOT_COPIED = ("config.json", "*.safetensors.index.json")
 def quantize_model(model: str, recipe: Recipe, output: Path) -> None:
     """Write the floating-point `model`, quantized, as the new folder `output`.
 
-    Raises ConfigError for a model that is quantized already or an output that exists, CheckpointError for weights that
-    cannot be read or files that cannot be written.
+    Raises ConfigError for a model that is quantized already or an output that exists,
+    CheckpointError for weights that cannot be read or files that cannot be written.
     """
     from safetensors import SafetensorError
 
     files = find_model(EngineConfig(model=model))
     if files.gguf is not None or files.config.get("quantization_config") is not None:
-        raise ConfigError(f"model={model!r} is quantized already, or a GGUF file; give a folder of floating-point weights")
+        raise ConfigError(
+            f"model={model!r} is quantized already, or a GGUF file; give a folder of "
+            "floating-point weights"
+        )
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"{output} exists already; name a new folder")
     try:

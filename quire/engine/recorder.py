@@ -1,9 +1,11 @@
-"""The last steps of an engine, kept to be looked at: a ring of plans, from which any state within it can be made again.
+"""The last steps of an engine, kept to be looked at: a ring of plans, from which any state within
+it can be made again.
 
-A step costs the recorder next to nothing: it keeps lists that the scheduler has made already, and looks at single rows only
-where they come, go, grow, or compute more than a token. Plans themselves are not kept: hundreds of small records that live on
-cost the allocator 50 us a step. Whoever looks pays for the rest. Bounded in steps, in pieces of work and in tokens; what leaves
-the ring is folded into the base before it. Never keeps a result, a text or a tensor.
+A step costs the recorder next to nothing: it keeps lists that the scheduler has made already, and
+looks at single rows only where they come, go, grow, or compute more than a token. Plans themselves
+are not kept: hundreds of small records that live on cost the allocator 50 us a step. Whoever looks
+pays for the rest. Bounded in steps, in pieces of work and in tokens; what leaves the ring is folded
+into the base before it. Never keeps a result, a text or a tensor.
 """
 
 from __future__ import annotations
@@ -137,7 +139,8 @@ class _State:
 
 
 class StepRecorder:
-    """Follows one scheduler, which must be new. `begin` belongs right after `schedule`, `end` right after `update`."""
+    """Follows one scheduler, which must be new. `begin` belongs right after `schedule`,
+    `end` right after `update`."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -158,13 +161,18 @@ class StepRecorder:
         self._num_work = 0
         self._num_tokens = 0
 
-    # -- every step --------------------------------------------------------------------------------------------------
+    # -- every step
+    # ----------------------------------------------------------------------------------------------
 
     def begin(self, plan: StepPlan, now: float) -> None:
         """A step is about to be computed."""
         scheduler = self._scheduler
         before, self._flight = self._flight, scheduler.flights[-1]
-        removed = tuple(self._remove(row, before) for row in plan.removed_rows) if plan.removed_rows else ()
+        removed = (
+            tuple(self._remove(row, before) for row in plan.removed_rows)
+            if plan.removed_rows
+            else ()
+        )
         entered = self._enter(plan) if plan.new_rows else ()
         if removed or entered:
             rows = self._rows.copy()
@@ -176,7 +184,11 @@ class StepRecorder:
         num_tokens = scheduler.stats.num_computed_tokens - self._num_computed
         self._num_computed += num_tokens
         chunks: tuple[Chunk, ...] = ()
-        if entered or num_tokens != len(plan.work) or num_tokens >= scheduler.limits.max_num_batched_tokens:
+        if (
+            entered
+            or num_tokens != len(plan.work)
+            or num_tokens >= scheduler.limits.max_num_batched_tokens
+        ):
             new = {entry.record.row for entry in entered}
             chunks = tuple(
                 (work.row, work.start, work.num_tokens, work.num_samples)
@@ -209,14 +221,19 @@ class StepRecorder:
         self._steps.append(step)
         self._num_work += len(step.in_flight)
         self._num_tokens += step.num_new_tokens
-        while len(self._steps) > MAX_STEPS or self._num_work > MAX_WORK or self._num_tokens > MAX_TOKENS:
+        while (
+            len(self._steps) > MAX_STEPS
+            or self._num_work > MAX_WORK
+            or self._num_tokens > MAX_TOKENS
+        ):
             oldest = self._steps.popleft()
             self._num_work -= len(oldest.in_flight)
             self._num_tokens -= oldest.num_new_tokens
             self._base.apply(oldest)
 
     def forget_open(self) -> None:
-        """The steps begun will not be taken in: the worker's state was lost, and everyone's row with it."""
+        """The steps begun will not be taken in: the worker's state was lost,
+        and everyone's row with it."""
         self._open.clear()
 
     def _remove(self, row: int, before: Flight) -> _Removed:
@@ -224,8 +241,8 @@ class StepRecorder:
         if sequence is None:
             return _Removed(row, "preempted", None, 0)
         why = _end_of(sequence)
-        # The last token sampled is computed only where a step was planned before its outcome was known; a row that failed did
-        # not sample.
+        # The last token sampled is computed only where a step was planned before its outcome was
+        # known; a row that failed did not sample.
         is_last_computed = why == "error" or sequence in before.gone
         return _Removed(row, why, sequence, len(sequence.token_ids) - (not is_last_computed))
 
@@ -250,10 +267,12 @@ class StepRecorder:
             entered.append(_Entry(sequence, record))
         return tuple(entered)
 
-    # -- for whoever looks -------------------------------------------------------------------------------------------
+    # -- for whoever looks
+    # -------------------------------------------------------------------------------------------
 
     def inspect(self, engine: str, since: int, now: float) -> Inspection:
-        """The steps after `since`, if they are all here and `engine` is this one; else everything there is."""
+        """The steps after `since`, if they are all here and `engine` is this one;
+        else everything there is."""
         scheduler, manager = self._scheduler, self._scheduler.manager
         follows = engine == self._engine and self._base.step <= since <= self.last_step
         base = None if follows else self._base_record()
@@ -288,7 +307,10 @@ class StepRecorder:
 
     def content(self, block: int, step: int) -> BlockContent | None:
         """What a block held in a step; None where neither the step nor the block is known."""
-        if not 0 <= block < self._scheduler.limits.num_blocks or not self._base.step <= step <= self.last_step:
+        if (
+            not 0 <= block < self._scheduler.limits.num_blocks
+            or not self._base.step <= step <= self.last_step
+        ):
             return None
         state = self._base.copy()
         for each in self._steps:
@@ -299,7 +321,10 @@ class StepRecorder:
         owners = [row for row, blocks in state.blocks.items() if block in blocks]
         tokens, position = state.cached.get(block, ()), -1
         if owners:
-            sequence, position = state.sequences[owners[0]], state.blocks[owners[0]].index(block) * size
+            sequence, position = (
+                state.sequences[owners[0]],
+                state.blocks[owners[0]].index(block) * size,
+            )
             if not tokens:
                 end = min(position + size, self._computed_at(sequence, step))
                 tokens = tuple(sequence.token_ids[position:end])
@@ -307,13 +332,16 @@ class StepRecorder:
         return BlockContent(block, step, tokens, names, position, block in state.cached)
 
     def _first_positions(self) -> dict[Sequence, int]:
-        """Computed tokens of the base's sequences: from where they are next known, less what they computed until there."""
+        """Computed tokens of the base's sequences: from where they are next known,
+        less what they computed until there."""
         positions: dict[Sequence, int] = {}
         counts = dict.fromkeys(self._base.sequences.values(), 0)
         for step in self._steps:
             for removed in step.removed:
                 if removed.sequence in counts:
-                    positions[removed.sequence] = removed.num_computed - counts.pop(removed.sequence)
+                    positions[removed.sequence] = removed.num_computed - counts.pop(
+                        removed.sequence
+                    )
             if step.chunks:
                 for sequence in [sequence for sequence in counts if sequence in step.rows]:
                     chunk = step.chunk_of(sequence)
@@ -326,7 +354,9 @@ class StepRecorder:
                     counts[sequence] += 1
         for sequence, count in counts.items():
             is_running = sequence.status is SequenceStatus.RUNNING
-            positions[sequence] = (sequence.num_computed if is_running else len(sequence.token_ids) - 1) - count
+            positions[sequence] = (
+                sequence.num_computed if is_running else len(sequence.token_ids) - 1
+            ) - count
         return positions
 
     def _computed_at(self, sequence: Sequence, step: int) -> int:
@@ -343,7 +373,9 @@ class StepRecorder:
     def _base_record(self) -> Base:
         state, positions = self._base, self._first_positions()
         rows = (
-            RowState(row, each.name, each.num_prompt_tokens, positions[each], tuple(state.blocks[row]))
+            RowState(
+                row, each.name, each.num_prompt_tokens, positions[each], tuple(state.blocks[row])
+            )
             for row, each in state.sequences.items()
         )
         return Base(state.step, tuple(rows), tuple(state.cached))
@@ -358,7 +390,9 @@ class StepRecorder:
             yield _request_state(sequence, now)
         waiting = scheduler.waiting.sequences()
         parked = [each for each in self._parked(set(waiting))]
-        for place, sequence in enumerate([*parked, *waiting][: max(32, MAX_REQUESTS - len(scheduler.running))]):
+        for place, sequence in enumerate(
+            [*parked, *waiting][: max(32, MAX_REQUESTS - len(scheduler.running))]
+        ):
             number = place - len(parked)
             reason = sequence.waits_for
             if number > 0:

@@ -1,7 +1,9 @@
-"""From what a user asked to what the scheduler serves: parameters are judged against the model, seeds are fixed.
+"""From what a user asked to what the scheduler serves: parameters are judged against the model,
+seeds are fixed.
 
-Torch-free and without state but a counter, so that a request can be judged wherever it arrives, in the engine's process or
-not. Owns the making of `RequestSpec`s: what would make an engine refuse a request is found out here, once.
+Torch-free and without state but a counter, so that a request can be judged wherever it arrives, in
+the engine's process or not. Owns the making of `RequestSpec`s: what would make an engine refuse a
+request is found out here, once.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ _TAIL = 64
 
 
 class PreparedRequest(NamedTuple):
-    """A request for samples that can be served: what travels to the scheduler, and what its sender wants to see of it."""
+    """A request for samples that can be served: what travels to the scheduler,
+    and what its sender wants to see of it."""
 
     spec: RequestSpec
     digest: Digest
@@ -58,16 +61,24 @@ class RequestBuilder:
         self._num_unseeded = 0
 
     def digest(self, params: SamplingParams) -> Digest:
-        """Parameters, read once for all requests that `sampling` makes with them. Safe in any thread. Raises a RequestError."""
+        """Parameters, read once for all requests that `sampling` makes with them.
+        Safe in any thread. Raises a RequestError."""
         return self._digester.digest(params, self.eos_token_ids)
 
     def sampling(
-        self, request_id: str, prompt: ParsedPrompt, digest: Digest, *, processors: tuple[str, ...] = (), **standing: Any
+        self,
+        request_id: str,
+        prompt: ParsedPrompt,
+        digest: Digest,
+        *,
+        processors: tuple[str, ...] = (),
+        **standing: Any,
     ) -> PreparedRequest:
         """A request for samples. Raises a RequestError.
 
-        `processors` are the names of its logits processors, which only an executor can give; `standing` are fields of the spec
-        that say how it is served beside others (`priority`, `tenant`, `weight`).
+        `processors` are the names of its logits processors, which only an executor can give;
+        `standing` are fields of the spec that say how it is served beside others (`priority`,
+        `tenant`, `weight`).
         """
         params = digest.params
         prompt = self._truncated(prompt, params.truncate_prompt_tokens)
@@ -76,7 +87,9 @@ class RequestBuilder:
             request_id=request_id,
             prompt_token_ids=tuple(prompt.token_ids),
             sampling=digest.sampling._replace(
-                seed=self._seed(params), thinking=self._thinking(digest, prompt), processors=processors
+                seed=self._seed(params),
+                thinking=self._thinking(digest, prompt),
+                processors=processors,
             ),
             max_tokens=params.max_tokens or self._plan.limits.max_model_len,
             namespace=_namespace(prompt),
@@ -91,7 +104,9 @@ class RequestBuilder:
         keep = self._plan.limits.max_model_len - 1 if keep < 0 else keep
         return prompt._replace(token_ids=prompt.token_ids[-keep:]) if keep else prompt
 
-    def beam(self, request_id: str, prompt: ParsedPrompt, params: BeamSearchParams, *, priority: int = 0) -> RequestSpec:
+    def beam(
+        self, request_id: str, prompt: ParsedPrompt, params: BeamSearchParams, *, priority: int = 0
+    ) -> RequestSpec:
         """A beam search. Raises a RequestError."""
         params.check_vocabulary(self._plan.spec.vocab_size)
         max_tokens = min(params.max_tokens, self._plan.limits.max_model_len - len(prompt.token_ids))

@@ -1,9 +1,10 @@
-"""One engine for several threads: one of them steps at a time, and outputs reach the thread that added the request.
+"""One engine for several threads: one of them steps at a time, and outputs reach the thread that
+added the request.
 
-Owns the lock around an engine and the post of its outputs. A `Session` is one caller's view: requests that it adds, outputs
-that are its own, also where another session's step made them, so that the requests of several threads share their steps.
-A thread waits at most for the step of another; a call from inside a step (from a logits processor) could never be served
-and is refused.
+Owns the lock around an engine and the post of its outputs. A `Session` is one caller's view:
+requests that it adds, outputs that are its own, also where another session's step made them, so
+that the requests of several threads share their steps. A thread waits at most for the step of
+another; a call from inside a step (from a logits processor) could never be served and is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class SharedEngine:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._turn = threading.Lock()
-        """Held by the thread that is next in line: one that steps again and again would otherwise keep all others out."""
+        """Held by the thread that is next in line: one that steps again and again would
+        otherwise keep all others out."""
         self._lock = threading.Lock()
         self._holder: int | None = None
         self._owners: dict[str, Session] = {}
@@ -34,7 +36,8 @@ class SharedEngine:
 
     @contextmanager
     def held(self) -> Iterator[Engine]:
-        """The engine, for this thread alone. Raises EngineError inside a step, which would wait for itself."""
+        """The engine, for this thread alone. Raises EngineError inside a step,
+        which would wait for itself."""
         me = threading.get_ident()
         if self._holder == me:
             raise self._engine.nested_call()
@@ -50,11 +53,13 @@ class SharedEngine:
                 self._lock.release()
 
     def enter(self, request_id: str | None, session: Session) -> str:
-        """Note whose a request is, under a name of its own where it has none. The engine must be held."""
+        """Note whose a request is, under a name of its own where it has none.
+        The engine must be held."""
         while request_id is None:
             name, self._num_named = str(self._num_named), self._num_named + 1
             request_id = None if name in self._engine.scheduler.requests else name
-        if request_id not in self._engine.scheduler.requests:  # else the engine refuses it, and it stays with its owner
+        # else the engine refuses it, and it stays with its owner
+        if request_id not in self._engine.scheduler.requests:
             self._owners[request_id] = session
         return request_id
 
@@ -67,7 +72,9 @@ class SharedEngine:
         """One step, and its outputs to their sessions. The engine must be held."""
         try:
             outputs = self._engine.step()
-        except BaseException:  # interrupted: everybody's requests are lost, and the others must hear of it
+        except (
+            BaseException
+        ):  # interrupted: everybody's requests are lost, and the others must hear of it
             self._deliver(self._engine.take_lost())
             raise
         self._deliver(outputs)
@@ -102,7 +109,8 @@ class Session:
         request_id: str | None = None,
         priority: int = 0,
     ) -> str:
-        """Accept a request; returns its id, which is made up where none is given. Raises a RequestError."""
+        """Accept a request; returns its id, which is made up where none is given.
+        Raises a RequestError."""
         with self._shared.held() as engine:
             request_id = self._shared.enter(request_id, self)
             try:
@@ -115,7 +123,8 @@ class Session:
         return request_id
 
     def step(self) -> list[Output]:
-        """What came of this session's requests since it was last asked; where that is nothing, after one step."""
+        """What came of this session's requests since it was last asked; where that is nothing,
+        after one step."""
         with self._shared.held() as engine:
             if not self._ready and self._open:
                 if engine.is_closed:

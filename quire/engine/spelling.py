@@ -1,9 +1,11 @@
-"""How a model's tokens spell the marks around its thoughts: found once over the whole vocabulary, so that whoever sees token
-ids alone (the sampler) can tell where a mark stands, however it was cut into tokens.
+"""How a model's tokens spell the marks around its thoughts: found once over the whole vocabulary,
+so that whoever sees token ids alone (the sampler) can tell where a mark stands, however it was cut
+into tokens.
 
-Owns the making of the plan's `MarkSpelling`, over the bytes of tokens. The first mark counts at an answer's beginning only,
-behind nothing but white space, as `quire.text.reasoning` reads it; the second one counts wherever it stands, and is looked for
-as Knuth, Morris and Pratt do (Fast pattern matching in strings, 1977). Where both are special tokens, only these tokens count:
+Owns the making of the plan's `MarkSpelling`, over the bytes of tokens. The first mark counts at an
+answer's beginning only, behind nothing but white space, as `quire.text.reasoning` reads it; the
+second one counts wherever it stands, and is looked for as Knuth, Morris and Pratt do (Fast pattern
+matching in strings, 1977). Where both are special tokens, only these tokens count:
 so do the grammars that leave room for thoughts.
 """
 
@@ -32,8 +34,14 @@ def spell_marks(tokenizer: Tokenizer, marks: tuple[str, str], num_tokens: int) -
     if begin_id in tokenizer.special_token_ids and end_id in tokenizer.special_token_ids:
         assert begin_id is not None and end_id is not None
         if max(begin_id, end_id) < num_tokens:
-            blanks = [(0, token_id, 0) for token_id, data in _texts(tokenizer, num_tokens, ()) if not data.strip(_WHITE_SPACE)]
-            return MarkSpelling(((0, begin_id, 1), *blanks), 1, ((ANY_STATE, end_id, 1),), (end_id,))
+            blanks = [
+                (0, token_id, 0)
+                for token_id, data in _texts(tokenizer, num_tokens, ())
+                if not data.strip(_WHITE_SPACE)
+            ]
+            return MarkSpelling(
+                ((0, begin_id, 1), *blanks), 1, ((ANY_STATE, end_id, 1),), (end_id,)
+            )
     begin, end = (mark.encode() for mark in marks)
     begin_steps: list[Step] = []
     end_steps: list[Step] = []
@@ -47,12 +55,20 @@ def spell_marks(tokenizer: Tokenizer, marks: tuple[str, str], num_tokens: int) -
             end_steps += _end_steps(end, token_id, data)
         if data in end:
             pieces.setdefault(data, token_id)
-    usual = [tokenizer.read_bytes(each) for each in tokenizer.encode(marks[1], add_special_tokens=False, parse_special=True)]
-    return MarkSpelling(tuple(begin_steps), len(begin), tuple(end_steps), _token_ids(end, pieces, usual))
+    usual = [
+        tokenizer.read_bytes(each)
+        for each in tokenizer.encode(marks[1], add_special_tokens=False, parse_special=True)
+    ]
+    return MarkSpelling(
+        tuple(begin_steps), len(begin), tuple(end_steps), _token_ids(end, pieces, usual)
+    )
 
 
-def _texts(tokenizer: Tokenizer, num_tokens: int, marks: tuple[int | None, ...]) -> Iterator[tuple[int, bytes]]:
-    """Tokens that have a text, and that text; special tokens that are no marks have none that counts."""
+def _texts(
+    tokenizer: Tokenizer, num_tokens: int, marks: tuple[int | None, ...]
+) -> Iterator[tuple[int, bytes]]:
+    """Tokens that have a text, and that text; special tokens that are no
+    marks have none that counts."""
     hidden = tokenizer.special_token_ids - set(marks)
     for token_id in range(num_tokens):
         data = b"" if token_id in hidden else tokenizer.read_bytes(token_id)
@@ -64,7 +80,11 @@ def _begin_steps(mark: bytes, token_id: int, data: bytes) -> Iterator[Step]:
     rest = data.lstrip(_WHITE_SPACE)
     if _agree(mark, rest):
         yield 0, token_id, min(len(rest), len(mark))
-    yield from ((s, token_id, min(s + len(data), len(mark))) for s in range(1, len(mark)) if _agree(mark[s:], data))
+    yield from (
+        (s, token_id, min(s + len(data), len(mark)))
+        for s in range(1, len(mark))
+        if _agree(mark[s:], data)
+    )
 
 
 def _end_steps(mark: bytes, token_id: int, data: bytes) -> Iterator[Step]:
@@ -80,15 +100,19 @@ def _agree(left: bytes, right: bytes) -> bool:
 
 
 def _search(mark: bytes, state: int, data: bytes) -> int:
-    """Where a search for `mark` stands behind `data`, having stood at `state` before; it ends with the mark."""
+    """Where a search for `mark` stands behind `data`, having stood at `state` before;
+    it ends with the mark."""
     known = mark[:state] + data
     if mark in known:
         return len(mark)
-    return next(size for size in range(min(len(mark), len(known)), -1, -1) if known.endswith(mark[:size]))
+    return next(
+        size for size in range(min(len(mark), len(known)), -1, -1) if known.endswith(mark[:size])
+    )
 
 
 def _token_ids(mark: bytes, pieces: dict[bytes, int], usual: list[bytes]) -> tuple[int, ...]:
-    """For each state the token that goes on: as the tokenizer cuts the mark, else the longest that fits, else the first."""
+    """For each state the token that goes on: as the tokenizer cuts the mark,
+    else the longest that fits, else the first."""
     found: dict[int, int] = {}
     for state in range(len(mark)):
         fitting = [mark[state:to] for to in range(len(mark), state, -1) if mark[state:to] in pieces]
@@ -102,7 +126,8 @@ def _token_ids(mark: bytes, pieces: dict[bytes, int], usual: list[bytes]) -> tup
     while state < len(mark):
         if state not in found:
             raise InvalidParameterError(
-                f"thinking_token_budget: the tokenizer has no tokens for {mark.decode()!r}, which has to end the thoughts",
+                f"thinking_token_budget: the tokenizer has no tokens for {mark.decode()!r}, "
+                "which has to end the thoughts",
                 param="thinking_token_budget",
             )
         state += lengths[found[state]]

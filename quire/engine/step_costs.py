@@ -1,8 +1,10 @@
-"""What steps of a model cost on this machine: estimated for a plan, and kept in a file from one run to the next.
+"""What steps of a model cost on this machine: estimated for a plan, and kept in a file from one run
+to the next.
 
-The estimate divides the model's operations and bytes by what processors of this class reach; the first measured steps correct
-it (`quire.core.step_cost`). Owns the file: JSON beside the packed weights, of numbers alone, checked when it is read; one that
-is foreign, damaged or of another machine is not used.
+The estimate divides the model's operations and bytes by what processors of this class reach; the
+first measured steps correct it (`quire.core.step_cost`). Owns the file: JSON beside the packed
+weights, of numbers alone, checked when it is read; one that is foreign, damaged or of another
+machine is not used.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ _ATTENTION_SHARE = 0.5
 
 
 class _Rates(NamedTuple):
-    """What one core reaches: operations per second in large GEMMs of floating point and of 8-bit integers."""
+    """What one core reaches: operations per second in large GEMMs of floating
+    point and of 8-bit integers."""
 
     flag: str
     """The CPU flag that brings them; "" for any processor."""
@@ -44,7 +47,8 @@ class _Rates(NamedTuple):
     int8_ops: float
 
 
-# Two thirds of what was measured on two cores each: Emerald Rapids (AMX), Cascade Lake (AVX-512 with VNNI), Zen 3 (AVX2).
+# Two thirds of what was measured on two cores each: Emerald Rapids (AMX), Cascade Lake (AVX-512
+# with VNNI), Zen 3 (AVX2).
 _CPU_RATES = (
     _Rates("amx_tile", 700e9, 1300e9),
     _Rates("avx512_bf16", 200e9, 300e9),
@@ -60,12 +64,17 @@ _GPU_FLOPS, _GPU_BYTES = 100e12, 1e12
 """Of any GPU: only a start, none was measured."""
 
 
-def estimate(spec: DecoderSpec, formats: WeightFormats, dtype: str, kv_format: str, machine: Machine) -> UnitCosts:
-    """Seconds for each unit of work, before anything was measured; `machine.num_cores` are those that compute."""
+def estimate(
+    spec: DecoderSpec, formats: WeightFormats, dtype: str, kv_format: str, machine: Machine
+) -> UnitCosts:
+    """Seconds for each unit of work, before anything was measured;
+    `machine.num_cores` are those that compute."""
     flops, ops, bandwidth = _rates(formats, machine)
     head = formats.of((spec.head,))
     head_bytes = _num_bytes((spec.head,), formats, dtype)
-    layer_bytes = sum(_num_bytes(parts, formats, dtype) for block in spec.blocks for parts in block.projections)
+    layer_bytes = sum(
+        _num_bytes(parts, formats, dtype) for block in spec.blocks for parts in block.projections
+    )
     per_token = spec.flops_per_token()
     return UnitCosts(
         step_s=_OVERHEAD_S + layer_bytes / bandwidth,
@@ -91,7 +100,11 @@ def _rates(formats: WeightFormats, machine: Machine) -> tuple[float, float, floa
 def _num_bytes(parts: Sequence[LinearSpec], formats: WeightFormats, dtype: str) -> int:
     held = formats.of(parts)
     num_outputs, num_inputs = sum(part.num_outputs for part in parts), parts[0].num_inputs
-    return num_outputs * num_inputs * DTYPE_BYTES[dtype] if held is None else held.num_bytes(num_outputs, num_inputs)
+    return (
+        num_outputs * num_inputs * DTYPE_BYTES[dtype]
+        if held is None
+        else held.num_bytes(num_outputs, num_inputs)
+    )
 
 
 class StepCostFile:
@@ -103,7 +116,8 @@ class StepCostFile:
         self._has_failed = False
 
     def restore(self) -> bool:
-        """Let the model begin with what an earlier run learned on this processor; False where there is nothing to use."""
+        """Let the model begin with what an earlier run learned on this processor;
+        False where there is nothing to use."""
         try:
             with self._path.open("rb") as file:
                 record = json.loads(file.read(_MAX_FILE_BYTES))
@@ -121,7 +135,8 @@ class StepCostFile:
             self.save()
 
     def save(self) -> None:
-        """Write the file, if anything was learned: under another name first, so that a reader sees a whole one or none."""
+        """Write the file, if anything was learned: under another name first,
+        so that a reader sees a whole one or none."""
         if self._has_failed or self._model.num_observed == self._num_saved:
             return
         self._num_saved = self._model.num_observed

@@ -1,19 +1,22 @@
-"""The loop of every engine: its three verbs, how they follow each other, and what happens when one of them fails.
+"""The loop of every engine: its three verbs, how they follow each other, and what happens when one
+of them fails.
 
-    plan = scheduler.schedule(now)          # control plane: which tokens of which sequences, in which blocks
-    result = executor.execute(plan)         # data plane: one forward pass and the sampling
-    progress = scheduler.update(plan, result, now)
+    plan = scheduler.schedule(now)          # control plane: which tokens of which sequences, in
+    which blocks result = executor.execute(plan)         # data plane: one forward pass and the
+    sampling progress = scheduler.update(plan, result, now)
 
 They follow each other one after the other, or with the next step planned while one runs:
 
     plain       schedule 1, execute 1, update 1, schedule 2, execute 2, update 2, ...
-    overlapped  schedule 1, schedule 2, await 1, update 1, schedule 3, await 2, update 2, ...  while 1, 2, 3 are launched
+    overlapped  schedule 1, schedule 2, await 1, update 1, schedule 3, await 2, update 2, ...  while
+    1, 2, 3 are launched
 
-Both give the same tokens: the overlapped loop counts on what the step in flight will have computed, never on which tokens come
-of it. It takes in each outcome while the next step runs, so a sequence that ends has had a step too many,
-whose outcome is dropped, and a new one waits for a step more.
+Both give the same tokens: the overlapped loop counts on what the step in flight will have computed,
+never on which tokens come of it. It takes in each outcome while the next step runs, so a sequence
+that ends has had a step too many, whose outcome is dropped, and a new one waits for a step more.
 
-Knows requests as token ids: texts are `Engine`'s business, messages to another process those of `quire.engine.process`.
+Knows requests as token ids: texts are `Engine`'s business, messages to another process those of
+`quire.engine.process`.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ logger = logging.getLogger(__name__)
 
 
 class StepLoop:
-    """A scheduler, an executor, and an order of the verbs between them, by default the plain one."""
+    """A scheduler, an executor, and an order of the verbs between them,
+    by default the plain one."""
 
     def __init__(
         self,
@@ -54,8 +58,9 @@ class StepLoop:
         pace: StepPace | None = None,
         cost_file: StepCostFile | None = None,
     ) -> None:
-        """`prerequisites` make the halves whose others the executor has; `pace` bounds the duration of steps, and `cost_file`
-        keeps what it learns for the next run."""
+        """`prerequisites` make the halves whose others the executor has; `pace` bounds the duration
+        of steps, and `cost_file` keeps what it learns for the next run.
+        """
         self.executor = executor
         self.loop: Loop = PlainLoop() if loop is None else loop
         self._limits = limits
@@ -81,7 +86,8 @@ class StepLoop:
     def advance(self) -> list[Progress]:
         """Go on until one step has been taken in. Never raises for a bug or a broken executor.
 
-        An executor that fails costs the requests of that step; anything else that raises costs all of them.
+        An executor that fails costs the requests of that step; anything else that raises costs all
+        of them.
         """
         try:
             return self.loop.advance(self)
@@ -90,8 +96,9 @@ class StepLoop:
             return self.start_over(f"the engine failed on this step: {type(error).__name__}")
 
     def idle(self) -> bool:
-        """Make use of a moment without requests, for some milliseconds; whether there may be more to do. Never raises for a
-        bug or a broken executor."""
+        """Make use of a moment without requests, for some milliseconds; whether there may be more
+        to do. Never raises for a bug or a broken executor.
+        """
         assert not self.has_work
         if self.scheduler.flights:
             self.advance()  # a step that was planned ahead for those who have ended
@@ -104,7 +111,8 @@ class StepLoop:
             log_failure(logger, "the engine failed while it was idle", error)
             return False
 
-    # -- the verbs ---------------------------------------------------------------------------------------------------
+    # -- the verbs
+    # ----------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
         """Decide the next step, where none is in flight."""
@@ -122,7 +130,8 @@ class StepLoop:
         return self.executor.execute(plan)
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Begin to compute a step. Safe to call in another thread, one step at a time; so is the wait for what it gives."""
+        """Begin to compute a step. Safe to call in another thread, one step at a time;
+        so is the wait for what it gives."""
         return self.executor.launch(plan)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Progress]:
@@ -133,10 +142,13 @@ class StepLoop:
         return progress
 
     def abandon(self, plan: StepPlan, error: Exception) -> list[Progress]:
-        """End the requests of a step that was lost; nobody knows what the worker still holds, so all others start anew."""
+        """End the requests of a step that was lost; nobody knows what the worker still holds,
+        so all others start anew."""
         log_failure(logger, f"the executor failed on step {plan.step_id}", error)
         message = f"the engine failed on this step: {type(error).__name__}"
-        progress = self.update(plan, StepResult(plan.step_id, tuple(WorkResult(error=message) for _ in plan.work)))
+        progress = self.update(
+            plan, StepResult(plan.step_id, tuple(WorkResult(error=message) for _ in plan.work))
+        )
         self.rewind()
         return progress
 
@@ -151,7 +163,8 @@ class StepLoop:
             self.recorder.begin(plan, now)
         return plan
 
-    # -- for an output processor (`Ends`) ---------------------------------------------------------------------------
+    # -- for an output processor (`Ends`)
+    # ---------------------------------------------------------------------------
 
     def stop(self, sequence: SequenceRecord, matched: str) -> None:
         """End a sequence whose text has reached a stop string."""
@@ -162,16 +175,21 @@ class StepLoop:
         """End a request whose output cannot be made."""
         self.scheduler.fail(request_id, message)
 
-    # -- failures ----------------------------------------------------------------------------------------------------
+    # -- failures
+    # ----------------------------------------------------------------------------------------------
 
     def start_over(self, message: str) -> list[Progress]:
-        """End every request and begin with an empty control plane: this one may be half-way through a change.
+        """End every request and begin with an empty control plane: this one may be half-way through
+        a change.
 
-        The worker need not be told: a row begins anew with its next owner, and nothing in the new pool counts as cached.
-        Returns the ends of all sequences that were lost: also of requests that the failed step has ended, untold.
+        The worker need not be told: a row begins anew with its next owner, and nothing in the new
+        pool counts as cached. Returns the ends of all sequences that were lost: also of requests
+        that the failed step has ended, untold.
         """
         self.loop.forget()
-        in_flight = [sequence.request for flight in self.scheduler.flights for sequence in flight.sequences]
+        in_flight = [
+            sequence.request for flight in self.scheduler.flights for sequence in flight.sequences
+        ]
         lost = dict.fromkeys([*self.scheduler.give_up(message), *in_flight])
         for request in lost:
             request.error = request.error or message
@@ -179,7 +197,9 @@ class StepLoop:
         self.scheduler.stats = stats
         if self.recorder is not None:
             self.record_steps()
-        return [Progress(sequence, None, None) for request in lost for sequence in request.sequences]
+        return [
+            Progress(sequence, None, None) for request in lost for sequence in request.sequences
+        ]
 
     def close(self) -> None:
         """End what computes, and free the memory. Idempotent."""
@@ -190,7 +210,9 @@ class StepLoop:
 
     def _new_scheduler(self) -> Scheduler:
         prerequisites = [make() for make in self._prerequisites]
-        return Scheduler(self._limits, prerequisites=prerequisites, digest_key=os.urandom(16), pace=self._pace)
+        return Scheduler(
+            self._limits, prerequisites=prerequisites, digest_key=os.urandom(16), pace=self._pace
+        )
 
 
 class Loop(Protocol):
@@ -201,7 +223,8 @@ class Loop(Protocol):
         ...
 
     def forget(self) -> None:
-        """Drop the outcomes of the steps in flight, once these are launched: the control plane knows them no more."""
+        """Drop the outcomes of the steps in flight, once these are launched:
+        the control plane knows them no more."""
         ...
 
     def close(self) -> None:
@@ -228,7 +251,8 @@ class PlainLoop:
 
 
 class OverlappedLoop:
-    """Plans a step, and takes in another, while one is computed: by a device, or by the thread that launches it."""
+    """Plans a step, and takes in another, while one is computed: by a device,
+    or by the thread that launches it."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._in_flight: deque[StepPlan] = deque()

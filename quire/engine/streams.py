@@ -1,7 +1,7 @@
 """The way of outputs from a link's thread back to the event loops that wait for them.
 
-Owns the streams, one a request, and the post that a link's thread hands outputs to: as many as a step brings go to an event
-loop in one call. A stream is fed in its loop's thread alone.
+Owns the streams, one a request, and the post that a link's thread hands outputs to: as many as a
+step brings go to an event loop in one call. A stream is fed in its loop's thread alone.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ Merge = Callable[[RequestOutput, RequestOutput], RequestOutput]
 
 
 class Stream:
-    """One request's outputs, for the event loop in which it was made. Iterate once; the last output is `finished`."""
+    """One request's outputs, for the event loop in which it was made. Iterate once;
+    the last output is `finished`."""
 
     def __init__(self, merge: Merge | None = None) -> None:
-        """With `merge` at most one output waits for the reader: a slow one costs no more than its answer."""
+        """With `merge` at most one output waits for the reader:
+        a slow one costs no more than its answer."""
         self.loop = asyncio.get_running_loop()
         self._merge = merge
         self._items: deque[Item] = deque()
@@ -33,7 +35,8 @@ class Stream:
         """Whether the reader has had the last output."""
 
     def listen(self, take: Callable[[RequestOutput], None]) -> None:
-        """Give every output to `take`, in the event loop's thread, in place of iteration; it must not raise."""
+        """Give every output to `take`, in the event loop's thread, in place of iteration;
+        it must not raise."""
         self._take = take
         while self._items:
             item = self._items.popleft()
@@ -44,7 +47,11 @@ class Stream:
         """Give the reader something."""
         if self._take is not None:
             self._take(output)
-        elif self._merge is not None and self._items and isinstance(earlier := self._items[-1], RequestOutput):
+        elif (
+            self._merge is not None
+            and self._items
+            and isinstance(earlier := self._items[-1], RequestOutput)
+        ):
             self._items[-1] = self._merge(earlier, output)
         else:
             self._items.append(output)
@@ -105,7 +112,11 @@ class Post:
 
     def deliver(self, outputs: Iterable[RequestOutput]) -> None:
         """Send outputs on their way; those of requests without a stream go nowhere."""
-        found = [(stream, each) for each in outputs if (stream := self._streams.get(each.request_id)) is not None]
+        found = [
+            (stream, each)
+            for each in outputs
+            if (stream := self._streams.get(each.request_id)) is not None
+        ]
         for _, output in found:
             if output.finished:
                 del self._streams[output.request_id]
@@ -146,5 +157,7 @@ def merge_deltas(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
             if known.logprobs is not None:
                 each.logprobs = known.logprobs + (each.logprobs or [])
     later.outputs += before.values()
-    later.prompt_logprobs = later.prompt_logprobs if later.prompt_logprobs is not None else earlier.prompt_logprobs
+    later.prompt_logprobs = (
+        later.prompt_logprobs if later.prompt_logprobs is not None else earlier.prompt_logprobs
+    )
     return later

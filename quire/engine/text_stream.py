@@ -11,14 +11,20 @@ from quire.text.tokenizer import Tokenizer
 
 
 class TextStream:
-    """Turns tokens into text that is safe to show. Without a tokenizer (or `detokenize=False`) the text stays empty."""
+    """Turns tokens into text that is safe to show. Without a tokenizer (or `detokenize=False`)
+    the text stays empty."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int], params: SamplingParams, stop: StopStrings
+        self,
+        tokenizer: Tokenizer | None,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        stop: StopStrings,
     ) -> None:
         """`stop` are those of `params`, shared by all answers."""
         self._parts: list[str] = []
-        """The text that has not been taken, in pieces: a growing string would be copied at each token."""
+        """The text that has not been taken, in pieces:
+        a growing string would be copied at each token."""
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._detokenizer: Detokenizer | None = None
@@ -52,7 +58,8 @@ class TextStream:
         return self._show(self._detokenizer.append((token_id,)))
 
     def flush(self) -> str | None:
-        """The sequence has ended: show what was held back. Returns a stop string that only now became complete."""
+        """The sequence has ended: show what was held back.
+        Returns a stop string that only now became complete."""
         if self._detokenizer is None:
             return None
         matched = self._show(self._detokenizer.flush())

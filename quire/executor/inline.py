@@ -25,7 +25,8 @@ class InlineExecutor:
         return self.worker.execute(plan)
 
     def register_processor(self, processor: Processor) -> str:
-        """Make a per-request logits processor known; returns the name by which plans refer to it."""
+        """Make a per-request logits processor known;
+        returns the name by which plans refer to it."""
         return self.processors.register(processor)
 
     def unregister_processor(self, name: str) -> None:
@@ -37,7 +38,8 @@ class InlineExecutor:
         return self.worker.idle()
 
     def close(self) -> None:
-        """Drop the model, its KV memory and the rows, also where somebody still holds the worker."""
+        """Drop the model, its KV memory and the rows,
+        also where somebody still holds the worker."""
         held = vars(self.worker)
         if "companions" in held:
             self.worker.companions.close()

@@ -17,9 +17,10 @@ class Executor(Protocol):
     def launch(self, plan: StepPlan) -> Launched:
         """Apply the plan's row changes, begin to compute its work and to sample.
 
-        The next plan may be launched before the result of this one is asked for: it finds the rows as this one leaves them. A
-        row that fails alone (non-finite numbers, a processor that raises) is reported in its `WorkResult`. An exception, here
-        or from the wait, means that the executor itself is broken and must be replaced.
+        The next plan may be launched before the result of this one is asked for: it finds the rows
+        as this one leaves them. A row that fails alone (non-finite numbers, a processor that
+        raises) is reported in its `WorkResult`. An exception, here or from the wait, means that the
+        executor itself is broken and must be replaced.
         """
         ...
 
@@ -28,7 +29,8 @@ class Executor(Protocol):
         ...
 
     def register_processor(self, processor: Callable[..., Any]) -> str:
-        """Make a per-request logits processor known; returns the name by which plans refer to it."""
+        """Make a per-request logits processor known;
+        returns the name by which plans refer to it."""
         ...
 
     def unregister_processor(self, name: str) -> None:
@@ -36,7 +38,8 @@ class Executor(Protocol):
         ...
 
     def idle(self) -> bool:
-        """Make use of a moment in which there is no plan, for some milliseconds; whether there may be more to do."""
+        """Make use of a moment in which there is no plan, for some milliseconds;
+        whether there may be more to do."""
         ...
 
     def close(self) -> None:

@@ -1,9 +1,11 @@
-"""The null executor: carries out plans without a model, and notices every mistake in their block tables.
+"""The null executor: carries out plans without a model, and notices every mistake in their block
+tables.
 
-It keeps, for each physical slot, the token written there and a running hash of the history before it. The "logits" of a
-position are a keyed function of the tokens and hashes *as read back through the block table*. A wrong, stale, prematurely
-freed or missing block therefore changes what is sampled, and a comparison with `null_logits` on the plain token list (the
-oracle) shows it. With a `script`, tokens are dictated and memory is not modelled, for replaying long traces quickly.
+It keeps, for each physical slot, the token written there and a running hash of the history before
+it. The "logits" of a position are a keyed function of the tokens and hashes *as read back through
+the block table*. A wrong, stale, prematurely freed or missing block therefore changes what is
+sampled, and a comparison with `null_logits` on the plain token list (the oracle) shows it. With a
+`script`, tokens are dictated and memory is not modelled, for replaying long traces quickly.
 """
 
 from __future__ import annotations
@@ -55,28 +57,48 @@ def null_logits(key: int, token_ids: Sequence[int], vocab_size: int) -> NDArray[
     return _logits(key, np.array(token_ids, np.int64), np.array(histories, np.uint64), vocab_size)
 
 
-def null_sample(logits: NDArray[np.float64], sampling: RowSampling, seed: int, position: int) -> int:
-    """The oracle's choice: the largest logit, plus noise keyed by (seed, position) unless the row is greedy."""
+def null_sample(
+    logits: NDArray[np.float64], sampling: RowSampling, seed: int, position: int
+) -> int:
+    """The oracle's choice: the largest logit, plus noise keyed by (seed, position)
+    unless the row is greedy."""
     if sampling.temperature == 0.0:
         return int(np.argmax(logits))
-    return int(np.argmax(logits / sampling.temperature + _gumbel(mix64(seed ^ mix64(position)), len(logits))))
+    return int(
+        np.argmax(
+            logits / sampling.temperature + _gumbel(mix64(seed ^ mix64(position)), len(logits))
+        )
+    )
 
 
-def null_logprobs(logits: NDArray[np.float64], token_id: int, num_alternatives: int) -> TokenLogprobs:
+def null_logprobs(
+    logits: NDArray[np.float64], token_id: int, num_alternatives: int
+) -> TokenLogprobs:
     """Log-probabilities from logits, as `TokenLogprobs`."""
     logprobs = logits - np.log(np.exp(logits).sum())
     order = np.argsort(-logprobs, kind="stable")
     kept = order if num_alternatives < 0 else order[:num_alternatives]
     rank = int((logprobs > logprobs[token_id]).sum()) + 1
-    return TokenLogprobs(token_id, float(logprobs[token_id]), rank, tuple(map(int, kept)), tuple(map(float, logprobs[kept])))
+    return TokenLogprobs(
+        token_id,
+        float(logprobs[token_id]),
+        rank,
+        tuple(map(int, kept)),
+        tuple(map(float, logprobs[kept])),
+    )
 
 
-def _logits(key: int, token_ids: NDArray[np.int64], histories: NDArray[np.uint64], vocab_size: int) -> NDArray[np.float64]:
-    digest = hashlib.blake2b(token_ids.tobytes() + histories.tobytes(), digest_size=16, key=key.to_bytes(8, "little"))
+def _logits(
+    key: int, token_ids: NDArray[np.int64], histories: NDArray[np.uint64], vocab_size: int
+) -> NDArray[np.float64]:
+    digest = hashlib.blake2b(
+        token_ids.tobytes() + histories.tobytes(), digest_size=16, key=key.to_bytes(8, "little")
+    )
     return _uniform(int.from_bytes(digest.digest(), "little"), vocab_size)
 
 
-# A simulation asks for the same draws again and again: in the executor, in the oracle, and after each preemption.
+# A simulation asks for the same draws again and again: in the executor, in the oracle, and after
+# each preemption.
 @lru_cache(maxsize=1 << 14)
 def _uniform(key: int, vocab_size: int) -> NDArray[np.float64]:
     draws = 4.0 * np.random.Generator(np.random.Philox(key=key)).random(vocab_size)
@@ -95,7 +117,8 @@ class NullExecutor:
     """Executes plans against a model of the KV memory instead of the memory."""
 
     def __init__(
-        self, num_rows: int, num_blocks: int, block_size: int, *, vocab_size: int = 32, key: int = 0,
+        self, num_rows: int, num_blocks: int, block_size: int, *, vocab_size: int = 32,
+        key: int = 0,
         script: Script | None = None, companions: Iterable[Companion] = (),
     ) -> None:  # fmt: skip
         self.rows = RowTable(num_rows, block_size)
@@ -133,11 +156,15 @@ class NullExecutor:
         for work, result in zip(plan.work, results, strict=True):
             if result.token_ids:
                 self.rows.append_token(work.row, result.token_ids[0])
-        return StepResult(plan.step_id, results, time.perf_counter() - started, self.companions.take_news(plan))
+        return StepResult(
+            plan.step_id, results, time.perf_counter() - started, self.companions.take_news(plan)
+        )
 
     def register_processor(self, processor: Callable[..., Any]) -> str:
         """Refused: there are no logits tensors to process."""
-        raise InvalidParameterError("the null executor runs no logits processors", param="logits_processors")
+        raise InvalidParameterError(
+            "the null executor runs no logits processors", param="logits_processors"
+        )
 
     def unregister_processor(self, name: str) -> None:
         """Nothing was registered."""
@@ -157,7 +184,10 @@ class NullExecutor:
         assert self._script is not None
         if not work.tasks:
             return WorkResult()
-        return WorkResult((self._script(self.rows.names[work.row], work.start + work.num_tokens),) * work.num_samples)
+        return WorkResult(
+            (self._script(self.rows.names[work.row], work.start + work.num_tokens),)
+            * work.num_samples
+        )
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         if not plan.copies:
@@ -171,7 +201,9 @@ class NullExecutor:
     def _write(self, work: RowWork) -> None:
         end = work.start + work.num_tokens
         assert end <= self.rows.num_tokens[work.row], "work beyond the tokens the row knows"
-        assert end <= self.rows.num_blocks[work.row] * self.rows.block_size, "work beyond the row's blocks"
+        assert end <= self.rows.num_blocks[work.row] * self.rows.block_size, (
+            "work beyond the row's blocks"
+        )
         slots = self.rows.slots(work.row, max(work.start - 1, 0), end)
         if work.start == 0:
             history = _EMPTY_HISTORY
@@ -182,7 +214,11 @@ class NullExecutor:
             self._slot_tokens[slot], self._slot_histories[slot] = token_id, history
 
     def _compute(self, work: RowWork) -> WorkResult:
-        return reduce(WorkResult.join, (self._outlets[type(task)](work, task) for task in work.tasks), WorkResult())
+        return reduce(
+            WorkResult.join,
+            (self._outlets[type(task)](work, task) for task in work.tasks),
+            WorkResult(),
+        )
 
     def _sample(self, work: RowWork, task: Sample) -> WorkResult:
         end, sampling = work.start + work.num_tokens, self.rows.sampling[work.row]
@@ -191,20 +227,33 @@ class NullExecutor:
         token_ids = tuple(null_sample(logits, sampling, seed, end) for seed in seeds)
         if sampling.num_logprobs is None:
             return WorkResult(token_ids)
-        return WorkResult(token_ids, tuple(null_logprobs(logits, each, sampling.num_logprobs) for each in token_ids))
+        return WorkResult(
+            token_ids,
+            tuple(null_logprobs(logits, each, sampling.num_logprobs) for each in token_ids),
+        )
 
     def _report_candidates(self, work: RowWork, task: Candidates) -> WorkResult:
         logits = self._read(self.rows.slots(work.row, 0, work.start + work.num_tokens))
         return WorkResult(logprobs=(null_logprobs(logits, int(np.argmax(logits)), task.count),))
 
     def _score_prompt(self, work: RowWork, task: ScorePrompt) -> WorkResult:
-        assert task.first > work.start, "a prompt token is to be scored by a position not in this step"
+        assert task.first > work.start, (
+            "a prompt token is to be scored by a position not in this step"
+        )
         end = min(work.start + work.num_tokens + 1, int(self.rows.num_prompt_tokens[work.row]))
         num_alternatives = self.rows.sampling[work.row].num_prompt_logprobs or 0
-        slots, tokens = self.rows.slots(work.row, 0, work.start + work.num_tokens), self.rows.tokens(work.row)
+        slots, tokens = (
+            self.rows.slots(work.row, 0, work.start + work.num_tokens),
+            self.rows.tokens(work.row),
+        )
         targets = [(target, int(tokens[target])) for target in range(task.first, end)]
-        scores = tuple(null_logprobs(self._read(slots[:target]), token_id, num_alternatives) for target, token_id in targets)
+        scores = tuple(
+            null_logprobs(self._read(slots[:target]), token_id, num_alternatives)
+            for target, token_id in targets
+        )
         return WorkResult(prompt_logprobs=scores)
 
     def _read(self, slots: NDArray[np.int64]) -> NDArray[np.float64]:
-        return _logits(self.key, self._slot_tokens[slots], self._slot_histories[slots], self.vocab_size)
+        return _logits(
+            self.key, self._slot_tokens[slots], self._slot_histories[slots], self.vocab_size
+        )

@@ -1,4 +1,5 @@
-"""Executors by name: the one table of those that there are. Each is imported when it is made: naming them costs nothing."""
+"""Executors by name: the one table of those that there are. Each is imported when it is made:
+naming them costs nothing."""
 
 from __future__ import annotations
 
@@ -43,5 +44,7 @@ EXECUTORS: dict[str, Callable[[ExecutorSpec], Executor]] = {"inline": _inline, "
 def make_executor(name: str, spec: ExecutorSpec) -> Executor:
     """Make the executor of this name. Raises ConfigError naming those that there are."""
     if name not in EXECUTORS:
-        raise ConfigError(f"there is no executor called {name!r}; choose one of {', '.join(EXECUTORS)}")
+        raise ConfigError(
+            f"there is no executor called {name!r}; choose one of {', '.join(EXECUTORS)}"
+        )
     return EXECUTORS[name](spec)

@@ -1,7 +1,8 @@
 """The one place that knows the compiler library: its grammars, its limits, and what it may cost.
 
-The library is `llguidance`: regular expressions by derivatives (no backtracking), context-free grammars by Earley's algorithm,
-both with counted work ("fuel"), so that neither compiling nor a step can run away. See docs/decisions/0009-grammars.md.
+The library is `llguidance`: regular expressions by derivatives (no backtracking), context-free
+grammars by Earley's algorithm, both with counted work ("fuel"), so that neither compiling nor a
+step can run away. See docs/decisions/0009-grammars.md.
 """
 
 from __future__ import annotations
@@ -19,22 +20,26 @@ from quire.errors import InvalidParameterError
 from quire.grammar.lexemes import gbnf_to_lark
 
 WHITE_SPACE = r"( |\n {0,64})?"
-"""Between the parts of a JSON text. Bounded, because small models like to go on with white space forever."""
+"""Between the parts of a JSON text. Bounded,
+because small models like to go on with white space forever."""
 STACK_BYTES = 256 << 20
-"""Of threads that compile: the library recurses along chains of references, and a thousand of them overflow 8 MiB's half.
-Only what is touched takes memory."""
+"""Of threads that compile: the library recurses along chains of references, and a thousand of them
+overflow 8 MiB's half. Only what is touched takes memory.
+"""
 _LIMITS = {
     "initial_lexer_fuel": 1_000_000,  # 20 ms
     "step_lexer_fuel": 200_000,  # 15 ms a step
     "step_max_items": 50_000,
-    "max_items_in_row": 20_000,  # four for each property that may be left out; with 2,000 of them a step takes 45 ms
+    # four for each property that may be left out; with 2,000 of them a step takes 45 ms
+    "max_items_in_row": 20_000,
     "max_lexer_states": 50_000,  # up to 2 kB each
     "max_grammar_size": 200_000,
     "precompute_large_lexemes": False,  # work that no fuel counts
     "verbose_errors": False,  # they would quote the output
 }
 _NO_FORCING = '%llguidance {"no_forcing": true}'
-"""Else the library writes out at once what can only come: a million steps for `(a{1000}){1000}`, which no fuel counts."""
+"""Else the library writes out at once what can only come: a million steps for `(a{1000}){1000}`,
+which no fuel counts."""
 _MAX_MESSAGE_LEN = 300
 _T = TypeVar("_T")
 
@@ -74,27 +79,36 @@ class _Wrapper:
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, tokens: list[bytes], special_token_ids: list[int], vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, tokens: list[bytes], special_token_ids: list[int], vocabulary: Vocabulary
+    ) -> None:
         self.tokens = tokens
         self.special_token_ids = special_token_ids
         self.eos_token_id = vocabulary.eos_token_ids[0]
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens for a text; the library asks once, to see whether bytes are taken, and never where nothing is forced."""
-        return [token_id for token_id, token in enumerate(self.tokens) if token == text.encode()][:1]
+        """Tokens for a text; the library asks once, to see whether bytes are taken,
+        and never where nothing is forced."""
+        return [token_id for token_id, token in enumerate(self.tokens) if token == text.encode()][
+            :1
+        ]
 
 
 def compile_grammar(grammar: Grammar, vocabulary: NativeVocabulary) -> Any:
-    """A matcher at the start of the grammar, to be copied. Raises InvalidParameterError. Call it through `with_deep_stack`."""
+    """A matcher at the start of the grammar, to be copied. Raises InvalidParameterError.
+    Call it through `with_deep_stack`."""
     library = _library()
-    matcher = library.LLMatcher(vocabulary.native, _source(library, grammar), log_level=0, limits=_limits(library))
+    matcher = library.LLMatcher(
+        vocabulary.native, _source(library, grammar), log_level=0, limits=_limits(library)
+    )
     if matcher.is_error():
         raise InvalidParameterError(_message(matcher.get_error()), param="structured_outputs")
     return matcher
 
 
 def validate(grammar: Grammar) -> None:
-    """Compile a grammar, to see whether it can be, and follow it for a step. Raises InvalidParameterError. Needs a deep stack.
+    """Compile a grammar, to see whether it can be, and follow it for a step. Raises
+    InvalidParameterError. Needs a deep stack.
 
     The vocabulary is one of single bytes: what it decides is cost alone.
     """
@@ -137,13 +151,16 @@ def embedded_schema(text: str, *, is_compact: bool = False) -> str:
 def _source(library: ModuleType, grammar: Grammar) -> str:
     """The grammar in the library's notation."""
     if grammar.kind == "regex":
-        text = json.loads(library.LLMatcher.grammar_from_regex(grammar.text))["grammars"][0]["lark_grammar"]
+        text = json.loads(library.LLMatcher.grammar_from_regex(grammar.text))["grammars"][0][
+            "lark_grammar"
+        ]
     elif grammar.kind == "lark":
         text = grammar.text
     elif grammar.kind == "gbnf":
         text = gbnf_to_lark(grammar.text)
     else:
-        text = f"start: %json {embedded_schema(grammar.text, is_compact=grammar.kind == 'json_compact')}"
+        schema = embedded_schema(grammar.text, is_compact=grammar.kind == "json_compact")
+        text = f"start: %json {schema}"
     return str(library.LLMatcher.grammar_from_lark(f"{text}\n{_NO_FORCING}\n"))
 
 
@@ -152,10 +169,13 @@ def _limits(library: ModuleType) -> Any:
 
 
 def _message(text: str) -> str:
-    """The lines of the library's words that say what is wrong with the grammar, without its pictures of it."""
+    """The lines of the library's words that say what is wrong with the grammar,
+    without its pictures of it."""
     lines = [line.strip() for line in text.strip().splitlines()]
     shown = [line for place, line in enumerate(lines) if place == 0 or line.startswith("error")]
-    return f"structured_outputs: the grammar cannot be compiled: {'; '.join(shown)[:_MAX_MESSAGE_LEN]}"
+    return (
+        f"structured_outputs: the grammar cannot be compiled: {'; '.join(shown)[:_MAX_MESSAGE_LEN]}"
+    )
 
 
 def _library() -> ModuleType:
@@ -163,7 +183,8 @@ def _library() -> ModuleType:
         import llguidance
     except ImportError as error:
         raise InvalidParameterError(
-            "structured_outputs need the package llguidance, which is not installed; run `pip install llguidance`",
+            "structured_outputs need the package llguidance, which is not installed; run "
+            "`pip install llguidance`",
             param="structured_outputs",
         ) from error
     return llguidance

@@ -1,7 +1,9 @@
-"""Reads grammars in llama.cpp's notation (GBNF), which vLLM's users know as EBNF: `root ::= "a" | [b-z]+`.
+"""Reads grammars in llama.cpp's notation (GBNF), which vLLM's users know as EBNF:
+`root ::= "a" | [b-z]+`.
 
-Owns the syntax, its limits, and error messages with line and column. What a grammar's parts become is the business of
-`lexemes`. Accepts a superset of both dialects: a rule may go on over several lines in either, and names may hold `_`.
+Owns the syntax, its limits, and error messages with line and column. What a grammar's parts become
+is the business of `lexemes`. Accepts a superset of both dialects: a rule may go on over several
+lines in either, and names may hold `_`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ MAX_COUNT: Final = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One character out of these code points: ranges with both ends, sorted, apart from one another."""
+    """One character out of these code points: ranges with both ends, sorted,
+    apart from one another."""
 
     ranges: tuple[tuple[int, int], ...]
 
@@ -73,11 +76,21 @@ _HEAD = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.\-]*)[ \t\r\n]*::=")
 _SPACE = re.compile(r"(?:[ \t\r\n]+|#[^\n]*)+")
 _COUNTS = re.compile(r"\{[ \t]*(\d{0,9})[ \t]*(,?)[ \t]*(\d{0,9})[ \t]*\}")
 _HEX_LENGTHS: Final = {"x": 2, "u": 4, "U": 8}
-_ESCAPES: Final = {"n": "\n", "r": "\r", "t": "\t", "0": "\0", "f": "\f", "v": "\v", "b": "\b", "a": "\a"}
+_ESCAPES: Final = {
+    "n": "\n",
+    "r": "\r",
+    "t": "\t",
+    "0": "\0",
+    "f": "\f",
+    "v": "\v",
+    "b": "\b",
+    "a": "\a",
+}
 
 
 def parse_gbnf(text: str) -> dict[str, Node]:
-    """Returns the rules by name. Raises InvalidParameterError with the line and column of what is wrong."""
+    """Returns the rules by name. Raises InvalidParameterError with the line
+    and column of what is wrong."""
     return _Parser(text).rules()
 
 
@@ -119,7 +132,9 @@ class _Parser:
 
     def _sequence(self, depth: int) -> Node:
         items: list[Node] = []
-        while (char := self._peek()) not in ("", "|", ")") and not _HEAD.match(self._text, self._at):
+        while (char := self._peek()) not in ("", "|", ")") and not _HEAD.match(
+            self._text, self._at
+        ):
             if char in "*+?{":
                 self._fail(f"nothing stands before this {char}")
             items.append(self._repeated(self._item(char, depth)))
@@ -138,7 +153,11 @@ class _Parser:
             return self._group(depth)
         name = _NAME.match(self._text, start)
         if name is None:
-            what = "tokens cannot be named in this notation (Lark's has <[id]>)" if char in "<!" else "not expected here"
+            what = (
+                "tokens cannot be named in this notation (Lark's has <[id]>)"
+                if char in "<!"
+                else "not expected here"
+            )
             self._fail(f"{char!r}: {what}")
         self._at = name.end()
         self._refs.setdefault(name[0], start)
@@ -255,7 +274,9 @@ class _Parser:
         before = self._text[: self._at if place is None else place]
         line, column = before.count("\n") + 1, len(before) - (before.rfind("\n") + 1) + 1
         where = f"line {line}, column {column}"
-        raise InvalidParameterError(f"structured_outputs: {where} of the grammar: {problem}", param="structured_outputs")
+        raise InvalidParameterError(
+            f"structured_outputs: {where} of the grammar: {problem}", param="structured_outputs"
+        )
 
 
 _SIGNS: Final[dict[str, tuple[int, int | None]]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}

@@ -1,8 +1,10 @@
-"""Whether grammars can be compiled: asked before a request is accepted, so that one that cannot is refused with the reason.
+"""Whether grammars can be compiled: asked before a request is accepted, so that one that cannot is
+refused with the reason.
 
-Compiles without a vocabulary, in one thread of its own for the whole process, whatever waits for the verdict: an event loop, or
-a program's thread. Verdicts are remembered, within bounds. Both the queue and the wait have limits, and whatever exceeds them
-is refused: a grammar is never taken on trust.
+Compiles without a vocabulary, in one thread of its own for the whole process, whatever waits for
+the verdict: an event loop, or a program's thread. Verdicts are remembered, within bounds. Both the
+queue and the wait have limits, and whatever exceeds them is refused: a grammar is never taken on
+trust.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ MAX_WAITING = 256
 MAX_WAIT_S = 10.0
 
 MAX_COST_S = 1.0
-"""Processor time to compile a grammar and take its first step; the engine will spend as much of a step on it."""
+"""Processor time to compile a grammar and take its first step;
+the engine will spend as much of a step on it."""
 
 _Verdict = str | None
 """What is wrong with a grammar, or None."""
@@ -42,7 +45,8 @@ class GrammarJudge:
         self._thread: threading.Thread | None = None
 
     def check(self, grammar: Grammar) -> None:
-        """Wait for the verdict. Raises InvalidParameterError with the reason, or UnavailableError where too many wait."""
+        """Wait for the verdict. Raises InvalidParameterError with the reason,
+        or UnavailableError where too many wait."""
         verdict = self._ask(grammar)
         try:
             _enforce(verdict.result(MAX_WAIT_S) if isinstance(verdict, Future) else verdict)
@@ -61,7 +65,9 @@ class GrammarJudge:
         _enforce(verdict)
 
     def _ask(self, grammar: Grammar) -> Future[_Verdict] | _Verdict:
-        digest = hashlib.blake2b(f"{grammar.kind}\0{grammar.text}".encode(), digest_size=16).digest()
+        digest = hashlib.blake2b(
+            f"{grammar.kind}\0{grammar.text}".encode(), digest_size=16
+        ).digest()
         with self._lock:
             if digest in self._verdicts:
                 self._verdicts.move_to_end(digest)
@@ -73,7 +79,9 @@ class GrammarJudge:
             self._queue.put_nowait((digest, grammar, future))
         except queue.Full:
             raise UnavailableError(
-                f"{MAX_WAITING} grammars wait to be judged already", state="overloaded", retry_after_s=2
+                f"{MAX_WAITING} grammars wait to be judged already",
+                state="overloaded",
+                retry_after_s=2,
             ) from None
         return future
 
@@ -87,11 +95,18 @@ class GrammarJudge:
             try:
                 validate(grammar)
                 if time.thread_time() - began_s > MAX_COST_S:
-                    verdict = f"structured_outputs: the grammar takes more than {MAX_COST_S:g} s to compile and begin"
+                    verdict = (
+                        f"structured_outputs: the grammar takes more than {MAX_COST_S:g} s to "
+                        "compile and begin"
+                    )
             except InvalidParameterError as error:
                 verdict = str(error)
-            except BaseException as error:  # a panic of the library's is no Exception, and this thread must live
-                verdict = f"structured_outputs: the grammar cannot be compiled ({type(error).__name__})"
+            except (
+                BaseException
+            ) as error:  # a panic of the library's is no Exception, and this thread must live
+                verdict = (
+                    f"structured_outputs: the grammar cannot be compiled ({type(error).__name__})"
+                )
             with self._lock:
                 self._verdicts[digest] = verdict
                 if len(self._verdicts) > MAX_VERDICTS:

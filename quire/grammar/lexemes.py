@@ -1,14 +1,18 @@
-"""Turns the rules of a GBNF grammar into Lark's notation, so that they mean the same, character by character.
+"""Turns the rules of a GBNF grammar into Lark's notation, so that they mean the same, character by
+character.
 
-The difficulty. llama.cpp reads a grammar as rules over characters. The compiler here first cuts text into *lexemes*
-(regular expressions), each as long as it can be: with the lexemes `[a-z]+` and `"b"`, the text "aab" is one lexeme, and
-`[a-z]+ "b"` never matches. A grammar of one-character lexemes would be right, but far too slow. So the largest regular
-parts of the rules become lexemes, and a lexeme is split again where its longest match could be wrong: where some lexeme
-may end before a character that follows it somewhere, and this one could go on with the very same character. Characters
-are compared by the first byte of their UTF-8 form, at which a lexer decides. Single characters need no splitting, so
-this comes to an end, and every approximation errs on the side of splitting.
+The difficulty. llama.cpp reads a grammar as rules over characters. The compiler here first cuts
+text into *lexemes* (regular expressions), each as long as it can be: with the lexemes `[a-z]+` and
+`"b"`, the text "aab" is one lexeme, and `[a-z]+ "b"` never matches. A grammar of one-character
+lexemes would be right, but far too slow. So the largest regular parts of the rules become lexemes,
+and a lexeme is split again where its longest match could be wrong: where some lexeme may end before
+a character that follows it somewhere, and this one could go on with the very same character.
+Characters are compared by the first byte of their UTF-8 form, at which a lexer decides. Single
+characters need no splitting, so this comes to an end, and every approximation errs on the side of
+splitting.
 
-All work is counted: a grammar that would need more than the limits is split into characters throughout.
+All work is counted: a grammar that would need more than the limits is split into characters
+throughout.
 """
 
 from __future__ import annotations
@@ -34,7 +38,8 @@ _LEADS: Final = ((0x80, 0, 0), (0x800, 6, 0xC0), (0x10000, 12, 0xE0), (0x110000,
 
 
 def gbnf_to_lark(text: str) -> str:
-    """Returns the same grammar in Lark's notation. Raises InvalidParameterError with the place of a mistake."""
+    """Returns the same grammar in Lark's notation.
+    Raises InvalidParameterError with the place of a mistake."""
     rules = _Rules(parse_gbnf(text))
     if ROOT in rules.sizes:  # all of it is one regular expression
         return _written({ROOT: Lexeme(rules.nodes[ROOT])}, rules)
@@ -67,7 +72,8 @@ class _Budget:
 
 
 class _Rules:
-    """The rules, and which of them are regular: without recursion, but for one at either end, and of bounded size."""
+    """The rules, and which of them are regular: without recursion, but for one at either end,
+    and of bounded size."""
 
     def __init__(self, nodes: dict[str, Node]) -> None:
         self.nodes = dict(nodes)
@@ -86,7 +92,11 @@ class _Rules:
         ready = deque(name for name, refs in waiting.items() if refs <= {name})
         while ready:
             name = ready.popleft()
-            node = _without_itself(name, self.nodes[name]) if name in waiting[name] else self.nodes[name]
+            node = (
+                _without_itself(name, self.nodes[name])
+                if name in waiting[name]
+                else self.nodes[name]
+            )
             size = None if node is None else self._measure(node)
             if name in self.sizes or node is None or size is None:
                 continue
@@ -106,7 +116,8 @@ class _Rules:
         return list(found)
 
     def _measure(self, node: Node) -> tuple[int, int] | None:
-        """(atoms, nesting) of a regular node; None for one that is not regular, or too large to be one lexeme."""
+        """(atoms, nesting) of a regular node; None for one that is not regular,
+        or too large to be one lexeme."""
         if isinstance(node, Chars):
             return 1, 0
         if isinstance(node, Ref):
@@ -120,7 +131,8 @@ class _Rules:
         return (num_atoms, nesting) if num_atoms <= MAX_ATOMS and nesting <= _MAX_NESTING else None
 
     def bodies(self, split: Collection[Node] | None) -> dict[str, Node]:
-        """The rules that are more than one lexeme, cut into lexemes other than those to be split; None for all of them."""
+        """The rules that are more than one lexeme, cut into lexemes other than those to be split;
+        None for all of them."""
         found: dict[str, Node] = {}
         waiting = [ROOT]
         while waiting:
@@ -139,12 +151,22 @@ class _Rules:
         if isinstance(node, Repeat):
             return Repeat(self._cut(node.body, split), node.low, node.high)
         if isinstance(node, Seq) and len(node.items) > 2 and self._measure(node) is not None:
-            middle = (len(node.items) + 1) // 2  # split lexemes are halved, for as few and as long ones as will do
-            return Seq(tuple(self._cut(Seq(half), split) for half in (node.items[:middle], node.items[middle:])))
+            # split lexemes are halved, for as few and as long ones as will do
+            middle = (len(node.items) + 1) // 2
+            return Seq(
+                tuple(
+                    self._cut(Seq(half), split)
+                    for half in (node.items[:middle], node.items[middle:])
+                )
+            )
         assert isinstance(node, Seq | Alt)
         parts: list[Node] = []
         for group in self._groups(node):
-            joined = None if len(group) < 2 or len(group) == len(_children(node)) else type(node)(tuple(group))
+            joined = (
+                None
+                if len(group) < 2 or len(group) == len(_children(node))
+                else type(node)(tuple(group))
+            )
             lexeme = None if joined is None else self._lexeme(joined, split)
             parts += [self._cut(each, split) for each in group] if lexeme is None else [lexeme]
         return type(node)(tuple(parts))
@@ -155,7 +177,8 @@ class _Rules:
         return Lexeme(node)
 
     def _groups(self, node: Node) -> Iterator[list[Node]]:
-        """A node's children, those that are regular and stand together in one list, within the limits."""
+        """A node's children, those that are regular and stand together in one list,
+        within the limits."""
         group: list[Node] = []
         num_atoms = 0
         for child in _children(node):
@@ -173,18 +196,23 @@ class _Rules:
 
 
 class _Comparison:
-    """Finds lexemes whose longest match could be wrong: all lexemes run side by side, as if each could come anywhere."""
+    """Finds lexemes whose longest match could be wrong: all lexemes run side by side,
+    as if each could come anywhere."""
 
     def __init__(self, bodies: Mapping[str, Node], rules: _Rules, budget: _Budget) -> None:
         self._bodies, self._rules, self._budget = bodies, rules, budget
-        self._lexemes = list(dict.fromkeys(lexeme.node for body in bodies.values() for lexeme in _lexemes(body)))
+        self._lexemes = list(
+            dict.fromkeys(lexeme.node for body in bodies.values() for lexeme in _lexemes(body))
+        )
         self._classes = _Classes(self._atoms())
         self._moves: list[list[tuple[int, int]]] = []
         """Of each state of all automata: (classes of characters, next state)."""
         self._jumps: list[list[int]] = []
         self._owners: list[int] = []
         self._ends: dict[int, int] = {}
-        self._starts = [self._build_lexeme(number, node) for number, node in enumerate(self._lexemes)]
+        self._starts = [
+            self._build_lexeme(number, node) for number, node in enumerate(self._lexemes)
+        ]
         self._numbers = {node: number for number, node in enumerate(self._lexemes)}
 
     def conflicts(self) -> set[Node]:
@@ -206,7 +234,9 @@ class _Comparison:
                 if after not in seen:
                     seen.add(after)
                     waiting.append(after)
-        return {node for node in map(self._lexemes.__getitem__, found) if not isinstance(node, Chars)}
+        return {
+            node for node in map(self._lexemes.__getitem__, found) if not isinstance(node, Chars)
+        }
 
     def _targets(self, states: Collection[int]) -> dict[int, set[int]]:
         """Where each class of characters leads."""
@@ -259,7 +289,8 @@ class _Comparison:
         return len(self._owners) - 1
 
     def _build(self, node: Node, start: int, end: int, owner: int) -> None:
-        """An automaton from `start` to `end`. Repetitions count to two at most, which only makes it accept more."""
+        """An automaton from `start` to `end`. Repetitions count to two at most,
+        which only makes it accept more."""
         self._budget.spend()
         if isinstance(node, Chars):
             self._moves[start].append((self._classes.mask(node), end))
@@ -305,7 +336,9 @@ class _Comparison:
             elif isinstance(node, Seq):
                 for item in reversed(node.items):
                     visit(item, after)
-                    after = _first(item, first, nullable) | (after if _is_nullable(item, nullable) else 0)
+                    after = _first(item, first, nullable) | (
+                        after if _is_nullable(item, nullable) else 0
+                    )
 
         while True:
             before = dict(after_rule)
@@ -315,12 +348,15 @@ class _Comparison:
                 return after_lexeme
 
     def _beginnings(self) -> tuple[set[Any], dict[Any, int]]:
-        """Which lexemes and rules may be empty, and the first bytes of each; rules by name, lexemes by node."""
+        """Which lexemes and rules may be empty, and the first bytes of each; rules by name,
+        lexemes by node."""
         nullable: set[Any] = set()
         first: dict[Any, int] = {}
         for number, node in enumerate(self._lexemes):
             begun = self._closed([self._starts[number]])
-            first[node] = self._classes.leads_of(mask for state in begun for mask, _ in self._moves[state])
+            first[node] = self._classes.leads_of(
+                mask for state in begun for mask, _ in self._moves[state]
+            )
             if any(state in self._ends for state in begun):
                 nullable.add(node)
         first |= dict.fromkeys(self._bodies, 0)
@@ -425,15 +461,24 @@ def _first(node: Node, first: Mapping[Any, int], nullable: Collection[Any]) -> i
 
 
 def _without_itself(name: str, node: Node) -> Node | None:
-    """A rule that goes on with itself at its end, or at its beginning, as a repetition; None for any other recursion."""
+    """A rule that goes on with itself at its end, or at its beginning, as a repetition;
+    None for any other recursion."""
     own: list[tuple[Node, ...]] = []
     others: list[tuple[Node, ...]] = []
     for option in _alternatives(node, name):
         items = option.items if isinstance(option, Seq) else (option,)
         (own if any(name in _refs(item) for item in items) else others).append(items)
     for at_end in (True, False):
-        steps = [items[:-1] if at_end else items[1:] for items in own if items[-1 if at_end else 0] == Ref(name)]
-        if len(steps) == len(own) and not any(name in _refs(Seq(step)) for step in steps) and others:
+        steps = [
+            items[:-1] if at_end else items[1:]
+            for items in own
+            if items[-1 if at_end else 0] == Ref(name)
+        ]
+        if (
+            len(steps) == len(own)
+            and not any(name in _refs(Seq(step)) for step in steps)
+            and others
+        ):
             again = Repeat(Alt(tuple(map(Seq, steps))), 0, None)
             base = Alt(tuple(map(Seq, others)))
             return Seq((again, base) if at_end else (base, again))
@@ -441,7 +486,8 @@ def _without_itself(name: str, node: Node) -> Node | None:
 
 
 def _alternatives(node: Node, name: str) -> list[Node]:
-    """What a rule's body may be, one by one, as far as that brings the rule's own name to the surface."""
+    """What a rule's body may be, one by one, as far as that brings the
+    rule's own name to the surface."""
     if name not in _refs(node):
         return [node]
     if isinstance(node, Alt):
@@ -452,7 +498,10 @@ def _alternatives(node: Node, name: str) -> list[Node]:
         return _alternatives(node.items[0], name)
     if isinstance(node, Seq) and name not in _refs(Seq(node.items[:-1])):
         tails = _alternatives(node.items[-1], name)
-        return [Seq((*node.items[:-1], *(tail.items if isinstance(tail, Seq) else (tail,)))) for tail in tails]
+        return [
+            Seq((*node.items[:-1], *(tail.items if isinstance(tail, Seq) else (tail,))))
+            for tail in tails
+        ]
     return [node]
 
 
@@ -471,7 +520,10 @@ def _check_ends(nodes: Mapping[str, Node], reachable: Collection[str]) -> None:
             waiting += users[name]
     endless = [name for name in reachable if name not in ending]
     if endless:
-        message = f"the rule {endless[-1][:64]!r} of the grammar can never come to an end: each way through it leads back to it"
+        message = (
+            f"the rule {endless[-1][:64]!r} of the grammar can never come to an end: each way "
+            "through it leads back to it"
+        )
         raise InvalidParameterError(f"structured_outputs: {message}", param="structured_outputs")
 
 
@@ -500,7 +552,9 @@ def _written(bodies: Mapping[str, Node], rules: _Rules) -> str:
         num_chars += len(line)
         if num_chars > _MAX_WRITTEN:
             message = "the grammar is too large with the rules that it names written out"
-            raise InvalidParameterError(f"structured_outputs: {message}", param="structured_outputs")
+            raise InvalidParameterError(
+                f"structured_outputs: {message}", param="structured_outputs"
+            )
     lines += [f"{names[name]}: {_rule(body, names, terminals)}" for name, body in bodies.items()]
     return "\n".join(lines)
 
@@ -548,7 +602,9 @@ def _pattern(node: Node, rules: _Rules) -> str:
 def _class_range(low: int, high: int) -> str:
     """A part of a class, without surrogates, which no text holds."""
     if low < 0xD800 <= high or low <= 0xDFFF < high:
-        return _class_range(low, 0xD7FF) * (low < 0xD800) + _class_range(0xE000, high) * (high > 0xDFFF)
+        return _class_range(low, 0xD7FF) * (low < 0xD800) + _class_range(0xE000, high) * (
+            high > 0xDFFF
+        )
     return _escaped(low) if low == high else f"{_escaped(low)}-{_escaped(high)}"
 
 
@@ -558,7 +614,12 @@ def _escaped(code: int) -> str:
 
 
 def _count(node: Repeat) -> str:
-    signs: dict[tuple[int, int | None], str] = {(0, None): "*", (1, None): "+", (0, 1): "?", (1, 1): ""}
+    signs: dict[tuple[int, int | None], str] = {
+        (0, None): "*",
+        (1, None): "+",
+        (0, 1): "?",
+        (1, 1): "",
+    }
     high = "" if node.high is None else node.high
     return signs.get((node.low, node.high), f"{{{node.low},{high}}}")
 
@@ -571,4 +632,8 @@ def _rule(node: Node, names: Mapping[str, str], terminals: Mapping[Node, str]) -
     if isinstance(node, Repeat):
         return '""' if node.high == 0 else f"({_rule(node.body, names, terminals)}){_count(node)}"
     between = " " if isinstance(node, Seq) else " | "
-    return "(" + (between.join(_rule(child, names, terminals) for child in _children(node)) or '""') + ")"
+    return (
+        "("
+        + (between.join(_rule(child, names, terminals) for child in _children(node)) or '""')
+        + ")"
+    )

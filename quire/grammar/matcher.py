@@ -1,7 +1,8 @@
 """Where a row stands in its grammar, as a function of its output tokens alone.
 
-The state only saves work: it is built anew from the tokens wherever it is missing (after a preemption, on another engine, in a
-fork) and taken back where a row has fewer tokens than before (rejected drafts).
+The state only saves work: it is built anew from the tokens wherever it is missing (after a
+preemption, on another engine, in a fork) and taken back where a row has fewer tokens than before
+(rejected drafts).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ TokenMask = NDArray[np.bool_]
 
 
 class Matcher:
-    """One row's state. `native` is a matcher of the library's, at the start, that belongs to this row."""
+    """One row's state. `native` is a matcher of the library's, at the start,
+    that belongs to this row."""
 
     def __init__(self, native: Any, num_tokens: int) -> None:
         self._native = native
@@ -25,11 +27,15 @@ class Matcher:
         self._token_ids: NDArray[np.integer[Any]] = np.empty(0, np.int64)
 
     def allowed(self, output_token_ids: NDArray[np.integer[Any]]) -> TokenMask:
-        """Which tokens may follow these, bool [vocabulary]. Raises RequestError where the state cannot be followed."""
+        """Which tokens may follow these, bool [vocabulary].
+        Raises RequestError where the state cannot be followed."""
         self._go_to(output_token_ids)
         bits = np.frombuffer(self._native.compute_bitmask(), np.uint8)
         if self._native.is_error():
-            raise RequestError(f"the form that the answer must have became too complex ({self._native.stop_reason()})")
+            raise RequestError(
+                "the form that the answer must have became too complex "
+                f"({self._native.stop_reason()})"
+            )
         return np.unpackbits(bits, count=self._num_tokens, bitorder="little").view(np.bool_)
 
     def _go_to(self, token_ids: NDArray[np.integer[Any]]) -> None:
@@ -41,5 +47,8 @@ class Matcher:
             raise RequestError("the form that the answer must have cannot be taken back so far")
         if not self._native.consume_tokens(token_ids[num_common:].tolist()):
             reason = self._native.stop_reason()
-            raise RequestError(f"the answer does not have the form that it must have, or it is too complex ({reason})")
+            raise RequestError(
+                "the answer does not have the form that it must have, or it is too complex "
+                f"({reason})"
+            )
         self._token_ids = token_ids.copy()  # what is given is a view of a table that changes

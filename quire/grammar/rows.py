@@ -1,4 +1,5 @@
-"""Grammars as a companion of the worker: each row's matcher, and the table they begin from. All of it only saves work."""
+"""Grammars as a companion of the worker: each row's matcher, and the table they begin from.
+All of it only saves work."""
 
 from __future__ import annotations
 
@@ -9,14 +10,16 @@ from quire.grammar.table import GrammarTable
 
 
 class RowMatchers:
-    """Implements `Companion`: compiles what is ordered, and keeps a matcher for each row that has a grammar."""
+    """Implements `Companion`: compiles what is ordered,
+    and keeps a matcher for each row that has a grammar."""
 
     name = GRAMMARS
 
     def __init__(self, grammars: GrammarTable | None = None) -> None:
         self._grammars = GrammarTable() if grammars is None else grammars
         self._matchers: dict[int, tuple[RowSampling, Matcher]] = {}
-        """By row, with the object that tells its present owner from the one before: a sequence keeps one for life."""
+        """By row, with the object that tells its present owner from the one before:
+        a sequence keeps one for life."""
 
     def __len__(self) -> int:
         return len(self._matchers)

@@ -1,7 +1,9 @@
-"""The compiled grammars of one executor: made in a thread beside the steps, kept within a budget, copied for each row.
+"""The compiled grammars of one executor: made in a thread beside the steps, kept within a budget,
+copied for each row.
 
-Owns the thread and the vocabulary's trie, which is built in that thread when the first grammar comes. A grammar that was
-dropped to make room is compiled again where it is asked for: what is kept never decides what is sampled.
+Owns the thread and the vocabulary's trie, which is built in that thread when the first grammar
+comes. A grammar that was dropped to make room is compiled again where it is asked for: what is kept
+never decides what is sampled.
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ MAX_GRAMMARS = 256
 MAX_TEXT_BYTES = 4 << 20
 """Of the texts of the grammars kept; compiled ones take about thirty times as much."""
 _COMPILE_TIMEOUT_S = 30.0
-"""For a grammar that is compiled while its row waits; the limits of the compiler end it a hundred times sooner."""
+"""For a grammar that is compiled while its row waits;
+the limits of the compiler end it a hundred times sooner."""
 
 
 class GrammarTable:
-    """Grammars by what they say. `make_vocabulary` is called once, in the compiling thread; it may take seconds, and raises
-    RequestError where the model's texts are not known here."""
+    """Grammars by what they say. `make_vocabulary` is called once, in the compiling thread; it may
+    take seconds, and raises RequestError where the model's texts are not known here.
+    """
 
     def __init__(self, make_vocabulary: Callable[[], Vocabulary] | None = None) -> None:
         self._make_vocabulary = make_vocabulary or _no_vocabulary
@@ -52,7 +56,8 @@ class GrammarTable:
             self._thread = with_deep_stack(self._run, "quire-grammars")
 
     def take_verdicts(self, wait_s: float = 0.0) -> tuple[GrammarVerdict, ...]:
-        """What has been found out since the last call; waits so long for a first one, where one is to come."""
+        """What has been found out since the last call; waits so long for a first one,
+        where one is to come."""
         if not self._num_pending:
             return ()
         found: list[GrammarVerdict] = []
@@ -84,7 +89,8 @@ class GrammarTable:
                 self._compile(grammar)
             except RequestError as problem:
                 error = str(problem)
-            except BaseException as problem:  # a bug of ours or a panic of the library's ends those who wait, and nobody else
+            # A bug of ours or a panic of the library's ends those who wait, and nobody else.
+            except BaseException as problem:
                 error = f"the grammar could not be compiled: {type(problem).__name__}"
             self._verdicts.put(GrammarVerdict(grammar, error))
 
@@ -100,7 +106,9 @@ class GrammarTable:
         with self._lock:
             self._compiled[grammar] = compiled
             num_bytes = sum(len(each.text) for each in self._compiled)
-            while len(self._compiled) > 1 and (len(self._compiled) > MAX_GRAMMARS or num_bytes > MAX_TEXT_BYTES):
+            while len(self._compiled) > 1 and (
+                len(self._compiled) > MAX_GRAMMARS or num_bytes > MAX_TEXT_BYTES
+            ):
                 dropped, _ = self._compiled.popitem(last=False)
                 num_bytes -= len(dropped.text)
         return compiled

@@ -1,7 +1,9 @@
-"""Kernels: the operations a model and the worker need, by several back ends behind one protocol (`interface.py`).
+"""Kernels: the operations a model and the worker need, by several back ends behind one protocol
+(`interface.py`).
 
-This package knows tensors, shapes and machines, never a model's name or a request. `select_kernels` picks the best back
-end that works here and says why the others were not chosen; nothing is replaced silently. The names load on first use:
+This package knows tensors, shapes and machines, never a model's name or a request. `select_kernels`
+picks the best back end that works here and says why the others were not chosen; nothing is replaced
+silently. The names load on first use:
 weights begin to be packed by the extension (`quire.kernels.cpu`) before torch has been imported.
 """
 

@@ -1,8 +1,10 @@
-"""The seam of mixtures of experts: which experts a token goes to, and what they make of it, as one protocol on tensors.
+"""The seam of mixtures of experts: which experts a token goes to, and what they make of it, as one
+protocol on tensors.
 
-A back end (`reference.experts`, `triton.experts`) implements `ExpertKernels`. Apart from `Kernels`, as few models need it.
-The contract is the same: a token's result is computed by the same sequence of floating-point operations whatever other
-tokens are in the call, and however its experts are shared with them.
+A back end (`reference.experts`, `triton.experts`) implements `ExpertKernels`. Apart from `Kernels`,
+as few models need it. The contract is the same: a token's result is computed by the same sequence
+of floating-point operations whatever other tokens are in the call, and however its experts are
+shared with them.
 
 Shapes: T tokens, E experts, k choices of a token, H hidden, F an expert's inner width.
 """
@@ -22,7 +24,8 @@ class ExpertChoice:
     """Which experts compute each token, and what each counts."""
 
     ids: Tensor
-    """int64 [T, k], different ones in a row. One outside 0 ... E - 1 counts nothing, as an expert that is held elsewhere."""
+    """int64 [T, k], different ones in a row. One outside 0 ... E - 1 counts nothing,
+    as an expert that is held elsewhere."""
     weights: Tensor
     """float32 [T, k]"""
 
@@ -46,17 +49,22 @@ class ExpertKernels(Protocol):
         ...
 
     def choose(self, logits: Tensor, count: int, *, is_normalised: bool) -> ExpertChoice:
-        """The `count` largest of each row of float32 logits [T, E], larger first, the lowest id first among equals.
+        """The `count` largest of each row of float32 logits [T, E], larger first, the lowest id
+        first among equals.
 
-        They weigh their share of the softmax over all E or, with `is_normalised`, over those chosen. A row that holds a
-        number that is not finite gives weights that are not.
+        They weigh their share of the softmax over all E or, with `is_normalised`, over those
+        chosen. A row that holds a number that is not finite gives weights that are not.
         """
         ...
 
-    def apply(self, x: Tensor, experts: PackedExperts, choice: ExpertChoice, activation: Activation) -> Tensor:
-        """`sum over j of weights[t, j] * down(activation(gate(x[t])) * up(x[t]))`, [T, H], in x's dtype.
+    def apply(
+        self, x: Tensor, experts: PackedExperts, choice: ExpertChoice, activation: Activation
+    ) -> Tensor:
+        """`sum over j of weights[t, j] * down(activation(gate(x[t])) *
+        up(x[t]))`, [T, H], in x's dtype.
 
-        The gated product is rounded to x's dtype, as `Kernels.gated_linear` does; the products of `down` are float32, and
-        are weighed and added in the order of j, each multiplication and addition rounded by itself, from zero.
+        The gated product is rounded to x's dtype, as `Kernels.gated_linear` does; the products of
+        `down` are float32, and are weighed and added in the order of j, each multiplication and
+        addition rounded by itself, from zero.
         """
         ...

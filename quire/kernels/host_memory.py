@@ -1,7 +1,8 @@
 """Host memory that kernels read through at every step: in large pages where it fills some.
 
-Blocks of a KV cache are scattered, and each piece of one lies in a page of its own; to find a page of 4 KiB takes a walk
-through tables that are in no cache. Decoding read 1.1 to 1.4 times the bytes per second with large ones.
+Blocks of a KV cache are scattered, and each piece of one lies in a page of its own; to find a page
+of 4 KiB takes a walk through tables that are in no cache. Decoding read 1.1 to 1.4 times the bytes
+per second with large ones.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
 """The kernel seam: every operation that a model or the worker needs, as one protocol on tensors.
 
-A back end (`reference`, `cpu`, later `triton`) implements `Kernels`. It knows tensors and shapes, never a model's name
-and never a request. All tensors are contiguous unless said otherwise.
+A back end (`reference`, `cpu`, later `triton`) implements `Kernels`. It knows tensors and shapes,
+never a model's name and never a request. All tensors are contiguous unless said otherwise.
 
-The contract beyond the arithmetic is *row invariance*: an output row is computed by the same sequence of floating-point
-operations whatever other rows are in the call, however many there are, and at any number of threads. Accumulation is
-float32 for bfloat16 and float32 inputs; results are rounded once to the output dtype.
+The contract beyond the arithmetic is *row invariance*: an output row is computed by the same
+sequence of floating-point operations whatever other rows are in the call, however many there are,
+and at any number of threads. Accumulation is float32 for bfloat16 and float32 inputs; results are
+rounded once to the output dtype.
 
-Shapes: T tokens in the step, S sequences, H hidden, N outputs, K inputs, D head size, B blocks, P positions.
+Shapes: T tokens in the step, S sequences, H hidden, N outputs, K inputs, D head size, B blocks, P
+positions.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class PackedLinear(Protocol):
 
 
 class EmbeddingTable(Protocol):
-    """Rows that token ids choose from, [V, H]: a tensor, or what a back end made of one (see `Kernels.table_of`)."""
+    """Rows that token ids choose from, [V, H]: a tensor,
+    or what a back end made of one (see `Kernels.table_of`)."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -51,19 +54,22 @@ class QuantizedWeight:
     """A weight [N, K] as small integers, or e4m3 numbers:
     `w[n, k] = scales[n, g] * values[n, k] + offsets[n, g]` with g = k // group_size.
 
-    The one form that every way of quantizing (at load, GPTQ, AWQ, compressed-tensors, GGUF) is brought to before a back
-    end packs it; it exists for one projection at a time. With `activations="int8"` the inputs are quantized too, row by
-    row as they come: `s = max |x| / 127`, `q = round_half_even(x / s)`; the sums of products are then exact integers per
-    group, `y = s * sum over g of (scales[n, g] * sum(q * values) + offsets[n, g] * sum(q))`, groups in ascending order in
-    float32, each multiplication and addition rounded by itself: so every back end gives the same bits. A row whose `s`
-    is below the smallest normal number counts as zeros; a row that is not finite gives not-a-numbers. With "float" the
-    weight counts as its dequantized float32 values and the inputs stay as they are. With "fp8", for e4m3 values alone, inputs
-    become e4m3 as rows of the KV cache do (`Kernels.write_kv`), and groups are summed in float32, in an order that is a back
-    end's own. Not every back end takes e4m3 values.
+    The one form that every way of quantizing (at load, GPTQ, AWQ, compressed-tensors, GGUF) is
+    brought to before a back end packs it; it exists for one projection at a time. With
+    `activations="int8"` the inputs are quantized too, row by row as they come: `s = max |x| / 127`,
+    `q = round_half_even(x / s)`; the sums of products are then exact integers per group,
+    `y = s * sum over g of (scales[n, g] * sum(q * values) + offsets[n, g] *
+    sum(q))`, groups in ascending order in float32, each multiplication and addition rounded by
+    itself: so every back end gives the same bits. A row whose `s` is below the smallest normal
+    number counts as zeros; a row that is not finite gives not-a-numbers. With "float" the weight
+    counts as its dequantized float32 values and the inputs stay as they are. With "fp8", for e4m3
+    values alone, inputs become e4m3 as rows of the KV cache do (`Kernels.write_kv`), and groups are
+    summed in float32, in an order that is a back end's own. Not every back end takes e4m3 values.
     """
 
     values: Tensor
-    """int8 [N, K]: -128 ... 127, or -8 ... 7 where bits is 4; or float8_e4m3fn, with 8 bits and no offsets."""
+    """int8 [N, K]: -128 ... 127, or -8 ... 7 where bits is 4; or float8_e4m3fn,
+    with 8 bits and no offsets."""
     scales: Tensor
     """float32 [N, K / group_size]"""
     offsets: Tensor | None
@@ -81,10 +87,12 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefixes:
-    """Neighbouring sequences of a batch whose contexts begin with the same blocks: G *runs*, most of them of one sequence.
+    """Neighbouring sequences of a batch whose contexts begin with the same blocks: G *runs*, most
+    of them of one sequence.
 
-    A run shares a number of positions that is a multiple of `Kernels.shared_prefix_unit`, zero where it shares none; all its
-    new tokens lie behind them. A back end may read them once for the whole run; no bit of the result depends on it.
+    A run shares a number of positions that is a multiple of `Kernels.shared_prefix_unit`, zero
+    where it shares none; all its new tokens lie behind them. A back end may read them once for the
+    whole run; no bit of the result depends on it.
     """
 
     query_start: Tensor
@@ -101,12 +109,13 @@ class SharedPrefixes:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """A ragged batch as attention sees it: S sequences, each with `query_len` new tokens that end its context: one or more. The
-    GPU's kernels and the reference also take sequences without new tokens, with which recorded steps are padded.
+    """A ragged batch as attention sees it: S sequences, each with `query_len` new tokens that end
+    its context: one or more. The GPU's kernels and the reference also take sequences without new
+    tokens, with which recorded steps are padded.
 
-    Sequence s owns query rows `query_start[s] : query_start[s + 1]`; its last query row sits at absolute position
-    `context_len[s] - 1`. The K and V of all its positions below `context_len[s]` are in the cache already (the step's
-    own tokens are written before attention runs).
+    Sequence s owns query rows `query_start[s] : query_start[s + 1]`; its last query row sits at
+    absolute position `context_len[s] - 1`. The K and V of all its positions below `context_len[s]`
+    are in the cache already (the step's own tokens are written before attention runs).
     """
 
     query_start: Tensor
@@ -116,7 +125,8 @@ class AttentionBatch:
     block_tables: Tensor
     """int32 [S, max blocks]; entries beyond a sequence's context are undefined."""
     slots: Tensor
-    """int64 [T]: physical slot (block * block_size + offset) that each of the step's tokens is written to."""
+    """int64 [T]: physical slot (block * block_size + offset)
+    that each of the step's tokens is written to."""
     positions: Tensor
     """int64 [T]: absolute position of each token."""
     max_query_len: int
@@ -131,7 +141,8 @@ class Weights:
 
     linears: tuple[PackedLinear, ...]
     tables: tuple[EmbeddingTable, ...]
-    """[V, H] of the tokens, whose dtype is that of all activations, and [positions, H] if there are learned positions."""
+    """[V, H] of the tokens, whose dtype is that of all activations, and [positions,
+    H] if there are learned positions."""
     vectors: tuple[Tensor, ...]
     """Weights and biases of norms."""
     ropes: tuple[Tensor, ...]
@@ -151,10 +162,13 @@ class ForwardPass(Protocol):
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         num_wanted: Tensor | None = None,
     ) -> Tensor:
-        """Ids and positions int64 [T] to hidden states [T, H], before the final norm; writes K and V of every token.
+        """Ids and positions int64 [T] to hidden states [T, H], before the final norm; writes K and
+        V of every token.
 
-        `num_wanted`, int32 [S] on the host: of each sequence, how many of its last tokens' hidden states are asked for; None:
-        all of them. Those of the others may be as an earlier layer left them: the last one need not compute them.
+        `num_wanted`, int32 [S] on the host: of each sequence, how many of its last tokens' hidden
+        states are asked for; None:
+        all of them. Those of the others may be as an earlier layer left them: the last one need not
+        compute them.
         """
         ...
 
@@ -166,10 +180,12 @@ class Kernels(Protocol):
     device: torch.device
     """Where weights, caches and all arguments of its operations lie."""
     shared_prefix_unit: int | None
-    """Prefixes of multiples of so many positions can be read once for several sequences; None: they cannot."""
+    """Prefixes of multiples of so many positions can be read once for several sequences; None:
+    they cannot."""
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        """Take a weight [N, K] (and bias [N]) into this back end's layout. The caller drops the original."""
+        """Take a weight [N, K] (and bias [N]) into this back end's layout.
+        The caller drops the original."""
         ...
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
@@ -177,30 +193,37 @@ class Kernels(Protocol):
         ...
 
     def linear(self, x: Tensor, weight: PackedLinear, *, out_dtype: str | None = None) -> Tensor:
-        """`x [T, K] @ weight.T + bias -> [T, N]`, in x's dtype or, with `out_dtype="float32"`, unrounded."""
+        """`x [T, K] @ weight.T + bias -> [T, N]`, in x's dtype or, with `out_dtype="float32"`,
+        unrounded."""
         ...
 
     def gated_linear(self, x: Tensor, weight: PackedLinear, activation: Activation) -> Tensor:
-        """`activation(x @ gate.T) * (x @ up.T) -> [T, F]` in x's dtype, where weight [2 * F, K] is gate, then up (and so is
-        its bias). The products are float32 throughout and the result is rounded once.
+        """`activation(x @ gate.T) * (x @ up.T) -> [T, F]` in x's dtype, where weight [2 * F, K] is
+        gate, then up (and so is its bias). The products are float32 throughout and the result is
+        rounded once.
         """
         ...
 
     def linear_peaks(self, x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor]:
-        """`SamplingKernels.peaks` of `linear(x, weight, out_dtype="float32")`: each row's largest output, the lowest of
+        """`SamplingKernels.peaks` of `linear(x, weight, out_dtype="float32")`: each row's largest
+        output, the lowest of
         equals: ids int64 [T], values float32 [T]. A back end need not store the products for it.
         """
         ...
 
-    def linear_draws(self, x: Tensor, weight: PackedLinear, draws: Draws) -> tuple[Tensor, Tensor, Tensor] | None:
-        """`linear_peaks`, and the tokens int64 [n] that `SamplingKernels.draw` gives for those products without cuts (for rows
-        whose peak is not finite, any). None where a back end has no way to it that is better than those two.
+    def linear_draws(
+        self, x: Tensor, weight: PackedLinear, draws: Draws
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """`linear_peaks`, and the tokens int64 [n] that `SamplingKernels.draw` gives for those
+        products without cuts (for rows whose peak is not finite, any). None where a back end has no
+        way to it that is better than those two.
         """
         ...
 
     def table_of(self, weight: PackedLinear) -> EmbeddingTable | None:
-        """The table [N, K] whose rows are those that `weight` was packed from, bit for bit, in memory that the two share;
-        None where they cannot be had back (integers). So a head that is tied to the embedding exists once.
+        """The table [N, K] whose rows are those that `weight` was packed from, bit for bit, in
+        memory that the two share; None where they cannot be had back (integers). So a head that is
+        tied to the embedding exists once.
         """
         ...
 
@@ -208,14 +231,18 @@ class Kernels(Protocol):
         """Gather rows: ids int64 [T], table [V, H] -> [T, H]."""
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0) -> Tensor:
-        """`x / sqrt(mean(x^2) + eps) * (weight + weight_offset)` over the last dimension; x is [..., H]."""
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0
+    ) -> Tensor:
+        """`x / sqrt(mean(x^2) + eps) * (weight + weight_offset)` over the last dimension;
+        x is [..., H]."""
         ...
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """Residual add, then norm: `(rms_norm(x + residual), x + residual)`, the sum rounded to x's dtype first."""
+        """Residual add, then norm: `(rms_norm(x + residual), x + residual)`,
+        the sum rounded to x's dtype first."""
         ...
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -238,24 +265,31 @@ class Kernels(Protocol):
         """`activation(gate) * up` where gate_up is [T, 2 * F], gate first -> [T, F]."""
         ...
 
-    def rope(self, x: Tensor, positions: Tensor, cos_sin: Tensor, *, interleaved: bool = False) -> None:
+    def rope(
+        self, x: Tensor, positions: Tensor, cos_sin: Tensor, *, interleaved: bool = False
+    ) -> None:
         """Rotate `x [T, heads, D]` in place by its positions (int64 [T]).
 
-        `cos_sin` is float32 [P, 2, R / 2]: cosines, then sines, of the R rotated leading dimensions. Halves are paired
-        (i, i + R / 2) as in Llama's Hugging Face layout, or neighbours (2 i, 2 i + 1) with `interleaved`.
-        x may be a strided view whose last two dimensions are contiguous.
+        `cos_sin` is float32 [P, 2, R / 2]: cosines, then sines, of the R rotated leading
+        dimensions. Halves are paired (i, i + R / 2) as in Llama's Hugging Face layout, or
+        neighbours (2 i, 2 i + 1) with `interleaved`. x may be a strided view whose last two
+        dimensions are contiguous.
         """
         ...
 
-    def write_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-        """Store `key`, `value` [T, KV heads, D] into the caches [B, KV heads, block size, row] at `slots` (int64 [T]).
+    def write_kv(
+        self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
+    ) -> None:
+        """Store `key`, `value` [T, KV heads, D] into the caches [B, KV heads, block size, row] at
+        `slots` (int64 [T]).
 
-        The caches' dtype is their format (`quire.kernels.kv_cache`). float32 and bfloat16 keep the values, rounded to
-        nearest even where they are narrower. int8 and fp8 keep a row x [D] as `q` and a float32 `s`, all in float32:
-        `s = max(max |x| / M, 2**-126)` with M = 127 or 448, and `q = x / s` rounded to the nearest integer or e4m3
-        number, ties to even; the row then counts as the float32 products `q * s`. Where x holds a number that is not
-        finite, all of the row counts as such. key and value may be strided views whose last two dimensions are
-        contiguous.
+        The caches' dtype is their format (`quire.kernels.kv_cache`). float32 and bfloat16 keep the
+        values, rounded to nearest even where they are narrower. int8 and fp8 keep a row x [D] as
+        `q` and a float32 `s`, all in float32:
+        `s = max(max |x| / M, 2**-126)` with M = 127 or 448, and `q = x / s` rounded to the nearest
+        integer or e4m3 number, ties to even; the row then counts as the float32 products `q * s`.
+        Where x holds a number that is not finite, all of the row counts as such. key and value may
+        be strided views whose last two dimensions are contiguous.
         """
         ...
 
@@ -270,13 +304,15 @@ class Kernels(Protocol):
         window: int | None = None,
         soft_cap: float | None = None,
     ) -> Tensor:
-        """Causal attention of a ragged batch over block tables: query [T, heads, D] -> [T, heads, D], contiguous.
+        """Causal attention of a ragged batch over block tables: query [T, heads, D] -> [T, heads,
+        D], contiguous.
 
         query may be a strided view whose last two dimensions are contiguous.
 
-        `window` limits a query at position p to keys at positions above `p - window`. `soft_cap` replaces a score s by
-        `soft_cap * tanh(s / soft_cap)` before masking. KV tiles are aligned to absolute positions, never to blocks, so
-        that the block size does not change a bit of the result.
+        `window` limits a query at position p to keys at positions above `p - window`. `soft_cap`
+        replaces a score s by `soft_cap * tanh(s / soft_cap)` before masking. KV tiles are aligned
+        to absolute positions, never to blocks, so that the block size does not change a bit of the
+        result.
         """
         ...
 
@@ -285,10 +321,12 @@ class Kernels(Protocol):
         ...
 
     def compile(self, program: Program, weights: Weights) -> ForwardPass:
-        """The program behind one call, for caches in the order of their numbers. The bits are those that this back end's
-        operations give one by one (`quire.kernels.interpreter`)."""
+        """The program behind one call, for caches in the order of their numbers. The bits are those
+        that this back end's operations give one by one (`quire.kernels.interpreter`).
+        """
         ...
 
     def copy_blocks(self, caches: list[Tensor], sources: Tensor, destinations: Tensor) -> None:
-        """Copy whole blocks within each cache [B, ...]: ids int64 [n]; all reads happen before any write."""
+        """Copy whole blocks within each cache [B, ...]: ids int64 [n];
+        all reads happen before any write."""
         ...

@@ -1,7 +1,9 @@
-"""Runs a program operation by operation on a back end's kernels: what every faster way must give, bit for bit.
+"""Runs a program operation by operation on a back end's kernels: what every faster way must give,
+bit for bit.
 
-With the reference kernels this is the definition of each operation. A back end that computes some of them otherwise overrides
-`Interpreter.compute`. Values are tensors [rows, width], each let go when it has been read for the last time.
+With the reference kernels this is the definition of each operation. A back end that computes some
+of them otherwise overrides `Interpreter.compute`. Values are tensors [rows, width], each let go
+when it has been read for the last time.
 """
 
 from __future__ import annotations
@@ -29,20 +31,26 @@ class WantedTokens(NamedTuple):
 
 
 def wanted_tokens(num_wanted: Tensor, batch: AttentionBatch) -> WantedTokens | None:
-    """Of each sequence the last `num_wanted`, int32 [S] on the host; None where these are all, or most.
+    """Of each sequence the last `num_wanted`, int32 [S] on the host; None where these are all, or
+    most.
 
-    Waits for nothing: how many there are is known on the host, and where they are is found on the device.
+    Waits for nothing: how many there are is known on the host, and where they are is found on the
+    device.
     """
     count, num_tokens = int(num_wanted.sum()), batch.positions.numel()
     if 2 * count > num_tokens:
         return None
     device = batch.query_start.device
-    counts = (num_wanted.pin_memory() if device.type == "cuda" else num_wanted).to(device, non_blocking=True)
+    counts = (num_wanted.pin_memory() if device.type == "cuda" else num_wanted).to(
+        device, non_blocking=True
+    )
     ends = counts.cumsum(0, dtype=torch.int32)
     shifts = torch.repeat_interleave(batch.query_start[1:] - ends, counts, output_size=count)
     rows = shifts + torch.arange(count, dtype=torch.int64, device=device)
     starts = torch.nn.functional.pad(ends, (1, 0))
-    return WantedTokens(rows, replace(batch, query_start=starts, max_query_len=int(num_wanted.max()), shared=None))
+    return WantedTokens(
+        rows, replace(batch, query_start=starts, max_query_len=int(num_wanted.max()), shared=None)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +69,11 @@ class StepTensors:
     @property
     def positions(self) -> Tensor:
         """Of the rows that are computed."""
-        return self.all_positions if not self.is_narrow else self.all_positions.index_select(0, self.wanted_rows)
+        return (
+            self.all_positions
+            if not self.is_narrow
+            else self.all_positions.index_select(0, self.wanted_rows)
+        )
 
     @property
     def wanted_rows(self) -> Tensor:
@@ -74,7 +86,8 @@ class Interpreter:
     """Implements `ForwardPass`."""
 
     def __init__(self, whole: Program, wanted: Program, weights: Weights, kernels: Kernels) -> None:
-        """`wanted` runs where no more than half of the hidden states are wanted; see `quire.program.passes`."""
+        """`wanted` runs where no more than half of the hidden states are wanted;
+        see `quire.program.passes`."""
         self._weights, self._kernels = weights, kernels
         self._whole, self._wanted = _with_lifetimes(whole), _with_lifetimes(wanted)
 
@@ -94,32 +107,56 @@ class Interpreter:
         for operation, is_narrow, dying in self._whole if wanted is None else self._wanted:
             inputs = [values[index] for index in operation.inputs]
             outputs = self.compute(operation, narrow if is_narrow else whole, *inputs)
-            values.update(zip(operation.outputs, outputs if isinstance(outputs, tuple) else (outputs,), strict=True))
+            values.update(
+                zip(
+                    operation.outputs,
+                    outputs if isinstance(outputs, tuple) else (outputs,),
+                    strict=True,
+                )
+            )
             for index in dying:
                 del values[index]
         [found] = values.values()
         return cast(Tensor, found)
 
-    def compute(self, operation: ops.Operation, step: StepTensors, x: Any = None, y: Any = None) -> Any:
-        """The output of an operation, or a tuple of several, from its inputs. Rows of heads are changed in place."""
+    def compute(
+        self, operation: ops.Operation, step: StepTensors, x: Any = None, y: Any = None
+    ) -> Any:
+        """The output of an operation, or a tuple of several, from its inputs.
+        Rows of heads are changed in place."""
         kernels, weights = self._kernels, self._weights
         match operation:
             case ops.Linear(weight=index, columns=columns):
                 found = kernels.linear(x, weights.linears[index])
-                return found if columns is None else found[:, columns.start : columns.stop].contiguous()
+                return (
+                    found
+                    if columns is None
+                    else found[:, columns.start : columns.stop].contiguous()
+                )
             case ops.AddNorm(norm=norm) if norm.kind == "rms":
                 weight = weights.vectors[norm.weight]
-                return kernels.add_rms_norm(x, y, weight, norm.eps, weight_offset=norm.weight_offset)
+                return kernels.add_rms_norm(
+                    x, y, weight, norm.eps, weight_offset=norm.weight_offset
+                )
             case ops.AddNorm(norm=norm):
                 return normed(kernels, weights, norm, total := x + y), total
             case ops.GatedLinear(weight=index, activation=activation):
                 return kernels.gated_linear(x, weights.linears[index], activation)
             case ops.PrepareHeads(parts=parts):
                 return reduce(lambda rows, part: self.compute(part, step, rows), parts, x)
-            case ops.Attend(heads=heads, cache=cache, scale=scale, window=window, soft_cap=soft_cap):
-                queries = x.view(len(x), x.shape[1] // heads.head_dim, heads.head_dim)[:, : heads.num_queries]
+            case ops.Attend(
+                heads=heads, cache=cache, scale=scale, window=window, soft_cap=soft_cap
+            ):
+                queries = x.view(len(x), x.shape[1] // heads.head_dim, heads.head_dim)[
+                    :, : heads.num_queries
+                ]
                 attended = kernels.paged_attention(
-                    queries, *step.kv_caches[cache], step.batch, scale=scale, window=window, soft_cap=soft_cap
+                    queries,
+                    *step.kv_caches[cache],
+                    step.batch,
+                    scale=scale,
+                    window=window,
+                    soft_cap=soft_cap,
                 )
                 return attended.flatten(1)
             case ops.Add():
@@ -130,14 +167,20 @@ class Interpreter:
                 return kernels.activate(x, activation)
             case ops.NormHeads(heads=heads, of=of, norm=norm):
                 part = split_heads(x, heads)[0 if of == "queries" else 1]
-                part.copy_(normed(kernels, weights, norm, part.contiguous().view(-1, norm.size)).view(part.shape))
+                part.copy_(
+                    normed(kernels, weights, norm, part.contiguous().view(-1, norm.size)).view(
+                        part.shape
+                    )
+                )
                 return x
             case ops.Rope(heads=heads, table=table):
                 for part in split_heads(x, heads)[:2]:
                     kernels.rope(part, step.positions, weights.ropes[table])
                 return x
             case ops.WriteKV(heads=heads, cache=cache):
-                kernels.write_kv(*split_heads(x, heads)[1:], *step.kv_caches[cache], step.batch.slots)
+                kernels.write_kv(
+                    *split_heads(x, heads)[1:], *step.kv_caches[cache], step.batch.slots
+                )
                 return x
             case ops.Embed(table=table, of=of):
                 ids = step.token_ids if of == "token_ids" else step.all_positions
@@ -152,7 +195,8 @@ class Interpreter:
 
 
 def _with_lifetimes(program: Program) -> list[tuple[ops.Operation, bool, tuple[int, ...]]]:
-    """The operations; whether each computes the wanted tokens' rows alone; the values that are not read after it."""
+    """The operations; whether each computes the wanted tokens' rows alone;
+    the values that are not read after it."""
     return list(zip(program.operations, program.rows_wanted(), program.last_reads(), strict=True))
 
 
@@ -168,7 +212,9 @@ def normed(kernels: Kernels, weights: Weights, norm: ops.NormWeights, x: Tensor)
 def split_heads(x: Tensor, heads: ops.Heads) -> tuple[Tensor, Tensor, Tensor]:
     """Rows [T, heads * D] as views: queries, keys and values [T, heads, D]."""
     rows = x.view(len(x), heads.width // heads.head_dim, heads.head_dim)
-    queries, keys, values = rows.split_with_sizes((heads.num_queries, heads.num_keys, heads.num_keys), dim=1)
+    queries, keys, values = rows.split_with_sizes(
+        (heads.num_queries, heads.num_keys, heads.num_keys), dim=1
+    )
     return queries, keys, values
 
 

@@ -1,28 +1,34 @@
-"""The seam between the sampler and its kernels: what is computed over whole rows of logits, as one protocol on tensors.
+"""The seam between the sampler and its kernels: what is computed over whole rows of logits, as one
+protocol on tensors.
 
-A back end (`reference.sampling`, `cpu.sampling`, later `triton`) implements `SamplingKernels`. The contract is stricter
-than that of other kernels: *every back end gives the same bits*. It can be kept because nothing here depends on the
-order of a floating-point sum:
+A back end (`reference.sampling`, `cpu.sampling`, later `triton`) implements `SamplingKernels`. The
+contract is stricter than that of other kernels: *every back end gives the same bits*. It can be
+kept because nothing here depends on the order of a floating-point sum:
 
-* Elementwise arithmetic is single float32 additions, subtractions and multiplications, each rounded to nearest even,
-  never contracted into a fused multiply-add; `exp` and `log` are the polynomials of `reference.sampling`, in that
-  very order.
-* Sums of probabilities are sums of 64-bit integers: a token weighs `int(exp(d) * 2**40)`, where `d <= 0` is its scaled
-  distance from the row's best token. Integers add up to the same total in any order and on any number of threads.
-* All else is comparison. The one order of tokens is *best first*: larger logit first, smaller id first among equals.
+* Elementwise arithmetic is single float32 additions, subtractions and multiplications, each rounded
+  to nearest even, never contracted into a fused multiply-add; `exp` and `log` are the polynomials
+  of `reference.sampling`, in that very order.
+* Sums of probabilities are sums of 64-bit integers: a token weighs `int(exp(d) * 2**40)`, where
+  `d <= 0` is its scaled distance from the row's best token. Integers add up to the same total in
+  any order and on any number of threads.
+* All else is comparison. The one order of tokens is *best first*: larger logit first, smaller id
+  first among equals.
 
 Random numbers: token t of a row that is sampled at absolute position p gets word `t & 3` of
 
-    Philox4x32-10(counter = (t >> 2, p mod 2**32, p >> 32, stream), key = (seed mod 2**32, seed >> 32))
+    Philox4x32-10(counter = (t >> 2, p mod 2**32, p >> 32, stream), key = (seed mod 2**32, seed >>
+    32))
 
-(Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Stream 0 chooses tokens; other
-streams are free for other draws at the same position. The word r becomes Gumbel noise `-log(E)` with E exponential:
-`w = min(r, 2**32 - 1 - r)`, `x = (float32(w) + 0.5) * 2**-32`, `E = -log(x)` where r < 2**31, else `-log1p(-x)`; so
-both tails are resolved to 2**-33. The sampled token is the best first by `d + noise` among those kept, which draws
-from softmax over the kept tokens (Gumbel 1954; Maddison, Tarlow and Minka, NIPS 2014). A token's noise depends on
-nothing but (seed, position, token).
+(Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Stream 0
+chooses tokens; other streams are free for other draws at the same position. The word r becomes
+Gumbel noise `-log(E)` with E exponential:
+`w = min(r, 2**32 - 1 - r)`, `x = (float32(w) + 0.5) * 2**-32`, `E = -log(x)` where r < 2**31, else
+`-log1p(-x)`; so both tails are resolved to 2**-33. The sampled token is the best first by
+`d + noise` among those kept, which draws from softmax over the kept tokens (Gumbel 1954; Maddison,
+Tarlow and Minka, NIPS 2014). A token's noise depends on nothing but (seed, position, token).
 
-Shapes: R rows of logits, V vocabulary, n the rows asked about in a call (any subset, in any order, with repetitions).
+Shapes: R rows of logits, V vocabulary, n the rows asked about in a call (any subset, in any order,
+with repetitions).
 """
 
 from __future__ import annotations
@@ -40,7 +46,8 @@ TOKEN_STREAM = 0
 
 @dataclass(frozen=True, slots=True)
 class ScaledRows:
-    """n rows as seen by a kernel: the scaled distance of token t is `d = (logits[row, t] - peak) * scale`."""
+    """n rows as seen by a kernel: the scaled distance of token t is
+    `d = (logits[row, t] - peak) * scale`."""
 
     row: Tensor
     """int64 [n]: which rows of the logits."""
@@ -64,7 +71,8 @@ class Filters:
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """The last token that each of n rows keeps: t is kept if its logit is above `value`, or equal and t <= `token_id`.
+    """The last token that each of n rows keeps: t is kept if its logit is above `value`, or equal
+    and t <= `token_id`.
 
     A logit of -inf is never kept.
     """
@@ -98,12 +106,14 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Penalties of n different rows for the tokens of their prompts and outputs, which lie one after another."""
+    """Penalties of n different rows for the tokens of their prompts and outputs,
+    which lie one after another."""
 
     row: Tensor
     """int64 [n]"""
     token_ids: Tensor
-    """int32 [total]: the first row's prompt, its output, the next row's prompt, ... Ids that have no logit are passed over."""
+    """int32 [total]: the first row's prompt, its output, the next row's prompt, ...
+    Ids that have no logit are passed over."""
     start: Tensor
     """int64 [n + 1]: where each row's ids begin, and the end."""
     output_start: Tensor
@@ -117,7 +127,8 @@ class Penalties:
 
 
 class Scores(NamedTuple):
-    """What a token's log-probability is made of: `(logit - peak) * scale - log(total / WEIGHT_ONE)`."""
+    """What a token's log-probability is made of:
+    `(logit - peak) * scale - log(total / WEIGHT_ONE)`."""
 
     total: Tensor
     """int64 [n]: the weights of all kept tokens."""
@@ -135,25 +146,26 @@ class SamplingKernels(Protocol):
     def peaks(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Each row's best token, int64 [R], and its logit, float32 [R].
 
-        The logit is NaN where the row holds a NaN (the token is then undefined), +inf where it holds one, and -inf
-        where it holds nothing else.
+        The logit is NaN where the row holds a NaN (the token is then undefined), +inf where it
+        holds one, and -inf where it holds nothing else.
         """
         ...
 
     def penalise(self, logits: Tensor, penalties: Penalties) -> None:
         """Penalise, in place, each different token t of a row once.
 
-        First, for tokens of prompt and output, a positive logit is divided and any other multiplied by `repetition`
-        (Keskar et al. 2019, arXiv:1909.05858). Then, for tokens of the output, `frequency * float32(count of t)` and then
-        `presence` is subtracted.
+        First, for tokens of prompt and output, a positive logit is divided and any other multiplied
+        by `repetition` (Keskar et al. 2019, arXiv:1909.05858). Then, for tokens of the output,
+        `frequency * float32(count of t)` and then `presence` is subtracted.
         """
         ...
 
     def cuts(self, logits: Tensor, rows: ScaledRows, filters: Filters) -> Cuts:
         """Where best-first order is cut off so that all of these hold; at least one token is kept.
 
-        Tokens below `floor` are removed; then all but the `top_k` best; then, with `total` the weight of what
-        remains, all but the shortest best-first prefix that weighs at least `ceil(top_p * float64(total))`.
+        Tokens below `floor` are removed; then all but the `top_k` best; then, with `total` the
+        weight of what remains, all but the shortest best-first prefix that weighs at least
+        `ceil(top_p * float64(total))`.
         """
         ...
 
@@ -161,6 +173,15 @@ class SamplingKernels(Protocol):
         """Sample one token from each row's kept tokens (all of them without `cuts`): int64 [n]."""
         ...
 
-    def score(self, logits: Tensor, rows: ScaledRows, cuts: Cuts | None, token_ids: Tensor, *, num_top: int = 0) -> Scores:
-        """Total weight of each row, the rank of one token of each (int64 [n]), and each row's `num_top <= V` best."""
+    def score(
+        self,
+        logits: Tensor,
+        rows: ScaledRows,
+        cuts: Cuts | None,
+        token_ids: Tensor,
+        *,
+        num_top: int = 0,
+    ) -> Scores:
+        """Total weight of each row, the rank of one token of each (int64 [n]),
+        and each row's `num_top <= V` best."""
         ...

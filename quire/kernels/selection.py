@@ -1,6 +1,8 @@
-"""Which back end runs: the best that can serve a device and a dtype, with the reasons why better ones cannot.
+"""Which back end runs: the best that can serve a device and a dtype, with the reasons why better
+ones cannot.
 
-Owns the order of preference and nothing of the back ends themselves; each answers `reasons_against(device, dtype)`.
+Owns the order of preference and nothing of the back ends themselves; each answers
+`reasons_against(device, dtype)`.
 """
 
 from __future__ import annotations
@@ -17,17 +19,25 @@ REFERENCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The back end chosen, and for each better one that was not, why: "cpu: the extension was not built ..."."""
+    """The back end chosen, and for each better one that was not, why: "cpu:
+    the extension was not built ..."."""
 
     kernels: Kernels
     reasons: tuple[str, ...] = ()
 
 
-def load(name: str, device: str = "cpu", *, is_invariant: bool = True, attention_module: str | None = None) -> Kernels:
-    """The back end called `name` ("cpu", "triton" or "reference") for a device; ConfigError where it cannot run there.
+def load(
+    name: str,
+    device: str = "cpu",
+    *,
+    is_invariant: bool = True,
+    attention_module: str | None = None,
+) -> Kernels:
+    """The back end called `name` ("cpu", "triton" or "reference") for a device; ConfigError where
+    it cannot run there.
 
-    Only "triton" has anything faster to offer where results may depend on company, that is not `is_invariant`; and only it
-    takes a library for attention.
+    Only "triton" has anything faster to offer where results may depend on company, that is not
+    `is_invariant`; and only it takes a library for attention.
     """
     if name == "reference":
         from quire.kernels.reference import ReferenceKernels
@@ -47,19 +57,25 @@ def load(name: str, device: str = "cpu", *, is_invariant: bool = True, attention
 
 
 def select_kernels(
-    device: str, dtype: torch.dtype, *, is_invariant: bool = True, attention_module: str | None = None
+    device: str,
+    dtype: torch.dtype,
+    *,
+    is_invariant: bool = True,
+    attention_module: str | None = None,
 ) -> Selection:
     """The best back end for tensors of `dtype` on `device` ("cpu", "cuda:0").
 
-    Raises ConfigError where no back end can serve them. A GPU is served by the Triton kernels or not at all: nobody who asks
-    for one wants the reference there.
+    Raises ConfigError where no back end can serve them. A GPU is served by the Triton kernels or
+    not at all: nobody who asks for one wants the reference there.
     """
     if device.partition(":")[0] != "cpu":
         from quire.kernels import triton
 
         if reasons := triton.reasons_against(device, dtype):
             raise ConfigError(f"no kernels can compute on {device}: " + "; ".join(reasons))
-        return Selection(triton.load(device, is_invariant=is_invariant, attention_module=attention_module))
+        return Selection(
+            triton.load(device, is_invariant=is_invariant, attention_module=attention_module)
+        )
     from quire.kernels import cpu
 
     reasons = cpu.reasons_against(device, dtype)

@@ -1,1 +1,2 @@
-"""Decoder families as declarations: what a `config.json` says, as plain frozen records. Imports no torch."""
+"""Decoder families as declarations: what a `config.json` says, as plain frozen records.
+Imports no torch."""

@@ -1,9 +1,9 @@
 """Strict, typed reading of a Hugging Face `config.json`.
 
-Owns: types, defaults, allowed values and the refusal of keys that nobody read. A family asks for every key that it
-understands; whatever is left over must be on the list of keys that cannot change the numbers, or be off (null, false
-or empty). So a key that changes the arithmetic is never ignored in silence. Never executes anything (`auto_map` is a
-string to us), never reads a file.
+Owns: types, defaults, allowed values and the refusal of keys that nobody read. A family asks for
+every key that it understands; whatever is left over must be on the list of keys that cannot change
+the numbers, or be off (null, false or empty). So a key that changes the arithmetic is never ignored
+in silence. Never executes anything (`auto_map` is a string to us), never reads a file.
 """
 
 from __future__ import annotations
@@ -22,21 +22,25 @@ _MAX_KEY_CHARS = 120
 
 # Keys that describe training, bookkeeping, generation defaults or other programs' settings.
 _HARMLESS = """
-    architectures model_type auto_map name_or_path torch_dtype dtype use_cache initializer_range pretraining_tp
-    output_attentions output_hidden_states output_past return_dict return_dict_in_generate torchscript use_bfloat16
-    tokenizer_class prefix problem_type finetuning_task task_specific_params id2label label2id num_labels
-    chunk_size_feed_forward gradient_checkpointing cache_implementation keys_to_ignore_at_inference
-    is_llama_config n_ctx n_special predict_special_tokens context_window_size prefill_chunk_size max_batch_size
-    tensor_parallel_shards max_sequence_length model_max_length
-    resid_pdrop embd_pdrop attn_pdrop attention_dropout hidden_dropout classifier_dropout mlp_dropout
-    temperature top_k top_p typical_p do_sample max_length min_length num_beams num_beam_groups num_return_sequences
-    early_stopping repetition_penalty encoder_no_repeat_ngram_size no_repeat_ngram_size length_penalty
-    diversity_penalty output_scores bad_words_ids suppress_tokens begin_suppress_tokens remove_invalid_values
-    forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty tie_encoder_decoder
-    cross_attention_hidden_size is_decoder attn_implementation attention_implementation use_flash_attn
+    architectures model_type auto_map name_or_path torch_dtype dtype use_cache initializer_range
+    pretraining_tp output_attentions output_hidden_states output_past return_dict
+    return_dict_in_generate torchscript use_bfloat16 tokenizer_class prefix problem_type
+    finetuning_task task_specific_params id2label label2id num_labels chunk_size_feed_forward
+    gradient_checkpointing cache_implementation keys_to_ignore_at_inference is_llama_config n_ctx
+    n_special predict_special_tokens context_window_size prefill_chunk_size max_batch_size
+    tensor_parallel_shards max_sequence_length model_max_length resid_pdrop embd_pdrop attn_pdrop
+    attention_dropout hidden_dropout classifier_dropout mlp_dropout temperature top_k top_p
+    typical_p do_sample max_length min_length num_beams num_beam_groups num_return_sequences
+    early_stopping repetition_penalty encoder_no_repeat_ngram_size no_repeat_ngram_size
+    length_penalty diversity_penalty output_scores bad_words_ids suppress_tokens
+    begin_suppress_tokens remove_invalid_values forced_bos_token_id forced_eos_token_id
+    exponential_decay_length_penalty tie_encoder_decoder cross_attention_hidden_size is_decoder
+    attn_implementation attention_implementation use_flash_attn
 """
 _HARMLESS_KEYS = frozenset(_HARMLESS.split())
-_HARMLESS_PATTERN = re.compile(r"_.*|.*_token_ids?|.*_token_index|.*version|transformers[._].*|summary_.*|unsloth_.*")
+_HARMLESS_PATTERN = re.compile(
+    r"_.*|.*_token_ids?|.*_token_index|.*version|transformers[._].*|summary_.*|unsloth_.*"
+)
 
 
 class ConfigReader:
@@ -56,9 +60,13 @@ class ConfigReader:
     def refuse(self, key: str, supported: str) -> UnsupportedModelError:
         """The error for a value that Quire does not implement, for the caller to raise."""
         where = f"{self._path}{key}={_shown(self._values.get(key))}"
-        return UnsupportedModelError(f"{self.architecture}: config.json has {where}; supported: {supported}")
+        return UnsupportedModelError(
+            f"{self.architecture}: config.json has {where}; supported: {supported}"
+        )
 
-    def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MAX_INTEGER) -> int:
+    def integer(
+        self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MAX_INTEGER
+    ) -> int:
         """A whole number within bounds; without a default the key is required."""
         value = self._get(key, default)
         if isinstance(value, float) and value.is_integer():
@@ -67,7 +75,9 @@ class ConfigReader:
             raise self.refuse(key, f"an integer from {minimum} to {maximum}")
         return value
 
-    def optional_integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int | None:
+    def optional_integer(
+        self, key: str, default: int | None = None, *, minimum: int = 1
+    ) -> int | None:
         """As `integer`, but null (or absence, without a default) gives None."""
         self._read.add(key)
         present = key in self._values
@@ -78,11 +88,17 @@ class ConfigReader:
     def number(self, key: str, default: float | None = None, *, minimum: float = 0.0) -> float:
         """A finite number not below `minimum`; without a default the key is required."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= _MAX_NUMBER:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not minimum <= value <= _MAX_NUMBER
+        ):
             raise self.refuse(key, f"a number from {minimum:g} to {_MAX_NUMBER:g}")
         return float(value)
 
-    def optional_number(self, key: str, default: float | None = None, *, minimum: float = 0.0) -> float | None:
+    def optional_number(
+        self, key: str, default: float | None = None, *, minimum: float = 0.0
+    ) -> float | None:
         """As `number`, but null (or absence, without a default) gives None."""
         self._read.add(key)
         if key not in self._values:
@@ -119,7 +135,9 @@ class ConfigReader:
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
         """A required list of `count` numbers, none below zero."""
         value = self._get(key, None)
-        are_numbers = isinstance(value, list) and all(type(x) in (int, float) and 0 <= x <= _MAX_NUMBER for x in value)
+        are_numbers = isinstance(value, list) and all(
+            type(x) in (int, float) and 0 <= x <= _MAX_NUMBER for x in value
+        )
         if not isinstance(value, list) or not are_numbers or len(value) != count:
             raise self.refuse(key, f"a list of {count} numbers from 0 up")
         return tuple(float(x) for x in value)
@@ -130,7 +148,11 @@ class ConfigReader:
         if not self.has(key):
             return None
         value = self._values[key]
-        if not isinstance(value, list) or len(value) != count or not all(x in allowed for x in map(str, value)):
+        if (
+            not isinstance(value, list)
+            or len(value) != count
+            or not all(x in allowed for x in map(str, value))
+        ):
             raise self.refuse(key, f"a list of {count} of {', '.join(sorted(allowed))}")
         return tuple(map(str, value))
 
@@ -153,7 +175,8 @@ class ConfigReader:
         return tuple(found for name in group._values if (found := group.section(name)) is not None)
 
     def section(self, key: str) -> ConfigReader | None:
-        """A nested object (None where absent); its own unread keys are refused by `finish` of the whole."""
+        """A nested object (None where absent); its own unread keys are
+        refused by `finish` of the whole."""
         self._read.add(key)
         if not self.has(key):
             return None
@@ -174,12 +197,18 @@ class ConfigReader:
             section.finish()
         for key, value in self._values.items():
             is_off = value is None or value is False or value == {} or value == []
-            if key in self._read or is_off or key in _HARMLESS_KEYS or _HARMLESS_PATTERN.fullmatch(key):
+            if (
+                key in self._read
+                or is_off
+                or key in _HARMLESS_KEYS
+                or _HARMLESS_PATTERN.fullmatch(key)
+            ):
                 continue
             where = f"{self._path}{key[:_MAX_KEY_CHARS]}={_shown(value)}"
             raise UnsupportedModelError(
                 f"{self.architecture}: config.json has {where}, a key that Quire does not "
-                f"know for this architecture; remove it if it does not change what the model computes"
+                "know for this architecture; remove it if it does not change what the model "
+                "computes"
             )
 
     def _get(self, key: str, default: object) -> object:
@@ -188,7 +217,9 @@ class ConfigReader:
         if value is None:
             value = default
         if value is None:
-            raise UnsupportedModelError(f"{self.architecture}: config.json lacks {self._path}{key}, which is required")
+            raise UnsupportedModelError(
+                f"{self.architecture}: config.json lacks {self._path}{key}, which is required"
+            )
         return value
 
 

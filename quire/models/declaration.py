@@ -1,8 +1,10 @@
-"""The words in which a decoder is declared: plain frozen records, no torch, no behaviour beyond counting.
+"""The words in which a decoder is declared: plain frozen records, no torch, no behaviour beyond
+counting.
 
-A family's file builds one `DecoderSpec` with the checkpoint's weight names written inline. Loading, memory planning,
-packing, sharding and quantising are generic walks over it; nothing here knows of devices, tensor parallelism,
-quantisation or LoRA. Linear weights are [outputs, inputs] whatever a checkpoint stores.
+A family's file builds one `DecoderSpec` with the checkpoint's weight names written inline. Loading,
+memory planning, packing, sharding and quantising are generic walks over it; nothing here knows of
+devices, tensor parallelism, quantisation or LoRA. Linear weights are [outputs, inputs] whatever a
+checkpoint stores.
 """
 
 from __future__ import annotations
@@ -145,8 +147,9 @@ class Sublayer:
 
 @dataclass(frozen=True, slots=True)
 class BlockSpec:
-    """What the residual stream passes through: stages, one after the other. The sublayers of a stage read the same stream, and
-    each adds its output to it."""
+    """What the residual stream passes through: stages, one after the other. The sublayers of a
+    stage read the same stream, and each adds its output to it.
+    """
 
     stages: tuple[tuple[Sublayer, ...], ...]
 
@@ -180,12 +183,14 @@ class KVLayerSpec(NamedTuple):
 
 
 class FlopsPerToken(NamedTuple):
-    """Floating-point operations of the matrix products for one token (a multiply and an add are two)."""
+    """Floating-point operations of the matrix products for one token (a
+    multiply and an add are two)."""
 
     layers: int
     head: int
     outputs: int
-    """Of `layers`: what the last one does beyond keys and values, which only tokens need whose hidden states are asked for."""
+    """Of `layers`: what the last one does beyond keys and values,
+    which only tokens need whose hidden states are asked for."""
 
 
 @dataclass(frozen=True)
@@ -214,19 +219,25 @@ class DecoderSpec:
 
     @property
     def context_len(self) -> int:
-        """The context that the config describes: what it names, or what YaRN makes of the length before scaling."""
+        """The context that the config describes: what it names,
+        or what YaRN makes of the length before scaling."""
         scaled = [rope.context_len for rope in self._ropes]
         return max(self.max_position_embeddings, *scaled, 0)
 
     @property
     def max_context_len(self) -> int:
-        """The longest context that the model was made for: with a RoPE that scales itself, beyond the usual one."""
+        """The longest context that the model was made for: with a RoPE that scales itself,
+        beyond the usual one."""
         scaled = [rope.max_context_len for rope in self._ropes]
         return max(self.context_len, *scaled, 0)
 
     @property
     def _ropes(self) -> tuple[RopeSpec, ...]:
-        return tuple(dict.fromkeys(attention.rope for attention in self.attentions if attention.rope is not None))
+        return tuple(
+            dict.fromkeys(
+                attention.rope for attention in self.attentions if attention.rope is not None
+            )
+        )
 
     @property
     def hidden_size(self) -> int:
@@ -243,13 +254,19 @@ class DecoderSpec:
 
     @cached_property
     def projections(self) -> tuple[tuple[LinearSpec, ...], ...]:
-        """Every matrix product as the parts that are stacked into one weight; the head is the last."""
+        """Every matrix product as the parts that are stacked into one weight;
+        the head is the last."""
         return (*(parts for block in self.blocks for parts in block.projections), (self.head,))
 
     @property
     def attentions(self) -> tuple[AttentionSpec, ...]:
         """Every attention; each has a KV cache, in this order."""
-        return tuple(mixer for block in self.blocks for mixer in block.mixers if isinstance(mixer, AttentionSpec))
+        return tuple(
+            mixer
+            for block in self.blocks
+            for mixer in block.mixers
+            if isinstance(mixer, AttentionSpec)
+        )
 
     @property
     def kv_layers(self) -> tuple[KVLayerSpec, ...]:
@@ -263,7 +280,8 @@ class DecoderSpec:
 
     @property
     def max_positions(self) -> int | None:
-        """The length that the model cannot exceed (learned positions), or None where RoPE sets no hard limit."""
+        """The length that the model cannot exceed (learned positions),
+        or None where RoPE sets no hard limit."""
         return None if self.position_embedding is None else self.position_embedding.shape[0]
 
     def weight_bytes(self, dtype: str) -> int:
@@ -271,21 +289,31 @@ class DecoderSpec:
         return self.num_parameters * DTYPE_BYTES[dtype]
 
     def flops_per_token(self) -> FlopsPerToken:
-        """Matrix products with weights; attention itself (which grows with the context) is `attention_flops`."""
-        layers = [sum(part.weight.num_elements for parts in block.projections for part in parts) for block in self.blocks]
+        """Matrix products with weights; attention itself (which grows with the context)
+        is `attention_flops`."""
+        layers = [
+            sum(part.weight.num_elements for parts in block.projections for part in parts)
+            for block in self.blocks
+        ]
         last = self.attentions[-1]
         keys_and_values = 2 * last.num_kv_heads * last.head_dim * self.hidden_size
         return FlopsPerToken(
-            layers=2 * sum(layers), head=2 * self.head.weight.num_elements, outputs=2 * (layers[-1] - keys_and_values)
+            layers=2 * sum(layers),
+            head=2 * self.head.weight.num_elements,
+            outputs=2 * (layers[-1] - keys_and_values),
         )
 
     def attention_flops(self, context_len: int, *, is_wanted: bool = True) -> int:
-        """Operations of attention for one token at the end of a context: scores, then the weighted sum of values.
+        """Operations of attention for one token at the end of a context: scores, then the weighted
+        sum of values.
 
         Where nobody asks for the token's hidden state, the last layer has none.
         """
         return sum(
-            4 * a.num_heads * a.head_dim * (context_len if a.window is None else min(context_len, a.window))
+            4
+            * a.num_heads
+            * a.head_dim
+            * (context_len if a.window is None else min(context_len, a.window))
             for a in (self.attentions if is_wanted else self.attentions[:-1])
         )
 
@@ -297,16 +325,22 @@ def linear(name: str, num_inputs: int, num_outputs: int, *, has_bias: bool = Fal
 
 
 def fused(name: str, num_inputs: int, *sizes: int) -> tuple[LinearSpec, ...]:
-    """Several projections of the same input that a checkpoint keeps as one `name.weight`, stacked by outputs."""
+    """Several projections of the same input that a checkpoint keeps as one `name.weight`,
+    stacked by outputs."""
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return tuple(
-        LinearSpec(TensorSpec(f"{name}.weight", (size, num_inputs), first_row=start, stored_rows=sum(sizes)))
+        LinearSpec(
+            TensorSpec(
+                f"{name}.weight", (size, num_inputs), first_row=start, stored_rows=sum(sizes)
+            )
+        )
         for start, size in zip(starts, sizes, strict=True)
     )
 
 
 def conv1d(name: str, num_inputs: int, *sizes: int) -> tuple[LinearSpec, ...]:
-    """As `fused`, in GPT-2's own layout: `name.weight` is [inputs, outputs], and there is a bias."""
+    """As `fused`, in GPT-2's own layout: `name.weight` is [inputs, outputs],
+    and there is a bias."""
     return tuple(
         LinearSpec(
             dataclasses.replace(part.weight, is_transposed=True),

@@ -1,4 +1,5 @@
-"""The sizes and switches that most families' configs spell alike. Families with other spellings read their own."""
+"""The sizes and switches that most families' configs spell alike.
+Families with other spellings read their own."""
 
 from __future__ import annotations
 
@@ -46,12 +47,15 @@ class Dimensions:
 
 
 def read_dimensions(config: ConfigReader) -> Dimensions:
-    """Read the sizes under Llama's names, and refuse the switches that no family here implements."""
+    """Read the sizes under Llama's names, and refuse the switches that
+    no family here implements."""
     hidden = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads", maximum=65536)
     num_kv_heads = config.integer("num_key_value_heads", num_heads, maximum=65536)
     if not config.has("head_dim") and hidden % num_heads:
-        raise config.refuse("num_attention_heads", f"divisors of hidden_size={hidden}, or head_dim beside it")
+        raise config.refuse(
+            "num_attention_heads", f"divisors of hidden_size={hidden}, or head_dim beside it"
+        )
     if num_heads % num_kv_heads:
         raise config.refuse("num_key_value_heads", f"divisors of num_attention_heads={num_heads}")
     head_dim = config.integer("head_dim", max(1, hidden // num_heads))
@@ -70,7 +74,8 @@ def read_dimensions(config: ConfigReader) -> Dimensions:
 
 
 def read_dtype(config: ConfigReader) -> str:
-    """The checkpoint's own dtype: `dtype`, in older files `torch_dtype`; float32 where neither says."""
+    """The checkpoint's own dtype: `dtype`, in older files `torch_dtype`;
+    float32 where neither says."""
     key = "dtype" if config.has("dtype") else "torch_dtype"
     return config.choice(key, _DTYPES, "float32")
 
@@ -81,16 +86,22 @@ def read_layer_types(config: ConfigReader, default: tuple[str, ...]) -> tuple[bo
     return tuple(name == "sliding_attention" for name in names)
 
 
-def read_windows(config: ConfigReader, default: tuple[str, ...], window: int | None) -> tuple[int | None, ...]:
-    """The window of every layer. A sliding layer without a size is a contradiction and is refused."""
+def read_windows(
+    config: ConfigReader, default: tuple[str, ...], window: int | None
+) -> tuple[int | None, ...]:
+    """The window of every layer. A sliding layer without a size is a
+    contradiction and is refused."""
     slides = read_layer_types(config, default)
     if any(slides) and window is None:
-        raise config.refuse("sliding_window", "a window size, because some layers are sliding_attention")
+        raise config.refuse(
+            "sliding_window", "a window size, because some layers are sliding_attention"
+        )
     return tuple(window if is_sliding else None for is_sliding in slides)
 
 
 def read_qwen_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    """Qwen's rule: with `use_sliding_window`, the layers from `max_window_layers` on slide; without, none."""
+    """Qwen's rule: with `use_sliding_window`, the layers from `max_window_layers` on slide;
+    without, none."""
     has_window = config.flag("use_sliding_window", False)
     window = config.optional_integer("sliding_window", 4096)
     num_full = min(config.integer("max_window_layers", 28, minimum=0), num_layers)

@@ -16,7 +16,9 @@ def declare_gemma2(config: ConfigReader) -> DecoderSpec:
     """Scaled embeddings, tied head; the first layer slides, the second does not, and so on."""
     size = read_dimensions(config)
     rope = read_rope(config, size.head_dim)
-    norm = partial(rms_norm, size=size.hidden, eps=config.number("rms_norm_eps", 1e-6), weight_offset=1.0)
+    norm = partial(
+        rms_norm, size=size.hidden, eps=config.number("rms_norm_eps", 1e-6), weight_offset=1.0
+    )
     activation = config.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh")
     config.ignore("hidden_act")  # superseded by hidden_activation
     config.require("use_bidirectional_attention", False)

@@ -13,17 +13,23 @@ from quire.models.rope import read_local_and_global_rope
 
 
 def declare_gemma3(config: ConfigReader) -> DecoderSpec:
-    """As Gemma 2 without soft caps in attention, with norms on queries and keys and two RoPE bases."""
+    """As Gemma 2 without soft caps in attention,
+    with norms on queries and keys and two RoPE bases."""
     size = read_dimensions(config)
     local_rope, global_rope = read_local_and_global_rope(config, size.head_dim)
-    norm = partial(rms_norm, size=size.hidden, eps=config.number("rms_norm_eps", 1e-6), weight_offset=1.0)
+    norm = partial(
+        rms_norm, size=size.hidden, eps=config.number("rms_norm_eps", 1e-6), weight_offset=1.0
+    )
     activation = config.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh")
     config.require("use_bidirectional_attention", False)
     config.require("attn_logit_softcapping", None)
     has_bias = config.flag("attention_bias", False)
     scale = config.number("query_pre_attn_scalar", 256, minimum=1e-3) ** -0.5
     pattern = config.integer("sliding_window_pattern", config.integer("_sliding_window_pattern", 6))
-    layer_types = tuple("sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(size.num_layers))
+    layer_types = tuple(
+        "sliding_attention" if (i + 1) % pattern else "full_attention"
+        for i in range(size.num_layers)
+    )
     windows = read_windows(config, layer_types, config.optional_integer("sliding_window", 4096))
 
     def block(at: str, index: int) -> BlockSpec:

@@ -1,4 +1,5 @@
-"""GPT-2: learned positions, layer norms, plain MLP, biases everywhere, weights stored [inputs, outputs]."""
+"""GPT-2: learned positions, layer norms, plain MLP, biases everywhere, weights stored [inputs,
+outputs]."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ def declare_gpt2(config: ConfigReader) -> DecoderSpec:
     if hidden % num_heads:
         raise config.refuse("n_head", f"divisors of n_embd={hidden}")
     ffn = config.optional_integer("n_inner") or 4 * hidden
-    num_layers, num_positions = config.integer("n_layer", maximum=4096), config.integer("n_positions")
+    num_layers, num_positions = (
+        config.integer("n_layer", maximum=4096),
+        config.integer("n_positions"),
+    )
     eps = config.number("layer_norm_epsilon", 1e-5)
     activation = config.choice("activation_function", ACTIVATIONS, "gelu_new")
     head_dim = hidden // num_heads

@@ -1,4 +1,5 @@
-"""Llama 2, 3 and 3.x, and the many models that share their shape (TinyLlama, SmolLM 1 and 2, Code Llama ...)."""
+"""Llama 2, 3 and 3.x, and the many models that share their shape (TinyLlama, SmolLM 1 and 2,
+Code Llama ...)."""
 
 from __future__ import annotations
 
@@ -23,6 +24,8 @@ def declare_llama(config: ConfigReader) -> DecoderSpec:
 
     def block(at: str, index: int) -> BlockSpec:
         heads = attention(at, size, rope, has_bias=has_bias, has_output_bias=has_bias)
-        return pre_norm_block(at, norm, heads, gated_mlp(at, size, activation, has_bias=has_mlp_bias))
+        return pre_norm_block(
+            at, norm, heads, gated_mlp(at, size, activation, has_bias=has_mlp_bias)
+        )
 
     return decoder(config, size, norm, block)

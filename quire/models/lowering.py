@@ -1,13 +1,22 @@
 """From a declaration to a program: the one place that says in which order a decoder computes.
 
-The program's weights are numbers; `Parameters` says which tensor of the declaration each stands for.
+The program's weights are numbers; `Parameters` says which tensor of the declaration each stands
+for.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.models.declaration import AttentionSpec, DecoderSpec, LinearSpec, MlpSpec, NormSpec, Sublayer, TensorSpec
+from quire.models.declaration import (
+    AttentionSpec,
+    DecoderSpec,
+    LinearSpec,
+    MlpSpec,
+    NormSpec,
+    Sublayer,
+    TensorSpec,
+)
 from quire.models.rope import RopeSpec
 from quire.program import operations as ops
 
@@ -17,7 +26,8 @@ class Parameters:
     """What the numbers of a program stand for."""
 
     linears: tuple[tuple[LinearSpec, ...], ...]
-    """The parts that are stacked into each weight; `DecoderSpec.projections`, so the head is the last."""
+    """The parts that are stacked into each weight; `DecoderSpec.projections`,
+    so the head is the last."""
     tables: tuple[TensorSpec, ...]
     """Of embeddings; the tokens' is the first."""
     vectors: tuple[TensorSpec, ...]
@@ -26,7 +36,8 @@ class Parameters:
 
 
 def lower(spec: DecoderSpec) -> tuple[ops.Program, Parameters]:
-    """The program of a decoder, as plain as it can be: passes (`quire.program.passes`) are for back ends to choose."""
+    """The program of a decoder, as plain as it can be: passes (`quire.program.passes`)
+    are for back ends to choose."""
     return _Lowering(spec).lowered()
 
 
@@ -45,8 +56,14 @@ class _Lowering:
         for block in spec.blocks:
             for stage in block.stages:
                 stream = self._stage(stage, stream)
-        head = ops.Head(self._norm_weights(spec.final_norm), self._linear_number(), spec.final_soft_cap)
-        tables = (spec.embedding,) if spec.position_embedding is None else (spec.embedding, spec.position_embedding)
+        head = ops.Head(
+            self._norm_weights(spec.final_norm), self._linear_number(), spec.final_soft_cap
+        )
+        tables = (
+            (spec.embedding,)
+            if spec.position_embedding is None
+            else (spec.embedding, spec.position_embedding)
+        )
         parameters = Parameters(spec.projections, tables, tuple(self._vectors), tuple(self._ropes))
         return ops.Program(tuple(self._operations), tuple(self._widths), stream, head), parameters
 
@@ -69,7 +86,8 @@ class _Lowering:
         return x
 
     def _stage(self, stage: tuple[Sublayer, ...], stream: int) -> int:
-        """The stream behind sublayers that all read it as it was; norms that they share are computed once."""
+        """The stream behind sublayers that all read it as it was;
+        norms that they share are computed once."""
         normed: dict[NormSpec | None, int] = {None: stream}
         outputs = []
         for sublayer in stage:
@@ -82,7 +100,9 @@ class _Lowering:
         return stream
 
     def _mixer(self, mixer: AttentionSpec | MlpSpec, x: int) -> int:
-        return self._attention(mixer, x) if isinstance(mixer, AttentionSpec) else self._mlp(mixer, x)
+        return (
+            self._attention(mixer, x) if isinstance(mixer, AttentionSpec) else self._mlp(mixer, x)
+        )
 
     def _attention(self, spec: AttentionSpec, x: int) -> int:
         heads = ops.Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
@@ -92,11 +112,17 @@ class _Lowering:
 
         x = self._emit(ops.Linear((x,), row(), self._linear_number()))
         if spec.query_norm is not None:
-            x = self._emit(ops.NormHeads((x,), row(), heads, "queries", self._norm_weights(spec.query_norm)))
+            x = self._emit(
+                ops.NormHeads((x,), row(), heads, "queries", self._norm_weights(spec.query_norm))
+            )
         if spec.key_norm is not None:
-            x = self._emit(ops.NormHeads((x,), row(), heads, "keys", self._norm_weights(spec.key_norm)))
+            x = self._emit(
+                ops.NormHeads((x,), row(), heads, "keys", self._norm_weights(spec.key_norm))
+            )
         if spec.rope is not None:
-            x = self._emit(ops.Rope((x,), row(), heads, self._ropes.setdefault(spec.rope, len(self._ropes))))
+            x = self._emit(
+                ops.Rope((x,), row(), heads, self._ropes.setdefault(spec.rope, len(self._ropes)))
+            )
         cache = self._num_caches
         self._num_caches += 1
         x = self._emit(ops.WriteKV((x,), row(), heads, cache))
@@ -107,9 +133,13 @@ class _Lowering:
     def _mlp(self, spec: MlpSpec, x: int) -> int:
         width = spec.up.num_outputs
         if spec.gate is not None:
-            x = self._emit(ops.GatedLinear((x,), (self._value(width),), self._linear_number(), spec.activation))
+            x = self._emit(
+                ops.GatedLinear((x,), (self._value(width),), self._linear_number(), spec.activation)
+            )
         else:
-            x = self._emit(ops.Activate((self._linear(x, spec.up),), (self._value(width),), spec.activation))
+            x = self._emit(
+                ops.Activate((self._linear(x, spec.up),), (self._value(width),), spec.activation)
+            )
         return self._linear(x, spec.down)
 
     def _linear(self, x: int, spec: LinearSpec) -> int:

@@ -21,7 +21,9 @@ def declare_mistral(config: ConfigReader) -> DecoderSpec:
     window = config.optional_integer("sliding_window", 4096)
     kind = "full_attention" if window is None else "sliding_attention"
     if set(read_windows(config, (kind,) * size.num_layers, window)) != {window}:
-        raise config.refuse("layer_types", f"{kind} in every layer, because sliding_window is {window}")
+        raise config.refuse(
+            "layer_types", f"{kind} in every layer, because sliding_window is {window}"
+        )
 
     def block(at: str, index: int) -> BlockSpec:
         heads = replace(attention(at, size, rope), window=window)

@@ -1,4 +1,5 @@
-"""OLMo 2: norms after each sublayer instead of before, and on whole projections of queries and keys."""
+"""OLMo 2: norms after each sublayer instead of before,
+and on whole projections of queries and keys."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def declare_olmo2(config: ConfigReader) -> DecoderSpec:
         )
         return sequential(
             Sublayer(None, heads, norm(f"{at}.post_attention_layernorm")),
-            Sublayer(None, gated_mlp(at, size, activation), norm(f"{at}.post_feedforward_layernorm")),
+            Sublayer(
+                None, gated_mlp(at, size, activation), norm(f"{at}.post_feedforward_layernorm")
+            ),
         )
 
     return decoder(config, size, norm, block)

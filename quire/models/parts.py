@@ -1,4 +1,5 @@
-"""What most decoders have in common, under Llama's names: attention, the gated MLP, the pre-norm block, the ends."""
+"""What most decoders have in common, under Llama's names: attention, the gated MLP,
+the pre-norm block, the ends."""
 
 from __future__ import annotations
 
@@ -27,9 +28,15 @@ Norm = partial[NormSpec]
 
 
 def attention(
-    at: str, size: Dimensions, rope: RopeSpec | None, *, has_bias: bool = False, has_output_bias: bool = False
+    at: str,
+    size: Dimensions,
+    rope: RopeSpec | None,
+    *,
+    has_bias: bool = False,
+    has_output_bias: bool = False,
 ) -> AttentionSpec:
-    """Grouped heads with scores over the root of their size; `has_bias` is for queries, keys and values."""
+    """Grouped heads with scores over the root of their size; `has_bias` is for queries,
+    keys and values."""
     at = f"{at}.self_attn"
     query, key, value = (
         linear(f"{at}.{name}_proj", size.hidden, width, has_bias=has_bias)
@@ -39,30 +46,48 @@ def attention(
     return AttentionSpec(query, key, value, output, size.head_dim, size.head_dim**-0.5, rope)
 
 
-def gated_mlp(at: str, size: Dimensions, activation: Activation, *, has_bias: bool = False) -> MlpSpec:
+def gated_mlp(
+    at: str, size: Dimensions, activation: Activation, *, has_bias: bool = False
+) -> MlpSpec:
     """`down(activation(gate(x)) * up(x))`."""
     at = f"{at}.mlp"
-    gate, up = (linear(f"{at}.{name}_proj", size.hidden, size.ffn, has_bias=has_bias) for name in ("gate", "up"))
-    return MlpSpec(gate, up, linear(f"{at}.down_proj", size.ffn, size.hidden, has_bias=has_bias), activation)
+    gate, up = (
+        linear(f"{at}.{name}_proj", size.hidden, size.ffn, has_bias=has_bias)
+        for name in ("gate", "up")
+    )
+    return MlpSpec(
+        gate, up, linear(f"{at}.down_proj", size.ffn, size.hidden, has_bias=has_bias), activation
+    )
 
 
 def pre_norm_block(at: str, norm: Norm, attention: Mixer, mlp: Mixer) -> BlockSpec:
     """A norm before each of two sublayers, and none behind them."""
-    return sequential(Sublayer(norm(f"{at}.input_layernorm"), attention), Sublayer(norm(f"{at}.post_attention_layernorm"), mlp))
+    return sequential(
+        Sublayer(norm(f"{at}.input_layernorm"), attention),
+        Sublayer(norm(f"{at}.post_attention_layernorm"), mlp),
+    )
 
 
 def two_norm_block(at: str, norm: Norm, attention: Mixer, mlp: Mixer) -> BlockSpec:
     """Gemma's: a norm before each of two sublayers, and one behind it."""
     return sequential(
         Sublayer(norm(f"{at}.input_layernorm"), attention, norm(f"{at}.post_attention_layernorm")),
-        Sublayer(norm(f"{at}.pre_feedforward_layernorm"), mlp, norm(f"{at}.post_feedforward_layernorm")),
+        Sublayer(
+            norm(f"{at}.pre_feedforward_layernorm"), mlp, norm(f"{at}.post_feedforward_layernorm")
+        ),
     )
 
 
 def decoder(
-    config: ConfigReader, size: Dimensions, norm: Norm, block: Callable[[str, int], BlockSpec], *, default_tied: bool = False
+    config: ConfigReader,
+    size: Dimensions,
+    norm: Norm,
+    block: Callable[[str, int], BlockSpec],
+    *,
+    default_tied: bool = False,
 ) -> DecoderSpec:
-    """Blocks (from where each lies in the checkpoint, and its index) between an embedding and a head, which may be tied."""
+    """Blocks (from where each lies in the checkpoint, and its index)
+    between an embedding and a head, which may be tied."""
     embedding = TensorSpec("model.embed_tokens.weight", (size.vocab, size.hidden))
     return DecoderSpec(
         architecture=config.architecture,

@@ -5,7 +5,15 @@ from __future__ import annotations
 from functools import partial
 
 from quire.models.config_reader import ConfigReader
-from quire.models.declaration import AttentionSpec, BlockSpec, DecoderSpec, MlpSpec, fused, linear, rms_norm
+from quire.models.declaration import (
+    AttentionSpec,
+    BlockSpec,
+    DecoderSpec,
+    MlpSpec,
+    fused,
+    linear,
+    rms_norm,
+)
 from quire.models.dimensions import ACTIVATIONS, read_dimensions
 from quire.models.parts import decoder, pre_norm_block
 from quire.models.rope import LongScaling, read_rope
@@ -24,9 +32,13 @@ def declare_phi3(config: ConfigReader) -> DecoderSpec:
     config.require("interpolate_factor", 1)
 
     def block(at: str, index: int) -> BlockSpec:
-        query, key, value = fused(f"{at}.self_attn.qkv_proj", size.hidden, size.query, size.kv, size.kv)
+        query, key, value = fused(
+            f"{at}.self_attn.qkv_proj", size.hidden, size.query, size.kv, size.kv
+        )
         output = linear(f"{at}.self_attn.o_proj", size.query, size.hidden)
-        heads = AttentionSpec(query, key, value, output, size.head_dim, size.head_dim**-0.5, rope, window=window)
+        heads = AttentionSpec(
+            query, key, value, output, size.head_dim, size.head_dim**-0.5, rope, window=window
+        )
         gate, up = fused(f"{at}.mlp.gate_up_proj", size.hidden, size.ffn, size.ffn)
         down = linear(f"{at}.mlp.down_proj", size.ffn, size.hidden)
         return pre_norm_block(at, norm, heads, MlpSpec(gate, up, down, activation))

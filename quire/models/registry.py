@@ -1,4 +1,5 @@
-"""From a model's `config.json` to its declaration: the one table of the architectures that Quire implements."""
+"""From a model's `config.json` to its declaration:
+the one table of the architectures that Quire implements."""
 
 from __future__ import annotations
 
@@ -35,16 +36,20 @@ ARCHITECTURES: dict[str, Callable[[ConfigReader], DecoderSpec]] = {
 def declare(config: Mapping[str, object]) -> DecoderSpec:
     """Declare the decoder that a parsed `config.json` describes.
 
-    Raises UnsupportedModelError naming the architecture, or the key and its value, that Quire does not implement.
+    Raises UnsupportedModelError naming the architecture, or the key and its value, that Quire does
+    not implement.
     """
     architecture = _architecture(config)
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
-            f"the architecture {architecture[:120]!r} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}"
+            f"the architecture {architecture[:120]!r} is not supported; supported: "
+            f"{', '.join(sorted(ARCHITECTURES))}"
         )
     reader = ConfigReader(config, architecture)
     if reader.has("quantization_config"):
-        raise reader.refuse("quantization_config", "checkpoints of float32, bfloat16 or float16 weights")
+        raise reader.refuse(
+            "quantization_config", "checkpoints of float32, bfloat16 or float16 weights"
+        )
     reader.require("is_encoder_decoder", False)
     reader.require("add_cross_attention", False)
     spec = ARCHITECTURES[architecture](reader)
@@ -56,6 +61,7 @@ def _architecture(config: Mapping[str, object]) -> str:
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise UnsupportedModelError(
-            f"config.json has architectures={repr(names)[:120]}; Quire needs one, out of {', '.join(sorted(ARCHITECTURES))}"
+            f"config.json has architectures={repr(names)[:120]}; Quire needs one, out of "
+            f"{', '.join(sorted(ARCHITECTURES))}"
         )
     return names[0]

@@ -1,7 +1,9 @@
-"""Rotary position embeddings as data: which variant, with which numbers, read strictly from a config.
+"""Rotary position embeddings as data: which variant, with which numbers, read strictly from a
+config.
 
-Owns the reading of `rope_theta` + `rope_scaling` (the old style) and of `rope_parameters` (the new one). The table of
-cosines and sines is built from a `RopeSpec` by `quire.nn.rope`, which also says what "dynamic" and "longrope" mean.
+Owns the reading of `rope_theta` + `rope_scaling` (the old style) and of `rope_parameters` (the new
+one). The table of cosines and sines is built from a `RopeSpec` by `quire.nn.rope`, which also says
+what "dynamic" and "longrope" mean.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class DynamicScaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN (Peng et al., arXiv:2309.00071): interpolated low frequencies, kept high ones, a ramp between."""
+    """YaRN (Peng et al., arXiv:2309.00071): interpolated low frequencies, kept high ones,
+    a ramp between."""
 
     factor: float
     original_len: int
@@ -52,7 +55,8 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class LongScaling:
-    """LongRoPE (Ding et al., arXiv:2402.13753): a factor per frequency, one list for short contexts, one for long."""
+    """LongRoPE (Ding et al., arXiv:2402.13753): a factor per frequency,
+    one list for short contexts, one for long."""
 
     short_factors: tuple[float, ...]
     long_factors: tuple[float, ...]
@@ -70,7 +74,8 @@ RopeScaling = LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling | Lon
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotation of the leading `rotated_dim` values of every head, halves paired (i, i + rotated_dim / 2)."""
+    """Rotation of the leading `rotated_dim` values of every head, halves paired (i,
+    i + rotated_dim / 2)."""
 
     rotated_dim: int
     theta: float
@@ -78,7 +83,8 @@ class RopeSpec:
 
     @property
     def context_len(self) -> int:
-        """The context that the scaling alone implies, whatever the config names beside it; 0 where it implies none."""
+        """The context that the scaling alone implies, whatever the config names beside it;
+        0 where it implies none."""
         scaling = self.scaling
         return int(scaling.original_len * scaling.factor) if isinstance(scaling, YarnScaling) else 0
 
@@ -86,17 +92,26 @@ class RopeSpec:
     def max_context_len(self) -> int:
         """The longest context that the scaling is meant for; 0 where it says nothing of that."""
         scaling = self.scaling
-        return int(scaling.original_len * scaling.factor) if isinstance(scaling, YarnScaling | DynamicScaling) else 0
+        return (
+            int(scaling.original_len * scaling.factor)
+            if isinstance(scaling, YarnScaling | DynamicScaling)
+            else 0
+        )
 
 
-def read_rope(config: ConfigReader, head_dim: int, *, default_theta: float = 10000.0, is_partial: bool = False) -> RopeSpec:
-    """Read the one RoPE of a model: from `rope_scaling` (old) or `rope_parameters` (new), `rope_theta` beside either.
+def read_rope(
+    config: ConfigReader, head_dim: int, *, default_theta: float = 10000.0, is_partial: bool = False
+) -> RopeSpec:
+    """Read the one RoPE of a model: from `rope_scaling` (old) or `rope_parameters` (new),
+    `rope_theta` beside either.
 
-    `is_partial` says that the family heeds `partial_rotary_factor`; for others any value but 1 is refused.
+    `is_partial` says that the family heeds `partial_rotary_factor`; for others any value but 1 is
+    refused.
     """
     old_section, new_section = config.section("rope_scaling"), config.section("rope_parameters")
     section = old_section or new_section
-    config.ignore("original_max_position_embeddings")  # matters to scaled variants only, which read it
+    # matters to scaled variants only, which read it
+    config.ignore("original_max_position_embeddings")
     theta = config.number("rope_theta", default_theta, minimum=_MIN_THETA)
     rotated_dim = _read_rotated_dim(config, section, head_dim) if is_partial else head_dim
     if not is_partial:
@@ -107,7 +122,8 @@ def read_rope(config: ConfigReader, head_dim: int, *, default_theta: float = 100
 
 
 def read_local_and_global_rope(config: ConfigReader, head_dim: int) -> tuple[RopeSpec, RopeSpec]:
-    """RoPE of sliding and of full layers: two objects in `rope_parameters` (new), or three keys of the config (old)."""
+    """RoPE of sliding and of full layers: two objects in `rope_parameters` (new),
+    or three keys of the config (old)."""
     local_rope = RopeSpec(head_dim, config.number("rope_local_base_freq", 1e4, minimum=_MIN_THETA))
     global_rope = RopeSpec(head_dim, config.number("rope_theta", 1e6, minimum=_MIN_THETA))
     old_section, both = config.section("rope_scaling"), config.section("rope_parameters")
@@ -117,7 +133,9 @@ def read_local_and_global_rope(config: ConfigReader, head_dim: int) -> tuple[Rop
     return local_rope, read_rope_section(config, old_section, global_rope)
 
 
-def read_rope_section(config: ConfigReader, section: ConfigReader | None, default: RopeSpec) -> RopeSpec:
+def read_rope_section(
+    config: ConfigReader, section: ConfigReader | None, default: RopeSpec
+) -> RopeSpec:
     """Read one object of RoPE parameters; what it does not say comes from `default`."""
     if section is None:
         return default
@@ -134,12 +152,15 @@ def _read_rotated_dim(config: ConfigReader, section: ConfigReader | None, head_d
         partial = section.number("partial_rotary_factor", partial)
     rotated_dim = int(head_dim * partial)
     if rotated_dim % 2 or not 0 < rotated_dim <= head_dim:
-        raise config.refuse("partial_rotary_factor", f"fractions that rotate an even part of {head_dim} values")
+        raise config.refuse(
+            "partial_rotary_factor", f"fractions that rotate an even part of {head_dim} values"
+        )
     return rotated_dim
 
 
 def _original_len(config: ConfigReader, section: ConfigReader) -> int:
-    """The context before scaling. Like the reference, a value beside the section wins over the one inside."""
+    """The context before scaling. Like the reference,
+    a value beside the section wins over the one inside."""
     inner = section.optional_integer("original_max_position_embeddings", minimum=_MIN_LEN)
     outer = config.optional_integer("original_max_position_embeddings", minimum=_MIN_LEN)
     return outer or inner or config.integer("max_position_embeddings", minimum=_MIN_LEN)
@@ -153,13 +174,20 @@ def _read_dynamic(config: ConfigReader, section: ConfigReader, rotated_dim: int)
     section.ignore("original_max_position_embeddings")
     if rotated_dim < 4:
         raise config.refuse("head_dim", "at least 4 rotated values for dynamic RoPE")
-    return DynamicScaling(section.number("factor", minimum=1.0), config.integer("max_position_embeddings"))
+    return DynamicScaling(
+        section.number("factor", minimum=1.0), config.integer("max_position_embeddings")
+    )
 
 
 def _read_yarn(config: ConfigReader, section: ConfigReader, rotated_dim: int) -> RopeScaling:
     original_len = _original_len(config, section)
-    factor = section.number("factor", config.integer("max_position_embeddings") / original_len, minimum=1.0)
-    mscale, mscale_all = section.optional_number("mscale"), section.optional_number("mscale_all_dim")
+    factor = section.number(
+        "factor", config.integer("max_position_embeddings") / original_len, minimum=1.0
+    )
+    mscale, mscale_all = (
+        section.optional_number("mscale"),
+        section.optional_number("mscale_all_dim"),
+    )
     implied = _yarn_magnitude(factor, 1.0)
     if mscale and mscale_all:
         implied = _yarn_magnitude(factor, mscale) / _yarn_magnitude(factor, mscale_all)
@@ -195,7 +223,9 @@ def _read_long(config: ConfigReader, section: ConfigReader, rotated_dim: int) ->
     for key, factors in (("short_factor", short_factors), ("long_factor", long_factors)):
         if min(factors) <= 0:
             raise section.refuse(key, "factors above zero")
-    return LongScaling(short_factors, long_factors, original_len, section.number("attention_factor", implied))
+    return LongScaling(
+        short_factors, long_factors, original_len, section.number("attention_factor", implied)
+    )
 
 
 _ReadScaling = Callable[[ConfigReader, ConfigReader, int], RopeScaling | None]

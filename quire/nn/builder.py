@@ -1,8 +1,10 @@
-"""Builds a `DecoderModel` from a declaration: lowers it, and loads, stacks and packs what its program's numbers stand for.
+"""Builds a `DecoderModel` from a declaration: lowers it, and loads, stacks and packs what its
+program's numbers stand for.
 
-One tensor at a time: a `LinearLoader` gathers a stacked weight (QKV is one product, gate and up another, whatever the
-checkpoint's own layout), packs it and drops it, so that memory peaks at the model plus one layer's weight. Whether it
-stays floating point or is quantized is the loader's business.
+One tensor at a time: a `LinearLoader` gathers a stacked weight (QKV is one product, gate and up
+another, whatever the checkpoint's own layout), packs it and drops it, so that memory peaks at the
+model plus one layer's weight. Whether it stays floating point or is quantized is the loader's
+business.
 """
 
 from __future__ import annotations
@@ -36,15 +38,17 @@ def build_decoder(
 ) -> DecoderModel:
     """Load and pack every weight of `spec`, to compute in `dtype` ("float32" or "bfloat16").
 
-    `quantize` puts another way of loading projections around the plain one (see `quire.quant.linears`). `max_model_len`
-    bounds the positions that can be computed, and settles dynamic and long RoPE (see `quire.nn.rope`).
-    Raises ConfigError for a dtype or length that cannot work, CheckpointError for weights that cannot be read.
+    `quantize` puts another way of loading projections around the plain one (see
+    `quire.quant.linears`). `max_model_len` bounds the positions that can be computed, and settles
+    dynamic and long RoPE (see `quire.nn.rope`). Raises ConfigError for a dtype or length that
+    cannot work, CheckpointError for weights that cannot be read.
     """
     if dtype not in COMPUTE_DTYPES:
         raise ConfigError(f"dtype={dtype!r} is not supported; use {' or '.join(COMPUTE_DTYPES)}")
     if spec.max_positions is not None and max_model_len > spec.max_positions:
         raise ConfigError(
-            f"max_model_len={max_model_len} exceeds the {spec.max_positions} positions that {spec.architecture} learned"
+            f"max_model_len={max_model_len} exceeds the {spec.max_positions} positions that "
+            f"{spec.architecture} learned"
         )
     floats = FloatLinears(weights, kernels, COMPUTE_DTYPES[dtype])
     return _Builder(quantize(floats), floats, max_model_len).decoder(spec)
@@ -60,7 +64,10 @@ class _Builder:
     def decoder(self, spec: DecoderSpec) -> DecoderModel:
         program, parameters = lower(spec)
         if reasons := self._kernels.reasons_against(program):
-            raise ConfigError(f"the {self._kernels.name} kernels cannot run {spec.architecture}: {'; '.join(reasons)}")
+            raise ConfigError(
+                f"the {self._kernels.name} kernels cannot run {spec.architecture}: "
+                f"{'; '.join(reasons)}"
+            )
         embedding, head = self._ends(spec)
         weights = Weights(
             linears=(*(self._linear(*parts) for parts in parameters.linears[:-1]), head),
@@ -76,7 +83,8 @@ class _Builder:
         return self._counted(self._weights.packed(parts) or self._linears.load(parts))
 
     def _ends(self, spec: DecoderSpec) -> tuple[EmbeddingTable, PackedLinear]:
-        """The embedding table and the head, which share their memory where they are tied and the head holds floats."""
+        """The embedding table and the head, which share their memory where they are tied
+        and the head holds floats."""
         if not spec.is_tied:
             return self._counted_tensor(self._table(spec.embedding)), self._linear(spec.head)
         head, table = self._weights.packed([spec.head]), None

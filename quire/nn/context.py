@@ -16,6 +16,7 @@ class StepContext:
 
     batch: AttentionBatch
     kv_caches: Sequence[tuple[Tensor, Tensor]]
-    """One (keys, values) pair per layer, each [blocks, KV heads, block size, head size] in the compute dtype."""
+    """One (keys, values) pair per layer, each [blocks, KV heads, block size,
+    head size] in the compute dtype."""
     num_wanted: Tensor | None = None
     """Hidden states that are asked for, as `ForwardPass` takes it."""

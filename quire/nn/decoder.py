@@ -1,7 +1,8 @@
 """A decoder that runs: token ids in, hidden states and logits out.
 
-Owns what follows the program that its back end runs: the head. Never samples, never allocates KV memory, never knows a request.
-The caller picks the rows of `hidden` that need logits; only those go through the final norm and the output projection.
+Owns what follows the program that its back end runs: the head. Never samples, never allocates KV
+memory, never knows a request. The caller picks the rows of `hidden` that need logits; only those go
+through the final norm and the output projection.
 """
 
 from __future__ import annotations
@@ -42,10 +43,12 @@ class DecoderModel:
         return self.weights.linears[self.program.head.weight]
 
     def forward(self, token_ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:
-        """One pass over the step's tokens: ids and positions int64 [T] to hidden states [T, H], before the final norm.
+        """One pass over the step's tokens: ids and positions int64 [T] to hidden states [T, H],
+        before the final norm.
 
-        Writes K and V of every token to `context.kv_caches`. Positions must be below `weights.max_model_len`. Hidden states
-        that `context.num_wanted` leaves out may be those of an earlier layer.
+        Writes K and V of every token to `context.kv_caches`. Positions must be below
+        `weights.max_model_len`. Hidden states that `context.num_wanted` leaves out may be those of
+        an earlier layer.
         """
         return self.run(token_ids, positions, context.batch, context.kv_caches, context.num_wanted)
 
@@ -56,16 +59,19 @@ class DecoderModel:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def best_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Each row's best token and its logit, ids int64 [R] and float32 [R]: `SamplingKernels.peaks` of `logits(hidden)`.
+        """Each row's best token and its logit, ids int64 [R] and float32 [R]:
+        `SamplingKernels.peaks` of `logits(hidden)`.
 
-        None where it takes the logits themselves: a soft cap may round two of them to one number, which then tie.
+        None where it takes the logits themselves: a soft cap may round two of them to one number,
+        which then tie.
         """
         if self.program.head.soft_cap is not None:
             return None
         return self.kernels.linear_peaks(self._normed(hidden), self.head)
 
     def drawn_tokens(self, hidden: Tensor, draws: Draws) -> tuple[Tensor, Tensor, Tensor] | None:
-        """`best_tokens`, and what `SamplingKernels.draw` gives for `logits(hidden)`, int64 [n]. None where it takes those."""
+        """`best_tokens`, and what `SamplingKernels.draw` gives for `logits(hidden)`, int64 [n].
+        None where it takes those."""
         if self.program.head.soft_cap is not None:
             return None
         return self.kernels.linear_draws(self._normed(hidden), self.head, draws)

@@ -1,11 +1,13 @@
 """Tables of cosines and sines from a `RopeSpec`.
 
-The arithmetic is float32 in the order of the Hugging Face implementation, on purpose: models are trained and checked
-against it, and at position 100,000 a more exact angle is a different one.
+The arithmetic is float32 in the order of the Hugging Face implementation, on purpose: models are
+trained and checked against it, and at position 100,000 a more exact angle is a different one.
 
-Two variants depend, in Hugging Face, on how long the sequence is *now*, so that a token's K would change while the
-sequence grows. Here a token's K never depends on later tokens; the choice is made once, from `max_model_len`:
-  * dynamic: the base is scaled as for `max_model_len` tokens if that exceeds the original context, else left alone;
+Two variants depend, in Hugging Face, on how long the sequence is *now*, so that a token's K would
+change while the sequence grows. Here a token's K never depends on later tokens; the choice is made
+once, from `max_model_len`:
+  * dynamic: the base is scaled as for `max_model_len` tokens if that exceeds the original context,
+    else left alone;
   * longrope: the long factors serve if and only if `max_model_len` exceeds the original context.
 """
 
@@ -48,7 +50,9 @@ def _frequencies(spec: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
             return _llama3(_plain(spec.theta, spec.rotated_dim), scaling), 1.0
         case LongScaling() as scaling:
             is_long = max_model_len > scaling.original_len
-            factors = torch.tensor(scaling.long_factors if is_long else scaling.short_factors, dtype=torch.float32)
+            factors = torch.tensor(
+                scaling.long_factors if is_long else scaling.short_factors, dtype=torch.float32
+            )
             return 1.0 / (factors * _powers(spec.theta, spec.rotated_dim)), scaling.attention_factor
 
 
@@ -75,11 +79,14 @@ def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     is_short = wavelengths < scaling.original_len / high
     blend = (scaling.original_len / wavelengths - low) / (high - low)
     blended = (1 - blend) * frequencies / scaling.factor + blend * frequencies
-    return torch.where(is_long, frequencies / scaling.factor, torch.where(is_short, frequencies, blended))
+    return torch.where(
+        is_long, frequencies / scaling.factor, torch.where(is_short, frequencies, blended)
+    )
 
 
 def _yarn(spec: RopeSpec, scaling: YarnScaling) -> Tensor:
-    """Dimensions that turn often within the original context are kept, those that turn rarely are interpolated."""
+    """Dimensions that turn often within the original context are kept,
+    those that turn rarely are interpolated."""
     dim, powers = spec.rotated_dim, _powers(spec.theta, spec.rotated_dim)
 
     def dimension_of(num_rotations: float) -> float:

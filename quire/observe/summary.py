@@ -1,4 +1,5 @@
-"""The closing words of a run: speed, waiting, memory and cache, from the requests' metrics and the scheduler's counters."""
+"""The closing words of a run: speed, waiting, memory and cache,
+from the requests' metrics and the scheduler's counters."""
 
 from __future__ import annotations
 
@@ -41,10 +42,14 @@ class RunSummary:
     @property
     def prefix_hit_rate(self) -> float:
         """Share of prompt tokens that the prefix cache held."""
-        return self.num_prefix_hit_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
+        return (
+            self.num_prefix_hit_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
+        )
 
 
-def summarize(outputs: Sequence[RequestOutput], stats: SchedulerStats, *, num_blocks: int, wall_s: float) -> RunSummary:
+def summarize(
+    outputs: Sequence[RequestOutput], stats: SchedulerStats, *, num_blocks: int, wall_s: float
+) -> RunSummary:
     """From finished outputs (cumulative ones) and the counters of the engine that made them."""
     waits = [
         output.metrics.first_token_s - output.metrics.arrival_s
@@ -70,15 +75,20 @@ def describe(summary: RunSummary) -> list[str]:
     """Three or four lines for people."""
     requests = f"{summary.num_requests} request{'' if summary.num_requests == 1 else 's'}"
     lines = [
-        f"{requests}: {summary.num_prompt_tokens:,} prompt + {summary.num_output_tokens:,} output tokens "
+        f"{requests}: {summary.num_prompt_tokens:,} prompt + {summary.num_output_tokens:,} "
+        "output tokens "
         f"in {summary.wall_s:.2f} s",
-        f"speed: {summary.output_rate:,.1f} output tokens/s, {summary.prompt_rate:,.1f} prompt tokens/s"
+        (
+            f"speed: {summary.output_rate:,.1f} output tokens/s, {summary.prompt_rate:,.1f} "
+            "prompt tokens/s"
+        )
         + (
             ""
             if summary.median_first_token_s is None
             else f"; first token after {1000 * summary.median_first_token_s:,.0f} ms (median)"
         ),
-        f"KV cache: {summary.peak_num_blocks:,} of {summary.num_blocks:,} blocks at the peak, {summary.waste:.1%} wasted; "
+        f"KV cache: {summary.peak_num_blocks:,} of {summary.num_blocks:,} blocks at the "
+        f"peak, {summary.waste:.1%} wasted; "
         f"prefix hits {summary.num_prefix_hit_tokens:,} tokens ({summary.prefix_hit_rate:.0%}); "
         f"{summary.num_preemptions} preemptions",
     ]

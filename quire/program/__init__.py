@@ -1,1 +1,2 @@
-"""The forward pass as data: a flat list of operations that passes rewrite and back ends run. Imports nothing but the leaves."""
+"""The forward pass as data: a flat list of operations that passes rewrite and back ends run.
+Imports nothing but the leaves."""

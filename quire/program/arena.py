@@ -1,7 +1,8 @@
-"""Where the values of a program are in one piece of memory: a walk over their lifetimes, once, when a model is loaded.
+"""Where the values of a program are in one piece of memory: a walk over their lifetimes, once, when
+a model is loaded.
 
-Places are columns: the value at column c of a step of T tokens begins at element c * T. So one placement serves every step, and
-a step's activations take exactly `Arena.width` elements a token.
+Places are columns: the value at column c of a step of T tokens begins at element c * T. So one
+placement serves every step, and a step's activations take exactly `Arena.width` elements a token.
 """
 
 from __future__ import annotations
@@ -12,10 +13,20 @@ from quire.common.numbers import align_up
 from quire.program import operations as ops
 from quire.program.operations import Program
 
-ELEMENTWISE = (ops.Scale, ops.Add, ops.Norm, ops.AddNorm, ops.Activate, ops.HeadOperation, ops.Select)
-"""Operations whose outputs may take the place of the inputs of the same index, if these are not read afterwards."""
+ELEMENTWISE = (
+    ops.Scale,
+    ops.Add,
+    ops.Norm,
+    ops.AddNorm,
+    ops.Activate,
+    ops.HeadOperation,
+    ops.Select,
+)
+"""Operations whose outputs may take the place of the inputs of the same index,
+if these are not read afterwards."""
 ALIGNMENT = 32
-"""Columns are multiples of it: every value begins at a multiple of 64 bytes, in two bytes an element or four."""
+"""Columns are multiples of it: every value begins at a multiple of 64 bytes,
+in two bytes an element or four."""
 RESULT_PLACE = -1
 """The column of the result, which has memory of its own."""
 
@@ -29,7 +40,8 @@ class Arena(NamedTuple):
 
 
 def place_values(program: Program) -> Arena:
-    """Each value gets the lowest columns that are free while it is read; elementwise operations write where they read."""
+    """Each value gets the lowest columns that are free while it is read;
+    elementwise operations write where they read."""
     columns, end = [0] * len(program.widths), 0
     live: dict[int, int] = {}
     """Values that are in the arena, and their columns."""
@@ -51,7 +63,9 @@ def place_values(program: Program) -> Arena:
             if taken in dying and taken in live:
                 columns[value] = live.pop(taken)
             else:
-                assert not isinstance(operation, ops.HeadOperation), "a row of heads that is changed is read later"
+                assert not isinstance(operation, ops.HeadOperation), (
+                    "a row of heads that is changed is read later"
+                )
                 columns[value] = lowest(align_up(program.widths[value], ALIGNMENT))
             live[value] = columns[value]
             end = max(end, columns[value] + align_up(program.widths[value], ALIGNMENT))

@@ -1,10 +1,12 @@
-"""The operations of a forward pass on numbered values, and the list of them that a decoder is lowered to.
+"""The operations of a forward pass on numbered values, and the list of them that a decoder is
+lowered to.
 
-A value is an activation [rows, width] in the compute dtype. Each is written once, by the operation that has its number among
-`outputs`, and its rows are the step's tokens, or, from a `Select` on, those whose hidden states are wanted. Weights, tables of
-RoPE and caches are numbers too: what they stand for is `quire.kernels.interface.Weights`, and the caches of the step. So a
-program is plain data that knows no tensor and no back end. Operations run in the order of the list; only `WriteKV` and `Attend`
-touch anything but their values.
+A value is an activation [rows, width] in the compute dtype. Each is written once, by the operation
+that has its number among `outputs`, and its rows are the step's tokens, or, from a `Select` on,
+those whose hidden states are wanted. Weights, tables of RoPE and caches are numbers too: what they
+stand for is `quire.kernels.interface.Weights`, and the caches of the step. So a program is plain
+data that knows no tensor and no back end. Operations run in the order of the list; only `WriteKV`
+and `Attend` touch anything but their values.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ class Norm(Operation):
 
 @dataclass(frozen=True, slots=True)
 class AddNorm(Operation):
-    """`(x, residual)` to `(norm(x + residual), x + residual)`, the sum rounded before it is normalised."""
+    """`(x, residual)` to `(norm(x + residual), x + residual)`,
+    the sum rounded before it is normalised."""
 
     norm: NormWeights
 
@@ -79,7 +82,8 @@ class Linear(Operation):
 
 @dataclass(frozen=True, slots=True)
 class GatedLinear(Operation):
-    """`activation(x @ gate.T) * (x @ up.T)`; the weight has the gate's outputs before the other ones."""
+    """`activation(x @ gate.T) * (x @ up.T)`; the weight has the gate's
+    outputs before the other ones."""
 
     weight: int
     activation: Activation
@@ -123,14 +127,16 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class HeadOperation(Operation):
-    """Changes a row of heads in place: the output takes the memory of the input, which nothing else reads."""
+    """Changes a row of heads in place: the output takes the memory of the input,
+    which nothing else reads."""
 
     heads: Heads
 
 
 @dataclass(frozen=True, slots=True)
 class NormHeads(HeadOperation):
-    """Norm of the queries, or of the keys: of each head, or of all of them together, as the norm's size says."""
+    """Norm of the queries, or of the keys: of each head, or of all of them together,
+    as the norm's size says."""
 
     of: Literal["queries", "keys"]
     norm: NormWeights
@@ -152,13 +158,17 @@ class WriteKV(HeadOperation):
 
 @dataclass(frozen=True, slots=True)
 class PrepareHeads(HeadOperation):
-    """Several operations on a row of heads in one; `parts` name the fused operation's values at both ends."""
+    """Several operations on a row of heads in one;
+    `parts` name the fused operation's values at both ends."""
 
     parts: tuple[NormHeads | Rope | WriteKV, ...]
 
     def norm_of(self, of: Literal["queries", "keys"]) -> NormWeights | None:
         """The norm of the queries, or of the keys."""
-        return next((part.norm for part in self.parts if isinstance(part, NormHeads) and part.of == of), None)
+        return next(
+            (part.norm for part in self.parts if isinstance(part, NormHeads) and part.of == of),
+            None,
+        )
 
     @property
     def table(self) -> int | None:
@@ -194,7 +204,8 @@ class Scatter(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """From hidden states to logits, where they are needed: `soft_cap * tanh(linear(norm(x)) / soft_cap)`, in float32."""
+    """From hidden states to logits, where they are needed:
+    `soft_cap * tanh(linear(norm(x)) / soft_cap)`, in float32."""
 
     norm: NormWeights
     weight: int

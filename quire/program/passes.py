@@ -1,7 +1,7 @@
 """Rewrites of a program that change no bit of a wanted token's hidden states, nor of a cache.
 
-`select_wanted` leaves out work of the last layer that no wanted token needs; `fuse_add_norm` and `fuse_heads` save passes
-over memory. A back end picks those that it has kernels for.
+`select_wanted` leaves out work of the last layer that no wanted token needs; `fuse_add_norm` and
+`fuse_heads` save passes over memory. A back end picks those that it has kernels for.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ def fuse_add_norm(program: Program) -> Program:
     fused: list[ops.Operation] = []
     for operation in program.operations:
         last = fused[-1] if fused else None
-        if isinstance(operation, ops.Norm) and isinstance(last, ops.Add) and operation.inputs == last.outputs:
+        if (
+            isinstance(operation, ops.Norm)
+            and isinstance(last, ops.Add)
+            and operation.inputs == last.outputs
+        ):
             outputs = (*operation.outputs, *last.outputs)
             fused[-1] = ops.AddNorm(last.inputs[::-1], outputs, operation.norm)
         else:
@@ -28,8 +32,11 @@ def fuse_add_norm(program: Program) -> Program:
     return replace(program, operations=tuple(fused))
 
 
-def fuse_heads(program: Program, is_supported: Callable[[ops.PrepareHeads], bool] = lambda _: True) -> Program:
-    """Operations on one row of heads that follow one another become one, where `is_supported` takes it."""
+def fuse_heads(
+    program: Program, is_supported: Callable[[ops.PrepareHeads], bool] = lambda _: True
+) -> Program:
+    """Operations on one row of heads that follow one another become one,
+    where `is_supported` takes it."""
     fused: list[ops.Operation] = []
     run: list[ops.NormHeads | ops.Rope | ops.WriteKV] = []
 
@@ -52,11 +59,16 @@ def fuse_heads(program: Program, is_supported: Callable[[ops.PrepareHeads], bool
 
 
 def select_wanted(program: Program, alignment: int | None = None) -> Program:
-    """Behind the last write to a cache, only tokens go on whose hidden states are wanted; the others' are those before it.
+    """Behind the last write to a cache, only tokens go on whose hidden states are wanted; the
+    others' are those before it.
 
-    With an `alignment`, queries are projected for these tokens alone, if keys begin at a multiple of so many columns.
+    With an `alignment`, queries are projected for these tokens alone, if keys begin at a multiple
+    of so many columns.
     """
-    start = 1 + max((index for index, each in enumerate(program.operations) if isinstance(each, ops.WriteKV)), default=-1)
+    start = 1 + max(
+        (index for index, each in enumerate(program.operations) if isinstance(each, ops.WriteKV)),
+        default=-1,
+    )
     if start == 0:
         return program
     widths = list(program.widths)
@@ -68,7 +80,10 @@ def select_wanted(program: Program, alignment: int | None = None) -> Program:
     names = dict(zip(crossing, range(len(widths), len(widths) + len(crossing)), strict=True))
     widths += [widths[value] for value in crossing]
     selects = (ops.Select((value,), (name,)) for value, name in names.items())
-    narrow = (replace(each, inputs=tuple(names.get(value, value) for value in each.inputs)) for each in after)
+    narrow = (
+        replace(each, inputs=tuple(names.get(value, value) for value in each.inputs))
+        for each in after
+    )
     scatter = ops.Scatter((_stream_before(program, start), program.result), (len(widths),))
     widths.append(widths[program.result])
     operations = (*before, *selects, *narrow, scatter)
@@ -77,17 +92,29 @@ def select_wanted(program: Program, alignment: int | None = None) -> Program:
 
 def _stream_before(program: Program, start: int) -> int:
     """The residual stream's last value of the operations before `start`."""
-    sums = {each.outputs[0]: each.inputs[0] for each in program.operations[start:] if isinstance(each, ops.Add)}
+    sums = {
+        each.outputs[0]: each.inputs[0]
+        for each in program.operations[start:]
+        if isinstance(each, ops.Add)
+    }
     value = program.result
     while value in sums:
         value = sums[value]
     return value
 
 
-def _project_apart(before: Operations, after: Operations, widths: list[int], alignment: int) -> tuple[Operations, Operations]:
-    """Of the heads that `before` ends with, keys and values stay there, and queries move behind it."""
-    first = max(index for index, each in enumerate(before) if not isinstance(each, ops.HeadOperation))
-    projection, chain = before[first], [each for each in before[first:] if isinstance(each, ops.HeadOperation)]
+def _project_apart(
+    before: Operations, after: Operations, widths: list[int], alignment: int
+) -> tuple[Operations, Operations]:
+    """Of the heads that `before` ends with, keys and values stay there,
+    and queries move behind it."""
+    first = max(
+        index for index, each in enumerate(before) if not isinstance(each, ops.HeadOperation)
+    )
+    projection, chain = (
+        before[first],
+        [each for each in before[first:] if isinstance(each, ops.HeadOperation)],
+    )
     heads, result = chain[-1].heads, chain[-1].outputs
     if not isinstance(projection, ops.Linear) or heads.query_width % alignment:
         return before, after
@@ -97,12 +124,15 @@ def _project_apart(before: Operations, after: Operations, widths: list[int], ali
         return (len(widths) - 1,)
 
     def project(part: ops.Heads, start: int) -> list[ops.Operation]:
-        """The projection and what follows, of a part of the heads, whose columns begin at `start`."""
+        """The projection and what follows, of a part of the heads,
+        whose columns begin at `start`."""
         columns = range(start, start + part.width)
         found: list[ops.Operation] = [replace(projection, outputs=value(part), columns=columns)]
         for each in chain:
             if _concerns(each, part):
-                found.append(replace(each, inputs=found[-1].outputs, outputs=value(part), heads=part))
+                found.append(
+                    replace(each, inputs=found[-1].outputs, outputs=value(part), heads=part)
+                )
         return found
 
     keys = project(ops.Heads(0, heads.num_keys, heads.head_dim), heads.query_width)

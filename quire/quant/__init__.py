@@ -1,1 +1,2 @@
-"""Quantization: which projections are held as integers, and how they come to be so, from floats or from a checkpoint."""
+"""Quantization: which projections are held as integers, and how they come to be so,
+from floats or from a checkpoint."""

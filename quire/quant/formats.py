@@ -1,8 +1,9 @@
-"""Which projections of a decoder are held as integers, and in what form: a transform over the declaration.
+"""Which projections of a decoder are held as integers, and in what form: a transform over the
+declaration.
 
-Owns the choice (group sizes, the head) and the arithmetic of memory. Knows no tensor and imports no torch, so that
-`quire plan` and the memory check see what the loader will do. Embedding tables are never quantized: one row a token is
-read from them, so that integers would save memory and no time.
+Owns the choice (group sizes, the head) and the arithmetic of memory. Knows no tensor and imports no
+torch, so that `quire plan` and the memory check see what the loader will do. Embedding tables are
+never quantized: one row a token is read from them, so that integers would save memory and no time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class IntegerFormat:
-    """How one projection is held: the torch-free half of `quire.kernels.interface.QuantizedWeight`."""
+    """How one projection is held: the torch-free half of
+    `quire.kernels.interface.QuantizedWeight`."""
 
     bits: Literal[4, 8]
     group_size: int
@@ -36,12 +38,15 @@ class IntegerFormat:
     def num_bytes(self, num_outputs: int, num_inputs: int) -> int:
         """Bytes of values, scales and offsets."""
         per_group = _SCALE_BYTES * (2 if self.has_offsets else 1)
-        return num_outputs * (num_inputs * self.bits // 8 + num_inputs // self.group_size * per_group)
+        return num_outputs * (
+            num_inputs * self.bits // 8 + num_inputs // self.group_size * per_group
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormats:
-    """The format of every projection by the name of its weight; those that are absent stay floating point."""
+    """The format of every projection by the name of its weight;
+    those that are absent stay floating point."""
 
     by_name: Mapping[str, IntegerFormat] = dataclasses.field(default_factory=dict)
     summary: str = "as the checkpoint"
@@ -50,8 +55,8 @@ class WeightFormats:
     def of(self, parts: Sequence[LinearSpec]) -> IntegerFormat | None:
         """The one format that parts of a stacked projection get, None for floating point.
 
-        Parts of different formats are brought to the narrowest that holds them all without loss; for e4m3 beside integers
-        that is floating point.
+        Parts of different formats are brought to the narrowest that holds them all without loss;
+        for e4m3 beside integers that is floating point.
         """
         found = [self.by_name.get(part.weight.name) for part in parts]
         formats = [each for each in found if each is not None]
@@ -59,12 +64,16 @@ class WeightFormats:
         return join(formats) if is_alike else None
 
     def weight_bytes(self, spec: DecoderSpec, dtype: str) -> int:
-        """Memory of all weights: those that stay floating point count in `dtype`. Integers of a tied head come on top of the
-        embedding, which stays as it is."""
+        """Memory of all weights: those that stay floating point count in `dtype`. Integers of a
+        tied head come on top of the embedding, which stays as it is.
+        """
         total = spec.weight_bytes(dtype)
         for parts in spec.projections:
             if (held := self.of(parts)) is not None:
-                num_outputs, num_inputs = sum(part.num_outputs for part in parts), parts[0].num_inputs
+                num_outputs, num_inputs = (
+                    sum(part.num_outputs for part in parts),
+                    parts[0].num_inputs,
+                )
                 is_on_top = spec.is_tied and parts == (spec.head,)
                 replaced = 0 if is_on_top else num_outputs * num_inputs * DTYPE_BYTES[dtype]
                 total += held.num_bytes(num_outputs, num_inputs) - replaced
@@ -77,23 +86,28 @@ class WeightFormats:
 
 
 def join(formats: Iterable[IntegerFormat]) -> IntegerFormat:
-    """The format that holds weights of all of `formats` exactly: the widest integers, the finest groups."""
+    """The format that holds weights of all of `formats` exactly: the widest integers,
+    the finest groups."""
     listed = list(formats)
     return IntegerFormat(
         bits=8 if any(each.bits == 8 for each in listed) else 4,
         group_size=math.gcd(*(each.group_size for each in listed)),
-        activations=listed[0].activations if len({each.activations for each in listed}) == 1 else "float",
+        activations=listed[0].activations
+        if len({each.activations for each in listed}) == 1
+        else "float",
         has_offsets=any(each.has_offsets for each in listed),
         is_fp8=all(each.is_fp8 for each in listed),
     )
 
 
 def formats_at_load(spec: DecoderSpec, method: str) -> WeightFormats:
-    """Quantize a floating-point decoder while it is loaded ("int8" or "int4"): every projection, with activations of 8 bits.
+    """Quantize a floating-point decoder while it is loaded ("int8" or "int4"): every projection,
+    with activations of 8 bits.
 
-    int8: one scale per output. int4: the largest group of 128, 64 or 32 inputs that divides them; a projection that none
-    divides, and the head, whose errors fall on the logits themselves, are int8. (On the shipped model int8 in the head
-    moves the distribution by a mean KL of 0.0001, where int4 moves it by 0.02.)
+    int8: one scale per output. int4: the largest group of 128, 64 or 32 inputs that divides them; a
+    projection that none divides, and the head, whose errors fall on the logits themselves, are
+    int8. (On the shipped model int8 in the head moves the distribution by a mean KL of 0.0001,
+    where int4 moves it by 0.02.)
     """
     by_name = {
         part.weight.name: _int8(part) if method == "int8" or parts == (spec.head,) else _int4(part)
@@ -102,11 +116,17 @@ def formats_at_load(spec: DecoderSpec, method: str) -> WeightFormats:
     }
     summary = "weights int8 per output, activations int8 per token"
     if method == "int4":
-        sizes = sorted({each.group_size for each in by_name.values() if each.bits == 4}, reverse=True)
+        sizes = sorted(
+            {each.group_size for each in by_name.values() if each.bits == 4}, reverse=True
+        )
         groups = " and ".join(map(str, sizes))
-        num_wide = sum(each.bits == 8 for name, each in by_name.items() if name != spec.head.weight.name)
+        num_wide = sum(
+            each.bits == 8 for name, each in by_name.items() if name != spec.head.weight.name
+        )
         wide = f" and {num_wide} projections whose inputs no group divides" if num_wide else ""
-        summary = f"weights int4 in groups of {groups}, activations int8 per token; the head{wide} int8"
+        summary = (
+            f"weights int4 in groups of {groups}, activations int8 per token; the head{wide} int8"
+        )
     return WeightFormats(by_name, summary)
 
 

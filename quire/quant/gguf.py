@@ -1,9 +1,11 @@
-"""GGUF's tensors as weights: the block encodings of llama.cpp, brought to `QuantizedWeight` without loss.
+"""GGUF's tensors as weights: the block encodings of llama.cpp, brought to `QuantizedWeight` without
+loss.
 
-Scales are products of a float16 and an integer, exact in float32. Q4 encodings stay 4 bits; those of 5, 6 and 8 bits are
-held as bytes. Encodings without offsets, and Q5_1 and Q5_K, keep every number to the bit; in Q4_1 and Q4_K the integers
-are moved to -8 ... 7 and the offsets with them, which is exact but for one rounding in float32. Embeddings and norms are
-dequantized. Source: the format's description and the block layouts of ggml.
+Scales are products of a float16 and an integer, exact in float32. Q4 encodings stay 4 bits; those
+of 5, 6 and 8 bits are held as bytes. Encodings without offsets, and Q5_1 and Q5_K, keep every
+number to the bit; in Q4_1 and Q4_K the integers are moved to -8 ... 7 and the offsets with them,
+which is exact but for one rounding in float32. Embeddings and norms are dequantized. Source: the
+format's description and the block layouts of ggml.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from quire.weights.source import WeightSource
 
 
 class GgufWeights(WeightSource):
-    """The weights of a GGUF file: a `WeightSource`, and a `Decoder` for `CheckpointLinears`. A context manager.
+    """The weights of a GGUF file: a `WeightSource`, and a `Decoder` for `CheckpointLinears`. A
+    context manager.
 
     The file is read tensor by tensor; nothing is kept.
     """
@@ -51,7 +54,12 @@ class GgufWeights(WeightSource):
     def __enter__(self) -> GgufWeights:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._file.close()
 
     def fill(self, out: Tensor, tensor: TensorSpec) -> None:
@@ -84,7 +92,9 @@ class GgufWeights(WeightSource):
             self._file.seek(stored.offset)
             data = np.fromfile(self._file, dtype=np.uint8, count=stored.num_bytes)
         except OSError as error:
-            raise CheckpointError(f"{self._path}: tensor {stored.name} cannot be read: {error}") from error
+            raise CheckpointError(
+                f"{self._path}: tensor {stored.name} cannot be read: {error}"
+            ) from error
         if len(data) != stored.num_bytes:
             raise CheckpointError(f"{self._path}: tensor {stored.name} is truncated")
         self._check_unchanged()
@@ -92,8 +102,12 @@ class GgufWeights(WeightSource):
         if stored.encoding.name in _FLOATS:
             return raw.view(_FLOATS[stored.encoding.name]).float().view(stored.shape)
         weight = decode(raw, stored, self._storage.activations)
-        if not all(part.isfinite().all() for part in (weight.scales, weight.offsets) if part is not None):
-            raise CheckpointError(f"{self._path}: tensor {stored.name} has scales that are not finite")
+        if not all(
+            part.isfinite().all() for part in (weight.scales, weight.offsets) if part is not None
+        ):
+            raise CheckpointError(
+                f"{self._path}: tensor {stored.name} has scales that are not finite"
+            )
         return weight
 
     def _check_unchanged(self) -> None:
@@ -102,17 +116,24 @@ class GgufWeights(WeightSource):
 
 
 class _Parts(NamedTuple):
-    """Blocks taken apart: values int8 [blocks, block length], scales and offsets float32 [blocks, groups]."""
+    """Blocks taken apart: values int8 [blocks, block length], scales and offsets float32 [blocks,
+    groups]."""
 
     values: Tensor
     scales: Tensor
     offsets: Tensor | None = None
 
 
-_FLOATS: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FLOATS: Mapping[str, torch.dtype] = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 
 
-def decode(raw: Tensor, stored: GgufTensor, activations: Literal["int8", "float"]) -> QuantizedWeight:
+def decode(
+    raw: Tensor, stored: GgufTensor, activations: Literal["int8", "float"]
+) -> QuantizedWeight:
     """uint8 bytes of a tensor [N, K] (or [K]) of blocks to its integers."""
     parts = _DECODERS[stored.encoding.name](raw.view(-1, stored.encoding.block_bytes))
     num_inputs = stored.shape[-1]
@@ -120,7 +141,9 @@ def decode(raw: Tensor, stored: GgufTensor, activations: Literal["int8", "float"
     offsets = None if parts.offsets is None else parts.offsets.view(grid)
     bits: Literal[4, 8] = 4 if stored.encoding.name.startswith("Q4") else 8
     size = stored.encoding.block_len // parts.scales.shape[1]
-    return QuantizedWeight(parts.values.view(-1, num_inputs), parts.scales.view(grid), offsets, bits, size, activations)
+    return QuantizedWeight(
+        parts.values.view(-1, num_inputs), parts.scales.view(grid), offsets, bits, size, activations
+    )
 
 
 def _halves_apart(rows: Tensor, head_dim: int) -> Tensor:
@@ -159,7 +182,9 @@ def _q5_0(blocks: Tensor) -> _Parts:
 
 
 def _q5_1(blocks: Tensor) -> _Parts:
-    return _Parts(_nibbles(blocks[:, 8:]) + _fifth_bits(blocks[:, 4:8]), _half(blocks, 0), _half(blocks, 2))
+    return _Parts(
+        _nibbles(blocks[:, 8:]) + _fifth_bits(blocks[:, 4:8]), _half(blocks, 0), _half(blocks, 2)
+    )
 
 
 def _q8_0(blocks: Tensor) -> _Parts:
@@ -167,7 +192,8 @@ def _q8_0(blocks: Tensor) -> _Parts:
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The eight 6-bit scales and minima of a K block, times its two float16: float32 [blocks, 8] each."""
+    """The eight 6-bit scales and minima of a K block, times its two float16: float32 [blocks,
+    8] each."""
     low, high, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat([low & 63, (rest & 15) | (low >> 6) << 4], dim=1)
     minima = torch.cat([high & 63, (rest >> 4) | (high >> 6) << 4], dim=1)
@@ -184,7 +210,11 @@ def _q5_k(blocks: Tensor) -> _Parts:
     scales, minima = _scales_and_minima(blocks)
     places = torch.arange(8, dtype=torch.uint8)[:, None]
     fifth = ((blocks[:, None, 16:48] >> places) & 1).to(torch.int8) * 16  # [blocks, 8 groups, 32]
-    return _Parts(_nibbles(blocks[:, 48:].view(-1, 4, 32)).view(-1, 256) + fifth.view(-1, 256), scales, -minima)
+    return _Parts(
+        _nibbles(blocks[:, 48:].view(-1, 4, 32)).view(-1, 256) + fifth.view(-1, 256),
+        scales,
+        -minima,
+    )
 
 
 def _q6_k(blocks: Tensor) -> _Parts:

@@ -35,8 +35,10 @@ class GgufStorage:
 
 
 def read_gguf_storage(model: GgufModel, spec: DecoderSpec, method: str | None) -> GgufStorage:
-    """Integers stay as they are; with `method` ("int8" or "int4") activations are quantized, and so are floating-point
-    projections. Raises CheckpointError where the file does not fit the declaration."""
+    """Integers stay as they are; with `method` ("int8" or "int4") activations are quantized, and so
+    are floating-point projections. Raises CheckpointError where the file does not fit the
+    declaration.
+    """
     model.check(spec)
     activations: Literal["int8", "float"] = "float" if method is None else "int8"
     by_name = {}

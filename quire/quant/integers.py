@@ -1,4 +1,5 @@
-"""Operations on `QuantizedWeight` that change its form and not its meaning: choosing rows, finer groups, stacking."""
+"""Operations on `QuantizedWeight` that change its form and not its meaning: choosing rows,
+finer groups, stacking."""
 
 from __future__ import annotations
 
@@ -24,12 +25,14 @@ def dequantize(weight: QuantizedWeight) -> Tensor:
 def rows_of(weight: QuantizedWeight, chosen: Tensor) -> QuantizedWeight:
     """The outputs `chosen` (int64 [n]), in that order."""
     offsets = None if weight.offsets is None else weight.offsets[chosen]
-    values = weight.values.view(torch.int8)[chosen].view(weight.values.dtype)  # torch does not index fp8
+    # torch does not index fp8
+    values = weight.values.view(torch.int8)[chosen].view(weight.values.dtype)
     return dataclasses.replace(weight, values=values, scales=weight.scales[chosen], offsets=offsets)
 
 
 def stack(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """One weight of all outputs, in the narrowest form that holds every part exactly (see `quire.quant.formats.join`).
+    """One weight of all outputs, in the narrowest form that holds every part exactly (see
+    `quire.quant.formats.join`).
 
     The parts are integers all, or e4m3 numbers all.
     """
@@ -37,9 +40,13 @@ def stack(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
         return weights[0]
     held = join(format_of(weight) for weight in weights)
     finer = [_refined(weight, held.group_size) for weight in weights]
-    zeros = [torch.zeros_like(each.scales) if each.offsets is None else each.offsets for each in finer]
+    zeros = [
+        torch.zeros_like(each.scales) if each.offsets is None else each.offsets for each in finer
+    ]
     return QuantizedWeight(
-        values=torch.cat([each.values.view(torch.int8) for each in finer]).view(weights[0].values.dtype),
+        values=torch.cat([each.values.view(torch.int8) for each in finer]).view(
+            weights[0].values.dtype
+        ),
         scales=torch.cat([each.scales for each in finer]),
         offsets=torch.cat(zeros) if held.has_offsets else None,
         bits=held.bits,
@@ -50,7 +57,13 @@ def stack(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 def format_of(weight: QuantizedWeight) -> IntegerFormat:
     """The form of a weight without its numbers."""
-    return IntegerFormat(weight.bits, weight.group_size, weight.activations, weight.offsets is not None, weight.is_fp8)
+    return IntegerFormat(
+        weight.bits,
+        weight.group_size,
+        weight.activations,
+        weight.offsets is not None,
+        weight.is_fp8,
+    )
 
 
 def _refined(weight: QuantizedWeight, group_size: int) -> QuantizedWeight:

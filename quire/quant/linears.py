@@ -1,7 +1,7 @@
 """How a projection comes into memory: as floats, or quantized on the way.
 
-`LinearLoader` is all that the builder of a decoder knows of quantization. A loader deals with one (stacked) projection
-at a time and keeps nothing of it, so that never two copies of a model exist.
+`LinearLoader` is all that the builder of a decoder knows of quantization. A loader deals with one
+(stacked) projection at a time and keeps nothing of it, so that never two copies of a model exist.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class LinearLoader(Protocol):
         ...
 
     def load_tied(self, head: LinearSpec, table: Tensor) -> PackedLinear:
-        """The head that shares the embedding's `table` [V, H], which is in memory already, in the compute dtype."""
+        """The head that shares the embedding's `table` [V, H], which is in memory already,
+        in the compute dtype."""
         ...
 
 
@@ -43,15 +44,24 @@ class FloatLinears:
     dtype: torch.dtype
 
     def load(self, parts: Sequence[LinearSpec]) -> PackedLinear:
-        return self.kernels.pack_linear(self.stacked(parts, self.dtype, self.kernels.device), self.bias(parts))
+        return self.kernels.pack_linear(
+            self.stacked(parts, self.dtype, self.kernels.device), self.bias(parts)
+        )
 
     def load_tied(self, head: LinearSpec, table: Tensor) -> PackedLinear:
         return self.kernels.pack_linear(table)
 
-    def stacked(self, parts: Sequence[LinearSpec], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        """The parts' weights in one tensor [sum of outputs, inputs], on the CPU unless a device is named."""
-        weight = torch.empty(sum(part.num_outputs for part in parts), parts[0].num_inputs, dtype=dtype, device=device)
-        for part, rows in zip(parts, weight.split_with_sizes([part.num_outputs for part in parts]), strict=True):
+    def stacked(
+        self, parts: Sequence[LinearSpec], dtype: torch.dtype, device: torch.device | None = None
+    ) -> Tensor:
+        """The parts' weights in one tensor [sum of outputs, inputs],
+        on the CPU unless a device is named."""
+        weight = torch.empty(
+            sum(part.num_outputs for part in parts), parts[0].num_inputs, dtype=dtype, device=device
+        )
+        for part, rows in zip(
+            parts, weight.split_with_sizes([part.num_outputs for part in parts]), strict=True
+        ):
             self.weights.fill(rows, part.weight)
         return weight
 
@@ -60,7 +70,9 @@ class FloatLinears:
         if all(part.bias is None for part in parts):
             return None
         bias = torch.zeros(sum(part.num_outputs for part in parts), dtype=self.dtype)
-        for part, rows in zip(parts, bias.split_with_sizes([part.num_outputs for part in parts]), strict=True):
+        for part, rows in zip(
+            parts, bias.split_with_sizes([part.num_outputs for part in parts]), strict=True
+        ):
             if part.bias is not None:
                 self.weights.fill(rows, part.bias)
         return bias
@@ -81,25 +93,36 @@ class QuantizingLinears:
         return self.pack(parts, self.floats.stacked(parts, self.source_dtype))
 
     def load_tied(self, head: LinearSpec, table: Tensor) -> PackedLinear:
-        return self.floats.load_tied(head, table) if self.formats.of([head]) is None else self.load([head])
+        return (
+            self.floats.load_tied(head, table)
+            if self.formats.of([head]) is None
+            else self.load([head])
+        )
 
     def pack(self, parts: Sequence[LinearSpec], weight: Tensor) -> PackedLinear:
-        """The stacked floats [sum of outputs, inputs] of `parts`, packed in the format that is planned for them."""
+        """The stacked floats [sum of outputs, inputs] of `parts`,
+        packed in the format that is planned for them."""
         held = self.formats.of(parts)
         if held is None:
-            return self.floats.kernels.pack_linear(weight.to(self.floats.dtype), self.floats.bias(parts))
+            return self.floats.kernels.pack_linear(
+                weight.to(self.floats.dtype), self.floats.bias(parts)
+            )
         try:
             quantized = quantize(weight, held)
         except CheckpointError as error:
-            raise CheckpointError(f"{', '.join(part.weight.name for part in parts)}: {error}") from error
+            raise CheckpointError(
+                f"{', '.join(part.weight.name for part in parts)}: {error}"
+            ) from error
         return self.floats.kernels.pack_quantized(quantized, self.floats.bias(parts))
 
 
 class WeightUnpacker(Protocol):
-    """Gives the weights of projections that a checkpoint keeps as integers (or in any form of its own)."""
+    """Gives the weights of projections that a checkpoint keeps as integers
+    (or in any form of its own)."""
 
     def __call__(self, linear: LinearSpec) -> QuantizedWeight | Tensor | None:
-        """Integers, or floats [N, K], or None for a projection that is stored as plain floating point."""
+        """Integers, or floats [N, K], or None for a projection that is
+        stored as plain floating point."""
         ...
 
 
@@ -107,8 +130,9 @@ class WeightUnpacker(Protocol):
 class CheckpointLinears:
     """Projections of a quantized checkpoint. Implements `LinearLoader`.
 
-    Integers stay as they are, the parts of a stacked projection brought to a form that holds them all. Where a part is
-    no integer, the stack becomes floating point, or what the plan says (see `QuantizingLinears.pack`).
+    Integers stay as they are, the parts of a stacked projection brought to a form that holds them
+    all. Where a part is no integer, the stack becomes floating point, or what the plan says (see
+    `QuantizingLinears.pack`).
     """
 
     rounded: QuantizingLinears
@@ -122,10 +146,16 @@ class CheckpointLinears:
         floats = self.rounded.floats
         if len(integers) == len(unpacked) and len({each.is_fp8 for each in integers}) == 1:
             return floats.kernels.pack_quantized(stack(integers), floats.bias(parts))
-        return self.rounded.pack(parts, torch.cat([self._floats(*each) for each in zip(parts, unpacked, strict=True)]))
+        return self.rounded.pack(
+            parts, torch.cat([self._floats(*each) for each in zip(parts, unpacked, strict=True)])
+        )
 
     def load_tied(self, head: LinearSpec, table: Tensor) -> PackedLinear:
-        return self.rounded.load_tied(head, table) if self.rounded.formats.of([head]) is None else self.load([head])
+        return (
+            self.rounded.load_tied(head, table)
+            if self.rounded.formats.of([head]) is None
+            else self.load([head])
+        )
 
     def _floats(self, part: LinearSpec, unpacked: QuantizedWeight | Tensor | None) -> Tensor:
         """float32 [N, K]"""

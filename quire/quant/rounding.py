@@ -1,24 +1,26 @@
-"""From floats to integers: rounding to nearest, with the scale that leaves the smallest squared error.
+"""From floats to integers: rounding to nearest, with the scale that leaves the smallest squared
+error.
 
-Scales are rounded to bfloat16 before the integers are chosen. So a checkpoint that is written from them, where other
-engines expect scales in the model's dtype, holds exactly the weights that quantizing at load would give.
+Scales are rounded to bfloat16 before the integers are chosen. So a checkpoint that is written from
+them, where other engines expect scales in the model's dtype, holds exactly the weights that
+quantizing at load would give.
 
-8 bits: one scale per output, its largest magnitude / 127. A search for a better scale changed nothing that could be
-measured (mean KL 0.00072 to 0.00071 on the shipped model).
+8 bits: one scale per output, its largest magnitude / 127. A search for a better scale changed
+nothing that could be measured (mean KL 0.00072 to 0.00071 on the shipped model).
 
-4 bits: the integers go from -8 to 7, and the sign of the scale is such that the value of the largest magnitude falls on
-the longer side. Eight candidates put that value between -6.5 and -9.5 (beyond -8 it is clipped); for the integers of
-each, the best scale is `<w, q> / <q, q>`, whose squared error is `<w, w> - <w, q>^2 / <q, q>`. Measured on the shipped
-model in groups of 64, head untouched, over 5,779 tokens of stories:
+4 bits: the integers go from -8 to 7, and the sign of the scale is such that the value of the
+largest magnitude falls on the longer side. Eight candidates put that value between -6.5 and -9.5
+(beyond -8 it is clipped); for the integers of each, the best scale is `<w, q> / <q, q>`, whose
+squared error is `<w, w> - <w, q>^2 / <q, q>`. Measured on the shipped model in groups of 64, head
+untouched, over 5,779 tokens of stories:
 
-    rounding                              error (normal weights)   mean KL   perplexity (23.56 in float32)
-    scale = largest magnitude / 7         0.0117                   0.159     25.7
-    scale puts it on -8                   0.0090                   0.122     25.8
-    one candidate, best scale             0.0087                   0.115     25.5
-    4 candidates                          0.0082                   0.112     24.2
-    8 candidates                          0.0081                   0.110     24.2
-    12 candidates                         0.0081                   0.112     24.3
-    minimum and maximum, with offsets     0.0083                   0.116     25.2
+    rounding                              error (normal weights)   mean KL   perplexity (23.56 in
+    float32) scale = largest magnitude / 7         0.0117                   0.159     25.7 scale
+    puts it on -8                   0.0090                   0.122     25.8 one candidate, best
+    scale             0.0087                   0.115     25.5 4 candidates
+    0.0082                   0.112     24.2 8 candidates                          0.0081
+          0.110     24.2 12 candidates                         0.0081                   0.112
+    24.3 minimum and maximum, with offsets     0.0083                   0.116     25.2
 
 Groups of 128 give a mean KL of 0.126, groups of 32 one of 0.088.
 """
@@ -38,7 +40,8 @@ _LARGEST_AT = tuple(6.5 + 3.0 * step / 7 for step in range(8))
 
 
 def quantize(weight: Tensor, held: IntegerFormat) -> QuantizedWeight:
-    """Round a floating-point weight [N, K] to `held`, which must have no offsets; K is a multiple of its group size.
+    """Round a floating-point weight [N, K] to `held`, which must have no offsets; K is a multiple
+    of its group size.
 
     Raises CheckpointError for weights that are not finite.
     """
@@ -54,7 +57,9 @@ def quantize(weight: Tensor, held: IntegerFormat) -> QuantizedWeight:
         groups = weight[chosen].float().view(-1, held.group_size)
         scale = search(groups)
         divisor = torch.where(scale == 0, 1.0, scale)
-        values[chosen] = (groups / divisor).round_().clamp_(low, high).to(torch.int8).view(-1, num_inputs)
+        values[chosen] = (
+            (groups / divisor).round_().clamp_(low, high).to(torch.int8).view(-1, num_inputs)
+        )
         scales[chosen] = scale.view(-1, scales.shape[1])
     if not scales.isfinite().all():
         raise CheckpointError("weights that are not finite numbers cannot be quantized")
@@ -67,7 +72,8 @@ def _int8_scales(groups: Tensor) -> Tensor:
 
 
 def _int4_scales(groups: Tensor) -> Tensor:
-    """[n, size] to the scales [n, 1] of the smallest squared error among the candidates; 0 for a group of zeros."""
+    """[n, size] to the scales [n, 1] of the smallest squared error among the candidates;
+    0 for a group of zeros."""
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     inverse = torch.where(largest == 0, 0.0, -1 / largest)
     best_gain = torch.zeros_like(largest)
@@ -85,7 +91,8 @@ def _int4_scales(groups: Tensor) -> Tensor:
 
 
 def _as_bfloat16(scales: Tensor, *, round_up: bool = False) -> Tensor:
-    """Positive float32 scales (or of any sign, without `round_up`) to float32 values that bfloat16 holds."""
+    """Positive float32 scales (or of any sign, without `round_up`)
+    to float32 values that bfloat16 holds."""
     rounded = scales.bfloat16()
     if not round_up:
         return rounded.float()

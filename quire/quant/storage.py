@@ -1,12 +1,15 @@
-"""How a quantized checkpoint keeps its projections: the strict reading of `quantization_config`, torch-free.
+"""How a quantized checkpoint keeps its projections: the strict reading of `quantization_config`,
+torch-free.
 
-Owns the public formats' vocabulary (GPTQ, AWQ, compressed-tensors, FP8) and turns it into one record per projection,
-which says what tensors are stored for it and how it will be held in memory. A value that is not implemented is refused
-by the name of its key. `quire.quant.unpacking` has the arithmetic.
+Owns the public formats' vocabulary (GPTQ, AWQ, compressed-tensors, FP8) and turns it into one
+record per projection, which says what tensors are stored for it and how it will be held in memory.
+A value that is not implemented is refused by the name of its key. `quire.quant.unpacking` has the
+arithmetic.
 
-Weights of GPTQ, AWQ and compressed-tensors W4A16 keep the activations as they are, since their integers were chosen
-for that; W8A8 quantizes the activations token by token, as its config says. Asking for quantization="int4" (or "int8",
-whichever has the bits of the checkpoint) quantizes the activations of the former kind, too, which is faster.
+Weights of GPTQ, AWQ and compressed-tensors W4A16 keep the activations as they are, since their
+integers were chosen for that; W8A8 quantizes the activations token by token, as its config says.
+Asking for quantization="int4" (or "int8", whichever has the bits of the checkpoint) quantizes the
+activations of the former kind, too, which is faster.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ class LinearStorage(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GptqStorage:
-    """Integers packed along the inputs, zero points along the outputs, one scale per group and output."""
+    """Integers packed along the inputs, zero points along the outputs,
+    one scale per group and output."""
 
     bits: Literal[4, 8]
     group_size: int | None
@@ -67,13 +71,23 @@ class GptqStorage:
             ExpectedTensor(f"{module}.qweight", ((num_inputs // per_word, num_outputs),), _INT32),
             ExpectedTensor(f"{module}.qzeros", ((groups, num_outputs // per_word),), _INT32),
             ExpectedTensor(f"{module}.scales", ((groups, num_outputs),)),
-            ExpectedTensor(f"{module}.g_idx", ((num_inputs,),), _INT32, is_optional=not self.is_ordered),
-            *([ExpectedTensor(f"{module}.bias", ((num_outputs,),), is_optional=True)] * has_no_bias),
+            ExpectedTensor(
+                f"{module}.g_idx", ((num_inputs,),), _INT32, is_optional=not self.is_ordered
+            ),
+            *(
+                [ExpectedTensor(f"{module}.bias", ((num_outputs,),), is_optional=True)]
+                * has_no_bias
+            ),
         )
 
     def held(self, linear: LinearSpec) -> IntegerFormat | None:
         size = _group_size(self.group_size, linear)
-        return IntegerFormat(8 if self.is_ordered else self.bits, size, self.activations, has_offsets=not self.is_ordered)
+        return IntegerFormat(
+            8 if self.is_ordered else self.bits,
+            size,
+            self.activations,
+            has_offsets=not self.is_ordered,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +109,15 @@ class AwqStorage:
         )
 
     def held(self, linear: LinearSpec) -> IntegerFormat | None:
-        return IntegerFormat(4, _group_size(self.group_size, linear), self.activations, has_offsets=True)
+        return IntegerFormat(
+            4, _group_size(self.group_size, linear), self.activations, has_offsets=True
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class CompressedStorage:
-    """compressed-tensors integers: "int-quantized" (a byte each) or "pack-quantized" (packed along the inputs)."""
+    """compressed-tensors integers: "int-quantized" (a byte each)
+    or "pack-quantized" (packed along the inputs)."""
 
     bits: Literal[4, 8]
     group_size: int | None
@@ -116,14 +133,28 @@ class CompressedStorage:
         scale = ExpectedTensor(f"{module}.weight_scale", scale_shapes)
         zero = f"{module}.weight_zero_point"
         if not self.is_packed:
-            zeros = () if self.is_symmetric else (ExpectedTensor(zero, scale_shapes, frozenset({"I8", "I32"})),)
-            return (ExpectedTensor(f"{module}.weight", ((num_outputs, num_inputs),), frozenset({"I8"})), scale, *zeros)
+            zeros = (
+                ()
+                if self.is_symmetric
+                else (ExpectedTensor(zero, scale_shapes, frozenset({"I8", "I32"})),)
+            )
+            return (
+                ExpectedTensor(f"{module}.weight", ((num_outputs, num_inputs),), frozenset({"I8"})),
+                scale,
+                *zeros,
+            )
         _divide(linear, 32 // self.bits, num_inputs)
-        packed_zeros = ExpectedTensor(zero, ((ceil_div(num_outputs * self.bits, 32), groups),), _INT32)
+        packed_zeros = ExpectedTensor(
+            zero, ((ceil_div(num_outputs * self.bits, 32), groups),), _INT32
+        )
         return (
-            ExpectedTensor(f"{module}.weight_packed", ((num_outputs, num_inputs * self.bits // 32),), _INT32),
+            ExpectedTensor(
+                f"{module}.weight_packed", ((num_outputs, num_inputs * self.bits // 32),), _INT32
+            ),
             scale,
-            ExpectedTensor(f"{module}.weight_shape", ((2,),), frozenset({"I64", "I32"}), is_optional=True),
+            ExpectedTensor(
+                f"{module}.weight_shape", ((2,),), frozenset({"I64", "I32"}), is_optional=True
+            ),
             *(() if self.is_symmetric else (packed_zeros,)),
         )
 
@@ -134,7 +165,8 @@ class CompressedStorage:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Storage:
-    """Floating point of 8 bits (e4m3) with scales per tensor, output or block. Only some back ends have kernels for it."""
+    """Floating point of 8 bits (e4m3) with scales per tensor, output or block.
+    Only some back ends have kernels for it."""
 
     block: tuple[int, int] | None
     """Outputs and inputs that share a scale; None: one scale per tensor or per output."""
@@ -152,7 +184,9 @@ class Fp8Storage:
         if self.block is not None:
             shapes = ((ceil_div(num_outputs, self.block[0]), ceil_div(num_inputs, self.block[1])),)
         return (
-            ExpectedTensor(f"{module}.weight", ((num_outputs, num_inputs),), frozenset({"F8_E4M3"})),
+            ExpectedTensor(
+                f"{module}.weight", ((num_outputs, num_inputs),), frozenset({"F8_E4M3"})
+            ),
             ExpectedTensor(f"{module}.{self.scale_name}", shapes),
             ExpectedTensor(f"{module}.input_scale", ((), (1,)), is_optional=True),
         )
@@ -166,7 +200,8 @@ class Fp8Storage:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointStorage:
-    """Every projection of a checkpoint that is not stored as plain floating point, by the name of its weight."""
+    """Every projection of a checkpoint that is not stored as plain floating point,
+    by the name of its weight."""
 
     name: str
     """As people call the format."""
@@ -183,9 +218,14 @@ class CheckpointStorage:
         """For the plan."""
         held = {name: storage.held(self.linears[name]) for name, storage in self.by_name.items()}
         integers = {name: each for name, each in held.items() if each is not None}
-        sizes = {("fp8" if each.is_fp8 else f"{each.bits}-bit", each.activations) for each in integers.values()}
+        sizes = {
+            ("fp8" if each.is_fp8 else f"{each.bits}-bit", each.activations)
+            for each in integers.values()
+        }
         kinds = sorted(f"{size} weights, activations {activations}" for size, activations in sizes)
-        return WeightFormats(integers, f"{self.name}: {'; '.join(kinds) or 'turned into the compute dtype'}")
+        return WeightFormats(
+            integers, f"{self.name}: {'; '.join(kinds) or 'turned into the compute dtype'}"
+        )
 
 
 def read_storage(
@@ -193,8 +233,9 @@ def read_storage(
 ) -> CheckpointStorage | None:
     """What the `quantization_config` of a parsed `config.json` says; None where there is none.
 
-    `method` is the user's wish ("int4", "int8" or None) for the activations; with `keeps_fp8` there are kernels for e4m3.
-    Raises UnsupportedModelError for what is not implemented, ConfigError for a wish that the checkpoint cannot meet.
+    `method` is the user's wish ("int4", "int8" or None) for the activations; with `keeps_fp8` there
+    are kernels for e4m3. Raises UnsupportedModelError for what is not implemented, ConfigError for
+    a wish that the checkpoint cannot meet.
     """
     values = config.get("quantization_config")
     if values is None:
@@ -206,27 +247,50 @@ def read_storage(
     name, assign = read(reader)
     root.finish()
     linears = {part.weight.name: part for parts in spec.projections for part in parts}
-    found = {key: storage for key, linear in linears.items() if (storage := assign(linear.name, linear)) is not None}
+    found = {
+        key: storage
+        for key, linear in linears.items()
+        if (storage := assign(linear.name, linear)) is not None
+    }
     if spec.is_tied:
         found.pop(spec.head.weight.name, None)
     if keeps_fp8:
-        found = {k: dataclasses.replace(s, is_kept=True) if isinstance(s, Fp8Storage) else s for k, s in found.items()}
-    wished = found if method is None else {key: _with_wish(storage, linears[key], method) for key, storage in found.items()}
-    if method is not None and found and all(wished[key] is storage for key, storage in found.items()):
+        found = {
+            k: dataclasses.replace(s, is_kept=True) if isinstance(s, Fp8Storage) else s
+            for k, s in found.items()
+        }
+    wished = (
+        found
+        if method is None
+        else {key: _with_wish(storage, linears[key], method) for key, storage in found.items()}
+    )
+    if (
+        method is not None
+        and found
+        and all(wished[key] is storage for key, storage in found.items())
+    ):
         raise ConfigError(
-            f"quantization={method!r}, but the checkpoint ({name}) is quantized otherwise already; leave it out (the same bits "
+            f"quantization={method!r}, but the checkpoint ({name}) is quantized otherwise "
+            "already; leave it out (the same bits "
             f"say that the activations are to be quantized, too; FP8 can become int8)"
         )
     return CheckpointStorage(name, wished, linears)
 
 
 def _with_wish(storage: LinearStorage, linear: LinearSpec, method: str) -> LinearStorage:
-    """The storage with activations (and, for FP8, integers) as the user asks for them; itself where it has other bits."""
+    """The storage with activations (and, for FP8, integers) as the user asks for them;
+    itself where it has other bits."""
     if isinstance(storage, Fp8Storage):
         requantized = IntegerFormat(8, linear.num_inputs, "int8")
-        return dataclasses.replace(storage, requantized=requantized) if method == "int8" else storage
+        return (
+            dataclasses.replace(storage, requantized=requantized) if method == "int8" else storage
+        )
     assert isinstance(storage, GptqStorage | AwqStorage | CompressedStorage)
-    return dataclasses.replace(storage, activations="int8") if method == f"int{storage.bits}" else storage
+    return (
+        dataclasses.replace(storage, activations="int8")
+        if method == f"int{storage.bits}"
+        else storage
+    )
 
 
 Assign = Callable[[str, LinearSpec], LinearStorage | None]
@@ -245,17 +309,21 @@ def _read_gptq(config: ConfigReader) -> tuple[str, Assign]:
     has_head = config.flag("lm_head", False)
     chosen = _names_in_blocks(config, "modules_in_block_to_quantize")
     config.ignore(
-        "damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "model_name_or_path", "meta", "dataset",
-        "model_file_base_name", "tokenizer", "batch_size", "block_name_to_quantize", "cache_block_outputs", "use_exllama",
-        "disable_exllama", "exllama_config", "max_input_length", "model_seqlen", "module_name_preceding_first_block",
-        "pad_token_id", "use_cuda_fp16", "backend", "mse", "hyb_act", "offload_to_disk", "act_group_aware", "quant_method",
+        "damp_percent", "damp_auto_increment", "static_groups", "true_sequential",
+        "model_name_or_path", "meta", "dataset", "model_file_base_name", "tokenizer", "batch_size",
+        "block_name_to_quantize", "cache_block_outputs", "use_exllama", "disable_exllama",
+        "exllama_config", "max_input_length", "model_seqlen", "module_name_preceding_first_block",
+        "pad_token_id", "use_cuda_fp16", "backend", "mse", "hyb_act", "offload_to_disk",
+        "act_group_aware", "quant_method",
     )  # fmt: skip
     storage = GptqStorage(8 if bits == 8 else 4, _read_group_size(config), version, is_ordered)
 
     def assign(module: str, linear: LinearSpec) -> LinearStorage | None:
         if _is_head(module):
             return storage if has_head else None
-        return storage if not chosen or any(module.endswith(f".{name}") for name in chosen) else None
+        return (
+            storage if not chosen or any(module.endswith(f".{name}") for name in chosen) else None
+        )
 
     return f"GPTQ, {bits} bits", assign
 
@@ -284,10 +352,17 @@ def _read_fp8(config: ConfigReader) -> tuple[str, Assign]:
     config.choice("activation_scheme", {"dynamic": None, "static": None}, "dynamic")
     config.choice("scale_fmt", {"float": None}, "float")
     excluded = (*config.texts("modules_to_not_convert"), *config.texts("ignored_layers"))
-    block = tuple(int(size) for size in config.numbers("weight_block_size", 2)) if config.has("weight_block_size") else None
+    block = (
+        tuple(int(size) for size in config.numbers("weight_block_size", 2))
+        if config.has("weight_block_size")
+        else None
+    )
     if block is not None and min(block) < 1:
         raise config.refuse("weight_block_size", "two sizes above zero")
-    storage = Fp8Storage(cast("tuple[int, int] | None", block), "weight_scale" if block is None else "weight_scale_inv")
+    storage = Fp8Storage(
+        cast("tuple[int, int] | None", block),
+        "weight_scale" if block is None else "weight_scale_inv",
+    )
 
     def assign(module: str, linear: LinearSpec) -> LinearStorage | None:
         is_excluded = _is_head(module) or any(_is_within(module, name) for name in excluded)
@@ -298,7 +373,14 @@ def _read_fp8(config: ConfigReader) -> tuple[str, Assign]:
 
 def _read_compressed(config: ConfigReader) -> tuple[str, Assign]:
     layouts = {
-        name: name for name in ("int-quantized", "pack-quantized", "float-quantized", "naive-quantized", "mixed-precision")
+        name: name
+        for name in (
+            "int-quantized",
+            "pack-quantized",
+            "float-quantized",
+            "naive-quantized",
+            "mixed-precision",
+        )
     }
     layout = config.choice("format", layouts)
     config.choice("quantization_status", {"compressed": None, "frozen": None}, "compressed")
@@ -314,15 +396,24 @@ def _read_compressed(config: ConfigReader) -> tuple[str, Assign]:
     def assign(module: str, linear: LinearSpec) -> LinearStorage | None:
         if any(target.matches(module) for target in ignored):
             return None
-        by_name = [storage for targets, storage in groups if any(target.matches(module) for target in targets)]
-        by_type = [storage for targets, storage in groups if any(target.text == "Linear" for target in targets)]
+        by_name = [
+            storage
+            for targets, storage in groups
+            if any(target.matches(module) for target in targets)
+        ]
+        by_type = [
+            storage
+            for targets, storage in groups
+            if any(target.text == "Linear" for target in targets)
+        ]
         return next(iter([*by_name, *by_type]), None)
 
     return f"compressed-tensors, {layout}", assign
 
 
 def _is_plain_pattern(text: str) -> bool:
-    """Whether matching takes bounded time: few repetitions, none of a group, and nothing that refers back.
+    """Whether matching takes bounded time: few repetitions, none of a group, and nothing that
+    refers back.
 
     `(.+)+x` takes a second for each character of a name by which that second doubles.
     """
@@ -344,14 +435,20 @@ class _Target:
         self._pattern = None
         if text.startswith("re:"):
             if not _is_plain_pattern(text[3:]):
-                raise config.refuse(key, "names, and after re: regular expressions that repeat no group")
+                raise config.refuse(
+                    key, "names, and after re: regular expressions that repeat no group"
+                )
             try:
                 self._pattern = re.compile(text[3:])
             except (re.error, RecursionError, OverflowError):
                 raise config.refuse(key, "names, and regular expressions after re:") from None
 
     def matches(self, module: str) -> bool:
-        return module == self.text if self._pattern is None else self._pattern.match(module) is not None
+        return (
+            module == self.text
+            if self._pattern is None
+            else self._pattern.match(module) is not None
+        )
 
 
 def _read_group(group: ConfigReader, layout: str) -> tuple[tuple[_Target, ...], LinearStorage]:
@@ -365,20 +462,28 @@ def _read_group(group: ConfigReader, layout: str) -> tuple[tuple[_Target, ...], 
     activations = _read_activations(inputs)
     if weights.choice("type", {"int": "int", "float": "float"}, "int") == "float":
         floats = _read_float_weights(weights)
-        return targets, floats if inputs is not None else dataclasses.replace(floats, activations="float")
+        return targets, floats if inputs is not None else dataclasses.replace(
+            floats, activations="float"
+        )
     bits = weights.integer("num_bits")
     if bits not in (4, 8):
         raise weights.refuse("num_bits", "4 or 8")
     if layout not in ("int-quantized", "pack-quantized"):
         raise group.refuse("format", "int-quantized or pack-quantized for integers")
-    has_groups = weights.choice("strategy", {"channel": False, "tensor": False, "group": True}, "tensor")
+    has_groups = weights.choice(
+        "strategy", {"channel": False, "tensor": False, "group": True}, "tensor"
+    )
     group_size = _read_group_size(weights) if has_groups else None
     weights.require("group_size", group_size if has_groups else -1)
     weights.choice("actorder", {"weight": None, "static": None, "none": None}, "none")
     _ignore_calibration(weights)
     is_symmetric = weights.flag("symmetric", True)
     storage = CompressedStorage(
-        8 if bits == 8 else 4, group_size, layout == "pack-quantized", is_symmetric, activations=activations
+        8 if bits == 8 else 4,
+        group_size,
+        layout == "pack-quantized",
+        is_symmetric,
+        activations=activations,
     )
     return targets, storage
 
@@ -388,8 +493,12 @@ def _read_float_weights(weights: ConfigReader) -> Fp8Storage:
         raise weights.refuse("num_bits", "8 for floating point")
     if not weights.flag("symmetric", True):
         raise weights.refuse("symmetric", "true for floating point")
-    has_blocks = weights.choice("strategy", {"channel": False, "tensor": False, "block": True}, "tensor")
-    block = tuple(int(size) for size in weights.numbers("block_structure", 2)) if has_blocks else None
+    has_blocks = weights.choice(
+        "strategy", {"channel": False, "tensor": False, "block": True}, "tensor"
+    )
+    block = (
+        tuple(int(size) for size in weights.numbers("block_structure", 2)) if has_blocks else None
+    )
     weights.ignore("group_size", "block_structure")
     _ignore_calibration(weights)
     return Fp8Storage(cast("tuple[int, int] | None", block), "weight_scale")
@@ -414,7 +523,15 @@ def _read_activations(section: ConfigReader | None) -> Activations:
 
 
 def _ignore_calibration(section: ConfigReader) -> None:
-    section.ignore("observer", "observer_kwargs", "scale_dtype", "zp_dtype", "dynamic", "block_structure", "actorder")
+    section.ignore(
+        "observer",
+        "observer_kwargs",
+        "scale_dtype",
+        "zp_dtype",
+        "dynamic",
+        "block_structure",
+        "actorder",
+    )
 
 
 _METHODS: dict[str, Callable[[ConfigReader], tuple[str, Assign]]] = {
@@ -448,16 +565,21 @@ def _names_in_blocks(config: ConfigReader, key: str) -> tuple[str, ...]:
 
 
 def _group_size(size: int | None, linear: LinearSpec) -> int:
-    """The inputs that share a scale. Raises ConfigError where they do not divide the projection's."""
+    """The inputs that share a scale. Raises ConfigError where they do
+    not divide the projection's."""
     size = linear.num_inputs if size is None else size
     if linear.num_inputs % size:
-        raise ConfigError(f"{linear.name} has {linear.num_inputs} inputs, which groups of {size} do not divide")
+        raise ConfigError(
+            f"{linear.name} has {linear.num_inputs} inputs, which groups of {size} do not divide"
+        )
     return size
 
 
 def _divide(linear: LinearSpec, per_word: int, *sizes: int) -> None:
     if any(size % per_word for size in sizes):
-        raise ConfigError(f"{linear.name} has sizes that {per_word} values a word do not divide: {list(sizes)}")
+        raise ConfigError(
+            f"{linear.name} has sizes that {per_word} values a word do not divide: {list(sizes)}"
+        )
 
 
 def _stored_outputs(linear: LinearSpec) -> int:

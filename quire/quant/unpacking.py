@@ -1,9 +1,10 @@
 """From stored tensors to weights: the arithmetic of the public formats.
 
-Every unpacker gives a `QuantizedWeight` that stands for exactly the weights that are stored, or float32 [N, K] where the
-format has no such form. All of them read a projection's tensors whole (a part of a stacked one is cut out afterwards)
-and keep nothing. Sources: the packing code of AutoGPTQ and AutoAWQ, and the compressed-tensors format as its library
-writes it; words of 32 bits, the lowest bits first.
+Every unpacker gives a `QuantizedWeight` that stands for exactly the weights that are stored, or
+float32 [N, K] where the format has no such form. All of them read a projection's tensors whole (a
+part of a stacked one is cut out afterwards) and keep nothing. Sources: the packing code of AutoGPTQ
+and AutoAWQ, and the compressed-tensors format as its library writes it; words of 32 bits, the
+lowest bits first.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from quire.kernels.interface import QuantizedWeight
 from quire.models.declaration import LinearSpec
 from quire.quant.integers import rows_of
 from quire.quant.linears import WeightUnpacker
-from quire.quant.storage import AwqStorage, CheckpointStorage, CompressedStorage, Fp8Storage, GptqStorage, LinearStorage
+from quire.quant.storage import (
+    AwqStorage,
+    CheckpointStorage,
+    CompressedStorage,
+    Fp8Storage,
+    GptqStorage,
+    LinearStorage,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +44,11 @@ class TensorReader(Protocol):
     def read(self, name: str) -> Tensor | None: ...
 
 
-def unpack_weight(storage: LinearStorage, reader: TensorReader, linear: LinearSpec) -> QuantizedWeight | Tensor:
-    """Unpack the weights of one projection. Raises CheckpointError for tensors that contradict each other."""
+def unpack_weight(
+    storage: LinearStorage, reader: TensorReader, linear: LinearSpec
+) -> QuantizedWeight | Tensor:
+    """Unpack the weights of one projection. Raises CheckpointError for tensors
+    that contradict each other."""
     whole = _UNPACKERS[type(storage)](storage, _Module(reader, linear))
     first = linear.weight.first_row
     if linear.weight.stored_rows is None:
@@ -47,7 +58,8 @@ def unpack_weight(storage: LinearStorage, reader: TensorReader, linear: LinearSp
 
 
 def unpacker(storage: CheckpointStorage, reader: TensorReader) -> WeightUnpacker:
-    """Return the unpacker of a whole checkpoint; it says in the log, once, what does not stay as it is stored."""
+    """Return the unpacker of a whole checkpoint; it says in the log, once,
+    what does not stay as it is stored."""
     said: set[str] = set()
 
     def say(message: str) -> None:
@@ -63,7 +75,10 @@ def unpacker(storage: CheckpointStorage, reader: TensorReader) -> WeightUnpacker
         if isinstance(weight, Tensor):
             held = kind.held(linear)
             target = "the compute dtype" if held is None else f"{held.bits}-bit integers"
-            say(f"weights without an integer form here (FP8, or groups scattered by act-order) are turned into {target}")
+            say(
+                "weights without an integer form here (FP8, or groups scattered by "
+                f"act-order) are turned into {target}"
+            )
         return weight
 
     return unpack_stored
@@ -97,7 +112,8 @@ class _Module:
 
 
 def unpack(words: Tensor, bits: Literal[4, 8]) -> Tensor:
-    """int32 [A, B] to int16 [A, B * 32 / bits] of unsigned values: each word's, the lowest bits first."""
+    """int32 [A, B] to int16 [A, B * 32 / bits] of unsigned values: each word's,
+    the lowest bits first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     values: Tensor = (words[:, :, None] >> shifts) & (2**bits - 1)
     return values.to(torch.int16).view(words.shape[0], -1)
@@ -107,7 +123,8 @@ def _gptq(storage: GptqStorage, module: _Module) -> QuantizedWeight | Tensor:
     bits, middle = storage.bits, 1 << (storage.bits - 1)
     _require_zero_bias(module)
     values = unpack(module["qweight"].T.contiguous(), bits) - middle  # [N, K]
-    zeros = unpack(module["qzeros"], bits).T.contiguous() + storage.zero_shift - middle  # [N, groups]
+    # [N, groups]
+    zeros = unpack(module["qzeros"], bits).T.contiguous() + storage.zero_shift - middle
     scales = module.scales("scales").T.contiguous()
     size = module.num_inputs // scales.shape[1]
     groups = module.optional("g_idx")
@@ -142,7 +159,9 @@ def _awq(storage: AwqStorage, module: _Module) -> QuantizedWeight:
         ordered[:, :, columns] = found
         return ordered.view(-1, module.num_outputs).T.contiguous() - 8
 
-    return _affine(in_order("qweight"), module.scales("scales").T.contiguous(), in_order("qzeros"), storage)
+    return _affine(
+        in_order("qweight"), module.scales("scales").T.contiguous(), in_order("qzeros"), storage
+    )
 
 
 def _compressed(storage: CompressedStorage, module: _Module) -> QuantizedWeight:
@@ -153,15 +172,28 @@ def _compressed(storage: CompressedStorage, module: _Module) -> QuantizedWeight:
     if storage.is_packed:
         shape = module.optional("weight_shape")
         if shape is not None and shape.tolist() != [module.num_outputs, module.num_inputs]:
-            raise CheckpointError(f"{module.name}.weight_shape is {shape.tolist()}, not what config.json implies")
+            raise CheckpointError(
+                f"{module.name}.weight_shape is {shape.tolist()}, not what config.json implies"
+            )
         middle = 1 << (storage.bits - 1)
         values = unpack(module["weight_packed"], storage.bits) - middle
-        zeros = None if storage.is_symmetric else unpack(module["weight_zero_point"].T.contiguous(), storage.bits) - middle
-        return _affine(values, scales, None if zeros is None else zeros.T[: module.num_outputs].contiguous(), storage)
+        zeros = (
+            None
+            if storage.is_symmetric
+            else unpack(module["weight_zero_point"].T.contiguous(), storage.bits) - middle
+        )
+        return _affine(
+            values,
+            scales,
+            None if zeros is None else zeros.T[: module.num_outputs].contiguous(),
+            storage,
+        )
     values = module["weight"].to(torch.int16)
     if storage.bits == 4 and not (int(values.min()) >= -8 and int(values.max()) <= 7):
         raise CheckpointError(f"{module.name}.weight has values that 4 bits do not hold")
-    zeros = None if storage.is_symmetric else module["weight_zero_point"].to(torch.int16).view(-1, 1)
+    zeros = (
+        None if storage.is_symmetric else module["weight_zero_point"].to(torch.int16).view(-1, 1)
+    )
     return _affine(values, scales, None if zeros is None else zeros.expand_as(scales), storage)
 
 
@@ -178,11 +210,16 @@ def _fp8(storage: Fp8Storage, module: _Module) -> QuantizedWeight | Tensor:
 _IntegerStorage = GptqStorage | AwqStorage | CompressedStorage
 
 
-def _affine(values: Tensor, scales: Tensor, zeros: Tensor | None, storage: _IntegerStorage) -> QuantizedWeight:
-    """`(values - zeros) * scales`, values int16 [N, K] that int8 holds, scales and zeros [N, groups]."""
+def _affine(
+    values: Tensor, scales: Tensor, zeros: Tensor | None, storage: _IntegerStorage
+) -> QuantizedWeight:
+    """`(values - zeros) * scales`, values int16 [N, K] that int8 holds, scales and zeros [N,
+    groups]."""
     offsets = None if zeros is None or not zeros.any() else -(zeros * scales)
     size = values.shape[1] // scales.shape[1]
-    return QuantizedWeight(values.to(torch.int8), scales, offsets, storage.bits, size, storage.activations)
+    return QuantizedWeight(
+        values.to(torch.int8), scales, offsets, storage.bits, size, storage.activations
+    )
 
 
 _UNPACKERS: dict[type[Any], Callable[[Any, _Module], QuantizedWeight | Tensor]] = {

@@ -1,10 +1,11 @@
 """Writes a quantized checkpoint: safetensors and a config in the public compressed-tensors format.
 
-What is written is what `quantization="int8"` or "int4" holds in memory, to the bit: the integers, and scales that
-bfloat16 holds. int8 is "int-quantized" (W8A8), int4 "pack-quantized" (W4A8, or W4A16 with `is_weight_only`). A head that
-is quantized is stored as `lm_head` of its own, also where the model shares it with the embedding; with `keeps_head` it
-stays as it is, for engines that read no quantized head. Norms, biases and embeddings are copied in the model's dtype.
-One file of at most `_SHARD_BYTES` at a time; nothing is visible under the final name before it is complete.
+What is written is what `quantization="int8"` or "int4" holds in memory, to the bit: the integers,
+and scales that bfloat16 holds. int8 is "int-quantized" (W8A8), int4 "pack-quantized" (W4A8, or
+W4A16 with `is_weight_only`). A head that is quantized is stored as `lm_head` of its own, also where
+the model shares it with the embedding; with `keeps_head` it stays as it is, for engines that read
+no quantized head. Norms, biases and embeddings are copied in the model's dtype. One file of at most
+`_SHARD_BYTES` at a time; nothing is visible under the final name before it is complete.
 """
 
 from __future__ import annotations
@@ -43,17 +44,25 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.is_weight_only and self.method != "int4":
-            raise ConfigError("weights alone are quantized to int4 only; int8 has activations of 8 bits")
+            raise ConfigError(
+                "weights alone are quantized to int4 only; int8 has activations of 8 bits"
+            )
 
 
-def write_checkpoint(folder: Path, spec: DecoderSpec, weights: WeightSource, recipe: Recipe) -> dict[str, Any]:
+def write_checkpoint(
+    folder: Path, spec: DecoderSpec, weights: WeightSource, recipe: Recipe
+) -> dict[str, Any]:
     """Quantize `weights` into `folder`, which must exist, tensor by tensor.
 
-    Returns the keys of `config.json` that change, for the caller to write. Raises CheckpointError for weights that cannot
-    be read or quantized, ConfigError for a model whose layout the format cannot express.
+    Returns the keys of `config.json` that change, for the caller to write. Raises CheckpointError
+    for weights that cannot be read or quantized, ConfigError for a model whose layout the format
+    cannot express.
     """
     if any(linear.weight.is_transposed for parts in spec.projections for linear in parts):
-        raise ConfigError(f"{spec.architecture} keeps its weights [inputs, outputs], which compressed-tensors cannot express")
+        raise ConfigError(
+            f"{spec.architecture} keeps its weights [inputs, outputs], which "
+            "compressed-tensors cannot express"
+        )
     formats = formats_at_load(spec, recipe.method)
     shards = _Shards(folder)
     for name, tensor in _tensors(spec, weights, formats, recipe):
@@ -65,7 +74,9 @@ def write_checkpoint(folder: Path, spec: DecoderSpec, weights: WeightSource, rec
     return changes
 
 
-def _tensors(spec: DecoderSpec, weights: WeightSource, formats: WeightFormats, recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
+def _tensors(
+    spec: DecoderSpec, weights: WeightSource, formats: WeightFormats, recipe: Recipe
+) -> Iterator[tuple[str, Tensor]]:
     """Everything that is stored, by name."""
     head = None if recipe.keeps_head else spec.head
     linears = {part.weight: part for parts in spec.projections[:-1] for part in parts}
@@ -93,7 +104,9 @@ def _whole(tensor: TensorSpec) -> TensorSpec:
     """The stored tensor that holds this one."""
     if tensor.stored_rows is None:
         return tensor
-    return dataclasses.replace(tensor, shape=(tensor.stored_rows, *tensor.shape[1:]), first_row=0, stored_rows=None)
+    return dataclasses.replace(
+        tensor, shape=(tensor.stored_rows, *tensor.shape[1:]), first_row=0, stored_rows=None
+    )
 
 
 def _projection(name: str, values: Tensor, held: IntegerFormat) -> Iterator[tuple[str, Tensor]]:
@@ -117,7 +130,8 @@ def pack_words(values: Tensor) -> Tensor:
 
 
 def _config(spec: DecoderSpec, formats: WeightFormats, recipe: Recipe) -> dict[str, Any]:
-    """`quantization_config`: a group of projections for each format that occurs, the exceptions by name."""
+    """`quantization_config`: a group of projections for each format that occurs,
+    the exceptions by name."""
     ignored = ["lm_head"] if recipe.keeps_head else []
     modules: dict[IntegerFormat, list[str]] = {}
     for parts in spec.projections[:-1]:
@@ -134,7 +148,9 @@ def _config(spec: DecoderSpec, formats: WeightFormats, recipe: Recipe) -> dict[s
         "quant_method": "compressed-tensors",
         "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
         "quantization_status": "compressed",
-        "config_groups": {f"group_{i}": _group(held, targets, recipe) for i, (held, targets) in enumerate(groups)},
+        "config_groups": {
+            f"group_{i}": _group(held, targets, recipe) for i, (held, targets) in enumerate(groups)
+        },
         "ignore": ignored,
         "kv_cache_scheme": None,
     }
@@ -192,7 +208,9 @@ class _Shards:
             file = f"model-{place + 1:05}-of-{count:05}.safetensors"
             self._part(place).rename(self._folder / file)
             index |= dict.fromkeys(names, file)
-        text = json.dumps({"metadata": {"total_size": self._total_bytes}, "weight_map": index}, indent=2)
+        text = json.dumps(
+            {"metadata": {"total_size": self._total_bytes}, "weight_map": index}, indent=2
+        )
         (self._folder / INDEX_NAME).write_text(text)
 
     def _flush(self) -> None:

@@ -1,7 +1,7 @@
 """Sampling: from logits to tokens and log-probabilities.
 
-Owns the order of a request's edits and filters; knows no request and no text. `Sampler` takes one of the back ends of
-`quire.kernels.sampling` and `SampledRow`s, and gives the plan's `WorkResult`s.
+Owns the order of a request's edits and filters; knows no request and no text. `Sampler` takes one
+of the back ends of `quire.kernels.sampling` and `SampledRow`s, and gives the plan's `WorkResult`s.
 """
 
 from quire.sampling.processors import ProcessorTable

@@ -1,11 +1,13 @@
-"""What a request does to its logits before they are sampled: bans, biases, processors and penalties, in vLLM's order.
+"""What a request does to its logits before they are sampled: bans, biases, processors and
+penalties, in vLLM's order.
 
-Owns the order: allowed ids, bad words, `min_tokens`, `logit_bias`, processors, penalties (repetition over prompt and output,
-frequency and presence over the output), and last what the row must have: the end of thoughts whose budget is spent, and the
-grammar, so that nothing before it can let through what it forbids. Where the two disagree (in the midst of a character, for
-grammars know no halves of one) the grammar goes first. Rows that ask for none of these are never touched; those that do are
-edited in a copy, with the bans, biases and penalties of all rows in one pass each. Arithmetic is elementwise, so a row's result
-does not depend on its company.
+Owns the order: allowed ids, bad words, `min_tokens`, `logit_bias`, processors, penalties
+(repetition over prompt and output, frequency and presence over the output), and last what the row
+must have: the end of thoughts whose budget is spent, and the grammar, so that nothing before it can
+let through what it forbids. Where the two disagree (in the midst of a character, for grammars know
+no halves of one) the grammar goes first. Rows that ask for none of these are never touched; those
+that do are edited in a copy, with the bans, biases and penalties of all rows in one pass each.
+Arithmetic is elementwise, so a row's result does not depend on its company.
 """
 
 from __future__ import annotations
@@ -55,7 +57,11 @@ def is_edited(row: SampledRow) -> bool:
 
 
 def _is_penalised(sampling: RowSampling) -> bool:
-    return sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
+    return (
+        sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty != 0.0
+        or sampling.frequency_penalty != 0.0
+    )
 
 
 def _is_too_short(row: SampledRow) -> bool:
@@ -63,10 +69,12 @@ def _is_too_short(row: SampledRow) -> bool:
 
 
 class BadWords:
-    """Token sequences whose last token is forbidden where the ones before it have just been generated.
+    """Token sequences whose last token is forbidden where the ones before it have just been
+    generated.
 
-    A trie of what must have been generated, backwards: a step follows the output from its end as far as some word goes on, so
-    it costs no more for many words than for a few. Nodes are numbered, and one dictionary holds all edges.
+    A trie of what must have been generated, backwards: a step follows the output from its end as
+    far as some word goes on, so it costs no more for many words than for a few. Nodes are numbered,
+    and one dictionary holds all edges.
     """
 
     def __init__(self, words: Iterable[Sequence[int]]) -> None:
@@ -97,7 +105,8 @@ class _Tables:
     """What rows list, as arrays, made once for all rows that refer to the same lists."""
 
     sampling: RowSampling
-    """Of the row that they were made for: it keeps the lists alive by whose identity they are found."""
+    """Of the row that they were made for: it keeps the lists alive by
+    whose identity they are found."""
     forbidden: Tensor | None
     """bool [V]: what `allowed_token_ids` leaves out; where the logits are."""
     stops: Ids
@@ -111,7 +120,9 @@ class _Tables:
 class RowEditor:
     """Edits rows of logits in place."""
 
-    def __init__(self, kernels: SamplingKernels, processors: ProcessorTable, matchers: RowMatchers) -> None:
+    def __init__(
+        self, kernels: SamplingKernels, processors: ProcessorTable, matchers: RowMatchers
+    ) -> None:
         self._kernels = kernels
         self._processors = processors
         self._matchers = matchers
@@ -121,7 +132,8 @@ class RowEditor:
         """By row, with the object that tells its present owner from the one before."""
 
     def edit(self, logits: Tensor, rows: Sequence[SampledRow]) -> dict[int, str]:
-        """Edit `logits` (float32 [m, V], one row for each of `rows`) in place; returns the errors of rows that failed.
+        """Edit `logits` (float32 [m, V], one row for each of `rows`) in place; returns the errors
+        of rows that failed.
 
         What a failed row's logits hold afterwards is undefined; other rows do not notice.
         """
@@ -148,7 +160,9 @@ class RowEditor:
         self._apply_constraints(logits, rows, errors)
         return errors
 
-    def _apply_constraints(self, logits: Tensor, rows: Sequence[SampledRow], errors: dict[int, str]) -> None:
+    def _apply_constraints(
+        self, logits: Tensor, rows: Sequence[SampledRow], errors: dict[int, str]
+    ) -> None:
         for i, row in enumerate(rows):
             if (row.sampling.grammar is None and row.sampling.thinking is None) or i in errors:
                 continue
@@ -165,7 +179,9 @@ class RowEditor:
                 _forbid(logits[i], allowed)
 
     def _allowed(self, row: SampledRow) -> NDArray[np.bool_]:
-        return self._matchers.of(row.row, row.sampling).allowed(np.asarray(row.output_token_ids, np.int64))
+        return self._matchers.of(row.row, row.sampling).allowed(
+            np.asarray(row.output_token_ids, np.int64)
+        )
 
     def _process(self, logits: Tensor, rows: Sequence[SampledRow], errors: dict[int, str]) -> None:
         for i, row in enumerate(rows):
@@ -188,15 +204,18 @@ class RowEditor:
         return found[1].forced(row.output_token_ids)
 
     def _tables_of(self, sampling: RowSampling, logits: Tensor) -> _Tables:
-        """Rows of one request, and of requests that came together, refer to the same lists; identity finds the tables without
-        hashing long ones."""
+        """Rows of one request, and of requests that came together, refer to the same lists;
+        identity finds the tables without hashing long ones.
+        """
         key = _lists_of(sampling)
         found = self._tables.get(key)
         if found is None:
             found = self._tables[key] = _make_tables(sampling, logits.shape[1], logits.device)
             self._held_bytes += found.num_bytes
         self._tables.move_to_end(key)
-        while len(self._tables) > MAX_TABLES or (self._held_bytes > MAX_HELD_BYTES and len(self._tables) > 1):
+        while len(self._tables) > MAX_TABLES or (
+            self._held_bytes > MAX_HELD_BYTES and len(self._tables) > 1
+        ):
             self._forget(next(iter(self._tables)))
         return found
 
@@ -234,7 +253,12 @@ class _Pairs:
 
 def _lists_of(sampling: RowSampling) -> _Key:
     """What identifies the lists of a row, while some row holds them."""
-    return id(sampling.allowed_token_ids), id(sampling.bad_words), id(sampling.stop_token_ids), id(sampling.logit_bias)
+    return (
+        id(sampling.allowed_token_ids),
+        id(sampling.bad_words),
+        id(sampling.stop_token_ids),
+        id(sampling.logit_bias),
+    )
 
 
 def _make_tables(sampling: RowSampling, vocab_size: int, device: torch.device) -> _Tables:
@@ -249,7 +273,9 @@ def _make_tables(sampling: RowSampling, vocab_size: int, device: torch.device) -
         sampling=sampling,
         forbidden=forbidden,
         stops=_checked("stop_token_ids", sampling.stop_token_ids, vocab_size),
-        bias_ids=_checked("logit_bias", [token_id for token_id, _ in sampling.logit_bias], vocab_size),
+        bias_ids=_checked(
+            "logit_bias", [token_id for token_id, _ in sampling.logit_bias], vocab_size
+        ),
         biases=np.array([bias for _, bias in sampling.logit_bias], dtype=np.float32),
         bad_words=BadWords(sampling.bad_words) if sampling.bad_words else None,
         num_bytes=(0 if forbidden is None else vocab_size)
@@ -263,14 +289,18 @@ def _checked(name: str, token_ids: Iterable[int], vocab_size: int) -> Ids:
     ids = np.array(list(token_ids), dtype=np.int64)
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if len(outside):
-        raise RowError(f"{name} holds token id {outside[0]}; the model has token ids 0 to {vocab_size - 1}")
+        raise RowError(
+            f"{name} holds token id {outside[0]}; the model has token ids 0 to {vocab_size - 1}"
+        )
     return ids
 
 
 def _forbid(logits: Tensor, allowed: NDArray[np.bool_]) -> None:
     """Ids beyond the vocabulary have logits in some models, and no text."""
     num_tokens = min(len(allowed), len(logits))
-    logits[:num_tokens].masked_fill_(torch.from_numpy(~allowed[:num_tokens]).to(logits.device), -torch.inf)
+    logits[:num_tokens].masked_fill_(
+        torch.from_numpy(~allowed[:num_tokens]).to(logits.device), -torch.inf
+    )
     logits[num_tokens:] = -torch.inf
 
 
@@ -288,14 +318,24 @@ def _penalties(rows: Sequence[SampledRow], device: torch.device) -> Penalties | 
     if not chosen:
         return None
     samplings = [rows[i].sampling for i in chosen]
-    parts = [np.asarray(ids) for i in chosen for ids in (rows[i].prompt_token_ids, rows[i].output_token_ids)]
+    parts = [
+        np.asarray(ids)
+        for i in chosen
+        for ids in (rows[i].prompt_token_ids, rows[i].output_token_ids)
+    ]
     ends = np.cumsum([0, *(len(part) for part in parts)])
     return Penalties(
         row=torch.tensor(chosen, device=device),
-        token_ids=torch.from_numpy(np.concatenate(parts, dtype=np.int32, casting="unsafe")).to(device),
+        token_ids=torch.from_numpy(np.concatenate(parts, dtype=np.int32, casting="unsafe")).to(
+            device
+        ),
         start=torch.from_numpy(ends[::2].copy()).to(device),
         output_start=torch.from_numpy(ends[1::2].copy()).to(device),
-        repetition=torch.tensor([sampling.repetition_penalty for sampling in samplings], device=device),
-        frequency=torch.tensor([sampling.frequency_penalty for sampling in samplings], device=device),
+        repetition=torch.tensor(
+            [sampling.repetition_penalty for sampling in samplings], device=device
+        ),
+        frequency=torch.tensor(
+            [sampling.frequency_penalty for sampling in samplings], device=device
+        ),
         presence=torch.tensor([sampling.presence_penalty for sampling in samplings], device=device),
     )

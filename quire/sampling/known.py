@@ -1,8 +1,9 @@
-"""Rows whose tokens are known from elsewhere than the sampler, with their largest logits: the form of their results.
+"""Rows whose tokens are known from elsewhere than the sampler, with their largest logits: the form
+of their results.
 
-Of plain greedy rows (`quire.sampling.plain`) the best token is all of the answer, and of plain rows without filters those that
-were drawn. The logits need not exist for them; where they do, `Sampler` gives the same tokens and the same errors. Holds no
-state.
+Of plain greedy rows (`quire.sampling.plain`) the best token is all of the answer, and of plain rows
+without filters those that were drawn. The logits need not exist for them; where they do, `Sampler`
+gives the same tokens and the same errors. Holds no state.
 """
 
 from __future__ import annotations
@@ -18,20 +19,30 @@ from quire.sampling.rows import SampledRow
 
 
 def greedy_results(best: tuple[Tensor, Tensor], nums_samples: Sequence[int]) -> list[WorkResult]:
-    """What `Sampler.sample` gives for plain rows: their tokens int64 [R], and their largest logits [R]."""
+    """What `Sampler.sample` gives for plain rows: their tokens int64 [R],
+    and their largest logits [R]."""
     token_ids, peaks = best
     return [
-        WorkResult((token_id,) * num_samples) if math.isfinite(peak) else WorkResult(error=NOT_FINITE)
-        for token_id, peak, num_samples in zip(token_ids.tolist(), peaks.tolist(), nums_samples, strict=True)
+        WorkResult((token_id,) * num_samples)
+        if math.isfinite(peak)
+        else WorkResult(error=NOT_FINITE)
+        for token_id, peak, num_samples in zip(
+            token_ids.tolist(), peaks.tolist(), nums_samples, strict=True
+        )
     ]
 
 
-def drawn_results(found: tuple[Tensor, Tensor, Tensor], rows: Sequence[SampledRow]) -> list[WorkResult]:
-    """The same where some rows are drawn from: those tokens, int64 [n], are in the order of `quire.sampling.plain.draws_of`."""
+def drawn_results(
+    found: tuple[Tensor, Tensor, Tensor], rows: Sequence[SampledRow]
+) -> list[WorkResult]:
+    """The same where some rows are drawn from: those tokens, int64 [n],
+    are in the order of `quire.sampling.plain.draws_of`."""
     best_ids, peaks, drawn = (each.tolist() for each in found)
     tokens, results = iter(drawn), []
     for row, best_id, peak in zip(rows, best_ids, peaks, strict=True):
         count = row.num_samples
-        chosen = (best_id,) * count if row.sampling.temperature == 0.0 else tuple(islice(tokens, count))
+        chosen = (
+            (best_id,) * count if row.sampling.temperature == 0.0 else tuple(islice(tokens, count))
+        )
         results.append(WorkResult(chosen) if math.isfinite(peak) else WorkResult(error=NOT_FINITE))
     return results

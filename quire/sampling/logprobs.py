@@ -1,12 +1,14 @@
 """Log-probabilities as they are reported: values, ranks and best alternatives of chosen tokens.
 
-Owns the meaning of the four modes. `raw_*` describes the model's logits as they came; `processed_*` what was sampled
-from: after bans, biases, processors, penalties, temperature and filters, where a token that cannot be sampled has
--inf. A greedy row has no temperature and no filters. `*_logits` reports the (scaled) logit itself in place of the
-log-probability.
+Owns the meaning of the four modes. `raw_*` describes the model's logits as they came; `processed_*`
+what was sampled
+from: after bans, biases, processors, penalties, temperature and filters, where a token that cannot
+be sampled has -inf. A greedy row has no temperature and no filters. `*_logits` reports the (scaled)
+logit itself in place of the log-probability.
 
-Ranks count tokens with a strictly larger logit. Alternatives are sorted best first (ties by id). Tokens asked for by
-`logprob_token_ids` follow after them, in the order of the request, except those already among them.
+Ranks count tokens with a strictly larger logit. Alternatives are sorted best first (ties by id).
+Tokens asked for by `logprob_token_ids` follow after them, in the order of the request, except those
+already among them.
 """
 
 from __future__ import annotations
@@ -41,18 +43,28 @@ class Query:
     is_logits: bool = False
 
 
-def describe(kernels: SamplingKernels, logits: Tensor, queries: Sequence[Query]) -> list[TokenLogprobs]:
+def describe(
+    kernels: SamplingKernels, logits: Tensor, queries: Sequence[Query]
+) -> list[TokenLogprobs]:
     """Report each query's token, in their order. Logits float32 [R, V]; peaks must be finite."""
     groups: dict[int, list[int]] = {}
     for i, query in enumerate(queries):
         groups.setdefault(query.num_top, []).append(i)
     reports: dict[int, TokenLogprobs] = {}
     for members in groups.values():
-        reports.update(zip(members, _describe_group(kernels, logits, [queries[i] for i in members]), strict=True))
+        reports.update(
+            zip(
+                members,
+                _describe_group(kernels, logits, [queries[i] for i in members]),
+                strict=True,
+            )
+        )
     return [reports[i] for i in range(len(queries))]
 
 
-def _describe_group(kernels: SamplingKernels, logits: Tensor, queries: list[Query]) -> list[TokenLogprobs]:
+def _describe_group(
+    kernels: SamplingKernels, logits: Tensor, queries: list[Query]
+) -> list[TokenLogprobs]:
     """Queries that want the same number of alternatives."""
     device = logits.device
     scores = kernels.score(
@@ -85,14 +97,19 @@ def _reported_ids(query: Query, top: list[int]) -> list[int]:
     return [query.token_id, *top, *(i for i in dict.fromkeys(query.extra_ids) if i not in known)]
 
 
-def _values(logits: Tensor, queries: list[Query], ids: list[list[int]], offsets: list[float]) -> list[list[float]]:
-    """`logit * scale - offset` in float64 for each id of each query; -inf where the query's cut removes it."""
+def _values(
+    logits: Tensor, queries: list[Query], ids: list[list[int]], offsets: list[float]
+) -> list[list[float]]:
+    """`logit * scale - offset` in float64 for each id of each query;
+    -inf where the query's cut removes it."""
     lengths = np.array([len(row_ids) for row_ids in ids])
     rows = np.repeat([query.row for query in queries], lengths)
     flat_ids = np.concatenate([np.array(row_ids, dtype=np.int64) for row_ids in ids])
     index = (torch.from_numpy(rows).to(logits.device), torch.from_numpy(flat_ids).to(logits.device))
     raw = logits[index].cpu().numpy().astype(np.float64)
-    values = raw * np.repeat([query.scale for query in queries], lengths) - np.repeat(offsets, lengths)
+    values = raw * np.repeat([query.scale for query in queries], lengths) - np.repeat(
+        offsets, lengths
+    )
     if any(query.cut is not None for query in queries):
         cuts = [query.cut or (-math.inf, logits.shape[1]) for query in queries]
         least = np.repeat([value for value, _ in cuts], lengths)
@@ -117,14 +134,17 @@ def num_alternatives(wanted: int, vocab_size: int) -> int:
 def prompt_logprobs(
     kernels: SamplingKernels, logits: Tensor, target_ids: Sequence[int], sampling: RowSampling
 ) -> tuple[TokenLogprobs, ...]:
-    """Report target_ids[p] by logits[p] (float32 [P, V]) as the request asks (`num_prompt_logprobs`, -1 for all).
+    """Report target_ids[p] by logits[p] (float32 [P, V]) as the request asks
+    (`num_prompt_logprobs`, -1 for all).
 
-    A prompt is not processed: the raw and the processed modes agree on it. RequestError where a row holds NaN or
-    +inf, or nothing but -inf.
+    A prompt is not processed: the raw and the processed modes agree on it. RequestError where a row
+    holds NaN or +inf, or nothing but -inf.
     """
     peaks: list[float] = kernels.peaks(logits)[1].tolist()
     if not all(map(math.isfinite, peaks)):
-        raise RequestError("the model's logits for a prompt token are not finite, so the prompt cannot be scored")
+        raise RequestError(
+            "the model's logits for a prompt token are not finite, so the prompt cannot be scored"
+        )
     queries = [
         Query(
             row=row,

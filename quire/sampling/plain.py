@@ -1,7 +1,10 @@
-"""Plain rows: the model's own logits, one token, no log-probabilities. Their tokens can stay where they were sampled.
+"""Plain rows: the model's own logits, one token, no log-probabilities. Their tokens can stay where
+they were sampled.
 
-Owns the question which rows these are, and their path through the kernels, on which nothing is read back from the device:
-not the tokens, nor whether the logits were finite. `Sampler.sample` gives the same tokens and the same errors. Holds no state.
+Owns the question which rows these are, and their path through the kernels, on which nothing is read
+back from the device:
+not the tokens, nor whether the logits were finite. `Sampler.sample` gives the same tokens and the
+same errors. Holds no state.
 """
 
 from __future__ import annotations
@@ -30,30 +33,40 @@ def is_plain(sampling: RowSampling) -> bool:
     return sampling.num_logprobs is None and not is_edited(SampledRow(sampling, position=0))
 
 
-def choose_plain(kernels: SamplingKernels, logits: Tensor, rows: Sequence[SampledRow], stage: Stage) -> tuple[Tensor, Tensor]:
-    """One token for each row of logits, ids int64 [R] below V, and each row's largest logit, float32 [R].
+def choose_plain(
+    kernels: SamplingKernels, logits: Tensor, rows: Sequence[SampledRow], stage: Stage
+) -> tuple[Tensor, Tensor]:
+    """One token for each row of logits, ids int64 [R] below V, and each row's largest logit,
+    float32 [R].
 
-    Where that is not finite the row has failed: its token means nothing, and its logits are overwritten.
+    Where that is not finite the row has failed: its token means nothing, and its logits are
+    overwritten.
     """
     logits = logits.contiguous()
     token_ids, peaks = kernels.peaks(logits)
     drawn = [place for place, row in enumerate(rows) if row.sampling.temperature != 0.0]
     filtered = [place for place in drawn if has_filters(rows[place].sampling, logits.shape[1])]
     free = [place for place in drawn if not has_filters(rows[place].sampling, logits.shape[1])]
-    if drawn:  # the kernels count on rows whose largest logit is a number, and nobody can leave the others out
+    # the kernels count on rows whose largest logit is a number, and nobody can leave the others out
+    if drawn:
         is_odd = ~torch.isfinite(peaks)
         logits.masked_fill_(is_odd[:, None], 0.0)
         sound_peaks = peaks.masked_fill(is_odd, 0.0)
     for places in filter(None, (free, filtered)):
-        row, scale, seed, position, *limits = stage(_arrays(rows, places, logits.shape[1], is_filtered=places is filtered))
+        row, scale, seed, position, *limits = stage(
+            _arrays(rows, places, logits.shape[1], is_filtered=places is filtered)
+        )
         scaled = ScaledRows(row, sound_peaks.index_select(0, row), scale)
         cuts: Cuts | None = kernels.cuts(logits, scaled, Filters(*limits)) if limits else None
         token_ids.index_copy_(0, row, kernels.draw(logits, scaled, cuts, Keys(seed, position)))
     return token_ids.clamp_(0, logits.shape[1] - 1), peaks
 
 
-def _arrays(rows: Sequence[SampledRow], places: Sequence[int], vocab_size: int, *, is_filtered: bool) -> list[NDArray[Any]]:
-    """The fields of `ScaledRows` but for the peak, of `Keys` and, where there are any, of `Filters`, for one draw each."""
+def _arrays(
+    rows: Sequence[SampledRow], places: Sequence[int], vocab_size: int, *, is_filtered: bool
+) -> list[NDArray[Any]]:
+    """The fields of `ScaledRows` but for the peak, of `Keys` and, where there are any,
+    of `Filters`, for one draw each."""
     chosen = [rows[place] for place in places]
     samplings = [row.sampling for row in chosen]
     arrays: list[NDArray[Any]] = [
@@ -63,7 +76,9 @@ def _arrays(rows: Sequence[SampledRow], places: Sequence[int], vocab_size: int, 
         np.array([row.position for row in chosen], np.int64),
     ]
     if is_filtered:
-        arrays.append(np.array([min(each.top_k or vocab_size, vocab_size) for each in samplings], np.int64))
+        arrays.append(
+            np.array([min(each.top_k or vocab_size, vocab_size) for each in samplings], np.int64)
+        )
         arrays.append(np.array([each.top_p for each in samplings], np.float64))
         arrays.append(np.array([min_p_threshold(each) for each in samplings], np.float32))
     return arrays
@@ -76,7 +91,9 @@ def draws_of(rows: Sequence[SampledRow]) -> Draws:
     arrays = (
         np.array([place for place, _, _ in chosen], np.int64),
         np.array([scale_of(row.sampling) for _, row, _ in chosen], np.float32),
-        np.array([signed(derive_seed(row.sampling.seed, index)) for _, row, index in chosen], np.int64),
+        np.array(
+            [signed(derive_seed(row.sampling.seed, index)) for _, row, index in chosen], np.int64
+        ),
         np.array([row.position for _, row, _ in chosen], np.int64),
     )
     row, scale, seed, position = map(torch.from_numpy, arrays)

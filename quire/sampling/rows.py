@@ -1,4 +1,5 @@
-"""What the sampler is told of one row of logits, and how one row's failure is reported. Holds no state."""
+"""What the sampler is told of one row of logits, and how one row's failure is reported.
+Holds no state."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ TokenIds = NDArray[np.integer[Any]] | Sequence[int]
 
 
 class RowError(Exception):
-    """This row alone cannot be sampled; its text goes into `WorkResult.error`. Never leaves the sampler."""
+    """This row alone cannot be sampled; its text goes into `WorkResult.error`.
+    Never leaves the sampler."""
 
 
 class SampledRow(NamedTuple):
@@ -31,6 +33,8 @@ class SampledRow(NamedTuple):
     num_samples: int = 1
     """Tokens to draw; draw i uses `derive_seed(sampling.seed, i)`."""
     num_candidates: int = 0
-    """Where above 0, beam search: this many best tokens are reported instead, and nothing is drawn."""
+    """Where above 0, beam search: this many best tokens are reported instead,
+    and nothing is drawn."""
     row: int = 0
-    """Its row in the worker's batch, by which state is kept between steps: rows of one batch have different ones."""
+    """Its row in the worker's batch, by which state is kept between steps:
+    rows of one batch have different ones."""

@@ -1,12 +1,13 @@
 """From rows of logits to sampled tokens and their log-probabilities.
 
-Owns the path of a row: check, edit a copy where the request edits, then take the best token or draw one, then report.
-It works on whole batches, groups rows by what they use, and calls a kernel once for each group; a batch of plain
-greedy rows is one argmax. A row's result never depends on other rows, to the bit, and a row that fails (logits that
-are not finite, a mask that leaves nothing, a processor that raises) fails alone, with `WorkResult.error`.
+Owns the path of a row: check, edit a copy where the request edits, then take the best token or draw
+one, then report. It works on whole batches, groups rows by what they use, and calls a kernel once
+for each group; a batch of plain greedy rows is one argmax. A row's result never depends on other
+rows, to the bit, and a row that fails (logits that are not finite, a mask that leaves nothing, a
+processor that raises) fails alone, with `WorkResult.error`.
 
-Between calls it keeps the id lists of the requests it has seen, where rows stand in their grammars, and room for copies: no
-state that a result could depend on. It never sees a request or a text.
+Between calls it keeps the id lists of the requests it has seen, where rows stand in their grammars,
+and room for copies: no state that a result could depend on. It never sees a request or a text.
 """
 
 from __future__ import annotations
@@ -58,19 +59,26 @@ class Sampler:
     """Samples batches of rows with one back end's kernels."""
 
     def __init__(
-        self, kernels: SamplingKernels, processors: ProcessorTable | None = None, matchers: RowMatchers | None = None
+        self,
+        kernels: SamplingKernels,
+        processors: ProcessorTable | None = None,
+        matchers: RowMatchers | None = None,
     ) -> None:
         self.kernels = kernels
         self.processors = ProcessorTable() if processors is None else processors
-        self._editor = RowEditor(kernels, self.processors, RowMatchers() if matchers is None else matchers)
+        self._editor = RowEditor(
+            kernels, self.processors, RowMatchers() if matchers is None else matchers
+        )
         self._held: Tensor | None = None
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[SampledRow]) -> list[WorkResult]:
-        """One result for each row; `logits` (float32 [R, V], never written) holds one row for each of `rows`.
+        """One result for each row; `logits` (float32 [R, V], never written) holds one row for each
+        of `rows`.
 
-        For beam search (`num_candidates`) the one report's alternatives are the best tokens that can be sampled, with
-        their log-probabilities after edits and temperature; top-k, top-p and min-p do not apply.
+        For beam search (`num_candidates`) the one report's alternatives are the best tokens that
+        can be sampled, with their log-probabilities after edits and temperature; top-k, top-p and
+        min-p do not apply.
         """
         assert logits.ndim == 2 and logits.shape[0] == len(rows) and logits.dtype is torch.float32
         outcomes = [_Outcome() for _ in rows]
@@ -87,7 +95,9 @@ class Sampler:
             self._report(surface, plain, rows, outcomes)
         return [_result(outcome) for outcome in outcomes]
 
-    def prompt_logprobs(self, logits: Tensor, target_ids: Sequence[int], sampling: RowSampling) -> tuple[TokenLogprobs, ...]:
+    def prompt_logprobs(
+        self, logits: Tensor, target_ids: Sequence[int], sampling: RowSampling
+    ) -> tuple[TokenLogprobs, ...]:
         """`logprobs.prompt_logprobs` with this sampler's kernels."""
         return prompt_logprobs(self.kernels, logits.contiguous(), target_ids, sampling)
 
@@ -95,7 +105,9 @@ class Sampler:
         best_ids, peaks = self.kernels.peaks(logits)
         return _Surface(logits, best_ids.tolist(), peaks.tolist())
 
-    def _edited_surface(self, plain: _Surface, rows: Sequence[SampledRow], outcomes: list[_Outcome]) -> _Surface | None:
+    def _edited_surface(
+        self, plain: _Surface, rows: Sequence[SampledRow], outcomes: list[_Outcome]
+    ) -> _Surface | None:
         """Edit copies of the rows that ask for it, and settle which rows are sampled from where."""
         sound = [i for i, outcome in enumerate(outcomes) if outcome.error is None]
         indices = [i for i in sound if is_edited(rows[i])]
@@ -116,14 +128,22 @@ class Sampler:
         return edited
 
     def _copies(self, logits: Tensor, indices: list[int]) -> Tensor:
-        """Copies of some rows, in memory that is kept for the next call: fresh pages cost more than the copy itself."""
+        """Copies of some rows, in memory that is kept for the next call:
+        fresh pages cost more than the copy itself."""
         held = self._held
-        if held is None or held.device != logits.device or held.shape[1:] != logits.shape[1:] or len(held) < len(indices):
+        if (
+            held is None
+            or held.device != logits.device
+            or held.shape[1:] != logits.shape[1:]
+            or len(held) < len(indices)
+        ):
             held = self._held = torch.empty((len(indices), logits.shape[1]), device=logits.device)
         index = integers(indices, logits.device)
         return torch.index_select(logits, 0, index, out=held[: len(indices)])
 
-    def _choose(self, surface: _Surface, rows: Sequence[SampledRow], outcomes: list[_Outcome]) -> None:
+    def _choose(
+        self, surface: _Surface, rows: Sequence[SampledRow], outcomes: list[_Outcome]
+    ) -> None:
         """Fill in `token_ids`, and `cut` where filters apply."""
         free, filtered = [], []
         for i, j in surface.members:
@@ -143,7 +163,11 @@ class Sampler:
             self._draw(surface, filtered, rows, outcomes)
 
     def _cut(
-        self, surface: _Surface, members: list[tuple[int, int]], rows: Sequence[SampledRow], outcomes: list[_Outcome]
+        self,
+        surface: _Surface,
+        members: list[tuple[int, int]],
+        rows: Sequence[SampledRow],
+        outcomes: list[_Outcome],
     ) -> None:
         samplings = [rows[i].sampling for i, _ in members]
         device, vocab_size = surface.logits.device, surface.logits.shape[1]
@@ -153,17 +177,25 @@ class Sampler:
             floor=floats([min_p_threshold(s) for s in samplings], device),
         )
         cuts = self.kernels.cuts(surface.logits, _scaled_rows(surface, members, rows), filters)
-        for (i, _), value, token_id in zip(members, cuts.value.tolist(), cuts.token_id.tolist(), strict=True):
+        for (i, _), value, token_id in zip(
+            members, cuts.value.tolist(), cuts.token_id.tolist(), strict=True
+        ):
             outcomes[i].cut = (value, token_id)
 
     def _draw(
-        self, surface: _Surface, members: list[tuple[int, int]], rows: Sequence[SampledRow], outcomes: list[_Outcome]
+        self,
+        surface: _Surface,
+        members: list[tuple[int, int]],
+        rows: Sequence[SampledRow],
+        outcomes: list[_Outcome],
     ) -> None:
         """Draw `num_samples` tokens for each member; either all of them have a cut, or none."""
         draws = [(i, j, n) for i, j in members for n in range(rows[i].num_samples)]
         device = surface.logits.device
         keys = Keys(
-            seed=integers([signed(derive_seed(rows[i].sampling.seed, n)) for i, _, n in draws], device),
+            seed=integers(
+                [signed(derive_seed(rows[i].sampling.seed, n)) for i, _, n in draws], device
+            ),
             position=integers([rows[i].position for i, _, _ in draws], device),
         )
         found = [cut for i, _, _ in draws if (cut := outcomes[i].cut) is not None]
@@ -173,7 +205,13 @@ class Sampler:
         for (i, _, _), token_id in zip(draws, token_ids, strict=True):
             outcomes[i].token_ids += (token_id,)
 
-    def _report(self, surface: _Surface, plain: _Surface, rows: Sequence[SampledRow], outcomes: list[_Outcome]) -> None:
+    def _report(
+        self,
+        surface: _Surface,
+        plain: _Surface,
+        rows: Sequence[SampledRow],
+        outcomes: list[_Outcome],
+    ) -> None:
         """Fill in `reports` for the members that ask for log-probabilities or candidates."""
         wanted: dict[bool, list[tuple[int, Query]]] = {False: [], True: []}
         for i, j in surface.members:
@@ -184,19 +222,30 @@ class Sampler:
                 is_raw = row.sampling.logprobs_mode.startswith("raw")
                 where = (plain, i) if is_raw else (surface, j)
                 cut = None if is_raw else outcomes[i].cut
-                wanted[is_raw] += [(i, _query(where, row, token_id, cut)) for token_id in outcomes[i].token_ids]
+                wanted[is_raw] += [
+                    (i, _query(where, row, token_id, cut)) for token_id in outcomes[i].token_ids
+                ]
         for is_raw, queries in wanted.items():
             logits = plain.logits if is_raw else surface.logits
             reports = describe(self.kernels, logits, [query for _, query in queries])
             for (i, _), report in zip(queries, reports, strict=True):
-                outcomes[i].reports.append(report if not rows[i].num_candidates else _possible(report))
+                outcomes[i].reports.append(
+                    report if not rows[i].num_candidates else _possible(report)
+                )
 
 
-def _scaled_rows(surface: _Surface, members: list[tuple[int, int]], rows: Sequence[SampledRow]) -> ScaledRows:
-    return scaled_rows([(j, surface.peaks[j], scale_of(rows[i].sampling)) for i, j in members], surface.logits.device)
+def _scaled_rows(
+    surface: _Surface, members: list[tuple[int, int]], rows: Sequence[SampledRow]
+) -> ScaledRows:
+    return scaled_rows(
+        [(j, surface.peaks[j], scale_of(rows[i].sampling)) for i, j in members],
+        surface.logits.device,
+    )
 
 
-def _query(where: tuple[_Surface, int], row: SampledRow, token_id: int, cut: tuple[float, int] | None) -> Query:
+def _query(
+    where: tuple[_Surface, int], row: SampledRow, token_id: int, cut: tuple[float, int] | None
+) -> Query:
     surface, j = where
     sampling = row.sampling
     return Query(

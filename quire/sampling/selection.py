@@ -1,4 +1,5 @@
-"""Which sampling kernels run beside a back end. All give the same bits, so only speed is at stake."""
+"""Which sampling kernels run beside a back end. All give the same bits,
+so only speed is at stake."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ logger = logging.getLogger(__name__)
 
 
 def select_sampling(beside: Kernels) -> SamplingKernels:
-    """The best sampling kernels for logits that `beside` computes; a warning says why, where it is the slow reference."""
+    """The best sampling kernels for logits that `beside` computes; a warning says why,
+    where it is the slow reference."""
     if beside.name == "reference":
         return ReferenceSampling()
     if beside.name == "triton":

@@ -1,4 +1,5 @@
-"""The small tensors that the sampling kernels take, from numbers of rows, on the device of the logits."""
+"""The small tensors that the sampling kernels take, from numbers of rows,
+on the device of the logits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""A budget for thoughts: where a row's output stands with its marks, and which token it must get once the budget is spent.
+"""A budget for thoughts: where a row's output stands with its marks, and which token it must get
+once the budget is spent.
 
-Like a matcher of a grammar, a watch only saves work: what it says is a function of the output's tokens alone, and a new one
-catches up wherever one is missing (after a preemption, on another engine, in a fork).
+Like a matcher of a grammar, a watch only saves work: what it says is a function of the output's
+tokens alone, and a new one catches up wherever one is missing (after a preemption, on another
+engine, in a fork).
 """
 
 from __future__ import annotations
@@ -68,6 +70,7 @@ _Steps = dict[tuple[int, int], int]
 
 @lru_cache(maxsize=4)
 def _steps(marks: MarkSpelling) -> tuple[_Steps, _Steps]:
-    """Of the first mark and of the second one: thousands for a large vocabulary, and the same for all of a model's rows."""
+    """Of the first mark and of the second one: thousands for a large vocabulary,
+    and the same for all of a model's rows."""
     begin = {(state, token_id): to for state, token_id, to in marks.begin_steps}
     return begin, {(state, token_id): to for state, token_id, to in marks.end_steps}

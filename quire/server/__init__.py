@@ -1,1 +1,2 @@
-"""The HTTP server: OpenAI's and Anthropic's APIs over an engine. Imports no torch; the engine lives behind its client."""
+"""The HTTP server: OpenAI's and Anthropic's APIs over an engine. Imports no torch;
+the engine lives behind its client."""

@@ -1,4 +1,5 @@
-"""What a tenant may use up in a minute, of requests or of tokens: a bucket that holds a minute's worth and fills all the time.
+"""What a tenant may use up in a minute, of requests or of tokens: a bucket that holds a minute's
+worth and fills all the time.
 
 Owns the arithmetic and OpenAI's headers of it. Never refuses: whoever asks decides.
 """
@@ -19,7 +20,10 @@ class Allowance:
     def left(self, now_s: float) -> float:
         """What may be used now; below 0 after an answer that was longer than what was left."""
         if self.per_minute is not None:
-            self._left = min(float(self.per_minute), self._left + max(0.0, now_s - self._at_s) * self.per_minute / _MINUTE_S)
+            self._left = min(
+                float(self.per_minute),
+                self._left + max(0.0, now_s - self._at_s) * self.per_minute / _MINUTE_S,
+            )
             self._at_s = now_s
         return self._left
 
@@ -34,7 +38,8 @@ class Allowance:
         return max(0.0, amount - self.left(now_s)) * _MINUTE_S / self.per_minute
 
     def headers(self, what: str, now_s: float) -> dict[str, str]:
-        """As OpenAI's API says it: the limit, what remains of it, and the time until all of it does."""
+        """As OpenAI's API says it: the limit, what remains of it,
+        and the time until all of it does."""
         if self.per_minute is None:
             return {}
         left = self.left(now_s)

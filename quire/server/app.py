@@ -39,11 +39,18 @@ from quire.server.tenants import KeyRing
 from quire.server.tokens import DetokenizeRequest, TokenizeRequest, Tokens
 
 
-def build_app(config: ApiConfig, client: Client, keys: KeyRing, tracer: Tracer | None = None) -> ASGIApp:
-    """The ASGI application that serves `client`'s model; `tracer` is told of every generation's end. Raises ConfigError."""
+def build_app(
+    config: ApiConfig, client: Client, keys: KeyRing, tracer: Tracer | None = None
+) -> ASGIApp:
+    """The ASGI application that serves `client`'s model;
+    `tracer` is told of every generation's end. Raises ConfigError."""
     api = Api(config, client, keys, tracer)
     chat, completions = ChatCompletions(api), Completions(api)
-    store = None if config.data_folder is None else FileStore(DataFolder(config.data_folder), config.max_stored_file_bytes)
+    store = (
+        None
+        if config.data_folder is None
+        else FileStore(DataFolder(config.data_folder), config.max_stored_file_bytes)
+    )
     files = Files(api, store)
     responses = Responses(api)
     runners = {"/v1/chat/completions": chat.run_body, "/v1/completions": completions.run_body}
@@ -62,14 +69,20 @@ def build_app(config: ApiConfig, client: Client, keys: KeyRing, tracer: Tracer |
         api.texts.close()
         probe.stop()
 
-    routes = [*_generation_routes(api, chat, completions, responses), *_file_routes(files, batches), *_operation_routes(api)]
+    routes = [
+        *_generation_routes(api, chat, completions, responses),
+        *_file_routes(files, batches),
+        *_operation_routes(api),
+    ]
     routes.append(_description_of(routes))
     page = [Route(path, static_page.get, methods=["GET"]) for path in static_page.PATHS]
     router = Router([*routes, *page], redirect_slashes=False, lifespan=lifespan)
     return Gate(Door(router, api.admission), config, keys, api.metrics)
 
 
-def _generation_routes(api: Api, chat: ChatCompletions, completions: Completions, responses: Responses) -> list[ApiRoute]:
+def _generation_routes(
+    api: Api, chat: ChatCompletions, completions: Completions, responses: Responses
+) -> list[ApiRoute]:
     models, tokens, messages = Models(api), Tokens(api), Messages(api)
     return [
         _post("/v1/chat/completions", chat.post, ChatRequest),
@@ -138,7 +151,9 @@ def _get(path: str, endpoint: Endpoint, query: type[Struct] = NoQuery) -> ApiRou
     return ApiRoute(path, endpoint, methods=["GET"], query=query)
 
 
-def _post(path: str, endpoint: Endpoint, body: Any = None, query: type[Struct] = NoQuery) -> ApiRoute:
+def _post(
+    path: str, endpoint: Endpoint, body: Any = None, query: type[Struct] = NoQuery
+) -> ApiRoute:
     return ApiRoute(path, endpoint, methods=["POST"], body=body, query=query)
 
 

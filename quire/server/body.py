@@ -1,6 +1,8 @@
-"""Request bodies: read within limits of bytes and time, decoded into a typed record, with errors that name the field.
+"""Request bodies: read within limits of bytes and time, decoded into a typed record, with errors
+that name the field.
 
-Owns everything between the socket's bytes and a checked `msgspec.Struct`. Never logs or quotes a body.
+Owns everything between the socket's bytes and a checked `msgspec.Struct`. Never logs or quotes a
+body.
 """
 
 from __future__ import annotations
@@ -33,13 +35,17 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 
 
 async def read_body(receive: Receive, *, max_bytes: int, timeout_s: float) -> bytes:
-    """The whole body. Raises ApiError 413 above `max_bytes`, 408 after `timeout_s`, ClientDisconnect when it breaks off."""
+    """The whole body. Raises ApiError 413 above `max_bytes`, 408 after `timeout_s`,
+    ClientDisconnect when it breaks off."""
     try:
         async with asyncio.timeout(timeout_s):
             return await _read(receive, max_bytes)
     except TimeoutError:
         raise ApiError(
-            408, f"the request body did not arrive within {timeout_s:g} s", code="body_timeout", headers={"connection": "close"}
+            408,
+            f"the request body did not arrive within {timeout_s:g} s",
+            code="body_timeout",
+            headers={"connection": "close"},
         ) from None
 
 
@@ -62,12 +68,16 @@ async def _read(receive: Receive, max_bytes: int) -> bytes:
 def too_large(max_bytes: int) -> ApiError:
     """413, and the end of the connection: what is left of the body will not be read."""
     return ApiError(
-        413, f"the request body is larger than {max_bytes} bytes", code="request_too_large", headers={"connection": "close"}
+        413,
+        f"the request body is larger than {max_bytes} bytes",
+        code="request_too_large",
+        headers={"connection": "close"},
     )
 
 
 async def read_json(request: Request, kind: type[_T], *, is_strict: bool) -> _T:
-    """The body as a `kind`. Fields that `kind` does not have are recorded in the call, or refused where `is_strict`."""
+    """The body as a `kind`. Fields that `kind` does not have are recorded in the call,
+    or refused where `is_strict`."""
     try:
         body = await request.body()
     except ClientDisconnect:
@@ -86,10 +96,12 @@ async def read_bytes(call: Call, body: bytes, kind: type[_T]) -> tuple[_T, list[
 
 
 def decode(body: bytes, kind: type[_T]) -> tuple[_T, list[str]]:
-    """Decode a JSON object. Returns the value and the names of unknown fields. Raises ApiError 400 naming the field.
+    """Decode a JSON object. Returns the value and the names of unknown fields. Raises ApiError 400
+    naming the field.
 
-    The decoder counts its own depth, so no nesting is too deep for it to refuse. It does not count how many objects it makes,
-    each of which takes twenty times the bytes that it is written with, so that is done before.
+    The decoder counts its own depth, so no nesting is too deep for it to refuse. It does not count
+    how many objects it makes, each of which takes twenty times the bytes that it is written with,
+    so that is done before.
     """
     _check_parts(body)
     try:
@@ -106,27 +118,38 @@ def decode(body: bytes, kind: type[_T]) -> tuple[_T, list[str]]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise bad_request("the request body is not valid JSON", code="invalid_json") from None
     known = set(kind.__struct_encode_fields__)
-    unknown = [*islice((name for name in names if name not in known), _MAX_UNKNOWN), *_nested_unknown(body, kind)]
+    unknown = [
+        *islice((name for name in names if name not in known), _MAX_UNKNOWN),
+        *_nested_unknown(body, kind),
+    ]
     return value, unknown[:_MAX_UNKNOWN]
 
 
 def _check_parts(body: bytes) -> None:
-    """Refuse a body of more objects, lists and fields than any request has need of. Raises ApiError 400."""
-    if body.count(b"{") + body.count(b"[") + body.count(b":") > MAX_PARTS and _num_parts(body) > MAX_PARTS:
+    """Refuse a body of more objects, lists and fields than any request has need of.
+    Raises ApiError 400."""
+    if (
+        body.count(b"{") + body.count(b"[") + body.count(b":") > MAX_PARTS
+        and _num_parts(body) > MAX_PARTS
+    ):
         message = f"the request body has more than {MAX_PARTS} objects, lists and fields"
         raise bad_request(message, code="too_many_values")
 
 
 def _num_parts(body: bytes) -> int:
-    """Marks that begin an object or a list or follow a field's name, between strings, each of which is two quotes by then."""
+    """Marks that begin an object or a list or follow a field's name, between strings,
+    each of which is two quotes by then."""
     marks = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NO_MARKS)
     return sum(map(len, marks.split(b'"')[::2]))
 
 
 @cache
 def _without_others(kind: type[_T]) -> type[_T]:
-    """The same record, which refuses unknown fields: as a rule there are none, and then decoding once will do."""
-    return cast(type[_T], msgspec.defstruct(kind.__name__, (), bases=(kind,), forbid_unknown_fields=True))
+    """The same record, which refuses unknown fields: as a rule there are none,
+    and then decoding once will do."""
+    return cast(
+        type[_T], msgspec.defstruct(kind.__name__, (), bases=(kind,), forbid_unknown_fields=True)
+    )
 
 
 # Fields within fields.
@@ -144,7 +167,8 @@ _SHAPE = "shape"
 
 
 def _nested_unknown(body: bytes, kind: type[msgspec.Struct]) -> list[str]:
-    """Paths of fields within fields that `kind` does not know, at any depth; only those parts are decoded."""
+    """Paths of fields within fields that `kind` does not know, at any depth;
+    only those parts are decoded."""
     nested = _nested_fields(kind)
     if not nested.__struct_fields__:
         return []
@@ -163,7 +187,9 @@ def _nested_fields(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
     """A record of those fields of `kind` that hold records, undecoded."""
     nested = [field for field in _fields_of(kind) if _holds_records(field.type)]
     fields: list[Any] = [(field.name, Any, None) for field in nested]
-    return msgspec.defstruct(f"{kind.__name__}Nested", fields, rename={each.name: each.encode_name for each in nested})
+    return msgspec.defstruct(
+        f"{kind.__name__}Nested", fields, rename={each.name: each.encode_name for each in nested}
+    )
 
 
 @cache
@@ -178,14 +204,20 @@ def _holds_records(info: inspect.Type) -> bool:
         return _SHAPE in (info.extra or {}) or _holds_records(info.type)
     if isinstance(info, inspect.UnionType):
         return any(map(_holds_records, info.types))
-    return isinstance(info, inspect.StructType) or (isinstance(info, inspect.ListType) and _holds_records(info.item_type))
+    return isinstance(info, inspect.StructType) or (
+        isinstance(info, inspect.ListType) and _holds_records(info.item_type)
+    )
 
 
 def unknown_paths(value: Any, info: inspect.Type, path: str) -> Iterator[str]:
     """Where, within decoded JSON at `path`, objects have fields that the type does not declare."""
     if isinstance(info, inspect.Metadata):
         shaped = (info.extra or {}).get(_SHAPE)
-        yield from unknown_paths(value, info.type, path) if shaped is None else _unknown_in(value, shaped, path)
+        yield from (
+            unknown_paths(value, info.type, path)
+            if shaped is None
+            else _unknown_in(value, shaped, path)
+        )
     elif isinstance(info, inspect.UnionType):
         for each in info.types:
             yield from unknown_paths(value, each, path)
@@ -216,7 +248,8 @@ def convert_part(data: Any, kind: type[_T], where: str) -> _T:
 
 
 def convert(data: Any, kind: type[_T]) -> _T:
-    """A record from data that was decoded already (a part of a body). Raises ApiError 400 naming the field."""
+    """A record from data that was decoded already (a part of a body).
+    Raises ApiError 400 naming the field."""
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
@@ -231,4 +264,6 @@ def _invalid_field(text: str) -> ApiError:
     message = text[: found.start()].replace("`", "'")
     if message.startswith("Invalid enum value"):  # which is quoted there, and may be anything
         message = "it is none of the values that are allowed"
-    return bad_request(f"{param or 'the request body'}: {message}", param=param, code="invalid_type")
+    return bad_request(
+        f"{param or 'the request body'}: {message}", param=param, code="invalid_type"
+    )

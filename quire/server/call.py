@@ -1,4 +1,5 @@
-"""One HTTP request as the endpoints see it: who asks, under which id, since when, and what they should be told.
+"""One HTTP request as the endpoints see it: who asks, under which id, since when, and what they
+should be told.
 
 A `Call` is made by the gate and travels in the ASGI scope.
 """
@@ -45,7 +46,8 @@ class Call:
     """Whether what is asked for is a reply in a chat, not the continuation of a text."""
 
     def ignore(self, names: Iterable[str], why: str) -> None:
-        """Note fields that have no effect. Raises ApiError 400 for the first of them, where they are refused."""
+        """Note fields that have no effect. Raises ApiError 400 for the first of them,
+        where they are refused."""
         for name in names:
             if self.is_strict:
                 raise bad_request(f"{name}: {why}", param=name, code="unknown_parameter")
@@ -59,9 +61,10 @@ class Call:
 
 
 def _as_header(names: Sequence[str]) -> str:
-    """Names that a client made up, as a header may hold them: what is no visible ASCII is percent-encoded, a name without
-    characters is `""`, and those that do not fit are left out. One wrong character, or a space at the end, and the answer could
-    not be sent."""
+    """Names that a client made up, as a header may hold them: what is no visible ASCII is
+    percent-encoded, a name without characters is `""`, and those that do not fit are left out. One
+    wrong character, or a space at the end, and the answer could not be sent.
+    """
     shown: list[str] = []
     num_chars = 0
     for name in names:

@@ -1,9 +1,10 @@
-"""Between the gate and the routes: who could not be served anyway is told before any work is done for it, and a crowd begins
-one a round of the event loop.
+"""Between the gate and the routes: who could not be served anyway is told before any work is done
+for it, and a crowd begins one a round of the event loop.
 
-Reading a body and making tokens of it costs many times what a refusal costs, so under overload it is the refusals of requests
-that were prepared in vain that would take the machine from those that are served. Owns nothing but the turnstile.
-Answers to tenants with rates say what is left of them, as OpenAI's do.
+Reading a body and making tokens of it costs many times what a refusal costs, so under overload it
+is the refusals of requests that were prepared in vain that would take the machine from those that
+are served. Owns nothing but the turnstile. Answers to tenants with rates say what is left of them,
+as OpenAI's do.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from quire.server.call import call_in
 from quire.server.errors import ApiError
 from quire.server.turnstile import Turnstile
 
-GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+GENERATING_PATHS = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}
+)
 """Whose requests take a place in the queue."""
 
 
@@ -42,7 +45,10 @@ class Door:
 
         async def send_with_rates(message: Message) -> None:
             if message["type"] == "http.response.start":
-                rates = [(name.encode(), value.encode()) for name, value in self._admission.rate_headers(tenant).items()]
+                rates = [
+                    (name.encode(), value.encode())
+                    for name, value in self._admission.rate_headers(tenant).items()
+                ]
                 message = {**message, "headers": [*message.get("headers", ()), *rates]}
             await send(message)
 

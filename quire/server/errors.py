@@ -1,7 +1,9 @@
-"""What goes wrong in a request, in the words of the HTTP API: status, OpenAI's error body, and headers for clients.
+"""What goes wrong in a request, in the words of the HTTP API: status, OpenAI's error body, and
+headers for clients.
 
-Owns the shape of every error that leaves the server, and the one translation from `QuireError`s. A message never holds a
-prompt, a key, a path, an address or a traceback: what is not a `QuireError` is answered with a fixed sentence.
+Owns the shape of every error that leaves the server, and the one translation from `QuireError`s. A
+message never holds a prompt, a key, a path, an address or a traceback: what is not a `QuireError`
+is answered with a fixed sentence.
 """
 
 from __future__ import annotations
@@ -11,7 +13,14 @@ from typing import Any
 
 import msgspec
 
-from quire.errors import EngineError, InvalidParameterError, PromptTooLongError, QuireError, RequestError, UnavailableError
+from quire.errors import (
+    EngineError,
+    InvalidParameterError,
+    PromptTooLongError,
+    QuireError,
+    RequestError,
+    UnavailableError,
+)
 
 MAX_RETRY_AFTER_S = 120
 """OpenAI's client does not retry at all when it is told to wait longer."""
@@ -40,7 +49,11 @@ _TYPES = {
 _MAX_MESSAGE_CHARS = 800
 _MAX_PARAM_CHARS = 200
 """Both may quote names that a client made up."""
-_OPENAI_TYPES = {401: "invalid_request_error", 404: "invalid_request_error", 413: "invalid_request_error"}
+_OPENAI_TYPES = {
+    401: "invalid_request_error",
+    404: "invalid_request_error",
+    413: "invalid_request_error",
+}
 """Where OpenAI's service says it differently from Anthropic's."""
 
 
@@ -58,7 +71,9 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message if len(message) <= _MAX_MESSAGE_CHARS else f"{message[:_MAX_MESSAGE_CHARS]}..."
+        self.message = (
+            message if len(message) <= _MAX_MESSAGE_CHARS else f"{message[:_MAX_MESSAGE_CHARS]}..."
+        )
         self.param = param[:_MAX_PARAM_CHARS] if param is not None else None
         self.code = code
         self.headers = dict(headers or {})
@@ -66,10 +81,13 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """OpenAI's error object, with all four keys."""
         kind = _OPENAI_TYPES.get(self.status, _TYPES.get(self.status, "server_error"))
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        }
 
     def anthropic_body(self, request_id: str) -> dict[str, Any]:
-        """Anthropic's envelope; its error object also has OpenAI's keys, so that every endpoint has the same four."""
+        """Anthropic's envelope; its error object also has OpenAI's keys,
+        so that every endpoint has the same four."""
         kind = "api_error" if self.status == 500 else _TYPES.get(self.status, "api_error")
         error = {"type": kind, "message": self.message, "param": self.param, "code": self.code}
         return {"type": "error", "error": error, "request_id": request_id}
@@ -103,11 +121,14 @@ def useless_to_retry(error: ApiError) -> ApiError:
 
 def internal_error() -> ApiError:
     """500 for a bug of ours; the log has the rest, under the request's id."""
-    return ApiError(500, "the server had an error while it handled this request", code="internal_error")
+    return ApiError(
+        500, "the server had an error while it handled this request", code="internal_error"
+    )
 
 
 def from_exception(error: BaseException) -> ApiError:
-    """The answer to any exception. Only `QuireError`s are quoted, since only they are written for users."""
+    """The answer to any exception. Only `QuireError`s are quoted,
+    since only they are written for users."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, PromptTooLongError):
@@ -118,9 +139,16 @@ def from_exception(error: BaseException) -> ApiError:
         return ApiError(400, str(error))
     if isinstance(error, UnavailableError):
         status = 429 if error.state == "overloaded" else 503
-        return overloaded(str(error), code=error.state, retry_after_s=error.retry_after_s or 5, status=status)
+        return overloaded(
+            str(error), code=error.state, retry_after_s=error.retry_after_s or 5, status=status
+        )
     if isinstance(error, EngineError):
-        return overloaded(f"the engine cannot serve: {error}", code="engine_unavailable", retry_after_s=5, status=503)
+        return overloaded(
+            f"the engine cannot serve: {error}",
+            code="engine_unavailable",
+            retry_after_s=5,
+            status=503,
+        )
     if isinstance(error, QuireError):
         return ApiError(500, "the server is misconfigured for this request", code="internal_error")
     return internal_error()

@@ -1,8 +1,9 @@
-"""How one exchange's answer leaves a connection: framed here, in as few writes as can be, with a deadline for clients that take
-nothing.
+"""How one exchange's answer leaves a connection: framed here, in as few writes as can be, with a
+deadline for clients that take nothing.
 
-Owns the head and the framing of answers. In place of uvicorn's `send`, which writes head and body apart (two packets for a
-short answer), sends chunks to HTTP/1.0, and waits for its client without end. Reading is `protocol.py`'s.
+Owns the head and the framing of answers. In place of uvicorn's `send`, which writes head and body
+apart (two packets for a short answer), sends chunks to HTTP/1.0, and waits for its client without
+end. Reading is `protocol.py`'s.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class RequestCycle(RequestResponseCycle):
         """Of a body whose length was announced."""
 
     async def send(self, message: Any) -> None:
-        """ASGI's `send`. Raises ClientDisconnect where the client has not taken anything within the limit."""
+        """ASGI's `send`. Raises ClientDisconnect where the client has not taken
+        anything within the limit."""
         if self.flow.write_paused and not self.disconnected:
             try:
                 async with asyncio.timeout(self.write_timeout_s):
@@ -100,7 +102,9 @@ class RequestCycle(RequestResponseCycle):
         if self._is_bodiless:
             body, self._bytes_left = b"", None
         elif self.writer.is_chunked:
-            body = (b"%x\r\n%b\r\n" % (len(body), body) if body else b"") + (b"0\r\n\r\n" if is_last else b"")
+            body = (b"%x\r\n%b\r\n" % (len(body), body) if body else b"") + (
+                b"0\r\n\r\n" if is_last else b""
+            )
         elif self._bytes_left is not None:
             self._bytes_left -= len(body)
             if self._bytes_left < 0 or (is_last and self._bytes_left > 0):

@@ -1,9 +1,11 @@
-"""The door: every request passes here before routing, and every response and error leaves through here.
+"""The door: every request passes here before routing, and every response and error leaves through
+here.
 
 Owns request ids, the limits on request lines and headers, authentication, body limits, the
-translation of every exception into an error body, and the access log. Default-deny: without a valid key only the paths in
-`PUBLIC_PATHS`, compared as raw bytes, are reachable, so no spelling of a path slips past. A browser's preflight, which has no
-key, is answered here and goes no further (see `cors`).
+translation of every exception into an error body, and the access log. Default-deny: without a valid
+key only the paths in `PUBLIC_PATHS`, compared as raw bytes, are reachable, so no spelling of a path
+slips past. A browser's preflight, which has no key, is answered here and goes no further (see
+`cors`).
 """
 
 from __future__ import annotations
@@ -35,12 +37,14 @@ logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("quire.access")
 
 PUBLIC_PATHS = frozenset({b"/livez", b"/readyz", *(path.encode() for path in PAGE_PATHS)})
-"""The page's files are the same on every server; they ask for everything else with their user's key."""
+"""The page's files are the same on every server;
+they ask for everything else with their user's key."""
 MAX_URL_LEN = 8192
 MAX_HEADERS = 128
 MAX_HEADER_BYTES = 32 << 10
 _DRAIN_S = 2.0
-"""How long the rest of a refused body is read and dropped, so that the client gets to read the answer before the close."""
+"""How long the rest of a refused body is read and dropped,
+so that the client gets to read the answer before the close."""
 _BODILESS = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
 _METHODS = _BODILESS | {"POST", "PUT", "PATCH"}
 """Those that logs and metrics know; any other is whatever a client wrote."""
@@ -52,7 +56,8 @@ _SECONDS = re.compile(rb"[0-9]{1,9}(\.[0-9]{1,6})?\Z")
 
 Headers = list[tuple[bytes, bytes]]
 Fields = dict[bytes, bytes]
-"""Headers by name; the last of those that have the same one. What must be there only once is looked for in `Headers`."""
+"""Headers by name; the last of those that have the same one.
+What must be there only once is looked for in `Headers`."""
 
 
 class Gate:
@@ -67,7 +72,8 @@ class Gate:
         self._root_path = config.root_path.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request. Lifespan events pass through; anything else is not HTTP and is dropped."""
+        """Serve one request. Lifespan events pass through;
+        anything else is not HTTP and is dropped."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
@@ -79,12 +85,16 @@ class Gate:
         _check_size(scope, fields)
         preflight = self.cors.preflight(scope["method"], fields)
         if preflight is not None:
-            await exchange.send({"type": "http.response.start", "status": 204, "headers": preflight})
+            await exchange.send(
+                {"type": "http.response.start", "status": 204, "headers": preflight}
+            )
             await exchange.send({"type": "http.response.body", "body": b""})
             return
         exchange.tenant = tenant = self._authenticate(scope)
         is_chat = not scope["path"].endswith("/v1/completions")
-        call = Call(exchange.request_id, tenant, trace_parent=_trace_parent(fields), is_chat=is_chat)
+        call = Call(
+            exchange.request_id, tenant, trace_parent=_trace_parent(fields), is_chat=is_chat
+        )
         call.is_strict = self._config.strict_fields
         _set_deadlines(call, fields, self._config)
         attach(scope, call)
@@ -97,13 +107,19 @@ class Gate:
     async def _bounded(self, exchange: _Exchange) -> Receive:
         """A `receive` that gives the whole body at once, then waits for the client to leave."""
         if exchange.fields.get(b"content-encoding", b"identity").lower() != b"identity":
-            raise ApiError(415, "compressed request bodies are not supported; send it plain", code="unsupported_encoding")
+            raise ApiError(
+                415,
+                "compressed request bodies are not supported; send it plain",
+                code="unsupported_encoding",
+            )
         max_bytes = 0 if exchange.scope["method"] in _BODILESS else self._config.max_body_bytes
         if exchange.declared_len > max_bytes:
             raise too_large(max_bytes)
         body = b""
         if exchange.has_body:
-            body = await read_body(exchange.receive, max_bytes=max_bytes, timeout_s=self._config.body_timeout_s)
+            body = await read_body(
+                exchange.receive, max_bytes=max_bytes, timeout_s=self._config.body_timeout_s
+            )
         is_given = False
 
         async def receive() -> Message:
@@ -119,7 +135,8 @@ class Gate:
 
     def _authenticate(self, scope: Scope) -> Tenant:
         raw_path: bytes = scope.get("raw_path") or scope["path"].encode()
-        if self._root_path and raw_path.startswith(self._root_path + b"/"):  # a proxy that does not strip it
+        # a proxy that does not strip it
+        if self._root_path and raw_path.startswith(self._root_path + b"/"):
             raw_path = raw_path[len(self._root_path) :]
             scope["root_path"] = self._config.root_path
         if raw_path in PUBLIC_PATHS and scope["method"] in ("GET", "HEAD"):
@@ -129,7 +146,10 @@ class Gate:
         tenant = self._keys.find(_presented_key(scope["headers"]))
         if tenant is None:
             raise ApiError(
-                401, "a valid API key is needed", code="invalid_api_key", headers={"www-authenticate": 'Bearer realm="quire"'}
+                401,
+                "a valid API key is needed",
+                code="invalid_api_key",
+                headers={"www-authenticate": 'Bearer realm="quire"'},
             )
         return tenant
 
@@ -190,7 +210,8 @@ class _Exchange:
             await self._fail(error)
         except Exception as error:
             answer = from_exception(error)
-            if answer.status >= 500 and not isinstance(error, UnavailableError):  # draining, say, is no failure
+            # draining, say, is no failure
+            if answer.status >= 500 and not isinstance(error, UnavailableError):
                 log_failure(logger, f"request {self.request_id} failed", error)
             await self._fail(answer)
         finally:
@@ -204,7 +225,8 @@ class _Exchange:
         return message
 
     async def send(self, message: Message) -> None:
-        """Pass a message on with our headers. How long a client may take to take it is the protocol's business."""
+        """Pass a message on with our headers. How long a client may take to take it
+        is the protocol's business."""
         if message["type"] == "http.response.start":
             self._is_head_sent = True
             self.status = message["status"]
@@ -231,7 +253,8 @@ class _Exchange:
         await send_json(self.send, error.status, body, error.headers)
 
     async def _drain(self, error: ApiError) -> None:
-        """Take what is left of a small body, so that the connection stays usable; else announce that it will be closed."""
+        """Take what is left of a small body, so that the connection stays usable;
+        else announce that it will be closed."""
         if self.is_body_read or not self.has_body or error.status == 408:
             return
         try:
@@ -253,11 +276,16 @@ def _dropping(receive: Receive) -> Receive:
     return receive_nothing
 
 
-async def send_json(send: Send, status: int, body: object, headers: dict[str, str] | None = None) -> None:
+async def send_json(
+    send: Send, status: int, body: object, headers: dict[str, str] | None = None
+) -> None:
     """One complete JSON response."""
     data = msgspec.json.encode(body)
     fields = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
-    fields += [(name.encode(), value.encode("latin-1", "replace")) for name, value in (headers or {}).items()]
+    fields += [
+        (name.encode(), value.encode("latin-1", "replace"))
+        for name, value in (headers or {}).items()
+    ]
     await send({"type": "http.response.start", "status": status, "headers": fields})
     await send({"type": "http.response.body", "body": data})
 
@@ -274,8 +302,14 @@ def _check_size(scope: Scope, fields: Fields) -> None:
             code="headers_too_large",
             headers={"connection": "close"},
         )
-    if b"content-length" in fields and b"transfer-encoding" in fields:  # the protocol refuses it, too, and two of either
-        raise ApiError(400, "the request's length is given twice", code="ambiguous_length", headers={"connection": "close"})
+    # the protocol refuses it, too, and two of either
+    if b"content-length" in fields and b"transfer-encoding" in fields:
+        raise ApiError(
+            400,
+            "the request's length is given twice",
+            code="ambiguous_length",
+            headers={"connection": "close"},
+        )
 
 
 def _declared_len(fields: Fields) -> int:
@@ -311,8 +345,12 @@ def _trace_parent(fields: Fields) -> str | None:
 
 def _set_deadlines(call: Call, fields: Fields, config: ApiConfig) -> None:
     """The operator's deadlines, which a client may only bring forward."""
-    call.deadline_s = call.started_s + _seconds("x-request-timeout-s", fields, config.request_timeout_s)
-    call.queue_deadline_s = call.started_s + _seconds("x-queue-timeout-s", fields, config.queue_timeout_s)
+    call.deadline_s = call.started_s + _seconds(
+        "x-request-timeout-s", fields, config.request_timeout_s
+    )
+    call.queue_deadline_s = call.started_s + _seconds(
+        "x-queue-timeout-s", fields, config.queue_timeout_s
+    )
 
 
 def _seconds(name: str, fields: Fields, most: float) -> float:
@@ -321,7 +359,11 @@ def _seconds(name: str, fields: Fields, most: float) -> float:
     if value is None:
         return most
     if not _SECONDS.match(value.strip()) or float(value) <= 0:
-        raise bad_request(f"the header {name} must be a number of seconds above 0", param=name, code="invalid_header")
+        raise bad_request(
+            f"the header {name} must be a number of seconds above 0",
+            param=name,
+            code="invalid_header",
+        )
     return min(most, float(value))
 
 
@@ -332,5 +374,10 @@ def _from_http(error: HTTPException, scope: Scope) -> ApiError:
         return ApiError(404, "there is no such path", code="unknown_url")
     if error.status_code == 405:
         allow = ", ".join(sorted(each.strip() for each in headers.get("Allow", "").split(",")))
-        return ApiError(405, f"{scope['method']} is not allowed here", code="method_not_allowed", headers={"allow": allow})
+        return ApiError(
+            405,
+            f"{scope['method']} is not allowed here",
+            code="method_not_allowed",
+            headers={"allow": allow},
+        )
     return ApiError(error.status_code, "the request cannot be served", headers=headers)

@@ -1,7 +1,9 @@
-"""Running a request: admission, the engine's streams, deadlines, a client that leaves or reads too slowly, and the books.
+"""Running a request: admission, the engine's streams, deadlines, a client that leaves or reads too
+slowly, and the books.
 
-A `GenerationRun` is one HTTP request's generations (several for a list of prompts), merged into one sequence of outputs.
-However it ends, `close` leaves nothing behind: engine requests are aborted, the ticket is returned, the counts are booked.
+A `GenerationRun` is one HTTP request's generations (several for a list of prompts), merged into one
+sequence of outputs. However it ends, `close` leaves nothing behind: engine requests are aborted,
+the ticket is returned, the counts are booked.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from quire.server.metrics import NOT_FINITE_CODE, Metrics
 from quire.server.off_loop import off_loop
 
 MAX_BUFFERED_OUTPUTS = 4096
-"""Outputs that a stream's reader may be behind; beyond, its request is aborted (each is one step's tokens)."""
+"""Outputs that a stream's reader may be behind; beyond,
+its request is aborted (each is one step's tokens)."""
 
 _TOKENS_AT_ONCE = 1 << 14
 """Of prompts that are given to the engine in one turn of the event loop: a millisecond or two."""
@@ -54,7 +57,8 @@ class GenerationJob:
 
     prompt_token_ids: Sequence[int]
     params: SamplingParams
-    """All jobs of one run have the same, but for `max_tokens` (`SamplingParams.limited`): they are read once."""
+    """All jobs of one run have the same, but for `max_tokens` (`SamplingParams.limited`):
+    they are read once."""
     prompt: str | None = None
     cache_salt: str | None = None
     priority: int | None = None
@@ -113,7 +117,9 @@ class _Progress:
 class Generator:
     """Starts runs on one engine."""
 
-    def __init__(self, client: Client, admission: AdmissionControl, metrics: Metrics, bounds: Bounds) -> None:
+    def __init__(
+        self, client: Client, admission: AdmissionControl, metrics: Metrics, bounds: Bounds
+    ) -> None:
         self.client = client
         self.admission = admission
         self.metrics = metrics
@@ -123,7 +129,8 @@ class Generator:
     async def answer(
         self, call: Call, jobs: Sequence[GenerationJob], receive: Receive | None
     ) -> tuple[list[RequestOutput], Usage]:
-        """Run jobs to their end: every job's output, in order. Ends early if the client leaves, where there is one."""
+        """Run jobs to their end: every job's output, in order. Ends early if the client leaves,
+        where there is one."""
         run = await self.start(call, jobs, is_stream=False)
         if receive is not None:
             run.watch(receive)
@@ -132,12 +139,21 @@ class Generator:
         finally:
             await run.close()
 
-    async def start(self, call: Call, jobs: Sequence[GenerationJob], *, is_stream: bool) -> GenerationRun:
+    async def start(
+        self, call: Call, jobs: Sequence[GenerationJob], *, is_stream: bool
+    ) -> GenerationRun:
         """Admit and submit. Raises ApiError or a QuireError, with nothing left running."""
-        self._bounds.check([Piece(len(job.prompt_token_ids), job.params, job.num_shown, job.num_repeated) for job in jobs])
+        self._bounds.check(
+            [
+                Piece(len(job.prompt_token_ids), job.params, job.num_shown, job.num_repeated)
+                for job in jobs
+            ]
+        )
         self._check_priorities(call, jobs)
         for job in jobs:
-            job.params.output_kind = RequestOutputKind.DELTA if is_stream else RequestOutputKind.FINAL_ONLY
+            job.params.output_kind = (
+                RequestOutputKind.DELTA if is_stream else RequestOutputKind.FINAL_ONLY
+            )
         params = jobs[0].params
         digest = await off_loop(params.num_listed, lambda: self.client.digest(params))
         ticket = self.admission.admit(
@@ -151,7 +167,8 @@ class Generator:
         try:
             num_tokens = 0
             for number, job in enumerate(jobs):
-                if num_tokens > _TOKENS_AT_ONCE:  # others have their turn between a body's prompts, too
+                # others have their turn between a body's prompts, too
+                if num_tokens > _TOKENS_AT_ONCE:
                     num_tokens = await asyncio.sleep(0, 0)
                 num_tokens += _TOKENS_OF_PROMPT + len(job.prompt_token_ids)
                 await run.submit(number, job, digest)
@@ -165,18 +182,23 @@ class Generator:
         for priority in {job.priority for job in jobs if job.priority is not None}:
             if not call.tenant.may_ask_for(priority):
                 raise bad_request(
-                    f"priority: {priority} is before the class of this key, {call.tenant.priority}; the smaller comes first: "
+                    f"priority: {priority} is before the class of this key, "
+                    f"{call.tenant.priority}; the smaller comes first: "
                     "ask for that or more",
                     param="priority",
                 )
             if priority and self.client.model.policy == "fcfs":
-                call.ignore(["priority"], "this server serves in order of arrival (--scheduling-policy)")
+                call.ignore(
+                    ["priority"], "this server serves in order of arrival (--scheduling-policy)"
+                )
 
 
 class GenerationRun:
     """The generations of one HTTP request."""
 
-    def __init__(self, generator: Generator, call: Call, jobs: Sequence[GenerationJob], ticket: Ticket) -> None:
+    def __init__(
+        self, generator: Generator, call: Call, jobs: Sequence[GenerationJob], ticket: Ticket
+    ) -> None:
         self._generator = generator
         self._call = call
         self._jobs = jobs
@@ -189,7 +211,8 @@ class GenerationRun:
         self._items: deque[Item] = deque()
         self._news = asyncio.Event()
         self._alarm: asyncio.TimerHandle | None = None
-        """Wakes `get` to look at the clock. One that comes too early is left alone, so that a token costs no timer."""
+        """Wakes `get` to look at the clock. One that comes too early is left alone,
+        so that a token costs no timer."""
         self._failure: BaseException | None = None
         self._pass_on: PassOn | None = None
         """Set while `get` waits."""
@@ -227,11 +250,11 @@ class GenerationRun:
         self._tasks.append(asyncio.create_task(self._await_disconnect(receive)))
 
     async def get(self, wait_s: float | None = None, pass_on: PassOn | None = None) -> Item | None:
-        """The next output; None if there is none within `wait_s`. Raises what ended the run early; not to be called when
-        it `is_over`.
+        """The next output; None if there is none within `wait_s`. Raises what ended the run early;
+        not to be called when it `is_over`.
 
-        What comes while this waits is offered to `pass_on` and goes past whoever waits if that takes it, in order; a job's
-        last output is not offered.
+        What comes while this waits is offered to `pass_on` and goes past whoever waits if that
+        takes it, in order; a job's last output is not offered.
         """
         give_up_s = None if wait_s is None else time.monotonic() + wait_s
         while not self._items:
@@ -274,7 +297,8 @@ class GenerationRun:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks.clear()  # each holds, by what ended it, this run: nobody would free them before the cycle collector
+        # each holds, by what ended it, this run: nobody would free them before the cycle collector
+        self._tasks.clear()
         for each in self._progress:
             with contextlib.suppress(Exception):  # an engine that is gone has nothing to abort
                 await each.stream.aclose()
@@ -285,7 +309,8 @@ class GenerationRun:
                 self._generator.metrics.sequences_ended("abort", num_sequences - len(each.reasons))
                 self._trace(number, each, "aborted")
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    # -- inside
+    # ----------------------------------------------------------------------------------------------
 
     def _take_safely(self, number: int, progress: _Progress, output: RequestOutput) -> None:
         """Take one output of a job, for a caller that is not to hear of failures."""
@@ -317,7 +342,8 @@ class GenerationRun:
         self._news.set()
 
     def _has_passed_on(self, number: int, output: RequestOutput) -> bool:
-        """Whether an output needs nobody to be woken: it was taken where it came in, or the run has failed."""
+        """Whether an output needs nobody to be woken: it was taken where it came in,
+        or the run has failed."""
         if self._pass_on is None or self._items:
             return False
         if self._failure is not None:
@@ -331,7 +357,9 @@ class GenerationRun:
     def _count(self, number: int, progress: _Progress, output: RequestOutput) -> None:
         metrics = self._generator.metrics
         if progress.metrics is None:
-            metrics.prompt_computed(len(output.prompt_token_ids), output.metrics.num_prefix_hit_tokens)
+            metrics.prompt_computed(
+                len(output.prompt_token_ids), output.metrics.num_prefix_hit_tokens
+            )
             self._usage.num_cached_tokens += output.metrics.num_prefix_hit_tokens
         progress.metrics = output.metrics
         is_delta = self._jobs[number].params.output_kind is RequestOutputKind.DELTA
@@ -355,7 +383,9 @@ class GenerationRun:
     def _finish(self, number: int, progress: _Progress, output: RequestOutput) -> None:
         self._book(progress)
         counts = progress.num_tokens.values()
-        self._generator.metrics.request_finished(output, self._jobs[number].params, sum(counts), max(counts, default=0))
+        self._generator.metrics.request_finished(
+            output, self._jobs[number].params, sum(counts), max(counts, default=0)
+        )
 
     def _trace(self, number: int, progress: _Progress, error: str | None) -> None:
         """Tell of a job's end, whatever it was."""
@@ -363,19 +393,31 @@ class GenerationRun:
         if tracer is not None:
             job = self._jobs[number]
             counts = Usage(len(job.prompt_token_ids), 0, sum(progress.num_tokens.values()))
-            tracer.finished(Finished(self._call, job.params, progress.metrics, counts, tuple(progress.reasons.values()), error))
+            tracer.finished(
+                Finished(
+                    self._call,
+                    job.params,
+                    progress.metrics,
+                    counts,
+                    tuple(progress.reasons.values()),
+                    error,
+                )
+            )
 
     def _book(self, progress: _Progress) -> None:
         num_cached = progress.metrics.num_prefix_hit_tokens if progress.metrics is not None else 0
         self._generator.admission.charge(
-            self._call.tenant, num_output_tokens=sum(progress.num_tokens.values()), num_cached_tokens=num_cached
+            self._call.tenant,
+            num_output_tokens=sum(progress.num_tokens.values()),
+            num_cached_tokens=num_cached,
         )
 
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
             if not isinstance(error, ApiError) or error.status == 499:
-                self._items.clear()  # nobody will read them; before an error, what was made is still delivered
+                # nobody will read them; before an error, what was made is still delivered
+                self._items.clear()
             if isinstance(error, ApiError):
                 self._generator.metrics.request_failed(error.code or "error")
         self._news.set()
@@ -405,7 +447,10 @@ class GenerationRun:
         if not self._ticket.has_started and self._call.queue_deadline_s is not None:
             # Past that, whether it still waits is looked at twice a second.
             moments.append(max(self._call.queue_deadline_s, now + 0.5))
-        return max(0.0, min((moment for moment in moments if moment is not None), default=now + 3600.0) - now)
+        return max(
+            0.0,
+            min((moment for moment in moments if moment is not None), default=now + 3600.0) - now,
+        )
 
     def _check_deadlines(self, now: float) -> None:
         call = self._call
@@ -416,19 +461,24 @@ class GenerationRun:
         if is_late and self._generator.admission.is_queued(self._ticket):
             waited_s = now - call.started_s
             raise overloaded(
-                f"the request waited {waited_s:.1f} s without being begun", code="queue_timeout", retry_after_s=waited_s / 2
+                f"the request waited {waited_s:.1f} s without being begun",
+                code="queue_timeout",
+                retry_after_s=waited_s / 2,
             )
 
 
 def _error_of(output: RequestOutput) -> ApiError | None:
     """What an output says went wrong, if it does."""
     reasons = {completion.finish_reason for completion in output.outputs}
-    if output.error == NO_TOKEN_LEFT:  # nobody's mistake but the sender's, though it shows only under way
+    # nobody's mistake but the sender's, though it shows only under way
+    if output.error == NO_TOKEN_LEFT:
         return bad_request(f"the request cannot be answered: {output.error}", code="no_token_left")
     if output.error is not None or "error" in reasons:
         code = NOT_FINITE_CODE if output.error == NOT_FINITE else "engine_error"
         answer = ApiError(500, f"the request failed: {output.error or 'unknown reason'}", code=code)
         return useless_to_retry(answer) if output.error == CONVICTED else answer
     if "abort" in reasons:
-        return ApiError(503, "the request was ended by the server", code="aborted", headers={"retry-after": "1"})
+        return ApiError(
+            503, "the request was ended by the server", code="aborted", headers={"retry-after": "1"}
+        )
     return None

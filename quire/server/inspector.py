@@ -1,8 +1,9 @@
-"""The live engine for whoever looks: its last steps since a cursor, and what a block held in one of them.
+"""The live engine for whoever looks: its last steps since a cursor, and what a block held in one of
+them.
 
-Numbers are for every key. Names of requests and tenants, and texts, are for admin keys, and for everybody where the server
-has no keys; others see made-up names that are stable while the server runs. A question costs the engine a moment between two
-steps, so only so many are put at once.
+Numbers are for every key. Names of requests and tenants, and texts, are for admin keys, and for
+everybody where the server has no keys; others see made-up names that are stable while the server
+runs. A question costs the engine a moment between two steps, so only so many are put at once.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Inspector:
         self._disguise_key = secrets.token_bytes(16)
 
     async def steps(self, request: Request) -> Response:
-        """GET /inspect/steps?engine=&since=: the engine's state, and its steps after `since` (all, where that is unknown)."""
+        """GET /inspect/steps?engine=&since=: the engine's state, and its steps after `since` (all,
+        where that is unknown)."""
         call, query = call_of(request), query_of(request, StepsQuery)
         inspection = await self._asked(self._api.client.inspect(query.engine, query.since))
         status = self._api.client.status()
@@ -68,12 +70,15 @@ class Inspector:
             "num_requests": status.num_requests,
             "max_model_len": self._api.client.model.max_model_len,
             "is_admin": call.tenant.is_admin,
-            "inspection": inspection if call.tenant.is_admin or inspection is None else self._disguised(inspection),
+            "inspection": inspection
+            if call.tenant.is_admin or inspection is None
+            else self._disguised(inspection),
         }
         return json_response(call, body)
 
     async def block(self, request: Request) -> Response:
-        """GET /inspect/blocks/{block}?step=: the tokens that a block held in a step, with their texts; for admin keys."""
+        """GET /inspect/blocks/{block}?step=: the tokens that a block held in a step,
+        with their texts; for admin keys."""
         call = call_of(request)
         if not call.tenant.is_admin:
             raise ApiError(403, "only an admin key may see what blocks hold", code="admin_needed")
@@ -89,7 +94,11 @@ class Inspector:
     async def _asked(self, answer: Any) -> Any:
         if self._num_asking >= MAX_ASKING:
             answer.close()
-            raise overloaded("too many are looking at the engine at once", code="too_many_inspections", retry_after_s=1)
+            raise overloaded(
+                "too many are looking at the engine at once",
+                code="too_many_inspections",
+                retry_after_s=1,
+            )
         self._num_asking += 1
         try:
             return await answer
@@ -101,27 +110,38 @@ class Inspector:
         replace = dataclasses.replace
         base = inspection.base
         if base is not None:
-            base = replace(base, rows=tuple(replace(row, name=self._alias(row.name)) for row in base.rows))
+            base = replace(
+                base, rows=tuple(replace(row, name=self._alias(row.name)) for row in base.rows)
+            )
         steps = tuple(
             replace(
                 step,
-                entered=tuple(replace(row, name=self._alias(row.name), tenant="") for row in step.entered),
+                entered=tuple(
+                    replace(row, name=self._alias(row.name), tenant="") for row in step.entered
+                ),
                 waits_for=_without_names(step.waits_for),
             )
             for step in inspection.steps
         )
         requests = tuple(
-            replace(each, name=self._alias(each.name), tenant="", waits_for=_without_names(each.waits_for))
+            replace(
+                each,
+                name=self._alias(each.name),
+                tenant="",
+                waits_for=_without_names(each.waits_for),
+            )
             for each in inspection.requests
         )
         return replace(inspection, base=base, steps=steps, requests=requests)
 
     def _alias(self, name: str) -> str:
-        return f"request-{hashlib.blake2b(name.encode(), key=self._disguise_key, digest_size=4).hexdigest()}"
+        digest = hashlib.blake2b(name.encode(), key=self._disguise_key, digest_size=4)
+        return f"request-{digest.hexdigest()}"
 
 
 def texts_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Iterator[str]:
-    """What each token adds to the text; a character that is made of several tokens' bytes belongs to the last of them."""
+    """What each token adds to the text; a character that is made of several tokens' bytes
+    belongs to the last of them."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token_id in token_ids:
         if tokenizer.is_added(token_id):
@@ -131,4 +151,8 @@ def texts_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Iterator[str]:
 
 
 def _without_names(reason: str | None) -> str | None:
-    return "preempted: somebody else needed its memory" if reason is not None and reason.startswith("preempted") else reason
+    return (
+        "preempted: somebody else needed its memory"
+        if reason is not None and reason.startswith("preempted")
+        else reason
+    )

@@ -1,7 +1,8 @@
 """Who holds how many bytes: the account of everything that the server keeps for its tenants.
 
-Owns numbers only, of what is stored in memory, on disk, or on its way. Totals change in one place, and entering a size under a
-name that is taken replaces it, so no sequence of calls can leave a total that differs from the sum of its entries.
+Owns numbers only, of what is stored in memory, on disk, or on its way. Totals change in one place,
+and entering a size under a name that is taken replaces it, so no sequence of calls can leave a
+total that differs from the sum of its entries.
 """
 
 from __future__ import annotations

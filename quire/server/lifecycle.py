@@ -1,10 +1,11 @@
 """A server's life: listen at once, load beside it, serve, drain when told to end, end.
 
-The listening socket is the only one there is. /livez answers before the model is loaded. The first SIGTERM, SIGINT or SIGHUP
-refuses new requests and lets those in flight finish, up to the drain timeout, after which each ends with an error; the second
-ends everything at once, and further ones change nothing. A SIGHUP that the server was started to ignore (nohup) is ignored.
-What the server says of itself is lost where it cannot be written (a full disk), and nothing else is. Imports no torch: the
-model is in the engine's process.
+The listening socket is the only one there is. /livez answers before the model is loaded. The first
+SIGTERM, SIGINT or SIGHUP refuses new requests and lets those in flight finish, up to the drain
+timeout, after which each ends with an error; the second ends everything at once, and further ones
+change nothing. A SIGHUP that the server was started to ignore (nohup) is ignored. What the server
+says of itself is lost where it cannot be written (a full disk), and nothing else is. Imports no
+torch: the model is in the engine's process.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class Settings(NamedTuple):
 
 
 def run_server(prepared: PreparedModel, settings: Settings, say: Say) -> int:
-    """Serve until told to end; the exit code. Raises ConfigError, or EngineError if the model cannot be loaded."""
+    """Serve until told to end; the exit code. Raises ConfigError,
+    or EngineError if the model cannot be loaded."""
     say = _without_errors(say)
     keys = _check(settings.api, settings.api_keys)
     settings = settings._replace(api=_with_room_for_connections(settings.api, say))
@@ -80,7 +82,8 @@ def run_server(prepared: PreparedModel, settings: Settings, say: Say) -> int:
 
 
 def _end_quietly() -> None:
-    """Nothing is left that a signal could end sooner, and the interpreter forgets handlers of Python's before it is done."""
+    """Nothing is left that a signal could end sooner,
+    and the interpreter forgets handlers of Python's before it is done."""
     for number in _SIGNALS:
         with contextlib.suppress(ValueError):  # not the main thread, which alone has handlers
             signal.signal(number, signal.SIG_IGN)
@@ -88,14 +91,16 @@ def _end_quietly() -> None:
 
 def _without_errors(say: Say) -> Say:
     def quietly(text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # a full disk, a reader that is gone, a closed stream
+        # a full disk, a reader that is gone, a closed stream
+        with contextlib.suppress(OSError, ValueError):
             say(text)
 
     return quietly
 
 
 def _check(config: ApiConfig, keys: str | None) -> KeyRing:
-    """What the operator may have mistaken, before anything is started: keys, files and folders. Raises ConfigError."""
+    """What the operator may have mistaken, before anything is started: keys, files and folders.
+    Raises ConfigError."""
     read_template(config.chat_template)
     if config.data_folder is not None:
         DataFolder(config.data_folder).close()
@@ -103,8 +108,9 @@ def _check(config: ApiConfig, keys: str | None) -> KeyRing:
 
 
 def _with_room_for_connections(config: ApiConfig, say: Say) -> ApiConfig:
-    """As many connections as this process may open files: a server without a file to spare could not accept the
-    connection that it would refuse, nor replace its engine."""
+    """As many connections as this process may open files: a server without a file to spare could
+    not accept the connection that it would refuse, nor replace its engine.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = config.max_connections + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -113,7 +119,10 @@ def _with_room_for_connections(config: ApiConfig, say: Say) -> ApiConfig:
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return config
     room = max(1, soft - _OTHER_FILES)
-    say(f"max_connections is {room}, since this process may open no more than {soft} files (ulimit -n)")
+    say(
+        f"max_connections is {room}, since this process may open no more than {soft} files "
+        "(ulimit -n)"
+    )
     return dataclasses.replace(config, max_connections=room)
 
 
@@ -131,11 +140,15 @@ def _tracer(config: ApiConfig, model: str) -> RequestTracer | None:
 def listen(config: ServeConfig) -> Iterator[socket.socket]:
     """The one listening socket. Raises ConfigError where there can be none."""
     try:
-        family, *_, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        family, *_, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[
+            0
+        ]
         listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {reason}; choose another host or port") from error
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {reason}; choose another host or port"
+        ) from error
     with listener:
         yield listener
 
@@ -143,7 +156,9 @@ def listen(config: ServeConfig) -> Iterator[socket.socket]:
 class Lifecycle:
     """One server from its first to its last moment."""
 
-    def __init__(self, settings: Settings, keys: KeyRing, say: Say, tracer: RequestTracer | None) -> None:
+    def __init__(
+        self, settings: Settings, keys: KeyRing, say: Say, tracer: RequestTracer | None
+    ) -> None:
         self._settings = settings
         self._tracer = tracer
         self._keys = keys
@@ -156,9 +171,13 @@ class Lifecycle:
         """Serve on `listener`."""
         config = self._settings.serve
         watch = WatchConfig(
-            silence_timeout_s=config.silence_timeout, step_timeout_s=config.step_timeout, max_restarts=config.max_restarts
+            silence_timeout_s=config.silence_timeout,
+            step_timeout_s=config.step_timeout,
+            max_restarts=config.max_restarts,
         )
-        client = Client(prepared, supervised(prepared, watch, has_json_logs=self._settings.api.json_logs))
+        client = Client(
+            prepared, supervised(prepared, watch, has_json_logs=self._settings.api.json_logs)
+        )
         client.link.start()  # first of all: the model loads while the rest is imported
         self._handle_signals()
         asyncio.get_running_loop().set_exception_handler(ExhaustionLog())
@@ -172,7 +191,10 @@ class Lifecycle:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             host, port = listener.getsockname()[:2]
-            self._say(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}, loading {client.model.name}")
+            self._say(
+                f"listening on http://{f'[{host}]' if ':' in host else host}:{port}, loading "
+                f"{client.model.name}"
+            )
             return await self._live(client, server, serving)
         finally:
             server.should_exit = True
@@ -182,7 +204,9 @@ class Lifecycle:
             if serving.done() and not serving.cancelled() and serving.exception() is not None:
                 log_failure(logger, "the HTTP server failed", serving.exception() or EngineError())
 
-    async def _live(self, client: Client, server: uvicorn.Server, serving: asyncio.Task[None]) -> int:
+    async def _live(
+        self, client: Client, server: uvicorn.Server, serving: asyncio.Task[None]
+    ) -> int:
         told = asyncio.create_task(self._has_been_told.wait())
         loading = asyncio.create_task(self._await_model(client))
         await asyncio.wait([told, serving, loading], return_when=asyncio.FIRST_COMPLETED)
@@ -202,18 +226,26 @@ class Lifecycle:
         garbage.settle()
         self._say("ready")
 
-    async def _drain(self, client: Client, server: uvicorn.Server, serving: asyncio.Task[None]) -> int:
+    async def _drain(
+        self, client: Client, server: uvicorn.Server, serving: asyncio.Task[None]
+    ) -> int:
         timeout_s, num_requests = self._settings.serve.drain_timeout, client.status().num_requests
         if num_requests:
-            self._say(f"draining: {num_requests} requests have {timeout_s:g} s to finish; once more ends them at once")
+            self._say(
+                f"draining: {num_requests} requests have {timeout_s:g} s to finish; once "
+                "more ends them at once"
+            )
         draining = asyncio.create_task(client.drain(timeout_s))
         aborted = asyncio.create_task(self._is_aborted.wait())
         await asyncio.wait([draining, aborted], return_when=asyncio.FIRST_COMPLETED)
         if not draining.done():
             draining.cancel()
             return EXIT_ABORTED
-        server.should_exit = True  # takes no more connections, and lets those that are open take the rest
-        await asyncio.wait([serving, aborted], return_when=asyncio.FIRST_COMPLETED, timeout=_LAST_WRITES_S + 1)
+        # takes no more connections, and lets those that are open take the rest
+        server.should_exit = True
+        await asyncio.wait(
+            [serving, aborted], return_when=asyncio.FIRST_COMPLETED, timeout=_LAST_WRITES_S + 1
+        )
         aborted.cancel()
         return EXIT_ABORTED if self._is_aborted.is_set() else EXIT_DRAINED
 
@@ -226,11 +258,13 @@ class Lifecycle:
         return _Server(uvicorn_config(app, config, timeout_graceful_shutdown=int(_LAST_WRITES_S)))
 
     def _handle_signals(self) -> None:
-        """Until the process ends: handlers of the event loop's would go with it, and a late signal print a traceback."""
+        """Until the process ends: handlers of the event loop's would go with it,
+        and a late signal print a traceback."""
         loop = asyncio.get_running_loop()
 
         def tell(number: int, frame: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the process is about to end
+            # the loop is closed: the process is about to end
+            with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._tell)
 
         for number in _SIGNALS:
@@ -242,7 +276,8 @@ class Lifecycle:
         self._has_been_told.set()
         if self._num_signals > 1:
             self._is_aborted.set()
-            logging.getLogger("uvicorn.error").disabled = True  # it would print a traceback of each task that is cut off
+            # it would print a traceback of each task that is cut off
+            logging.getLogger("uvicorn.error").disabled = True
 
 
 class _Server(uvicorn.Server):

@@ -1,8 +1,10 @@
-"""Prometheus metrics: what vLLM's dashboards know, under `quire:` (or `vllm:`), for all that exists here.
+"""Prometheus metrics: what vLLM's dashboards know, under `quire:` (or `vllm:`), for all that exists
+here.
 
-Owns one registry per server. Tokens are counted as they come, also those of requests that end early; histograms are fed as
-requests end well; gauges are read from the engine's status when somebody asks. Labels are the model's name, a tenant's name
-from the operator's file, or a fixed word: never what a client sent, so their number is bounded.
+Owns one registry per server. Tokens are counted as they come, also those of requests that end
+early; histograms are fed as requests end well; gauges are read from the engine's status when
+somebody asks. Labels are the model's name, a tenant's name from the operator's file, or a fixed
+word: never what a client sent, so their number is bounded.
 """
 
 from __future__ import annotations
@@ -14,7 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -25,20 +32,82 @@ from quire.server.admission import AdmissionControl
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LATENCY_S = (
-    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0,
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+    480.0, 960.0, 1920.0,
 )  # fmt: skip
 _FIRST_TOKEN_S = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0,
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0,
 )  # fmt: skip
-_PER_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
-_COUNT = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000, 1_000_000)
+_PER_TOKEN_S = (
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+)
+_COUNT = (
+    1,
+    2,
+    5,
+    10,
+    20,
+    50,
+    100,
+    200,
+    500,
+    1000,
+    2000,
+    5000,
+    10_000,
+    20_000,
+    50_000,
+    100_000,
+    200_000,
+    500_000,
+    1_000_000,
+)
 _SMALL = (1, 2, 5, 10, 20, 50, 100, 128)
-_LAG_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_LAG_S = (
+    0.0005,
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.03,
+    0.04,
+    0.05,
+    0.075,
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+    2.0,
+    5.0,
+)
 
 _HISTOGRAMS = {
     "time_to_first_token_seconds": ("From arrival to the first token.", _FIRST_TOKEN_S),
     "inter_token_latency_seconds": ("Between two outputs of a stream.", _PER_TOKEN_S),
-    "request_time_per_output_token_seconds": ("Mean time per output token after the first.", _PER_TOKEN_S),
+    "request_time_per_output_token_seconds": (
+        "Mean time per output token after the first.",
+        _PER_TOKEN_S,
+    ),
     "e2e_request_latency_seconds": ("From arrival to the end.", _LATENCY_S),
     "request_queue_time_seconds": ("From arrival to the first step.", _LATENCY_S),
     "request_inference_time_seconds": ("From the first step to the end.", _LATENCY_S),
@@ -50,8 +119,14 @@ _HISTOGRAMS = {
     "request_params_n": ("The parameter n.", _SMALL),
     "request_params_max_tokens": ("The parameter max_tokens.", _COUNT),
     "request_num_preemptions": ("Preemptions of a request.", (0, *_SMALL)),
-    "event_loop_lag_seconds": ("How late the server's event loop runs what is due, looked at 20 times a second.", _LAG_S),
-    "request_prefill_kv_computed_tokens": ("Prompt tokens whose KV was computed, not found in the cache.", _COUNT),
+    "event_loop_lag_seconds": (
+        "How late the server's event loop runs what is due, looked at 20 times a second.",
+        _LAG_S,
+    ),
+    "request_prefill_kv_computed_tokens": (
+        "Prompt tokens whose KV was computed, not found in the cache.",
+        _COUNT,
+    ),
 }
 _COUNTERS = {
     "prompt_tokens": "Prompt tokens.",
@@ -74,26 +149,42 @@ NOT_FINITE_CODE = "not_finite"
 class Metrics:
     """All metrics of one server."""
 
-    def __init__(self, prefix: str, model_name: str, client: Client, admission: AdmissionControl) -> None:
+    def __init__(
+        self, prefix: str, model_name: str, client: Client, admission: AdmissionControl
+    ) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
         self._model = model_name
         registry, label = self._registry, ("model_name",)
         self._histograms = {name: _Histogram(buckets) for name, (_, buckets) in _HISTOGRAMS.items()}
         self._counts = dict.fromkeys(_COUNTERS, 0)
         text = "Sequences that ended, by reason."
-        self._success = Counter(f"{prefix}:request_success", text, ("model_name", "finished_reason"), registry=registry)
+        self._success = Counter(
+            f"{prefix}:request_success", text, ("model_name", "finished_reason"), registry=registry
+        )
         for reason in _REASONS:
             self._success.labels(model_name, reason)
         text = "Requests that ended because the model's numbers were not finite."
-        self._corrupted = Counter(f"{prefix}:corrupted_requests", text, label, registry=registry).labels(model_name)
+        self._corrupted = Counter(
+            f"{prefix}:corrupted_requests", text, label, registry=registry
+        ).labels(model_name)
         text = "Requests that ended with an error, by code."
-        self._failures = Counter(f"{prefix}:request_failures", text, ("model_name", "code"), registry=registry)
+        self._failures = Counter(
+            f"{prefix}:request_failures", text, ("model_name", "code"), registry=registry
+        )
         labels = ("method", "handler")
-        self._http = Counter(f"{prefix}:http_requests", "HTTP exchanges.", (*labels, "status"), registry=registry)
-        name, text = f"{prefix}:http_request_duration_seconds", "From a request's headers to the end of its answer."
+        self._http = Counter(
+            f"{prefix}:http_requests", "HTTP exchanges.", (*labels, "status"), registry=registry
+        )
+        name, text = (
+            f"{prefix}:http_request_duration_seconds",
+            "From a request's headers to the end of its answer.",
+        )
         self._http_duration = Histogram(name, text, labels, buckets=_LATENCY_S, registry=registry)
-        self._http_children: dict[tuple[str, str, int], tuple[Callable[[], None], Callable[[float], None]]] = {}
-        """To look a metric up by its labels costs as much as to count; these are as few as the metric's."""
+        self._http_children: dict[
+            tuple[str, str, int], tuple[Callable[[], None], Callable[[float], None]]
+        ] = {}
+        """To look a metric up by its labels costs as much as to count;
+        these are as few as the metric's."""
         self._registry.register(_Live(prefix, model_name, client, admission))
         self._registry.register(_Histograms(prefix, model_name, self._histograms))
         self._registry.register(_Counts(prefix, model_name, self._counts))
@@ -107,7 +198,10 @@ class Metrics:
         kind = (method, path, status)
         children = self._http_children.get(kind)
         if children is None:
-            counter, duration = self._http.labels(method, path, str(status)), self._http_duration.labels(method, path)
+            counter, duration = (
+                self._http.labels(method, path, str(status)),
+                self._http_duration.labels(method, path),
+            )
             children = self._http_children[kind] = (counter.inc, duration.observe)
         count, observe = children
         count()
@@ -141,7 +235,9 @@ class Metrics:
         """Sequences ended; `reason` is one of our own words."""
         self._success.labels(self._model, reason).inc(count)
 
-    def request_finished(self, output: RequestOutput, params: SamplingParams, num_output_tokens: int, longest: int) -> None:
+    def request_finished(
+        self, output: RequestOutput, params: SamplingParams, num_output_tokens: int, longest: int
+    ) -> None:
         """Book the end of a request that went well."""
         metrics, histograms = output.metrics, self._histograms
         num_prompt, num_cached = len(output.prompt_token_ids), metrics.num_prefix_hit_tokens
@@ -163,7 +259,12 @@ class Metrics:
 def _durations(output: RequestOutput, longest: int) -> Iterator[tuple[str, float]]:
     """Histogram names and seconds, for the moments that were reached."""
     times = output.metrics
-    arrival, scheduled, first, last = times.arrival_s, times.first_scheduled_s, times.first_token_s, times.last_token_s
+    arrival, scheduled, first, last = (
+        times.arrival_s,
+        times.first_scheduled_s,
+        times.first_token_s,
+        times.last_token_s,
+    )
     end = times.finished_s if times.finished_s is not None else last
     if end is not None:
         yield "e2e_request_latency_seconds", max(0.0, end - arrival)
@@ -178,12 +279,16 @@ def _durations(output: RequestOutput, longest: int) -> Iterator[tuple[str, float
         if last is not None:
             yield "request_decode_time_seconds", max(0.0, last - first)
             if longest > 1:
-                yield "request_time_per_output_token_seconds", max(0.0, last - first) / (longest - 1)
+                yield (
+                    "request_time_per_output_token_seconds",
+                    max(0.0, last - first) / (longest - 1),
+                )
 
 
 class _Histogram:
-    """A histogram that one thread feeds, at every token: prometheus_client's takes two locks and goes through its buckets one
-    by one, which is 4 us of the 100 or so that a token costs."""
+    """A histogram that one thread feeds, at every token: prometheus_client's takes two locks and
+    goes through its buckets one by one, which is 4 us of the 100 or so that a token costs.
+    """
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -200,7 +305,11 @@ class _Histogram:
 
     def buckets(self) -> list[tuple[str, float]]:
         """As Prometheus has them: each with all that is below its bound."""
-        return list(zip(map(floatToGoString, (*self.bounds, math.inf)), accumulate(self.counts), strict=True))
+        return list(
+            zip(
+                map(floatToGoString, (*self.bounds, math.inf)), accumulate(self.counts), strict=True
+            )
+        )
 
 
 class _Histograms(Collector):
@@ -214,13 +323,16 @@ class _Histograms(Collector):
     def collect(self) -> Iterable[Metric]:
         """As of now."""
         for name, histogram in self._histograms.items():
-            family = HistogramMetricFamily(f"{self._prefix}:{name}", _HISTOGRAMS[name][0], labels=("model_name",))
+            family = HistogramMetricFamily(
+                f"{self._prefix}:{name}", _HISTOGRAMS[name][0], labels=("model_name",)
+            )
             family.add_metric((self._model,), histogram.buckets(), histogram.total)
             yield family
 
 
 class _Counts(Collector):
-    """Counts of tokens, which grow with every one of them: as the histograms, without prometheus_client's locks."""
+    """Counts of tokens, which grow with every one of them: as the histograms,
+    without prometheus_client's locks."""
 
     def __init__(self, prefix: str, model_name: str, counts: Mapping[str, int]) -> None:
         self._prefix = prefix
@@ -236,8 +348,12 @@ class _Counts(Collector):
             yield family
         num_cached = self._counts["prompt_tokens_cached"]
         text = "Prompt tokens, by where their KV came from."
-        family = CounterMetricFamily(f"{self._prefix}:prompt_tokens_by_source", text, labels=("model_name", "source"))
-        family.add_metric((self._model, "local_compute"), self._counts["prompt_tokens"] - num_cached)
+        family = CounterMetricFamily(
+            f"{self._prefix}:prompt_tokens_by_source", text, labels=("model_name", "source")
+        )
+        family.add_metric(
+            (self._model, "local_compute"), self._counts["prompt_tokens"] - num_cached
+        )
         family.add_metric((self._model, "local_cache_hit"), num_cached)
         yield family
 
@@ -253,7 +369,9 @@ def _num_tasks() -> float:
 class _Live(Collector):
     """Gauges and counters that somebody else keeps, read when they are asked for."""
 
-    def __init__(self, prefix: str, model_name: str, client: Client, admission: AdmissionControl) -> None:
+    def __init__(
+        self, prefix: str, model_name: str, client: Client, admission: AdmissionControl
+    ) -> None:
         self._prefix = prefix
         self._model = model_name
         self._client = client
@@ -263,25 +381,57 @@ class _Live(Collector):
         """Everything as of now."""
         status = self._client.status()
         yield from (
-            self._gauge("num_requests_running", "Sequences that are computed now.", status.num_running),
+            self._gauge(
+                "num_requests_running", "Sequences that are computed now.", status.num_running
+            ),
             self._gauge("num_requests_waiting", "Sequences that wait.", status.num_waiting),
-            self._gauge("num_requests_in_flight", "Requests that have not ended.", self._admission.num_in_flight),
-            self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", status.kv_usage),
+            self._gauge(
+                "num_requests_in_flight",
+                "Requests that have not ended.",
+                self._admission.num_in_flight,
+            ),
+            self._gauge(
+                "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", status.kv_usage
+            ),
             self._gauge("event_loop_tasks", "Tasks of the server's event loop.", _num_tasks()),
             self._gauge("engine_ready", "1 where new requests are served.", float(status.is_ready)),
-            self._gauge("last_step_age_seconds", "Age of the last step while there is work.", status.last_step_age_s or 0.0),
+            self._gauge(
+                "last_step_age_seconds",
+                "Age of the last step while there is work.",
+                status.last_step_age_s or 0.0,
+            ),
             self._counter("num_preemptions", "Preemptions.", status.num_preemptions),
             self._counter("engine_restarts", "Engine processes replaced.", status.num_restarts),
             self._counter("engine_steps", "Steps of the engine that runs now.", status.num_steps),
-            self._counter("kv_blocks_evicted", "Cached blocks that were given to others.", status.num_evictions),
-            self._counter("kv_blocks_copied", "Blocks that were copied on write.", status.num_copies),
-            self._counter("kv_blocks_merged", "Blocks that were merged with identical ones.", status.num_merges),
+            self._counter(
+                "kv_blocks_evicted",
+                "Cached blocks that were given to others.",
+                status.num_evictions,
+            ),
+            self._counter(
+                "kv_blocks_copied", "Blocks that were copied on write.", status.num_copies
+            ),
+            self._counter(
+                "kv_blocks_merged",
+                "Blocks that were merged with identical ones.",
+                status.num_merges,
+            ),
             self._waiting_by_reason(status),
             self._step_sizes(status),
             self._step_durations(status),
-            self._gauge("step_target_seconds", "How long a step should take; 0 for any time.", status.target_step_s),
-            self._counter("step_predicted_seconds", "Predicted durations of steps.", status.predicted_step_s),
-            self._counter("step_misjudged_seconds", "Amounts by which these were off.", status.misjudged_step_s),
+            self._gauge(
+                "step_target_seconds",
+                "How long a step should take; 0 for any time.",
+                status.target_step_s,
+            ),
+            self._counter(
+                "step_predicted_seconds", "Predicted durations of steps.", status.predicted_step_s
+            ),
+            self._counter(
+                "step_misjudged_seconds",
+                "Amounts by which these were off.",
+                status.misjudged_step_s,
+            ),
             self._cache_config(),
         )
         name = f"{self._prefix}:admission_rejections"
@@ -292,27 +442,43 @@ class _Live(Collector):
         yield from self._by_tenant()
 
     def _waiting_by_reason(self, status: EngineStatus) -> Metric:
-        """`deferred` waits for something that another sequence is computing, `capacity` for rows, memory or its turn."""
+        """`deferred` waits for something that another sequence is computing, `capacity` for rows,
+        memory or its turn."""
         name = f"{self._prefix}:num_requests_waiting_by_reason"
-        family = GaugeMetricFamily(name, "Sequences that wait, by reason.", labels=("model_name", "reason"))
+        family = GaugeMetricFamily(
+            name, "Sequences that wait, by reason.", labels=("model_name", "reason")
+        )
         family.add_metric((self._model, "capacity"), max(0, status.num_waiting - status.num_parked))
         family.add_metric((self._model, "deferred"), status.num_parked)
         return family
 
     def _step_sizes(self, status: EngineStatus) -> Metric:
-        """The histogram that the scheduler keeps: steps by the power of two that bounds their tokens."""
+        """The histogram that the scheduler keeps: steps by the power of
+        two that bounds their tokens."""
         text = "Tokens computed in one step."
-        return self._powers("iteration_tokens_total", text, status.num_steps_by_size, 1.0, status.num_computed_tokens)
+        return self._powers(
+            "iteration_tokens_total",
+            text,
+            status.num_steps_by_size,
+            1.0,
+            status.num_computed_tokens,
+        )
 
     def _step_durations(self, status: EngineStatus) -> Metric:
         """The same for the durations of steps that are bounded by time."""
         text = "Durations of steps, where they are bounded by time."
-        return self._powers("step_time_seconds", text, status.num_steps_by_duration, 0.001, status.measured_step_s)
+        return self._powers(
+            "step_time_seconds", text, status.num_steps_by_duration, 0.001, status.measured_step_s
+        )
 
-    def _powers(self, name: str, text: str, counts: Sequence[int], unit: float, total: float) -> Metric:
+    def _powers(
+        self, name: str, text: str, counts: Sequence[int], unit: float, total: float
+    ) -> Metric:
         """A histogram whose buckets end at `unit` times powers of two."""
         sums = list(accumulate(counts or (0,)))
-        buckets = [(str(unit * (1 << place)), float(count)) for place, count in enumerate(sums[:-1])]
+        buckets = [
+            (str(unit * (1 << place)), float(count)) for place, count in enumerate(sums[:-1])
+        ]
         family = HistogramMetricFamily(f"{self._prefix}:{name}", text, labels=("model_name",))
         family.add_metric((self._model,), [*buckets, ("+Inf", float(sums[-1]))], total)
         return family
@@ -320,7 +486,9 @@ class _Live(Collector):
     def _cache_config(self) -> Metric:
         """Always 1; what it says is in its labels."""
         kv = self._client.model.kv
-        family = GaugeMetricFamily(f"{self._prefix}:cache_config_info", "The KV cache.", labels=("model_name", *kv))
+        family = GaugeMetricFamily(
+            f"{self._prefix}:cache_config_info", "The KV cache.", labels=("model_name", *kv)
+        )
         family.add_metric((self._model, *kv.values()), 1)
         return family
 
@@ -333,7 +501,9 @@ class _Live(Collector):
             "generation_tokens": lambda name: self._admission.uses[name].num_output_tokens,
         }
         for what, count in counts.items():
-            family = CounterMetricFamily(f"{self._prefix}:tenant_{what}", f"Per tenant: {what}.", labels=("tenant",))
+            family = CounterMetricFamily(
+                f"{self._prefix}:tenant_{what}", f"Per tenant: {what}.", labels=("tenant",)
+            )
             for name in self._admission.uses:
                 family.add_metric((name,), count(name))
             yield family

@@ -1,7 +1,9 @@
-"""GET /openapi.json: what this server understands, as an OpenAPI document made from the very types that judge the requests.
+"""GET /openapi.json: what this server understands, as an OpenAPI document made from the very types
+that judge the requests.
 
-Owns the document's shape. Nothing in it is written by hand twice: paths and methods come from the routes, bodies from the
-records that decode them, words from docstrings. It says nothing of the model, its folder or the operator's settings.
+Owns the document's shape. Nothing in it is written by hand twice: paths and methods come from the
+routes, bodies from the records that decode them, words from docstrings. It says nothing of the
+model, its folder or the operator's settings.
 """
 
 from __future__ import annotations
@@ -61,13 +63,17 @@ _ENVELOPES: Document = {
 UPLOAD: Document = {
     "type": "object",
     "required": ["file", "purpose"],
-    "properties": {"file": {"type": "string", "contentMediaType": "application/octet-stream"}, "purpose": {"type": "string"}},
+    "properties": {
+        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+        "purpose": {"type": "string"},
+    },
 }
 """The form of an upload, which is no record of JSON."""
 
 
 class ApiRoute(Route):
-    """A route, what its body is (a record that decodes JSON, `UPLOAD`, or nothing), and the record of its query."""
+    """A route, what its body is (a record that decodes JSON, `UPLOAD`, or nothing),
+    and the record of its query."""
 
     def __init__(
         self,
@@ -84,7 +90,8 @@ class ApiRoute(Route):
 
 
 def _with_query(endpoint: Endpoint, kind: type[msgspec.Struct]) -> Endpoint:
-    """The endpoint behind a judge of its query, whose findings every answer names, whatever it is made of."""
+    """The endpoint behind a judge of its query, whose findings every answer names,
+    whatever it is made of."""
 
     @functools.wraps(endpoint)
     async def judged(request: Request) -> Response:
@@ -126,16 +133,21 @@ def document(operations: Sequence[ApiRoute]) -> bytes:
 def _describe(operation: ApiRoute, method: str, bodies: dict[Any, Any]) -> Document:
     names = _PARAMETER.findall(operation.path)
     parameters = [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}} for name in names
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in names
     ]
     summary = (operation.endpoint.__doc__ or "").strip().split("\n")[0]
     error = "AnthropicError" if operation.path.startswith("/v1/messages") else "Error"
     described: Document = {
-        "operationId": f"{method.lower()}{re.sub(r'[^A-Za-z0-9]+', '_', operation.path)}".rstrip("_"),
+        "operationId": f"{method.lower()}{re.sub(r'[^A-Za-z0-9]+', '_', operation.path)}".rstrip(
+            "_"
+        ),
         "summary": summary,
         "parameters": [*parameters, *_query_parameters(operation.query_kind)],
         "responses": {
-            "200": {"description": "What was asked for; a stream of events where `stream` is true."},
+            "200": {
+                "description": "What was asked for; a stream of events where `stream` is true."
+            },
             "default": {
                 "description": "An error.",
                 "content": {"application/json": {"schema": {"$ref": _REF.format(name=error)}}},
@@ -144,7 +156,10 @@ def _describe(operation: ApiRoute, method: str, bodies: dict[Any, Any]) -> Docum
         "security": [] if operation.path in _PUBLIC else [{"bearer": []}, {"header": []}],
     }
     if operation.body_kind is not None:
-        described["requestBody"] = {"required": True, "content": _content(operation.body_kind, bodies)}
+        described["requestBody"] = {
+            "required": True,
+            "content": _content(operation.body_kind, bodies),
+        }
     return described
 
 

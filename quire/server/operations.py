@@ -31,7 +31,12 @@ class Operations:
         """200 where a new request would be served now; else 503 and the state."""
         status = self._api.client.status()
         if not status.is_ready:
-            raise overloaded(f"not ready: {status.state}", code=status.state, retry_after_s=_RETRY_WHEN_NOT_READY_S, status=503)
+            raise overloaded(
+                f"not ready: {status.state}",
+                code=status.state,
+                retry_after_s=_RETRY_WHEN_NOT_READY_S,
+                status=503,
+            )
         return json_response(call_of(request), {"status": "ready"})
 
     async def progress(self, request: Request) -> Response:
@@ -64,7 +69,10 @@ class Operations:
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus' text format."""
-        return Response(self._api.metrics.exposition(), headers={"content-type": CONTENT_TYPE, "cache-control": "no-store"})
+        return Response(
+            self._api.metrics.exposition(),
+            headers={"content-type": CONTENT_TYPE, "cache-control": "no-store"},
+        )
 
     async def usage(self, request: Request) -> Response:
         """What the asking tenant has used since the server started, and what it may."""

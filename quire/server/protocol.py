@@ -1,11 +1,14 @@
-"""HTTP/1.1 connections with bounds: uvicorn's httptools protocol, read message by message, with the limits that it leaves open.
+"""HTTP/1.1 connections with bounds: uvicorn's httptools protocol, read message by message, with the
+limits that it leaves open.
 
-The C parser (llhttp) judges every byte; what is decided here is what it gets to see. A request's head is collected first,
-within `MAX_HEADER_BLOCK_BYTES` and a deadline, and handed over in one piece; of a body no more than its length; and of what a
-client sends ahead nothing before the answer to the request before has left. So an error is always that of one request, and
-nothing is ever parsed that would not be served. What llhttp and uvicorn let pass is refused here: protocols and versions that
-are not HTTP/1.0 or 1.1, a missing or second Host, codings besides chunked, trailers that pose as headers, endless chunk
-extensions. Errors have OpenAI's shape also where the request cannot be parsed at all. `exchange.py` owns what leaves.
+The C parser (llhttp) judges every byte; what is decided here is what it gets to see. A request's
+head is collected first, within `MAX_HEADER_BLOCK_BYTES` and a deadline, and handed over in one
+piece; of a body no more than its length; and of what a client sends ahead nothing before the answer
+to the request before has left. So an error is always that of one request, and nothing is ever
+parsed that would not be served. What llhttp and uvicorn let pass is refused here: protocols and
+versions that are not HTTP/1.0 or 1.1, a missing or second Host, codings besides chunked, trailers
+that pose as headers, endless chunk extensions. Errors have OpenAI's shape also where the request
+cannot be parsed at all. `exchange.py` owns what leaves.
 """
 
 from __future__ import annotations
@@ -32,10 +35,12 @@ MAX_HEADER_BLOCK_BYTES = 48 << 10
 MAX_CHUNKS = 65536
 """Chunks of one body. A client's JSON comes in one or a few; tiny ones cost a microsecond each."""
 MAX_FRAMING_BYTES = 48 << 10
-"""Of a chunked body's sizes, extensions and trailers together, beyond `_CHUNK_FRAMING_BYTES` for each chunk."""
+"""Of a chunked body's sizes, extensions and trailers together,
+beyond `_CHUNK_FRAMING_BYTES` for each chunk."""
 MAX_AHEAD_BYTES = 64 << 10
-"""Of what a client sends before it has the answer to its request; more than that is lost, and so is the connection after the
-answer."""
+"""Of what a client sends before it has the answer to its request; more than that is lost, and so is
+the connection after the answer.
+"""
 IDLE_S = 75
 """How long a connection may be idle between two requests."""
 
@@ -55,7 +60,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=False)  # uvicorn's, which reads on where we do not
+        # uvicorn's, which reads on where we do not
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=False)
         self._held = b""
         """What has come and was not parsed: an unfinished head, or what was sent ahead."""
         self._is_deaf = False
@@ -73,7 +79,11 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         _send_at_once(transport)
         if len(self.connections) > self.api_config.max_connections:
-            self._refuse(overloaded("too many connections", code="too_many_connections", retry_after_s=1, status=503))
+            self._refuse(
+                overloaded(
+                    "too many connections", code="too_many_connections", retry_after_s=1, status=503
+                )
+            )
             return
         self._start_timer()
 
@@ -116,7 +126,8 @@ class BoundedProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _hold(self, data: bytes) -> None:
-        """Keep what was sent ahead. Reading goes on meanwhile, so that a client that leaves is noticed."""
+        """Keep what was sent ahead. Reading goes on meanwhile,
+        so that a client that leaves is noticed."""
         if len(data) > MAX_AHEAD_BYTES:
             self._end_after_answer()
         else:
@@ -127,7 +138,9 @@ class BoundedProtocol(HttpToolsProtocol):
         begin = len(data) - len(data.lstrip(b"\r\n"))
         end = data.find(_HEAD_END, begin)
         if (end if end >= 0 else len(data)) > MAX_HEADER_BLOCK_BYTES:
-            self._refuse(ApiError(431, "the request's headers are too large", code="headers_too_large"))
+            self._refuse(
+                ApiError(431, "the request's headers are too large", code="headers_too_large")
+            )
         elif end >= 0:
             end += len(_HEAD_END)
             self._begin(data[:end])
@@ -154,7 +167,8 @@ class BoundedProtocol(HttpToolsProtocol):
         try:
             self._feed_head(head)
         except httptools.HttpParserUpgrade:
-            # Ignored, as a server may. llhttp would take the request's body for the other protocol's bytes.
+            # Ignored, as a server may. llhttp would take the request's body for the other
+            # protocol's bytes.
             self.parser = httptools.HttpRequestParser(self)
             self._feed_head(_UPGRADE.sub(b"", head))
 
@@ -165,7 +179,8 @@ class BoundedProtocol(HttpToolsProtocol):
             raise httptools.HttpParserError("a head without its end")
 
     def _scope(self, method: bytes, target: bytes, version: bytes) -> dict[str, Any]:
-        """What ASGI says of a request. The path is as it was sent: that of `http://x/livez` is not `/livez`."""
+        """What ASGI says of a request. The path is as it was sent:
+        that of `http://x/livez` is not `/livez`."""
         raw_path, _, query = target.partition(b"?")
         path = raw_path.decode("ascii")
         return {
@@ -185,10 +200,13 @@ class BoundedProtocol(HttpToolsProtocol):
         }
 
     def _start(self, scope: Any) -> None:
-        """Begin an exchange. Raises HttpParserError where llhttp is content with a head that is not."""
+        """Begin an exchange. Raises HttpParserError where llhttp is
+        content with a head that is not."""
         fields, is_current = dict(self.headers), scope["http_version"] == "1.1"
         _check_fields(self.headers, is_current=is_current)
-        self._body_left = None if b"transfer-encoding" in fields else int(fields.get(b"content-length", 0))
+        self._body_left = (
+            None if b"transfer-encoding" in fields else int(fields.get(b"content-length", 0))
+        )
         self._num_chunks = self._num_framing_bytes = 0
         cycle = RequestCycle(
             scope=scope,
@@ -199,7 +217,8 @@ class BoundedProtocol(HttpToolsProtocol):
             access_log=False,
             default_headers=self.server_state.default_headers,
             message_event=asyncio.Event(),
-            expect_100_continue=is_current and fields.get(b"expect", b"").lower() == b"100-continue",
+            expect_100_continue=is_current
+            and fields.get(b"expect", b"").lower() == b"100-continue",
             keep_alive=is_current and self._keeps_alive,
             on_response=self.on_response_complete,
         )
@@ -227,10 +246,13 @@ class BoundedProtocol(HttpToolsProtocol):
         except httptools.HttpParserError:
             if self._is_in_body:
                 self._break_off()
-            else:  # a request right behind a chunked body: it may be sent again on another connection
+            else:  # a request behind a chunked body: it may be sent again on another connection
                 self._end_after_answer()
         else:
-            if self._num_framing_bytes > MAX_FRAMING_BYTES + _CHUNK_FRAMING_BYTES * self._num_chunks:
+            if (
+                self._num_framing_bytes
+                > MAX_FRAMING_BYTES + _CHUNK_FRAMING_BYTES * self._num_chunks
+            ):
                 self._break_off()  # also where all of it has come at once
         return data[len(mine) :]
 
@@ -299,8 +321,9 @@ class BoundedProtocol(HttpToolsProtocol):
             cycle.message_event.set()
 
     def _set_clocks(self) -> None:
-        """A head must come in time, and so must the rest of a body whose answer did not wait for it. Between two requests there
-        is more of it."""
+        """A head must come in time, and so must the rest of a body whose answer did not wait for
+        it. Between two requests there is more of it.
+        """
         self._unset_keepalive_if_required()
         if self._is_answering:
             self._stop_timer()
@@ -309,8 +332,11 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._start_timer()
         else:
             self._stop_timer()
-            self.cycle, self.headers = None, []  # clients keep hundreds of connections that do nothing
-            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+            # clients keep hundreds of connections that do nothing
+            self.cycle, self.headers = None, []
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def _start_timer(self) -> None:
         self._header_timer = self.loop.call_later(self.api_config.header_timeout_s, self._give_up)
@@ -326,14 +352,20 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_in_body:
             self.transport.close()
         elif not self.transport.is_closing():
-            self._refuse(ApiError(408, "the request's headers did not arrive in time", code="header_timeout"))
+            self._refuse(
+                ApiError(408, "the request's headers did not arrive in time", code="header_timeout")
+            )
 
     def _refuse(self, error: ApiError) -> None:
         """Answer without an application, and close."""
         self._stop_timer()
         self._is_deaf = True
         body = error.encode()
-        lines = [f"HTTP/1.1 {error.status} Error", "content-type: application/json", f"content-length: {len(body)}"]
+        lines = [
+            f"HTTP/1.1 {error.status} Error",
+            "content-type: application/json",
+            f"content-length: {len(body)}",
+        ]
         lines += [f"x-request-id: req_{secrets.token_hex(12)}", "connection: close"]
         lines += [f"{name}: {value}" for name, value in error.headers.items()]
         self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
@@ -343,16 +375,20 @@ class BoundedProtocol(HttpToolsProtocol):
 def _is_hopeless(data: bytes, begin: int) -> bool:
     """Whether an unfinished head, whose request line is at `begin`, can never become one."""
     line_end = data.find(b"\n", begin)
-    return _BEGINNING.match(data) is None or (line_end > 0 and data[line_end - 1 : line_end] != b"\r")
+    return _BEGINNING.match(data) is None or (
+        line_end > 0 and data[line_end - 1 : line_end] != b"\r"
+    )
 
 
 def _check_fields(headers: list[tuple[bytes, bytes]], *, is_current: bool) -> None:
-    """Raises HttpParserError for what a request of HTTP/1.1 (`is_current`) or 1.0 must not be without or have."""
+    """Raises HttpParserError for what a request of HTTP/1.1 (`is_current`)
+    or 1.0 must not be without or have."""
     num_hosts = sum([name == b"host" for name, _ in headers])
     if num_hosts > 1 or (is_current and num_hosts == 0):
         raise httptools.HttpParserError("not one Host")
     codings = [value.lower() for name, value in headers if name == b"transfer-encoding"]
-    if codings and (codings != [b"chunked"] or not is_current):  # llhttp looks at the last line alone
+    # llhttp looks at the last line alone
+    if codings and (codings != [b"chunked"] or not is_current):
         raise httptools.HttpParserError("a coding that is not chunked")
 
 
@@ -361,8 +397,10 @@ def _invalid() -> ApiError:
 
 
 def _send_at_once(transport: asyncio.Transport) -> None:
-    """Switch Nagle's algorithm off. asyncio does so only where the listening socket names its protocol, which one made by
-    `socket.create_server` does not; each answer, and each token of a stream, would then wait 40 ms for the client's ACK."""
+    """Switch Nagle's algorithm off. asyncio does so only where the listening socket names its
+    protocol, which one made by `socket.create_server` does not; each answer, and each token of a
+    stream, would then wait 40 ms for the client's ACK.
+    """
     connection = transport.get_extra_info("socket")
     if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -374,7 +412,8 @@ def protocol_for(config: ApiConfig) -> type[BoundedProtocol]:
 
 
 def uvicorn_config(app: Any, config: ApiConfig, **options: Any) -> uvicorn.Config:
-    """uvicorn's settings for `app`; `options` say where to listen. Nothing is read from the environment or from proxies."""
+    """uvicorn's settings for `app`; `options` say where to listen.
+    Nothing is read from the environment or from proxies."""
     return uvicorn.Config(
         app,
         http=protocol_for(config),

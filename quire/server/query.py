@@ -1,8 +1,10 @@
-"""What a URL asks for behind its `?`: read once, for every route, into the record that the route declares.
+"""What a URL asks for behind its `?`: read once, for every route, into the record that the route
+declares.
 
-Owns the judging of query strings. A record has fields of `int` with both bounds, `str` with a greatest length, or `Literal`s,
-each with a default. Whole numbers are ASCII digits; what is given twice or out of bounds is refused by name, and parameters
-that a route does not have are reported as unknown fields of bodies are.
+Owns the judging of query strings. A record has fields of `int` with both bounds, `str` with a
+greatest length, or `Literal`s, each with a default. Whole numbers are ASCII digits; what is given
+twice or out of bounds is refused by name, and parameters that a route does not have are reported as
+unknown fields of bodies are.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class NoQuery(msgspec.Struct, kw_only=True):
 
 
 def read_query(scope: Scope, kind: type[msgspec.Struct]) -> None:
-    """Judge a request's query before its route runs. Raises ApiError 400 with the parameter's name."""
+    """Judge a request's query before its route runs.
+    Raises ApiError 400 with the parameter's name."""
     try:
         pairs = parse_qsl(
             scope.get("query_string", b"").decode("latin-1"),
@@ -45,7 +48,9 @@ def read_query(scope: Scope, kind: type[msgspec.Struct]) -> None:
             max_num_fields=_MAX_PARAMETERS,
         )
     except ValueError:
-        raise bad_request(f"the URL has more than {_MAX_PARAMETERS} parameters", code="invalid_query") from None
+        raise bad_request(
+            f"the URL has more than {_MAX_PARAMETERS} parameters", code="invalid_query"
+        ) from None
     readers = _readers(kind)
     values: dict[str, Any] = {}
     for name, text in pairs:
@@ -69,7 +74,11 @@ def query_of(request: Request, kind: type[_T]) -> _T:
 def whole_number(name: str, text: str, least: int, most: int) -> int:
     """A number of a URL's query or path. Raises ApiError 400."""
     if not _WHOLE_NUMBER.match(text) or not least <= int(text) <= most:
-        raise bad_request(f"{name}: it must be a whole number from {least} to {most}", param=name, code="invalid_query")
+        raise bad_request(
+            f"{name}: it must be a whole number from {least} to {most}",
+            param=name,
+            code="invalid_query",
+        )
     return int(text)
 
 
@@ -96,11 +105,15 @@ def _reader(kind: inspect.Type) -> Callable[[str, str], Any]:
 
 def _text(name: str, text: str, longest: int) -> str:
     if len(text) > longest:
-        raise bad_request(f"{name}: it may have at most {longest} characters", param=name, code="invalid_query")
+        raise bad_request(
+            f"{name}: it may have at most {longest} characters", param=name, code="invalid_query"
+        )
     return text
 
 
 def _choice(name: str, text: str, choices: tuple[Any, ...]) -> str:
     if text not in choices:
-        raise bad_request(f"{name}: it must be {' or '.join(map(str, choices))}", param=name, code="invalid_query")
+        raise bad_request(
+            f"{name}: it must be {' or '.join(map(str, choices))}", param=name, code="invalid_query"
+        )
     return text

@@ -1,7 +1,8 @@
-"""How a request's answers are to be read: thoughts, text and calls told apart, whichever API then writes them down.
+"""How a request's answers are to be read: thoughts, text and calls told apart, whichever API then
+writes them down.
 
-Owns the joining of the two parsers, the count of tokens that were thoughts, and the room for thoughts before an answer's form.
-Where a request offers no tools, nothing is a call.
+Owns the joining of the two parsers, the count of tokens that were thoughts, and the room for
+thoughts before an answer's form. Where a request offers no tools, nothing is a call.
 """
 
 from __future__ import annotations
@@ -57,12 +58,16 @@ class Reading:
         return AnswerReader(self)
 
     def constraints(self, form: StructuredOutputsParams | None, param: str) -> dict[str, Any]:
-        """The sampling parameters that the reading, and the form that `param` asks for, need. Raises ApiError 400."""
+        """The sampling parameters that the reading, and the form that `param` asks for, need.
+        Raises ApiError 400."""
         given: dict[str, Any] = {"structured_outputs": form}
         grammar = None if self.tools is None else self.tools.grammar
         if grammar is not None and form is not None and not self.is_call:
             if not is_json(form):
-                raise bad_request(f"{param}: beside tools an answer that is text can have the form of JSON alone", param=param)
+                raise bad_request(
+                    f"{param}: beside tools an answer that is text can have the form of JSON alone",
+                    param=param,
+                )
             grammar = _either(_json_grammar(form.wire), grammar.text)
         if self.marks is not None and form is not None and not self.is_call:
             text = _json_grammar(form.wire) if grammar is None else grammar.text
@@ -71,13 +76,16 @@ class Reading:
             grammar = _behind_thoughts(grammar.text, self.marks, self.is_inside)
         if grammar is not None:
             given["structured_outputs"] = StructuredOutputsParams.of_grammar(grammar)
-        if (self.tools is not None and self.tools.shows_special) or (self.marks is not None and self.marks.is_special):
+        if (self.tools is not None and self.tools.shows_special) or (
+            self.marks is not None and self.marks.is_special
+        ):
             given["skip_special_tokens"] = False
         return given
 
 
 def is_json(form: StructuredOutputsParams) -> bool:
-    """Whether a form is JSON, before which there may be thoughts and beside which there may be calls."""
+    """Whether a form is JSON, before which there may be thoughts and
+    beside which there may be calls."""
     return form.wire.kind in ("json", "json_compact")
 
 
@@ -88,12 +96,14 @@ def _either(form: str, calls: str) -> Grammar:
 
 
 def _json_grammar(wire: Grammar) -> str:
-    return f"form: %json {embedded_schema(wire.text, is_compact=wire.kind == 'json_compact')}\nstart: form"
+    schema = embedded_schema(wire.text, is_compact=wire.kind == "json_compact")
+    return f"form: %json {schema}\nstart: form"
 
 
 def _behind_thoughts(text: str, marks: Marks, is_inside: bool) -> Grammar:
-    """A grammar of ours, which ends with the rule `start`, with room for thoughts before it, which a prompt that has begun them
-    demands."""
+    """A grammar of ours, which ends with the rule `start`, with room for thoughts before it, which
+    a prompt that has begun them demands.
+    """
     rules, _, start = text.rpartition("start: ")
     end = lark_literal(marks.form.end)
     lines = [f"thoughts[suffix={end}]: /(?s:.*)/"]
@@ -101,7 +111,10 @@ def _behind_thoughts(text: str, marks: Marks, is_inside: bool) -> Grammar:
         lines = [f"thoughts: THOUGHT? <[{marks.end_token_id}]>", "THOUGHT: /(?s:.+)/"]
     begin = f"<[{marks.begin_token_id}]>" if marks.is_special else lark_literal(marks.form.begin)
     behind = f"thoughts BREAKS? {start}"
-    lines += ["BREAKS: /\\n{1,4}/", f"start: {behind}" if is_inside else f"start: {start} | {begin} {behind}"]
+    lines += [
+        "BREAKS: /\\n{1,4}/",
+        f"start: {behind}" if is_inside else f"start: {start} | {begin} {behind}",
+    ]
     return Grammar("lark", rules + "\n".join(lines))
 
 
@@ -110,7 +123,9 @@ class AnswerReader:
 
     def __init__(self, reading: Reading) -> None:
         marks, tools = reading.marks, reading.tools
-        self._thoughts = None if marks is None else ReasoningParser(marks.form, is_inside=reading.is_inside)
+        self._thoughts = (
+            None if marks is None else ReasoningParser(marks.form, is_inside=reading.is_inside)
+        )
         self._calls = None if tools is None else ToolParser(tools.form)
         self._end_token_id = None if marks is None else marks.end_token_id
         self._is_counting = self._end_token_id is not None
@@ -123,7 +138,8 @@ class AnswerReader:
 
     @property
     def num_thought_tokens(self) -> int:
-        """Tokens up to the mark that ends the thoughts; 0 for a model that writes the mark with several."""
+        """Tokens up to the mark that ends the thoughts;
+        0 for a model that writes the mark with several."""
         return self._num_counted if self._thoughts is not None and self._thoughts.has_begun else 0
 
     def feed(self, text: str, token_ids: Sequence[int], *, is_last: bool) -> list[Event]:
@@ -145,5 +161,9 @@ class AnswerReader:
 
     def _count(self, token_ids: Sequence[int]) -> None:
         self._is_counting = self._end_token_id not in token_ids
-        num_tokens = len(token_ids) if self._is_counting else list(token_ids).index(self._end_token_id or 0) + 1
+        num_tokens = (
+            len(token_ids)
+            if self._is_counting
+            else list(token_ids).index(self._end_token_id or 0) + 1
+        )
         self._num_counted += num_tokens

@@ -25,7 +25,8 @@ from quire.server.off_loop import off_loop
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE = b": keepalive\n\n"
-"""A comment: clients' event decoders skip it. Never an event of its own, which they would try to parse."""
+"""A comment: clients' event decoders skip it. Never an event of its own,
+which they would try to parse."""
 DONE = b"data: [DONE]\n\n"
 WRITER = "quire.writer"
 """The ASGI extension in which a connection offers its `EventWriter`, as "writer"."""
@@ -40,7 +41,8 @@ _STREAM_HEADERS = {
 
 
 _MAX_ROUND_BYTES = 256 << 10
-"""Events that are made in one turn of the event loop, of what has gathered while the client was slow."""
+"""Events that are made in one turn of the event loop,
+of what has gathered while the client was slow."""
 
 
 def answer_chars(output: RequestOutput) -> int:
@@ -60,7 +62,9 @@ class StreamEvent(NamedTuple):
 
 def json_response(call: Call, body: Any) -> Response:
     """A complete answer."""
-    return Response(_encode(body), headers={"content-type": "application/json", **call.response_headers()})
+    return Response(
+        _encode(body), headers={"content-type": "application/json", **call.response_headers()}
+    )
 
 
 def data_event(body: Any) -> bytes:
@@ -74,7 +78,8 @@ def named_event(name: str, body: Any) -> bytes:
 
 
 class TextEvent:
-    """An event in which nothing changes but one text: encoded once, so that a token costs no more than its own text."""
+    """An event in which nothing changes but one text: encoded once,
+    so that a token costs no more than its own text."""
 
     __slots__ = ("_after", "_before")
 
@@ -88,10 +93,12 @@ class TextEvent:
 
 
 class Events(Protocol):
-    """What an endpoint makes of a run: its events, encoded, in the order in which they are to be sent."""
+    """What an endpoint makes of a run: its events, encoded,
+    in the order in which they are to be sent."""
 
     def take(self, number: int, output: RequestOutput) -> bytes:
-        """The events of the next output of job `number`; empty where there is nothing to show yet."""
+        """The events of the next output of job `number`;
+        empty where there is nothing to show yet."""
         ...
 
     def end(self) -> bytes:
@@ -104,10 +111,12 @@ class Events(Protocol):
 
 
 class EventWriter(Protocol):
-    """A way for events past ASGI: straight into a connection that takes them at once, without waking a task."""
+    """A way for events past ASGI: straight into a connection that takes them at once,
+    without waking a task."""
 
     def can_write(self) -> bool:
-        """Whether the connection takes more now; if not, only ASGI's `send` may wait until it does."""
+        """Whether the connection takes more now; if not,
+        only ASGI's `send` may wait until it does."""
         ...
 
     def write(self, body: bytes) -> None:
@@ -116,11 +125,12 @@ class EventWriter(Protocol):
 
 
 class EventStream(Response):
-    """A stream of events over a run. The head is sent with the first event, so an error before it is a plain HTTP error;
-    an error after it is the last event. However it ends, the run is closed.
+    """A stream of events over a run. The head is sent with the first event, so an error before it
+    is a plain HTTP error; an error after it is the last event. However it ends, the run is closed.
 
-    Where the connection has an `EventWriter`, an output becomes bytes on the wire in the very call that brings it, as long as
-    the client takes them; the task here wakes for all else: the end, an error, silence, a client that reads slowly.
+    Where the connection has an `EventWriter`, an output becomes bytes on the wire in the very call
+    that brings it, as long as the client takes them; the task here wakes for all else: the end, an
+    error, silence, a client that reads slowly.
     """
 
     def __init__(self, call: Call, run: GenerationRun, events: Events, keep_alive_s: float) -> None:
@@ -159,14 +169,19 @@ class EventStream(Response):
         except Exception as error:
             answer = from_exception(error)
             if not isinstance(error, ApiError):
-                log_failure(logger, f"request {self._call.request_id} failed while it was streamed", error)
+                log_failure(
+                    logger, f"request {self._call.request_id} failed while it was streamed", error
+                )
             if answer.status == 499:
                 raise ClientDisconnect from None
-            await send({"type": "http.response.body", "body": self._events.fail(answer), "more_body": True})
+            await send(
+                {"type": "http.response.body", "body": self._events.fail(answer), "more_body": True}
+            )
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _next(self) -> bytes:
-        """What is to be sent next, beside what `_pass_on` sends meanwhile; nothing after the end."""
+        """What is to be sent next, beside what `_pass_on` sends meanwhile;
+        nothing after the end."""
         run = self._run
         pass_on = None if self._writer is None else self._pass_on
         while not run.is_over:
@@ -190,14 +205,16 @@ class EventStream(Response):
         return self._events.end() if is_last else b""
 
     async def _events_of(self, number: int, output: RequestOutput) -> bytes:
-        """An output's events; those of a job's first one, which may show a whole prompt, are made beside the event loop."""
+        """An output's events; those of a job's first one, which may show a whole prompt,
+        are made beside the event loop."""
         size = 0 if number in self._begun else answer_chars(output)
         self._begun.add(number)
         return await off_loop(size, lambda: self._events.take(number, output))
 
     def _pass_on(self, number: int, output: RequestOutput) -> bool:
-        """Send an output's events from within the call that brings it; False where the client is not ready for more, and for a
-        job's first one."""
+        """Send an output's events from within the call that brings it; False where the client is
+        not ready for more, and for a job's first one.
+        """
         writer = self._writer
         if writer is None or not writer.can_write() or number not in self._begun:
             return False
@@ -208,14 +225,20 @@ class EventStream(Response):
         return True
 
 
-def timings(metrics: RequestMetrics, *, prepare_s: float, num_output_tokens: int) -> dict[str, float | int | str | None]:
+def timings(
+    metrics: RequestMetrics, *, prepare_s: float, num_output_tokens: int
+) -> dict[str, float | int | str | None]:
     """Where a request's time went, in milliseconds, and why it waited."""
 
     def span_ms(start_s: float | None, end_s: float | None) -> float | None:
-        return None if start_s is None or end_s is None else round(1000 * max(0.0, end_s - start_s), 3)
+        return (
+            None if start_s is None or end_s is None else round(1000 * max(0.0, end_s - start_s), 3)
+        )
 
     decode_ms = span_ms(metrics.first_token_s, metrics.last_token_s)
-    rate = 1000 * (num_output_tokens - 1) / decode_ms if decode_ms and num_output_tokens > 1 else None
+    rate = (
+        1000 * (num_output_tokens - 1) / decode_ms if decode_ms and num_output_tokens > 1 else None
+    )
     return {
         "prepare_ms": round(1000 * prepare_s, 3),
         "queue_ms": span_ms(metrics.arrival_s, metrics.first_scheduled_s),

@@ -28,7 +28,9 @@ from quire.text.tools import FORMATS, ToolFormat, format_of_template
 class Api:
     """One served model: its client, its texts, who may use it, and the books."""
 
-    def __init__(self, config: ApiConfig, client: Client, keys: KeyRing, tracer: Tracer | None = None) -> None:
+    def __init__(
+        self, config: ApiConfig, client: Client, keys: KeyRing, tracer: Tracer | None = None
+    ) -> None:
         self.config = config
         self.client = client
         self.keys = keys
@@ -37,78 +39,128 @@ class Api:
         self.model_names = model_names(config, info.name)
         self.texts = Texts(client.tokenizer, info, read_template(config.chat_template))
         is_auto = config.tool_parser == "auto"
-        self.tool_format = format_of_template(self.texts.template_source) if is_auto else FORMATS[config.tool_parser]
+        self.tool_format = (
+            format_of_template(self.texts.template_source)
+            if is_auto
+            else FORMATS[config.tool_parser]
+        )
         self.marks = self._marks(config.reasoning_parser)
         self.admission = AdmissionControl(config, keys.tenants, lambda: client.status().num_running)
         self.metrics = Metrics(config.metrics_prefix, self.model_names[0], client, self.admission)
-        self.generator = Generator(client, self.admission, self.metrics, Bounds(config, info.vocab_size))
+        self.generator = Generator(
+            client, self.admission, self.metrics, Bounds(config, info.vocab_size)
+        )
         self.generator.tracer = tracer
         self.sampling_defaults = generation_defaults(info.generation_config)
-        decisive = f"{info.fingerprint} {sorted(self.sampling_defaults.items())} {self.texts.template_source}"
+        decisive = (
+            f"{info.fingerprint} {sorted(self.sampling_defaults.items())} "
+            f"{self.texts.template_source}"
+        )
         self._fingerprint = f"fp_{hashlib.blake2b(decisive.encode(), digest_size=12).hexdigest()}"
 
     def default_max_tokens(self, num_top_logprobs: int | None, num_sequences: int) -> int | None:
-        """The limit of an answer whose request gives none, besides the context: the model's own, or what its
-        log-probabilities leave room for."""
+        """The limit of an answer whose request gives none, besides the context: the model's own, or
+        what its log-probabilities leave room for.
+        """
         if num_top_logprobs is not None and num_top_logprobs < 0:
             num_top_logprobs = self.client.model.vocab_size
         room = room_for_logprobs(num_top_logprobs, num_sequences, self.config.max_logprob_entries)
-        limits = [limit for limit in (self.sampling_defaults.get("max_tokens"), room) if limit is not None]
+        limits = [
+            limit for limit in (self.sampling_defaults.get("max_tokens"), room) if limit is not None
+        ]
         return min(limits, default=None)
 
     def _marks(self, parser: str) -> Marks | None:
         is_auto = parser == "auto"
-        form = reasoning_of_template(self.texts.template_source) if is_auto else REASONING_FORMATS.get(parser)
+        form = (
+            reasoning_of_template(self.texts.template_source)
+            if is_auto
+            else REASONING_FORMATS.get(parser)
+        )
         if form is None:
             return None
-        (begin, is_first_special), (end, is_last_special) = self._token(form.begin), self._token(form.end)
+        (begin, is_first_special), (end, is_last_special) = (
+            self._token(form.begin),
+            self._token(form.end),
+        )
         return Marks(form, begin, end, is_first_special and is_last_special)
 
     def reading(
-        self, tools: ToolUse | None, form: StructuredOutputsParams | None, prompt: str, continued: str | None = None
+        self,
+        tools: ToolUse | None,
+        form: StructuredOutputsParams | None,
+        prompt: str,
+        continued: str | None = None,
     ) -> Reading:
-        """How the answers to a request are read. `prompt` is the rendered chat, `continued` the message that the answer goes on
-        with, if it does. Thoughts may come before JSON; forms of other kinds leave no room for them."""
+        """How the answers to a request are read. `prompt` is the rendered chat, `continued` the
+        message that the answer goes on with, if it does. Thoughts may come before JSON; forms of
+        other kinds leave no room for them.
+        """
         is_call = tools is not None and tools.is_enforced
         marks = self.marks if form is None or is_call or is_json(form) else None
-        return Reading(marks, marks is not None and is_thinking(marks.form, prompt, continued), tools)
+        return Reading(
+            marks, marks is not None and is_thinking(marks.form, prompt, continued), tools
+        )
 
     async def thinking(
-        self, budget: int | None, reading: Reading | None = None, param: str = "thinking_token_budget"
+        self,
+        budget: int | None,
+        reading: Reading | None = None,
+        param: str = "thinking_token_budget",
     ) -> dict[str, Any]:
-        """The sampling parameters that a budget for thoughts needs, for an answer that is read so, or not read at all.
+        """The sampling parameters that a budget for thoughts needs, for an answer that is read so,
+        or not read at all.
 
-        None and -1 are no budget. Raises ApiError 400 for a model whose thoughts cannot be told apart.
+        None and -1 are no budget. Raises ApiError 400 for a model whose thoughts cannot be told
+        apart.
         """
         if budget is None or budget < 0:
             return {}
         tokenizer = self.client.tokenizer
         if self.marks is None or tokenizer is None:
-            why = "what this model thinks is not told apart from its answers, so it cannot be counted"
-            raise unavailable_feature(param, f"{why} (the operator can say how it marks its thoughts: --reasoning-parser)")
-        if reading is not None and reading.marks is None:  # the form that is asked for leaves no room for thoughts
+            why = (
+                "what this model thinks is not told apart from its answers, so it cannot be counted"
+            )
+            raise unavailable_feature(
+                param, f"{why} (the operator can say how it marks its thoughts: --reasoning-parser)"
+            )
+        # the form that is asked for leaves no room for thoughts
+        if reading is not None and reading.marks is None:
             return {}
-        marks = ThinkingMarks(self.marks.form.begin, self.marks.form.end, None if reading is None else reading.is_inside)
+        marks = ThinkingMarks(
+            self.marks.form.begin,
+            self.marks.form.end,
+            None if reading is None else reading.is_inside,
+        )
         num_tokens = self.client.model.vocab_size
         await self.texts.work(num_tokens, lambda: spell_marks(tokenizer, marks[:2], num_tokens))
         return {"thinking_token_budget": budget, "thinking_marks": marks}
 
     @property
     def tool_notation(self) -> tuple[ToolFormat | None, int | None]:
-        """How the model writes calls, if that is known, and the id of the marker where that is a special token."""
+        """How the model writes calls, if that is known,
+        and the id of the marker where that is a special token."""
         form = self.tool_format
-        marker, is_special = (None, False) if form is None or not form.begin else self._token(form.begin)
+        marker, is_special = (
+            (None, False) if form is None or not form.begin else self._token(form.begin)
+        )
         return form, marker if is_special else None
 
     def _token(self, text: str) -> tuple[int | None, bool]:
         """(id of the token that has this text, if any; whether it is a special one)."""
         tokenizer = self.client.tokenizer
         token_id = None if tokenizer is None else tokenizer.token_to_id(text)
-        return token_id, tokenizer is not None and token_id is not None and token_id in tokenizer.special_token_ids
+        return (
+            token_id,
+            tokenizer is not None
+            and token_id is not None
+            and token_id in tokenizer.special_token_ids,
+        )
 
     @property
     def fingerprint(self) -> str:
-        """OpenAI's `system_fingerprint`: of the engine, and of the template that makes its prompts."""
+        """OpenAI's `system_fingerprint`: of the engine,
+        and of the template that makes its prompts."""
         return self._fingerprint
 
     def check_model(self, name: str | None) -> str:
@@ -117,8 +169,9 @@ class Api:
             return self.model_names[0]
         if name not in self.model_names:
             raise ApiError(
-                404, f"the model {name[:128]!r} is not served here; /v1/models lists those that are", param="model",
-                code="model_not_found",
+                404,
+                f"the model {name[:128]!r} is not served here; /v1/models lists those that are",
+                param="model", code="model_not_found",
             )  # fmt: skip
         return name
 

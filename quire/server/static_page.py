@@ -1,7 +1,9 @@
-"""The page to look at: a few files out of the package, served as they are under a strict Content-Security-Policy.
+"""The page to look at: a few files out of the package, served as they are under a strict
+Content-Security-Policy.
 
-They hold no secret and nothing of this server, so they need no key; what they show they ask for with the key that its user
-gives. The list of files is made when the server starts, so no path of a request ever reaches the file system.
+They hold no secret and nothing of this server, so they need no key; what they show they ask for
+with the key that its user gives. The list of files is made when the server starts, so no path of a
+request ever reaches the file system.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ _TYPES = {
     ".svg": "image/svg+xml",
 }
 _POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src "
+    "'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+    "trusted-types 'none'"
 )
 _HEADERS = {
     "content-security-policy": _POLICY,

@@ -1,8 +1,9 @@
 """Who may ask: API keys, and the tenants that they stand for.
 
-A key is kept as its SHA-256 digest only. A presented key is hashed and its digest compared with every stored one in constant
-time, so neither the keys nor their number of equal bytes can be measured. Each key belongs to a tenant, which carries a
-weight, quotas, and the salt that keeps its cached prefixes from other tenants.
+A key is kept as its SHA-256 digest only. A presented key is hashed and its digest compared with
+every stored one in constant time, so neither the keys nor their number of equal bytes can be
+measured. Each key belongs to a tenant, which carries a weight, quotas, and the salt that keeps its
+cached prefixes from other tenants.
 
 A keys file is TOML::
 
@@ -33,7 +34,16 @@ from quire.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
 _DIGEST = re.compile(r"sha256:[0-9a-fA-F]{64}\Z")
-_FIELDS = {"name", "keys", "weight", "tokens_per_minute", "requests_per_minute", "max_concurrency", "priority", "admin"}
+_FIELDS = {
+    "name",
+    "keys",
+    "weight",
+    "tokens_per_minute",
+    "requests_per_minute",
+    "max_concurrency",
+    "priority",
+    "admin",
+}
 MAX_KEYS = 4096
 """Every stored digest is compared for every request."""
 MAX_KEY_LEN = 512
@@ -58,10 +68,12 @@ class Tenant:
     """Whether it may see what is not its own: names and texts of everybody's requests."""
 
     priority: int = 0
-    """Class of its requests, the smaller served first. A request may only ask for a later one, lest it go before others'."""
+    """Class of its requests, the smaller served first. A request may only ask for a later one,
+    lest it go before others'."""
 
     def may_ask_for(self, priority: int) -> bool:
-        """Whether a request may be of this class: of any, where there is nobody else or an operator asks."""
+        """Whether a request may be of this class: of any,
+        where there is nobody else or an operator asks."""
         return self.is_admin or priority >= self.priority
 
     @property
@@ -72,7 +84,8 @@ class Tenant:
     def cache_salt(self, requested: str | None) -> str | None:
         """The salt of a request's cache entries: the tenant's, narrowed by what the body asks for.
 
-        A body can only narrow: the tenant's name is hashed first, with its length, so no salt reaches another's entries.
+        A body can only narrow: the tenant's name is hashed first, with its length, so no salt
+        reaches another's entries.
         """
         if not self.is_isolated and requested is None:
             return None
@@ -94,7 +107,9 @@ class KeyRing:
 
     def __init__(self, tenants_by_digest: Mapping[bytes, Tenant]) -> None:
         if len(tenants_by_digest) > MAX_KEYS:
-            raise ConfigError(f"{len(tenants_by_digest)} API keys are given; at most {MAX_KEYS} can be kept")
+            raise ConfigError(
+                f"{len(tenants_by_digest)} API keys are given; at most {MAX_KEYS} can be kept"
+            )
         self._entries = tuple(tenants_by_digest.items())
 
     @property
@@ -128,7 +143,9 @@ def key_ring(tenants: Iterable[tuple[Tenant, Iterable[str]]]) -> KeyRing:
         for key in keys:
             digest = _digest(tenant.name, key)
             if digest in by_digest:
-                raise ConfigError(f"tenant {tenant.name!r} has a key that another entry has already")
+                raise ConfigError(
+                    f"tenant {tenant.name!r} has a key that another entry has already"
+                )
             by_digest[digest] = tenant
     return KeyRing(by_digest)
 
@@ -140,7 +157,9 @@ def read_keys(config: ApiConfig, environment: str | None = None) -> KeyRing:
         if text is not None:
             given = keys_from_text(text)
             if not given:
-                raise ConfigError("API keys were asked for, but none is given; without keys, leave the option out")
+                raise ConfigError(
+                    "API keys were asked for, but none is given; without keys, leave the option out"
+                )
             tenants += given
     return key_ring(tenants)
 
@@ -152,7 +171,9 @@ def read_keys_file(path: str | Path) -> list[tuple[Tenant, list[str]]]:
     except OSError as error:
         raise ConfigError(f"the keys file cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the keys file is not valid TOML ({type(error).__name__}); see the guide to serving") from None
+        raise ConfigError(
+            f"the keys file is not valid TOML ({type(error).__name__}); see the guide to serving"
+        ) from None
     entries = data.get("tenant")
     if set(data) != {"tenant"} or not isinstance(entries, list) or not entries:
         raise ConfigError("the keys file must hold [[tenant]] tables and nothing else")
@@ -160,11 +181,16 @@ def read_keys_file(path: str | Path) -> list[tuple[Tenant, list[str]]]:
 
 
 def keys_from_text(text: str) -> list[tuple[Tenant, list[str]]]:
-    """Tenants of the environment variable: keys separated by commas, each optionally as `name=key`."""
+    """Tenants of the environment variable: keys separated by commas,
+    each optionally as `name=key`."""
     tenants = []
-    for number, entry in enumerate(filter(None, (each.strip() for each in text.split(","))), start=1):
+    for number, entry in enumerate(
+        filter(None, (each.strip() for each in text.split(","))), start=1
+    ):
         name, has_name, key = entry.partition("=")
-        tenants.append((_tenant({"name": name if has_name else f"key-{number}"}), [key if has_name else entry]))
+        tenants.append(
+            (_tenant({"name": name if has_name else f"key-{number}"}), [key if has_name else entry])
+        )
     return tenants
 
 
@@ -182,17 +208,28 @@ def _tenant(entry: Mapping[str, Any]) -> Tenant:
     if not isinstance(name, str) or not _NAME.match(name):
         raise ConfigError("a tenant needs a name of letters, digits, '_', '.' and '-' (at most 64)")
     weight = entry.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0.001 <= weight <= 1000:
+    if (
+        isinstance(weight, bool)
+        or not isinstance(weight, int | float)
+        or not 0.001 <= weight <= 1000
+    ):
         raise ConfigError(f"tenant {name!r}: weight={weight!r} must be a number from 0.001 to 1000")
     limits: dict[str, int | None] = {}
     for field in ("tokens_per_minute", "max_concurrency", "requests_per_minute"):
         value = entry.get(field)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ConfigError(f"tenant {name!r}: {field}={value!r} must be an integer of at least 1")
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ):
+            raise ConfigError(
+                f"tenant {name!r}: {field}={value!r} must be an integer of at least 1"
+            )
         limits[field] = value
     priority = entry.get("priority", 0)
     if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
-        raise ConfigError(f"tenant {name!r}: priority={priority!r} must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}")
+        raise ConfigError(
+            f"tenant {name!r}: priority={priority!r} must be an integer from {-MAX_PRIORITY} "
+            f"to {MAX_PRIORITY}"
+        )
     is_admin = entry.get("admin", False)
     if not isinstance(is_admin, bool):
         raise ConfigError(f"tenant {name!r}: admin={is_admin!r} must be true or false")
@@ -211,5 +248,8 @@ def _digest(name: str, key: str) -> bytes:
     if _DIGEST.match(key):
         return bytes.fromhex(key.removeprefix("sha256:"))
     if not 8 <= len(key) <= MAX_KEY_LEN or not key.isascii() or not key.isprintable() or " " in key:
-        raise ConfigError(f"tenant {name!r} has a key that is not 8 to {MAX_KEY_LEN} printable characters without spaces")
+        raise ConfigError(
+            f"tenant {name!r} has a key that is not 8 to {MAX_KEY_LEN} printable characters "
+            "without spaces"
+        )
     return hashlib.sha256(key.encode()).digest()

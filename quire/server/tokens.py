@@ -23,7 +23,8 @@ from quire.server.texts import ChatOptions
 from quire.server.tools import Demand, settle_tools
 
 _MAX_DECODED = 1 << 16
-"""Ids, or as many as the context holds: a million at once would keep the interpreter busy for half a second."""
+"""Ids, or as many as the context holds: a million at once would keep the
+interpreter busy for half a second."""
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -79,11 +80,17 @@ class Tokens:
             )
             messages = await off_loop(size, lambda: for_template(body.messages or []))
             _, token_ids = await texts.encode_chat(messages, options)
-        answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": texts.max_model_len, "tokens": token_ids}
+        answer: dict[str, Any] = {
+            "count": len(token_ids),
+            "max_model_len": texts.max_model_len,
+            "tokens": token_ids,
+        }
         raw_token = texts.tokenizer.raw_token
 
         def show() -> Response:
-            answer["token_strs"] = list(map(raw_token, token_ids)) if body.return_token_strs else None
+            answer["token_strs"] = (
+                list(map(raw_token, token_ids)) if body.return_token_strs else None
+            )
             return json_response(call_of(request), answer)
 
         return await off_loop(16 * len(token_ids), show)
@@ -94,6 +101,9 @@ class Tokens:
         self._api.check_model(body.model)
         most = max(_MAX_DECODED, self._api.texts.max_model_len)
         if len(body.tokens) > most:
-            raise bad_request(f"tokens: {len(body.tokens)} are given, and at most {most} are decoded at once", param="tokens")
+            raise bad_request(
+                f"tokens: {len(body.tokens)} are given, and at most {most} are decoded at once",
+                param="tokens",
+            )
         text = await self._api.texts.decode(body.tokens)
         return await off_loop(len(text), lambda: json_response(call_of(request), {"prompt": text}))

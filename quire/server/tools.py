@@ -1,12 +1,14 @@
-"""Tools of a request, whichever API it speaks: what it offers and demands, and the grammar that holds the model to it.
+"""Tools of a request, whichever API it speaks: what it offers and demands, and the grammar that
+holds the model to it.
 
-`required`, a named function, `strict` and `parallel_tool_calls=false` are enforced by a grammar in the model's own notation,
-so what they promise holds by construction; and so are calls beside a form for text answers (`response_format`), which an
-answer has unless it is a call. With `auto` and none of these the model writes what it likes, and the parser reads it. Without
-tools, or with `tool_choice: "none"`, no parser runs.
+`required`, a named function, `strict` and `parallel_tool_calls=false` are enforced by a grammar in
+the model's own notation, so what they promise holds by construction; and so are calls beside a form
+for text answers (`response_format`), which an answer has unless it is a call. With `auto` and none
+of these the model writes what it likes, and the parser reads it. Without tools, or with
+`tool_choice: "none"`, no parser runs.
 
-The template is shown the functions as the client wrote them, key for key, and all of them where a grammar sees to which are
-called.
+The template is shown the functions as the client wrote them, key for key, and all of them where a
+grammar sees to which are called.
 """
 
 from __future__ import annotations
@@ -66,9 +68,17 @@ class ToolShape:
     """Keys that are shown to the model; None for all."""
 
     def shown(self, tool: Mapping[str, Any]) -> dict[str, Any]:
-        """A tool that holds a function's fields itself, in the form that templates read, its keys in their order."""
-        fields = {("parameters" if name == self.schema else name): value for name, value in tool.items() if name != "type"}
-        return {"type": "function", "function": {k: v for k, v in fields.items() if self.kept is None or k in self.kept}}
+        """A tool that holds a function's fields itself, in the form that templates read,
+        its keys in their order."""
+        fields = {
+            ("parameters" if name == self.schema else name): value
+            for name, value in tool.items()
+            if name != "type"
+        }
+        return {
+            "type": "function",
+            "function": {k: v for k, v in fields.items() if self.kept is None or k in self.kept},
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +102,8 @@ class ToolUse:
     grammar: Grammar | None
     """None where the model is left alone."""
     shows_special: bool
-    """Whether the notation's marker is a special token, which must not be hidden from the parser."""
+    """Whether the notation's marker is a special token,
+    which must not be hidden from the parser."""
 
     @property
     def is_enforced(self) -> bool:
@@ -108,29 +119,49 @@ def call_id(form: ToolFormat, prefix: str = "call") -> str:
 
 
 async def settle_tools(
-    functions: Sequence[Function], demand: Demand, model: tuple[ToolFormat | None, int | None], *, has_form: bool = False
+    functions: Sequence[Function],
+    demand: Demand,
+    model: tuple[ToolFormat | None, int | None],
+    *,
+    has_form: bool = False,
 ) -> ToolUse | None:
-    """What the functions of a request and its demand come to; None where no call can come. Raises ApiError 400.
+    """What the functions of a request and its demand come to; None where no call can come. Raises
+    ApiError 400.
 
-    `model` is the notation of the model's calls, if known, and the id of its marker where that is a special token. With
-    `has_form` an answer that is text has a form, so the grammar is one of calls alone.
+    `model` is the notation of the model's calls, if known, and the id of its marker where that is a
+    special token. With `has_form` an answer that is text has a form, so the grammar is one of calls
+    alone.
     """
     if not functions or demand.mode == "none":
         return None
     form, marker = model
     if form is None:
-        message = "the notation in which this model calls tools is not known here; the operator may choose one (tool_parser)"
+        message = (
+            "the notation in which this model calls tools is not known here; the operator may "
+            "choose one (tool_parser)"
+        )
         raise unavailable_feature("tools", message)
-    allowed = [function for function in functions if demand.names is None or function.name in demand.names]
+    allowed = [
+        function for function in functions if demand.names is None or function.name in demand.names
+    ]
     grammar = None
-    if has_form or demand.mode != "auto" or not demand.is_parallel or any(function.strict for function in allowed):
+    if (
+        has_form
+        or demand.mode != "auto"
+        or not demand.is_parallel
+        or any(function.strict for function in allowed)
+    ):
         most = 1 if demand.mode == "named" or not demand.is_parallel else MAX_CALLS
-        named = list(zip((function.name for function in allowed), await _schemas(allowed), strict=True))
+        named = list(
+            zip((function.name for function in allowed), await _schemas(allowed), strict=True)
+        )
         how = ("required" if has_form else demand.mode, most)
         await judge.check_async(Grammar("lark", _grammar(form, named, how, None)))
         grammar = Grammar("lark", _grammar(form, named, how, marker))
     shown = [_shown(function) for function in (allowed if grammar is None else functions)]
-    return ToolUse(mode=demand.mode, shown=shown, form=form, grammar=grammar, shows_special=marker is not None)
+    return ToolUse(
+        mode=demand.mode, shown=shown, form=form, grammar=grammar, shows_special=marker is not None
+    )
 
 
 def functions_of(tools: Any, shape: ToolShape) -> list[Function]:
@@ -145,11 +176,16 @@ def functions_of(tools: Any, shape: ToolShape) -> list[Function]:
         where = f"tools[{number}]"
         if not isinstance(tool, Mapping) or tool.get("type") not in shape.kinds:
             raise unavailable_feature(f"{where}.type", "only functions can be called here")
-        fields, where = (tool.get(shape.within), f"{where}.{shape.within}") if shape.within else (tool, where)
+        fields, where = (
+            (tool.get(shape.within), f"{where}.{shape.within}") if shape.within else (tool, where)
+        )
         function = _function(fields, where, shape.schema)
         function.shown = dict(tool) if shape.within else shape.shown(tool)
         if not NAME.match(function.name) or function.name in names:
-            message = f"{where}.name: it must have 1 to 64 letters, digits, - or _, and no other function may have it"
+            message = (
+                f"{where}.name: it must have 1 to 64 letters, digits, - or _, and no other "
+                "function may have it"
+            )
             raise bad_request(message, param=f"{where}.name")
         names.add(function.name)
         functions.append(function)
@@ -164,29 +200,39 @@ def _function(fields: Any, where: str, schema: str) -> Function:
         function = convert({**known, "parameters": fields.get(schema)}, Function)
     except ApiError as error:
         name = schema if error.param == "parameters" else error.param or ""
-        raise bad_request(f"{where}.{error.message}", param=f"{where}.{name}", code=error.code) from None
+        raise bad_request(
+            f"{where}.{error.message}", param=f"{where}.{name}", code=error.code
+        ) from None
     function.where = f"{where}.{schema}"
     return function
 
 
 async def _schemas(functions: Sequence[Function]) -> list[str]:
-    """The schemas that calls' arguments are held to. Only of a strict function must it be one that can be enforced.
+    """The schemas that calls' arguments are held to. Only of a strict function must it be one that
+    can be enforced.
 
-    No function has parameters that it does not declare, unless it says so, and models that may name others go on doing so.
+    No function has parameters that it does not declare, unless it says so, and models that may name
+    others go on doing so.
     """
     texts: list[str] = []
     for function in functions:
         try:
             schema = {"type": "object", **(function.parameters or {})}
             if function.strict and schema["type"] != "object":
-                raise InvalidParameterError(f"{function.where}: its type must be object", param=function.where)
+                raise InvalidParameterError(
+                    f"{function.where}: its type must be object", param=function.where
+                )
             closed = closed_schema(schema, function.where, is_strict=bool(function.strict))
             texts.append(checked_schema(closed, function.where))
         except InvalidParameterError as error:
             texts.append(_any_arguments(function, error))
         await asyncio.sleep(0)  # each takes up to 20 ms
-    if sum(map(len, texts)) > 4 * MAX_GRAMMAR_LEN:  # before any is compiled, which takes up to a second
-        raise bad_request(f"tools: their schemas have more than {4 * MAX_GRAMMAR_LEN} bytes together", param="tools")
+    # before any is compiled, which takes up to a second
+    if sum(map(len, texts)) > 4 * MAX_GRAMMAR_LEN:
+        raise bad_request(
+            f"tools: their schemas have more than {4 * MAX_GRAMMAR_LEN} bytes together",
+            param="tools",
+        )
     for number, (function, text) in enumerate(zip(functions, texts, strict=True)):
         try:
             await judge.check_async(Grammar("json", text))
@@ -197,7 +243,9 @@ async def _schemas(functions: Sequence[Function]) -> list[str]:
 
 def _any_arguments(function: Function, error: InvalidParameterError) -> str:
     if function.strict:
-        raise bad_request(f"{function.where}: {str(error).partition(': ')[2]}", param=function.where) from None
+        raise bad_request(
+            f"{function.where}: {str(error).partition(': ')[2]}", param=function.where
+        ) from None
     return _ANY_ARGUMENTS
 
 
@@ -206,7 +254,12 @@ def _shown(function: Function) -> dict[str, Any]:
     return function.shown or {"type": "function", "function": {"name": function.name}}
 
 
-def _grammar(form: ToolFormat, functions: Sequence[tuple[str, str]], demand: tuple[Mode, int], marker: int | None) -> str:
+def _grammar(
+    form: ToolFormat,
+    functions: Sequence[tuple[str, str]],
+    demand: tuple[Mode, int],
+    marker: int | None,
+) -> str:
     """One to `most` calls in the model's notation, behind any text where the mode is `auto`."""
     mode, most = demand
     begin = f"<[{marker}]>" if marker is not None else lark_literal(form.begin)
@@ -234,8 +287,12 @@ def _grammar(form: ToolFormat, functions: Sequence[tuple[str, str]], demand: tup
     elif marker is not None:  # which no text can hold
         start = "TEXT | TEXT calls | calls\nTEXT: /(?s:.+)/"
     elif form.begin and not form.is_list:
-        # Only a lazy rule finds the marker behind a text: a greedy one takes the marker's first characters for more of it.
-        start = f"TEXT | lead {several(f'{begin} body', 'body', newline)}\nlead[suffix={begin}]: /(?s:.*)/\n"
+        # Only a lazy rule finds the marker behind a text: a greedy one takes the marker's first
+        # characters for more of it.
+        start = (
+            f"TEXT | lead {several(f'{begin} body', 'body', newline)}\nlead[suffix={begin}]: "
+            "/(?s:.*)/\n"
+        )
         start += f"TEXT: /(?s:.+)/ & ~/(?s:.*){_literal_regex(form.begin)}(?s:.*)/"
     else:
         start = "TEXT | calls\nTEXT: /[^{\\[ \\n](?s:.)*/"
@@ -243,5 +300,8 @@ def _grammar(form: ToolFormat, functions: Sequence[tuple[str, str]], demand: tup
 
 
 def _literal_regex(text: str) -> str:
-    """A regular expression of this text alone; a backslash before `<` would mean the edge of a word."""
-    return "".join(char if char.isalnum() or char == "_" else f"\\x{{{ord(char):x}}}" for char in text)
+    """A regular expression of this text alone; a backslash before `<`
+    would mean the edge of a word."""
+    return "".join(
+        char if char.isalnum() or char == "_" else f"\\x{{{ord(char):x}}}" for char in text
+    )

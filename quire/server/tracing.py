@@ -1,9 +1,11 @@
-"""OpenTelemetry spans of generations: one a request, with its waiting, its prompt and its answer as spans within.
+"""OpenTelemetry spans of generations: one a request, with its waiting, its prompt and its answer as
+spans within.
 
-Optional: without the packages (`pip install quire[otel]`) or without the standard environment (`OTEL_TRACES_EXPORTER`,
-`OTEL_EXPORTER_OTLP_ENDPOINT`, ...) nothing is traced and nothing is imported. Names follow OpenTelemetry's semantic
-conventions for generative AI; where they have none, `gen_ai.latency.*` as vLLM has them, and `quire.*`. A W3C `traceparent`
-that a request came with is its span's parent. Spans hold numbers, names and codes, never a text.
+Optional: without the packages (`pip install quire[otel]`) or without the standard environment
+(`OTEL_TRACES_EXPORTER`, `OTEL_EXPORTER_OTLP_ENDPOINT`, ...) nothing is traced and nothing is
+imported. Names follow OpenTelemetry's semantic conventions for generative AI; where they have none,
+`gen_ai.latency.*` as vLLM has them, and `quire.*`. A W3C `traceparent` that a request came with is
+its span's parent. Spans hold numbers, names and codes, never a text.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def is_wanted(environment: Mapping[str, str]) -> bool:
 
 
 def provider_of(environment: Mapping[str, str]) -> TracerProvider | None:
-    """A provider as the environment wants it, or None where it wants none. Raises ConfigError where it cannot be had."""
+    """A provider as the environment wants it, or None where it wants none.
+    Raises ConfigError where it cannot be had."""
     if not is_wanted(environment):
         return None
     try:
@@ -50,8 +53,12 @@ def provider_of(environment: Mapping[str, str]) -> TracerProvider | None:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ModuleNotFoundError as error:
-        raise ConfigError(f"OTEL_* asks for traces, but {error.name} is not installed: pip install 'quire[otel]'") from None
-    provider = TracerProvider(resource=Resource.create({"service.name": environment.get("OTEL_SERVICE_NAME", "quire")}))
+        raise ConfigError(
+            f"OTEL_* asks for traces, but {error.name} is not installed: pip install 'quire[otel]'"
+        ) from None
+    provider = TracerProvider(
+        resource=Resource.create({"service.name": environment.get("OTEL_SERVICE_NAME", "quire")})
+    )
     for name in (environment.get("OTEL_TRACES_EXPORTER") or "otlp").split(","):
         provider.add_span_processor(BatchSpanProcessor(_exporter(name.strip(), environment)))
     return provider
@@ -63,18 +70,26 @@ def _exporter(name: str, environment: Mapping[str, str]) -> Any:
         from opentelemetry.sdk.trace.export import ConsoleSpanExporter
 
         return ConsoleSpanExporter()
-    protocol = environment.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environment.get("OTEL_EXPORTER_OTLP_PROTOCOL")
+    protocol = environment.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environment.get(
+        "OTEL_EXPORTER_OTLP_PROTOCOL"
+    )
     if name != "otlp" or protocol not in (None, "", "http/protobuf"):
-        raise ConfigError(f"traces go out as otlp over http/protobuf or to the console, not as {name} over {protocol}")
+        raise ConfigError(
+            f"traces go out as otlp over http/protobuf or to the console, not as {name} over "
+            f"{protocol}"
+        )
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ModuleNotFoundError as error:
-        raise ConfigError(f"OTEL_* asks for traces, but {error.name} is not installed: pip install 'quire[otel]'") from None
+        raise ConfigError(
+            f"OTEL_* asks for traces, but {error.name} is not installed: pip install 'quire[otel]'"
+        ) from None
     return OTLPSpanExporter()
 
 
 def tracer_of(environment: Mapping[str, str], model: str) -> RequestTracer | None:
-    """A tracer as the environment wants it, or None where it wants none. Raises ConfigError where it cannot be had."""
+    """A tracer as the environment wants it, or None where it wants none.
+    Raises ConfigError where it cannot be had."""
     provider = provider_of(environment)
     return None if provider is None else RequestTracer(provider, model)
 
@@ -119,7 +134,9 @@ class RequestTracer:
 
     def _attributes(self, job: Finished) -> dict[str, Any]:
         given = {name: getattr(job.params, field) for name, field in _PARAMETERS.items()}
-        attributes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        attributes: dict[str, Any] = {
+            name: value for name, value in given.items() if value is not None
+        }
         attributes |= {
             "gen_ai.operation.name": _operation(job),
             "gen_ai.provider.name": "quire",
@@ -137,9 +154,15 @@ class RequestTracer:
         moments = {
             "gen_ai.latency.time_in_queue": (metrics.arrival_s, metrics.first_scheduled_s),
             "gen_ai.latency.time_to_first_token": (metrics.arrival_s, metrics.first_token_s),
-            "gen_ai.latency.time_in_model_prefill": (metrics.first_scheduled_s, metrics.first_token_s),
+            "gen_ai.latency.time_in_model_prefill": (
+                metrics.first_scheduled_s,
+                metrics.first_token_s,
+            ),
             "gen_ai.latency.time_in_model_decode": (metrics.first_token_s, metrics.last_token_s),
-            "gen_ai.latency.time_in_model_inference": (metrics.first_scheduled_s, metrics.last_token_s),
+            "gen_ai.latency.time_in_model_inference": (
+                metrics.first_scheduled_s,
+                metrics.last_token_s,
+            ),
             "gen_ai.latency.e2e": (metrics.arrival_s, metrics.finished_s),
         }
         for name, (start, end) in moments.items():
@@ -171,7 +194,9 @@ class RequestTracer:
         )
         for name, start, end in phases:
             if start is not None and end is not None:
-                phase = self._tracer.start_span(name, context=context, start_time=to_ns + int(start * 1e9))
+                phase = self._tracer.start_span(
+                    name, context=context, start_time=to_ns + int(start * 1e9)
+                )
                 phase.end(to_ns + int(max(start, end) * 1e9))
 
 

@@ -1,6 +1,8 @@
-"""Turns at something that there is only so much of, shared fairly among tenants: who holds least for its weight is next.
+"""Turns at something that there is only so much of, shared fairly among tenants: who holds least
+for its weight is next.
 
-Owns the order of those who wait, and who holds how many turns; what room there is, is asked. For one event loop.
+Owns the order of those who wait, and who holds how many turns; what room there is, is asked. For
+one event loop.
 """
 
 from __future__ import annotations
@@ -40,7 +42,12 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.release()
 
 
@@ -48,7 +55,8 @@ _Waiting = asyncio.Future["Lease | None"]
 
 
 class Turns:
-    """At most `max_turns` of them, of at most `max_bytes` together; `has_room` may say no to a tenant, or to all."""
+    """At most `max_turns` of them, of at most `max_bytes` together;
+    `has_room` may say no to a tenant, or to all."""
 
     def __init__(
         self,
@@ -79,7 +87,11 @@ class Turns:
         try:
             return await waiting
         except asyncio.CancelledError:
-            if waiting.done() and not waiting.cancelled() and (turn := waiting.result()) is not None:
+            if (
+                waiting.done()
+                and not waiting.cancelled()
+                and (turn := waiting.result()) is not None
+            ):
                 turn.release()
             raise
         finally:
@@ -122,7 +134,10 @@ class Turns:
         self._look()
 
     def _is_open(self) -> bool:
-        has_bytes = not self.held.num_entries or self.held.num_bytes + self._assumed_bytes <= self._max_bytes
+        has_bytes = (
+            not self.held.num_entries
+            or self.held.num_bytes + self._assumed_bytes <= self._max_bytes
+        )
         return has_bytes and self.held.num_entries < self._max_turns
 
     def _next(self) -> Tenant | None:
@@ -134,8 +149,14 @@ class Turns:
                 line.popleft()
             if not line:
                 del self._waiting[tenant]
-        able = (tenant for tenant in self._waiting if tenant.name not in self._rests and self._has_room(tenant))
-        return min(able, key=lambda tenant: self.held.entries_of(tenant.name) / tenant.weight, default=None)
+        able = (
+            tenant
+            for tenant in self._waiting
+            if tenant.name not in self._rests and self._has_room(tenant)
+        )
+        return min(
+            able, key=lambda tenant: self.held.entries_of(tenant.name) / tenant.weight, default=None
+        )
 
 
 def _give_up(waiting: _Waiting) -> None:

@@ -1,8 +1,10 @@
-"""One newcomer a round: keeps a crowd of requests that arrive together from holding up the event loop.
+"""One newcomer a round: keeps a crowd of requests that arrive together from holding up the event
+loop.
 
-Preparing a request (its body, its prompt's tokens) takes a millisecond or so of the loop's thread. The loop would do that for
-all requests that are ready before it looks at anything else again; here each round of the loop lets one of them begin, in order
-of arrival, so that streams under way, timers and /livez get their turn in between. Owns the order, never a request.
+Preparing a request (its body, its prompt's tokens) takes a millisecond or so of the loop's thread.
+The loop would do that for all requests that are ready before it looks at anything else again; here
+each round of the loop lets one of them begin, in order of arrival, so that streams under way,
+timers and /livez get their turn in between. Owns the order, never a request.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Fault injection into a running simulation, each fault drawn from the scenario's seed.
 
-It acts through the scheduler's public methods, except that it can force a preemption where none is needed.
+It acts through the scheduler's public methods, except that it can force a preemption where none is
+needed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def force_preemption(scheduler: Scheduler, sequence: Sequence) -> None:
 
 
 class FaultInjector:
-    """Injects the faults of one run. Without a fault due, it changes nothing but its own random state."""
+    """Injects the faults of one run. Without a fault due,
+    it changes nothing but its own random state."""
 
     def __init__(self, faults: Faults, random: Random) -> None:
         self.faults = faults
@@ -44,13 +46,17 @@ class FaultInjector:
         if self._strikes(self.faults.abort_in_flight, step):
             scheduler.abort(self._any_request(scheduler))
 
-    def spoil(self, plan: StepPlan, result: StepResult, executor: NullExecutor, step: int) -> StepResult:
+    def spoil(
+        self, plan: StepPlan, result: StepResult, executor: NullExecutor, step: int
+    ) -> StepResult:
         """Return the result with faults in it."""
         if not plan.work:
             return result
         results = list(result.results)
         if self._strikes(self.faults.row_error, step):
-            results[self.random.randrange(len(results))] = WorkResult(error="injected: the row failed")
+            results[self.random.randrange(len(results))] = WorkResult(
+                error="injected: the row failed"
+            )
         if self._strikes(self.faults.poison, step):
             place = self.random.randrange(len(results))
             work = plan.work[place]

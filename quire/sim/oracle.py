@@ -1,7 +1,9 @@
-"""The oracle: what each request must yield, computed alone and from plain token lists, without blocks or batches.
+"""The oracle: what each request must yield, computed alone and from plain token lists, without
+blocks or batches.
 
-Beam search is written a second time here, after the arrays of Transformers' `GenerationMixin._beam_search` (finished
-and running beams in fixed places, -1e9 for an empty one), so that the engine's version is checked by an independent one.
+Beam search is written a second time here, after the arrays of Transformers'
+`GenerationMixin._beam_search` (finished and running beams in fixed places, -1e9 for an empty one),
+so that the engine's version is checked by an independent one.
 """
 
 from __future__ import annotations
@@ -86,7 +88,8 @@ class Oracle:
         tokens, num_alternatives = spec.prompt_token_ids, spec.sampling.num_prompt_logprobs
         assert num_alternatives is not None
         scored = [
-            null_logprobs(self.logits(tokens[:target]), tokens[target], num_alternatives) for target in range(1, len(tokens))
+            null_logprobs(self.logits(tokens[:target]), tokens[target], num_alternatives)
+            for target in range(1, len(tokens))
         ]
         return [None, *scored]
 
@@ -98,8 +101,14 @@ class Oracle:
         num_kept = max(2, 1 + len(settings.eos_token_ids)) * width
         for num_tokens in range(1, settings.max_tokens + 1):
             grown = sorted(self._grow(prompt, running), key=lambda beam: -beam.score)[:num_kept]
-            ends = [num_tokens == settings.max_tokens or beam.token_ids[-1] in settings.eos_token_ids for beam in grown]
-            alive = [beam._replace(score=beam.score + _NEVER * is_end) for beam, is_end in zip(grown, ends, strict=True)]
+            ends = [
+                num_tokens == settings.max_tokens or beam.token_ids[-1] in settings.eos_token_ids
+                for beam in grown
+            ]
+            alive = [
+                beam._replace(score=beam.score + _NEVER * is_end)
+                for beam, is_end in zip(grown, ends, strict=True)
+            ]
             running = sorted(alive, key=lambda beam: -beam.score)[:width]
             is_full = settings.early_stopping is True and all(beam.is_finished for beam in finished)
             for beam, is_end in list(zip(grown, ends, strict=True))[:width]:
@@ -109,7 +118,9 @@ class Oracle:
             finished = sorted(finished, key=lambda beam: -beam.score)[:width]
             if all(ends) or not _has_hope(settings, running, finished, num_tokens):
                 break
-        return [BeamAnswer(list(beam.token_ids), beam.score) for beam in finished if beam.is_finished]
+        return [
+            BeamAnswer(list(beam.token_ids), beam.score) for beam in finished if beam.is_finished
+        ]
 
     def _grow(self, prompt: tuple[int, ...], running: list[_Beam]) -> list[_Beam]:
         grown = []
@@ -121,8 +132,11 @@ class Oracle:
         return grown
 
 
-def _has_hope(settings: BeamSettings, running: list[_Beam], finished: list[_Beam], num_tokens: int) -> bool:
-    """Whether a running beam might still beat a finished one, by the heuristic that the settings name."""
+def _has_hope(
+    settings: BeamSettings, running: list[_Beam], finished: list[_Beam], num_tokens: int
+) -> bool:
+    """Whether a running beam might still beat a finished one,
+    by the heuristic that the settings name."""
     if not all(beam.is_finished for beam in finished):
         return True
     if settings.early_stopping is True:

@@ -1,8 +1,8 @@
 """Replay of a real trace through the real control plane, with a null executor and a virtual clock.
 
-Shows what scheduling, paging and prefix caching do under production's arrivals and lengths: whether all requests are
-served, how much memory stays unused, how many prompt tokens the cache serves against what an unlimited one would, and what
-a step costs the control plane.
+Shows what scheduling, paging and prefix caching do under production's arrivals and lengths: whether
+all requests are served, how much memory stays unused, how many prompt tokens the cache serves
+against what an unlimited one would, and what a step costs the control plane.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class ReplayReport:
     """(sequences running, processor seconds spent in schedule and update) of each step."""
 
     def cost_percentile_ms(self, percent: float, *, min_running: int = 0) -> float:
-        """Milliseconds of control plane per step, of the steps with at least `min_running` sequences."""
+        """Milliseconds of control plane per step, of the steps with at
+        least `min_running` sequences."""
         costs = sorted(cost for running, cost in self.step_costs_s if running >= min_running)
         return 1e3 * costs[min(len(costs) - 1, int(len(costs) * percent / 100))] if costs else 0.0
 
@@ -59,25 +60,42 @@ class ReplayReport:
         """For people."""
         full = self.peak_num_running
         num_full = sum(running >= full for running, _ in self.step_costs_s)
-        hit_rate, ideal = self.num_hit_tokens / self.num_prompt_tokens, self.num_ideal_hit_tokens / self.num_prompt_tokens
+        hit_rate, ideal = (
+            self.num_hit_tokens / self.num_prompt_tokens,
+            self.num_ideal_hit_tokens / self.num_prompt_tokens,
+        )
         return [
-            f"requests         {self.num_complete} of {self.num_requests} complete, {self.num_prompt_tokens} prompt and "
+            f"requests         {self.num_complete} of {self.num_requests} complete, "
+            f"{self.num_prompt_tokens} prompt and "
             f"{self.num_output_tokens} output tokens",
-            f"time             {self.virtual_s:.0f} s virtual, {self.wall_s:.1f} s real, {len(self.step_costs_s)} steps",
+            (
+                f"time             {self.virtual_s:.0f} s virtual, {self.wall_s:.1f} s real, "
+                f"{len(self.step_costs_s)} steps"
+            ),
             f"unused slots     {100 * self.waste:.2f} % of the allocated",
             f"prefix hits      {100 * hit_rate:.3f} % of prompt tokens, ideal {100 * ideal:.3f} %, "
             f"{len(self.misses)} requests differ"
-            + "".join(f"; request {number}: {hits} of {best}" for number, hits, best in self.misses[:3]),
-            f"blocks           {self.peak_num_blocks} in use at most of {self.num_blocks}, {self.num_evictions} evictions",
+            + "".join(
+                f"; request {number}: {hits} of {best}" for number, hits, best in self.misses[:3]
+            ),
+            (
+                f"blocks           {self.peak_num_blocks} in use at most of {self.num_blocks}, "
+                f"{self.num_evictions} evictions"
+            ),
             f"preemptions      {self.num_preemptions}",
-            f"control plane    {self.cost_percentile_ms(50):.3f} ms a step (median), {self.cost_percentile_ms(99):.3f} (p99); "
-            f"with {full} running ({num_full} steps) {self.cost_percentile_ms(50, min_running=full):.3f} and "
+            f"control plane    {self.cost_percentile_ms(50):.3f} ms a step (median), "
+            f"{self.cost_percentile_ms(99):.3f} (p99); "
+            f"with {full} running ({num_full} steps) "
+            f"{self.cost_percentile_ms(50, min_running=full):.3f} and "
             f"{self.cost_percentile_ms(99, min_running=full):.3f}",
         ]
 
 
-def replay(trace: Trace, limits: SchedulerLimits, cost: StepTimeModel = StepTimeModel()) -> ReplayReport:
-    """Replay a whole trace; arrivals are on the virtual clock, which stands still while nothing is to be done."""
+def replay(
+    trace: Trace, limits: SchedulerLimits, cost: StepTimeModel = StepTimeModel()
+) -> ReplayReport:
+    """Replay a whole trace; arrivals are on the virtual clock,
+    which stands still while nothing is to be done."""
     run = _Replay(trace, limits, cost)
     started = perf_counter()
     while run.num_arrived < len(trace.requests) or run.scheduler.has_work:
@@ -92,7 +110,9 @@ class _Replay:
         self.trace = trace
         self.cost = cost
         self.scheduler = Scheduler(limits)
-        self.executor = NullExecutor(limits.max_num_seqs, limits.num_blocks, limits.block_size, script=self._script)
+        self.executor = NullExecutor(
+            limits.max_num_seqs, limits.num_blocks, limits.block_size, script=self._script
+        )
         self.requests: dict[int, Request] = {}
         self.ideal = trace.ideal_hits()
         self.clock_s = 0.0
@@ -104,11 +124,16 @@ class _Replay:
         requests = self.trace.requests
         if not self.scheduler.has_work:
             self.clock_s = max(self.clock_s, requests[self.num_arrived].arrival_s)
-        while self.num_arrived < len(requests) and requests[self.num_arrived].arrival_s <= self.clock_s:
+        while (
+            self.num_arrived < len(requests)
+            and requests[self.num_arrived].arrival_s <= self.clock_s
+        ):
             number = self.num_arrived
             num_output = requests[number].num_output_tokens
             prompt = self.trace.prompt(number)
-            spec = RequestSpec(request_id=str(number), prompt_token_ids=prompt, max_tokens=num_output)
+            spec = RequestSpec(
+                request_id=str(number), prompt_token_ids=prompt, max_tokens=num_output
+            )
             self.requests[number] = self.scheduler.add(fit(spec, self.scheduler.limits))
             self.num_arrived += 1
 
@@ -145,8 +170,13 @@ class _Replay:
         report, number = self.report, int(request.request_id)
         sequence, wanted = request.sequences[0], self.trace.requests[number]
         first = wanted.num_prompt_tokens
-        expected = [self.trace.output_token(number, position) for position in range(first, first + wanted.num_output_tokens)]
-        report.num_complete += sequence.finish_reason is FinishReason.LENGTH and sequence.output_token_ids == expected
+        expected = [
+            self.trace.output_token(number, position)
+            for position in range(first, first + wanted.num_output_tokens)
+        ]
+        report.num_complete += (
+            sequence.finish_reason is FinishReason.LENGTH and sequence.output_token_ids == expected
+        )
         hits, ideal = request.metrics.num_prefix_hit_tokens, self.ideal[number]
         report.num_prompt_tokens += wanted.num_prompt_tokens
         report.num_output_tokens += sequence.num_output_tokens

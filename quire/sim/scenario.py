@@ -1,6 +1,8 @@
-"""Scenarios: what a seed stands for. Limits, requests with their arrival steps, and which faults strike how often.
+"""Scenarios: what a seed stands for. Limits, requests with their arrival steps, and which faults
+strike how often.
 
-Pools are tiny on purpose: with 4 to 16 blocks, preemption, eviction, copy-on-write and refusal happen in every run.
+Pools are tiny on purpose: with 4 to 16 blocks, preemption, eviction, copy-on-write and refusal
+happen in every run.
 """
 
 from __future__ import annotations
@@ -59,10 +61,14 @@ class Arrival(NamedTuple):
 
 
 def can_serve(limits: SchedulerLimits, spec: RequestSpec) -> bool:
-    """Whether it can be served at all: stated here a second time, so that the refusals are checked."""
+    """Whether it can be served at all: stated here a second time,
+    so that the refusals are checked."""
     num_prompt = len(spec.prompt_token_ids)
     num_slots = min(num_prompt + spec.max_tokens, limits.max_model_len) - 1
-    return num_prompt < limits.max_model_len and ceil_div(num_slots, limits.block_size) <= limits.num_blocks
+    return (
+        num_prompt < limits.max_model_len
+        and ceil_div(num_slots, limits.block_size) <= limits.num_blocks
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +86,9 @@ class Scenario:
     def max_steps(self) -> int:
         """A bound on the steps after the last fault and the last arrival.
 
-        Whoever is admitted gains a token before it can be preempted, so a sequence is admitted at most `max_tokens`
-        times and each time computes its tokens once, at no less than one step's share of the budget.
+        Whoever is admitted gains a token before it can be preempted, so a sequence is admitted at
+        most `max_tokens` times and each time computes its tokens once, at no less than one step's
+        share of the budget.
         """
         budget = self.limits.max_num_batched_tokens if self.pace is None else 1
         total = 0
@@ -93,12 +100,15 @@ class Scenario:
 
 
 def make_scenario(seed: int, *, is_liveness: bool = False) -> Scenario:
-    """The scenario of a seed. In liveness mode faults end early and everything accepted must then end in time."""
+    """The scenario of a seed. In liveness mode faults end early and everything
+    accepted must then end in time."""
     random = Random(seed)
     limits = _limits(random)
     documents = [tuple(random.randrange(3) for _ in range(limits.num_slots + 8)) for _ in range(3)]
     num_requests = random.randint(1, 14)
-    arrivals = tuple(_Draw(random, limits, documents).arrival(number) for number in range(num_requests))
+    arrivals = tuple(
+        _Draw(random, limits, documents).arrival(number) for number in range(num_requests)
+    )
     last_step = random.randint(1, 40) if is_liveness else 300
     hash_kind: Hash = "colliding" if random.random() < 0.15 else "keyed"
     return Scenario(seed, limits, arrivals, _faults(random, last_step), hash_kind, _pace(random))
@@ -111,11 +121,15 @@ def _limits(random: Random) -> SchedulerLimits:
     is_chunked = random.random() < 0.75
     least = num_rows if is_chunked else max(num_rows, max_model_len)
     budget = least + random.randint(0, 12)
-    policy, caches, watermark = random.choice(POLICIES), random.random() < 0.8, random.choice((0.0, 0.0, 0.1))
+    policy, caches, watermark = (
+        random.choice(POLICIES),
+        random.random() < 0.8,
+        random.choice((0.0, 0.0, 0.1)),
+    )
     num_partial = random.choice((1, 1, 2, 4)) if is_chunked else 1
     return SchedulerLimits(
-        num_blocks, block_size, num_rows, budget, max_model_len, policy, caches, is_chunked, watermark, num_partial,
-        random.randint(1, num_partial), random.choice((0, 0, 3)),
+        num_blocks, block_size, num_rows, budget, max_model_len, policy, caches, is_chunked,
+        watermark, num_partial, random.randint(1, num_partial), random.choice((0, 0, 3)),
     )  # fmt: skip
 
 
@@ -151,7 +165,9 @@ class _Draw:
         random = self.random
         prompt, max_tokens = self._lengths()
         beam = self._beam(max_tokens) if random.random() < 0.2 else None
-        stops = frozenset({STOP_TOKEN}) if beam is None and random.random() < 0.7 else frozenset[int]()
+        stops = (
+            frozenset({STOP_TOKEN}) if beam is None and random.random() < 0.7 else frozenset[int]()
+        )
         step = random.choice((0, 0, random.randint(0, 40)))
         spec = RequestSpec(
             request_id=f"r{number}",
@@ -180,7 +196,9 @@ class _Draw:
     def _prompt(self, num_tokens: int) -> tuple[int, ...]:
         num_shared = self.random.randint(0, num_tokens)
         shared = self.random.choice(self.documents)[:num_shared]
-        return shared + tuple(self.random.randrange(VOCAB_SIZE) for _ in range(num_tokens - len(shared)))
+        return shared + tuple(
+            self.random.randrange(VOCAB_SIZE) for _ in range(num_tokens - len(shared))
+        )
 
     def _sampling(self, number: int) -> RowSampling:
         random = self.random

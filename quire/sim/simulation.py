@@ -1,4 +1,5 @@
-"""One simulated run: a scenario through the real control plane, checked after every step and against the oracle.
+"""One simulated run: a scenario through the real control plane, checked after every step and
+against the oracle.
 
 Owns the loop and the checks. It keeps no time of its own: the step number is the clock.
 """
@@ -58,23 +59,39 @@ class _WatchedScheduler(Scheduler):
     def _preempt(self, preemption: Preemption | None) -> None:
         if preemption is not None and preemption.beneficiary is not None:
             victim = preemption.victim
-            assert victim.has_progressed, f"{victim.name} is preempted again without having gained a token"
+            assert victim.has_progressed, (
+                f"{victim.name} is preempted again without having gained a token"
+            )
         super()._preempt(preemption)
 
 
 class Simulation:
-    """A scenario in progress. With `is_overlapped`, each step is planned before the outcome of the one before it is known."""
+    """A scenario in progress. With `is_overlapped`,
+    each step is planned before the outcome of the one before it is known."""
 
     def __init__(
-        self, scenario: Scenario, *, is_overlapped: bool = False, is_audited: bool = True, sabotage: Sabotage | None = None
+        self,
+        scenario: Scenario,
+        *,
+        is_overlapped: bool = False,
+        is_audited: bool = True,
+        sabotage: Sabotage | None = None,
     ) -> None:
         self.scenario = scenario
-        self.scheduler = _WatchedScheduler(scenario.limits, pace=None if scenario.pace is None else scenario.pace.build())
+        self.scheduler = _WatchedScheduler(
+            scenario.limits, pace=None if scenario.pace is None else scenario.pace.build()
+        )
         if scenario.hash == "colliding":
-            self.scheduler.manager.index = PrefixIndex(scenario.limits.block_size, _colliding_digest)
+            self.scheduler.manager.index = PrefixIndex(
+                scenario.limits.block_size, _colliding_digest
+            )
         limits = scenario.limits
         self.executor = NullExecutor(
-            limits.max_num_seqs, limits.num_blocks, limits.block_size, vocab_size=VOCAB_SIZE, key=scenario.seed
+            limits.max_num_seqs,
+            limits.num_blocks,
+            limits.block_size,
+            vocab_size=VOCAB_SIZE,
+            key=scenario.seed,
         )
         self.oracle = Oracle(scenario.seed, VOCAB_SIZE)
         self.outcome = Outcome()
@@ -99,7 +116,9 @@ class Simulation:
             self._check_end()
         except Exception as error:
             step = self.outcome.num_steps
-            raise SimulationError(f"seed={self.scenario.seed} step={step}: {type(error).__name__}: {error}") from error
+            raise SimulationError(
+                f"seed={self.scenario.seed} step={step}: {type(error).__name__}: {error}"
+            ) from error
         self.outcome.num_strikes = self._faults.num_strikes
         self.outcome.num_finished = dict(self.scheduler.stats.num_finished)
         return self.outcome
@@ -107,7 +126,9 @@ class Simulation:
     def _step(self) -> None:
         scheduler, outcome, step = self.scheduler, self.outcome, self.outcome.num_steps
         last_arrival = max(arrival.step for arrival in self.scenario.arrivals)
-        bound = max(self.scenario.faults.last_step, last_arrival) + self.scenario.max_steps * (1 + self._is_overlapped)
+        bound = max(self.scenario.faults.last_step, last_arrival) + self.scenario.max_steps * (
+            1 + self._is_overlapped
+        )
         assert step <= bound, f"not finished after {bound} steps"
         while self._arriving and self._arriving[-1].step <= step:
             self._add(self._arriving.pop().spec)
@@ -124,12 +145,15 @@ class Simulation:
         outcome.num_steps += 1
 
     def _plan(self, now: float) -> None:
-        """The next step, unless it is planned already; and the one after it, where steps overlap."""
+        """The next step, unless it is planned already; and the one after it,
+        where steps overlap."""
         scheduler, in_flight = self.scheduler, self._in_flight
         if not in_flight:
             in_flight.append(scheduler.schedule(now))
             self._check_plan(in_flight[0])
-            assert in_flight[0].work or not scheduler.has_work, "requests are unfinished, and nothing is scheduled"
+            assert in_flight[0].work or not scheduler.has_work, (
+                "requests are unfinished, and nothing is scheduled"
+            )
         ahead = scheduler.schedule_ahead(now) if self._is_overlapped else None
         if ahead is not None:
             in_flight.append(ahead)
@@ -144,10 +168,14 @@ class Simulation:
         try:
             fitting = fit(spec, self.scenario.limits)
         except PromptTooLongError:
-            assert not can_serve(self.scenario.limits, spec), f"{spec.request_id} was refused, but it fits"
+            assert not can_serve(self.scenario.limits, spec), (
+                f"{spec.request_id} was refused, but it fits"
+            )
             self.outcome.num_refused += 1
             return
-        assert can_serve(self.scenario.limits, spec), f"{spec.request_id} was accepted, but can never be served"
+        assert can_serve(self.scenario.limits, spec), (
+            f"{spec.request_id} was accepted, but can never be served"
+        )
         self.requests.append((spec, self.scheduler.add(fitting)))
 
     def _record(self, progress: list[Progress]) -> None:
@@ -160,15 +188,24 @@ class Simulation:
 
     def _state_hash(self, plan: StepPlan) -> str:
         scheduler = self.scheduler
-        state = (plan, scheduler.manager.pool.free_blocks(), [s.name for s in scheduler.waiting.sequences()])
+        state = (
+            plan,
+            scheduler.manager.pool.free_blocks(),
+            [s.name for s in scheduler.waiting.sequences()],
+        )
         return hashlib.blake2b(repr(state).encode(), digest_size=8).hexdigest()
 
-    # -- checks at the end -------------------------------------------------------------------------------------------
+    # -- checks at the end
+    # -------------------------------------------------------------------------------------------
 
     def _check_end(self) -> None:
         scheduler, limits = self.scheduler, self.scenario.limits
-        assert scheduler.manager.pool.num_used == 0, f"{scheduler.manager.pool.num_used} blocks leaked"
-        assert scheduler.blocks.num_reserved == 0 and scheduler.rows.num_free == limits.max_num_seqs, "something leaked"
+        assert scheduler.manager.pool.num_used == 0, (
+            f"{scheduler.manager.pool.num_used} blocks leaked"
+        )
+        assert (
+            scheduler.blocks.num_reserved == 0 and scheduler.rows.num_free == limits.max_num_seqs
+        ), "something leaked"
         assert scheduler.num_waiting == 0 and not scheduler.running, "somebody is still there"
         for spec, request in self.requests:
             assert request.is_finished, f"{request.request_id} never finished"
@@ -183,13 +220,19 @@ class Simulation:
             return
         expected, scored = self.oracle.score_prompt(spec), request.prompt_logprobs
         is_complete = request.metrics.first_token_s is not None or self._ended_well(request)
-        assert not is_complete or len(scored) == len(expected), f"{request.request_id}: {len(scored)} tokens scored"
+        assert not is_complete or len(scored) == len(expected), (
+            f"{request.request_id}: {len(scored)} tokens scored"
+        )
         for place, (record, wanted) in enumerate(zip(scored, expected, strict=False)):
-            assert record == wanted, f"{request.request_id}: prompt token {place} scored {record}, must be {wanted}"
+            assert record == wanted, (
+                f"{request.request_id}: prompt token {place} scored {record}, must be {wanted}"
+            )
 
     def _check_samples(self, spec: RequestSpec, request: Request) -> None:
         has_ended_well = self._ended_well(request)
-        assert not has_ended_well or len(request.sequences) == spec.num_sequences, f"{request.request_id}: sequences"
+        assert not has_ended_well or len(request.sequences) == spec.num_sequences, (
+            f"{request.request_id}: sequences"
+        )
         for sequence in request.sequences:
             expected = self.oracle.sample(spec, sequence.index, request.max_tokens)
             got = sequence.output_token_ids
@@ -197,20 +240,30 @@ class Simulation:
             wanted = expected.token_ids if is_whole else expected.token_ids[: len(got)]
             assert got == wanted, f"{sequence.name}: {got}, must be {wanted}"
             records = self._logprobs.get(sequence, [])
-            assert records == expected.logprobs[: len(got)], f"{sequence.name}: log-probabilities differ"
+            assert records == expected.logprobs[: len(got)], (
+                f"{sequence.name}: log-probabilities differ"
+            )
             stream = self._streams.get(sequence, [])
-            assert [token for token in stream if token is not None] == got, f"{sequence.name}: streamed {stream}"
+            assert [token for token in stream if token is not None] == got, (
+                f"{sequence.name}: streamed {stream}"
+            )
             if is_whole:
                 assert stream[-1] is None, f"{sequence.name}: no end was reported"
-                assert sequence.finish_reason is expected.finish_reason, f"{sequence.name}: {sequence.finish_reason}"
-                assert sequence.cumulative_logprob == expected.cumulative_logprob, f"{sequence.name}: sum differs"
+                assert sequence.finish_reason is expected.finish_reason, (
+                    f"{sequence.name}: {sequence.finish_reason}"
+                )
+                assert sequence.cumulative_logprob == expected.cumulative_logprob, (
+                    f"{sequence.name}: sum differs"
+                )
 
     def _check_beams(self, spec: RequestSpec, request: Request, strategy: BeamSearch) -> None:
         if not self._ended_well(request):
             return
         expected = self.oracle.search(spec, strategy.settings)
         got = [(list(hypothesis.token_ids), hypothesis.score) for hypothesis in strategy.hypotheses]
-        assert got == [tuple(answer) for answer in expected], f"{request.request_id}: {got}, must be {expected}"
+        assert got == [tuple(answer) for answer in expected], (
+            f"{request.request_id}: {got}, must be {expected}"
+        )
 
     @staticmethod
     def _ended_well(request: Request) -> bool:

@@ -1,7 +1,8 @@
 """Real traces: when requests came, how long they were, and which prefixes they shared.
 
-A trace names whole prefixes by block hashes: equal hash, equal prefix up to that block. Tokens are made up so that this
-holds to the token: equal hashes stand for equal tokens, and different ones differ in their first token.
+A trace names whole prefixes by block hashes: equal hash, equal prefix up to that block. Tokens are
+made up so that this holds to the token: equal hashes stand for equal tokens, and different ones
+differ in their first token.
 """
 
 from __future__ import annotations
@@ -52,20 +53,28 @@ class Trace:
         return tuple(tokens[: request.num_prompt_tokens])
 
     def output_token(self, number: int, position: int) -> int:
-        """The made-up token that a request's answer has at `position` (counted from the prompt's start)."""
+        """The made-up token that a request's answer has at `position`
+        (counted from the prompt's start)."""
         request = self.requests[number]
         place, offset = divmod(position, self.hash_block_size)
         if offset == 0:
             return self._first_token(number, place)
-        # Where the prompt's last hash stands for an unfinished block, the answer must not look like more of it.
-        is_free = place < len(request.hashes) or place >= len(request.hashes) + len(request.end_hashes)
-        return _FIRST_UNIQUE_TOKEN + number if is_free and position == request.num_prompt_tokens else offset
+        # Where the prompt's last hash stands for an unfinished block, the answer must not look like
+        # more of it.
+        is_free = place < len(request.hashes) or place >= len(request.hashes) + len(
+            request.end_hashes
+        )
+        return (
+            _FIRST_UNIQUE_TOKEN + number
+            if is_free and position == request.num_prompt_tokens
+            else offset
+        )
 
     def ideal_hits(self) -> list[int]:
         """Tokens of each prompt that a cache of unlimited size must serve, from the hashes alone.
 
-        A prompt's leading blocks that an earlier request contained (its unfinished last one is part of the answer's first),
-        except its last token, whose logits are needed.
+        A prompt's leading blocks that an earlier request contained (its unfinished last one is part
+        of the answer's first), except its last token, whose logits are needed.
         """
         seen: set[int] = set()
         hits = []
@@ -82,7 +91,9 @@ class Trace:
     def num_blocks_without_eviction(self, block_size: int) -> int:
         """Blocks with which nothing is ever evicted, if every possible hit is made."""
         return sum(
-            ceil_div(request.num_prompt_tokens + request.num_output_tokens, block_size) - hit // block_size + 1
+            ceil_div(request.num_prompt_tokens + request.num_output_tokens, block_size)
+            - hit // block_size
+            + 1
             for request, hit in zip(self.requests, self.ideal_hits(), strict=True)
         )
 
@@ -100,8 +111,9 @@ _FOLLOWING = list(range(1, _MAX_HASH_BLOCK))
 
 
 def read_trace(path: Path, *, limit: int | None = None) -> Trace:
-    """Read a .csv or .jsonl file, gzipped or not, with the columns arrival_s, prompt_tokens, output_tokens and, where
-    prefixes are known, block_hashes and end_block_hashes. Requests without a prompt or an answer are left out.
+    """Read a .csv or .jsonl file, gzipped or not, with the columns arrival_s, prompt_tokens,
+    output_tokens and, where prefixes are known, block_hashes and end_block_hashes. Requests without
+    a prompt or an answer are left out.
 
     Raises `ConfigError` for anything else.
     """
@@ -120,7 +132,9 @@ def read_trace(path: Path, *, limit: int | None = None) -> Trace:
 
 def _read_requests(path: Path, lines: Iterable[str], limit: int | None) -> Iterator[TraceRequest]:
     is_csv = ".csv" in path.suffixes
-    records: Iterable[dict[str, Any]] = csv.DictReader(lines) if is_csv else (json.loads(line) for line in lines)
+    records: Iterable[dict[str, Any]] = (
+        csv.DictReader(lines) if is_csv else (json.loads(line) for line in lines)
+    )
     num_read = 0
     for record in records:
         if limit is not None and num_read >= limit:
@@ -128,21 +142,31 @@ def _read_requests(path: Path, lines: Iterable[str], limit: int | None) -> Itera
         num_prompt, num_output = int(record["prompt_tokens"]), int(record["output_tokens"])
         if num_prompt > 0 and num_output > 0:
             num_read += 1
-            hashes, end_hashes = record.get("block_hashes") or (), record.get("end_block_hashes") or ()
-            yield TraceRequest(float(record["arrival_s"]), num_prompt, num_output, tuple(hashes), tuple(end_hashes))
+            hashes, end_hashes = (
+                record.get("block_hashes") or (),
+                record.get("end_block_hashes") or (),
+            )
+            yield TraceRequest(
+                float(record["arrival_s"]), num_prompt, num_output, tuple(hashes), tuple(end_hashes)
+            )
 
 
 def _hash_block_size(path: Path, requests: tuple[TraceRequest, ...]) -> int:
-    """Tokens per hash: the one power of two for which every prompt has as many hashes as whole, or begun, blocks."""
+    """Tokens per hash: the one power of two for which every prompt has as many hashes as whole,
+    or begun, blocks."""
     hashed = [request for request in requests if request.hashes]
     size = 1
     while hashed and size <= _MAX_HASH_BLOCK:
         if all(
-            request.num_prompt_tokens // size <= len(request.hashes) <= ceil_div(request.num_prompt_tokens, size)
+            request.num_prompt_tokens // size
+            <= len(request.hashes)
+            <= ceil_div(request.num_prompt_tokens, size)
             for request in hashed
         ):
             return size
         size *= 2
     if hashed:
-        raise ConfigError(f"{path}: no power of two up to {_MAX_HASH_BLOCK} gives the number of block hashes")
+        raise ConfigError(
+            f"{path}: no power of two up to {_MAX_HASH_BLOCK} gives the number of block hashes"
+        )
     return _MAX_HASH_BLOCK

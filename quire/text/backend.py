@@ -1,10 +1,13 @@
-"""The `tokenizers` library, met at one boundary: what it may be given, and what becomes of its panics.
+"""The `tokenizers` library, met at one boundary: what it may be given, and what becomes of its
+panics.
 
-Owns loading a `tokenizer.json` into the library, and `contained`, through which every call into it goes that reads a
-file or a text. The library is Rust: a malformed file, or a text that its regular expressions give up on, may end in a
-panic, which Python gets as an exception outside the Exception tree; uncaught, it would end the process.
+Owns loading a `tokenizer.json` into the library, and `contained`, through which every call into it
+goes that reads a file or a text. The library is Rust: a malformed file, or a text that its regular
+expressions give up on, may end in a panic, which Python gets as an exception outside the Exception
+tree; uncaught, it would end the process.
 
-Steps that replace text are bounded before anything is loaded, since the library itself applies them while it loads:
+Steps that replace text are bounded before anything is loaded, since the library itself applies them
+while it loads:
 nine steps that each make ten characters of one would make a billion.
 """
 
@@ -34,7 +37,8 @@ _MAY_BE_EMPTY: Final = re.compile(r"[?*|{^$]|\\[bBAzZG]")
 
 
 def load_backend(tokenizer_json: str) -> Backend:
-    """The library's tokenizer. Raises CheckpointError for a document that is not one, or that it cannot bear."""
+    """The library's tokenizer. Raises CheckpointError for a document that is not one,
+    or that it cannot bear."""
     from tokenizers import Tokenizer as Backend
 
     for name in ("normalizer", "decoder"):
@@ -49,10 +53,12 @@ def load_backend(tokenizer_json: str) -> Backend:
 
 
 def encode_bare(backend: Backend, text: str) -> list[int]:
-    """Token ids of a text without what a post-processor adds. Raises RequestError for a text that it cannot encode.
+    """Token ids of a text without what a post-processor adds. Raises RequestError for a text that
+    it cannot encode.
 
-    The batch call is the one that lets other threads run meanwhile: a plain `encode` of 1 MB keeps the interpreter to
-    itself for seconds (measured: 4.1 s without a pause, against pauses of at most 9 ms).
+    The batch call is the one that lets other threads run meanwhile: a plain `encode` of 1 MB keeps
+    the interpreter to itself for seconds (measured: 4.1 s without a pause, against pauses of at
+    most 9 ms).
     """
     with contained(RequestError, "the model's tokenizer cannot encode this text"):
         ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -80,7 +86,8 @@ def check_growth(stages: Any, name: str) -> None:
         growth *= _growth(stage)
         if growth > _MAX_GROWTH or num_before >= _MAX_STAGES:
             raise CheckpointError(
-                f"tokenizer.json has a {name} whose steps make more than {_MAX_GROWTH} characters of one, or are more "
+                f"tokenizer.json has a {name} whose steps make more than {_MAX_GROWTH} "
+                "characters of one, or are more "
                 f"than {_MAX_STAGES}; no text could be encoded in bounded time"
             )
 
@@ -89,7 +96,9 @@ def _flatten(stage: Any, name: str, depth: int = 0) -> Iterator[dict[str, Any]]:
     if not isinstance(stage, dict):
         return
     if depth > _MAX_DEPTH:
-        raise CheckpointError(f"tokenizer.json has a {name} that is nested more than {_MAX_DEPTH} deep")
+        raise CheckpointError(
+            f"tokenizer.json has a {name} that is nested more than {_MAX_DEPTH} deep"
+        )
     nested = [each for key in ("normalizers", "decoders") for each in _list(stage.get(key))]
     if stage.get("type") != "Sequence":
         yield stage
@@ -100,7 +109,13 @@ def _flatten(stage: Any, name: str, depth: int = 0) -> Iterator[dict[str, Any]]:
 def _growth(stage: dict[str, Any]) -> int:
     """Characters that a step makes of one, at most."""
     kind = stage.get("type")
-    added = stage.get("prepend") if kind == "Prepend" else stage.get("content") if kind == "Replace" else None
+    added = (
+        stage.get("prepend")
+        if kind == "Prepend"
+        else stage.get("content")
+        if kind == "Replace"
+        else None
+    )
     if not isinstance(added, str):
         return 1
     if len(added) > _MAX_ADDED_CHARS:
@@ -117,7 +132,8 @@ def _growth(stage: dict[str, Any]) -> int:
 
 
 def _find_sections(document: str, name: str) -> Iterator[Any]:
-    """What a JSON document may mean by the key `name`, without reading all of it: a vocabulary takes a second."""
+    """What a JSON document may mean by the key `name`, without reading all of it:
+    a vocabulary takes a second."""
     if _has_escaped_letters(document):  # the key may be spelt otherwise
         yield _parsed(document).get(name)
         return
@@ -147,8 +163,8 @@ def _parsed(document: str) -> dict[str, Any]:
 def _check_subwords(document: str) -> None:
     """Refuse a prefix of subwords that BPE's merges do not have.
 
-    The library cuts it off all the same, in the middle of a character if need be, and the panic about that is one that it
-    does not survive: the process ends.
+    The library cuts it off all the same, in the middle of a character if need be, and the panic
+    about that is one that it does not survive: the process ends.
     """
     key, at, is_used = '"continuing_subword_prefix"', 0, _has_escaped_letters(document)
     while not is_used and (at := document.find(key, at)) >= 0:
@@ -160,9 +176,12 @@ def _check_subwords(document: str) -> None:
     prefix = model.get("continuing_subword_prefix") or ""
     pairs = [each.split(" ") if isinstance(each, str) else each for each in model["merges"]]
     fits = isinstance(prefix, str) and prefix.isascii()
-    if not fits or not all(isinstance(pair, list) and str(pair[-1:][0]).startswith(prefix) for pair in pairs if pair):
+    if not fits or not all(
+        isinstance(pair, list) and str(pair[-1:][0]).startswith(prefix) for pair in pairs if pair
+    ):
         raise CheckpointError(
-            f"tokenizer.json has model.continuing_subword_prefix={str(prefix)[:20]!r}, with which its merges do not begin"
+            f"tokenizer.json has model.continuing_subword_prefix={str(prefix)[:20]!r}, with "
+            "which its merges do not begin"
         )
 
 

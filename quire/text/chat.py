@@ -1,19 +1,25 @@
-"""Chat messages to a prompt: rendering a model's template, and its tokens with users' text kept plain.
+"""Chat messages to a prompt: rendering a model's template, and its tokens with users' text kept
+plain.
 
-Owns the contract with chat templates: what they may see, what they may cost, and which of the text that they give may
-mean special tokens. Never parses model output, and never takes a template from a request.
+Owns the contract with chat templates: what they may see, what they may cost, and which of the text
+that they give may mean special tokens. Never parses model output, and never takes a template from a
+request.
 
-Which special tokens are meant. A rendered chat mixes what the template wrote (`<|im_start|>`) with what users wrote,
-and only the first may become special tokens. Searching the users' text for token names before rendering fails where a
-template cuts and joins text (`"<|im_" ~ "end|>"` from two fields, or a removed part in the middle), and marking it
-breaks templates that look at it (`content.split("</think>")`). So the template is traced instead: its own text and
-literals carry a record of their origin through concatenation, slicing, stripping and joining (`traced.py`), the
-rendered *string* is exactly what transformers renders, and a token name counts only where every character of it has a
-record. Whatever is not traced is plain text. Three things beside the template's own text are trusted:
+Which special tokens are meant. A rendered chat mixes what the template wrote (`<|im_start|>`) with
+what users wrote, and only the first may become special tokens. Searching the users' text for token
+names before rendering fails where a template cuts and joins text (`"<|im_" ~ "end|>"` from two
+fields, or a removed part in the middle), and marking it breaks templates that look at it
+(`content.split("</think>")`). So the template is traced instead: its own text and literals carry a
+record of their origin through concatenation, slicing, stripping and joining (`traced.py`), the
+rendered *string* is exactly what transformers renders, and a token name counts only where every
+character of it has a record. Whatever is not traced is plain text. Three things beside the
+template's own text are trusted:
 
 - named tokens that the tokenizer gives (`bos_token`, ...);
-- the role of a message when it is one of `KNOWN_ROLES`, since some templates write `"<|" + role + "|>"`;
-- in assistants' messages, tokens of level 1 (`<think>`, see `Tokenizer.control_level`), since the model wrote them.
+- the role of a message when it is one of `KNOWN_ROLES`, since some templates write
+  `"<|" + role + "|>"`;
+- in assistants' messages, tokens of level 1 (`<think>`, see `Tokenizer.control_level`), since the
+  model wrote them.
 """
 
 from __future__ import annotations
@@ -38,11 +44,41 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 KNOWN_ROLES: Final = frozenset(
-    {"system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "context", "documents"}
+    {
+        "system",
+        "developer",
+        "user",
+        "assistant",
+        "tool",
+        "function",
+        "ipython",
+        "observation",
+        "context",
+        "documents",
+    }
 )
 _RESERVED: Final = frozenset(
-    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "loop", "self", "caller"}
-    | {"varargs", "kwargs", "range", "dict", "namespace", "cycler", "joiner", "raise_exception", "strftime_now"}
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "loop",
+        "self",
+        "caller",
+    }
+    | {
+        "varargs",
+        "kwargs",
+        "range",
+        "dict",
+        "namespace",
+        "cycler",
+        "joiner",
+        "raise_exception",
+        "strftime_now",
+    }
 )
 _MAX_DEPTH: Final = 64
 _MAX_REASON_CHARS: Final = 500  # it may quote what the template looked up
@@ -61,8 +97,9 @@ class RenderLimits:
 class ChatTemplate:
     """A compiled chat template.
 
-    source: its Jinja text. named_tokens: role ("bos_token", ...) to text, as the template sees them. now: the clock
-    behind `strftime_now`. Raises ConfigError when the source is not a template.
+    source: its Jinja text. named_tokens: role ("bos_token", ...) to text, as the template sees
+    them. now: the clock behind `strftime_now`. Raises ConfigError when the source is not a
+    template.
     """
 
     def __init__(
@@ -73,7 +110,9 @@ class ChatTemplate:
         limits: RenderLimits | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        self._named_tokens = {role: trace(text, STRICT_LEVEL) for role, text in (named_tokens or {}).items()}
+        self._named_tokens = {
+            role: trace(text, STRICT_LEVEL) for role, text in (named_tokens or {}).items()
+        }
         self.source = source
         self._limits = limits or RenderLimits()
         self._template = _compile(source, now)
@@ -83,7 +122,9 @@ class ChatTemplate:
         """What messages and tools must have for this template."""
         return TemplateNeeds(self._probe)
 
-    def _probe(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str | None:
+    def _probe(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> str | None:
         try:
             return self.render(messages, tools=tools or None)
         except RequestError:
@@ -100,7 +141,10 @@ class ChatTemplate:
         templates = tokenizer.config.chat_templates
         if name not in templates:
             known = f"it has {sorted(templates)}" if templates else "it has none"
-            raise ConfigError(f"the model has no chat template {name!r} ({known}); pass one, or prompt with plain text")
+            raise ConfigError(
+                f"the model has no chat template {name!r} ({known}); pass one, or prompt "
+                "with plain text"
+            )
         return cls(templates[name], tokenizer.config.named_tokens)
 
     def render(
@@ -113,12 +157,14 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, object] | None = None,
     ) -> str:
-        """The prompt's text, as transformers renders it; `encode_chat` turns the very string returned into tokens.
+        """The prompt's text, as transformers renders it; `encode_chat` turns the very string
+        returned into tokens.
 
-        `continue_final_message` leaves the last message open for the model to go on with, and takes precedence over
-        `add_generation_prompt`. `template_kwargs` reach the template as variables, such as `enable_thinking`; those
-        that it does not use have no effect. Raises RequestError when the template refuses the messages or exceeds its
-        limits, and InvalidParameterError for values that a template may not get.
+        `continue_final_message` leaves the last message open for the model to go on with, and takes
+        precedence over `add_generation_prompt`. `template_kwargs` reach the template as variables,
+        such as `enable_thinking`; those that it does not use have no effect. Raises RequestError
+        when the template refuses the messages or exceeds its limits, and InvalidParameterError for
+        values that a template may not get.
         """
         _check_kwargs(template_kwargs or {}, self._named_tokens)
         tag = f"{token_hex(16)} "
@@ -154,23 +200,30 @@ class ChatTemplate:
         except LimitError as error:
             raise RequestError(f"the chat template was stopped: {error}") from None
         except SecurityError as error:
-            raise RequestError(f"the chat template does what templates may not{_line_of(error)}") from None
+            raise RequestError(
+                f"the chat template does what templates may not{_line_of(error)}"
+            ) from None
         except TemplateError as error:
             reason = str(error)[:_MAX_REASON_CHARS]
-            raise RequestError(f"the chat template cannot render these messages: {reason}{_line_of(error)}") from None
+            raise RequestError(
+                f"the chat template cannot render these messages: {reason}{_line_of(error)}"
+            ) from None
         except Exception as error:
             # Its text may quote the messages; the type and the line say enough.
             name = type(error).__name__
-            raise RequestError(f"the chat template fails on these messages with {name}{_line_of(error)}") from None
+            raise RequestError(
+                f"the chat template fails on these messages with {name}{_line_of(error)}"
+            ) from None
         finally:
             meter_in_use.reset(token)
 
 
 def encode_chat(tokenizer: Tokenizer, rendered: str) -> list[int]:
-    """Token ids of a rendered chat: control tokens where the template wrote them, plain text everywhere else.
+    """Token ids of a rendered chat: control tokens where the template wrote them, plain text
+    everywhere else.
 
-    `rendered` is what `ChatTemplate.render` gave; a plain `str` has no template text, so all of it is encoded as plain.
-    Adds no BOS: templates write it.
+    `rendered` is what `ChatTemplate.render` gave; a plain `str` has no template text, so all of it
+    is encoded as plain. Adds no BOS: templates write it.
     """
     text, spans = "".join((rendered,)), spans_of(rendered)
     pieces, position = [], 0
@@ -181,13 +234,17 @@ def encode_chat(tokenizer: Tokenizer, rendered: str) -> list[int]:
     return tokenizer.encode_secret("".join(pieces))
 
 
-def _find_controls(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> Iterator[tuple[int, int]]:
-    """Where control tokens are written by those who may: leftmost first, then longest, as tokenizers match them."""
+def _find_controls(
+    tokenizer: Tokenizer, text: str, spans: Sequence[Span]
+) -> Iterator[tuple[int, int]]:
+    """Where control tokens are written by those who may: leftmost first, then longest,
+    as tokenizers match them."""
     levels, lengths = tokenizer.control_level, tokenizer.control_lengths
     if not spans or not lengths:
         return
     areas = {level: _areas(spans, level) for level in (LENIENT_LEVEL, STRICT_LEVEL)}
-    first_char = re.compile(f"[{re.escape(''.join(lengths))}]")  # one character: nothing to backtrack
+    # one character: nothing to backtrack
+    first_char = re.compile(f"[{re.escape(''.join(lengths))}]")
     for area_start, area_end in areas[LENIENT_LEVEL]:
         position = area_start
         while (match := first_char.search(text, position, area_end)) is not None:
@@ -227,16 +284,23 @@ def _compile(source: str, now: Callable[[], datetime]) -> Template:
     from quire.text.sandbox import TemplateEnvironment
 
     if len(source) > _MAX_SOURCE_CHARS:
-        raise ConfigError(f"the chat template has {len(source)} characters; more than {_MAX_SOURCE_CHARS} are not read")
+        raise ConfigError(
+            f"the chat template has {len(source)} characters; more than {_MAX_SOURCE_CHARS} "
+            "are not read"
+        )
     environment = TemplateEnvironment(lambda format: now().strftime(format))
     try:
         return environment.from_string(source)
     except TemplateSyntaxError as error:
         reason = (error.message or "")[:_MAX_REASON_CHARS]
-        raise ConfigError(f"the chat template is not valid: {reason} (line {error.lineno})") from None
+        raise ConfigError(
+            f"the chat template is not valid: {reason} (line {error.lineno})"
+        ) from None
     except (SyntaxError, RecursionError, MemoryError, ValueError, OverflowError) as error:
         name = type(error).__name__
-        raise ConfigError(f"the chat template cannot be compiled ({name}); is it nested too deeply?") from None
+        raise ConfigError(
+            f"the chat template cannot be compiled ({name}); is it nested too deeply?"
+        ) from None
 
 
 # What templates see of a request.
@@ -244,14 +308,20 @@ def _compile(source: str, now: Callable[[], datetime]) -> Template:
 
 def _check_kwargs(kwargs: Mapping[str, object], named_tokens: Mapping[str, str]) -> None:
     for name, value in kwargs.items():
-        if name in _RESERVED or name in named_tokens or name.endswith("_token") or name.startswith("_"):
+        if (
+            name in _RESERVED
+            or name in named_tokens
+            or name.endswith("_token")
+            or name.startswith("_")
+        ):
             raise InvalidParameterError(
                 f"chat_template_kwargs must not set {name!r}: the template gets it from elsewhere",
                 param="chat_template_kwargs",
             )
         if value is not None and not isinstance(value, str | int | float):
             raise InvalidParameterError(
-                f"chat_template_kwargs[{name!r}] must be text, a number, a boolean or null, not {type(value).__name__}",
+                f"chat_template_kwargs[{name!r}] must be text, a number, a boolean or null, "
+                f"not {type(value).__name__}",
                 param="chat_template_kwargs",
             )
 
@@ -259,7 +329,9 @@ def _check_kwargs(kwargs: Mapping[str, object], named_tokens: Mapping[str, str])
 def _trace_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a message with what is trusted in it marked."""
     if not isinstance(message, Mapping) or not isinstance(role := message.get("role"), str):
-        raise InvalidParameterError('each message must be an object with a "role"', param="messages")
+        raise InvalidParameterError(
+            'each message must be an object with a "role"', param="messages"
+        )
     copy: dict[str, Any] = _copy(message, LENIENT_LEVEL if role == "assistant" else 0)
     copy["role"] = trace(role, STRICT_LEVEL) if role in KNOWN_ROLES else role
     return copy
@@ -268,16 +340,22 @@ def _trace_message(message: Mapping[str, Any]) -> dict[str, Any]:
 def _copy(value: Any, level: int, depth: int = 0) -> Any:
     """A deep copy of JSON-like data, its strings traced at `level` (0 for not at all)."""
     if depth > _MAX_DEPTH:
-        raise InvalidParameterError(f"messages are nested more than {_MAX_DEPTH} deep", param="messages")
+        raise InvalidParameterError(
+            f"messages are nested more than {_MAX_DEPTH} deep", param="messages"
+        )
     if isinstance(value, str):
         return trace(value, level) if level else "".join((value,))
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Mapping):
-        return {_copy(key, 0, depth + 1): _copy(each, level, depth + 1) for key, each in value.items()}
+        return {
+            _copy(key, 0, depth + 1): _copy(each, level, depth + 1) for key, each in value.items()
+        }
     if isinstance(value, list | tuple):
         return [_copy(each, level, depth + 1) for each in value]
-    raise InvalidParameterError(f"messages and tools must be plain JSON data, not {type(value).__name__}", param="messages")
+    raise InvalidParameterError(
+        f"messages and tools must be plain JSON data, not {type(value).__name__}", param="messages"
+    )
 
 
 # Continuing the final message.
@@ -294,7 +372,8 @@ def _append_tag(chat: list[dict[str, Any]], tag: str) -> None:
             part["text"] = join_traced((part["text"], tag))
             return
     raise InvalidParameterError(
-        "continue_final_message needs a last message with text to continue", param="continue_final_message"
+        "continue_final_message needs a last message with text to continue",
+        param="continue_final_message",
     )
 
 
@@ -306,11 +385,16 @@ def _cut_at_tag(rendered: str, tag: str) -> str:
             "it cannot be continued with this model"
         )
     cut = rendered[:position]
-    # A template that strips contents took the space at the tag's end, and would have stripped before the tag.
+    # A template that strips contents took the space at the tag's end, and would have stripped
+    # before the tag.
     return cut if rendered.startswith(tag, position) else cut.rstrip()
 
 
 def _line_of(error: BaseException) -> str:
     """Where in the template an error arose, if known."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == "<template>"
+    ]
     return f" (line {lines[-1]} of the template)" if lines else ""

@@ -1,11 +1,13 @@
 """How a tokenizer turns tokens back into text, read from the `decoder` of its `tokenizer.json`.
 
-Owns the one description (`DecoderRules`) from which both the exact bytes of a token and the incremental detokenizer
-follow. It decides nothing about special tokens or prompts, and holds no state.
+Owns the one description (`DecoderRules`) from which both the exact bytes of a token and the
+incremental detokenizer follow. It decides nothing about special tokens or prompts, and holds no
+state.
 
-Three kinds cover the generative tokenizers in use: byte-level BPE (GPT-2, Llama 3, Qwen), SentencePiece conversions
-with byte fallback (Llama 2, Phi-3, Gemma, Mistral) and plain words joined by spaces. A decoder outside these is refused
-by name, because a guess would corrupt streamed text silently.
+Three kinds cover the generative tokenizers in use: byte-level BPE (GPT-2, Llama 3, Qwen),
+SentencePiece conversions with byte fallback (Llama 2, Phi-3, Gemma, Mistral) and plain words joined
+by spaces. A decoder outside these is refused by name, because a guess would corrupt streamed text
+silently.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ from typing import Any, Final, Literal
 from quire.errors import UnsupportedModelError
 
 Piece = str | bytes
-"""What one token contributes: bytes that are decoded together with their neighbours, or finished text."""
+"""What one token contributes: bytes that are decoded together with their neighbours,
+or finished text."""
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The printable stand-in of each byte in byte-level BPE (Radford et al., GPT-2, 2019: `bytes_to_unicode`)."""
+    """The printable stand-in of each byte in byte-level BPE (Radford et al., GPT-2, 2019:
+    `bytes_to_unicode`)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     alphabet = {chr(byte): byte for byte in printable}
@@ -36,10 +40,11 @@ _BYTE_OF: Final = _byte_alphabet()
 class DecoderRules:
     """A decoder reduced to what each token contributes and what happens at the start of the text.
 
-    kind: "bytes" (byte-level BPE: all tokens are bytes of one UTF-8 stream), "text" (tokens are text, `<0xNN>` tokens
-    are bytes when `has_byte_fallback`), or "join" (words with one space between). replacements: (old, new) pairs
-    applied to the text of each token, in order. drop_first: characters removed altogether from the first token of a
-    text ("" for none). strip_char, strip_len: up to `strip_len` of `strip_char` are removed at the start of the whole
+    kind: "bytes" (byte-level BPE: all tokens are bytes of one UTF-8 stream), "text" (tokens are
+    text, `<0xNN>` tokens are bytes when `has_byte_fallback`), or "join" (words with one space
+    between). replacements: (old, new) pairs applied to the text of each token, in order.
+    drop_first: characters removed altogether from the first token of a text ("" for none).
+    strip_char, strip_len: up to `strip_len` of `strip_char` are removed at the start of the whole
     text.
     """
 
@@ -69,11 +74,14 @@ class DecoderRules:
 
     def first_piece(self, token: str) -> Piece:
         """The contribution of the first token of a text, before `strip_char`."""
-        return self.piece(token.replace(self.drop_first, "")) if self.drop_first else self.piece(token)
+        return (
+            self.piece(token.replace(self.drop_first, "")) if self.drop_first else self.piece(token)
+        )
 
 
 def _decode_byte_level(token: str) -> bytes:
-    """Bytes of a byte-level token; a token with a character outside the alphabet stands for its own UTF-8."""
+    """Bytes of a byte-level token; a token with a character outside the
+    alphabet stands for its own UTF-8."""
     try:
         return bytes([_BYTE_OF[char] for char in token])
     except KeyError:
@@ -93,7 +101,8 @@ def _fallback_byte(token: str) -> bytes | None:
 def read_decoder(decoder: dict[str, Any] | None) -> DecoderRules:
     """Compile the JSON of a decoder.
 
-    Raises UnsupportedModelError for a decoder, or an order of decoders, that cannot be followed token by token.
+    Raises UnsupportedModelError for a decoder, or an order of decoders, that cannot be followed
+    token by token.
     """
     if decoder is None:
         return DecoderRules("join")
@@ -139,7 +148,9 @@ def _read_text_stages(stages: list[dict[str, Any]]) -> DecoderRules:
 def _refusal(stage: dict[str, Any], stages: list[dict[str, Any]]) -> str:
     chain = " -> ".join(str(each["type"]) for each in stages)
     return (
-        f"the tokenizer's decoder {chain} cannot be followed token by token: stage {stage} is not implemented here; "
-        "supported are ByteLevel, Metaspace, and Replace/ByteFallback/Fuse/Strip as SentencePiece conversions use. "
+        f"the tokenizer's decoder {chain} cannot be followed token by token: stage {stage} "
+        "is not implemented here; "
+        "supported are ByteLevel, Metaspace, and Replace/ByteFallback/Fuse/Strip as "
+        "SentencePiece conversions use. "
         "Use skip_tokenizer_init=True and token ids instead"
     )

@@ -1,21 +1,23 @@
 """Token ids to text, a few tokens at a time, byte-exact at every split.
 
-Owns the state between two pieces of streamed text: bytes of an unfinished character, and whether the text has begun.
-Never decodes a token twice, so the cost is O(1) per token however long the output; never looks at stop strings.
+Owns the state between two pieces of streamed text: bytes of an unfinished character, and whether
+the text has begun. Never decodes a token twice, so the cost is O(1) per token however long the
+output; never looks at stop strings.
 
-The reference. Let `full = tokenizer.decode(prompt + output)`. Every character of `full` comes from the bytes of one or
-several tokens, and is the output's when at least one of these bytes is an output token's. The pieces, concatenated, are
-exactly the output's characters of `full`. Where the prompt ends between two characters, that is
-`full.removeprefix(tokenizer.decode(prompt))`. Where it ends within a character that the output completes, the whole
-character belongs to the output, and nothing else of the prompt appears. Without a prompt it is
-`tokenizer.decode(output)`.
+The reference. Let `full = tokenizer.decode(prompt + output)`. Every character of `full` comes from
+the bytes of one or several tokens, and is the output's when at least one of these bytes is an
+output token's. The pieces, concatenated, are exactly the output's characters of `full`. Where the
+prompt ends between two characters, that is `full.removeprefix(tokenizer.decode(prompt))`. Where it
+ends within a character that the output completes, the whole character belongs to the output, and
+nothing else of the prompt appears. Without a prompt it is `tokenizer.decode(output)`.
 
 Two consequences of following the library to the letter:
 
-- Byte-level BPE: an ill-formed byte sequence becomes one U+FFFD for each maximal ill-formed part (Unicode 15, section
-  3.9), as soon as it is known to be ill-formed.
-- Byte fallback (`<0xNN>` tokens): a run of byte tokens is text only if the *whole run* is well-formed, and otherwise
-  one U+FFFD for each byte. Whether a run is well-formed is not known before its end, so a run is held back until then.
+- Byte-level BPE: an ill-formed byte sequence becomes one U+FFFD for each maximal ill-formed part
+  (Unicode 15, section 3.9), as soon as it is known to be ill-formed.
+- Byte fallback (`<0xNN>` tokens): a run of byte tokens is text only if the *whole run* is
+  well-formed, and otherwise one U+FFFD for each byte. Whether a run is well-formed is not known
+  before its end, so a run is held back until then.
 """
 
 from __future__ import annotations
@@ -33,14 +35,26 @@ _MAX_PENDING: Final = 3  # the longest incomplete UTF-8 character
 class Detokenizer:
     """The streamed text of one sequence; see the module for the text that it equals.
 
-    `skip_special_tokens` leaves special tokens out, as in `Tokenizer.decode`. `spaces_between_special_tokens` matters
-    only to tokenizers that put a space between words: False sets added tokens that follow each other without one.
+    `skip_special_tokens` leaves special tokens out, as in `Tokenizer.decode`.
+    `spaces_between_special_tokens` matters only to tokenizers that put a space between words: False
+    sets added tokens that follow each other without one.
 
-    Raises UnsupportedModelError when the tokenizer has a decoder that cannot be followed token by token.
+    Raises UnsupportedModelError when the tokenizer has a decoder that cannot be followed token by
+    token.
     """
 
-    __slots__ = ("_is_spaced", "_num_prompt_bytes", "_pending", "_rules", "_run", "_skipped", "_started", "_strip_left",
-                 "_tokenizer", "_was_added")  # fmt: skip
+    __slots__ = (
+        "_is_spaced",
+        "_num_prompt_bytes",
+        "_pending",
+        "_rules",
+        "_run",
+        "_skipped",
+        "_started",
+        "_strip_left",
+        "_tokenizer",
+        "_was_added",
+    )
 
     def __init__(
         self,
@@ -67,11 +81,14 @@ class Detokenizer:
         tokenizer, skipped = self._tokenizer, self._skipped
         if self._rules.kind == "bytes":
             piece = tokenizer.token_bytes
-            return self._feed_bytes(b"".join([piece(token) for token in token_ids if token not in skipped]))
+            return self._feed_bytes(
+                b"".join([piece(token) for token in token_ids if token not in skipped])
+            )
         return "".join([self._feed_token(token) for token in token_ids if token not in skipped])
 
     def flush(self) -> str:
-        """The rest of the text at the end of the output: what is held back, ill-formed as it may be."""
+        """The rest of the text at the end of the output: what is held back,
+        ill-formed as it may be."""
         if self._rules.kind != "bytes":
             return self._end_run()
         pending, self._pending = self._pending, b""
@@ -79,7 +96,8 @@ class Detokenizer:
         return "" if is_prompt else pending.decode(errors="replace")
 
     def copy(self) -> Detokenizer:
-        """An independent detokenizer in the same state, for a fork of the sequence; O(bytes held back)."""
+        """An independent detokenizer in the same state, for a fork of the sequence;
+        O(bytes held back)."""
         fork = object.__new__(Detokenizer)
         for name in Detokenizer.__slots__:
             setattr(fork, name, getattr(self, name))
@@ -89,8 +107,9 @@ class Detokenizer:
     # The prompt.
 
     def _enter(self, prompt: Sequence[int]) -> None:
-        """Reach the state after the prompt from its two ends: its start until the text has begun, then its last
-        bytes."""
+        """Reach the state after the prompt from its two ends: its start until the text has begun,
+        then its last bytes.
+        """
         if self._rules.is_start_sensitive:
             for token in prompt:
                 self.append((token,))
@@ -107,7 +126,8 @@ class Detokenizer:
         self._num_prompt_bytes = len(unfinished)
 
     def _unfinished_bytes(self, prompt: Sequence[int]) -> bytes:
-        """The bytes at the prompt's end whose text is not decided: an incomplete character, or a run of byte tokens."""
+        """The bytes at the prompt's end whose text is not decided: an incomplete character,
+        or a run of byte tokens."""
         is_byte_level = self._rules.kind == "bytes"
         pieces: list[bytes] = []
         num_bytes = 0
@@ -179,7 +199,8 @@ class Detokenizer:
     # The start of the text.
 
     def _strip(self, text: str) -> str:
-        """Remove what the decoder strips at the start of the whole text; `text` is the next part of it."""
+        """Remove what the decoder strips at the start of the whole text;
+        `text` is the next part of it."""
         while self._strip_left and text:
             if text[0] != self._rules.strip_char:
                 self._strip_left = 0
@@ -199,7 +220,8 @@ def _is_ill_formed(data: bytes) -> bool:
 
 
 def _incomplete_tail(data: bytes) -> bytes:
-    """The incomplete character at the end of a UTF-8 stream, of which `data` is at least the last three bytes."""
+    """The incomplete character at the end of a UTF-8 stream,
+    of which `data` is at least the last three bytes."""
     for length in range(1, min(_MAX_PENDING, len(data)) + 1):
         if data[-length] >= 0xC0:  # a lead byte
             tail = data[-length:]

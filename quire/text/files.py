@@ -1,7 +1,8 @@
 """The text side of a model folder: which files there are and what `tokenizer_config.json` says.
 
-Owns reading and checking of the small JSON files and of the chat templates' sources. Reads nothing else of the folder
-and executes nothing; unknown keys are left alone, because every model family adds its own.
+Owns reading and checking of the small JSON files and of the chat templates' sources. Reads nothing
+else of the folder and executes nothing; unknown keys are left alone, because every model family
+adds its own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ _MAX_CONFIG_BYTES: Final = 16 << 20  # the largest published tokenizer_config.js
 _MAX_TOKENIZER_BYTES: Final = 256 << 20  # the largest published tokenizer.json is below 40 MiB
 _MAX_TEMPLATE_BYTES: Final = 4 << 20
 _MAX_TEMPLATES: Final = 64
-_NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_NAMED_TOKENS: Final = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "pad_token",
+    "sep_token",
+    "cls_token",
+    "mask_token",
+)
 _EXTRA_TOKENS: Final = ("additional_special_tokens", "extra_special_tokens")
 
 
@@ -27,9 +36,10 @@ _EXTRA_TOKENS: Final = ("additional_special_tokens", "extra_special_tokens")
 class TextConfig:
     """What the text files of a model say beside `tokenizer.json`.
 
-    named_tokens: role ("bos_token", "eos_token", ...) to the token's text. extra_special_tokens: further tokens
-    declared special. padding_side, truncation_side: where batches of texts are filled up and cut. chat_templates: name
-    to Jinja source; "default" is the one used unless another is named.
+    named_tokens: role ("bos_token", "eos_token", ...) to the token's text. extra_special_tokens:
+    further tokens declared special. padding_side, truncation_side: where batches of texts are
+    filled up and cut. chat_templates: name to Jinja source; "default" is the one used unless
+    another is named.
     """
 
     named_tokens: Mapping[str, str] = field(default_factory=dict)
@@ -43,13 +53,24 @@ class TextConfig:
 
 
 def read_text_config(folder: Path) -> TextConfig:
-    """Read `tokenizer_config.json`, `special_tokens_map.json` and the chat templates of a folder, all optional.
+    """Read `tokenizer_config.json`, `special_tokens_map.json` and the chat templates of a folder,
+    all optional.
 
     Raises CheckpointError for a file that is not what its name says.
     """
-    config = {**_read_object(folder / "special_tokens_map.json"), **_read_object(folder / "tokenizer_config.json")}
-    named = {role: text for role in _NAMED_TOKENS if (text := _token_text(config.get(role))) is not None}
-    extra = [text for key in _EXTRA_TOKENS for each in _token_list(config.get(key)) if (text := _token_text(each))]
+    config = {
+        **_read_object(folder / "special_tokens_map.json"),
+        **_read_object(folder / "tokenizer_config.json"),
+    }
+    named = {
+        role: text for role in _NAMED_TOKENS if (text := _token_text(config.get(role))) is not None
+    }
+    extra = [
+        text
+        for key in _EXTRA_TOKENS
+        for each in _token_list(config.get(key))
+        if (text := _token_text(each))
+    ]
     return TextConfig(
         named_tokens=named,
         extra_special_tokens=tuple(extra),
@@ -63,19 +84,29 @@ def read_text_config(folder: Path) -> TextConfig:
 
 
 def read_tokenizer_json(folder: Path) -> str:
-    """The text of `tokenizer.json`. Raises ModelNotFoundError or CheckpointError, saying how to obtain one."""
+    """The text of `tokenizer.json`. Raises ModelNotFoundError or CheckpointError,
+    saying how to obtain one."""
     if not is_folder(folder):
         raise ModelNotFoundError(f"no folder {str(folder)!r} to read a tokenizer from")
     path = folder / "tokenizer.json"
     if is_file(path):
         return read_text(path, _MAX_TOKENIZER_BYTES)
-    others = [name for name in ("tokenizer.model", "tokenizer.model.v3", "tekken.json") if is_file(folder / name)]
+    others = [
+        name
+        for name in ("tokenizer.model", "tokenizer.model.v3", "tekken.json")
+        if is_file(folder / name)
+    ]
     if others:
         raise CheckpointError(
-            f"{str(folder)!r} has {others[0]} but no tokenizer.json, the only tokenizer format that is read; "
-            "convert it once with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            f"{str(folder)!r} has {others[0]} but no tokenizer.json, the only tokenizer "
+            "format that is read; "
+            "convert it once with transformers: "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         )
-    raise CheckpointError(f"{str(folder)!r} has no tokenizer.json; add it, or set skip_tokenizer_init=True and pass token ids")
+    raise CheckpointError(
+        f"{str(folder)!r} has no tokenizer.json; add it, or set skip_tokenizer_init=True and "
+        "pass token ids"
+    )
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -84,7 +115,11 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _length(value: Any) -> int | None:
     """A number of tokens; None where it is absent, or the enormous one that stands for absent."""
-    return int(value) if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e15 else None
+    return (
+        int(value)
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e15
+        else None
+    )
 
 
 def _token_text(value: Any) -> str | None:
@@ -101,12 +136,17 @@ def _token_list(value: Any) -> list[Any]:
 
 
 def _read_templates(folder: Path, inline: Any) -> dict[str, str]:
-    """Chat templates by name; files take precedence over `tokenizer_config.json`, as they do for transformers."""
+    """Chat templates by name; files take precedence over `tokenizer_config.json`,
+    as they do for transformers."""
     templates: dict[str, str] = {}
     if isinstance(inline, str):
         templates["default"] = inline
     for each in _token_list(inline) if isinstance(inline, list) else []:
-        if isinstance(each, dict) and isinstance(each.get("name"), str) and isinstance(each.get("template"), str):
+        if (
+            isinstance(each, dict)
+            and isinstance(each.get("name"), str)
+            and isinstance(each.get("template"), str)
+        ):
             templates[each["name"]] = each["template"]
     for name in ("additional_chat_templates", "chat_templates"):
         for path in sorted(islice((folder / name).glob("*.jinja"), _MAX_TEMPLATES)):

@@ -1,8 +1,9 @@
 """The tokenizer inside a GGUF file, as the `tokenizer.json` and the config that `Tokenizer` reads.
 
-Owns the two kinds that GGUF knows of Quire's families: byte-level BPE ("gpt2": a vocabulary, merges, and the name of a
-splitting rule) and SentencePiece ("llama": a vocabulary with scores, from which the merges follow). Takes plain metadata
-and knows nothing of the file. A splitting rule that is not known is refused by name, never guessed.
+Owns the two kinds that GGUF knows of Quire's families: byte-level BPE ("gpt2": a vocabulary,
+merges, and the name of a splitting rule) and SentencePiece ("llama": a vocabulary with scores, from
+which the merges follow). Takes plain metadata and knows nothing of the file. A splitting rule that
+is not known is refused by name, never guessed.
 """
 
 from __future__ import annotations
@@ -15,16 +16,23 @@ from quire.errors import CheckpointError
 from quire.text.files import TextConfig
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
-_ROLES: Final = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+_ROLES: Final = {
+    "bos": "bos_token",
+    "eos": "eos_token",
+    "unknown": "unk_token",
+    "padding": "pad_token",
+}
 _MAX_PIECE_LEN: Final = 256
-"""Characters of the longest token that merges are derived for; SentencePiece's own limit is far below."""
+"""Characters of the longest token that merges are derived for;
+SentencePiece's own limit is far below."""
 
 _MAX_VOCABULARY_CHARS: Final = 16 << 20
 """Characters of all of them; a vocabulary of 256,000 tokens has less than two million."""
 
 _GPT2_SPLIT: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _MODERN_SPLIT: Final = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _DIGITS: Final = {"type": "Digits", "individual_digits": True}
 
@@ -43,7 +51,8 @@ _SPLITS: Final[Mapping[str, Sequence[Mapping[str, Any]]]] = {
 
 
 def convert_tokenizer(metadata: Mapping[str, object]) -> tuple[str, TextConfig]:
-    """The text of a `tokenizer.json`, and what goes with it. Raises CheckpointError for what is missing or not known."""
+    """The text of a `tokenizer.json`, and what goes with it.
+    Raises CheckpointError for what is missing or not known."""
     kind = metadata.get("tokenizer.ggml.model")
     vocabulary = _Vocabulary(metadata)
     if kind == "gpt2":
@@ -51,8 +60,15 @@ def convert_tokenizer(metadata: Mapping[str, object]) -> tuple[str, TextConfig]:
     elif kind == "llama":
         parts = _sentence_piece(metadata, vocabulary)
     else:
-        raise CheckpointError(f"the GGUF file has tokenizer.ggml.model={kind!r}; supported: gpt2, llama; {_ADVICE}")
-    document = {"version": "1.0", "added_tokens": vocabulary.added(), "post_processor": None, **parts}
+        raise CheckpointError(
+            f"the GGUF file has tokenizer.ggml.model={kind!r}; supported: gpt2, llama; {_ADVICE}"
+        )
+    document = {
+        "version": "1.0",
+        "added_tokens": vocabulary.added(),
+        "post_processor": None,
+        **parts,
+    }
     template = metadata.get("tokenizer.chat_template")
     return json.dumps(document), TextConfig(
         named_tokens=vocabulary.named(metadata),
@@ -62,7 +78,10 @@ def convert_tokenizer(metadata: Mapping[str, object]) -> tuple[str, TextConfig]:
     )
 
 
-_ADVICE: Final = "put the model's tokenizer.json beside the file, or set skip_tokenizer_init=True and pass token ids"
+_ADVICE: Final = (
+    "put the model's tokenizer.json beside the file, or set skip_tokenizer_init=True and pass "
+    "token ids"
+)
 
 
 class _Vocabulary:
@@ -72,14 +91,19 @@ class _Vocabulary:
         self.tokens = _strings(metadata, "tokens")
         kinds = metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(self.tokens))
         if not isinstance(kinds, Sequence) or len(kinds) != len(self.tokens):
-            raise CheckpointError("the GGUF file's tokenizer.ggml.token_type does not fit its tokens")
+            raise CheckpointError(
+                "the GGUF file's tokenizer.ggml.token_type does not fit its tokens"
+            )
         self.kinds: Sequence[Any] = kinds
         self.ids = {token: token_id for token_id, token in enumerate(self.tokens)}
         if len(self.ids) != len(self.tokens):
-            raise CheckpointError(f"the GGUF file's vocabulary names {len(self.tokens) - len(self.ids)} tokens twice")
+            raise CheckpointError(
+                f"the GGUF file's vocabulary names {len(self.tokens) - len(self.ids)} tokens twice"
+            )
 
     def added(self) -> list[dict[str, Any]]:
-        """Control tokens and those that a user defined, which are cut out of a text before anything else."""
+        """Control tokens and those that a user defined,
+        which are cut out of a text before anything else."""
         plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
         return [
             {"id": token_id, "content": token, "special": kind == _CONTROL, **plain}
@@ -89,24 +113,42 @@ class _Vocabulary:
 
     def named(self, metadata: Mapping[str, object]) -> dict[str, str]:
         """Roles to tokens."""
-        ids = {role: metadata.get(f"tokenizer.ggml.{name}_token_id") for name, role in _ROLES.items()}
-        return {role: self.tokens[at] for role, at in ids.items() if isinstance(at, int) and 0 <= at < len(self.tokens)}
+        ids = {
+            role: metadata.get(f"tokenizer.ggml.{name}_token_id") for name, role in _ROLES.items()
+        }
+        return {
+            role: self.tokens[at]
+            for role, at in ids.items()
+            if isinstance(at, int) and 0 <= at < len(self.tokens)
+        }
 
 
 def _byte_level(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> dict[str, Any]:
     rule = metadata.get("tokenizer.ggml.pre")
     if not isinstance(rule, str) or rule not in _SPLITS:
         known = ", ".join(_SPLITS)
-        raise CheckpointError(f"the GGUF file has tokenizer.ggml.pre={rule!r}; supported: {known}; {_ADVICE}")
+        raise CheckpointError(
+            f"the GGUF file has tokenizer.ggml.pre={rule!r}; supported: {known}; {_ADVICE}"
+        )
     merges = [merge.split(" ") for merge in _strings(metadata, "merges")]
     if any(len(merge) != 2 for merge in merges):
         raise CheckpointError("the GGUF file's tokenizer.ggml.merges are not pairs")
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
     return {
         "normalizer": {"type": "NFC"} if rule == "qwen2" else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*_SPLITS[rule], byte_level]},
         "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": vocabulary.ids, "merges": merges, "ignore_merges": rule == "llama-bpe"},
+        "model": {
+            "type": "BPE",
+            "vocab": vocabulary.ids,
+            "merges": merges,
+            "ignore_merges": rule == "llama-bpe",
+        },
     }
 
 
@@ -121,26 +163,38 @@ def _sentence_piece(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> 
     has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True) is True
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     back = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
-    prefix, strip = {"type": "Prepend", "prepend": "▁"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    prefix, strip = (
+        {"type": "Prepend", "prepend": "▁"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+    )
     decoders = [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *([strip] if has_prefix else [])]
     unknown = vocabulary.named(metadata).get("unk_token")
     return {
-        "normalizer": {"type": "Sequence", "normalizers": [*([prefix] if has_prefix else []), spaces]},
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [*([prefix] if has_prefix else []), spaces],
+        },
         "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": {
-            "type": "BPE", "vocab": vocabulary.ids, "merges": _merges(vocabulary, scores), "byte_fallback": True,
-            "fuse_unk": True, "unk_token": unknown,
+            "type": "BPE",
+            "vocab": vocabulary.ids,
+            "merges": _merges(vocabulary, scores),
+            "byte_fallback": True,
+            "fuse_unk": True,
+            "unk_token": unknown,
         },
-    }  # fmt: skip
+    }
 
 
 def _merges(vocabulary: _Vocabulary, scores: Sequence[Any]) -> list[list[str]]:
-    """Every pair of tokens that makes up a third, the best score of the third first, as SentencePiece joins them."""
+    """Every pair of tokens that makes up a third, the best score of the third first,
+    as SentencePiece joins them."""
     num_chars = sum(len(token) for token in vocabulary.tokens if len(token) <= _MAX_PIECE_LEN)
     if num_chars > _MAX_VOCABULARY_CHARS:
         raise CheckpointError(
-            f"the GGUF file's tokens have {num_chars} characters; merges are derived of at most {_MAX_VOCABULARY_CHARS}"
+            f"the GGUF file's tokens have {num_chars} characters; merges are derived of at "
+            f"most {_MAX_VOCABULARY_CHARS}"
         )
     found = []
     for token_id, token in enumerate(vocabulary.tokens):
@@ -149,11 +203,15 @@ def _merges(vocabulary: _Vocabulary, scores: Sequence[Any]) -> list[list[str]]:
                 left, right = vocabulary.ids.get(token[:cut]), vocabulary.ids.get(token[cut:])
                 if left is not None and right is not None:
                     found.append((-scores[token_id], token_id, left, right))
-    return [[vocabulary.tokens[left], vocabulary.tokens[right]] for _, _, left, right in sorted(found)]
+    return [
+        [vocabulary.tokens[left], vocabulary.tokens[right]] for _, _, left, right in sorted(found)
+    ]
 
 
 def _strings(metadata: Mapping[str, object], name: str) -> Sequence[str]:
     values = metadata.get(f"tokenizer.ggml.{name}")
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise CheckpointError(f"the GGUF file has no list of texts under tokenizer.ggml.{name}; {_ADVICE}")
+        raise CheckpointError(
+            f"the GGUF file has no list of texts under tokenizer.ggml.{name}; {_ADVICE}"
+        )
     return values

@@ -1,15 +1,17 @@
-"""Encoding in which text that spells a control token stays text, unless the caller says that it is the token.
+"""Encoding in which text that spells a control token stays text, unless the caller says that it is
+the token.
 
-Owns a second encoder over the same model, in which every control token goes by a secret name. Text of users cannot
-spell these names (128 random bits, drawn per process), so it can never become a control token; the caller replaces the
-spellings that are meant by the secret names before encoding, and everything else about the tokenizer (what is matched
-first, spaces stripped around special tokens, normalisation of the parts between them) stays as it is, because it is one
-call of the same library over the whole text.
+Owns a second encoder over the same model, in which every control token goes by a secret name. Text
+of users cannot spell these names (128 random bits, drawn per process), so it can never become a
+control token; the caller replaces the spellings that are meant by the secret names before encoding,
+and everything else about the tokenizer (what is matched first, spaces stripped around special
+tokens, normalisation of the parts between them) stays as it is, because it is one call of the same
+library over the whole text.
 
-The model and its merges are shared with the first encoder, so a guard costs no memory to speak of. Only where the
-model's own vocabulary could assemble a control token from plain text (Unigram models; BPE with `ignore_merges` or with
-merges that end in one) a second model is built from a copy of `tokenizer.json` in which the model does not know them
-either.
+The model and its merges are shared with the first encoder, so a guard costs no memory to speak of.
+Only where the model's own vocabulary could assemble a control token from plain text (Unigram
+models; BPE with `ignore_merges` or with merges that end in one) a second model is built from a copy
+of `tokenizer.json` in which the model does not know them either.
 """
 
 from __future__ import annotations
@@ -29,14 +31,16 @@ if TYPE_CHECKING:
 class Guard:
     """The guarded encoder of one tokenizer.
 
-    backend: the tokenizer as it is. tokenizer_json: the text it was made from. controls: text to id of the tokens that
-    are guarded.
+    backend: the tokenizer as it is. tokenizer_json: the text it was made from. controls: text to id
+    of the tokens that are guarded.
     """
 
     def __init__(self, backend: Backend, tokenizer_json: str, controls: Mapping[str, int]) -> None:
         nonce = secrets.token_hex(16)
         self._controls = dict(controls)
-        self._secret_names = {text: f"\ue000{nonce}{token_id}\ue001" for text, token_id in controls.items()}
+        self._secret_names = {
+            text: f"\ue000{nonce}{token_id}\ue001" for text, token_id in controls.items()
+        }
         base = backend
         if any(_is_spelt_by_model(backend, text, token_id) for text, token_id in controls.items()):
             base = _without_controls(tokenizer_json, self._secret_names)
@@ -48,12 +52,14 @@ class Guard:
         return self._secret_names[text]
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text; control tokens only where the text has their secret names. Adds no BOS or EOS."""
+        """Token ids of a text; control tokens only where the text has their secret names.
+        Adds no BOS or EOS."""
         id_of = self._id_of
         return [id_of.get(token_id, token_id) for token_id in encode_bare(self._backend, text)]
 
     def _rename(self, base: Backend, backend: Backend) -> Backend:
-        """A tokenizer over the model of `base` with the added tokens of `backend`, the controls under secret names."""
+        """A tokenizer over the model of `base` with the added tokens of `backend`,
+        the controls under secret names."""
         from tokenizers import AddedToken
         from tokenizers import Tokenizer as Backend
 
@@ -66,29 +72,38 @@ class Guard:
         for _, token in sorted(backend.get_added_tokens_decoder().items()):
             secret_name = self._secret_names.get(token.content)
             if secret_name is not None:
-                flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
+                flags = {
+                    "lstrip": token.lstrip,
+                    "rstrip": token.rstrip,
+                    "single_word": token.single_word,
+                }
                 token = AddedToken(secret_name, normalized=False, special=True, **flags)
             tokens.append(token)
         renamed.add_tokens(tokens)
         return renamed
 
     def _map_ids(self, backend: Backend) -> dict[int, int]:
-        """The ids that differ between this encoder, whose added tokens are numbered anew, and the tokenizer's own."""
+        """The ids that differ between this encoder, whose added tokens are numbered anew,
+        and the tokenizer's own."""
         text_of = {secret_name: text for text, secret_name in self._secret_names.items()}
         mapping = {}
         for own_id, token in self._backend.get_added_tokens_decoder().items():
             true_id = backend.token_to_id(text_of.get(token.content, token.content))
             if true_id is None:
-                raise CheckpointError(f"tokenizer.json does not give an id to its added token {token.content!r}")
+                raise CheckpointError(
+                    f"tokenizer.json does not give an id to its added token {token.content!r}"
+                )
             if true_id != own_id:
                 mapping[own_id] = true_id
         return mapping
 
 
 def _is_spelt_by_model(backend: Backend, text: str, token_id: int) -> bool:
-    """Whether the model alone, without added tokens, can turn plain text into this control token."""
+    """Whether the model alone, without added tokens,
+    can turn plain text into this control token."""
     if len(text) == 1 or backend.model.token_to_id(text) != token_id:
-        return False  # a single character that is also ordinary text cannot be written any other way
+        # a single character that is also ordinary text cannot be written any other way
+        return False
     kind = type(backend.model).__name__
     if kind != "BPE" or getattr(backend.model, "ignore_merges", False):
         return True
@@ -96,8 +111,9 @@ def _is_spelt_by_model(backend: Backend, text: str, token_id: int) -> bool:
 
 
 def _without_controls(tokenizer_json: str, secret_names: Mapping[str, str]) -> Backend:
-    """The tokenizer with its control tokens renamed in the model's vocabulary, ids unchanged, and no merge into
-    them."""
+    """The tokenizer with its control tokens renamed in the model's vocabulary, ids unchanged, and
+    no merge into them.
+    """
     content: dict[str, Any] = json.loads(tokenizer_json)
     model = content["model"]
     hidden = {text: name for text, name in secret_names.items() if len(text) > 1}
@@ -107,8 +123,13 @@ def _without_controls(tokenizer_json: str, secret_names: Mapping[str, str]) -> B
     else:
         model["vocab"] = {hidden.get(piece, piece): token_id for piece, token_id in vocab.items()}
     if "merges" in model:
-        pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
-        model["merges"] = [list(pair) for pair in pairs if not hidden.keys() & {*pair, "".join(pair)}]
+        pairs = [
+            tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair)
+            for pair in model["merges"]
+        ]
+        model["merges"] = [
+            list(pair) for pair in pairs if not hidden.keys() & {*pair, "".join(pair)}
+        ]
     if model.get("unk_token") in hidden:
         model["unk_token"] = hidden[model["unk_token"]]
     content |= {"added_tokens": [], "post_processor": None}

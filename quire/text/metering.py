@@ -1,12 +1,13 @@
-"""What the render of a template may cost, and what each operation is charged before it is carried out.
+"""What the render of a template may cost, and what each operation is charged before it is carried
+out.
 
-Owns the `Meter` and the rules by which sizes are known beforehand: of formats, replacements, joins, indents, repeated
-and nested data. A rule refuses with `LimitError`; nothing here computes what it measures. Knows nothing of Jinja's
-environment, which `sandbox` wires to these rules.
+Owns the `Meter` and the rules by which sizes are known beforehand: of formats, replacements, joins,
+indents, repeated and nested data. A rule refuses with `LimitError`; nothing here computes what it
+measures. Knows nothing of Jinja's environment, which `sandbox` wires to these rules.
 
-Data may be nested so that its text is exponentially longer than what it takes in memory (a list that holds another
-twice, which holds a third twice, ...). Whatever would go through all of it (text, comparison, hashing, sorting) is
-weighed first, as if each part were written out.
+Data may be nested so that its text is exponentially longer than what it takes in memory (a list
+that holds another twice, which holds a third twice, ...). Whatever would go through all of it
+(text, comparison, hashing, sorting) is weighed first, as if each part were written out.
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ SLOT_CHARS: Final = 8
 _MAX_PARTS: Final = 500_000
 """Of nested data that is gone through at once."""
 _MAX_NUMBER_BITS: Final = 4096
-_MAX_COUNT: Final = 1_000_000  # the largest width, length or count that a template may pass to a function
+# the largest width, length or count that a template may pass to a function
+_MAX_COUNT: Final = 1_000_000
 _MAX_INDENT: Final = 64
 _MAX_WIDTH_DIGITS: Final = 6
 _MAX_DIGITS: Final = 4300  # as Python's own limit for decimal numbers
 _CHECK_STEPS: Final = 256
 _CHARS_PER_STEP: Final = 4096
-_COUNTING: Final = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "truncate", "batch", "slice", "round"})
+_COUNTING: Final = frozenset(
+    {"center", "ljust", "rjust", "zfill", "expandtabs", "truncate", "batch", "slice", "round"}
+)
 _INDENTING: Final = frozenset({"indent", "tojson", "round"})
 _COMPARING: Final = frozenset({"count", "index"})
 _NUMBER: Final = re.compile(r"\d+")
@@ -51,7 +55,9 @@ class LimitError(TemplateRuntimeError):
 class Meter:
     """What one render may still spend: steps, characters made, and time."""
 
-    def __init__(self, *, max_steps: int, max_chars: int, deadline_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, *, max_steps: int, max_chars: int, deadline_s: float, clock: Callable[[], float]
+    ) -> None:
         self._num_steps_left = max_steps
         self._num_chars_left = 16 * max_chars  # intermediate strings, most of which are short-lived
         self._num_unchecked = 0
@@ -96,7 +102,8 @@ def charge_result(value: Any) -> None:
 
 
 def weigh(value: Any, *, extra_chars: int = 0, indent: int = 0) -> int:
-    """The length, more or less, of the text of nested data; charged as steps, and refused where it is huge.
+    """The length, more or less, of the text of nested data; charged as steps, and refused where it
+    is huge.
 
     `extra_chars` come with each part, and `indent` with each level that a part lies below.
     """
@@ -164,7 +171,11 @@ def check_operands(operator: str, left: Any, right: Any) -> None:
         if isinstance(left, list | tuple) and isinstance(right, list | tuple):
             charge(SLOT_CHARS * (len(left) + len(right)))
     elif isinstance(left, int) and isinstance(right, int):
-        num_bits = left.bit_length() * max(right, 0) if operator == "**" else left.bit_length() + right.bit_length()
+        num_bits = (
+            left.bit_length() * max(right, 0)
+            if operator == "**"
+            else left.bit_length() + right.bit_length()
+        )
         if operator != "%" and num_bits > _MAX_NUMBER_BITS:
             raise LimitError(f"it computes a number of more than {_MAX_NUMBER_BITS} bits")
     elif operator == "*" and (isinstance(left, int) or isinstance(right, int)):
@@ -177,9 +188,12 @@ def check_operands(operator: str, left: Any, right: Any) -> None:
 
 
 def check_arguments(name: str, owner: Any, args: tuple[Any, ...]) -> None:
-    """Refuse what would make a huge result, or take long, in one call of `name` on `owner`, a filter's or a method's."""
+    """Refuse what would make a huge result, or take long, in one call of `name` on `owner`,
+    a filter's or a method's."""
     most = _MAX_INDENT if name in _INDENTING else _MAX_COUNT
-    if name in _COUNTING | _INDENTING and any(isinstance(arg, int) and abs(arg) > most for arg in args):
+    if name in _COUNTING | _INDENTING and any(
+        isinstance(arg, int) and abs(arg) > most for arg in args
+    ):
         raise LimitError(f"it calls {name} with a number above {most}")
     for value in (owner, *args) if name in _COMPARING else args:
         weighed(value)
@@ -200,7 +214,10 @@ def _check_tabs(owner: Any, args: tuple[Any, ...]) -> None:
 
 
 def _check_indent(owner: Any, args: tuple[Any, ...]) -> None:
-    width = max((len(arg) if isinstance(arg, str) else arg for arg in args if isinstance(arg, str | int)), default=4)
+    width = max(
+        (len(arg) if isinstance(arg, str) else arg for arg in args if isinstance(arg, str | int)),
+        default=4,
+    )
     if isinstance(owner, str):
         charge((1 + len(owner.splitlines())) * max(width, 0))
 
@@ -209,7 +226,10 @@ def _check_join(owner: Any, args: tuple[Any, ...]) -> None:
     separator = max((len(each) for each in (owner, *args) if isinstance(each, str)), default=0)
     for items in (owner, *args):
         if isinstance(items, CONTAINERS):
-            charge(_num_parts(items) * separator + sum(len(item) for item in _parts(items) if isinstance(item, str)))
+            charge(
+                _num_parts(items) * separator
+                + sum(len(item) for item in _parts(items) if isinstance(item, str))
+            )
 
 
 def _check_number(owner: Any, args: tuple[Any, ...]) -> None:
@@ -218,13 +238,16 @@ def _check_number(owner: Any, args: tuple[Any, ...]) -> None:
 
 
 def _check_format(owner: Any, args: tuple[Any, ...]) -> None:
-    """Refuse formats with long or computed widths, of either kind (`%*d`, `{:{width}}`), and what adds up to much."""
+    """Refuse formats with long or computed widths, of either kind (`%*d`, `{:{width}}`),
+    and what adds up to much."""
     if not isinstance(owner, str):
         return
     widths = _NUMBER.findall(owner)
     if any(len(width) > _MAX_WIDTH_DIGITS for width in widths):
         raise LimitError(f"it formats with a width of more than {_MAX_WIDTH_DIGITS} digits")
-    is_computed = any(part.lstrip("-+#0123456789.").startswith("*") for part in owner.split("%")[1:])
+    is_computed = any(
+        part.lstrip("-+#0123456789.").startswith("*") for part in owner.split("%")[1:]
+    )
     with suppress(ValueError):  # not a format for braces
         is_computed |= any("{" in (spec or "") for _, _, spec, _ in Formatter().parse(owner))
     if is_computed:

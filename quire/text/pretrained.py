@@ -1,8 +1,8 @@
 """A model's tokenizer with the methods and the results of transformers' fast tokenizers.
 
-For programs that know those: names, defaults and values are transformers', down to special tokens, which are read wherever
-a text spells them. (The engine's own tokenizer keeps users' text apart from them, see `quire.text.tokenizer`.) Never changed
-by a call, and safe to share between threads.
+For programs that know those: names, defaults and values are transformers', down to special tokens,
+which are read wherever a text spells them. (The engine's own tokenizer keeps users' text apart from
+them, see `quire.text.tokenizer`.) Never changed by a call, and safe to share between threads.
 """
 
 from __future__ import annotations
@@ -15,10 +15,20 @@ from quire.errors import InvalidParameterError
 from quire.text.chat import ChatTemplate
 from quire.text.tokenizer import Tokenizer, check_unicode
 
-NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+NAMED_TOKENS: Final = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 NO_LENGTH: Final = int(1e30)
 """What transformers says where a tokenizer names no longest text."""
-_IGNORED: Final = frozenset({"verbose", "clean_up_tokenization_spaces", "spaces_between_special_tokens"})
+_IGNORED: Final = frozenset(
+    {"verbose", "clean_up_tokenization_spaces", "spaces_between_special_tokens"}
+)
 
 
 class BatchEncoding(dict[str, Any]):
@@ -37,7 +47,9 @@ class BatchEncoding(dict[str, Any]):
 
     def to(self, device: Any) -> BatchEncoding:
         """The same with every tensor on a device."""
-        return BatchEncoding({name: each.to(device) if hasattr(each, "to") else each for name, each in self.items()})
+        return BatchEncoding(
+            {name: each.to(device) if hasattr(each, "to") else each for name, each in self.items()}
+        )
 
 
 class _Shape(NamedTuple):
@@ -87,7 +99,9 @@ class PretrainedTokenizer:
         self.model_max_length = config.model_max_length or NO_LENGTH
 
     def __repr__(self) -> str:
-        return f"PretrainedTokenizer(name_or_path={self.name_or_path!r}, vocab_size={self.vocab_size})"
+        return (
+            f"PretrainedTokenizer(name_or_path={self.name_or_path!r}, vocab_size={self.vocab_size})"
+        )
 
     # The vocabulary.
 
@@ -156,10 +170,17 @@ class PretrainedTokenizer:
         return text if role == name or text is None else self._tokenizer.token_to_id(text)
 
     def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> Any:
-        """The id of a token, or of each; that of the unknown token, or None, for what is no token."""
-        return self._id_of(tokens) if isinstance(tokens, str) else [self._id_of(token) for token in tokens]
+        """The id of a token, or of each; that of the unknown token, or None,
+        for what is no token."""
+        return (
+            self._id_of(tokens)
+            if isinstance(tokens, str)
+            else [self._id_of(token) for token in tokens]
+        )
 
-    def convert_ids_to_tokens(self, ids: int | Iterable[int], skip_special_tokens: bool = False) -> Any:
+    def convert_ids_to_tokens(
+        self, ids: int | Iterable[int], skip_special_tokens: bool = False
+    ) -> Any:
         """The vocabulary's text of an id, or of each; None for an id without a token."""
         if isinstance(ids, int):
             return self._backend.id_to_token(ids)
@@ -178,30 +199,44 @@ class PretrainedTokenizer:
         return sum(map(len, self._tokenizer.affixes))
 
     def get_chat_template(self, chat_template: str | None = None, tools: object = None) -> str:
-        """The Jinja source that `apply_chat_template` uses: given itself or by name, or the model's."""
+        """The Jinja source that `apply_chat_template` uses: given itself or by name,
+        or the model's."""
         named = self._tokenizer.config.chat_templates
         if chat_template is not None:
             return named.get(chat_template, chat_template)
-        source = named.get("tool_use") if tools is not None and "tool_use" in named else self.chat_template
+        source = (
+            named.get("tool_use")
+            if tools is not None and "tool_use" in named
+            else self.chat_template
+        )
         if source is None:
-            raise InvalidParameterError("this model has no chat template; give one as chat_template", param="chat_template")
+            raise InvalidParameterError(
+                "this model has no chat template; give one as chat_template", param="chat_template"
+            )
         return source
 
     # Text to ids.
 
     def __call__(self, text: Any = None, text_pair: Any = None, **options: Any) -> BatchEncoding:
-        """Token ids and attention mask of a text, or of each of a list of texts. Options are transformers'."""
+        """Token ids and attention mask of a text, or of each of a list of texts.
+        Options are transformers'."""
         shape = _shape(options)
         is_batch = isinstance(text, list | tuple)
         texts = list(text) if is_batch else [text]
         pairs = list(text_pair) if is_batch and text_pair is not None else [text_pair] * len(texts)
         if len(pairs) != len(texts):
-            raise InvalidParameterError(f"{len(pairs)} text_pairs for {len(texts)} texts", param="text_pair")
-        made = [self._truncated(self._encoded(*each, shape), shape) for each in zip(texts, pairs, strict=True)]
+            raise InvalidParameterError(
+                f"{len(pairs)} text_pairs for {len(texts)} texts", param="text_pair"
+            )
+        made = [
+            self._truncated(self._encoded(*each, shape), shape)
+            for each in zip(texts, pairs, strict=True)
+        ]
         return self._assembled(made, shape, is_batch=is_batch)
 
     def encode(self, text: Any, text_pair: Any = None, **options: Any) -> Any:
-        """Token ids of a text, with the special tokens around it unless `add_special_tokens=False`."""
+        """Token ids of a text, with the special tokens around it unless
+        `add_special_tokens=False`."""
         if isinstance(text, list) and text and all(isinstance(each, int) for each in text):
             return list(text)
         return self(text, text_pair, **options)["input_ids"]
@@ -213,7 +248,9 @@ class PretrainedTokenizer:
     encode_plus = __call__
     batch_encode_plus = batch_encode
 
-    def tokenize(self, text: str, pair: str | None = None, add_special_tokens: bool = False, **options: Any) -> list[str]:
+    def tokenize(
+        self, text: str, pair: str | None = None, add_special_tokens: bool = False, **options: Any
+    ) -> list[str]:
         """The vocabulary's texts of a text's tokens."""
         ids = self(text, pair, add_special_tokens=add_special_tokens, **options)["input_ids"]
         tokens: list[str] = self.convert_ids_to_tokens(ids)
@@ -233,17 +270,21 @@ class PretrainedTokenizer:
         tokenizer_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Any:
-        """Messages as the model's template writes them: text with `tokenize=False`, else `__call__` of it.
+        """Messages as the model's template writes them: text with `tokenize=False`, else `__call__`
+        of it.
 
         Options that `__call__` knows go there, all others to the template.
         """
         if continue_final_message and add_generation_prompt:
             raise InvalidParameterError(
-                "continue_final_message and add_generation_prompt contradict each other; give one of them",
+                "continue_final_message and add_generation_prompt contradict each other; "
+                "give one of them",
                 param="continue_final_message",
             )
         encoding = {name: options.pop(name) for name in list(options) if name in _Shape._fields}
-        template = ChatTemplate(self.get_chat_template(chat_template, tools), self._tokenizer.config.named_tokens)
+        template = ChatTemplate(
+            self.get_chat_template(chat_template, tools), self._tokenizer.config.named_tokens
+        )
         is_batch = bool(conversation) and not isinstance(conversation[0], Mapping)
         rendered = [
             template.render(
@@ -260,7 +301,9 @@ class PretrainedTokenizer:
         texts = texts if is_batch else texts[0]
         if not tokenize:
             return texts
-        encoded = self(texts, **{"add_special_tokens": False, **encoding, **(tokenizer_kwargs or {})})
+        encoded = self(
+            texts, **{"add_special_tokens": False, **encoding, **(tokenizer_kwargs or {})}
+        )
         return encoded if return_dict else encoded["input_ids"]
 
     # Ids to text.
@@ -273,19 +316,26 @@ class PretrainedTokenizer:
             return [self._decoded(each, skip_special_tokens) for each in ids]
         return self._decoded(ids, skip_special_tokens)
 
-    def batch_decode(self, sequences: Any, skip_special_tokens: bool = False, **ignored: Any) -> list[str]:
+    def batch_decode(
+        self, sequences: Any, skip_special_tokens: bool = False, **ignored: Any
+    ) -> list[str]:
         """The text of each list of token ids."""
         _check_ignored(ignored)
         return [self._decoded(_as_list(each), skip_special_tokens) for each in sequences]
 
-    def pad(self, encoded_inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]], **options: Any) -> BatchEncoding:
-        """Token ids that were encoded before, brought to one length. Options are those of `__call__`."""
+    def pad(
+        self, encoded_inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]], **options: Any
+    ) -> BatchEncoding:
+        """Token ids that were encoded before, brought to one length.
+        Options are those of `__call__`."""
         if isinstance(encoded_inputs, Mapping):
             rows = [_as_list(each) for each in encoded_inputs["input_ids"]]
         else:
             rows = [_as_list(each["input_ids"]) for each in encoded_inputs]
         shape = _shape({"padding": True, **options})
-        return self._assembled([_Text(row, [0] * len(row), [0] * len(row), []) for row in rows], shape, is_batch=True)
+        return self._assembled(
+            [_Text(row, [0] * len(row), [0] * len(row), []) for row in rows], shape, is_batch=True
+        )
 
     # Inside.
 
@@ -299,7 +349,9 @@ class PretrainedTokenizer:
     def _encoded(self, text: object, pair: object, shape: _Shape) -> _Text:
         for each in (text, pair):
             if not isinstance(each, str) and (each is not pair or each is not None):
-                raise InvalidParameterError(f"a text must be str, not {type(each).__name__}", param="text")
+                raise InvalidParameterError(
+                    f"a text must be str, not {type(each).__name__}", param="text"
+                )
         assert isinstance(text, str)
         check_unicode(text)
         own = self._backend.post_processor is not None and shape.add_special_tokens
@@ -325,10 +377,21 @@ class PretrainedTokenizer:
             return text
         ends = self._num_around(text) if shape.add_special_tokens else (0, 0)
         first, last = ends[0], len(text.ids) - ends[1]
-        cut = slice(first, first + excess) if self.truncation_side == "left" else slice(last - excess, last)
+        cut = (
+            slice(first, first + excess)
+            if self.truncation_side == "left"
+            else slice(last - excess, last)
+        )
         if excess > last - first:
-            raise InvalidParameterError(f"max_length={limit} leaves no room for special tokens", param="max_length")
-        ids, types, specials, offsets = list(text.ids), list(text.types), list(text.specials), list(text.offsets)
+            raise InvalidParameterError(
+                f"max_length={limit} leaves no room for special tokens", param="max_length"
+            )
+        ids, types, specials, offsets = (
+            list(text.ids),
+            list(text.types),
+            list(text.specials),
+            list(text.offsets),
+        )
         del ids[cut], types[cut], specials[cut], offsets[cut]
         return _Text(ids, types, specials, offsets)
 
@@ -343,27 +406,41 @@ class PretrainedTokenizer:
     def _assembled(self, texts: list[_Text], shape: _Shape, *, is_batch: bool) -> BatchEncoding:
         width = self._width([len(text.ids) for text in texts], shape)
         side = shape.padding_side or self.padding_side
-        columns: dict[str, list[Any]] = {"input_ids": [self._filled(t.ids, width, self.pad_token_id, side) for t in texts]}
+        columns: dict[str, list[Any]] = {
+            "input_ids": [self._filled(t.ids, width, self.pad_token_id, side) for t in texts]
+        }
         if shape.return_token_type_ids:
             columns["token_type_ids"] = [self._filled(text.types, width, 0, side) for text in texts]
         if shape.return_attention_mask is not False:
-            columns["attention_mask"] = [self._filled([1] * len(text.ids), width, 0, side) for text in texts]
+            columns["attention_mask"] = [
+                self._filled([1] * len(text.ids), width, 0, side) for text in texts
+            ]
         if shape.return_special_tokens_mask:
-            columns["special_tokens_mask"] = [self._filled(text.specials, width, 1, side) for text in texts]
+            columns["special_tokens_mask"] = [
+                self._filled(text.specials, width, 1, side) for text in texts
+            ]
         if shape.return_offsets_mapping:
-            columns["offset_mapping"] = [self._filled(text.offsets, width, (0, 0), side) for text in texts]
+            columns["offset_mapping"] = [
+                self._filled(text.offsets, width, (0, 0), side) for text in texts
+            ]
         if shape.return_length:
             columns["length"] = [len(each) for each in columns["input_ids"]]
         if shape.return_tensors is not None:
-            return BatchEncoding({name: _tensor(rows, shape.return_tensors) for name, rows in columns.items()})
-        return BatchEncoding(columns if is_batch else {name: rows[0] for name, rows in columns.items()})
+            return BatchEncoding(
+                {name: _tensor(rows, shape.return_tensors) for name, rows in columns.items()}
+            )
+        return BatchEncoding(
+            columns if is_batch else {name: rows[0] for name, rows in columns.items()}
+        )
 
     def _width(self, lengths: list[int], shape: _Shape) -> int:
         """The length that every row is filled up to; 0 for each its own."""
         if shape.padding in (False, "do_not_pad") or not lengths:
             return 0
         if self.pad_token_id is None:
-            raise InvalidParameterError("padding needs a pad token, and this tokenizer has none", param="padding")
+            raise InvalidParameterError(
+                "padding needs a pad token, and this tokenizer has none", param="padding"
+            )
         width = max(lengths)
         if shape.padding == "max_length":
             limit = self.model_max_length if shape.max_length is None else shape.max_length
@@ -384,7 +461,8 @@ def _shape(options: Mapping[str, Any]) -> _Shape:
 
 
 def _check_ignored(options: Mapping[str, Any]) -> None:
-    """Raises InvalidParameterError for an option that asks for something; those that are neutral have no effect."""
+    """Raises InvalidParameterError for an option that asks for something;
+    those that are neutral have no effect."""
     for name, value in options.items():
         if name not in _IGNORED and value not in (None, False, 0):
             raise InvalidParameterError(f"the tokenizer has no option {name}={value!r}", param=name)
@@ -399,7 +477,9 @@ def _as_list(token_ids: Any) -> list[Any]:
 
 def _tensor(rows: list[Any], kind: str) -> Any:
     if len({len(row) for row in rows if isinstance(row, list)}) > 1:
-        raise InvalidParameterError("rows of several lengths make no tensor; set padding=True", param="return_tensors")
+        raise InvalidParameterError(
+            "rows of several lengths make no tensor; set padding=True", param="return_tensors"
+        )
     if kind == "np":
         import numpy
 
@@ -408,4 +488,6 @@ def _tensor(rows: list[Any], kind: str) -> Any:
         import torch
 
         return torch.tensor(rows)
-    raise InvalidParameterError(f"return_tensors={kind!r} is not available; choose 'pt' or 'np'", param="return_tensors")
+    raise InvalidParameterError(
+        f"return_tensors={kind!r} is not available; choose 'pt' or 'np'", param="return_tensors"
+    )

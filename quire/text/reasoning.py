@@ -1,9 +1,11 @@
-"""Reasoning in a model's text: how a model marks what it thinks before it answers, and telling the two apart as they stream.
+"""Reasoning in a model's text: how a model marks what it thinks before it answers, and telling the
+two apart as they stream.
 
-Owns the marks and the parser. Thoughts stand at an answer's beginning, between two marks; the first may be in the prompt
-already, where the chat template writes it. The line breaks inside the marks and behind them are neither thought nor answer, as
-in the templates that put both together again. What is given does not depend on how the text was cut into pieces, and costs
-O(text). Only what may still become a mark, and line breaks before one, are held back.
+Owns the marks and the parser. Thoughts stand at an answer's beginning, between two marks; the first
+may be in the prompt already, where the chat template writes it. The line breaks inside the marks
+and behind them are neither thought nor answer, as in the templates that put both together again.
+What is given does not depend on how the text was cut into pieces, and costs O(text). Only what may
+still become a mark, and line breaks before one, are held back.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from typing import NamedTuple
 from quire.text.tools import Text
 
 _MAX_HELD = 64
-"""White space before the first mark, and line breaks before the second; more than that is no layout."""
+"""White space before the first mark, and line breaks before the second;
+more than that is no layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,8 @@ def reasoning_of_template(source: str) -> ReasoningFormat | None:
 
 
 def is_thinking(form: ReasoningFormat, prompt: str, continued: str | None = None) -> bool:
-    """Whether an answer to `prompt` begins among thoughts; `continued` is the message that it goes on with, if it does."""
+    """Whether an answer to `prompt` begins among thoughts;
+    `continued` is the message that it goes on with, if it does."""
     if continued is not None:
         return continued.rfind(form.begin) > continued.rfind(form.end)
     return prompt[-256:].rstrip().endswith(form.begin)
@@ -50,7 +54,8 @@ class Thought(NamedTuple):
 
 
 class ReasoningParser:
-    """Reads one answer. `feed` it pieces, then `flush` it. `is_inside`: the prompt ended with the first mark."""
+    """Reads one answer. `feed` it pieces, then `flush` it. `is_inside`:
+    the prompt ended with the first mark."""
 
     def __init__(self, form: ReasoningFormat, *, is_inside: bool = False) -> None:
         self._form = form
@@ -107,7 +112,11 @@ class ReasoningParser:
             thought = self._freshened(text[: found - _num_breaks(text, found)])
             self._state, self._is_fresh = _OUTSIDE, True
             return thought, text[found + len(end) :]
-        keep = next(size for size in range(min(len(end) - 1, len(text)), -1, -1) if text.endswith(end[:size]))
+        keep = next(
+            size
+            for size in range(min(len(end) - 1, len(text)), -1, -1)
+            if text.endswith(end[:size])
+        )
         keep += _num_breaks(text, len(text) - keep)
         return self._freshened(text[: len(text) - keep]), text[len(text) - keep :]
 

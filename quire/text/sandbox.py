@@ -1,13 +1,14 @@
-"""The Jinja environment that chat templates run in: what transformers offers them, metered and traced.
+"""The Jinja environment that chat templates run in: what transformers offers them, metered and
+traced.
 
-Owns three things that Jinja's immutable sandbox does not give. *Metering*: every loop turn, call, operator, comparison,
-test and filter is charged to the render's `Meter` by the rules of `metering`, before it is carried out, so that no
-template loops or swells without end. *Tracing*: template text and string literals become
-`TracedText`. And the dialect of Hugging Face templates: `{% generation %}`, loop controls, `tojson` without HTML
-escapes.
+Owns three things that Jinja's immutable sandbox does not give. *Metering*: every loop turn, call,
+operator, comparison, test and filter is charged to the render's `Meter` by the rules of `metering`,
+before it is carried out, so that no template loops or swells without end. *Tracing*: template text
+and string literals become `TracedText`. And the dialect of Hugging Face templates:
+`{% generation %}`, loop controls, `tojson` without HTML escapes.
 
-Templates are the model's or the operator's, never a request's. This bounds the damage of a bad one; it does not aim to
-make arbitrary hostile code useful.
+Templates are the model's or the operator's, never a request's. This bounds the damage of a bad one;
+it does not aim to make arbitrary hostile code useful.
 """
 
 from __future__ import annotations
@@ -44,23 +45,37 @@ from quire.text.traced import Span, TracedText, join_traced, spans_of, trace
 
 _TEMPLATE_LEVEL: Final = 2
 _MAX_REASON_CHARS: Final = 500
-_MAX_FORMAT_CHARS: Final = 128  # of a date: the system's formatting may make 256 times as much of it
+# of a date: the system's formatting may make 256 times as much of it
+_MAX_FORMAT_CHARS: Final = 128
 _MAX_SEPARATOR_CHARS: Final = 64
 # Filters that pass a list on, or count it, without looking into what it holds.
 _STRUCTURAL_FILTERS: Final = frozenset(
-    {"length", "count", "first", "last", "list", "items", "select", "selectattr", "reject", "rejectattr"}
+    {
+        "length",
+        "count",
+        "first",
+        "last",
+        "list",
+        "items",
+        "select",
+        "selectattr",
+        "reject",
+        "rejectattr",
+    }
     | {"map", "reverse", "batch", "slice", "default", "d", "attr", "join", "metered"}
 )
 # Filters that compare what a list holds, for which an iterator is made one, to be weighed.
 _COMPARING_FILTERS: Final = frozenset({"dictsort", "sort", "unique", "min", "max", "groupby"})
-# Unrepeatable, of use to HTML pages only, or taking time that grows with the square of a text's length.
+# Unrepeatable, of use to HTML pages only, or taking time that grows with the square of a text's
+# length.
 _REMOVED: Final = frozenset({"random", "urlize", "pprint", "xmlattr", "striptags", "wordwrap"})
 _UNSAFE_METHODS: Final = frozenset({"encode", "translate", "maketrans", "to_bytes", "from_bytes"})
 """Of texts and numbers: their results may be huge, and no template needs them."""
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}`, which marks what an assistant wrote, renders its contents."""
+    """`{% generation %}...{% endgeneration %}`, which marks what an assistant wrote,
+    renders its contents."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja's own declaration)
 
@@ -70,7 +85,8 @@ class _Generation(Extension):
 
 
 class _TracingFormatter(SandboxedFormatter):
-    """`str.format` that keeps the record of a format string trusted at `level`, and of the texts put into it."""
+    """`str.format` that keeps the record of a format string trusted at `level`,
+    and of the texts put into it."""
 
     def __init__(self, environment: Environment, level: int) -> None:
         super().__init__(environment)
@@ -86,7 +102,9 @@ class _TracingFormatter(SandboxedFormatter):
                 name, num_auto = f"{num_auto}{name}", num_auto + 1
             value = self.convert_field(self.get_field(name, args, kwargs)[0], conversion)
             spec = super().vformat(spec or "", args, kwargs)
-            parts.append(value if isinstance(value, str) and not spec else self.format_field(value, spec))
+            parts.append(
+                value if isinstance(value, str) and not spec else self.format_field(value, spec)
+            )
         return join_traced(parts)
 
 
@@ -162,17 +180,30 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self, strftime_now: Callable[[str], str]) -> None:
         extensions = [_Generation, loopcontrols]
-        super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False, finalize=_finalize, extensions=extensions)
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            optimized=False,
+            finalize=_finalize,
+            extensions=extensions,
+        )
         self.literals: list[str] = []
         self.concat = _metered_join  # type: ignore[method-assign]
         del self.globals["lipsum"]
-        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _bounded_format(strftime_now)}
+        self.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": _bounded_format(strftime_now),
+        }
         for name in _REMOVED & self.filters.keys():
             del self.filters[name]
         self.filters |= {"tojson": _tojson, "join": _join, "sum": _sum}
-        self.filters = {name: _metered_filter(name, function) for name, function in self.filters.items()}
+        self.filters = {
+            name: _metered_filter(name, function) for name, function in self.filters.items()
+        }
         self.filters["metered"] = metered
-        self.tests = {name: _metered_test(cast(Any, function)) for name, function in self.tests.items()}
+        self.tests = {
+            name: _metered_test(cast(Any, function)) for name, function in self.tests.items()
+        }
         self.weighed = weighed
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
@@ -187,12 +218,18 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         if wrapper is None or not isinstance(owner, str):
             return wrapper
         spans = spans_of(owner)
-        is_traced = value.__name__ == "format" and len(spans) == 1 and spans[0][:2] == (0, len(owner))
+        is_traced = (
+            value.__name__ == "format" and len(spans) == 1 and spans[0][:2] == (0, len(owner))
+        )
         formatter = _TracingFormatter(self, spans[0][2]) if is_traced else None
 
         def checked(*args: Any, **kwargs: Any) -> str:
             check_arguments("format", owner, (*args, *kwargs.values()))
-            return wrapper(*args, **kwargs) if formatter is None else formatter.vformat(owner, args, kwargs)
+            return (
+                wrapper(*args, **kwargs)
+                if formatter is None
+                else formatter.vformat(owner, args, kwargs)
+            )
 
         return checked
 
@@ -236,7 +273,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _TracedMarkup(Markup):
-    """What `+` gives with a text marked safe: HTML-escaped text that keeps the record of what escaping left alone."""
+    """What `+` gives with a text marked safe: HTML-escaped text that keeps the record
+    of what escaping left alone."""
 
     _spans: tuple[Span, ...] = ()
 
@@ -256,7 +294,8 @@ def _add_markup(left: str, right: str) -> str:
 
 
 def _metered_join(parts: Iterable[str]) -> str:
-    """Jinja's way to join output: the parts of a macro, a block or a whole template as they are produced."""
+    """Jinja's way to join output: the parts of a macro,
+    a block or a whole template as they are produced."""
     collected, num_chars = [], 0
     meter = meter_in_use.get()
     for part in parts:
@@ -269,7 +308,8 @@ def _metered_join(parts: Iterable[str]) -> str:
 
 
 def _text(value: Any) -> str:
-    """`str(value)`, refused for a list or dictionary whose text would be huge (the same list many times over)."""
+    """`str(value)`, refused for a list or dictionary whose text would be huge (the
+    same list many times over)."""
     if isinstance(value, CONTAINERS):
         weigh(value)
     return str(value)
@@ -324,24 +364,41 @@ def _raise_exception(message: Any) -> None:
 def _bounded_format(strftime_now: Callable[[str], str]) -> Callable[[str], str]:
     def bounded(format: str) -> str:
         if not isinstance(format, str) or len(format) > _MAX_FORMAT_CHARS:
-            raise LimitError(f"it formats a date by other than a text of at most {_MAX_FORMAT_CHARS} characters")
+            raise LimitError(
+                f"it formats a date by other than a text of at most {_MAX_FORMAT_CHARS} characters"
+            )
         return strftime_now(format)
 
     return bounded
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
     """JSON as it is: Jinja's own filter escapes characters for HTML."""
     marks = [each for each in (separators or ()) if isinstance(each, str)]
-    if any(len(mark) > _MAX_SEPARATOR_CHARS for mark in (*marks, indent if isinstance(indent, str) else "")):
-        raise LimitError(f"it writes JSON with separators of more than {_MAX_SEPARATOR_CHARS} characters")
+    if any(
+        len(mark) > _MAX_SEPARATOR_CHARS
+        for mark in (*marks, indent if isinstance(indent, str) else "")
+    ):
+        raise LimitError(
+            f"it writes JSON with separators of more than {_MAX_SEPARATOR_CHARS} characters"
+        )
     width = len(indent) if isinstance(indent, str) else int(indent or 0)
     weigh(value, extra_chars=sum(map(len, marks)), indent=width)
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 @pass_environment
-def _join(environment: Environment, value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
+def _join(
+    environment: Environment, value: Iterable[Any], d: str = "", attribute: str | int | None = None
+) -> str:
     items = value if attribute is None else map(make_attrgetter(environment, attribute), value)
     parts: list[str] = []
     for item in items:
@@ -352,10 +409,17 @@ def _join(environment: Environment, value: Iterable[Any], d: str = "", attribute
 
 
 @pass_environment
-def _sum(environment: Environment, iterable: Iterable[Any], attribute: str | int | None = None, start: Any = 0) -> Any:
+def _sum(
+    environment: Environment,
+    iterable: Iterable[Any],
+    attribute: str | int | None = None,
+    start: Any = 0,
+) -> Any:
     """Jinja's own, each addition charged: of lists, each makes a longer one."""
     total = start
-    for item in iterable if attribute is None else map(make_attrgetter(environment, attribute), iterable):
+    for item in (
+        iterable if attribute is None else map(make_attrgetter(environment, attribute), iterable)
+    ):
         check_operands("+", total, item)
         total = total + item
         charge_result(total)

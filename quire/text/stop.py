@@ -1,11 +1,12 @@
 """Stop strings in streamed text: found in any chunking, never leaked.
 
-Owns the automaton of all stop strings of a request and one integer of state per sequence. Never sees tokens, and never
-uses regular expressions: the work is linear in the text, whatever the stop strings are.
+Owns the automaton of all stop strings of a request and one integer of state per sequence. Never
+sees tokens, and never uses regular expressions: the work is linear in the text, whatever the stop
+strings are.
 
-Which stop string wins: the one that is *complete first* as the text grows, because generation ends there; among those
-complete at the same character, the longest, so that no part of it is shown. The result depends on the text only, not
-on how it was cut into pieces. The reference is `cut_at_stop`.
+Which stop string wins: the one that is *complete first* as the text grows, because generation ends
+there; among those complete at the same character, the longest, so that no part of it is shown. The
+result depends on the text only, not on how it was cut into pieces. The reference is `cut_at_stop`.
 
 Aho and Corasick, "Efficient string matching" (CACM 18(6), 1975).
 """
@@ -20,8 +21,11 @@ from quire.errors import InvalidParameterError
 _ROOT: Final = 0
 
 
-def cut_at_stop(text: str, stop: tuple[str, ...], *, include_stop_str: bool) -> tuple[str, str | None]:
-    """The text up to its first stop string and that stop string: the plain, quadratic definition of this module."""
+def cut_at_stop(
+    text: str, stop: tuple[str, ...], *, include_stop_str: bool
+) -> tuple[str, str | None]:
+    """The text up to its first stop string and that stop string: the plain,
+    quadratic definition of this module."""
     ends = [(text.find(each) + len(each), -len(each), each) for each in stop if each in text]
     if not ends:
         return text, None
@@ -32,8 +36,8 @@ def cut_at_stop(text: str, stop: tuple[str, ...], *, include_stop_str: bool) -> 
 class _Automaton:
     """The trie of the stop strings with failure links; immutable once built, shared by forks.
 
-    A node is an integer. Its text is `owner[node][:depth[node]]`. `longest[node]` is the longest stop string that ends
-    when the node is reached, or None.
+    A node is an integer. Its text is `owner[node][:depth[node]]`. `longest[node]` is the longest
+    stop string that ends when the node is reached, or None.
     """
 
     __slots__ = ("children", "depth", "failure", "longest", "owner")
@@ -64,7 +68,8 @@ class _Automaton:
         self.longest[node] = word
 
     def _link(self) -> None:
-        """Failure links, breadth first: the longest proper suffix of a node's text that is a node too."""
+        """Failure links, breadth first: the longest proper suffix of a
+        node's text that is a node too."""
         queue = deque(self.children[_ROOT].values())
         while queue:
             node = queue.popleft()
@@ -104,15 +109,18 @@ class StopStrings:
 class StopMatcher:
     """Streams text through, up to a stop string.
 
-    The text held back is always the beginning of some stop string, hence shorter than the longest of them, and empty
-    with `include_stop_str`, where even a complete stop string is output. Raises InvalidParameterError for an empty one.
+    The text held back is always the beginning of some stop string, hence shorter than the longest
+    of them, and empty with `include_stop_str`, where even a complete stop string is output. Raises
+    InvalidParameterError for an empty one.
     """
 
     __slots__ = ("_automaton", "_include_stop_str", "_matched", "_node")
 
     def __init__(self, stop: tuple[str, ...], *, include_stop_str: bool = False) -> None:
         if "" in stop:
-            raise InvalidParameterError('stop must not contain the empty string ""; remove it', param="stop")
+            raise InvalidParameterError(
+                'stop must not contain the empty string ""; remove it', param="stop"
+            )
         self._automaton = _Automaton(stop)
         self._include_stop_str = include_stop_str
         self._node = _ROOT
@@ -130,7 +138,8 @@ class StopMatcher:
         return self._automaton.depth[self._node] if is_open else 0
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """Take the next text; give what is safe to show and the stop string that ended it, if one has.
+        """Take the next text; give what is safe to show and the stop string that ended it, if one
+        has.
 
         After a match nothing more is emitted. Amortised O(len(text)).
         """
@@ -165,8 +174,9 @@ class StopMatcher:
         return fork
 
     def _release(self, num_held: int, text: str, num_released: int) -> str:
-        """The first `num_released` characters of (held text + text). The held text is the current node's, not
-        stored."""
+        """The first `num_released` characters of (held text + text). The held text is the current
+        node's, not stored.
+        """
         if num_released <= num_held:
             return self._automaton.owner[self._node][:num_released]
         return self._automaton.owner[self._node][:num_held] + text[: num_released - num_held]

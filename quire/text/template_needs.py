@@ -1,9 +1,10 @@
 """What a chat template cannot do without: found out by trying, and given to it.
 
-A prompt is what transformers renders of the same messages and tools, key for key. But some templates fail, or write
-"None", where an API's client may leave something out: an assistant's content beside calls, a function's description.
-Where transformers renders such a chat nothing is changed; only where it does not, the empty value is filled in. Lists of
-text parts go to templates that read them, and are joined with line breaks for others.
+A prompt is what transformers renders of the same messages and tools, key for key. But some
+templates fail, or write "None", where an API's client may leave something out: an assistant's
+content beside calls, a function's description. Where transformers renders such a chat nothing is
+changed; only where it does not, the empty value is filled in. Lists of text parts go to templates
+that read them, and are joined with line breaks for others.
 """
 
 from __future__ import annotations
@@ -16,17 +17,25 @@ Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message], Sequence[Message]], str | None]
 """A template's text for messages and tools; None where it refuses them."""
 
-_CALL: Final = {"id": "abcdefghi", "type": "function", "function": {"name": "probe", "arguments": {"a": "x"}}}
+_CALL: Final = {
+    "id": "abcdefghi",
+    "type": "function",
+    "function": {"name": "probe", "arguments": {"a": "x"}},
+}
 _USER: Final = {"role": "user", "content": "Hi"}
 _ANSWERS: Final = ({"role": "tool", "tool_call_id": "abcdefghi", "name": "probe", "content": "3"},)
-_PARAMETERS: Final = {"type": "object", "properties": {"a": {"type": "string", "description": "an a"}}}
+_PARAMETERS: Final = {
+    "type": "object",
+    "properties": {"a": {"type": "string", "description": "an a"}},
+}
 _FUNCTION: Final = {"name": "probe", "description": "probes", "parameters": _PARAMETERS}
 _NOTHINGS: Final = ("None", "null", "Undefined")
 _PARTS: Final = ("alpha", "omega")
 
 
 class TemplateNeeds:
-    """One template's needs. Each is looked into when a chat first has something that could touch it."""
+    """One template's needs. Each is looked into when a chat first has
+    something that could touch it."""
 
     def __init__(self, render: Render) -> None:
         self._render = render
@@ -49,20 +58,27 @@ class TemplateNeeds:
         return message if content is not None else {**message, "content": self._content()}
 
     def _find_content(self) -> str | None:
-        """What stands for a content that is null, beside calls: null itself, if the template can do with it."""
+        """What stands for a content that is null, beside calls: null itself,
+        if the template can do with it."""
 
         def render(content: str | None) -> str | None:
             called = {"role": "assistant", "content": content, "tool_calls": [_CALL]}
-            return self._render([_USER, called, *_ANSWERS], [{"type": "function", "function": _FUNCTION}])
+            return self._render(
+                [_USER, called, *_ANSWERS], [{"type": "function", "function": _FUNCTION}]
+            )
 
         with_text, text = render(""), render(None)
-        is_fine = text is not None and all(text.count(word) <= (with_text or "").count(word) for word in _NOTHINGS)
+        is_fine = text is not None and all(
+            text.count(word) <= (with_text or "").count(word) for word in _NOTHINGS
+        )
         return None if is_fine or with_text is None else ""
 
     def _find_reads_parts(self, role: str) -> bool:
         """Whether a list of texts is rendered as these texts."""
         before: list[Message] = [] if role in ("system", "developer", "user") else [_USER]
-        before += [{"role": "assistant", "content": "", "tool_calls": [_CALL]}] if role == "tool" else []
+        before += (
+            [{"role": "assistant", "content": "", "tool_calls": [_CALL]}] if role == "tool" else []
+        )
         after = [] if role == "user" else [_USER]
         extra = {"tool_call_id": "abcdefghi", "name": "probe"} if role == "tool" else {}
 
@@ -71,7 +87,12 @@ class TemplateNeeds:
 
         parts = [{"type": "text", "text": text} for text in _PARTS]
         single, plain, both = render(parts[:1]), render(_PARTS[0]), render(parts)
-        return single is not None and single == plain and both is not None and all(both.count(text) == 1 for text in _PARTS)
+        return (
+            single is not None
+            and single == plain
+            and both is not None
+            and all(both.count(text) == 1 for text in _PARTS)
+        )
 
     def _fit_tool(self, tool: Message) -> Message:
         function = tool.get("function")
@@ -79,10 +100,17 @@ class TemplateNeeds:
             return tool
         parameters = function.get("parameters")
         filled = dict(function)
-        for name, value in (("description", ""), ("parameters", {"type": "object", "properties": {}})):
+        for name, value in (
+            ("description", ""),
+            ("parameters", {"type": "object", "properties": {}}),
+        ):
             if filled.get(name) is None and self._lacks(name, name in filled):
                 filled[name] = value
-        if isinstance(parameters, Mapping) and "properties" not in parameters and self._lacks("properties", False):
+        if (
+            isinstance(parameters, Mapping)
+            and "properties" not in parameters
+            and self._lacks("properties", False)
+        ):
             filled["parameters"] = {**parameters, "properties": {}}
         return {**tool, "function": filled}
 
@@ -93,8 +121,13 @@ class TemplateNeeds:
             return self._render([_USER], [{"type": "function", "function": function}])
 
         if name == "properties":
-            return render({**_FUNCTION, "parameters": {"type": "object"}}) is None and render(_FUNCTION) is not None
-        without = {key: value for key, value in _FUNCTION.items() if key != name} | ({name: None} if is_null else {})
+            return (
+                render({**_FUNCTION, "parameters": {"type": "object"}}) is None
+                and render(_FUNCTION) is not None
+            )
+        without = {key: value for key, value in _FUNCTION.items() if key != name} | (
+            {name: None} if is_null else {}
+        )
         return render(without) is None and render(_FUNCTION) is not None
 
 

@@ -1,9 +1,10 @@
-"""Calls of tools in a model's text: which notation a model writes them in, and reading it as it streams.
+"""Calls of tools in a model's text: which notation a model writes them in, and reading it as it
+streams.
 
-Owns the notations and one parser for all of them. The parser looks at each character once and remembers what it has seen of a
-call, so it costs O(text), and what it gives does not depend on how the text was cut into pieces: an answer in one piece is a
-stream of one. What begins like a call and is none is given back as the text that it is. Only text that may still become a
-call is held back.
+Owns the notations and one parser for all of them. The parser looks at each character once and
+remembers what it has seen of a call, so it costs O(text), and what it gives does not depend on how
+the text was cut into pieces: an answer in one piece is a stream of one. What begins like a call and
+is none is given back as the text that it is. Only text that may still become a call is held back.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ MAX_HELD_CHARS = 4096
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a model writes calls: `begin`, then JSON objects `{"name": ..., <arguments_key>: {...}}`, then `end`."""
+    """How a model writes calls: `begin`, then JSON objects
+    `{"name": ..., <arguments_key>: {...}}`, then `end`."""
 
     name: str
     begin: str
@@ -43,7 +45,8 @@ FORMATS = {each.name: each for each in (HERMES, MISTRAL, LLAMA3)}
 def format_of_template(source: str) -> ToolFormat | None:
     """The notation that a chat template shows to the model; None for one that is not known here.
 
-    Templates that say nothing of tools get Hermes' notation, which is only ever written where a grammar forces it.
+    Templates that say nothing of tools get Hermes' notation, which is only ever written where a
+    grammar forces it.
     """
     if "[TOOL_CALLS]" in source and "[ARGS]" not in source:
         return MISTRAL
@@ -135,7 +138,11 @@ class ToolParser:
         elif begin.startswith(held):
             self._held = held
         else:
-            keep = next(size for size in range(len(held) - 1, -1, -1) if begin.startswith(held[len(held) - size :]))
+            keep = next(
+                size
+                for size in range(len(held) - 1, -1, -1)
+                if begin.startswith(held[len(held) - size :])
+            )
             self._give(held[: len(held) - keep])
             self._held = held[len(held) - keep :]
 
@@ -146,7 +153,9 @@ class ToolParser:
             self._state = _OBJECT
             self._object = _CallObject(self._form.arguments_key)
             self._object.take(char)
-        elif len(self._held) > MAX_HELD_CHARS or (char not in _SPACE and not (self._form.is_list and char == "[")):
+        elif len(self._held) > MAX_HELD_CHARS or (
+            char not in _SPACE and not (self._form.is_list and char == "[")
+        ):
             self._give_up()
 
     def _take_object(self, char: str) -> None:
@@ -215,7 +224,14 @@ class ToolParser:
         return list(_merged(out))
 
 
-_START, _TEXT, _GAP, _OBJECT, _AFTER, _BETWEEN = "start", "text", "gap", "object", "after", "between"
+_START, _TEXT, _GAP, _OBJECT, _AFTER, _BETWEEN = (
+    "start",
+    "text",
+    "gap",
+    "object",
+    "after",
+    "between",
+)
 
 
 def _merged(events: list[Event]) -> Iterator[Event]:
@@ -227,11 +243,16 @@ def _merged(events: list[Event]) -> Iterator[Event]:
     for _, group in groupby(events, thing):
         parts = list(group)
         first = parts[0]
-        yield first if isinstance(first, CallBegin) else first._replace(text="".join(each.text for each in parts))  # type: ignore[union-attr]
+        yield (
+            first
+            if isinstance(first, CallBegin)
+            else first._replace(text="".join(each.text for each in parts))  # type: ignore[union-attr]
+        )
 
 
 class _CallObject:
-    """One object of a call, character by character: its name, and its arguments as they are written."""
+    """One object of a call, character by character: its name,
+    and its arguments as they are written."""
 
     def __init__(self, arguments_key: str) -> None:
         self._arguments_key = arguments_key
@@ -294,15 +315,24 @@ class _CallObject:
         return True
 
     def _begin_value(self, char: str) -> bool:
-        self._place, self._depth, self._in_string, self._is_escaped, self._string = "value", 0, False, False, []
+        self._place, self._depth, self._in_string, self._is_escaped, self._string = (
+            "value",
+            0,
+            False,
+            False,
+            [],
+        )
         is_name, is_arguments = self._key == "name", self._key == self._arguments_key
-        if (is_name and (char != '"' or self.name)) or (is_arguments and (char != "{" or self._has_arguments)):
+        if (is_name and (char != '"' or self.name)) or (
+            is_arguments and (char != "{" or self._has_arguments)
+        ):
             return False
         self._has_arguments = self._has_arguments or is_arguments
         return self._take_value(char)
 
     def _take_value(self, char: str) -> bool:
-        """Within a value: its end is where its brackets and quotes are closed, or for a number what comes behind it."""
+        """Within a value: its end is where its brackets and quotes are closed,
+        or for a number what comes behind it."""
         if not self._in_string and self._depth == 0 and char in ",}" + _SPACE and self._string:
             self._place = "next"
             return True if char in _SPACE else self.take(char)

@@ -1,8 +1,10 @@
-"""Strings that remember which of their characters a template wrote, through the operations that templates use.
+"""Strings that remember which of their characters a template wrote, through the operations that
+templates use.
 
-Owns `TracedText`, a `str` like any other in value, comparison and type tests, with trusted spans beside it. Text
-without a record is text of users: an operation that is not traced here gives a plain `str`, so a forgotten operation
-loses trust and never grants it. That direction is what makes chat templates safe to tokenise; see `chat.py`.
+Owns `TracedText`, a `str` like any other in value, comparison and type tests, with trusted spans
+beside it. Text without a record is text of users: an operation that is not traced here gives a
+plain `str`, so a forgotten operation loses trust and never grants it. That direction is what makes
+chat templates safe to tokenise; see `chat.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ _NO_SPANS: Final[tuple[Span, ...]] = ()
 
 
 class TracedText(str):
-    """A string with trusted spans: sorted, disjoint, not empty; spans of one level that touch are one."""
+    """A string with trusted spans: sorted, disjoint, not empty;
+    spans of one level that touch are one."""
 
     __slots__ = ("_spans",)
     _spans: tuple[Span, ...]
@@ -104,7 +107,8 @@ class TracedText(str):
         return _traced(text, tuple(kept))
 
     def _locate(self, parts: list[str], num_between: int) -> list[str]:
-        """The record of parts that lie in this text from left to right, `num_between` characters apart at least."""
+        """The record of parts that lie in this text from left to right,
+        `num_between` characters apart at least."""
         located, position = [], 0
         for part in parts:
             position = self.index(part, position) if part else position

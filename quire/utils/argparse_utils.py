@@ -1,4 +1,5 @@
-"""`FlexibleArgumentParser`: an `ArgumentParser` to which an option's dashes and underscores are the same."""
+"""`FlexibleArgumentParser`: an `ArgumentParser` to which an option's dashes
+and underscores are the same."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from typing import Any
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """Takes `--max_model_len` for `--max-model-len`. Options are declared as for any `ArgumentParser`."""
+    """Takes `--max_model_len` for `--max-model-len`.
+    Options are declared as for any `ArgumentParser`."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -21,7 +23,9 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         )
         return parsed
 
-    def add_argument(self, *names: Any, deprecated: bool = False, **options: Any) -> argparse.Action:
+    def add_argument(
+        self, *names: Any, deprecated: bool = False, **options: Any
+    ) -> argparse.Action:
         """Declare an option; `deprecated` is accepted and has no effect."""
         return super().add_argument(*names, **options)
 

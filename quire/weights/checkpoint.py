@@ -1,8 +1,9 @@
 """Safetensors checkpoints, one file or sharded, read one tensor at a time.
 
-A checkpoint is data: it is checked against the declaration (names, shapes, dtypes) before any weight is read, and
-nothing in it is ever executed. Pickled formats (.bin, .pt, .pth) are refused. Never holds weights: `fill` reads from the
-file straight into the caller's buffer. Imports torch only once tensors are wanted.
+A checkpoint is data: it is checked against the declaration (names, shapes, dtypes) before any
+weight is read, and nothing in it is ever executed. Pickled formats (.bin, .pt, .pth) are refused.
+Never holds weights: `fill` reads from the file straight into the caller's buffer. Imports torch
+only once tensors are wanted.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class StoredRows(NamedTuple):
 
 
 class ExpectedTensor(NamedTuple):
-    """A tensor that a checkpoint keeps in place of a weight: one of several that make up a quantized projection."""
+    """A tensor that a checkpoint keeps in place of a weight:
+    one of several that make up a quantized projection."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
@@ -70,9 +72,11 @@ class SafetensorsCheckpoint(WeightSource):
     """A `WeightSource` over a model folder. Use as a context manager; the files close with it."""
 
     def __init__(self, folder: Path, spec: DecoderSpec, layout: Layout | None = None) -> None:
-        """Read the headers of the folder's safetensors files and check them against `spec`; raises CheckpointError.
+        """Read the headers of the folder's safetensors files and check them against `spec`; raises
+        CheckpointError.
 
-        `layout` says which weights are stored as something else, for `read`; `fill` gives the others.
+        `layout` says which weights are stored as something else, for `read`; `fill` gives the
+        others.
         """
         self._folder = folder
         self._layout = layout or {}
@@ -84,7 +88,12 @@ class SafetensorsCheckpoint(WeightSource):
     def __enter__(self) -> SafetensorsCheckpoint:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -103,7 +112,9 @@ class SafetensorsCheckpoint(WeightSource):
                 _read_rows(file, stored, out, tensor.first_row)
             self.check_unchanged(file)
         except OSError as error:
-            raise CheckpointError(f"{self._folder}: tensor {name} cannot be read: {error}") from error
+            raise CheckpointError(
+                f"{self._folder}: tensor {name} cannot be read: {error}"
+            ) from error
 
     def locate(self, tensor: TensorSpec) -> StoredRows | None:
         """Where `tensor`'s rows lie in a file, or None where they are not stored as rows."""
@@ -114,7 +125,8 @@ class SafetensorsCheckpoint(WeightSource):
         return StoredRows(file, stored.start + tensor.first_row * row_bytes, stored.dtype)
 
     def read(self, name: str) -> Tensor | None:
-        """A whole tensor of the layout as it is stored, or None where it is absent, which only an optional one may be."""
+        """A whole tensor of the layout as it is stored, or None where it is absent,
+        which only an optional one may be."""
         name = name.removeprefix(self._prefix)
         if name not in self._stored:
             return None
@@ -123,11 +135,14 @@ class SafetensorsCheckpoint(WeightSource):
             values = _read_values(file, stored, stored.shape, stored.start)
             self.check_unchanged(file)
         except OSError as error:
-            raise CheckpointError(f"{self._folder}: tensor {name} cannot be read: {error}") from error
+            raise CheckpointError(
+                f"{self._folder}: tensor {name} cannot be read: {error}"
+            ) from error
         return values
 
     def check_unchanged(self, *files: TensorFile) -> None:
-        """Raise CheckpointError if one of these files, or any if none is named, was written to since it was opened."""
+        """Raise CheckpointError if one of these files, or any if none is named,
+        was written to since it was opened."""
         for file in files or self._files.values():
             if file.has_changed():
                 raise CheckpointError(f"{file.path} has changed while it was being loaded")
@@ -136,26 +151,38 @@ class SafetensorsCheckpoint(WeightSource):
         """Every tensor by name, from the files that the index names or from the only file."""
         if is_file(self._folder / INDEX_NAME):
             return self._read_shards(_read_index(self._folder / INDEX_NAME))
-        candidates = [SINGLE_NAME] if is_file(self._folder / SINGLE_NAME) else _names(self._folder, {".safetensors"})
+        candidates = (
+            [SINGLE_NAME]
+            if is_file(self._folder / SINGLE_NAME)
+            else _names(self._folder, {".safetensors"})
+        )
         if len(candidates) == 1:
             return self._read_header(candidates[0])
         if candidates:
             raise CheckpointError(
-                f"{self._folder} has {len(candidates)} .safetensors files ({_listed(candidates)}) but no {INDEX_NAME}"
+                f"{self._folder} has {len(candidates)} .safetensors files "
+                f"({_listed(candidates)}) but no {INDEX_NAME}"
             )
         pickled = _names(self._folder, _PICKLED_SUFFIXES)
         if pickled:
             raise CheckpointError(
-                f"{self._folder} has only pickled weights ({_listed(pickled)}), which can execute code and are never "
+                f"{self._folder} has only pickled weights ({_listed(pickled)}), which can "
+                "execute code and are never "
                 f"loaded; convert them to safetensors (save_pretrained of transformers does so)"
             )
         raise CheckpointError(f"{self._folder} has no {SINGLE_NAME} and no {INDEX_NAME}")
 
     def _read_shards(self, index: dict[str, str]) -> dict[str, tuple[TensorFile, StoredTensor]]:
         held = {file: self._read_header(file) for file in sorted(set(index.values()))}
-        absent = [f"{name} (said to be in {file})" for name, file in index.items() if name not in held[file]]
+        absent = [
+            f"{name} (said to be in {file})"
+            for name, file in index.items()
+            if name not in held[file]
+        ]
         if absent:
-            raise CheckpointError(f"{self._folder / INDEX_NAME} names tensors that the files lack: {_listed(absent)}")
+            raise CheckpointError(
+                f"{self._folder / INDEX_NAME} names tensors that the files lack: {_listed(absent)}"
+            )
         return {name: held[file][name] for name, file in index.items()}
 
     def _read_header(self, file: str) -> dict[str, tuple[TensorFile, StoredTensor]]:
@@ -169,47 +196,80 @@ class SafetensorsCheckpoint(WeightSource):
         """The prefix that a checkpoint of the bare decoder leaves out, or nothing."""
         prefix = spec.optional_prefix
         name = spec.embedding.name
-        is_bare = name not in self._stored and name.startswith(prefix) and name[len(prefix) :] in self._stored
+        is_bare = (
+            name not in self._stored
+            and name.startswith(prefix)
+            and name[len(prefix) :] in self._stored
+        )
         return prefix if is_bare else ""
 
     def _name(self, tensor: TensorSpec) -> str:
         return tensor.name.removeprefix(self._prefix)
 
     def _check(self, spec: DecoderSpec) -> None:
-        """Every tensor of the declaration is there with its shape and a float dtype, and no other is."""
-        expected = {tensor.name.removeprefix(self._prefix): tensor for tensor in self._expected(spec)}
-        required = [tensor for name, tensor in expected.items() if name not in self._stored and not tensor.is_optional]
-        missing = [f"{tensor.name.removeprefix(self._prefix)} {list(tensor.shapes[0])}" for tensor in required]
+        """Every tensor of the declaration is there with its shape and a float dtype,
+        and no other is."""
+        expected = {
+            tensor.name.removeprefix(self._prefix): tensor for tensor in self._expected(spec)
+        }
+        required = [
+            tensor
+            for name, tensor in expected.items()
+            if name not in self._stored and not tensor.is_optional
+        ]
+        missing = [
+            f"{tensor.name.removeprefix(self._prefix)} {list(tensor.shapes[0])}"
+            for tensor in required
+        ]
         if missing:
-            raise CheckpointError(f"{self._folder} lacks {len(missing)} tensors: {_listed(missing)}")
+            raise CheckpointError(
+                f"{self._folder} lacks {len(missing)} tensors: {_listed(missing)}"
+            )
         present = {name: tensor for name, tensor in expected.items() if name in self._stored}
         wrong = [line for name, tensor in present.items() if (line := self._mismatch(name, tensor))]
         if wrong:
-            raise CheckpointError(f"{self._folder} has {len(wrong)} tensors that do not fit: {_listed(wrong)}")
+            raise CheckpointError(
+                f"{self._folder} has {len(wrong)} tensors that do not fit: {_listed(wrong)}"
+            )
         tied = {"lm_head.weight"} if spec.is_tied else set()
-        extra = [n for n in self._stored if n not in expected and n not in tied and not _HARMLESS.fullmatch(n)]
+        extra = [
+            n
+            for n in self._stored
+            if n not in expected and n not in tied and not _HARMLESS.fullmatch(n)
+        ]
         if extra:
             raise CheckpointError(
-                f"{self._folder} has {len(extra)} tensors that {spec.architecture} does not use: {_listed(extra)}"
+                f"{self._folder} has {len(extra)} tensors that {spec.architecture} does not "
+                f"use: {_listed(extra)}"
             )
 
     def _expected(self, spec: DecoderSpec) -> Iterator[ExpectedTensor]:
         for tensor in spec.tensors:
-            yield from self._layout.get(tensor.name, (ExpectedTensor(tensor.name, (tensor.stored_shape,)),))
+            yield from self._layout.get(
+                tensor.name, (ExpectedTensor(tensor.name, (tensor.stored_shape,)),)
+            )
 
     def _mismatch(self, name: str, expected: ExpectedTensor) -> str:
         """What is wrong with a stored tensor, or an empty string."""
         stored = self._stored[name][1]
         if stored.shape not in expected.shapes:
-            return f"{name} is {list(stored.shape)}, config.json implies {' or '.join(str(list(x)) for x in expected.shapes)}"
+            return (
+                f"{name} is {list(stored.shape)}, config.json implies "
+                f"{' or '.join(str(list(x)) for x in expected.shapes)}"
+            )
         if stored.dtype in expected.dtypes:
             return ""
-        kind = "as floating point" if expected.dtypes == FLOAT_DTYPES else f"as {' or '.join(sorted(expected.dtypes))}"
+        kind = (
+            "as floating point"
+            if expected.dtypes == FLOAT_DTYPES
+            else f"as {' or '.join(sorted(expected.dtypes))}"
+        )
         return f"{name} is stored as {stored.dtype}, not {kind}"
 
 
 def _read_rows(file: TensorFile, stored: StoredTensor, out: Tensor, first_row: int) -> None:
-    """Rows of a stored tensor, from `first_row` on, into `out` [rows, ...]: straight into it, if it is the host's memory."""
+    """Rows of a stored tensor, from `first_row` on, into `out` [rows, ...]: straight into it,
+    if it is the host's memory."""
     row_bytes = stored.num_bytes // stored.shape[0]
     start = stored.start + first_row * row_bytes
     if out.device.type == "cpu" and out.dtype == _dtype(stored) and out.is_contiguous():
@@ -218,28 +278,40 @@ def _read_rows(file: TensorFile, stored: StoredTensor, out: Tensor, first_row: i
     step = max(1, _CHUNK_BYTES // row_bytes)
     for first in range(0, out.shape[0], step):
         part = out[first : first + step]
-        values = _read_values(file, stored, part.shape, start + first * row_bytes, is_pinned=out.is_cuda)
+        values = _read_values(
+            file, stored, part.shape, start + first * row_bytes, is_pinned=out.is_cuda
+        )
         part.copy_(values, non_blocking=True)  # torch keeps pinned memory until its copy is done
 
 
 def _read_columns(file: TensorFile, stored: StoredTensor, out: Tensor, first_column: int) -> None:
-    """Columns of a stored matrix [K, N], from `first_column` on, into the rows of `out` [rows, K]."""
+    """Columns of a stored matrix [K, N], from `first_column` on, into the rows of `out` [rows,
+    K]."""
     num_rows, num_columns = stored.shape
     row_bytes = stored.num_bytes // num_rows
     step = max(1, _CHUNK_BYTES // row_bytes)
     for first in range(0, num_rows, step):
         last = min(first + step, num_rows)
-        values = _read_values(file, stored, (last - first, num_columns), stored.start + first * row_bytes)
+        values = _read_values(
+            file, stored, (last - first, num_columns), stored.start + first * row_bytes
+        )
         out[:, first:last].copy_(values[:, first_column : first_column + out.shape[0]].T)
 
 
 def _read_values(
-    file: TensorFile, stored: StoredTensor, shape: Sequence[int], start: int, *, is_pinned: bool = False
+    file: TensorFile,
+    stored: StoredTensor,
+    shape: Sequence[int],
+    start: int,
+    *,
+    is_pinned: bool = False,
 ) -> Tensor:
     import torch
 
     values = torch.empty(tuple(shape), dtype=_dtype(stored), pin_memory=is_pinned)
-    file.read_into(memoryview((ctypes.c_char * values.nbytes).from_address(values.data_ptr())).cast("B"), start)
+    file.read_into(
+        memoryview((ctypes.c_char * values.nbytes).from_address(values.data_ptr())).cast("B"), start
+    )
     return values
 
 
@@ -250,21 +322,27 @@ def _dtype(stored: StoredTensor) -> torch.dtype:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """The `weight_map` of an index, checked: plain file names only, so that no path leads out of the folder."""
+    """The `weight_map` of an index, checked: plain file names only,
+    so that no path leads out of the folder."""
     weight_map = read_object(path, _MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map object")
     for name, file in weight_map.items():
-        is_plain = isinstance(file, str) and Path(file).name == file and not set(file) & set("\0/\\")
+        is_plain = (
+            isinstance(file, str) and Path(file).name == file and not set(file) & set("\0/\\")
+        )
         if not is_plain or not file.endswith(".safetensors") or len(file) > _MAX_NAME_CHARS:
             raise CheckpointError(
-                f"{path}: {_short(name)} is said to be in {_short(repr(file))}; expected the plain name of a .safetensors file"
+                f"{path}: {_short(name)} is said to be in {_short(repr(file))}; expected the "
+                "plain name of a .safetensors file"
             )
     return weight_map
 
 
 def _names(folder: Path, suffixes: set[str] | frozenset[str]) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.suffix in suffixes and path.is_file())
+    return sorted(
+        path.name for path in folder.iterdir() if path.suffix in suffixes and path.is_file()
+    )
 
 
 def _short(text: str) -> str:

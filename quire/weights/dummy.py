@@ -1,7 +1,8 @@
 """Made-up weights (`load_format="dummy"`): deterministic from a seed, no files, fast.
 
-For sizing, benchmarks and tests. Values are small and centred where the declaration says (norm weights around one), so
-that logits stay finite and sane at any depth. The same name and seed give the same values whatever the layout.
+For sizing, benchmarks and tests. Values are small and centred where the declaration says (norm
+weights around one), so that logits stay finite and sane at any depth. The same name and seed give
+the same values whatever the layout.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from quire.models.declaration import TensorSpec
 from quire.weights.source import WeightSource
 
 _STD = 0.02
-# A random strip is repeated to fill a tensor: filling from memory is some ten times as fast as drawing every number.
-# Its length is a prime, so that rows of any usual width differ.
+# A random strip is repeated to fill a tensor: filling from memory is some ten times as fast as
+# drawing every number. Its length is a prime, so that rows of any usual width differ.
 _STRIP_LEN = 1_048_583
 
 
@@ -29,7 +30,8 @@ class DummyWeights(WeightSource):
         generator = torch.Generator().manual_seed(mix64(seed) >> 1)
         strip = torch.randn(_STRIP_LEN, generator=generator).clamp_(-3, 3).mul_(_STD)
         self._strips = {strip.device: strip}
-        """The same on each device that was asked for, whose memory is filled from there rather than through the host's."""
+        """The same on each device that was asked for,
+        whose memory is filled from there rather than through the host's."""
 
     def fill(self, out: Tensor, tensor: TensorSpec) -> None:
         """See `WeightSource.fill`."""

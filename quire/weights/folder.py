@@ -1,7 +1,8 @@
 """From the name of a model to its folder, and from a folder to its JSON files.
 
-Imports neither torch nor, until a hub name must be looked up, anything from outside the standard library: the command
-line fails on a wrong name before it has loaded anything heavy. Never executes anything that a folder holds.
+Imports neither torch nor, until a hub name must be looked up, anything from outside the standard
+library: the command line fails on a wrong name before it has loaded anything heavy. Never executes
+anything that a folder holds.
 """
 
 from __future__ import annotations
@@ -34,26 +35,38 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}(/[A-Za-z0-9_][\w.-]{0,95})?", 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
 
 
-def resolve_model(name: str, *, revision: str | None = None, download_dir: str | None = None) -> Path:
-    """The folder of a model: a local folder, a model that ships in the package, or a hub name (downloaded if need be).
+def resolve_model(
+    name: str, *, revision: str | None = None, download_dir: str | None = None
+) -> Path:
+    """The folder of a model: a local folder, a model that ships in the package, or a hub name
+    (downloaded if need be).
 
-    `revision` (a branch, tag or commit) and `download_dir` are for hub names; a folder is taken as it is.
+    `revision` (a branch, tag or commit) and `download_dir` are for hub names; a folder is taken as
+    it is.
 
     Raises ModelNotFoundError, without a network within two seconds.
     """
     path = local_path(name)
     if revision is not None and (is_folder(path) or name in SHIPPED_MODELS):
-        logger.warning("revision=%r has no effect: model=%r is a folder, which has one state", revision, name)
+        logger.warning(
+            "revision=%r has no effect: model=%r is a folder, which has one state", revision, name
+        )
     if is_folder(path):
         return path
     if is_file(path):
-        raise ModelNotFoundError(f"model={name!r} is a file; give the folder that holds config.json and the weights")
+        raise ModelNotFoundError(
+            f"model={name!r} is a file; give the folder that holds config.json and the weights"
+        )
     if name in SHIPPED_MODELS:
         if not (_ASSETS / name).is_dir():
-            raise ModelNotFoundError(f"model={name!r} ships with Quire, but {_ASSETS / name} is missing")
+            raise ModelNotFoundError(
+                f"model={name!r} ships with Quire, but {_ASSETS / name} is missing"
+            )
         return _ASSETS / name
     if not _HUB_NAME.fullmatch(name) or ".." in name or "--" in name:
-        raise ModelNotFoundError(f"model={name!r}: no such folder, and not a hub name either; {_CHOICES}")
+        raise ModelNotFoundError(
+            f"model={name!r}: no such folder, and not a hub name either; {_CHOICES}"
+        )
     return _resolve_hub_name(name, revision, download_dir)
 
 
@@ -62,7 +75,9 @@ def local_path(name: str) -> Path:
     if not name or "\0" in name or len(os.fsencode(name)) > _MAX_PATH_BYTES:
         raise ModelNotFoundError(f"model={name[:_MAX_SHOWN_CHARS]!r} is not a name; {_CHOICES}")
     if any(len(os.fsencode(part)) > _MAX_PART_BYTES for part in name.split("/")):
-        raise ModelNotFoundError(f"model={name[:_MAX_SHOWN_CHARS]!r}: no file has so long a name; {_CHOICES}")
+        raise ModelNotFoundError(
+            f"model={name[:_MAX_SHOWN_CHARS]!r}: no file has so long a name; {_CHOICES}"
+        )
     try:
         return Path(name).expanduser()
     except RuntimeError:  # of a user whose home is not known
@@ -76,7 +91,9 @@ def read_model_config(folder: Path) -> dict[str, object]:
     """
     path = folder if folder.suffix == ".json" and is_file(folder) else folder / "config.json"
     if not is_file(path):
-        raise ModelNotFoundError(f"{folder} has no config.json; a model folder holds one, and .safetensors files")
+        raise ModelNotFoundError(
+            f"{folder} has no config.json; a model folder holds one, and .safetensors files"
+        )
     return read_object(path, _MAX_JSON_BYTES)
 
 
@@ -86,36 +103,49 @@ def read_generation_config(folder: Path) -> dict[str, object]:
     return read_object(path, _MAX_JSON_BYTES) if is_file(path) else {}
 
 
-_CHOICES = f"give a model folder, a Hugging Face name (owner/name), or {' or '.join(SHIPPED_MODELS)}"
+_CHOICES = (
+    f"give a model folder, a Hugging Face name (owner/name), or {' or '.join(SHIPPED_MODELS)}"
+)
 
 
 def _resolve_hub_name(name: str, revision: str | None, download_dir: str | None) -> Path:
     """A download, or what the local cache has where the hub is not reachable."""
-    wanted: dict[str, Any] = {"revision": revision, "cache_dir": download_dir, "allow_patterns": _HUB_FILES}
+    wanted: dict[str, Any] = {
+        "revision": revision,
+        "cache_dir": download_dir,
+        "allow_patterns": _HUB_FILES,
+    }
     probe = _HubProbe()  # first, so that it waits while the library is imported
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError as error:
-        raise ModelNotFoundError(f"model={name!r}: no such folder (and huggingface_hub is not installed)") from error
+        raise ModelNotFoundError(
+            f"model={name!r}: no such folder (and huggingface_hub is not installed)"
+        ) from error
     cached = None
     with contextlib.suppress(LocalEntryNotFoundError, OSError, ValueError):
         cached = Path(snapshot_download(name, local_files_only=True, **wanted))
     if not probe.is_reachable():
         if cached is not None:
             return cached
-        raise ModelNotFoundError(f"model={name!r}: no such folder, not in the cache, and the hub is not reachable")
+        raise ModelNotFoundError(
+            f"model={name!r}: no such folder, not in the cache, and the hub is not reachable"
+        )
     try:
         return Path(snapshot_download(name, ignore_patterns=["*/*"], etag_timeout=2, **wanted))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         if cached is not None:
             return cached
         reason = str(error).strip().splitlines()[0]
-        raise ModelNotFoundError(f"model={name!r}: no such folder, and the hub does not give it: {reason}") from error
+        raise ModelNotFoundError(
+            f"model={name!r}: no such folder, and the hub does not give it: {reason}"
+        ) from error
 
 
 class _HubProbe:
-    """Whether a connection to the hub (or to the proxy before it) opens within `_PROBE_TIMEOUT_S` of construction."""
+    """Whether a connection to the hub (or to the proxy before it)
+    opens within `_PROBE_TIMEOUT_S` of construction."""
 
     def __init__(self) -> None:
         self._opened = threading.Event()

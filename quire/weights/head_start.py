@@ -1,8 +1,10 @@
-"""Weights that are read and packed in the background while the interpreter is still importing torch.
+"""Weights that are read and packed in the background while the interpreter is still importing
+torch.
 
-Importing torch takes a second and a half of one core, mostly Python; reading and packing a small model takes less of
-another. Owns the memory that they end up in: one region, each projection and table aligned to cache lines. Only
-what the native kernels take as it is comes this way; everything else is read by the checkpoint itself, later.
+Importing torch takes a second and a half of one core, mostly Python; reading and packing a small
+model takes less of another. Owns the memory that they end up in: one region, each projection and
+table aligned to cache lines. Only what the native kernels take as it is comes this way; everything
+else is read by the checkpoint itself, later.
 """
 
 from __future__ import annotations
@@ -48,10 +50,14 @@ class _Place(NamedTuple):
 
 
 class HeadStart:
-    """A `WeightSource` over a checkpoint of which most is on its way already. Use as a context manager."""
+    """A `WeightSource` over a checkpoint of which most is on its way already.
+    Use as a context manager."""
 
-    def __init__(self, checkpoint: SafetensorsCheckpoint, wanted: Wanted, dtype: str, num_threads: int) -> None:
-        """Begin to read and pack what can be of `wanted`; `num_threads` is how many help once somebody waits.
+    def __init__(
+        self, checkpoint: SafetensorsCheckpoint, wanted: Wanted, dtype: str, num_threads: int
+    ) -> None:
+        """Begin to read and pack what can be of `wanted`; `num_threads` is how many help once
+        somebody waits.
 
         The checkpoint closes with this.
         """
@@ -69,11 +75,17 @@ class HeadStart:
     def __enter__(self) -> HeadStart:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
-        """Give up what is still under way and close the files; what was handed out stays. Idempotent."""
+        """Give up what is still under way and close the files; what was handed out stays.
+        Idempotent."""
         self.is_closed = True
         self._loading.cancel()
         self._checkpoint.close()
@@ -83,14 +95,20 @@ class HeadStart:
         self._checkpoint.fill(out, tensor)
 
     def packed(self, parts: Sequence[LinearSpec]) -> PackedLinear | None:
-        """See `WeightSource.packed`; the first call waits, and helps, until everything is in place."""
+        """See `WeightSource.packed`; the first call waits, and helps,
+        until everything is in place."""
         data = self._bytes(tuple(parts))
         if data is None:
             return None
         from quire.kernels.cpu.linear import CpuLinear, PackedLayout
 
         num_inputs = parts[0].num_inputs
-        layout = PackedLayout("f32" if self._dtype == "float32" else "bf16", _num_outputs(parts), num_inputs, num_inputs)
+        layout = PackedLayout(
+            "f32" if self._dtype == "float32" else "bf16",
+            _num_outputs(parts),
+            num_inputs,
+            num_inputs,
+        )
         return CpuLinear(layout, data, self._bias(parts))
 
     def table(self, tensor: TensorSpec) -> Tensor | None:
@@ -107,7 +125,9 @@ class HeadStart:
         self._finish()
         import torch
 
-        return torch.frombuffer(self._region, dtype=torch.uint8, count=place.num_bytes, offset=place.offset)
+        return torch.frombuffer(
+            self._region, dtype=torch.uint8, count=place.num_bytes, offset=place.offset
+        )
 
     def _finish(self) -> None:
         if not self._is_finished:
@@ -119,13 +139,16 @@ class HeadStart:
             self._is_finished = True
 
     def _bias(self, parts: Sequence[LinearSpec]) -> Tensor | None:
-        """The parts' biases in one tensor, rounded to the compute dtype; zero where a part has none."""
+        """The parts' biases in one tensor, rounded to the compute dtype;
+        zero where a part has none."""
         import torch
 
         if all(part.bias is None for part in parts):
             return None
         bias = torch.zeros(_num_outputs(parts), dtype=getattr(torch, self._dtype))
-        for part, rows in zip(parts, torch.split(bias, [part.num_outputs for part in parts]), strict=True):
+        for part, rows in zip(
+            parts, torch.split(bias, [part.num_outputs for part in parts]), strict=True
+        ):
             if part.bias is not None:
                 self._checkpoint.fill(rows, part.bias)
         return bias.float()
@@ -143,12 +166,19 @@ class HeadStart:
             rows = self._locate([part.weight for part in parts])
             if rows is not None:
                 found[parts] = rows
-                self._take(parts, _native.Loading.num_bytes(code, _num_outputs(parts), parts[0].num_inputs))
+                self._take(
+                    parts, _native.Loading.num_bytes(code, _num_outputs(parts), parts[0].num_inputs)
+                )
         return found
 
     def _locate(self, tensors: Sequence[TensorSpec]) -> list[StoredRows] | None:
-        """Where the rows of each lie; None if one is not stored in a way that can be read as it is."""
-        located = [rows for tensor in tensors if (rows := self._checkpoint.locate(tensor)) and rows.dtype in _STORED_CODES]
+        """Where the rows of each lie; None if one is not stored in a way
+        that can be read as it is."""
+        located = [
+            rows
+            for tensor in tensors
+            if (rows := self._checkpoint.locate(tensor)) and rows.dtype in _STORED_CODES
+        ]
         return located if len(located) == len(tensors) else None
 
     def _take(self, what: Parts | TensorSpec, num_bytes: int) -> None:
@@ -163,9 +193,13 @@ class HeadStart:
             is_table = isinstance(what, TensorSpec)
             tensors = [what] if isinstance(what, TensorSpec) else [part.weight for part in what]
             num_rows = sum(tensor.shape[0] for tensor in tensors)
-            loading.add(address + self._places[what].offset, code, is_table, num_rows, tensors[0].shape[1])
+            loading.add(
+                address + self._places[what].offset, code, is_table, num_rows, tensors[0].shape[1]
+            )
             for tensor, rows in zip(tensors, located, strict=True):
-                loading.add_part(rows.file.descriptor, rows.start, tensor.shape[0], _STORED_CODES[rows.dtype])
+                loading.add_part(
+                    rows.file.descriptor, rows.start, tensor.shape[0], _STORED_CODES[rows.dtype]
+                )
         loading.start(str(torch_library("libtorch_cpu.so") or ""))
         return loading
 

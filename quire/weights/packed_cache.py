@@ -1,9 +1,11 @@
-"""Projections as they were packed, kept in a file for the next start: what was quantized or repacked once is only read.
+"""Projections as they were packed, kept in a file for the next start: what was quantized or
+repacked once is only read.
 
-The file is a safetensors file: bytes as `CpuLinear` has them, how to read each, and a checksum of all. Owns its name, which
-holds a digest of everything that decides the bytes, and the memory that it is read into, which begins while torch is still
-being imported. A file that is foreign, damaged or of another version is left unread and written anew; a cache that
-cannot be written costs a warning. Nothing in it can be executed.
+The file is a safetensors file: bytes as `CpuLinear` has them, how to read each, and a checksum of
+all. Owns its name, which holds a digest of everything that decides the bytes, and the memory that
+it is read into, which begins while torch is still being imported. A file that is foreign, damaged
+or of another version is left unread and written anew; a cache that cannot be written costs a
+warning. Nothing in it can be executed.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ class PackedCache:
     """The file of one model in a folder, and what was found in it."""
 
     def __init__(self, folder: Path, name: CacheName, wanted: Iterable[Parts]) -> None:
-        """Begin to read the file, if there is one that fits; `wanted` are the projections that it is for."""
+        """Begin to read the file, if there is one that fits;
+        `wanted` are the projections that it is for."""
         self._folder, self._name = folder, name
         self._wanted = {_key(parts) for parts in wanted}
         self._file = self._open()
@@ -170,14 +173,23 @@ class _PackedFile:
             return None
         import torch
 
-        return torch.frombuffer(self._region, dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.start - self._first)
+        return torch.frombuffer(
+            self._region,
+            dtype=torch.uint8,
+            count=tensor.num_bytes,
+            offset=tensor.start - self._first,
+        )
 
     def _read(self) -> None:
-        """In few long calls: each return from one waits for the interpreter's lock, which the import of torch holds."""
+        """In few long calls: each return from one waits for the interpreter's lock,
+        which the import of torch holds."""
         memory = memoryview(self._region)[: self._num_bytes]
         try:
             self._file.read_into(memory, self._first)
-            if zlib.crc32(memory, zlib.crc32(self._file.metadata["layouts"].encode())) != self._checksum:
+            if (
+                zlib.crc32(memory, zlib.crc32(self._file.metadata["layouts"].encode()))
+                != self._checksum
+            ):
                 raise CheckpointError("the checksum is not that which it was written with")
         except (CheckpointError, OSError) as error:
             logger.warning("packed weights in %s are not used: %s", self._path, error)
@@ -194,7 +206,9 @@ def _version() -> str:
 
 def _key(parts: Parts) -> str:
     """A name for a stacked projection that no other one of its model has."""
-    return "+".join(f"{part.weight.name}[{part.weight.first_row}:{part.num_outputs}]" for part in parts)
+    return "+".join(
+        f"{part.weight.name}[{part.weight.first_row}:{part.num_outputs}]" for part in parts
+    )
 
 
 def _check_owner(path: Path) -> None:
@@ -206,14 +220,17 @@ def _check_owner(path: Path) -> None:
 
 
 def _description(metadata: Mapping[str, str], digest: str) -> tuple[dict[str, list[Any]], int]:
-    """The layout of each projection, and the checksum; CheckpointError unless all is of this version and digest."""
+    """The layout of each projection, and the checksum;
+    CheckpointError unless all is of this version and digest."""
     if metadata.get("version") != _version() or metadata.get("digest") != digest:
         raise CheckpointError("it was written for another model or by another version")
     try:
         layouts, checksum = json.loads(metadata["layouts"]), int(metadata["checksum"])
     except (ValueError, KeyError, RecursionError) as error:
         raise CheckpointError(f"its description cannot be read: {error}") from error
-    if not isinstance(layouts, dict) or not all(isinstance(each, list) and len(each) == 6 for each in layouts.values()):
+    if not isinstance(layouts, dict) or not all(
+        isinstance(each, list) and len(each) == 6 for each in layouts.values()
+    ):
         raise CheckpointError("its description cannot be read")
     return layouts, checksum
 
@@ -221,15 +238,23 @@ def _description(metadata: Mapping[str, str], digest: str) -> tuple[dict[str, li
 def _write(path: Path, projections: Mapping[str, CpuLinear], digest: str) -> None:
     """Write under another name, then rename: a reader sees a whole file or none."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    tensors: dict[str, memoryview] = {key: linear.data.numpy().data for key, linear in projections.items()}
-    for key, linear in projections.items():  # after the weights, whose sizes keep one another aligned
+    tensors: dict[str, memoryview] = {
+        key: linear.data.numpy().data for key, linear in projections.items()
+    }
+    # after the weights, whose sizes keep one another aligned
+    for key, linear in projections.items():
         if linear.bias is not None:
             tensors[key + _BIAS] = linear.bias.numpy().data.cast("B")
     layouts = json.dumps({key: astuple(linear.layout) for key, linear in projections.items()})
     checksum = zlib.crc32(layouts.encode())
     for data in tensors.values():
         checksum = zlib.crc32(data, checksum)
-    metadata = {"version": _version(), "digest": digest, "layouts": layouts, "checksum": str(checksum)}
+    metadata = {
+        "version": _version(),
+        "digest": digest,
+        "layouts": layouts,
+        "checksum": str(checksum),
+    }
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -246,7 +271,11 @@ def _header(tensors: Mapping[str, memoryview], metadata: Mapping[str, str]) -> b
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, data in tensors.items():
-        header[name] = {"dtype": "U8", "shape": [data.nbytes], "data_offsets": [end, end + data.nbytes]}
+        header[name] = {
+            "dtype": "U8",
+            "shape": [data.nbytes],
+            "data_offsets": [end, end + data.nbytes],
+        }
         end += data.nbytes
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)

@@ -17,21 +17,24 @@ class WeightSource(Protocol):
     """Gives one tensor at a time, so that no second copy of a model ever exists."""
 
     def fill(self, out: Tensor, tensor: TensorSpec) -> None:
-        """Write `tensor`'s values into `out`, which has its logical shape and the dtype that is wanted, on any device.
+        """Write `tensor`'s values into `out`, which has its logical shape and the dtype that is
+        wanted, on any device.
 
         Raises CheckpointError where the values cannot be read.
         """
         ...
 
     def packed(self, parts: Sequence[LinearSpec]) -> PackedLinear | None:
-        """The projection that stacks `parts` by outputs, where it is packed already; else None, and `fill` gives its parts.
+        """The projection that stacks `parts` by outputs, where it is packed already; else None, and
+        `fill` gives its parts.
 
         Raises CheckpointError where the values could not be read.
         """
         return None
 
     def table(self, tensor: TensorSpec) -> Tensor | None:
-        """A tensor [rows, width] in the dtype that is computed in, where it is in memory already; else None.
+        """A tensor [rows, width] in the dtype that is computed in, where it is in memory already;
+        else None.
 
         Raises CheckpointError where the values could not be read.
         """

@@ -1,8 +1,9 @@
 """One safetensors file: its header, checked to the last byte, and its bytes by position.
 
-Owns an open file and the rules of the format. Everything that a header says is checked before it is believed: sizes,
-bounds, holes, overlaps, repeated names. Imports no torch and maps nothing into memory: reading through a descriptor gives
-an error where the file is cut short meanwhile, where touching a mapped page would kill the process.
+Owns an open file and the rules of the format. Everything that a header says is checked before it is
+believed: sizes, bounds, holes, overlaps, repeated names. Imports no torch and maps nothing into
+memory: reading through a descriptor gives an error where the file is cut short meanwhile, where
+touching a mapped page would kill the process.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from quire.errors import CheckpointError
 _MAX_HEADER_BYTES = 100_000_000
 """As the format demands."""
 _MAX_VALUES = 8 << 20
-"""Of a header: names, numbers and lists. A tensor takes some ten; the largest published checkpoint has 100,000 of them."""
+"""Of a header: names, numbers and lists. A tensor takes some ten;
+the largest published checkpoint has 100,000 of them."""
 _MAX_DIMS = 64
 _MAX_BYTES = 1 << 62
 _MAX_REASON_CHARS = 300
 _MAX_NAME_CHARS = 150
 _DTYPE_BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
-    "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
-    "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32,
+    "U64": 64, "I64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
 
 
@@ -46,11 +48,13 @@ class TensorFile:
     """An open file. Close it, or use it as a context manager."""
 
     def __init__(self, path: Path) -> None:
-        """Open and check; raises CheckpointError for anything that is not a safetensors file to the letter."""
+        """Open and check; raises CheckpointError for anything that is not a
+        safetensors file to the letter."""
         self.path = path
         self.descriptor = -1
         try:
-            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe is not waited for
+            # a pipe is not waited for
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             self._identity = self._look()
             self.tensors, self.metadata = _read_header(self.descriptor, self._identity[0])
         except (OSError, ValueError, RecursionError) as error:
@@ -76,7 +80,8 @@ class TensorFile:
             buffer, start = buffer[count:], start + count
 
     def has_changed(self) -> bool:
-        """Whether somebody has written to the file since it was opened. A file that replaced it does not matter."""
+        """Whether somebody has written to the file since it was opened.
+        A file that replaced it does not matter."""
         return self._look() != self._identity
 
     def _look(self) -> tuple[int, int]:
@@ -84,8 +89,11 @@ class TensorFile:
         return status.st_size, status.st_mtime_ns
 
 
-def _read_header(descriptor: int, size: int) -> tuple[Mapping[str, StoredTensor], Mapping[str, str]]:
-    """The tensors by name, and what else is said; ValueError where the header breaks a rule of the format."""
+def _read_header(
+    descriptor: int, size: int
+) -> tuple[Mapping[str, StoredTensor], Mapping[str, str]]:
+    """The tensors by name, and what else is said;
+    ValueError where the header breaks a rule of the format."""
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if size < 8 or not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
         raise ValueError(f"a header of {length} bytes in a file of {size}")
@@ -96,11 +104,15 @@ def _read_header(descriptor: int, size: int) -> tuple[Mapping[str, StoredTensor]
     if not isinstance(header, dict):
         raise ValueError("the header is no object")
     metadata = header.pop("__metadata__", None) or {}
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
         raise ValueError("its metadata are no texts by name")
     tensors = {name: _tensor(name, entry, 8 + length) for name, entry in header.items()}
     end = 8 + length
-    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
+    for name, tensor in sorted(
+        tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)
+    ):
         if tensor.start != end:
             raise ValueError(f"tensor {name} begins at byte {tensor.start}, expected {end}")
         end += tensor.num_bytes
@@ -118,16 +130,25 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _tensor(name: str, entry: object, first_byte: int) -> StoredTensor:
     match entry:
-        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if dtype in _DTYPE_BITS:
+        case {
+            "dtype": str(dtype),
+            "shape": list(shape),
+            "data_offsets": [int(begin), int(end)],
+        } if dtype in _DTYPE_BITS:
             if _is_shape(shape) and 0 <= begin <= end <= _MAX_BYTES:
                 if math.prod(shape) * _DTYPE_BITS[dtype] != 8 * (end - begin):
                     raise ValueError(
-                        f"tensor {name[: _MAX_REASON_CHARS // 2]}: {dtype} {shape} does not take {end - begin} bytes"
+                        f"tensor {name[: _MAX_REASON_CHARS // 2]}: {dtype} {shape} does not "
+                        f"take {end - begin} bytes"
                     )
                 return StoredTensor(dtype, tuple(shape), first_byte + begin, end - begin)
-    raise ValueError(f"tensor {name[: _MAX_REASON_CHARS // 2]} is not described as the format demands")
+    raise ValueError(
+        f"tensor {name[: _MAX_REASON_CHARS // 2]} is not described as the format demands"
+    )
 
 
 def _is_shape(extents: list[Any]) -> bool:
     """Few enough and small enough numbers to be multiplied."""
-    return len(extents) <= _MAX_DIMS and all(type(extent) is int and 0 <= extent <= _MAX_BYTES for extent in extents)
+    return len(extents) <= _MAX_DIMS and all(
+        type(extent) is int and 0 <= extent <= _MAX_BYTES for extent in extents
+    )

@@ -1,1 +1,2 @@
-"""The worker: rows that persist between steps, the inputs of a forward pass, and the forward pass itself."""
+"""The worker: rows that persist between steps, the inputs of a forward pass,
+and the forward pass itself."""

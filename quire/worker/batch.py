@@ -1,4 +1,5 @@
-"""The inputs of one forward pass: gathered on the host from the rows and a plan's work, then moved to the device."""
+"""The inputs of one forward pass: gathered on the host from the rows and a plan's work,
+then moved to the device."""
 
 from __future__ import annotations
 
@@ -48,30 +49,48 @@ class StepArrays:
     runs: tuple[PrefixRun, ...] = ()
     """Sequences that begin with the same blocks; empty where none do."""
     num_wanted: NDArray[np.int32] | None = None
-    """Of each sequence, how many of its last tokens' hidden states are asked for; None: all of them. Stays on the host."""
+    """Of each sequence, how many of its last tokens' hidden states are asked for; None:
+    all of them. Stays on the host."""
 
     @property
     def parts(self) -> tuple[NDArray[Any], ...]:
         """The arrays, in the order of the fields."""
-        return (self.query_start, self.context_len, self.block_tables, self.slots, self.positions, self.token_ids)
+        return (
+            self.query_start,
+            self.context_len,
+            self.block_tables,
+            self.slots,
+            self.positions,
+            self.token_ids,
+        )
 
     def on_device(self, tensors: Sequence[Tensor]) -> StepInputs:
         """With `parts`, and behind them what `run_arrays` gives, as tensors."""
         starts, lengths, tables, slots, places, token_ids, *of_runs = tensors
         shared = SharedPrefixes(*of_runs) if of_runs else None
-        batch = AttentionBatch(starts, lengths, tables, slots, places, self.max_query_len, self.max_context_len, shared)
+        batch = AttentionBatch(
+            starts, lengths, tables, slots, places, self.max_query_len, self.max_context_len, shared
+        )
         return StepInputs(token_ids, batch, self.query_start.tolist())
 
 
 def move(arrays: StepArrays, block_size: int, stage: Staging) -> StepInputs:
     """To the device of `stage`."""
     query_start = arrays.query_start.tolist()
-    of_runs = run_arrays(arrays.runs, arrays.block_tables, query_start, block_size) if arrays.runs else ()
+    of_runs = (
+        run_arrays(arrays.runs, arrays.block_tables, query_start, block_size) if arrays.runs else ()
+    )
     inputs = arrays.on_device(stage((*arrays.parts, *of_runs)))
-    return inputs if arrays.num_wanted is None else replace(inputs, num_wanted=torch.from_numpy(arrays.num_wanted))
+    return (
+        inputs
+        if arrays.num_wanted is None
+        else replace(inputs, num_wanted=torch.from_numpy(arrays.num_wanted))
+    )
 
 
-def gather(rows: RowTable, work: Sequence[RowWork], *, shared_unit: int | None = None) -> StepArrays:
+def gather(
+    rows: RowTable, work: Sequence[RowWork], *, shared_unit: int | None = None
+) -> StepArrays:
     """Gather the step's tokens, positions and slots, in the order of the work.
 
     No work, no call: `work` is not empty. `shared_unit` is `Kernels.shared_prefix_unit`.
@@ -84,16 +103,25 @@ def gather(rows: RowTable, work: Sequence[RowWork], *, shared_unit: int | None =
         token_rows, positions = sequence_rows, np.array(starts, np.int64)
     else:
         token_rows = np.repeat(sequence_rows, counts)
-        first = np.subtract(starts, query_start[:-1])  # of each sequence: the position at place 0 of the batch, if it had one
+        # of each sequence: the position at place 0 of the batch, if it had one
+        first = np.subtract(starts, query_start[:-1])
         positions = np.arange(query_start[-1]) + np.repeat(first, counts)
     context_len = list(map(operator.add, starts, counts))
     max_context_len = max(context_len)
     block_places, offsets = np.divmod(positions, rows.block_size)
-    slots = np.multiply(rows.block_tables[token_rows, block_places], rows.block_size, dtype=np.int64) + offsets
+    slots = (
+        np.multiply(rows.block_tables[token_rows, block_places], rows.block_size, dtype=np.int64)
+        + offsets
+    )
     num_columns = -(-max_context_len // rows.block_size)
     block_tables = rows.block_tables[sequence_rows, :num_columns]
     runs: list[PrefixRun] = []
-    if shared_unit is not None and shared_unit % rows.block_size == 0 and max_context_len > shared_unit and len(work) > 1:
+    if (
+        shared_unit is not None
+        and shared_unit % rows.block_size == 0
+        and max_context_len > shared_unit
+        and len(work) > 1
+    ):
         num_known = [start // rows.block_size for start in starts]
         runs = find_runs(block_tables, num_known, shared_unit // rows.block_size)
     return StepArrays(
@@ -106,5 +134,7 @@ def gather(rows: RowTable, work: Sequence[RowWork], *, shared_unit: int | None =
         max_query_len=max_query_len,
         max_context_len=max_context_len,
         runs=tuple(runs),
-        num_wanted=None if max_query_len == 1 else np.array([item.num_wanted for item in work], np.int32),
+        num_wanted=None
+        if max_query_len == 1
+        else np.array([item.num_wanted for item in work], np.int32),
     )

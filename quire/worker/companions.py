@@ -1,6 +1,8 @@
-"""Companions: the worker's halves of features whose other half, a `Prerequisite` of the same name, the control plane has.
+"""Companions: the worker's halves of features whose other half, a `Prerequisite` of the same name,
+the control plane has.
 
-A companion makes ready what it is ordered, beside the steps, and says so. The worker passes records on and reads none.
+A companion makes ready what it is ordered, beside the steps, and says so. The worker passes records
+on and reads none.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ class Companion(Protocol):
         ...
 
     def begin(self, plan: StepPlan) -> None:
-        """Take the orders of a plan and note which rows it removes and begins. Returns at once; the step comes after it."""
+        """Take the orders of a plan and note which rows it removes and begins. Returns at once;
+        the step comes after it."""
         ...
 
     def take_news(self, wait_s: float) -> tuple[Record, ...]:
-        """Return what has happened since the last call; wait so long for a first record where one is to come."""
+        """Return what has happened since the last call;
+        wait so long for a first record where one is to come."""
         ...
 
     def close(self) -> None:
@@ -44,7 +48,9 @@ class Companions:
 
     def begin(self, plan: StepPlan) -> None:
         """Hand a plan to every companion, before its changes are applied."""
-        assert plan.orders.keys() <= self._names, f"orders for {plan.orders.keys() - self._names}, which this executor lacks"
+        assert plan.orders.keys() <= self._names, (
+            f"orders for {plan.orders.keys() - self._names}, which this executor lacks"
+        )
         for each in self._all:
             each.begin(plan)
 

@@ -1,15 +1,19 @@
-"""Steps that are replayed: a GPU is given a small step's forward pass as one recorded graph instead of hundreds of launches.
+"""Steps that are replayed: a GPU is given a small step's forward pass as one recorded graph instead
+of hundreds of launches.
 
-A graph is recorded for a *shape*: so many tokens, and contexts up to some length. A step is padded to the next shape there is.
-A padded token is a sequence of its own in the scratch block, which belongs to no pool, so it changes nobody's memory; and a
-row's bits depend neither on its company nor on how far attention might have looked, so a replayed step gives the bits of one
-that is computed operation by operation.
+A graph is recorded for a *shape*: so many tokens, and contexts up to some length. A step is padded
+to the next shape there is. A padded token is a sequence of its own in the scratch block, which
+belongs to no pool, so it changes nobody's memory; and a row's bits depend neither on its company
+nor on how far attention might have looked, so a replayed step gives the bits of one that is
+computed operation by operation.
 
-A step in which sequences share long prefixes is left alone where reading these once spares more than a graph does.
+A step in which sequences share long prefixes is left alone where reading these once spares more
+than a graph does.
 
-Graphs are recorded in idle moments, the most used shapes first, or once a shape has been used so often that recording it pays;
-until then steps are computed as if there were none, so nobody waits for a graph. Owns the recorded graphs, the place where
-their inputs and outputs lie, and the bound on what they hold. It knows arrays, not rows or plans.
+Graphs are recorded in idle moments, the most used shapes first, or once a shape has been used so
+often that recording it pays; until then steps are computed as if there were none, so nobody waits
+for a graph. Owns the recorded graphs, the place where their inputs and outputs lie, and the bound
+on what they hold. It knows arrays, not rows or plans.
 """
 
 from __future__ import annotations
@@ -32,15 +36,18 @@ from quire.worker.staging import Staging, packed_len
 logger = logging.getLogger(__name__)
 
 PAYING_USES = 16
-"""A shape used so often is recorded even while there is no idle moment: that costs about as much as three steps without a graph
-(one to compile and warm up, one to record, one to be sure), of which each replay saves a good part. Reckoned, not measured."""
+"""A shape used so often is recorded even while there is no idle moment: that costs about as much as
+three steps without a graph (one to compile and warm up, one to record, one to be sure), of which
+each replay saves a good part. Reckoned, not measured.
+"""
 
 
 class GraphBackend(Protocol):
     """What records and replays."""
 
     def record(self, compute: Callable[[], None]) -> Callable[[], None]:
-        """Record what `compute` asks of the device; what is returned does it again, on what then lies in the same places."""
+        """Record what `compute` asks of the device; what is returned does it again,
+        on what then lies in the same places."""
         ...
 
     @property
@@ -50,9 +57,11 @@ class GraphBackend(Protocol):
 
 
 class CudaGraphs:
-    """CUDA graphs whose temporary tensors share one pool: replays follow one another, so one may use what another did.
+    """CUDA graphs whose temporary tensors share one pool: replays follow one another, so one may
+    use what another did.
 
-    `bytes_each` is what the driver is reckoned to keep for one graph: it does not tell, and free memory is everybody's.
+    `bytes_each` is what the driver is reckoned to keep for one graph: it does not tell, and free
+    memory is everybody's.
     """
 
     def __init__(self, bytes_each: int) -> None:
@@ -66,7 +75,8 @@ class CudaGraphs:
         return self._held_bytes
 
     def record(self, compute: Callable[[], None]) -> Callable[[], None]:
-        compute()  # kernels are compiled and loaded, which must not happen while a graph is recorded
+        # kernels are compiled and loaded, which must not happen while a graph is recorded
+        compute()
         torch.cuda.synchronize()
         reserved_before = torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
@@ -92,7 +102,8 @@ class GraphSettings(NamedTuple):
     max_bytes: int
     """Of all graphs together."""
     min_shared_blocks: int = 1
-    """A step whose neighbours share so many blocks is not replayed: computed otherwise, it reads them once."""
+    """A step whose neighbours share so many blocks is not replayed: computed otherwise,
+    it reads them once."""
     paying_uses: int = PAYING_USES
 
 
@@ -100,8 +111,8 @@ class StepGraphs:
     """The recorded steps of one worker."""
 
     def __init__(
-        self, compute: Callable[[StepInputs], Tensor], stage: Staging, backend: GraphBackend, settings: GraphSettings,
-        scratch: ScratchBlock,
+        self, compute: Callable[[StepInputs], Tensor], stage: Staging, backend: GraphBackend,
+        settings: GraphSettings, scratch: ScratchBlock,
     ) -> None:  # fmt: skip
         self._compute = compute
         self._stage = stage
@@ -121,8 +132,11 @@ class StepGraphs:
         return tuple(self._replays)
 
     def forward(self, arrays: StepArrays) -> Tensor | None:
-        """Hidden states [T, H], valid until the next call; None where the step is to be computed without a graph."""
-        shape = shape_for(len(arrays.token_ids), arrays.max_context_len, self.settings.max_model_len)
+        """Hidden states [T, H], valid until the next call;
+        None where the step is to be computed without a graph."""
+        shape = shape_for(
+            len(arrays.token_ids), arrays.max_context_len, self.settings.max_model_len
+        )
         if shape is None or shape.num_tokens > self.settings.max_num_tokens:
             return None
         if arrays.runs and num_spared(arrays.runs) >= self.settings.min_shared_blocks:
@@ -137,34 +151,53 @@ class StepGraphs:
         return self._hidden[: len(arrays.token_ids)]
 
     def record_next(self) -> bool:
-        """In an idle moment: record the most used shape that was met; False where there is none left."""
-        return not self._is_full and bool(self._uses) and self._record(self._uses.most_common(1)[0][0])
+        """In an idle moment: record the most used shape that was met;
+        False where there is none left."""
+        return (
+            not self._is_full and bool(self._uses) and self._record(self._uses.most_common(1)[0][0])
+        )
 
     def _record(self, shape: StepShape) -> bool:
         """Record a shape, on scratch tokens; False where that cannot be.
 
-        A failure is said, and nothing is recorded from then on: torch's allocator may be left as if a recording went on.
+        A failure is said, and nothing is recorded from then on: torch's allocator may be left as if
+        a recording went on.
         """
         if self._is_full:
             return False
         try:
             self._replays[shape] = self._backend.record(self._computation(shape))
         except Exception as error:
-            log_failure(logger, f"no graph of steps of {shape.num_tokens} tokens could be recorded; no more are tried", error)
+            log_failure(
+                logger,
+                (
+                    f"no graph of steps of {shape.num_tokens} tokens could be recorded; no more "
+                    "are tried"
+                ),
+                error,
+            )
             self._is_full = True
             return False
         del self._uses[shape]
         held, allowed = self._backend.held_bytes, self.settings.max_bytes
         if held > allowed:
             self._is_full = True
-            logger.warning("recorded steps hold %d bytes, planned were %d: no more of them are recorded", held, allowed)
+            logger.warning(
+                "recorded steps hold %d bytes, planned were %d: no more of them are recorded",
+                held,
+                allowed,
+            )
         return True
 
     def _computation(self, shape: StepShape) -> Callable[[], None]:
         """The forward pass of a shape, from and to places that stay."""
         arrays = padded(None, shape, self._scratch)
         if self._inputs.nbytes == 0:
-            largest = shape_for(self.settings.max_num_tokens, self.settings.max_model_len, self.settings.max_model_len)
+            largest = shape_for(
+                self.settings.max_num_tokens,
+                self.settings.max_model_len,
+                self.settings.max_model_len,
+            )
             assert largest is not None
             num_bytes = packed_len(padded(None, largest, self._scratch).parts)
             self._inputs = torch.empty(num_bytes, dtype=torch.uint8, device=self._stage.device)
@@ -172,7 +205,9 @@ class StepGraphs:
         if self._hidden is None:
             sample = self._compute(inputs)
             num_rows = max(self.settings.max_num_tokens, shape.num_tokens)
-            self._hidden = torch.empty((num_rows, sample.shape[1]), dtype=sample.dtype, device=sample.device)
+            self._hidden = torch.empty(
+                (num_rows, sample.shape[1]), dtype=sample.dtype, device=sample.device
+            )
         hidden = self._hidden
 
         def compute() -> None:
@@ -189,16 +224,19 @@ class ScratchBlock(NamedTuple):
 
 
 def padded(arrays: StepArrays | None, shape: StepShape, scratch: ScratchBlock) -> StepArrays:
-    """A step made as large as a shape: `shape.num_tokens` tokens and as many sequences. None stands for a step of nothing.
+    """A step made as large as a shape: `shape.num_tokens` tokens and as many sequences. None stands
+    for a step of nothing.
 
-    Each padded token is a sequence of one token in the scratch block, at position 0; where there are more sequences than tokens
-    to pad, the last ones have none.
+    Each padded token is a sequence of one token in the scratch block, at position 0; where there
+    are more sequences than tokens to pad, the last ones have none.
     """
     num_rows, num_columns = shape.num_tokens, -(-shape.max_context_len // scratch.block_size)
     num_tokens = num_sequences = 0
     if arrays is not None:
         num_tokens, num_sequences = len(arrays.token_ids), len(arrays.context_len)
-    query_start = np.minimum(num_tokens + np.arange(-num_sequences, num_rows - num_sequences + 1), num_rows).astype(np.int32)
+    query_start = np.minimum(
+        num_tokens + np.arange(-num_sequences, num_rows - num_sequences + 1), num_rows
+    ).astype(np.int32)
     context_len = np.ones(num_rows, np.int32)
     block_tables = np.full((num_rows, num_columns), scratch.block, np.int32)
     slots = np.full(num_rows, scratch.block * scratch.block_size, np.int64)
@@ -209,4 +247,13 @@ def padded(arrays: StepArrays | None, shape: StepShape, scratch: ScratchBlock) -
         block_tables[:num_sequences, : arrays.block_tables.shape[1]] = arrays.block_tables
         slots[:num_tokens], positions[:num_tokens] = arrays.slots, arrays.positions
         token_ids[:num_tokens] = arrays.token_ids
-    return StepArrays(query_start, context_len, block_tables, slots, positions, token_ids, num_rows, shape.max_context_len)
+    return StepArrays(
+        query_start,
+        context_len,
+        block_tables,
+        slots,
+        positions,
+        token_ids,
+        num_rows,
+        shape.max_context_len,
+    )

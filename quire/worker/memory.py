@@ -25,9 +25,11 @@ logger = logging.getLogger(__name__)
 
 
 def give_back(device: torch.device) -> None:
-    """Have the driver of a GPU know what was freed, which torch keeps otherwise: the next plan asks it how much is free.
+    """Have the driver of a GPU know what was freed, which torch keeps otherwise: the next plan asks
+    it how much is free.
 
-    A device that has failed fails here again. That is logged: whoever closes an engine has heard of the first time.
+    A device that has failed fails here again. That is logged: whoever closes an engine has heard of
+    the first time.
     """
     if device.type == "cuda":
         gc.collect()
@@ -48,12 +50,16 @@ class PoolShape(NamedTuple):
 
 
 class KVMemory:
-    """Keys and values of every layer, each [blocks, KV heads, block size, row]; see `quire.kernels.kv_cache`.
+    """Keys and values of every layer, each [blocks, KV heads, block size, row]; see
+    `quire.kernels.kv_cache`.
 
-    On a CPU, pages are touched, and so become resident, when a block is first written, or all by `populate`.
+    On a CPU, pages are touched, and so become resident, when a block is first written, or all by
+    `populate`.
     """
 
-    def __init__(self, layers: Sequence[KVLayerSpec], shape: PoolShape, device: torch.device) -> None:
+    def __init__(
+        self, layers: Sequence[KVLayerSpec], shape: PoolShape, device: torch.device
+    ) -> None:
         self.caches: list[tuple[Tensor, Tensor]] = []
         for layer in layers:
             sizes = (shape.num_blocks, layer.num_kv_heads, shape.block_size, layer.head_dim)
@@ -73,10 +79,16 @@ class KVMemory:
     def populate(self, num_threads: int) -> None:
         """Make all of a CPU's pages resident, on so many threads."""
         with ThreadPoolExecutor(num_threads) as threads:
-            deque(threads.map(populate, (tensor for pair in self.caches for tensor in pair)), maxlen=0)
+            deque(
+                threads.map(populate, (tensor for pair in self.caches for tensor in pair)), maxlen=0
+            )
 
     def copy_blocks(self, copies: Sequence[BlockCopy], kernels: Kernels, stage: Staging) -> None:
         """Carry out a plan's block copies in every layer; all reads happen before any write."""
         if copies:
-            sources, destinations = stage([np.array(ids, np.int64) for ids in zip(*copies, strict=True)])
-            kernels.copy_blocks([tensor for pair in self.caches for tensor in pair], sources, destinations)
+            sources, destinations = stage(
+                [np.array(ids, np.int64) for ids in zip(*copies, strict=True)]
+            )
+            kernels.copy_blocks(
+                [tensor for pair in self.caches for tensor in pair], sources, destinations
+            )

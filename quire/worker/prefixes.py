@@ -1,7 +1,9 @@
-"""Which neighbours of a batch begin with the same blocks: found on the host, from the block tables, once a step.
+"""Which neighbours of a batch begin with the same blocks: found on the host, from the block tables,
+once a step.
 
-Owns the look for runs (`quire.kernels.interface.SharedPrefixes`). Knows numbers of blocks, not what is in them: a block is
-immutable once it is shared, and the same block at the same place of two tables means the same positions.
+Owns the look for runs (`quire.kernels.interface.SharedPrefixes`). Knows numbers of blocks, not what
+is in them: a block is immutable once it is shared, and the same block at the same place of two
+tables means the same positions.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ class PrefixRun(NamedTuple):
 
 
 def find_runs(tables: Array, num_known: Sequence[int], unit: int) -> list[PrefixRun]:
-    """Runs that cover all S sequences of tables [S, blocks], sharing multiples of `unit` blocks; empty if nothing is shared.
+    """Runs that cover all S sequences of tables [S, blocks], sharing multiples of `unit` blocks;
+    empty if nothing is shared.
 
-    `num_known` says how many whole blocks of each sequence lie before its new tokens. Only the table's column at the end of
-    the first unit is looked at while there is no run.
+    `num_known` says how many whole blocks of each sequence lie before its new tokens. Only the
+    table's column at the end of the first unit is looked at while there is no run.
     """
     if tables.shape[1] < unit:
         return []
@@ -56,10 +59,18 @@ def _run(tables: Array, num_known: Sequence[int], first: int, end: int, unit: in
     return PrefixRun(first, end, num_same // unit * unit)
 
 
-def run_arrays(runs: Sequence[PrefixRun], tables: Array, query_start: Sequence[int], block_size: int) -> tuple[Array, ...]:
+def run_arrays(
+    runs: Sequence[PrefixRun], tables: Array, query_start: Sequence[int], block_size: int
+) -> tuple[Array, ...]:
     """The five arrays of `SharedPrefixes`, in the order of its fields."""
     starts = np.array([query_start[run.first] for run in runs] + [query_start[-1]], np.int32)
     shared = np.array([run.num_blocks * block_size for run in runs], np.int32)
     known = np.repeat(shared, [run.end - run.first for run in runs])
     most = max(run.num_blocks for run in runs)
-    return starts, shared + np.diff(starts), tables[[run.first for run in runs], :most], shared, known
+    return (
+        starts,
+        shared + np.diff(starts),
+        tables[[run.first for run in runs], :most],
+        shared,
+        known,
+    )

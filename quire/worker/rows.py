@@ -1,7 +1,8 @@
-"""Rows: what the worker remembers of each sequence between steps, so that a plan need only say what changed.
+"""Rows: what the worker remembers of each sequence between steps, so that a plan need only say what
+changed.
 
-Owns one dense table of token ids and one of block ids, indexed by row. It knows plans, not requests, and no tensors: the
-null executor uses it as the real worker does.
+Owns one dense table of token ids and one of block ids, indexed by row. It knows plans, not
+requests, and no tensors: the null executor uses it as the real worker does.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ class RowTable:
         self.token_ids: Int32Array = np.zeros((num_rows, _INITIAL_COLUMNS), np.int32)
         self.num_tokens: NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self.num_prompt_tokens: NDArray[np.int64] = np.zeros(num_rows, np.int64)
-        self.block_tables: Int32Array = np.zeros((num_rows, ceil_div(_INITIAL_COLUMNS, block_size)), np.int32)
+        self.block_tables: Int32Array = np.zeros(
+            (num_rows, ceil_div(_INITIAL_COLUMNS, block_size)), np.int32
+        )
         self.num_blocks: NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self.sampling: list[RowSampling] = [RowSampling()] * num_rows
         self.names: list[str] = [""] * num_rows
 
     def apply(self, plan: StepPlan) -> None:
-        """Bring the rows up to date with a plan's changes, in the order that `quire.core.plan` states."""
+        """Bring the rows up to date with a plan's changes,
+        in the order that `quire.core.plan` states."""
         for row in plan.removed_rows:
             self.num_tokens[row] = self.num_blocks[row] = 0
             self.sampling[row] = RowSampling()
@@ -54,9 +58,11 @@ class RowTable:
         self.num_tokens[row] = place + 1
 
     def append_unread(self, row: int) -> None:
-        """Add a token that was sampled but is on the device alone: -1 - row stands for it (see `quire.worker.last_tokens`).
+        """Add a token that was sampled but is on the device alone: -1 - row stands for it (see
+        `quire.worker.last_tokens`).
 
-        It is computed as the row's last one or never: a row that starts anew has its tokens from the control plane.
+        It is computed as the row's last one or never: a row that starts anew has its tokens from
+        the control plane.
         """
         self.append_token(row, -1 - row)
 

@@ -1,7 +1,8 @@
-"""A step's small arrays on their way to the device: one pinned buffer, one copy, whatever their number.
+"""A step's small arrays on their way to the device: one pinned buffer, one copy, whatever their
+number.
 
-Waits for nothing: each call has a buffer of its own, which torch keeps until its copy is done and then gives to a later call.
-On the CPU arrays become tensors where they lie. Holds no state.
+Waits for nothing: each call has a buffer of its own, which torch keeps until its copy is done and
+then gives to a later call. On the CPU arrays become tensors where they lie. Holds no state.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import Tensor
 Array = NDArray[Any]
 
 _ALIGNMENT = 16
-"""Of each array within the buffer, in bytes: what a GPU loads at once, and what Triton specialises kernels for."""
+"""Of each array within the buffer, in bytes: what a GPU loads at once,
+and what Triton specialises kernels for."""
 _MIN_BYTES = 1 << 16
 
 
@@ -28,13 +30,15 @@ class Staging:
         self.device = device
 
     def __call__(self, arrays: Sequence[Array]) -> list[Tensor]:
-        """The arrays as tensors on the device. Those of a GPU are views of one block, valid as any tensor is."""
+        """The arrays as tensors on the device. Those of a GPU are views of one block,
+        valid as any tensor is."""
         if self.device.type == "cpu":
             return [torch.from_numpy(array) for array in arrays]
         return unpack(arrays, _pinned(arrays).to(self.device, non_blocking=True))
 
     def into(self, arrays: Sequence[Array], place: Tensor) -> list[Tensor]:
-        """The arrays at the beginning of `place` (uint8, on the device), which keeps its address: for captured steps."""
+        """The arrays at the beginning of `place` (uint8, on the device), which keeps its address:
+        for captured steps."""
         num_bytes = packed_len(arrays)
         if self.device.type == "cpu":
             pack(arrays, place)
@@ -44,7 +48,8 @@ class Staging:
 
 
 def _pinned(arrays: Sequence[Array]) -> Tensor:
-    """Packed in pinned memory of `_MIN_BYTES` at least, so that the small ones, which most are, have one size."""
+    """Packed in pinned memory of `_MIN_BYTES` at least, so that the small ones, which most are,
+    have one size."""
     num_bytes = packed_len(arrays)
     host = torch.empty(max(_MIN_BYTES, num_bytes), dtype=torch.uint8, pin_memory=True)[:num_bytes]
     pack(arrays, host)

@@ -1,12 +1,15 @@
-"""The worker: carries out a plan on a model. Rows, inputs, forward pass; what comes of the hidden states is the outlets' part.
+"""The worker: carries out a plan on a model. Rows, inputs, forward pass; what comes of the hidden
+states is the outlets' part.
 
-Owns its rows and its KV memory. It knows plans, rows and tensors; requests, texts and scheduling are none of its business.
-A step is *launched*, and its outcome read later. As a rule the outcome is there when `launch` returns. On a device that
-computes beside the host (`read_late`) the next step may be launched before the tokens of this one have been read, if an outlet
-can leave all of them on the device; a step with any other task waits for its own results.
+Owns its rows and its KV memory. It knows plans, rows and tensors; requests, texts and scheduling
+are none of its business. A step is *launched*, and its outcome read later. As a rule the outcome is
+there when `launch` returns. On a device that computes beside the host (`read_late`) the next step
+may be launched before the tokens of this one have been read, if an outlet can leave all of them on
+the device; a step with any other task waits for its own results.
 
-What goes wrong for one row alone (numbers that are not finite, a failing processor, even a kernel that raises on it) becomes
-that row's error; the others' results are what they would have been without it.
+What goes wrong for one row alone (numbers that are not finite, a failing processor, even a kernel
+that raises on it) becomes that row's error; the others' results are what they would have been
+without it.
 """
 
 from __future__ import annotations
@@ -63,10 +66,12 @@ class Worker:
         self.graphs: StepGraphs | None = None
         self.last_tokens: LastTokens | None = None
         self._has_failed = False
-        """Whether a row is known to have failed in the last step: it did not sample the token that the next one counts on."""
+        """Whether a row is known to have failed in the last step:
+        it did not sample the token that the next one counts on."""
 
     def read_late(self, read: Readback) -> None:
-        """Keep sampled tokens on the device and read them with `read`. Before the first step and the first graph."""
+        """Keep sampled tokens on the device and read them with `read`.
+        Before the first step and the first graph."""
         self.last_tokens = LastTokens(len(self.rows.sampling), self.model.kernels.device, read)
 
     def use_graphs(self, backend: GraphBackend, settings: GraphSettings) -> None:
@@ -76,12 +81,17 @@ class Worker:
 
     @torch.inference_mode()
     def idle(self) -> bool:
-        """Make use of a moment in which nothing is to be computed; whether there may be more to do."""
+        """Make use of a moment in which nothing is to be computed;
+        whether there may be more to do."""
         return self.graphs is not None and self.graphs.record_next()
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         context = StepContext(inputs.batch, self.memory.caches, inputs.num_wanted)
-        token_ids = inputs.token_ids if self.last_tokens is None else self.last_tokens.fill_in(inputs.token_ids)
+        token_ids = (
+            inputs.token_ids
+            if self.last_tokens is None
+            else self.last_tokens.fill_in(inputs.token_ids)
+        )
         return self.model.forward(token_ids, inputs.batch.positions, context)
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -109,7 +119,9 @@ class Worker:
     def _launch_known(self, work: Sequence[RowWork]) -> Outcome:
         """Compute what can be: not beyond the tokens that a row has."""
         known = [item.start + item.num_tokens <= self.rows.num_tokens[item.row] for item in work]
-        outcome = self._launch_contained([item for item, is_known in zip(work, known, strict=True) if is_known])
+        outcome = self._launch_contained(
+            [item for item, is_known in zip(work, known, strict=True) if is_known]
+        )
         self._has_failed |= not all(known)
 
         def results() -> list[WorkResult]:
@@ -119,7 +131,8 @@ class Worker:
         return results
 
     def _launch_contained(self, work: Sequence[RowWork]) -> Outcome:
-        """Compute everything together; if that raises, each row alone, so that only the culprit is blamed.
+        """Compute everything together; if that raises, each row alone, so that only the culprit is
+        blamed.
 
         Computing a row twice is harmless: the same numbers go to the same slots.
         """
@@ -128,21 +141,27 @@ class Worker:
         try:
             return self._launch(work)
         except Exception as error:
-            log_failure(logger, f"a step of {len(work)} rows failed; computing each row alone", error)
+            log_failure(
+                logger, f"a step of {len(work)} rows failed; computing each row alone", error
+            )
         outcomes = []
         for item in work:
             try:
                 outcomes.append(self._launch([item]))
             except Exception as error:
                 self._has_failed = True
-                failed = WorkResult(error=f"the model failed on this sequence: {type(error).__name__}")
+                failed = WorkResult(
+                    error=f"the model failed on this sequence: {type(error).__name__}"
+                )
                 outcomes.append(partial(list, (failed,)))
         return lambda: [result for outcome in outcomes for result in outcome()]
 
     def _launch(self, work: Sequence[RowWork]) -> Outcome:
         """Compute, and give each row the token that it sampled, once nothing can raise any more."""
         hidden = self._hidden(work)
-        outcome = None if self.last_tokens is None else self._launch_unread(hidden, self.last_tokens)
+        outcome = (
+            None if self.last_tokens is None else self._launch_unread(hidden, self.last_tokens)
+        )
         if outcome is not None:
             return outcome
         results = self._results(hidden)
@@ -169,13 +188,16 @@ class Worker:
         results = [_NOTHING if each else _FAILED for each in is_sound]
         for outlet, batch in batches(self.outlets, hidden, compress(places, is_sound)):
             for place, result in zip(batch.places, outlet.launch(batch), strict=True):
-                results[place] = result if results[place] is _NOTHING else results[place].join(result)
+                results[place] = (
+                    result if results[place] is _NOTHING else results[place].join(result)
+                )
         return results
 
     def _launch_unread(self, hidden: HiddenStates, tokens: LastTokens) -> Outcome | None:
         """Have every task done and read nothing back; None where that cannot be.
 
-        A row whose numbers are not finite is heard of when the results are read; until then its tokens are any.
+        A row whose numbers are not finite is heard of when the results are read; until then its
+        tokens are any.
         """
         shares = batches(self.outlets, hidden, range(len(hidden.work)))
         if len(shares) > 1:
@@ -188,7 +210,9 @@ class Worker:
             places, unread = batch.places, launched
         arrival = tokens.read([self.model.kernels.finite_rows(hidden.states), *unread.tensors])
         if places:
-            (rows,) = self._stage((np.array([hidden.work[place].row for place in places], np.int64),))
+            (rows,) = self._stage(
+                (np.array([hidden.work[place].row for place in places], np.int64),)
+            )
             tokens.put(rows, unread.tensors[0])
             for place in places:
                 self.rows.append_unread(hidden.work[place].row)

@@ -12,10 +12,12 @@ from quire.models.registry import declare
 
 SPEC = declare(
     {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "hidden_act": "silu",
-        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": True,
-        "bos_token_id": 0, "eos_token_id": 1, "torch_dtype": "bfloat16",
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,
+        "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 128, "hidden_act": "silu",
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+        "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 1,
+        "torch_dtype": "bfloat16",
     }
 )  # fmt: skip
 LAYERS, HEAD, OUTPUTS = SPEC.flops_per_token()
@@ -25,8 +27,13 @@ def test_one_request_costs_what_its_steps_cost() -> None:
     steps = ideal_steps(SPEC, [BenchRequest(list(range(7)), 3)], 2)
     costs = CostModel(SPEC, "bfloat16")
     spans = [(0, 7), (7, 1), (8, 1)]
-    exact = [costs.step([RowWork(row=0, start=start, num_tokens=length, tasks=ONE_SAMPLE)]) for start, length in spans]
-    assert [step.linear_flops + step.attention_flops for step in steps] == [cost.flops for cost in exact]
+    exact = [
+        costs.step([RowWork(row=0, start=start, num_tokens=length, tasks=ONE_SAMPLE)])
+        for start, length in spans
+    ]
+    assert [step.linear_flops + step.attention_flops for step in steps] == [
+        cost.flops for cost in exact
+    ]
     assert [step.num_bytes for step in steps] == [cost.num_bytes for cost in exact]
 
 
@@ -55,10 +62,15 @@ def test_finished_sequences_cost_nothing() -> None:
 def test_the_roofline_is_above_both_of_its_sides() -> None:
     steps = ideal_steps(SPEC, random_workload(8, (4, 40), (1, 9)).requests(0, 128), 2)
     rates = MachineRates(linear_flops=2e9, attention_flops=1e9, num_bytes=1e9)
-    flops = sum(step.linear_flops for step in steps) / 2e9 + sum(step.attention_flops for step in steps) / 1e9
+    flops = (
+        sum(step.linear_flops for step in steps) / 2e9
+        + sum(step.attention_flops for step in steps) / 1e9
+    )
     assert compute_s(steps, rates) == pytest.approx(flops)
     assert bandwidth_s(steps, rates) == pytest.approx(sum(step.num_bytes for step in steps) / 1e9)
     assert max(compute_s(steps, rates), bandwidth_s(steps, rates)) <= roofline_s(steps, rates)
     assert roofline_s(steps, rates) <= compute_s(steps, rates) + bandwidth_s(steps, rates)
     narrow = ideal_steps(SPEC, random_workload(8, (4, 40), (1, 9)).requests(0, 128), 0.5)
-    assert bandwidth_s(narrow, rates) < bandwidth_s(steps, rates) and compute_s(narrow, rates) == compute_s(steps, rates)
+    assert bandwidth_s(narrow, rates) < bandwidth_s(steps, rates) and compute_s(
+        narrow, rates
+    ) == compute_s(steps, rates)

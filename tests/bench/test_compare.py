@@ -23,10 +23,11 @@ from quire.models.registry import declare
 pytestmark = pytest.mark.slow
 
 CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "hidden_act": "silu",
-    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": True,
-    "bos_token_id": 0, "eos_token_id": 1, "torch_dtype": "bfloat16",
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
+    "hidden_act": "silu", "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+    "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 1, "torch_dtype": "bfloat16",
 }  # fmt: skip
 
 
@@ -54,18 +55,25 @@ def test_eight_bit_checkpoints_say_what_the_weights_were(tmp_path: Path) -> None
 
     write_random_model(CONFIG, tmp_path / "m")
     assert main(["--w8a8", str(tmp_path / "m"), str(tmp_path / "m8")]) == 0
-    before, after = load_file(tmp_path / "m" / "model.safetensors"), load_file(tmp_path / "m8" / "model.safetensors")
+    before, after = (
+        load_file(tmp_path / "m" / "model.safetensors"),
+        load_file(tmp_path / "m8" / "model.safetensors"),
+    )
     name = "model.layers.0.mlp.down_proj.weight"
     restored = after[name].float() * after[f"{name}_scale"].float()
     assert after[name].dtype == torch.int8 and after[f"{name}_scale"].shape == (32, 1)
     # Half a step of rounding, and the scale's own rounding to bfloat16.
-    assert (restored - before[name].float()).abs().max() < before[name].float().abs().max() * (0.5 / 127 + 2**-8)
+    assert (restored - before[name].float()).abs().max() < before[name].float().abs().max() * (
+        0.5 / 127 + 2**-8
+    )
     assert after["model.embed_tokens.weight"].equal(before["model.embed_tokens.weight"])
     config = json.loads((tmp_path / "m8" / "config.json").read_text())
     assert config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] == 8
 
 
-@pytest.mark.parametrize("text", ["quire", "quire:", "sglang:bfloat16", "quire:bfloat16:fast", "quire:int3"])
+@pytest.mark.parametrize(
+    "text", ["quire", "quire:", "sglang:bfloat16", "quire:bfloat16:fast", "quire:int3"]
+)
 def test_wrong_variants_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not ENGINE:FORM"):
         variants.Variant.parse(text)
@@ -81,15 +89,29 @@ def test_engines_with_a_format_of_their_own_find_it_beside_the_model(tmp_path: P
     for name in ("M", "M-openvino-int8"):
         (tmp_path / name).mkdir()
     (tmp_path / "M-llamacpp-q8_0.gguf").write_bytes(b"")
-    found = {text: variants.Variant.parse(text).files(model).name for text in ("openvino:int8", "llamacpp:q8_0", "quire:int8")}
-    assert found == {"openvino:int8": "M-openvino-int8", "llamacpp:q8_0": "M-llamacpp-q8_0.gguf", "quire:int8": "M"}
+    found = {
+        text: variants.Variant.parse(text).files(model).name
+        for text in ("openvino:int8", "llamacpp:q8_0", "quire:int8")
+    }
+    assert found == {
+        "openvino:int8": "M-openvino-int8",
+        "llamacpp:q8_0": "M-llamacpp-q8_0.gguf",
+        "quire:int8": "M",
+    }
 
 
 def _record(walls: dict[str, tuple[float, ...]], workload: str) -> dict[str, Any]:
     """One with rates at which the numbers can be checked by hand."""
     counts = totals(WORKLOADS[workload].requests(0, CONFIG["vocab_size"]))
     runs: list[dict[str, Any]] = [
-        {"variant": name, "workload": workload, "wall_s": wall, "cpu_s": 2 * wall, "peak_rss_bytes": 2**30, "token_s": None}
+        {
+            "variant": name,
+            "workload": workload,
+            "wall_s": wall,
+            "cpu_s": 2 * wall,
+            "peak_rss_bytes": 2**30,
+            "token_s": None,
+        }
         for name, each in walls.items()
         for wall in each
     ]
@@ -106,7 +128,12 @@ def _record(walls: dict[str, tuple[float, ...]], workload: str) -> dict[str, Any
         "versions": {"quire": "0", "commit": None, "torch": "0"},
         "workloads": {workload: counts},
         "variants": {name: {"ready_s": 1.0} for name in walls},
-        "peaks": [{"read_bytes_per_s": 1e9, "gemm_flops_per_s": {"float32": 1e9, "bfloat16": 5e8, "int8": 4e9}}],
+        "peaks": [
+            {
+                "read_bytes_per_s": 1e9,
+                "gemm_flops_per_s": {"float32": 1e9, "bfloat16": 5e8, "int8": 4e9},
+            }
+        ],
         "measurements": runs,
         "failures": {},
         "commits": ["a"],
@@ -114,20 +141,31 @@ def _record(walls: dict[str, tuple[float, ...]], workload: str) -> dict[str, Any
 
 
 def test_summary_takes_medians_and_shares() -> None:
-    record = _record({"quire:bfloat16": (16.0, 8.0, 4.0), "quire:int8": (4.0,), "vllm:float32": (16.0,)}, "W1")
+    record = _record(
+        {"quire:bfloat16": (16.0, 8.0, 4.0), "quire:int8": (4.0,), "vllm:float32": (16.0,)}, "W1"
+    )
     summary = record["summary"] = tables.summarize(record)
     rows = summary["W1"]
     row = rows["quire:bfloat16"]
     assert (row["wall_s"], row["output_tokens_per_s"], row["highest"]) == (8.0, 4385 / 8, 4385 / 4)
-    linear = sum(step.linear_flops for step in ideal_steps(declare(CONFIG), WORKLOADS["W1"].requests(0, 128), 2))
+    linear = sum(
+        step.linear_flops
+        for step in ideal_steps(declare(CONFIG), WORKLOADS["W1"].requests(0, 128), 2)
+    )
     attention = row["compute_share"] * 8.0 - linear / 1e9
     assert 0 < attention < linear / 1e9
-    # 8-bit products are held against the rate of 8-bit products, attention always against that of floats.
+    # 8-bit products are held against the rate of 8-bit products, attention always against that of
+    # floats.
     assert rows["quire:int8"]["compute_share"] * 4.0 == pytest.approx(linear / 4e9 + attention)
-    assert tables.factor(rows, "vllm:float32") == "2.00x" and tables.factor(rows, "quire:int8") == ""
+    assert (
+        tables.factor(rows, "vllm:float32") == "2.00x" and tables.factor(rows, "quire:int8") == ""
+    )
     text = tables.render(record)
     assert "| vllm:float32 | 274.1 (274.1-274.1) | 2.00x | 16.00 |" in text
-    assert f"| vllm:float32 | 274.1 tok/s, {rows['vllm:float32']['compute_share']:.0%} of compute |" in text
+    assert (
+        f"| vllm:float32 | 274.1 tok/s, {rows['vllm:float32']['compute_share']:.0%} of compute |"
+        in text
+    )
 
 
 def test_each_run_is_held_against_its_own_limits() -> None:
@@ -135,15 +173,28 @@ def test_each_run_is_held_against_its_own_limits() -> None:
     old = tables.summarize(record)["W1"]
     for run, speed in zip(record["measurements"], (4, 2, 1, 1), strict=True):
         gemms = {"bfloat16": speed * 1e9, "int8": speed * 4e9}
-        run["limits"] = {"read_bytes_per_s": speed * 1e9, "gemm_flops_per_s": gemms, "products": {}, "num_samples": 3}
+        run["limits"] = {
+            "read_bytes_per_s": speed * 1e9,
+            "gemm_flops_per_s": gemms,
+            "products": {},
+            "num_samples": 3,
+        }
     del record["peaks"]
     rows = record["summary"] = tables.summarize(record)["W1"]
-    # The same work took 8, 8 and 4 times what the first record's limits allow in a second: the median counts.
-    assert rows["quire:bfloat16"]["compute_share"] == pytest.approx(old["quire:bfloat16"]["compute_share"] * 4 / 8)
-    assert rows["quire:bfloat16"]["roofline_share"] == pytest.approx(old["quire:bfloat16"]["roofline_share"] * 4 / 8)
+    # The same work took 8, 8 and 4 times what the first record's limits allow in a second: the
+    # median counts.
+    assert rows["quire:bfloat16"]["compute_share"] == pytest.approx(
+        old["quire:bfloat16"]["compute_share"] * 4 / 8
+    )
+    assert rows["quire:bfloat16"]["roofline_share"] == pytest.approx(
+        old["quire:bfloat16"]["roofline_share"] * 4 / 8
+    )
     assert rows["quire:int8"]["compute_share"] == pytest.approx(old["quire:int8"]["compute_share"])
     text = tables.render({**record, "summary": {"W1": rows}})
-    assert "1 to 4 GFLOP/s in floating point, 4 to 16 Gop/s in the best of any type, 1.0 to 4.0 GB/s" in text
+    assert (
+        "1 to 4 GFLOP/s in floating point, 4 to 16 Gop/s in the best of any type, 1.0 to 4.0 GB/s"
+        in text
+    )
     assert "Limits measured" not in text
 
 
@@ -153,10 +204,15 @@ def test_a_single_sequence_is_held_against_the_bandwidth() -> None:
     spec = declare(CONFIG)
     weights = (spec.flops_per_token().layers + spec.flops_per_token().head) / 2
     cached = sum(layer.bytes_per_token("bfloat16") for layer in spec.kv_layers)
-    token_bytes = weights * 2 + cached * (128 + 64 + 1)  # contexts of 129 to 255 tokens with the new one, and its writing
+    # contexts of 129 to 255 tokens with the new one, and its writing
+    token_bytes = weights * 2 + cached * (128 + 64 + 1)
     assert rows["quire:bfloat16"]["token_s"] == pytest.approx(0.01)
-    assert rows["quire:bfloat16"]["token_bandwidth_share"] == pytest.approx(token_bytes / 1e9 / 0.01)
-    assert rows["quire:int8"]["token_bandwidth_share"] == pytest.approx((token_bytes - weights) / 1e9 / 0.005)
+    assert rows["quire:bfloat16"]["token_bandwidth_share"] == pytest.approx(
+        token_bytes / 1e9 / 0.01
+    )
+    assert rows["quire:int8"]["token_bandwidth_share"] == pytest.approx(
+        (token_bytes - weights) / 1e9 / 0.005
+    )
 
 
 def test_a_lock_is_held_while_engines_are_timed(tmp_path: Path) -> None:
@@ -173,7 +229,9 @@ def test_a_lock_is_held_while_engines_are_timed(tmp_path: Path) -> None:
 
 def test_an_engine_makes_the_tokens_asked_for(tmp_path: Path) -> None:
     write_random_model(CONFIG, tmp_path)
-    process = variants.PeerProcess(variants.Variant.parse("quire:float32"), variants.Seat(tmp_path, 128, 1, {}, {}))
+    process = variants.PeerProcess(
+        variants.Variant.parse("quire:float32"), variants.Seat(tmp_path, 128, 1, {}, {})
+    )
     try:
         assert process.description["ready_s"] > 0
         result = process.run(random_workload(3, (4, 9), (2, 5)).requests(0, 128))
@@ -187,7 +245,8 @@ def test_an_engine_makes_the_tokens_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("extra", [{"way": "generate", "batch": "2"}, {"way": "paged"}])
 def test_transformers_makes_the_tokens_asked_for(tmp_path: Path, extra: dict[str, str]) -> None:
-    """In this process: another one would import the library once more, which takes longer than all the rest."""
+    """In this process: another one would import the library once more,
+    which takes longer than all the rest."""
     pytest.importorskip("transformers")
     from benchmarks.peers.runner import Options
     from benchmarks.peers.transformers import open_peer
@@ -205,8 +264,12 @@ def test_transformers_makes_the_tokens_asked_for(tmp_path: Path, extra: dict[str
 
 
 def test_an_engine_that_fails_says_why(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)quire:float32 failed with exit code 1.*config\.json"):
-        variants.PeerProcess(variants.Variant.parse("quire:float32"), variants.Seat(tmp_path, 128, 1, {}, {}))
+    with pytest.raises(
+        RuntimeError, match=r"(?s)quire:float32 failed with exit code 1.*config\.json"
+    ):
+        variants.PeerProcess(
+            variants.Variant.parse("quire:float32"), variants.Seat(tmp_path, 128, 1, {}, {})
+        )
 
 
 LIMITS = LimitSample(1e9, {"float32": {"f": 1e9}, "int8": {"i": 4e9}})
@@ -240,13 +303,37 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_whole_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     out = tmp_path / "result.json"
-    command = ["--model", str(tmp_path / "config.json"), "--json", str(out), "--variants", "quire:float32"]
-    assert compare.main([*command, "--first-requests", "2", "--rounds", "2", "--threads", "1", "--workloads", "W4"]) == 0
+    command = [
+        "--model",
+        str(tmp_path / "config.json"),
+        "--json",
+        str(out),
+        "--variants",
+        "quire:float32",
+    ]
+    assert (
+        compare.main(
+            [
+                *command,
+                "--first-requests",
+                "2",
+                "--rounds",
+                "2",
+                "--threads",
+                "1",
+                "--workloads",
+                "W4",
+            ]
+        )
+        == 0
+    )
     record = json.loads(out.read_text())
     assert list(record["variants"]) == ["quire:float32"]
     assert set(record["summary"]) == {"W4"} and len(record["measurements"]) == 2
     limits = record["measurements"][0]["limits"]
-    assert limits["num_samples"] >= 2 and limits == typical([LIMITS] * limits["num_samples"])._asdict()
+    assert (
+        limits["num_samples"] >= 2 and limits == typical([LIMITS] * limits["num_samples"])._asdict()
+    )
     assert record["workloads"]["W4"]["num_sequences"] == 16
     assert "| quire:float32 |" in capsys.readouterr().out
 
@@ -282,20 +369,43 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def compare_fakes(folder: Path, *options: str) -> int:
-    command = ["--model", str(folder / "M"), "--variants", "vllm:bfloat16,vllm:w8a8", "--peer", f"vllm={folder / 'python'}"]
-    return compare.main([*command, "--json", str(folder / "{model}.json"), "--threads", "1", "--rounds", "2", *options])
+    command = [
+        "--model",
+        str(folder / "M"),
+        "--variants",
+        "vllm:bfloat16,vllm:w8a8",
+        "--peer",
+        f"vllm={folder / 'python'}",
+    ]
+    return compare.main(
+        [
+            *command,
+            "--json",
+            str(folder / "{model}.json"),
+            "--threads",
+            "1",
+            "--rounds",
+            "2",
+            *options,
+        ]
+    )
 
 
 @pytest.mark.usefixtures("limits")
 def test_engines_come_one_after_another_and_another_begins_each_round(fakes: Path) -> None:
     assert compare_fakes(fakes, "--workloads", "W1,W4") == 0
-    runs = [f"{do} {name}{rest}" for name in ("bfloat16", "w8a8", "w8a8", "bfloat16") for do, rest in (
-        ("open", ""), ("run", " 64"), ("run", " 8"), ("close", ""))]  # fmt: skip
+    runs = [
+        f"{do} {name}{rest}"
+        for name in ("bfloat16", "w8a8", "w8a8", "bfloat16")
+        for do, rest in (("open", ""), ("run", " 64"), ("run", " 8"), ("close", ""))
+    ]
     # In the second round, the engine that is open already goes on.
     del runs[7:9]
     assert (fakes / "log").read_text().split("\n")[:-1] == runs
     record = json.loads((fakes / "M.json").read_text())
-    assert record["summary"]["W4"]["vllm:w8a8"]["wall_s"] == 8e3 and len(record["measurements"]) == 8
+    assert (
+        record["summary"]["W4"]["vllm:w8a8"]["wall_s"] == 8e3 and len(record["measurements"]) == 8
+    )
 
 
 @pytest.mark.usefixtures("limits")
@@ -307,13 +417,17 @@ def test_resident_engines_take_turns_within_a_workload(fakes: Path) -> None:
 
 
 @pytest.mark.usefixtures("limits")
-def test_an_engine_that_fails_costs_nobody_else_and_is_tried_again(fakes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_that_fails_costs_nobody_else_and_is_tried_again(
+    fakes: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     broken = fakes / "log.broken"
     broken.touch()
     assert compare_fakes(fakes, "--workloads", "W4") == 1
     assert "vllm:w8a8 failed: out of memory" in capsys.readouterr().out
     record = json.loads((fakes / "M.json").read_text())
-    assert list(record["summary"]["W4"]) == ["vllm:bfloat16"] and list(record["failures"]) == ["vllm:w8a8"]
+    assert list(record["summary"]["W4"]) == ["vllm:bfloat16"] and list(record["failures"]) == [
+        "vllm:w8a8"
+    ]
     broken.unlink()
     assert compare_fakes(fakes, "--workloads", "W4") == 0
     record = json.loads((fakes / "M.json").read_text())
@@ -322,7 +436,9 @@ def test_an_engine_that_fails_costs_nobody_else_and_is_tried_again(fakes: Path, 
 
 
 @pytest.mark.usefixtures("limits")
-def test_a_budget_ends_a_comparison_and_it_goes_on(fakes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_ends_a_comparison_and_it_goes_on(
+    fakes: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     # The fakes say that W1 took 64,000 s and W4 8,000, so that after the first round only W4 fits.
     assert compare_fakes(fakes, "--workloads", "W1,W4", "--budget", "20000") == 3
     assert "2 runs are left" in capsys.readouterr().err
@@ -337,7 +453,9 @@ def test_a_budget_ends_a_comparison_and_it_goes_on(fakes: Path, capsys: pytest.C
 
 
 @pytest.mark.usefixtures("limits")
-def test_an_interrupted_comparison_leaves_nobody_stopped(fakes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_comparison_leaves_nobody_stopped(
+    fakes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(self: FakeReferee, stopped: list[int]) -> LimitSample:
         FakeReferee.samples.append(stopped)
         signal.raise_signal(signal.SIGINT)
@@ -347,24 +465,37 @@ def test_an_interrupted_comparison_leaves_nobody_stopped(fakes: Path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         compare_fakes(fakes, "--workloads", "W4")
     assert len(FakeReferee.samples) == 1
-    assert (fakes / "log").read_text() == "open bfloat16\nclose bfloat16\n"  # it went on, and saw its input end
+    # it went on, and saw its input end
+    assert (fakes / "log").read_text() == "open bfloat16\nclose bfloat16\n"
     assert json.loads((fakes / "M.json").read_text())["measurements"] == []
 
 
 @pytest.mark.usefixtures("limits")
-def test_the_files_of_others_are_left_alone(fakes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_files_of_others_are_left_alone(
+    fakes: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert compare_fakes(fakes, "--workloads", "W4") == 0
     assert compare_fakes(fakes, "--workloads", "W4", "--first-requests", "2") == 1
     assert "was begun with another first_requests" in capsys.readouterr().err
 
 
-def test_everything_that_is_installed_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(variants, "find_spec", lambda name: object() if name == "transformers" else None)
+def test_everything_that_is_installed_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        variants, "find_spec", lambda name: object() if name == "transformers" else None
+    )
     for name in ("M", "M-openvino-int8", "M-vllm-w8a8"):
         (tmp_path / name).mkdir()
-    found, missing = variants.installed(variants.Seat(tmp_path / "M", 128, 1, {"openvino": "python"}, {}))
+    found, missing = variants.installed(
+        variants.Seat(tmp_path / "M", 128, 1, {"openvino": "python"}, {})
+    )
     quire = ["quire:bfloat16", "quire:int8", "quire:int4"]
-    assert [each.name for each in found] == [*quire, "openvino:int8", "transformers:float32:batch=32"]
+    assert [each.name for each in found] == [
+        *quire,
+        "openvino:int8",
+        "transformers:float32:batch=32",
+    ]
     assert [each.split(":")[0] for each in missing] == ["vllm", "openvino", "openvino", "llamacpp"]
     assert missing[1] == "openvino:bfloat16: no M-openvino-bfloat16 beside the model"
 

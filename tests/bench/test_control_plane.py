@@ -22,5 +22,10 @@ def test_every_counted_step_is_full(monkeypatch: pytest.MonkeyPatch, arriving_le
     costs = measure_step_costs(Load(num_running=12, num_steps=50, arriving_len=arriving_len))
     assert len(costs.schedule_ms) == len(costs.update_ms) == 50
     assert {plan.num_tokens for plan in plans[-50:]} == {12 + arriving_len}
-    assert costs.percentile_ms(0) <= costs.percentile_ms(50) <= costs.percentile_ms(100) == max(costs.total_ms)
+    assert (
+        costs.percentile_ms(0)
+        <= costs.percentile_ms(50)
+        <= costs.percentile_ms(100)
+        == max(costs.total_ms)
+    )
     assert f"{costs.percentile_ms(50):.3f}" in costs.line("x")

@@ -1,4 +1,5 @@
-"""The figures of a GPU as far as they go without one: arithmetic, verdicts, and the parts on a CPU and a tiny model."""
+"""The figures of a GPU as far as they go without one: arithmetic, verdicts,
+and the parts on a CPU and a tiny model."""
 
 from __future__ import annotations
 
@@ -26,10 +27,12 @@ from benchmarks.gpu_parts import (
 from quire.bench.workload import random_workload
 
 CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 32,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 256,
-    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
-    "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 1, "torch_dtype": "bfloat16",
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+    "vocab_size": 256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "hidden_act": "silu", "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 1,
+    "torch_dtype": "bfloat16",
 }  # fmt: skip
 
 
@@ -73,13 +76,19 @@ def test_no_request_of_another_repetition_is_found_in_the_cache(config: Path) ->
     config.rename(config.parent / "config.json")
     subject = Subject(config.parent, "tiny", "cpu", None, 20, None)
     first, second = (requests_of(subject, repetition) for repetition in (-1, 0))
-    lengths = [[(len(each.token_ids), each.num_output) for each in requests] for requests in (first, second)]
+    lengths = [
+        [(len(each.token_ids), each.num_output) for each in requests]
+        for requests in (first, second)
+    ]
     assert lengths[0] == lengths[1]
     assert all(a.token_ids != b.token_ids for a, b in zip(first, second, strict=True))
 
 
 def test_what_is_missed_or_fails_shows_in_the_exit_code(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     def part(subject: Subject) -> Iterator[Figure]:
         yield Figure(f"{subject.name} speed", 2.0, "x", 1.0)
@@ -100,21 +109,30 @@ def test_what_is_missed_or_fails_shows_in_the_exit_code(
     assert gpu.main(["start", "kernels", *options]) == 1
     assert gpu.main(["steps", "kernels", *options]) == 3
     told = capsys.readouterr()
-    assert "| tiny speed | 2 x | at least 1 | reached |" in told.out and "| gap | 0.02  | at most 0.03 | reached |" in told.out
+    assert (
+        "| tiny speed | 2 x | at least 1 | reached |" in told.out
+        and "| gap | 0.02  | at most 0.03 | reached |" in told.out
+    )
     assert "steps failed: ValueError: no such tile" in told.err
     written = [json.loads(line) for line in lines.read_text().splitlines()]
     names = ["tiny speed", "gap", "start", "tiny speed", "gap", "before", "tiny speed", "gap"]
     assert [each["name"] for each in written] == names
-    assert {"at", "torch", "commit", "device"} <= set(written[0]) and written[2]["is_reached"] is False
+    assert {"at", "torch", "commit", "device"} <= set(written[0]) and written[2][
+        "is_reached"
+    ] is False
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_what_is_missing(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_says_what_is_missing(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert gpu.main(["steps", "--model", str(config)]) == 3
     assert "no NVIDIA driver" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["nothing"], ["steps", "--model", "no-such.json"], ["peers", "--requests", "0"]])
+@pytest.mark.parametrize(
+    "arguments", [["nothing"], ["steps", "--model", "no-such.json"], ["peers", "--requests", "0"]]
+)
 def test_wrong_arguments_are_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
         gpu.main(arguments)
@@ -134,21 +152,30 @@ class FakeProfile:
 
     def events(self) -> list[SimpleNamespace]:
         kinds, seen = torch.autograd.DeviceType, SimpleNamespace(start=2.0, end=5.0)  # type: ignore[attr-defined]
-        return [SimpleNamespace(device_type=kind, time_range=seen) for kind in (kinds.CPU, kinds.CUDA)]
+        return [
+            SimpleNamespace(device_type=kind, time_range=seen) for kind in (kinds.CPU, kinds.CUDA)
+        ]
 
 
 @pytest.mark.slow
-def test_decode_steps_are_those_of_all_sequences(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_steps_are_those_of_all_sequences(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = config.parent
     config.rename(folder / "config.json")
     engine = open_engine(Subject(folder, "tiny", "cpu", None, 1, None))
     try:
         decodes = Decodes.of(engine, 20, 512, 64, 0)
         assert decodes.num_ahead == 5 and len(decodes.requests) == 20
-        assert {(len(each.token_ids), each.num_output) for each in decodes.requests} == {(512 - 69 // 2, 69)}
+        assert {(len(each.token_ids), each.num_output) for each in decodes.requests} == {
+            (512 - 69 // 2, 69)
+        }
         seconds, num_bytes = decode_step(engine, 20, 512)
         per_position = 2 * 16 * 2  # keys and values of one head of 16, in two bytes
-        assert 0 < seconds < 1 and 20 * 400 * per_position < num_bytes < 20 * 520 * per_position + 200_000
+        assert (
+            0 < seconds < 1
+            and 20 * 400 * per_position < num_bytes < 20 * 520 * per_position + 200_000
+        )
         monkeypatch.setattr("torch.profiler.profile", FakeProfile)
         assert device_record(engine, 2, 300) == [(2e-6, 5e-6)]
         assert not engine.has_work

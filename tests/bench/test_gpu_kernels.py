@@ -12,8 +12,12 @@ from quire.cli.main import main
 LIMITS = GpuLimits("NVIDIA X", 1e12, 100e12)
 
 
-@pytest.mark.parametrize(("num_bytes", "num_ops", "share"), [(10**9, 0, 0.5), (10**6, 10**11, 0.5), (0, 0, 0.0)])
-def test_the_nearer_limit_decides(monkeypatch: pytest.MonkeyPatch, num_bytes: int, num_ops: int, share: float) -> None:
+@pytest.mark.parametrize(
+    ("num_bytes", "num_ops", "share"), [(10**9, 0, 0.5), (10**6, 10**11, 0.5), (0, 0, 0.0)]
+)
+def test_the_nearer_limit_decides(
+    monkeypatch: pytest.MonkeyPatch, num_bytes: int, num_ops: int, share: float
+) -> None:
     monkeypatch.setattr(gpu_kernels, "median_s", lambda call, device: 0.002)
     time = measure(Case("copy", lambda: None, num_bytes, num_ops), LIMITS, torch.device("cuda"))
     assert time.seconds == 0.002 and time.bytes_per_s == num_bytes / 0.002

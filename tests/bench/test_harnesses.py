@@ -15,7 +15,17 @@ from fake_server import Plan, fake_server
 from timing import timed
 
 from benchmarks import overload, serving_compare, soak, streams, survival
-from benchmarks.servers import Launch, Server, descendants, histogram_percentile, launch_of, metric, num_fds, rss_bytes, running
+from benchmarks.servers import (
+    Launch,
+    Server,
+    descendants,
+    histogram_percentile,
+    launch_of,
+    metric,
+    num_fds,
+    rss_bytes,
+    running,
+)
 from quire.bench.serving.exchange import RequestTimeline
 from quire.bench.serving.load import LoadRun
 from quire.errors import ConfigError
@@ -38,13 +48,19 @@ def test_metrics_are_read_as_prometheus_writes_them() -> None:
     assert histogram_percentile(TEXT, "a:lag_seconds", 0.5) == pytest.approx(0.01)
     assert histogram_percentile(TEXT, "a:lag_seconds", 0.7) == pytest.approx(0.015)
     assert histogram_percentile(TEXT, "a:lag_seconds", 0.99) == float("inf")
-    assert metric(TEXT, "a:tasks") == 7 and metric(TEXT, "a:refused_total") == 5.5 and metric(TEXT, "a:none") == 0
+    assert (
+        metric(TEXT, "a:tasks") == 7
+        and metric(TEXT, "a:refused_total") == 5.5
+        and metric(TEXT, "a:none") == 0
+    )
 
 
 def test_only_what_a_run_added_to_a_histogram_counts() -> None:
     before = TEXT.replace("a:lag", "quire:event_loop_lag")
     after = before.replace(" 90.0", " 95.0").replace(" 100.0", " 105.0")
-    assert histogram_percentile(streams._difference(before, after), streams.LAG, 0.99) == pytest.approx(0.0199)
+    assert histogram_percentile(
+        streams._difference(before, after), streams.LAG, 0.99
+    ) == pytest.approx(0.0199)
 
 
 def args_of(*options: str) -> Any:
@@ -55,25 +71,42 @@ def test_goodput_counts_answered_tokens_within_the_window() -> None:
     def exchange(sent_s: float, token_s: list[float], status: str) -> RequestTimeline:
         return RequestTimeline(sent_s, sent_s, 99.0, token_s, status, num_output=2 * len(token_s))
 
-    run = LoadRun([exchange(0, [1, 3, 4], "ok"), exchange(2, [5, 6, 12], "ok"), exchange(9, [7, 8], "broken")], 20, 0, [])
+    run = LoadRun(
+        [
+            exchange(0, [1, 3, 4], "ok"),
+            exchange(2, [5, 6, 12], "ok"),
+            exchange(9, [7, 8], "broken"),
+        ],
+        20,
+        0,
+        [],
+    )
     assert overload.goodput(run, args_of("--settle-seconds", "2")) == pytest.approx(2 * 4 / 7)
 
 
 def test_an_overload_is_held_against_the_peaks_around_it() -> None:
     def phases(*rates: float) -> list[overload.Phase]:
-        return [overload.Phase(rate, LoadRun([], 1.0, 0, []), {"http": rate / 1000}, {"steps": rate}) for rate in rates]
+        return [
+            overload.Phase(rate, LoadRun([], 1.0, 0, []), {"http": rate / 1000}, {"steps": rate})
+            for rate in rates
+        ]
 
     seen = overload.compare(phases(100, 200, 300), phases(100, 100, 300), phases(90, 190))
-    assert seen["goodput_share"] == pytest.approx(280 / (100 + 200)) and seen["cores"]["overload"] == {"http": 0.14}
+    assert seen["goodput_share"] == pytest.approx(280 / (100 + 200)) and seen["cores"][
+        "overload"
+    ] == {"http": 0.14}
     assert seen["goodput_share_of_plain_peak"] == pytest.approx(280 / (150 + 250))
     assert seen["recovered_share"] == pytest.approx(500 / 300)
-    assert seen["goodput_shares"] == pytest.approx([0.9, 0.95]) and seen["goodput_share_error"] == pytest.approx(0.025)
+    assert seen["goodput_shares"] == pytest.approx([0.9, 0.95]) and seen[
+        "goodput_share_error"
+    ] == pytest.approx(0.025)
     assert overload.compare(phases(1, 1), phases(1, 1), phases(1))["goodput_share_error"] is None
 
 
 GOOD: dict[str, Any] = {
-    "goodput_share": 0.97, "recovered_share": 1.0, "refusal_s": {"p99": 0.02}, "statuses": {"ok": 3, "429": 9},
-    "rss_bytes": [100, 200, 300], "peak_requests_per_s": 10.0, "e2e_s": {"p99": 5.0},
+    "goodput_share": 0.97, "recovered_share": 1.0, "refusal_s": {"p99": 0.02},
+    "statuses": {"ok": 3, "429": 9}, "rss_bytes": [100, 200, 300], "peak_requests_per_s": 10.0,
+    "e2e_s": {"p99": 5.0},
 }  # fmt: skip
 
 
@@ -91,7 +124,9 @@ GOOD: dict[str, Any] = {
         ({"recovered_share": 0.5}, "afterwards"),
     ],
 )
-def test_broken_promises_of_an_overload_are_named(change: dict[str, Any], complaint: str | None) -> None:
+def test_broken_promises_of_an_overload_are_named(
+    change: dict[str, Any], complaint: str | None
+) -> None:
     broken = overload.broken_promises({**GOOD, **change}, 64, 64)
     assert len(broken) == (complaint is not None)
     assert complaint is None or complaint in broken[0]
@@ -109,11 +144,18 @@ def test_a_slope_is_seen_through_noise() -> None:
 
 
 def figures() -> dict[str, Any]:
-    sample = {"at_s": 0, "api_bytes": 50 << 20, "engine_bytes": 200 << 20, "num_fds": 10, "num_threads": 3}
+    sample = {
+        "at_s": 0,
+        "api_bytes": 50 << 20,
+        "engine_bytes": 200 << 20,
+        "num_fds": 10,
+        "num_threads": 3,
+    }
     return {
-        "api_bytes_per_hour": 0.0, "engine_bytes_per_hour": 0.0, "before": sample, "last": sample, "after": dict(sample),
-        "tasks": {"before": 5.0, "after": 5.0}, "kv_usage": 0.0, "num_in_flight": 0.0, "outcomes": {"200": 9, "left": 1},
-        "num_engine_restarts": 0.0, "minutes": 60.0,
+        "api_bytes_per_hour": 0.0, "engine_bytes_per_hour": 0.0, "before": sample, "last": sample,
+        "after": dict(sample), "tasks": {"before": 5.0, "after": 5.0}, "kv_usage": 0.0,
+        "num_in_flight": 0.0, "outcomes": {"200": 9, "left": 1}, "num_engine_restarts": 0.0,
+        "minutes": 60.0,
     }  # fmt: skip
 
 
@@ -126,7 +168,10 @@ def test_what_a_soak_leaves_behind_is_named() -> None:
         "25.0% of the blocks": {"kv_usage": 0.25},
         "otherwise than they may": {"outcomes": {"stream_error": 1}},
     }
-    assert soak.broken_promises({**figures(), "api_bytes_per_hour": 100.0 * (1 << 20), "minutes": 3.0}) == []
+    assert (
+        soak.broken_promises({**figures(), "api_bytes_per_hour": 100.0 * (1 << 20), "minutes": 3.0})
+        == []
+    )
     for complaint, change in leaks.items():
         [broken] = soak.broken_promises({**figures(), **change})
         assert complaint in broken
@@ -171,21 +216,45 @@ def test_overload_in_short() -> None:
     with running(launch_of(args, *own)) as server:
         seen = asyncio.run(overload.measure(server, args))
     assert set(seen["statuses"]) == {"ok", "429"}, "all of them answered, some of them refused"
-    assert seen["refusal_s"]["p50"] > 0 and seen["goodput_share"] > 0 and seen["recovered_share"] > 0
+    assert (
+        seen["refusal_s"]["p50"] > 0 and seen["goodput_share"] > 0 and seen["recovered_share"] > 0
+    )
 
 
 def test_the_soak_in_short(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--minutes", "0.05", "--clients", "8", "--threads", "1"]
     soak.main(options)  # too short to judge a slope
     out = capsys.readouterr().out
-    assert "blocks in use 0.0%" in out and "otherwise" not in out and "left;" not in out and "num_" not in out
+    assert (
+        "blocks in use 0.0%" in out
+        and "otherwise" not in out
+        and "left;" not in out
+        and "num_" not in out
+    )
 
 
 def test_streams_are_measured_with_their_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    with fake_server(lambda seen: Plan()) as fake, subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as process:
+    with (
+        fake_server(lambda seen: Plan()) as fake,
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as process,
+    ):
         server = Server(fake.url, process, 0.0)
-        monkeypatch.setattr(Server, "metrics", lambda self: TEXT.replace("a:lag", "quire:event_loop_lag"))
-        options = ["--streams", "4", "--rounds", "2", "--input-len", "4", "--output-len", "3", "--chat", "--engine", "vllm"]
+        monkeypatch.setattr(
+            Server, "metrics", lambda self: TEXT.replace("a:lag", "quire:event_loop_lag")
+        )
+        options = [
+            "--streams",
+            "4",
+            "--rounds",
+            "2",
+            "--input-len",
+            "4",
+            "--output-len",
+            "3",
+            "--chat",
+            "--engine",
+            "vllm",
+        ]
         seen = asyncio.run(streams.measure(server, streams.parse(options)))
         process.kill()
     assert seen["result"]["num_output_tokens"] == 24 and seen["api_cpu_us_per_token"] >= 0
@@ -196,7 +265,10 @@ def test_a_comparison_is_rendered_by_medians(tmp_path: Path) -> None:
     args = serving_compare.parse(["--model", "M", "--vllm", "py", "--forms", "bfloat16,int8"])
     assert list(serving_compare.launches(args)) == ["quire:bfloat16", "quire:int8", "vllm:bfloat16"]
     latency = {"p50": 0.5, "p99": 1.0}
-    runs = [{"server": "a", "output_tokens_per_s": rate, "ttft_s": latency, "itl_s": latency} for rate in (1.0, 9.0, 5.0)]
+    runs = [
+        {"server": "a", "output_tokens_per_s": rate, "ttft_s": latency, "itl_s": latency}
+        for rate in (1.0, 9.0, 5.0)
+    ]
     [row] = serving_compare.render({"servers": {"a": {"ready_s": 2.0}}, "measurements": runs})[2:]
     assert row == "| a | 5.0 (1.0 to 9.0) | 0.50 / 1.00 | 500 / 1000 | 2.0 |"
     assert json.dumps(args.forms)
@@ -210,7 +282,11 @@ def test_the_table_of_kills_takes_the_place_of_the_one_before(tmp_path: Path) ->
     survival.write_table(page, lines)
     survival.write_table(page, lines)
     text = page.read_text()
-    assert text.startswith(f"a\n{survival.BEGIN}\n1 rounds") and text.endswith(f"{survival.END}\nb\n") and "old" not in text
+    assert (
+        text.startswith(f"a\n{survival.BEGIN}\n1 rounds")
+        and text.endswith(f"{survival.END}\nb\n")
+        and "old" not in text
+    )
     assert "| 1 | 1.50 | 1 | 3.00 | 3.00 |\n| 2 | 0.50 | 0 | - | - |\n" in text
     page.write_text("nothing")
     with pytest.raises(ConfigError, match="no place"):

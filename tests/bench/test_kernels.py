@@ -38,7 +38,9 @@ def test_shares_follow_from_the_time(kind: str) -> None:
     float_peak = LIMITS.bf16_ops_per_s if kind == "bf16" else LIMITS.float_ops_per_s
     peak = LIMITS.integer_ops_per_s if KINDS[kind].has_int8_inputs else float_peak
     size = KINDS[kind].group_size or 256
-    num_bytes = 32 * 256 * KINDS[kind].bits // 8 + (32 * 4 * (256 // size) if KINDS[kind].bits < 16 else 0)
+    num_bytes = 32 * 256 * KINDS[kind].bits // 8 + (
+        32 * 4 * (256 // size) if KINDS[kind].bits < 16 else 0
+    )
     assert time.ops_share == pytest.approx(2 * 3 * 32 * 256 / time.seconds / peak)
     assert time.bytes_share == pytest.approx(num_bytes / time.seconds / LIMITS.read_bytes_per_s)
     assert time.roofline_share == max(time.ops_share, time.bytes_share)
@@ -54,14 +56,28 @@ def test_unknown_kinds_and_groups_that_do_not_fit() -> None:
 
 def test_the_table() -> None:
     lines = list(render(LIMITS, [LinearTime("bf16", 4, 1e-3, 20e9, 5e9, 0.2, 0.5)]))
-    assert lines[0] == "avx9, 2 threads: 100 GFLOP/s in float32, 200 in bfloat16, 400 Gop/s in int8, reads 10.0 GB/s"
+    assert lines[0] == (
+        "avx9, 2 threads: 100 GFLOP/s in float32, 200 in bfloat16, 400 Gop/s in int8, reads "
+        "10.0 GB/s"
+    )
     assert lines[-1] == "| bf16 | 4 | 1000 | 20 | 20% | 5.00 | 50% | 50% |"
 
 
 @pytest.mark.usefixtures("quick")
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "kernels.json"
-    options = ["--shape", "32x128", "--rows", "1,3", "--num-threads", "1", "--isa", "portable", "--json", str(path)]
+    options = [
+        "--shape",
+        "32x128",
+        "--rows",
+        "1,3",
+        "--num-threads",
+        "1",
+        "--isa",
+        "portable",
+        "--json",
+        str(path),
+    ]
     assert main(["bench", "kernels", "--weights", "bf16,int4-g128", *options]) == 0
     assert "| int4-g128 | 3 |" in capsys.readouterr().out
     figures = json.loads(path.read_text())
@@ -84,6 +100,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--shape", "32x100", "--weights", "int4-g32"], "groups of 32"),
     ],
 )
-def test_wrong_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", "kernels", *options]) == 2
     assert message in capsys.readouterr().err

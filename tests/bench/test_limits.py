@@ -1,4 +1,5 @@
-"""Samples of the machine's limits, on a clock that the works put forward: which are taken, and what they amount to."""
+"""Samples of the machine's limits, on a clock that the works put forward: which are taken,
+and what they amount to."""
 
 from __future__ import annotations
 
@@ -47,13 +48,23 @@ def test_limits_are_what_the_machine_did_most_of_the_time() -> None:
     assert samples[0].read_bytes_per_s == samples[0].ops_per_s["float32"]["a"] == pytest.approx(1e4)
     peaks = typical(samples)
     assert peaks.read_bytes_per_s == pytest.approx(100 / 0.04)
-    assert peaks.gemm_flops_per_s == {"float32": pytest.approx(100 / 0.02)} and peaks.num_samples == 3
+    assert (
+        peaks.gemm_flops_per_s == {"float32": pytest.approx(100 / 0.02)} and peaks.num_samples == 3
+    )
 
 
 def test_only_products_near_the_best_of_their_kind_are_sampled() -> None:
     machine = Machine()
-    works = [machine.work("read", "r", 0.01), machine.work("float32", "slow", 0.0126), machine.work("bfloat16", "best", 0.01)]
-    works += [machine.work("float32", "near", 0.012), machine.work("int8", "integers", 0.005), machine.work("int8", "i", 0.007)]
+    works = [
+        machine.work("read", "r", 0.01),
+        machine.work("float32", "slow", 0.0126),
+        machine.work("bfloat16", "best", 0.01),
+    ]
+    works += [
+        machine.work("float32", "near", 0.012),
+        machine.work("int8", "integers", 0.005),
+        machine.work("int8", "i", 0.007),
+    ]
     sampler = machine.sampler(works)
     sampler.sample()
     machine.done.clear()
@@ -67,7 +78,11 @@ def test_only_products_near_the_best_of_their_kind_are_sampled() -> None:
 
 def test_a_sample_takes_no_longer_than_the_best_need() -> None:
     machine = Machine()
-    works = [machine.work("read", "r", 0.05), machine.work("float32", "best", 0.1), machine.work("float32", "near", 0.11)]
+    works = [
+        machine.work("read", "r", 0.05),
+        machine.work("float32", "best", 0.1),
+        machine.work("float32", "near", 0.11),
+    ]
     sampler = machine.sampler(works)
     sampler.sample()
     before = machine.now_s
@@ -76,7 +91,10 @@ def test_a_sample_takes_no_longer_than_the_best_need() -> None:
 
 
 def test_the_best_product_over_all_samples_is_the_limit() -> None:
-    samples = [LimitSample(1.0, {"float32": {"a": 10.0, "b": 9.0}}), LimitSample(3.0, {"float32": {"a": 5.0, "b": 9.0}})]
+    samples = [
+        LimitSample(1.0, {"float32": {"a": 10.0, "b": 9.0}}),
+        LimitSample(3.0, {"float32": {"a": 5.0, "b": 9.0}}),
+    ]
     peaks = typical(samples)
     assert peaks == Peaks(2.0, {"float32": 9.0}, {"float32": "b"}, 2) and peaks.best_product == 9.0
 
@@ -89,7 +107,8 @@ def test_operands_are_not_kept_where_the_memory_is_the_engines() -> None:
     prepared = machine.num_prepared
     machine.done.clear()
     sampler.sample()
-    assert machine.num_prepared == prepared + 2 and machine.done == ["r"] * 3 + ["a"] * 3  # the first of each warms up
+    # the first of each warms up
+    assert machine.num_prepared == prepared + 2 and machine.done == ["r"] * 3 + ["a"] * 3
 
 
 def test_real_products_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:

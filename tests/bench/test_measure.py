@@ -22,7 +22,9 @@ from quire.errors import EngineError
 
 @pytest.fixture(scope="module")
 def engine(tiny: str) -> Iterator[Engine]:
-    config = EngineConfig(model=tiny, skip_tokenizer_init=True, num_threads=1, kv_cache_memory="4MiB")
+    config = EngineConfig(
+        model=tiny, skip_tokenizer_init=True, num_threads=1, kv_cache_memory="4MiB"
+    )
     engine = build_engine(config)
     yield engine
     engine.close()
@@ -34,12 +36,20 @@ def test_every_token_is_timed(engine: Engine) -> None:
     run = measure(engine, requests)
     assert [len(each.token_s) for each in run.requests] == [each.num_output for each in requests]
     assert run.num_output == sum(each.num_output for each in requests)
-    assert all(each.token_s == sorted(each.token_s) and each.finished_s == each.token_s[-1] for each in run.requests)
+    assert all(
+        each.token_s == sorted(each.token_s) and each.finished_s == each.token_s[-1]
+        for each in run.requests
+    )
     assert 0 < run.execute_s < run.wall_s
     # Each token is computed once, but for the last of each sequence.
-    assert sum(cost.num_tokens for cost in run.costs) == run.num_prompt + run.num_output - len(requests)
+    assert sum(cost.num_tokens for cost in run.costs) == run.num_prompt + run.num_output - len(
+        requests
+    )
     again = measure(engine, workload.requests(1, 512))
-    assert again.stats.num_steps == run.stats.num_steps and again.stats.num_generated_tokens == run.num_output
+    assert (
+        again.stats.num_steps == run.stats.num_steps
+        and again.stats.num_generated_tokens == run.num_output
+    )
 
 
 def test_shared_prefixes_are_hits(engine: Engine) -> None:
@@ -52,7 +62,9 @@ def test_parallel_sequences_are_counted(engine: Engine) -> None:
     assert run.num_output == 24 and all(len(each.token_s) == 4 for each in run.requests)
 
 
-def test_a_run_that_ends_early_is_no_measurement(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_ends_early_is_no_measurement(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("quire.bench.measure._note", lambda *_: None)
     with pytest.raises(EngineError, match="that is no measurement"):
         measure(engine, random_workload(1, (4, 4), (2, 2)).requests(0, 512))
@@ -113,13 +125,19 @@ def test_limits_are_sampled_between_steps_and_outside_of_the_time(engine: Engine
     assert len(run.samples) == num_steps + 2  # after each step, and around the run
     aside_s = 0.05 * len(run.samples)
     assert 0 < run.execute_s < run.wall_s < taken_s - aside_s
-    assert run.requests[0].token_s[-1] <= run.wall_s and run.requests[0].token_s == sorted(run.requests[0].token_s)
+    assert run.requests[0].token_s[-1] <= run.wall_s and run.requests[0].token_s == sorted(
+        run.requests[0].token_s
+    )
 
 
-def test_steps_that_overlap_are_not_interrupted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_overlap_are_not_interrupted(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loop = OverlappedLoop(DirectLauncher())
     monkeypatch.setattr(engine, "loop", loop)
-    run = measure(engine, random_workload(1, (4, 4), (4, 4)).requests(4, 512), slow_sampler(every_s=0.0))
+    run = measure(
+        engine, random_workload(1, (4, 4), (4, 4)).requests(4, 512), slow_sampler(every_s=0.0)
+    )
     loop.close()
     assert len(run.samples) == 2
 

@@ -64,7 +64,9 @@ def test_whatever_happens_meanwhile_it_goes_on(echo: tuple[JsonProcess, list[int
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_wait_until_it_goes_on(echo: tuple[JsonProcess, list[int]], number: signal.Signals) -> None:
+def test_signals_wait_until_it_goes_on(
+    echo: tuple[JsonProcess, list[int]], number: signal.Signals
+) -> None:
     process, _ = echo
     seen: list[str] = []
 
@@ -83,7 +85,9 @@ def test_signals_wait_until_it_goes_on(echo: tuple[JsonProcess, list[int]], numb
     assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-def test_a_process_that_dies_meanwhile_says_why_afterwards(echo: tuple[JsonProcess, list[int]]) -> None:
+def test_a_process_that_dies_meanwhile_says_why_afterwards(
+    echo: tuple[JsonProcess, list[int]],
+) -> None:
     process, tree = echo
     with standing_still(process.pid):
         os.kill(process.pid, signal.SIGKILL)
@@ -118,10 +122,16 @@ def test_nobody_misses_a_process_that_is_gone() -> None:
     let_go_on([process.pid])
 
 
-@pytest.mark.parametrize("signals", ["", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);"])
-def test_a_process_in_the_middle_of_its_work_is_not_waited_for(signals: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "signals", ["", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);"]
+)
+def test_a_process_in_the_middle_of_its_work_is_not_waited_for(
+    signals: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(processes, "_TERMINATE_S", 0.2)
-    process = start(signals + ECHO.replace("if json.loads", "time.sleep(60)\n        if json.loads"))
+    process = start(
+        signals + ECHO.replace("if json.loads", "time.sleep(60)\n        if json.loads")
+    )
     child = process.answer(60)["child"]
     process.send(1)
     started = time.monotonic()
@@ -130,4 +140,5 @@ def test_a_process_in_the_middle_of_its_work_is_not_waited_for(signals: str, mon
     if signals:
         assert has_ended(child)  # killed with it
     else:
-        os.kill(child, signal.SIGKILL)  # plain SIGTERM leaves it no chance to end its child; peers.runner has a handler
+        # plain SIGTERM leaves it no chance to end its child; peers.runner has a handler
+        os.kill(child, signal.SIGKILL)

@@ -28,7 +28,17 @@ def quick_limits() -> Iterator[None]:
 def good(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("record") / "record.json"
     lengths = ["--num-requests", "4", "--input-len", "4:9", "--output-len", "2:5"]
-    fast = ["--num-threads", "1", "--kv-cache-memory", "4MiB", "--repetitions", "2", "--warmups", "0", "--profile"]
+    fast = [
+        "--num-threads",
+        "1",
+        "--kv-cache-memory",
+        "4MiB",
+        "--repetitions",
+        "2",
+        "--warmups",
+        "0",
+        "--profile",
+    ]
     assert main(["bench", "throughput", tiny, "--json", str(path), *lengths, *fast]) == 0
     made: dict[str, Any] = json.loads(path.read_text())
     return made
@@ -42,7 +52,8 @@ def test_a_real_record_keeps_to_the_schema(good: dict[str, Any]) -> None:
     assert good["median"]["roofline"]["roofline_share"] > 0
     assert set(good["peaks"]["gemm_flops_per_s"]) == set(good["peaks"]["products"]) > {"int8"}
     counts = [each["roofline"]["num_samples"] for each in good["repetitions"]]
-    assert min(counts) >= 2 and sum(counts) == good["peaks"]["num_samples"]  # around each repetition at least
+    # around each repetition at least
+    assert min(counts) >= 2 and sum(counts) == good["peaks"]["num_samples"]
 
 
 def test_what_is_missing_unknown_or_wrong_is_named(good: dict[str, Any]) -> None:
@@ -53,7 +64,12 @@ def test_what_is_missing_unknown_or_wrong_is_named(good: dict[str, Any]) -> None
     del bad["repetitions"][1]["wall_s"]
     bad["schema"] = "other"
     found = record.problems(bad)
-    for part in ("machine.cpu is missing", "median.ttft_s.p50 is str", "surprise is not", "repetitions[1].wall_s is missing"):
+    for part in (
+        "machine.cpu is missing",
+        "median.ttft_s.p50 is str",
+        "surprise is not",
+        "repetitions[1].wall_s is missing",
+    ):
         assert any(part in problem for problem in found), (part, found)
     assert len(found) == 5
     assert record.problems(17) == ["record is int, not an object"]
@@ -63,13 +79,26 @@ def test_every_key_of_the_schema_is_documented(repo_root: Path) -> None:
     text = (repo_root / "docs" / "benchmarks" / "records.md").read_text()
     keys = {*record.SHAPE, *record.RESULT_SHAPE, *record.RESULT_SHAPE["roofline"]}
     keys |= {*record.SERVE_SHAPE, *record.SERVE_RESULT_SHAPE, *record.SERVE_RESULT_SHAPE["client"]}
-    keys |= {*record.SERVE_SHAPE["server"], *record.SERVE_SHAPE["configuration"], *record.SERVE_SHAPE["series"]}
+    keys |= {
+        *record.SERVE_SHAPE["server"],
+        *record.SERVE_SHAPE["configuration"],
+        *record.SERVE_SHAPE["series"],
+    }
     assert [key for key in keys if f"`{key}`" not in text] == []
 
 
 def test_latency_to_standard_output(capsys: pytest.CaptureFixture[str], tiny: str) -> None:
     sizes = ["--input-len", "6", "--output-len", "1", "--batch-size", "2"]
-    fast = ["--num-threads", "1", "--kv-cache-memory", "4MiB", "--repetitions", "1", "--warmups", "0"]
+    fast = [
+        "--num-threads",
+        "1",
+        "--kv-cache-memory",
+        "4MiB",
+        "--repetitions",
+        "1",
+        "--warmups",
+        "0",
+    ]
     assert main(["bench", "latency", tiny, "--json", "-", *sizes, *fast]) == 0
     captured = capsys.readouterr()
     written = json.loads(captured.out)
@@ -90,7 +119,9 @@ def test_latency_to_standard_output(capsys: pytest.CaptureFixture[str], tiny: st
         (["--json", "/nowhere/x.json"], "/nowhere/x.json cannot be written"),
     ],
 )
-def test_bad_options_are_refused(capsys: pytest.CaptureFixture[str], tiny: str, options: list[str], part: str) -> None:
+def test_bad_options_are_refused(
+    capsys: pytest.CaptureFixture[str], tiny: str, options: list[str], part: str
+) -> None:
     assert main(["bench", "throughput", tiny, *options]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and part in err

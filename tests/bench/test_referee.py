@@ -1,4 +1,5 @@
-"""A run beside which limits are sampled: when, and that the time of standing still is not the engine's."""
+"""A run beside which limits are sampled: when,
+and that the time of standing still is not the engine's."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ for line in sys.stdin:
 
 
 class Judge:
-    """A referee that gives another speed each time, and has the engine end after one of the samples."""
+    """A referee that gives another speed each time,
+    and has the engine end after one of the samples."""
 
     def __init__(self, file: Path) -> None:
         self.samples: list[LimitSample] = []
@@ -60,25 +62,35 @@ def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Any:
-    process = JsonProcess("engine", [sys.executable, "-ISc", ENGINE, str(tmp_path / "end")], os.environ)
+    process = JsonProcess(
+        "engine", [sys.executable, "-ISc", ENGINE, str(tmp_path / "end")], os.environ
+    )
     process.answer(60)
     yield cast(PeerProcess, process)
     process.close()
 
 
-def test_a_run_is_sampled_around_and_during_and_its_pauses_are_taken_off(engine: PeerProcess, judge: Any) -> None:
+def test_a_run_is_sampled_around_and_during_and_its_pauses_are_taken_off(
+    engine: PeerProcess, judge: Any
+) -> None:
     judge.last = 3
     result = watched_run(engine, random_workload(2, (4, 4), (2, 2)).requests(0, 128), judge)
     assert len(judge.samples) >= 4  # one on either side, and two meanwhile
-    assert result["paused_s"] > 0 and result["wall_s"] == pytest.approx(result["cpu_s"] - result["paused_s"])
+    assert result["paused_s"] > 0 and result["wall_s"] == pytest.approx(
+        result["cpu_s"] - result["paused_s"]
+    )
     assert result["limits"] == typical(judge.samples)._asdict() and "started_s" not in result
 
 
-def test_a_single_sequence_is_not_interrupted(engine: PeerProcess, judge: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_sequence_is_not_interrupted(
+    engine: PeerProcess, judge: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     judge.last = 5
     monkeypatch.setattr(referee, "stolen_s", itertools.count(3.0, 2.5).__next__)  # at each look
     result = watched_run(engine, random_workload(1, (4, 4), (2, 2)).requests(0, 128), judge)
-    assert len(judge.samples) == 10 and result["paused_s"] == 0 and result["wall_s"] == result["cpu_s"]
+    assert (
+        len(judge.samples) == 10 and result["paused_s"] == 0 and result["wall_s"] == result["cpu_s"]
+    )
     assert result["stolen_s"] == 2.5
     judge.file.unlink()
     judge.last = 12
@@ -88,15 +100,25 @@ def test_a_single_sequence_is_not_interrupted(engine: PeerProcess, judge: Any, m
 
 @pytest.mark.parametrize(
     ("pauses", "seconds"),
-    [([], 0), ([(1, 2), (3, 4.5)], 2.5), ([(-1, 0.25), (9.5, 11)], 0.75), ([(-2, -1), (10, 12)], 0), ([(-1, 11)], 10)],
+    [
+        ([], 0),
+        ([(1, 2), (3, 4.5)], 2.5),
+        ([(-1, 0.25), (9.5, 11)], 0.75),
+        ([(-2, -1), (10, 12)], 0),
+        ([(-1, 11)], 10),
+    ],
 )
-def test_only_what_lies_within_a_run_is_taken_off(pauses: list[tuple[float, float]], seconds: float) -> None:
+def test_only_what_lies_within_a_run_is_taken_off(
+    pauses: list[tuple[float, float]], seconds: float
+) -> None:
     assert overlap_s(pauses, (0, 10)) == seconds
 
 
 def test_a_referee_that_fails_is_not_the_engines_fault(engine: PeerProcess) -> None:
     broken = object.__new__(Referee)
-    broken._process = JsonProcess("the referee", [sys.executable, "-ISc", "import sys; sys.exit('no room')"], os.environ)
+    broken._process = JsonProcess(
+        "the referee", [sys.executable, "-ISc", "import sys; sys.exit('no room')"], os.environ
+    )
     with pytest.raises(RefereeError, match=r"(?s)the referee failed.*no room"):
         watched_run(engine, random_workload(2, (4, 4), (2, 2)).requests(0, 128), broken)
     assert state_of(engine.pid) not in "TXZ"

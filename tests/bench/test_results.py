@@ -1,4 +1,5 @@
-"""The table of results, the benchmark page and the README's plot say what the archive of records says, and nothing else."""
+"""The table of results, the benchmark page and the README's plot say what the archive of
+records says, and nothing else."""
 
 from __future__ import annotations
 
@@ -24,14 +25,18 @@ def summary(**rates: float) -> dict[str, dict[str, Any]]:
 def record(day: int, **rates: float) -> Mapping[str, Any]:
     made = summary(**rates)
     return {
-        "started_at": f"2026-11-{day:02}T00:00:00Z", "model": "M2", "instruction_set": "amx", "commits": [f"c{day}"],
-        "machine": {"cpu": "Intel(R) Xeon(R) Processor", "num_cores": 2}, "versions": {"commit": "x"}, "workloads": {"W1": {}},
-        "variants": {name: {} for name in made["W1"]}, "measurements": [{"round": 1, "limits": {}}], "summary": made,
+        "started_at": f"2026-11-{day:02}T00:00:00Z", "model": "M2", "instruction_set": "amx",
+        "commits": [f"c{day}"], "machine": {"cpu": "Intel(R) Xeon(R) Processor", "num_cores": 2},
+        "versions": {"commit": "x"}, "workloads": {"W1": {}},
+        "variants": {name: {} for name in made["W1"]}, "measurements": [{"round": 1, "limits": {}}],
+        "summary": made,
     }  # fmt: skip
 
 
 def test_every_generated_file_is_up_to_date() -> None:
-    stale = [path.name for path, text in results.generate() if path.read_text(encoding="utf-8") != text]
+    stale = [
+        path.name for path, text in results.generate() if path.read_text(encoding="utf-8") != text
+    ]
     assert stale == [], "make them again: python -m benchmarks.results"
 
 
@@ -39,18 +44,27 @@ def test_the_newest_run_counts_and_a_ratio_is_of_one_run() -> None:
     older = record(1, quire_bfloat16=90.0, vllm_bfloat16=30.0, openvino_bfloat16=45.0)
     newer = record(2, quire_bfloat16=50.0, vllm_bfloat16=40.0)
     found = results.collect({"a": older, "b": newer})
-    compared = {theirs.engine: (mine.value, result.factor(mine, theirs)) for mine, theirs in result.pairs(found)}
+    compared = {
+        theirs.engine: (mine.value, result.factor(mine, theirs))
+        for mine, theirs in result.pairs(found)
+    }
     assert compared == {"vllm": ("50.0", 1.25), "openvino": ("90.0", 2.0)}
     assert {each.commit for each in found} == {"c1", "c2"}
 
 
 def test_less_time_is_faster() -> None:
-    fast, slow = (results.collect({"a": record(1, quire_int8=1.0)})[0]._replace(value=value, unit="s") for value in ("2", "5"))
+    fast, slow = (
+        results.collect({"a": record(1, quire_int8=1.0)})[0]._replace(value=value, unit="s")
+        for value in ("2", "5")
+    )
     assert result.factor(fast, slow) == 2.5
 
 
 def test_an_archive_has_the_same_bytes_again(tmp_path: Path) -> None:
-    made = {records.name_of(each): each for each in (record(1, quire_int8=1.0), record(2, quire_int8=2.0))}
+    made = {
+        records.name_of(each): each
+        for each in (record(1, quire_int8=1.0), record(2, quire_int8=2.0))
+    }
     first, second = tmp_path / "a.tar.xz", tmp_path / "b.tar.xz"
     records.write_archive(made, first)
     records.write_archive(dict(reversed(made.items())), second)
@@ -79,7 +93,8 @@ def test_the_figures_of_the_readme_are_in_the_table() -> None:
         f"{result.factor(mine, theirs):.2f}"
         for machine in ("Emerald Rapids, 2 cores, AVX-512 only", "Emerald Rapids, 2 cores, AMX")
         for mine, theirs in result.pairs([each for each in rows if each.machine == machine])
-        if (mine.model, mine.workload, theirs.engine, theirs.format) == ("Qwen3-0.6B", "W1", "vllm", "bfloat16")
+        if (mine.model, mine.workload, theirs.engine, theirs.format)
+        == ("Qwen3-0.6B", "W1", "vllm", "bfloat16")
     ]
     assert said == ratios
     waste = next(each for each in rows if "unused slots" in each.workload)

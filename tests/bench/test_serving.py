@@ -1,4 +1,5 @@
-"""The clients of a server: every request is sent once, every event timed, and a failure is not taken for a fast answer."""
+"""The clients of a server: every request is sent once, every event timed,
+and a failure is not taken for a fast answer."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ class Handler(BaseHTTPRequestHandler):
             return
         time.sleep(0.05)
         for number in range(body["max_tokens"]):
-            event = {"error": "gone"} if body["prompt"][0] == 99 else {"choices": [{"text": str(number)}]}
+            event = (
+                {"error": "gone"}
+                if body["prompt"][0] == 99
+                else {"choices": [{"text": str(number)}]}
+            )
             self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
         self.wfile.write(b'data: {"choices": [], "usage": {}}\n\ndata: [DONE]\n\n')
 
@@ -63,15 +68,28 @@ def test_every_request_is_sent_once_and_timed(url: str) -> None:
     assert all(body["stream"] and body["ignore_eos"] and body["temperature"] == 0 for body in ASKED)
 
 
-@pytest.mark.parametrize(("token_ids", "message"), [([5], "answered 400: too short"), ([99, 5], "reported: gone")])
+@pytest.mark.parametrize(
+    ("token_ids", "message"), [([5], "answered 400: too short"), ([99, 5], "reported: gone")]
+)
 def test_failures_are_no_measurement(url: str, token_ids: list[int], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         serving.run_clients(serving.Target(url, "m"), [BenchRequest(token_ids, 2)], 1)
 
 
-def test_the_command_writes_what_it_measured(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_what_it_measured(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "w6.json"
-    options = ["--vocab-size", "1000", "--first-requests", "4", "--repetitions", "2", "--json", str(out)]
+    options = [
+        "--vocab-size",
+        "1000",
+        "--first-requests",
+        "4",
+        "--repetitions",
+        "2",
+        "--json",
+        str(out),
+    ]
     assert serving.main(["--url", url, "--model", "m", *options]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
     assert [each["num_requests"] for each in json.loads(out.read_text())] == [4, 4]

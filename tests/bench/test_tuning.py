@@ -41,7 +41,9 @@ def test_the_least_cost_wins_and_ties_change_nothing() -> None:
     assert (found.linear.block_m, found.linear.block_n, found.linear.num_stages) == (128, 64, 3)
     assert (found.attention.split_len, found.attention.num_stages) == (2048, 2)
     assert found.integer == BASE.integer and found.wide_attention == BASE.wide_attention
-    assert set(asked) == set(tuning.CANDIDATES) and len(asked) == sum(len(each) + 1 for each in tuning.CANDIDATES.values())
+    assert set(asked) == set(tuning.CANDIDATES) and len(asked) == sum(
+        len(each) + 1 for each in tuning.CANDIDATES.values()
+    )
 
 
 @pytest.mark.parametrize(("torch_wins_from", "least"), [(1, 64), (300, 512), (5000, None)])
@@ -71,8 +73,12 @@ def test_tiles_that_would_differ_in_bits_are_refused() -> None:
         replace(BASE.attention, split_len=1000)
 
 
-@pytest.mark.parametrize(("capability", "heights"), [((8, 0), 1), ((8, 9), 1), ((9, 0), 2), ((12, 0), 1)])
-def test_tall_tiles_are_for_capability_9(capability: tuple[int, int], heights: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("capability", "heights"), [((8, 0), 1), ((8, 9), 1), ((9, 0), 2), ((12, 0), 1)]
+)
+def test_tall_tiles_are_for_capability_9(
+    capability: tuple[int, int], heights: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("quire.kernels.triton.tuning.is_interpreted", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

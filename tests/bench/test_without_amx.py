@@ -1,4 +1,5 @@
-"""What a command sees that runs without AMX: the kernel says no to tiles, and nothing else is different."""
+"""What a command sees that runs without AMX: the kernel says no to tiles,
+and nothing else is different."""
 
 from __future__ import annotations
 
@@ -17,10 +18,12 @@ answer = libc.syscall(158, {request}, 18)
 sys.exit(100 + ctypes.get_errno() if answer else 100)
 """
 REQUEST_PERMISSION = 0x1023
-REFUSED = 101  # 100 and the number of the error, EPERM: no program that fails in another way ends so
+# 100 and the number of the error, EPERM: no program that fails in another way ends so
+REFUSED = 101
 
 pytestmark = pytest.mark.skipif(
-    platform.system() != "Linux" or platform.machine() != "x86_64", reason="AMX is refused on Linux and x86-64 alone"
+    platform.system() != "Linux" or platform.machine() != "x86_64",
+    reason="AMX is refused on Linux and x86-64 alone",
 )
 
 
@@ -38,7 +41,10 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 def test_tiles_are_refused_to_children_as_well() -> None:
     asked = ASK.format(request=REQUEST_PERMISSION)
     assert run(sys.executable, "-c", asked).returncode == REFUSED
-    child = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {asked!r}]).returncode)"
+    child = (
+        "import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', "
+        f"{asked!r}]).returncode)"
+    )
     assert run(sys.executable, "-c", child).returncode == REFUSED
 
 
@@ -48,7 +54,10 @@ def test_other_requests_reach_the_kernel() -> None:
 
 
 def test_our_kernels_use_no_tiles() -> None:
-    code = "from quire.kernels import cpu; assert cpu.IMPORT_ERROR is not None or 'amx' not in cpu.supported_isas()"
+    code = (
+        "from quire.kernels import cpu; assert cpu.IMPORT_ERROR is not None or 'amx' not in "
+        "cpu.supported_isas()"
+    )
     result = run(sys.executable, "-c", code)
     assert result.returncode == 0, result.stderr
 

@@ -26,7 +26,9 @@ def test_random_lengths_are_those_of_the_seed() -> None:
     workload = random_workload(64, (16, 256), (16, 128))
     first, second = workload.requests(0, VOCAB), workload.requests(1, VOCAB)
     # The totals of the published comparison workload: 64 requests, seed 0.
-    assert totals(first)["num_prompt_tokens"] == 9_936 and totals(first)["num_output_tokens"] == 4_385
+    assert (
+        totals(first)["num_prompt_tokens"] == 9_936 and totals(first)["num_output_tokens"] == 4_385
+    )
     assert [len(each.token_ids) for each in first] == [len(each.token_ids) for each in second]
     assert first[0].token_ids != second[0].token_ids
     assert first == workload.requests(0, VOCAB)
@@ -37,7 +39,10 @@ def test_random_lengths_are_those_of_the_seed() -> None:
 def test_workloads_are_those_that_were_published() -> None:
     counts = {name: totals(workload.requests(0, 1000)) for name, workload in WORKLOADS.items()}
     assert (counts["W1"]["num_prompt_tokens"], counts["W1"]["num_output_tokens"]) == (9_936, 4_385)
-    assert (counts["W2"]["num_prompt_tokens"], counts["W2"]["num_output_tokens"]) == (64 * 544, 64 * 32)
+    assert (counts["W2"]["num_prompt_tokens"], counts["W2"]["num_output_tokens"]) == (
+        64 * 544,
+        64 * 32,
+    )
     assert (counts["W3"]["num_prompt_tokens"], counts["W3"]["num_output_tokens"]) == (128, 128)
     assert (counts["W4"]["num_sequences"], counts["W4"]["num_output_tokens"]) == (64, 4_096)
     assert (counts["W5"]["num_prompt_tokens"], counts["W5"]["num_output_tokens"]) == (4_096, 1)
@@ -66,18 +71,30 @@ def test_traces_of_all_formats(tmp_path: Path, name: str) -> None:
     if ".csv" in name:
         text = "arrival_s,prompt_tokens,output_tokens\n" + "".join(f",{p},{o}\n" for p, o in pairs)
     else:
-        text = "".join(json.dumps({"arrival_s": 0.0, "prompt_tokens": p, "output_tokens": o}) + "\n" for p, o in pairs)
+        text = "".join(
+            json.dumps({"arrival_s": 0.0, "prompt_tokens": p, "output_tokens": o}) + "\n"
+            for p, o in pairs
+        )
     path = tmp_path / name
     path.write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
     assert read_lengths(path) == [(10, 5), (900, 200), (20, 7), (30, 8)]
     workload = trace_workload(path, num_requests=2, max_model_len=512)
-    assert [(len(r.token_ids), r.num_output) for r in workload.requests(0, VOCAB)] == [(10, 5), (20, 7)]
+    assert [(len(r.token_ids), r.num_output) for r in workload.requests(0, VOCAB)] == [
+        (10, 5),
+        (20, 7),
+    ]
     assert workload.parameters["num_too_long"] == 1
 
 
 def test_shared_traces_are_readable(shared: Path) -> None:
-    for name in ("azure2023_conv.csv.gz", "sharegpt_8k_lengths.csv.gz", "sharegpt_multiturn_llama3.1_tok_blk16.jsonl.gz"):
-        assert trace_workload(shared / "data" / "traces" / name, num_requests=5, max_model_len=8192).parameters["num_requests"]
+    for name in (
+        "azure2023_conv.csv.gz",
+        "sharegpt_8k_lengths.csv.gz",
+        "sharegpt_multiturn_llama3.1_tok_blk16.jsonl.gz",
+    ):
+        assert trace_workload(
+            shared / "data" / "traces" / name, num_requests=5, max_model_len=8192
+        ).parameters["num_requests"]
 
 
 def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:

@@ -26,8 +26,16 @@ def quire() -> Quire:
 
     def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
         environment = dict(os.environ, OMP_NUM_THREADS="1")
-        settings: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60, "env": environment, **options}
-        done: subprocess.CompletedProcess[str] = subprocess.run([sys.executable, "-m", "quire", *arguments], **settings)
+        settings: dict[str, Any] = {
+            "capture_output": True,
+            "text": True,
+            "timeout": 60,
+            "env": environment,
+            **options,
+        }
+        done: subprocess.CompletedProcess[str] = subprocess.run(
+            [sys.executable, "-m", "quire", *arguments], **settings
+        )
         return done
 
     return run

@@ -15,32 +15,92 @@ from quire.cli.bench.serve import without_key
 from quire.cli.main import main
 
 
-def test_a_real_server_is_measured_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_real_server_is_measured_and_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     kept, page = tmp_path / "r.json", tmp_path / "r.html"
     with serve_model() as server:
-        common = ["bench", "serve", "--url", server.v1, "--num-requests", "4", "--input-len", "8:12", "--output-len", "6"]
-        assert main([*common, "--json", str(kept), "--html", str(page), "--goodput", "ttft:60000", "tpot:60000"]) == 0
-        assert main([*common, "--endpoint", "chat", "--request-rate", "50", "--burstiness", "inf", "--json", "-"]) == 0
+        common = [
+            "bench",
+            "serve",
+            "--url",
+            server.v1,
+            "--num-requests",
+            "4",
+            "--input-len",
+            "8:12",
+            "--output-len",
+            "6",
+        ]
+        assert (
+            main(
+                [
+                    *common,
+                    "--json",
+                    str(kept),
+                    "--html",
+                    str(page),
+                    "--goodput",
+                    "ttft:60000",
+                    "tpot:60000",
+                ]
+            )
+            == 0
+        )
+        assert (
+            main(
+                [
+                    *common,
+                    "--endpoint",
+                    "chat",
+                    "--request-rate",
+                    "50",
+                    "--burstiness",
+                    "inf",
+                    "--json",
+                    "-",
+                ]
+            )
+            == 0
+        )
     made = json.loads(kept.read_text())
     assert record.problems(made) == [] and made["kind"] == "serve"
     assert made["result"]["num_output_tokens"] == 24 and made["result"]["goodput_share"] == 1.0
     assert made["server"]["model"] == "quire-storyteller" and made["server"]["version"]
     assert "<svg" in page.read_text()
     out = capsys.readouterr().out
-    assert "4 of 4 requests answered" in out and json.loads(out[out.index("{") :])["server"]["endpoint"] == "chat"
+    assert (
+        "4 of 4 requests answered" in out
+        and json.loads(out[out.index("{") :])["server"]["endpoint"] == "chat"
+    )
 
 
 def test_failures_are_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     plans = iter([Plan(), Plan(), Plan(status=503)])
     with fake_server(lambda seen: next(plans)) as server:
-        command = ["bench", "serve", "--url", server.url, "--num-requests", "2", "--api-key", "secret"]
+        command = [
+            "bench",
+            "serve",
+            "--url",
+            server.url,
+            "--num-requests",
+            "2",
+            "--api-key",
+            "secret",
+        ]
         assert main(command) == 1
         assert server.posts[0].headers["authorization"] == "Bearer secret"
     assert "503: 1" in capsys.readouterr().out
 
 
 def test_keys_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert without_key(["a", "--api-key", "k", "--api-key=k", "--x"]) == ["a", "--api-key", "...", "--api-key=...", "--x"]
+    assert without_key(["a", "--api-key", "k", "--api-key=k", "--x"]) == [
+        "a",
+        "--api-key",
+        "...",
+        "--api-key=...",
+        "--x",
+    ]
     assert "k" not in without_key(["--api-key", "k"])
     assert sys.argv
 
@@ -61,7 +121,9 @@ def test_keys_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--url", "x", "--trace", "/nowhere/t.csv"], "no trace file"),
     ],
 )
-def test_bad_options_are_refused(capsys: pytest.CaptureFixture[str], options: list[str], part: str) -> None:
+def test_bad_options_are_refused(
+    capsys: pytest.CaptureFixture[str], options: list[str], part: str
+) -> None:
     assert main(["bench", "serve", *options]) == 2
     err = capsys.readouterr().err
     assert part in err and "Traceback" not in err

@@ -18,11 +18,25 @@ from quire.cli.main import main
 
 Chat = Callable[..., tuple[int, str, str]]
 
-OPTIONS = ("--temperature", "0", "--max-tokens", "20", "--num-threads", "1", "--kv-cache-memory", "4MiB")
+OPTIONS = (
+    "--temperature",
+    "0",
+    "--max-tokens",
+    "20",
+    "--num-threads",
+    "1",
+    "--kv-cache-memory",
+    "4MiB",
+)
 
 
 @pytest.fixture
-def chat(capsys: pytest.CaptureFixture[str], tiny: str, chat_template: str, monkeypatch: pytest.MonkeyPatch) -> Chat:
+def chat(
+    capsys: pytest.CaptureFixture[str],
+    tiny: str,
+    chat_template: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Chat:
     """Runs a chat with these lines typed; returns (exit code, stdout, stderr)."""
 
     def run(typed: str, *options: str) -> tuple[int, str, str]:
@@ -63,16 +77,32 @@ def test_a_message_that_is_too_long_is_taken_back(chat: Chat) -> None:
     assert len(out.splitlines()) == 1
 
 
-def test_without_a_template_the_chat_is_refused(capsys: pytest.CaptureFixture[str], tiny: str) -> None:
+def test_without_a_template_the_chat_is_refused(
+    capsys: pytest.CaptureFixture[str], tiny: str
+) -> None:
     assert main(["chat", tiny]) == 2
     assert "no chat template" in capsys.readouterr().err
 
 
 def test_interrupt_stops_the_answer_but_not_the_chat(tiny: str, chat_template: str) -> None:
-    argv = [sys.executable, "-u", "-m", "quire", "chat", tiny, "--chat-template", chat_template, "--ignore-eos"]
+    argv = [
+        sys.executable,
+        "-u",
+        "-m",
+        "quire",
+        "chat",
+        tiny,
+        "--chat-template",
+        chat_template,
+        "--ignore-eos",
+    ]
     argv += ["--max-tokens", "450"]
     with stuck_output() as out:
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": out.write_end, "stderr": subprocess.PIPE}
+        pipes: dict[str, Any] = {
+            "stdin": subprocess.PIPE,
+            "stdout": out.write_end,
+            "stderr": subprocess.PIPE,
+        }
         process = subprocess.Popen(argv, text=True, **pipes)
         os.close(out.write_end)
         assert process.stdin is not None

@@ -33,7 +33,9 @@ def test_exit_code_says_whether_a_check_failed(capsys: pytest.CaptureFixture[str
     } <= names
 
 
-def test_missing_package_is_a_failure_with_advice(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_a_failure_with_advice(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doctor, "REQUIRED", ("torch", "surely-not-installed"))
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
@@ -75,22 +77,35 @@ def test_a_gpu_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     for reasons, status in (([], "ok"), (["torch is built without CUDA"], "warning")):
         monkeypatch.setattr(gpu, "reasons_against", lambda _, reasons=reasons: reasons)
         (finding,) = doctor._check_gpu()
-        assert finding.status == status and finding.detail.startswith("NVIDIA X (compute capability 9.0), 70.0 GiB free")
+        assert finding.status == status and finding.detail.startswith(
+            "NVIDIA X (compute capability 9.0), 70.0 GiB free"
+        )
         assert all(reason in finding.detail for reason in reasons)
 
 
 def test_an_instruction_set_that_is_there_and_unused_is_told() -> None:
     flags = {"avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8"}
-    assert doctor.unused_isas(flags, ("portable", "avx2", "avx512", "avx512vnni", "avx512bf16")) == ["amx"]
-    assert doctor.unused_isas(flags - {"amx_int8"}, ("portable", "avx2")) == ["avx512vnni", "avx512bf16"]
+    assert doctor.unused_isas(
+        flags, ("portable", "avx2", "avx512", "avx512vnni", "avx512bf16")
+    ) == ["amx"]
+    assert doctor.unused_isas(flags - {"amx_int8"}, ("portable", "avx2")) == [
+        "avx512vnni",
+        "avx512bf16",
+    ]
     assert doctor.unused_isas({"avx2"}, ("portable",)) == []
     assert "tiles" in doctor._advice(["amx"]) and "tiles" not in doctor._advice(["avx512bf16"])
 
 
-def test_unused_instruction_sets_are_one_finding_whatever_the_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_instruction_sets_are_one_finding_whatever_the_dtypes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("quire.kernels.cpu.reasons_against", lambda device, dtype: [])
     monkeypatch.setattr("quire.kernels.cpu.isa", lambda: "avx2")
     monkeypatch.setattr("quire.kernels.cpu.supported_isas", lambda: ("portable", "avx2"))
     monkeypatch.setattr(doctor, "_cpu_flags", lambda: {"avx2", "fma", "avx512_vnni"})
     (finding,) = [each for each in doctor._check_kernels() if each.name == "instructions"]
-    assert finding.status == "warning" and "avx512vnni" in finding.detail and "compiler" in finding.detail
+    assert (
+        finding.status == "warning"
+        and "avx512vnni" in finding.detail
+        and "compiler" in finding.detail
+    )

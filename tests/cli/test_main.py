@@ -1,4 +1,5 @@
-"""The entry point: start-up time, one line for every refusal, exit codes, and nothing heavy before it is needed."""
+"""The entry point: start-up time, one line for every refusal, exit codes,
+and nothing heavy before it is needed."""
 
 from __future__ import annotations
 
@@ -20,11 +21,21 @@ from quire.config.api import ApiConfig
 
 Quire = Callable[..., subprocess.CompletedProcess[str]]
 
-HEAVY = ("torch", "numpy", "tokenizers", "transformers", "jinja2", "safetensors", "huggingface_hub", "tqdm")
+HEAVY = (
+    "torch",
+    "numpy",
+    "tokenizers",
+    "transformers",
+    "jinja2",
+    "safetensors",
+    "huggingface_hub",
+    "tqdm",
+)
 
 
 def least_cpu_s(code: str, tries: int = 5) -> float:
-    """The least CPU time of some runs: unlike wall time, it hardly depends on what else the machine does."""
+    """The least CPU time of some runs: unlike wall time,
+    it hardly depends on what else the machine does."""
     times = []
     for _ in range(tries):
         process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
@@ -43,7 +54,9 @@ def test_help_and_import_are_quick() -> None:
     assert least_cpu_s("import quire") - baseline < 0.1
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["generate", "--help"], ["chat", "--help"], ["plan", "--help"], ["bench"]])
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["generate", "--help"], ["chat", "--help"], ["plan", "--help"], ["bench"]]
+)
 def test_help_imports_nothing_heavy(argv: list[str]) -> None:
     code = f"import sys; from quire.cli.main import main; main({argv!r}); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -109,7 +122,9 @@ def test_no_command_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> No
         (["plan", "x", "--tensor-parallel-size", "2"], "not available yet"),
     ],
 )
-def test_bad_values_are_refused_in_one_line(capsys: pytest.CaptureFixture[str], argv: list[str], part: str) -> None:
+def test_bad_values_are_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], argv: list[str], part: str
+) -> None:
     assert part in refusal(capsys, argv)
 
 
@@ -123,15 +138,22 @@ def test_requests_are_refused_before_the_weights_are_loaded(
             (folder / path.name).symlink_to(path.resolve())
     argv = ["generate", str(folder), "-p"]
     assert "the context holds 512" in refusal(capsys, [*argv, "hello " * 600])
-    assert "temperature=1000000.0 is out of range" in refusal(capsys, [*argv, "x", "--temperature", "1e6"])
+    assert "temperature=1000000.0 is out of range" in refusal(
+        capsys, [*argv, "x", "--temperature", "1e6"]
+    )
     assert "does not fit" in refusal(capsys, [*argv, "x", "--kv-cache-memory", "900GiB"])
     assert "no chat template" in refusal(capsys, [*argv, "x", "--chat"])
     assert "no prompt" in refusal(capsys, argv[:2])
-    assert "safetensors" in refusal(capsys, [*argv, "x"])  # without anything else wrong, the weights are missed
+    # without anything else wrong, the weights are missed
+    assert "safetensors" in refusal(capsys, [*argv, "x"])
 
 
-def test_unsupported_architecture_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["BrandNewForCausalLM"], "model_type": "brandnew"}')
+def test_unsupported_architecture_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"architectures": ["BrandNewForCausalLM"], "model_type": "brandnew"}'
+    )
     assert "BrandNewForCausalLM" in refusal(capsys, ["plan", str(tmp_path)])
 
 
@@ -142,26 +164,54 @@ def test_wrong_model_is_refused(quire: Quire) -> None:
 
 
 def test_closed_pipe_ends_quietly(tiny: str) -> None:
-    command = f"{sys.executable} -m quire generate {tiny} -p Once --max-tokens 300 --quiet --ignore-eos"
-    done = subprocess.run(["bash", "-c", f"{command} | head -c 3; echo ${{PIPESTATUS[0]}}"], capture_output=True, text=True)
+    command = (
+        f"{sys.executable} -m quire generate {tiny} -p Once --max-tokens 300 --quiet --ignore-eos"
+    )
+    done = subprocess.run(
+        ["bash", "-c", f"{command} | head -c 3; echo ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout.splitlines()[-1].endswith("141")
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize(("options", "name"), [(["--output", "/dev/full"], "/dev/full"), ([], "the output")])
+@pytest.mark.parametrize(
+    ("options", "name"), [(["--output", "/dev/full"], "/dev/full"), ([], "the output")]
+)
 def test_full_disk_is_one_clear_line(
-    capsys: pytest.CaptureFixture[str], tiny: str, monkeypatch: pytest.MonkeyPatch, options: list[str], name: str
+    capsys: pytest.CaptureFixture[str],
+    tiny: str,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    name: str,
 ) -> None:
     full = open("/dev/full", "w")  # noqa: SIM115 (closing it fails)
     monkeypatch.setattr("sys.stdout", full)
     assert main(["generate", tiny, "-p", "Once", "--max-tokens", "4", "--quiet", *options]) == 2
     with contextlib.suppress(OSError):
         full.close()
-    assert capsys.readouterr().err == f"quire: error: {name} cannot be written: No space left on device\n"
+    assert (
+        capsys.readouterr().err
+        == f"quire: error: {name} cannot be written: No space left on device\n"
+    )
 
 
 def test_interrupt_is_clean(tiny: str) -> None:
-    argv = [sys.executable, "-m", "quire", "generate", tiny, "-p", "Once", "--ignore-eos", "--n", "64", "--max-tokens", "500"]
+    argv = [
+        sys.executable,
+        "-m",
+        "quire",
+        "generate",
+        tiny,
+        "-p",
+        "Once",
+        "--ignore-eos",
+        "--n",
+        "64",
+        "--max-tokens",
+        "500",
+    ]
     with stuck_output() as out:
         process = subprocess.Popen(argv, stdout=out.write_end, stderr=subprocess.PIPE, text=True)
         os.close(out.write_end)
@@ -174,14 +224,29 @@ def test_interrupt_is_clean(tiny: str) -> None:
 
 
 def test_a_server_with_tenants_shares_fairly_unless_told_otherwise() -> None:
-    assert engine_defaults(ApiConfig(), None) == {"scheduling_policy": "priority"} == engine_defaults(ApiConfig(), "")
-    for config, keys in ((ApiConfig(), "a=long-enough"), (ApiConfig(api_keys="k"), None), (ApiConfig(api_keys_file="f"), None)):
+    assert (
+        engine_defaults(ApiConfig(), None)
+        == {"scheduling_policy": "priority"}
+        == engine_defaults(ApiConfig(), "")
+    )
+    for config, keys in (
+        (ApiConfig(), "a=long-enough"),
+        (ApiConfig(api_keys="k"), None),
+        (ApiConfig(api_keys_file="f"), None),
+    ):
         assert engine_defaults(config, keys) == {"scheduling_policy": "fair"}
 
 
 @pytest.mark.parametrize(
     "command",
-    [["generate", "-p", "x"], ["chat"], ["plan"], ["serve"], ["bench", "latency"], ["bench", "throughput"]],
+    [
+        ["generate", "-p", "x"],
+        ["chat"],
+        ["plan"],
+        ["serve"],
+        ["bench", "latency"],
+        ["bench", "throughput"],
+    ],
     ids=" ".join,
 )
 def test_no_command_takes_a_context_that_the_model_was_not_made_for(
@@ -193,7 +258,15 @@ def test_no_command_takes_a_context_that_the_model_was_not_made_for(
 
 
 def test_flags_of_vllm_are_taken_and_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--gpu-memory-utilization", "0.5", "--trust-remote-code", "--cpu-offload-gb", "0", "--dtype", "float16"]
+    flags = [
+        "--gpu-memory-utilization",
+        "0.5",
+        "--trust-remote-code",
+        "--cpu-offload-gb",
+        "0",
+        "--dtype",
+        "float16",
+    ]
     assert main(["plan", "quire-storyteller", "--json", *flags]) == 0
     assert '"bfloat16"' in capsys.readouterr().out
     assert main(["plan", "quire-storyteller", "--enable-lora"]) == 2

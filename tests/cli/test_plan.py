@@ -11,27 +11,49 @@ from quire.cli.main import main
 
 
 def test_plan_as_json(capsys: pytest.CaptureFixture[str], tiny: str) -> None:
-    assert main(["plan", tiny, "--json", "--max-model-len", "256", "--kv-cache-memory", "1MiB"]) == 0
+    assert (
+        main(["plan", tiny, "--json", "--max-model-len", "256", "--kv-cache-memory", "1MiB"]) == 0
+    )
     plan = json.loads(capsys.readouterr().out)
     decisions = {each["name"]: each for each in plan["decisions"]}
-    assert decisions["max_model_len"] == {"name": "max_model_len", "value": "256", "reason": "given"}
+    assert decisions["max_model_len"] == {
+        "name": "max_model_len",
+        "value": "256",
+        "reason": "given",
+    }
     assert decisions["block_size"]["reason"] != "given"
     memory = plan["memory"]
-    assert memory["total_bytes"] == memory["weight_bytes"] + memory["kv_bytes"] + memory["workspace_bytes"]
-    assert memory["kv_bytes"] == plan["capacity"]["num_tokens"] * memory["kv_bytes_per_token"] <= 1 << 20
+    assert (
+        memory["total_bytes"]
+        == memory["weight_bytes"] + memory["kv_bytes"] + memory["workspace_bytes"]
+    )
+    assert (
+        memory["kv_bytes"]
+        == plan["capacity"]["num_tokens"] * memory["kv_bytes_per_token"]
+        <= 1 << 20
+    )
     assert plan["num_parameters"] == 260_032
     # Two operations per weight and token: 5 layers of q, k, v, o and a gated MLP, then the head.
     assert plan["flops_per_token"]["layers"] == 2 * 5 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 172)
     assert plan["flops_per_token"]["head"] == 2 * 512 * 64
 
 
-def test_plan_as_text_of_a_config_alone(capsys: pytest.CaptureFixture[str], tiny: str, tmp_path: Path) -> None:
+def test_plan_as_text_of_a_config_alone(
+    capsys: pytest.CaptureFixture[str], tiny: str, tmp_path: Path
+) -> None:
     config = tmp_path / "config.json"
     with open(f"{tiny}/config.json") as file:
         config.write_text(file.read())
     assert main(["plan", str(config), "--load-format", "dummy", "--kernels", "reference"]) == 0
     out = capsys.readouterr().out
-    for part in ("LlamaForCausalLM, 260,032 parameters", "Decisions", "Memory", "KV cache", "Kernels", "reference"):
+    for part in (
+        "LlamaForCausalLM, 260,032 parameters",
+        "Decisions",
+        "Memory",
+        "KV cache",
+        "Kernels",
+        "reference",
+    ):
         assert part in out
 
 

@@ -7,7 +7,10 @@ from quire.engine.outputs import CompletionOutput, RequestOutput
 
 
 def output(request: int, *texts: str, finished: bool = False) -> RequestOutput:
-    completions = [CompletionOutput(i, text, [], finish_reason="stop" if finished else None) for i, text in enumerate(texts)]
+    completions = [
+        CompletionOutput(i, text, [], finish_reason="stop" if finished else None)
+        for i, text in enumerate(texts)
+    ]
     return RequestOutput(str(request), None, [], completions, finished)
 
 

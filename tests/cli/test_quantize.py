@@ -22,7 +22,9 @@ def _answer(model: str, **options: Any) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
-def test_a_written_checkpoint_computes_what_quantizing_at_load_computes(form: str, tmp_path: Path) -> None:
+def test_a_written_checkpoint_computes_what_quantizing_at_load_computes(
+    form: str, tmp_path: Path
+) -> None:
     folder = tmp_path / form
     assert main(["quantize", "quire-storyteller", "--to", form, "-o", str(folder)]) == 0
     written = _answer(str(folder))

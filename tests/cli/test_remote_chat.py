@@ -1,4 +1,5 @@
-"""`quire chat --url`: turns, streams, errors and Ctrl-C, against a server with known answers and against the real one."""
+"""`quire chat --url`: turns, streams, errors and Ctrl-C,
+against a server with known answers and against the real one."""
 
 from __future__ import annotations
 
@@ -37,16 +38,35 @@ def asked(server: FakeServer) -> list[list[dict[str, Any]]]:
 
 def test_turns_send_the_history_and_options(chat: Chat) -> None:
     with fake_server(lambda seen: Plan(pieces=["Hel", "lo\x1b[31m"])) as server:
-        options = ["--system", "Be kind.", "--temperature", "0.5", "--max-tokens", "9", "--api-key", "k", "--verbose"]
+        options = [
+            "--system",
+            "Be kind.",
+            "--temperature",
+            "0.5",
+            "--max-tokens",
+            "9",
+            "--api-key",
+            "k",
+            "--verbose",
+        ]
         code, out, err = chat("one\ntwo\n/reset\nthree\n", f"{server.url}/v1/", *options)
         first, second, third = asked(server)
         post = server.posts[0]
-    assert code == 0 and out == "Hello\ufffd[31m\n" * 3  # what a server says cannot steer the terminal
+    # what a server says cannot steer the terminal
+    assert code == 0 and out == "Hello\ufffd[31m\n" * 3
     system, one = {"role": "system", "content": "Be kind."}, {"role": "user", "content": "one"}
     assert first == [system, one]
-    assert second == [*first, {"role": "assistant", "content": "Hello\x1b[31m"}, {"role": "user", "content": "two"}]
+    assert second == [
+        *first,
+        {"role": "assistant", "content": "Hello\x1b[31m"},
+        {"role": "user", "content": "two"},
+    ]
     assert third == [system, {"role": "user", "content": "three"}]
-    assert post.body["temperature"] == 0.5 and post.body["max_tokens"] == 9 and post.body["model"] == "fake"
+    assert (
+        post.body["temperature"] == 0.5
+        and post.body["max_tokens"] == 9
+        and post.body["model"] == "fake"
+    )
     assert "top_p" not in post.body and post.headers["authorization"] == "Bearer k"
     assert "11 prompt tokens; 2 in the answer; first after" in err
 
@@ -71,9 +91,19 @@ def test_an_answer_that_breaks_off_counts_as_far_as_it_got(chat: Chat) -> None:
 
 def test_the_real_server_remembers(chat: Chat) -> None:
     with serve_model() as server:
-        code, out, err = chat("Tell me a story about a fox.\nAnd a cat.\n", server.url, "--max-tokens", "12", "--verbose")
+        code, out, err = chat(
+            "Tell me a story about a fox.\nAnd a cat.\n",
+            server.url,
+            "--max-tokens",
+            "12",
+            "--verbose",
+        )
     assert code == 0 and len(out.splitlines()) == 2, err
-    assert "12 in the answer" in err and "0 of them from the cache" in err and err.count("prompt tokens") == 2
+    assert (
+        "12 in the answer" in err
+        and "0 of them from the cache" in err
+        and err.count("prompt tokens") == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,14 +111,19 @@ def test_the_real_server_remembers(chat: Chat) -> None:
     [
         (["--url", "http://127.0.0.1:1"], "cannot connect to 127.0.0.1:1: Connection refused"),
         (["--url", "ftp://x"], "not a URL"),
-        (["--url", "x", "--max-model-len", "9"], "--max-model-len is for a model that is loaded here"),
+        (
+            ["--url", "x", "--max-model-len", "9"],
+            "--max-model-len is for a model that is loaded here",
+        ),
         (["--url", "x", "--chat-template", "f"], "--chat-template is for a model"),
         (["model", "--url", "x"], "either a MODEL"),
         ([], "give a MODEL to load, or --url"),
         (["model", "--api-key", "k"], "are for a server"),
     ],
 )
-def test_wrong_options_are_one_line(options: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_one_line(
+    options: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["chat", *options]) == 2
     err = capsys.readouterr().err
     assert part in err and err.count("\n") == 1

@@ -29,7 +29,9 @@ def test_one_seed_says_more(capsys: pytest.CaptureFixture[str]) -> None:
     assert "finished:" in out and "state after the last step" in out and "1 of 1" in out
 
 
-def test_a_failure_is_reported_with_its_seed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_reported_with_its_seed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(self: Simulation) -> None:
         raise SimulationError(f"seed={self.scenario.seed} step=3: it broke")
 

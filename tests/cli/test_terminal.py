@@ -1,4 +1,5 @@
-"""The status line on a real pseudo-terminal, read back through a small model of a terminal screen."""
+"""The status line on a real pseudo-terminal,
+read back through a small model of a terminal screen."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ class Screen:
 
     def _command(self, command: str, numbers: list[int]) -> None:
         if command == "r":
-            self.top, self.bottom = (numbers[0] - 1, numbers[1] - 1) if numbers else (0, self.num_rows - 1)
+            self.top, self.bottom = (
+                (numbers[0] - 1, numbers[1] - 1) if numbers else (0, self.num_rows - 1)
+            )
             self.row = self.column = 0
         elif command == "H":
             self.row, self.column = numbers[0] - 1, numbers[1] - 1
@@ -82,7 +85,8 @@ class Screen:
 
 
 def run_on_terminal(argv: list[str], *, after: tuple[str, int] | None = None) -> tuple[int, str]:
-    """Run a program on a pseudo-terminal; exit code and everything it wrote. `after` sends a signal once a text was seen."""
+    """Run a program on a pseudo-terminal; exit code and everything it wrote.
+    `after` sends a signal once a text was seen."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     process = subprocess.Popen(argv, stdin=slave, stdout=slave, stderr=slave, close_fds=True)
@@ -109,7 +113,11 @@ def run_on_terminal(argv: list[str], *, after: tuple[str, int] | None = None) ->
 
 
 def script(body: str) -> list[str]:
-    return [sys.executable, "-c", f"import sys, time\nfrom quire.cli.terminal import status_line\n{body}"]
+    return [
+        sys.executable,
+        "-c",
+        f"import sys, time\nfrom quire.cli.terminal import status_line\n{body}",
+    ]
 
 
 def test_text_and_status_do_not_mix() -> None:
@@ -132,7 +140,8 @@ def test_text_and_status_do_not_mix() -> None:
 
 def test_row_is_given_back_on_interrupt_and_termination() -> None:
     body = (
-        "try:\n with status_line() as status:\n  status.show('busy'); print('begun'); sys.stdout.flush(); time.sleep(30)\n"
+        "try:\n with status_line() as status:\n  status.show('busy'); print('begun'); "
+        "sys.stdout.flush(); time.sleep(30)\n"
         "except KeyboardInterrupt: sys.exit(130)"
     )
     for number, expected in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
@@ -140,15 +149,19 @@ def test_row_is_given_back_on_interrupt_and_termination() -> None:
         screen = Screen(ROWS, COLUMNS)
         screen.feed(written)
         assert code == expected
-        assert (screen.top, screen.bottom) == (0, ROWS - 1) and not any("busy" in line for line in screen.text)
+        assert (screen.top, screen.bottom) == (0, ROWS - 1) and not any(
+            "busy" in line for line in screen.text
+        )
 
 
 def test_row_is_given_back_while_suspended() -> None:
-    """An orphaned process group is not stopped by the signal; the row must be given back and taken again all the same."""
+    """An orphaned process group is not stopped by the signal;
+    the row must be given back and taken again all the same."""
     body = (
         "import os, signal, subprocess\n"
         "with status_line() as status:\n status.show('busy')\n"
-        " waker = subprocess.Popen(['sh', '-c', f'while sleep 0.3; do kill -CONT {os.getpid()}; done'])\n"
+        " waker = subprocess.Popen(['sh', '-c', f'while sleep 0.3; do kill -CONT "
+        "{os.getpid()}; done'])\n"
         " os.kill(os.getpid(), signal.SIGTSTP)\n waker.kill()\n waker.wait()"
     )
     code, written = run_on_terminal(script(body))
@@ -161,7 +174,8 @@ def test_row_is_given_back_while_suspended() -> None:
 def test_row_follows_a_resized_window() -> None:
     body = (
         "import fcntl, struct, termios\nwith status_line() as status:\n status.show('one')\n"
-        f" fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack('HHHH', {ROWS - 4}, 40, 0, 0))\n status.show('two ' + 'x' * 99)"
+        f" fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack('HHHH', {ROWS - 4}, 40, 0, 0))\n "
+        "status.show('two ' + 'x' * 99)"
     )
     _, written = run_on_terminal(script(body))
     assert f"\033[1;{ROWS - 1}r" in written and f"\033[1;{ROWS - 5}r" in written
@@ -170,16 +184,31 @@ def test_row_follows_a_resized_window() -> None:
 
 def test_tiny_windows_and_dumb_terminals_get_no_status() -> None:
     body = (
-        "import fcntl, struct, termios\nfcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack('HHHH', 3, 40, 0, 0))\n"
+        "import fcntl, struct, termios\nfcntl.ioctl(1, termios.TIOCSWINSZ, "
+        "struct.pack('HHHH', 3, 40, 0, 0))\n"
         "with status_line() as status: status.show('one')"
     )
     assert run_on_terminal(script(body)) == (0, "")
-    body = "import os\nos.environ['TERM'] = 'dumb'\nwith status_line() as status: status.show('one')"
+    body = (
+        "import os\nos.environ['TERM'] = 'dumb'\nwith status_line() as status: status.show('one')"
+    )
     assert run_on_terminal(script(body)) == (0, "")
 
 
 def test_generate_on_a_terminal(tiny: str) -> None:
-    argv = [sys.executable, "-m", "quire", "generate", tiny, "-p", "Once upon a time", "-p", "Lily", "--temperature", "0"]
+    argv = [
+        sys.executable,
+        "-m",
+        "quire",
+        "generate",
+        tiny,
+        "-p",
+        "Once upon a time",
+        "-p",
+        "Lily",
+        "--temperature",
+        "0",
+    ]
     code, written = run_on_terminal([*argv, "--max-tokens", "40", "--ignore-eos"])
     assert code == 0
     assert "\033[7m" in written and "prompts," in written and "tokens/s" in written
@@ -196,4 +225,8 @@ def test_model_output_cannot_steer_the_terminal() -> None:
 
 
 def test_progress_bar() -> None:
-    assert progress_bar(0.5, 4) == "██──" and progress_bar(2.0, 4) == "████" and progress_bar(-1, 2) == "──"
+    assert (
+        progress_bar(0.5, 4) == "██──"
+        and progress_bar(2.0, 4) == "████"
+        and progress_bar(-1, 2) == "──"
+    )

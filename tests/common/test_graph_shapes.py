@@ -10,7 +10,9 @@ def test_shapes_are_few_and_large_enough() -> None:
         for context_len in (1, 512, 513, 3000):
             shape = shape_for(num_tokens, context_len, 3000)
             assert shape is not None and shape.num_tokens in NUM_TOKENS
-            assert num_tokens <= shape.num_tokens <= max(2 * num_tokens, 1) and shape.num_tokens <= largest_size(num_tokens)
+            assert num_tokens <= shape.num_tokens <= max(
+                2 * num_tokens, 1
+            ) and shape.num_tokens <= largest_size(num_tokens)
             assert context_len <= shape.max_context_len <= 3000
             assert num_tokens <= 192 or shape.num_tokens - num_tokens < 64
     assert shape_for(1025, 1, 3000) is None

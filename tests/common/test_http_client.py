@@ -1,4 +1,5 @@
-"""The client against a server whose every byte is known: framing, reuse, errors, deadlines, cancellation, events."""
+"""The client against a server whose every byte is known: framing, reuse, errors, deadlines,
+cancellation, events."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ from typing import Any
 import pytest
 from timing import timed
 
-from quire.common.http_client import Address, EventReader, HttpClient, HttpError, HttpRequest, key_headers, server_root
+from quire.common.http_client import (
+    Address,
+    EventReader,
+    HttpClient,
+    HttpError,
+    HttpRequest,
+    key_headers,
+    server_root,
+)
 from quire.errors import ConfigError
 
 pytestmark = timed
@@ -43,7 +52,10 @@ def raw(*answers: bytes, heads: list[bytes] | None = None, piece: int | None = N
     """Answer the requests of a connection with these bytes, cut into pieces, then close."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.closing(writer), contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        with (
+            contextlib.closing(writer),
+            contextlib.suppress(asyncio.IncompleteReadError, ConnectionError),
+        ):
             for answer in answers:
                 head = await reader.readuntil(b"\r\n\r\n")
                 if heads is not None:
@@ -70,7 +82,10 @@ def test_every_framing_cut_anywhere(answer: bytes, piece: int | None) -> None:
         async with served(raw(answer, heads=heads, piece=piece), headers={"x-own": "1"}) as client:
             got = await client.request(GET)
             assert (got.status, got.body) == (200, b"hello!")
-            assert heads[0].startswith(b"GET /base/x HTTP/1.1\r\nhost: 127.0.0.1:") and b"x-own: 1\r\n" in heads[0]
+            assert (
+                heads[0].startswith(b"GET /base/x HTTP/1.1\r\nhost: 127.0.0.1:")
+                and b"x-own: 1\r\n" in heads[0]
+            )
         async with served(raw(answer, piece=piece)) as client:
             pieces: list[bytes] = []
             got = await client.request(GET, pieces.append)
@@ -94,9 +109,16 @@ def test_connections_are_used_again_and_replaced_when_they_went_stale() -> None:
 def test_an_error_body_is_collected_and_never_reaches_the_sink() -> None:
     async def ask() -> None:
         pieces: list[bytes] = []
-        async with served(raw(b"HTTP/1.1 429 Too Many\r\ncontent-length: 2\r\nRetry-After: 7\r\n\r\nno")) as client:
+        async with served(
+            raw(b"HTTP/1.1 429 Too Many\r\ncontent-length: 2\r\nRetry-After: 7\r\n\r\nno")
+        ) as client:
             got = await client.request(GET, pieces.append)
-            assert (got.status, got.body, got.headers["retry-after"], pieces) == (429, b"no", "7", [])
+            assert (got.status, got.body, got.headers["retry-after"], pieces) == (
+                429,
+                b"no",
+                "7",
+                [],
+            )
         async with served(raw(b"HTTP/1.1 204 Nothing\r\n\r\n", COUNTED)) as client:
             assert (await client.request(GET)).status == 204
             assert (await client.request(GET)).body == b"hello!"
@@ -109,7 +131,11 @@ def test_an_error_body_is_collected_and_never_reaches_the_sink() -> None:
     [
         (b"SSH-2.0-OpenSSH\r\n\r\n", "protocol", "not an answer in HTTP"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhello", "broken", "broke off"),
-        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", "protocol", "chunk's size"),
+        (
+            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+            "protocol",
+            "chunk's size",
+        ),
         (b"HTTP/1.1 200 OK\r\ncontent-length: -4\r\n\r\n", "protocol", "length"),
         (b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70000, "protocol", "do not end"),
         (b"", "broken", "broke off"),
@@ -182,7 +208,9 @@ def test_a_failing_sink_fails_its_request() -> None:
 def test_a_server_that_is_not_there() -> None:
     async def ask() -> None:
         async with HttpClient("http://127.0.0.1:1") as client:
-            with pytest.raises(HttpError, match=r"cannot connect to 127\.0\.0\.1:1: .*refused") as caught:
+            with pytest.raises(
+                HttpError, match=r"cannot connect to 127\.0\.0\.1:1: .*refused"
+            ) as caught:
                 await client.request(GET)
             assert caught.value.kind == "connect"
 
@@ -194,7 +222,14 @@ def test_urls() -> None:
     assert Address.parse("https://x.org/a/b/") == Address("x.org", 443, "/a/b", True)
     assert Address.parse("http://[::1]:9").netloc == "[::1]:9"
     assert server_root("http://x/v1/") == "http://x" == server_root("http://x")
-    for bad in ("ftp://x", "http://", "http://x:99999", "http://x/?q=1", "http://me@x", "http://x/a b"):
+    for bad in (
+        "ftp://x",
+        "http://",
+        "http://x:99999",
+        "http://x/?q=1",
+        "http://me@x",
+        "http://x/a b",
+    ):
         with pytest.raises(ConfigError):
             Address.parse(bad)
 

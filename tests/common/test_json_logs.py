@@ -28,18 +28,26 @@ def loggers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def test_every_line_is_an_object_and_said_once(loggers: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_line_is_an_object_and_said_once(
+    loggers: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     _configure_streams()  # as the command line does, before it knows of JSON
     use_json_logs()
     say_as_json("listening")
-    logging.getLogger("quire.access").info("request", extra={"request_id": "r", "status": 200, "prompt": "a secret"})
+    logging.getLogger("quire.access").info(
+        "request", extra={"request_id": "r", "status": 200, "prompt": "a secret"}
+    )
     try:
         raise ValueError("a secret")
     except ValueError:
         logging.getLogger("uvicorn.error").exception("it failed")
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert [line["message"] for line in lines] == ["listening", "request", "it failed"]
-    assert (lines[1]["request_id"], lines[1]["status"], lines[2]["exception"]) == ("r", 200, "ValueError")
+    assert (lines[1]["request_id"], lines[1]["status"], lines[2]["exception"]) == (
+        "r",
+        200,
+        "ValueError",
+    )
     assert "a secret" not in json.dumps(lines)
 
 

@@ -15,15 +15,17 @@ def test_division_and_alignment() -> None:
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
     [
-        (17, 17), ("17", 17), ("17b", 17), ("1k", 1024), ("1KB", 1000), ("1KiB", 1024), ("512MiB", 512 << 20),
-        ("1.5g", 3 << 29), (" 2 GB ", 2 * 10**9), ("1TiB", 1 << 40),
+        (17, 17), ("17", 17), ("17b", 17), ("1k", 1024), ("1KB", 1000), ("1KiB", 1024),
+        ("512MiB", 512 << 20), ("1.5g", 3 << 29), (" 2 GB ", 2 * 10**9), ("1TiB", 1 << 40),
     ],
 )  # fmt: skip
 def test_sizes_are_read(text: int | str, num_bytes: int) -> None:
     assert parse_bytes(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "1 QB", "-1", "1e3", "1 2", "0", 0, -5, "0MiB", "nan", "1,5g"])
+@pytest.mark.parametrize(
+    "text", ["", "MiB", "1 QB", "-1", "1e3", "1 2", "0", 0, -5, "0MiB", "nan", "1,5g"]
+)
 def test_other_sizes_are_refused_by_name_and_value(text: int | str) -> None:
     with pytest.raises(ConfigError, match="kv_cache_memory=") as caught:
         parse_bytes(text, option="kv_cache_memory")

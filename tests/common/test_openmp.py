@@ -21,7 +21,13 @@ SCRIPT = "import os, {first}; print(os.environ.get('GOMP_SPINCOUNT'))"
     ],
 )
 def test_import_limits_spinning(first: str, environment: dict[str, str], expected: str) -> None:
-    inherited = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    }
     command = [sys.executable, "-c", SCRIPT.format(first=first)]
-    result = subprocess.run(command, env=inherited | environment, capture_output=True, text=True, timeout=60, check=True)
+    result = subprocess.run(
+        command, env=inherited | environment, capture_output=True, text=True, timeout=60, check=True
+    )
     assert result.stdout.strip() == expected

@@ -4,7 +4,8 @@ from quire.common.seeds import derive_seed, mix64
 
 
 def test_mix64_is_splitmix64() -> None:
-    # The first outputs of the published generator (Vigna's splitmix64.c) seeded with 0: state += gamma, then finalise.
+    # The first outputs of the published generator (Vigna's splitmix64.c) seeded with 0: state +=
+    # gamma, then finalise.
     gamma, mask = 0x9E3779B97F4A7C15, (1 << 64) - 1
     assert [mix64(i * gamma & mask) for i in range(3)] == [
         0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F,

@@ -1,7 +1,8 @@
-"""Scripts written for vLLM's offline interface, with `quire` where they import `vllm`: the calls of its published examples.
+"""Scripts written for vLLM's offline interface, with `quire` where they import `vllm`: the calls of
+its published examples.
 
-Each test makes the calls of the examples that its name says, against the model that ships here. What an example needs that
-this version does not have must be refused by one line that names it.
+Each test makes the calls of the examples that its name says, against the model that ships here.
+What an example needs that this version does not have must be refused by one line that names it.
 """
 
 from __future__ import annotations
@@ -51,7 +52,14 @@ CHAT = [
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(model=MODEL, trust_remote_code=True, dtype="half", gpu_memory_utilization=0.5, swap_space=0, **SMALL) as llm:
+    with LLM(
+        model=MODEL,
+        trust_remote_code=True,
+        dtype="half",
+        gpu_memory_utilization=0.5,
+        swap_space=0,
+        **SMALL,
+    ) as llm:
         yield llm
 
 
@@ -67,7 +75,14 @@ def _parser() -> FlexibleArgumentParser:
 
 
 def _arguments(*extra: str) -> list[str]:
-    return ["--num-threads", "1", "--kv_cache_memory_bytes", str(16 << 20), "--max-num-seqs=8", *extra]
+    return [
+        "--num-threads",
+        "1",
+        "--kv_cache_memory_bytes",
+        str(16 << 20),
+        "--max-num-seqs=8",
+        *extra,
+    ]
 
 
 def test_basic_and_reproducibility(llm: LLM) -> None:
@@ -80,7 +95,11 @@ def test_basic_and_reproducibility(llm: LLM) -> None:
 
 
 def test_generate_from_a_command_line() -> None:
-    args = vars(_parser().parse_args(_arguments("--max-tokens", "5", "--temperature", "0", "--trust-remote-code")))
+    args = vars(
+        _parser().parse_args(
+            _arguments("--max-tokens", "5", "--temperature", "0", "--trust-remote-code")
+        )
+    )
     max_tokens, temperature = args.pop("max_tokens"), args.pop("temperature")
     with LLM(**args) as llm:
         params = llm.get_default_sampling_params()
@@ -95,13 +114,27 @@ def test_chat_and_chat_with_tools(llm: LLM) -> None:
     [single] = llm.chat(CHAT, params, use_tqdm=False)
     several = llm.chat([CHAT] * 3, params, use_tqdm=True)
     assert {output.outputs[0].text for output in several} == {single.outputs[0].text}
-    tools = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}]
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}},
+        }
+    ]
     assert llm.chat(CHAT, params, use_tqdm=False, tools=tools, lora_request=None)[0].finished
     source = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
-    [other] = llm.chat(CHAT, params, use_tqdm=False, chat_template=source, chat_template_content_format="string")
+    [other] = llm.chat(
+        CHAT, params, use_tqdm=False, chat_template=source, chat_template_content_format="string"
+    )
     assert other.prompt == "".join(f"{message['content']}\n" for message in CHAT)
-    parts = [{"role": "user", "content": [{"type": "text", "text": "Tell me"}, {"type": "text", "text": "a story."}]}]
-    [text] = llm.chat(parts, params, use_tqdm=False, chat_template=source, chat_template_content_format="string")
+    parts = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Tell me"}, {"type": "text", "text": "a story."}],
+        }
+    ]
+    [text] = llm.chat(
+        parts, params, use_tqdm=False, chat_template=source, chat_template_content_format="string"
+    )
     assert text.prompt == "Tell me\na story.\n"
     [openai] = llm.chat(CHAT, params, use_tqdm=False, chat_template_content_format="openai")
     assert openai.outputs[0].text == single.outputs[0].text
@@ -117,14 +150,23 @@ def test_prompts_of_text_and_of_tokens(llm: LLM) -> None:
     assert tokenizer is not None
     token_ids = tokenizer.encode(PROMPTS[0])
     params = SamplingParams(temperature=0.0, max_tokens=6)
-    forms: list[Any] = [TextPrompt(prompt=PROMPTS[0]), TokensPrompt(prompt_token_ids=token_ids), [token_ids]]
+    forms: list[Any] = [
+        TextPrompt(prompt=PROMPTS[0]),
+        TokensPrompt(prompt_token_ids=token_ids),
+        [token_ids],
+    ]
     answers = [llm.generate(form, params, use_tqdm=False)[0].outputs[0].token_ids for form in forms]
-    answers.append(llm.generate(prompt_token_ids=[token_ids], sampling_params=params)[0].outputs[0].token_ids)
+    answers.append(
+        llm.generate(prompt_token_ids=[token_ids], sampling_params=params)[0].outputs[0].token_ids
+    )
     rendered = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
     [by_hand], [by_chat] = llm.generate(rendered, params), llm.chat(CHAT, params)
     assert answers == [answers[0]] * 4
     assert by_hand.outputs[0].token_ids == by_chat.outputs[0].token_ids
-    assert by_hand.prompt_token_ids == tokenizer.apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"]
+    assert (
+        by_hand.prompt_token_ids
+        == tokenizer.apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"]
+    )
 
 
 def test_prefix_caching_and_its_reset(llm: LLM) -> None:
@@ -146,16 +188,28 @@ def test_structured_outputs(llm: LLM) -> None:
 
     assert answer(StructuredOutputsParams(choice=["good", "bad"])) in ("good", "bad")
     assert answer(StructuredOutputsParams(regex=r"[a-z]{3}\n"), stop=["\n"]).isalpha()
-    schema = {"type": "object", "properties": {"old": {"type": "boolean"}}, "required": ["old"], "additionalProperties": False}
-    assert answer(StructuredOutputsParams(json=schema, disable_any_whitespace=True)) in ('{"old":true}', '{"old":false}')
+    schema = {
+        "type": "object",
+        "properties": {"old": {"type": "boolean"}},
+        "required": ["old"],
+        "additionalProperties": False,
+    }
+    assert answer(StructuredOutputsParams(json=schema, disable_any_whitespace=True)) in (
+        '{"old":true}',
+        '{"old":false}',
+    )
     assert answer(StructuredOutputsParams(grammar='start: "red" | "blue"')) in ("red", "blue")
-    older = SamplingParams(guided_decoding=GuidedDecodingParams(choice=["yes", "no"], backend="xgrammar"))
+    older = SamplingParams(
+        guided_decoding=GuidedDecodingParams(choice=["yes", "no"], backend="xgrammar")
+    )
     assert llm.generate("Is it?", older)[0].outputs[0].text in ("yes", "no")
 
 
 def test_beam_search(llm: LLM) -> None:
     params = BeamSearchParams(beam_width=3, max_tokens=6)
-    outputs = llm.beam_search([TextPrompt(prompt=PROMPTS[0]), TextPrompt(prompt=PROMPTS[1])], params, lora_request=None)
+    outputs = llm.beam_search(
+        [TextPrompt(prompt=PROMPTS[0]), TextPrompt(prompt=PROMPTS[1])], params, lora_request=None
+    )
     for output in outputs:
         best = output.sequences[0]
         assert best.tokens == output.prompt_token_ids + best.token_ids
@@ -166,17 +220,33 @@ def test_beam_search(llm: LLM) -> None:
 
 
 def test_the_engine_by_hand_with_a_reset_of_running_requests() -> None:
-    """`llm_engine_example` and `reset_kv`: requests of all sorts, added between steps; a reset changes no answer."""
+    """`llm_engine_example` and `reset_kv`: requests of all sorts, added between steps;
+    a reset changes no answer."""
 
     def prompts() -> list[tuple[str, SamplingParams]]:
         return [
-            (PROMPTS[0] * 5, SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1, max_tokens=12)),
-            (PROMPTS[1], SamplingParams(temperature=0.8, top_k=5, presence_penalty=0.2, max_tokens=20, seed=3)),
-            (PROMPTS[2], SamplingParams(n=2, temperature=0.8, top_p=0.95, frequency_penalty=0.1, max_tokens=20, seed=4)),
+            (
+                PROMPTS[0] * 5,
+                SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1, max_tokens=12),
+            ),
+            (
+                PROMPTS[1],
+                SamplingParams(
+                    temperature=0.8, top_k=5, presence_penalty=0.2, max_tokens=20, seed=3
+                ),
+            ),
+            (
+                PROMPTS[2],
+                SamplingParams(
+                    n=2, temperature=0.8, top_p=0.95, frequency_penalty=0.1, max_tokens=20, seed=4
+                ),
+            ),
         ]
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    engine = LLMEngine.from_engine_args(EngineArgs.from_cli_args(parser.parse_args(["--model", MODEL, *_arguments()])))
+    engine = LLMEngine.from_engine_args(
+        EngineArgs.from_cli_args(parser.parse_args(["--model", MODEL, *_arguments()]))
+    )
 
     def run(reset_at: int | None) -> dict[str, RequestOutput]:
         todo, finished, step = prompts(), {}, 0
@@ -194,29 +264,45 @@ def test_the_engine_by_hand_with_a_reset_of_running_requests() -> None:
     plain, reset = run(None), run(10)
     assert sorted(plain) == ["1", "2", "3"]
     for name, output in plain.items():
-        assert [each.token_ids for each in output.outputs] == [each.token_ids for each in reset[name].outputs]
-        assert [each.logprobs for each in output.outputs] == [each.logprobs for each in reset[name].outputs]
+        assert [each.token_ids for each in output.outputs] == [
+            each.token_ids for each in reset[name].outputs
+        ]
+        assert [each.logprobs for each in output.outputs] == [
+            each.logprobs for each in reset[name].outputs
+        ]
     engine.shutdown()
 
 
 def test_async_streaming_and_pause_and_resume() -> None:
-    args = AsyncEngineArgs(model=MODEL, enforce_eager=True, num_threads=1, kv_cache_memory_bytes=16 << 20)
+    args = AsyncEngineArgs(
+        model=MODEL, enforce_eager=True, num_threads=1, kv_cache_memory_bytes=16 << 20
+    )
     engine = AsyncLLM.from_engine_args(args)
 
     async def stream() -> str:
         text = ""
-        params = SamplingParams(max_tokens=20, temperature=0.8, seed=42, output_kind=RequestOutputKind.DELTA)
-        async for output in engine.generate(request_id="stream", prompt=PROMPTS[0], sampling_params=params):
+        params = SamplingParams(
+            max_tokens=20, temperature=0.8, seed=42, output_kind=RequestOutputKind.DELTA
+        )
+        async for output in engine.generate(
+            request_id="stream", prompt=PROMPTS[0], sampling_params=params
+        ):
             text += "".join(each.text for each in output.outputs)
         return text
 
     async def paused(mode: Any) -> tuple[int, RequestOutput]:
         """Tokens that came between pause and resume, and the last output."""
-        params, num_tokens, is_held = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.0), 0, asyncio.Event()
+        params, num_tokens, is_held = (
+            SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.0),
+            0,
+            asyncio.Event(),
+        )
 
         async def generate() -> RequestOutput:
             nonlocal num_tokens
-            async for output in engine.generate(request_id="kept", prompt=PROMPTS[1], sampling_params=params):
+            async for output in engine.generate(
+                request_id="kept", prompt=PROMPTS[1], sampling_params=params
+            ):
                 num_tokens = len(output.outputs[0].token_ids)
                 if num_tokens >= 3:
                     is_held.set()
@@ -279,10 +365,17 @@ def test_requests_that_wait_in_a_queue(llm: LLM) -> None:
 
 
 def test_context_extension() -> None:
-    scaling = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}
+    scaling = {
+        "rope_theta": 10000.0,
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": 512,
+    }
     with LLM(model=MODEL, hf_overrides={"rope_parameters": scaling}, **SMALL) as llm:
         assert llm.llm_engine.model_config.max_model_len == 1024
-        [output] = llm.chat(CHAT, SamplingParams(temperature=0.8, top_p=0.95, max_tokens=8), use_tqdm=False)
+        [output] = llm.chat(
+            CHAT, SamplingParams(temperature=0.8, top_p=0.95, max_tokens=8), use_tqdm=False
+        )
         assert output.outputs[0].token_ids
     with pytest.raises(QuireError, match="max_model_len=513 is beyond the 512 tokens"):
         LLM(model=MODEL, max_model_len=513, **SMALL)
@@ -290,20 +383,26 @@ def test_context_extension() -> None:
 
 def test_parameters_that_scripts_give(llm: LLM) -> None:
     params = SamplingParams.from_optional(
-        n=1, temperature=0.0, max_tokens=4, logprobs=2, prompt_logprobs=1, flat_logprobs=True, extra_args={"mine": 1},
-        truncate_prompt_tokens=3, top_p=None, skip_clone=True, stream_interval=1,
+        n=1, temperature=0.0, max_tokens=4, logprobs=2, prompt_logprobs=1, flat_logprobs=True,
+        extra_args={"mine": 1}, truncate_prompt_tokens=3, top_p=None, skip_clone=True,
+        stream_interval=1,
     )  # fmt: skip
     [output] = llm.generate(PROMPTS[0] * 4, params)
     completion = output.outputs[0]
     assert len(output.prompt_token_ids) == 3
     assert completion.logprobs is not None and output.prompt_logprobs is not None
-    listed = llm.generate({"prompt_token_ids": output.prompt_token_ids}, dataclasses.replace(params, flat_logprobs=False))[0]
+    listed = llm.generate(
+        {"prompt_token_ids": output.prompt_token_ids},
+        dataclasses.replace(params, flat_logprobs=False),
+    )[0]
     assert list(completion.logprobs) == listed.outputs[0].logprobs
     assert completion.logprobs[-1] == listed.outputs[0].logprobs[-1]
     assert len(completion.logprobs.token_ids) == sum(map(len, completion.logprobs))  # type: ignore[attr-defined]
     assert list(output.prompt_logprobs) == [each or {} for each in listed.prompt_logprobs]  # type: ignore[union-attr]
     assert completion.finished() and output.lora_request is None and output.encoder_prompt is None
-    shorter = llm.generate(PROMPTS[0] * 4, tokenization_kwargs={"truncate_prompt_tokens": 5}, use_tqdm=False)
+    shorter = llm.generate(
+        PROMPTS[0] * 4, tokenization_kwargs={"truncate_prompt_tokens": 5}, use_tqdm=False
+    )
     assert len(shorter[0].prompt_token_ids) == 5
 
 
@@ -323,7 +422,9 @@ def test_parameters_that_scripts_give(llm: LLM) -> None:
         ("apply_model", "compiled kernels"),
     ],
 )
-def test_methods_that_this_version_does_not_have_say_so_in_one_line(method: str, advice: str, llm: LLM) -> None:
+def test_methods_that_this_version_does_not_have_say_so_in_one_line(
+    method: str, advice: str, llm: LLM
+) -> None:
     with pytest.raises(NotAvailableError) as raised:
         getattr(llm, method)("x", level=1)
     assert str(raised.value).startswith(f"{method}() is not available in this version; ")
@@ -338,31 +439,75 @@ Call = Callable[[LLM], object]
     [
         (lambda llm: llm.generate("x", lora_request=object()), "lora_request is not available"),
         (lambda llm: llm.chat(CHAT, lora_request=[object()]), "lora_request is not available"),
-        (lambda llm: llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}}), "'multi_modal_data' is not available"),
+        (
+            lambda llm: llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}}),
+            "'multi_modal_data' is not available",
+        ),
         (lambda llm: llm.generate({"prompt_embeds": [1.0]}), "'prompt_embeds' is not available"),
-        (lambda llm: llm.chat(CHAT, mm_processor_kwargs={"x": 1}), "mm_processor_kwargs is not available"),
-        (lambda llm: llm.generate("x", tokenization_kwargs={"stride": 2}), "tokenization_kwargs with 'stride' is not"),
-        (lambda llm: SamplingParams(trace_decode_token_ids=[1]), "trace_decode_token_ids=[1] is not available"),
-        (lambda llm: SamplingParams(prompt_logprob_start=3), "prompt_logprob_start=3 is not available"),
-        (lambda llm: BeamSearchParams(2, 2, structured_outputs={}), "structured_outputs are not available for beam"),  # type: ignore[arg-type]
+        (
+            lambda llm: llm.chat(CHAT, mm_processor_kwargs={"x": 1}),
+            "mm_processor_kwargs is not available",
+        ),
+        (
+            lambda llm: llm.generate("x", tokenization_kwargs={"stride": 2}),
+            "tokenization_kwargs with 'stride' is not",
+        ),
+        (
+            lambda llm: SamplingParams(trace_decode_token_ids=[1]),
+            "trace_decode_token_ids=[1] is not available",
+        ),
+        (
+            lambda llm: SamplingParams(prompt_logprob_start=3),
+            "prompt_logprob_start=3 is not available",
+        ),
+        (
+            lambda llm: BeamSearchParams(2, 2, structured_outputs={}),  # type: ignore[arg-type]
+            "structured_outputs are not available for beam",
+        ),
         (lambda llm: PoolingParams(), "PoolingParams() is not available"),
         (lambda llm: LoRARequest("sql", 1, "folder"), "LoRARequest() is not available"),
-        (lambda llm: ModelRegistry.register_model("x", object), "ModelRegistry.register_model() is not available"),
+        (
+            lambda llm: ModelRegistry.register_model("x", object),
+            "ModelRegistry.register_model() is not available",
+        ),
         (lambda llm: LLM(MODEL, runner="pooling"), "runner='pooling' is not available"),
-        (lambda llm: LLM(MODEL, speculative_config={"model": "x"}), "speculative_config={'model': 'x'} is not available"),
+        (
+            lambda llm: LLM(MODEL, speculative_config={"model": "x"}),
+            "speculative_config={'model': 'x'} is not available",
+        ),
         (lambda llm: LLM(MODEL, enable_lora=True), "enable_lora=True is not available"),
         (lambda llm: LLM(MODEL, enable_sleep_mode=True), "enable_sleep_mode=True is not available"),
-        (lambda llm: LLM(MODEL, kv_transfer_config={"kv_role": "x"}), "kv_transfer_config={'kv_role': 'x'} is not"),
-        (lambda llm: LLM(MODEL, logits_processors=[object]), "SamplingParams(logits_processors=[...])"),
-        (lambda llm: LLM(MODEL, enable_prompt_embeds=True), "enable_prompt_embeds=True is not available"),
-        (lambda llm: LLM(MODEL, tensor_parallel_size=4), "tensor_parallel_size=4 is not available yet"),
+        (
+            lambda llm: LLM(MODEL, kv_transfer_config={"kv_role": "x"}),
+            "kv_transfer_config={'kv_role': 'x'} is not",
+        ),
+        (
+            lambda llm: LLM(MODEL, logits_processors=[object]),
+            "SamplingParams(logits_processors=[...])",
+        ),
+        (
+            lambda llm: LLM(MODEL, enable_prompt_embeds=True),
+            "enable_prompt_embeds=True is not available",
+        ),
+        (
+            lambda llm: LLM(MODEL, tensor_parallel_size=4),
+            "tensor_parallel_size=4 is not available yet",
+        ),
         (lambda llm: LLM(MODEL, data_parallel_size=2), "data_parallel_size=2 is not available"),
-        (lambda llm: LLM(MODEL, chat_template="no-such-file"), "chat_template='no-such-file' is no file"),
-        (lambda llm: llm.chat(CHAT, chat_template_content_format="yaml"), "chat_template_content_format='yaml' is unknown"),
+        (
+            lambda llm: LLM(MODEL, chat_template="no-such-file"),
+            "chat_template='no-such-file' is no file",
+        ),
+        (
+            lambda llm: llm.chat(CHAT, chat_template_content_format="yaml"),
+            "chat_template_content_format='yaml' is unknown",
+        ),
         (lambda llm: llm.generate(), "give prompts, or prompt_token_ids"),
     ],
 )
-def test_what_an_example_needs_and_this_version_lacks_is_named(call: Call, message: str, llm: LLM) -> None:
+def test_what_an_example_needs_and_this_version_lacks_is_named(
+    call: Call, message: str, llm: LLM
+) -> None:
     with pytest.raises(QuireError) as raised:
         call(llm)
     assert message in str(raised.value) and "\n" not in str(raised.value)
@@ -380,7 +525,9 @@ def test_half_precision_checkpoints_run(tmp_path: Path, caplog: pytest.LogCaptur
     for dtype in ("auto", "half", "bfloat16"):
         with LLM(str(tmp_path), dtype=dtype, **SMALL) as llm:
             assert llm.llm_engine.model_config.dtype == "bfloat16"
-            [output] = llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
+            [output] = llm.generate(
+                PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False
+            )
             answers.append(output.outputs[0].token_ids)
     assert answers == [answers[0]] * 3
     assert caplog.text.count("computing in bfloat16") == 2

@@ -1,4 +1,5 @@
-"""Options as a script for vLLM writes them: renamed, accepted where they ask for nothing, refused with a reason."""
+"""Options as a script for vLLM writes them: renamed, accepted where they ask for nothing,
+refused with a reason."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def test_every_option_takes_its_neutral_values_in_silence(caplog: pytest.LogCapt
     assert not caplog.text
 
 
-def test_what_has_no_counterpart_is_accepted_with_a_line_that_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_has_no_counterpart_is_accepted_with_a_line_that_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     ignored = [name for name, option in FOREIGN_OPTIONS.items() if option.kind == "ignored"]
     for name in ignored:
         assert EngineConfig.from_options("x", {name: "something"}) == EngineConfig(model="x")
@@ -40,7 +43,10 @@ def test_a_feature_that_there_is_not_is_refused_by_name_with_what_to_do() -> Non
         if option.kind == "absent":
             with pytest.raises(NotAvailableError) as raised:
                 EngineConfig.from_options("x", {name: "something"})
-            assert str(raised.value) == f"{name}='something' is not available in this version; {option.text}"
+            assert (
+                str(raised.value)
+                == f"{name}='something' is not available in this version; {option.text}"
+            )
             assert "\n" not in str(raised.value)
 
 
@@ -77,16 +83,24 @@ def test_a_type_of_torch_is_known_by_its_name() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gpu_memory_utilization": 0.5, "memory_utilization": 0.5}, "are the same option; give one of them"),
+        (
+            {"gpu_memory_utilization": 0.5, "memory_utilization": 0.5},
+            "are the same option; give one of them",
+        ),
         ({"max_model_len": "long"}, "max_model_len='long' is no number of tokens"),
-        ({"hf_overrides": lambda config: config}, "hf_overrides must be a dict of the file's keys, not function"),
+        (
+            {"hf_overrides": lambda config: config},
+            "hf_overrides must be a dict of the file's keys, not function",
+        ),
         ({"revision": 3}, "revision=3 must be text"),
         ({"generation_config": ""}, "generation_config='' must be text"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
         ({"cpu_offload_gb": True}, "cpu_offload_gb=True is not available"),
     ],
 )
-def test_what_cannot_be_translated_is_refused_in_one_line(options: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_translated_is_refused_in_one_line(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         EngineConfig.from_options("x", options)
     assert message in str(raised.value) and "\n" not in str(raised.value)

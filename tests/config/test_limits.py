@@ -15,12 +15,17 @@ from quire.errors import ConfigError
         ({"block_size": -1}, "block_size=-1"),
         ({"policy": "random"}, "policy='random' is unknown"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 63}, "63 is below max_num_seqs=64"),
-        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 4095}, "below max_model_len=4096"),
+        (
+            {"enable_chunked_prefill": False, "max_num_batched_tokens": 4095},
+            "below max_model_len=4096",
+        ),
         ({"watermark": 1.0}, "watermark=1.0"),
         ({"watermark": -0.1}, "watermark=-0.1"),
     ],
 )
-def test_impossible_limits_are_refused_with_the_value(changes: dict[str, Any], message: str) -> None:
+def test_impossible_limits_are_refused_with_the_value(
+    changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         SchedulerLimits(**({"num_blocks": 8} | {"max_num_seqs": 4} | changes))
 

@@ -1,4 +1,5 @@
-"""Beam search in the engine against the oracle's independent version, in every mode and in tight memory."""
+"""Beam search in the engine against the oracle's independent version,
+in every mode and in tight memory."""
 
 from __future__ import annotations
 
@@ -38,23 +39,33 @@ def _search(run: Any, settings: BeamSettings, prompt: list[int]) -> tuple[BeamSe
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.0])
 @pytest.mark.parametrize("eos", [(), (3,), (3, 5)])
-def test_hypotheses_are_those_of_transformers(early_stopping: Any, length_penalty: float, eos: tuple[int, ...]) -> None:
+def test_hypotheses_are_those_of_transformers(
+    early_stopping: Any, length_penalty: float, eos: tuple[int, ...]
+) -> None:
     run = Harness()
     for width in (1, 2, 4):
         settings = BeamSettings(width, 6, frozenset(eos), length_penalty, early_stopping)
         strategy, expected = _search(run, settings, [width, 2, 3])
-        assert [(list(h.token_ids), h.score) for h in strategy.hypotheses] == [tuple(answer) for answer in expected]
+        assert [(list(h.token_ids), h.score) for h in strategy.hypotheses] == [
+            tuple(answer) for answer in expected
+        ]
         for hypothesis in strategy.hypotheses:
             is_stop = hypothesis.token_ids[-1] in eos
-            assert hypothesis.finish_reason is (FinishReason.STOP if is_stop else FinishReason.LENGTH)
+            assert hypothesis.finish_reason is (
+                FinishReason.STOP if is_stop else FinishReason.LENGTH
+            )
 
 
-@pytest.mark.parametrize("limits", [{"max_num_seqs": 1}, {"num_blocks": 5}, {"max_num_seqs": 2, "num_blocks": 6}])
+@pytest.mark.parametrize(
+    "limits", [{"max_num_seqs": 1}, {"num_blocks": 5}, {"max_num_seqs": 2, "num_blocks": 6}]
+)
 def test_beams_that_cannot_all_run_at_once_find_the_same(limits: dict[str, int]) -> None:
     run = Harness(block_size=2, max_num_batched_tokens=8, **limits)
     settings = BeamSettings(3, 5, frozenset({3}))
     strategy, expected = _search(run, settings, [1, 2, 3, 4])
-    assert [list(h.token_ids) for h in strategy.hypotheses] == [answer.token_ids for answer in expected]
+    assert [list(h.token_ids) for h in strategy.hypotheses] == [
+        answer.token_ids for answer in expected
+    ]
 
 
 def test_beams_share_what_they_have_in_common() -> None:

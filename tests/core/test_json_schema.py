@@ -23,9 +23,21 @@ def refusal(schema: Any) -> str:
     [
         True,
         {},
-        {"$defs": {"not": {"type": "null"}}, "$ref": "#/$defs/not", "title": "names are no keywords"},
-        {"properties": {"if": {"type": "string", "format": "uuid"}, "uniqueItems": True}, "required": ["if"]},
-        {"enum": [{"not": 1}], "const": {"foo": 2}, "default": {"bar": 3}, "examples": [{"baz": 4}]},
+        {
+            "$defs": {"not": {"type": "null"}},
+            "$ref": "#/$defs/not",
+            "title": "names are no keywords",
+        },
+        {
+            "properties": {"if": {"type": "string", "format": "uuid"}, "uniqueItems": True},
+            "required": ["if"],
+        },
+        {
+            "enum": [{"not": 1}],
+            "const": {"foo": 2},
+            "default": {"bar": 3},
+            "examples": [{"baz": 4}],
+        },
         {"anyOf": [{"type": "string"}, {"type": "null"}], "discriminator": {"propertyName": "x"}},
     ],
 )
@@ -45,7 +57,9 @@ def test_what_can_be_enforced_passes(schema: Any) -> None:
         ({"x-guidance": {"lenient": True}, "not": {}}, "x-guidance"),
     ],
 )
-def test_a_keyword_that_cannot_be_enforced_is_named_wherever_it_stands(schema: Any, keyword: str) -> None:
+def test_a_keyword_that_cannot_be_enforced_is_named_wherever_it_stands(
+    schema: Any, keyword: str
+) -> None:
     assert repr(keyword) in refusal(schema)
 
 
@@ -90,28 +104,42 @@ def test_a_strict_schema_is_closed_wherever_an_object_stands() -> None:
     }
     before = json.dumps(schema)
     closed: Any = closed_schema(schema, "json", is_strict=True)
-    assert closed["required"] == ["list", "either", "one"] and closed["additionalProperties"] is False
+    assert (
+        closed["required"] == ["list", "either", "one"] and closed["additionalProperties"] is False
+    )
     inner = closed["properties"]["list"]["items"]
     assert inner["required"] == ["x"] and inner["additionalProperties"] is False
     assert inner["properties"]["x"]["additionalProperties"] is False
-    assert closed["$defs"]["one"] == {"properties": {"y": {}}, "additionalProperties": False, "required": ["y"]}
+    assert closed["$defs"]["one"] == {
+        "properties": {"y": {}},
+        "additionalProperties": False,
+        "required": ["y"],
+    }
     assert json.dumps(schema) == before  # the client's own is shown to the model
 
 
 def test_what_says_itself_what_else_it_holds_stays_open() -> None:
     for extra in (True, {"type": "string"}, False):
-        schema: dict[str, Any] = {"type": "object", "properties": {"a": {}}, "additionalProperties": extra}
+        schema: dict[str, Any] = {
+            "type": "object",
+            "properties": {"a": {}},
+            "additionalProperties": extra,
+        }
         closed: Any = closed_schema(schema, "json", is_strict=True)
         assert closed["additionalProperties"] == extra
     assert closed_schema({"type": "object"}, "json", is_strict=False) == {"type": "object"}
     loose: Any = closed_schema({"properties": {"a": {}}}, "json", is_strict=False)
-    assert loose == {"properties": {"a": {}}, "additionalProperties": False}  # and nothing more is required
+    # and nothing more is required
+    assert loose == {"properties": {"a": {}}, "additionalProperties": False}
 
 
 @pytest.mark.parametrize(
     "schema",
     [
-        {"allOf": [{"$ref": "#/$defs/a"}, {"properties": {"y": {}}}], "$defs": {"a": {"properties": {"x": {}}}}},
+        {
+            "allOf": [{"$ref": "#/$defs/a"}, {"properties": {"y": {}}}],
+            "$defs": {"a": {"properties": {"x": {}}}},
+        },
         {"properties": {"x": {}}, "anyOf": [{"properties": {"y": {}}}, {"required": ["x"]}]},
         {"$ref": "#/$defs/a", "properties": {"y": {}}, "$defs": {"a": {"properties": {"x": {}}}}},
     ],
@@ -131,6 +159,13 @@ def test_a_schema_that_is_too_deep_is_left_to_be_refused(depth: int) -> None:
 def test_an_integer_without_bounds_is_one_that_every_program_reads() -> None:
     node = {"type": "array", "items": {"type": "integer"}}
     closed: Any = closed_schema(node, "json", is_strict=False)
-    assert closed["items"] == {"type": "integer", "minimum": 1 - (1 << 53), "maximum": (1 << 53) - 1}
+    assert closed["items"] == {
+        "type": "integer",
+        "minimum": 1 - (1 << 53),
+        "maximum": (1 << 53) - 1,
+    }
     for own in ({"minimum": 0}, {"enum": [1]}, {"multipleOf": 5}):
-        assert closed_schema({"type": "integer", **own}, "json", is_strict=True) == {"type": "integer", **own}
+        assert closed_schema({"type": "integer", **own}, "json", is_strict=True) == {
+            "type": "integer",
+            **own,
+        }

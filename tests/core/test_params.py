@@ -1,4 +1,5 @@
-"""Parameters: vLLM's defaults, every range refused with its name, and the translation into plan records."""
+"""Parameters: vLLM's defaults, every range refused with its name,
+and the translation into plan records."""
 
 from __future__ import annotations
 
@@ -28,7 +29,11 @@ def test_defaults_are_vllms() -> None:
     params = SamplingParams()
     assert (params.n, params.best_of, params.max_tokens, params.min_tokens) == (1, None, 16, 0)
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, 0, 0.0)
-    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (
+        0.0,
+        0.0,
+        1.0,
+    )
     assert params.seed is None and params.logprobs is None
     assert params.prompt_logprobs is None and params.logit_bias is None
     assert params.detokenize and params.skip_special_tokens and params.spaces_between_special_tokens
@@ -90,7 +95,9 @@ BAD_VALUES: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("param", "value"), BAD_VALUES, ids=[f"{name}-{i}" for i, (name, _) in enumerate(BAD_VALUES)])
+@pytest.mark.parametrize(
+    ("param", "value"), BAD_VALUES, ids=[f"{name}-{i}" for i, (name, _) in enumerate(BAD_VALUES)]
+)
 def test_a_bad_value_is_refused_by_name(param: str, value: Any) -> None:
     with pytest.raises(InvalidParameterError, match=param) as caught:
         make(param, value)
@@ -100,7 +107,15 @@ def test_a_bad_value_is_refused_by_name(param: str, value: Any) -> None:
 
 @pytest.mark.parametrize(
     "param",
-    ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"],
+    [
+        "temperature",
+        "top_p",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+    ],
 )
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_numbers_must_be_finite(param: str, value: float) -> None:
@@ -122,7 +137,11 @@ def test_stop_strings_need_text() -> None:
 
 
 def test_values_are_normalised() -> None:
-    wishes: dict[str, Any] = {"logit_bias": {"7": 1, 3: -2}, "output_kind": "delta", "temperature": 0}
+    wishes: dict[str, Any] = {
+        "logit_bias": {"7": 1, 3: -2},
+        "output_kind": "delta",
+        "temperature": 0,
+    }
     params = SamplingParams(top_k=-1, seed=-1, stop="end", **wishes)
     assert params.top_k == 0
     assert params.seed is None
@@ -162,7 +181,9 @@ def test_row_sampling_carries_everything() -> None:
         logprob_token_ids=[6],
         logprobs_mode="raw_logits",
     )
-    row = params.to_row_sampling(seed=-1, eos_token_ids=(2, 4), bad_words=[[1, 2]], processors=["p"])
+    row = params.to_row_sampling(
+        seed=-1, eos_token_ids=(2, 4), bad_words=[[1, 2]], processors=["p"]
+    )
     assert row.seed == 2**64 - 1
     assert row.stop_token_ids == (2, 4, 9)
     assert row.logit_bias == ((2, -1.0), (8, 1.0))
@@ -202,10 +223,27 @@ def test_biased_ids_must_be_in_the_vocabulary() -> None:
 
 
 def test_generation_config_gives_defaults() -> None:
-    config = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "do_sample": True, "min_p": None, "max_new_tokens": 99}
-    assert generation_defaults(config) == {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_tokens": 99}
+    config = {
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+        "do_sample": True,
+        "min_p": None,
+        "max_new_tokens": 99,
+    }
+    assert generation_defaults(config) == {
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+        "max_tokens": 99,
+    }
     params = SamplingParams.from_generation_config(config, temperature=0.1)
-    assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.1, 20, 0.95, 99)
+    assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (
+        0.1,
+        20,
+        0.95,
+        99,
+    )
     assert SamplingParams.from_generation_config({}) == SamplingParams()
 
 
@@ -243,10 +281,20 @@ def test_bad_beam_search_params(param: str, value: Any) -> None:
     assert caught.value.param == param
 
 
-ANYTHING = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.lists(st.integers()), st.binary())
+ANYTHING = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(),
+    st.lists(st.integers()),
+    st.binary(),
+)
 
 
-@given(param=st.sampled_from([name for name in SamplingParams.__dataclass_fields__]), value=ANYTHING)
+@given(
+    param=st.sampled_from([name for name in SamplingParams.__dataclass_fields__]), value=ANYTHING
+)
 def test_any_value_is_accepted_or_refused_by_name(param: str, value: Any) -> None:
     try:
         params = make(param, value)

@@ -1,4 +1,5 @@
-"""Answers that repeat themselves: the rule against its definition, its bounds, and what a scheduler makes of it."""
+"""Answers that repeat themselves: the rule against its definition, its bounds,
+and what a scheduler makes of it."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from quire.core.params import SamplingParams
 from quire.core.repetition import MAX_PATTERN_SIZE, RepetitionDetectionParams, RepetitionWatch
 from quire.errors import InvalidParameterError
 
-RULES = st.tuples(st.integers(1, 4), st.integers(0, 4), st.integers(2, 5)).map(lambda each: (each[0], sum(each[:2]), each[2]))
+RULES = st.tuples(st.integers(1, 4), st.integers(0, 4), st.integers(2, 5)).map(
+    lambda each: (each[0], sum(each[:2]), each[2])
+)
 
 
 def ends_with_a_pattern(output: list[int], rule: tuple[int, int, int]) -> bool:
@@ -23,8 +26,14 @@ def ends_with_a_pattern(output: list[int], rule: tuple[int, int, int]) -> bool:
 
 
 @settings(max_examples=300, deadline=None)
-@given(output=st.lists(st.integers(0, 2), max_size=40), prompt=st.lists(st.integers(0, 2), max_size=6), rule=RULES)
-def test_the_watch_sees_what_the_definition_says(output: list[int], prompt: list[int], rule: tuple[int, int, int]) -> None:
+@given(
+    output=st.lists(st.integers(0, 2), max_size=40),
+    prompt=st.lists(st.integers(0, 2), max_size=6),
+    rule=RULES,
+)
+def test_the_watch_sees_what_the_definition_says(
+    output: list[int], prompt: list[int], rule: tuple[int, int, int]
+) -> None:
     """Token by token, and also by a watch that comes late; the prompt does not count."""
     watch = RepetitionWatch(rule, len(prompt))
     for length in range(1, len(output) + 1):
@@ -35,7 +44,8 @@ def test_the_watch_sees_what_the_definition_says(output: list[int], prompt: list
 
 
 def test_work_is_bounded_by_the_window() -> None:
-    """Whatever the count and the length: what is kept are at most as many runs as there are sizes."""
+    """Whatever the count and the length: what is kept are at most as
+    many runs as there are sizes."""
     watch = RepetitionWatch((1000, MAX_PATTERN_SIZE, 1 << 20), 3)
     assert not watch.is_looping([7] * 5000)
     assert sorted(watch._runs) == list(range(1000, MAX_PATTERN_SIZE + 1))
@@ -46,8 +56,9 @@ def test_work_is_bounded_by_the_window() -> None:
     [
         {"max_pattern_size": -1}, {"max_pattern_size": 3, "min_count": 1},
         {"max_pattern_size": MAX_PATTERN_SIZE + 1, "min_count": 2},
-        {"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2}, {"max_pattern_size": True, "min_count": 2},
-        {"max_pattern_size": 2.0, "min_count": 2}, {"max_pattern_size": "2", "min_count": 2}, {"min_count": -1},
+        {"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2},
+        {"max_pattern_size": True, "min_count": 2}, {"max_pattern_size": 2.0, "min_count": 2},
+        {"max_pattern_size": "2", "min_count": 2}, {"min_count": -1},
         {"max_pattern_size": 2, "min_count": 1 << 40}, {"size": 3}, [3, 2], "3",
     ],
 )  # fmt: skip
@@ -61,6 +72,8 @@ def test_names_and_defaults() -> None:
     for off in ({}, {"max_pattern_size": 0, "min_count": 3}, {"max_pattern_size": None}):
         assert RepetitionDetectionParams.from_mapping(off).rule is None
     params = SamplingParams(repetition_detection={"max_pattern_size": 4, "min_count": 3})  # type: ignore[arg-type]
-    assert params.clone().repetition_detection == RepetitionDetectionParams(max_pattern_size=4, min_count=3)
+    assert params.clone().repetition_detection == RepetitionDetectionParams(
+        max_pattern_size=4, min_count=3
+    )
     assert RepetitionDetectionParams(max_pattern_size=4, min_count=3).rule == (1, 4, 3)
     assert RepetitionDetectionParams(4, 2, 3).rule == (2, 4, 3)

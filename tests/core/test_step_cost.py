@@ -1,4 +1,5 @@
-"""The model of step costs: what it counts, how it learns, and that chunk lengths fit the time they are given."""
+"""The model of step costs: what it counts, how it learns,
+and that chunk lengths fit the time they are given."""
 
 from __future__ import annotations
 
@@ -40,9 +41,14 @@ def _seconds(costs: UnitCosts, work: StepWork) -> float:
 
 def test_work_counts_tokens_contexts_and_pairs() -> None:
     assert work_of([]) == StepWork()
-    assert work_of([RowWork(0, 9, 1, ONE_SAMPLE), RowWork(1, 19, 1, ONE_SAMPLE)]) == StepWork(1, 1, 2, 2, 30, 30.0)
-    # A chunk of 4 tokens from position 8 on: queries see 8, 9, 10 and 11 earlier keys, and half of a step each of their own.
-    assert work_of([RowWork(0, 9, 1, ONE_SAMPLE), RowWork(1, 8, 4)]) == StepWork(1, 1, 5, 1, 22, 9.5 + 40.0)
+    assert work_of([RowWork(0, 9, 1, ONE_SAMPLE), RowWork(1, 19, 1, ONE_SAMPLE)]) == StepWork(
+        1, 1, 2, 2, 30, 30.0
+    )
+    # A chunk of 4 tokens from position 8 on: queries see 8, 9, 10 and 11 earlier keys, and half of
+    # a step each of their own.
+    assert work_of([RowWork(0, 9, 1, ONE_SAMPLE), RowWork(1, 8, 4)]) == StepWork(
+        1, 1, 5, 1, 22, 9.5 + 40.0
+    )
     assert work_of([RowWork(0, 0, 4)]).num_heads == 0
 
 
@@ -81,7 +87,8 @@ def test_a_machine_that_becomes_slower_is_followed() -> None:
 
 
 def test_long_runs_of_equal_steps_leave_other_costs_alone() -> None:
-    """Thousands of decodes say nothing of prompts; nor may uncertainty grow without a bound meanwhile."""
+    """Thousands of decodes say nothing of prompts;
+    nor may uncertainty grow without a bound meanwhile."""
     random, model = Random(3), StepCostModel(_TRUE)
     for _ in range(5000):
         work = work_of(_decodes(1, 100))
@@ -90,7 +97,11 @@ def test_long_runs_of_equal_steps_leave_other_costs_alone() -> None:
     assert model.seconds(prompt) == pytest.approx(_seconds(_TRUE, prompt), rel=0.5)
 
 
-@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 100_000), st.floats(0.0, 1e9)), max_size=30))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 300), st.integers(0, 100_000), st.floats(0.0, 1e9)), max_size=30
+    )
+)
 def test_coefficients_stay_positive_and_finite(steps: list[tuple[int, int, float]]) -> None:
     model = StepCostModel(_TRUE)
     for num_tokens, start, measured_s in steps:

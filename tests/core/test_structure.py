@@ -1,4 +1,5 @@
-"""The parameters that ask for a form: exactly one of them, within limits, and what the plan gets."""
+"""The parameters that ask for a form: exactly one of them, within limits,
+and what the plan gets."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ from quire.errors import InvalidParameterError
     [
         ({"json": {"type": "integer"}}, Grammar("json", '{"type":"integer"}')),
         ({"json": ' {"type" : "integer"} '}, Grammar("json", '{"type":"integer"}')),
-        ({"json_object": True, "disable_any_whitespace": True}, Grammar("json_compact", '{"type":"object"}')),
+        (
+            {"json_object": True, "disable_any_whitespace": True},
+            Grammar("json_compact", '{"type":"object"}'),
+        ),
         ({"regex": "a|b"}, Grammar("regex", "a|b")),
         ({"choice": ["a", 'b"\n', "a"]}, Grammar("lark", 'start: "a" | "b\\"\\n"')),
         ({"grammar": 'start: "x"'}, Grammar("lark", 'start: "x"')),

@@ -1,4 +1,5 @@
-"""Pages that newcomers read use the field's terms: a list of words that this project once used instead, and what to write."""
+"""Pages that newcomers read use the field's terms:
+a list of words that this project once used instead, and what to write."""
 
 from __future__ import annotations
 
@@ -9,11 +10,23 @@ import pytest
 from markdown_pages import ROOT, without_code
 
 PAGES = [
-    "README.md", "CONTRIBUTING.md", "docs/README.md", "docs/tour.md", "docs/glossary.md", "docs/models.md",
-    "docs/troubleshooting.md", "docs/benchmarks/README.md", "docs/lab/README.md",
-    "docs/benchmarks/records.md", "benchmarks/README.md",
-    *(str(page.relative_to(ROOT)) for name in ("howto", "decisions") for page in sorted((ROOT / "docs" / name).glob("*.md"))),
-]  # fmt: skip
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/README.md",
+    "docs/tour.md",
+    "docs/glossary.md",
+    "docs/models.md",
+    "docs/troubleshooting.md",
+    "docs/benchmarks/README.md",
+    "docs/lab/README.md",
+    "docs/benchmarks/records.md",
+    "benchmarks/README.md",
+    *(
+        str(page.relative_to(ROOT))
+        for name in ("howto", "decisions")
+        for page in sorted((ROOT / "docs" / name).glob("*.md"))
+    ),
+]
 TERMS = {
     r"stretch(es)?": "split-K chunk",
     r"(?<!dot )(matrix )?products?": "GEMM",
@@ -27,7 +40,9 @@ TERMS = {
     r"made-up weights": "random weights",
     r"in company|company": "batch composition",
     r"crowds?": "burst",
-    r"whoever|whosever|somebody|nobody|everybody|anybody": "the component: the client, a request, the scheduler",
+    r"whoever|whosever|somebody|nobody|everybody|anybody": (
+        "the component: the client, a request, the scheduler"
+    ),
     r"look(s|ed)? into": "query",
     r"peaks?": "maximum, or max logit",
     r"unasked|asked for": "requested, or name the caller",
@@ -43,7 +58,10 @@ def violations(text: str) -> list[str]:
     prose = without_code(text)
     prose = re.sub(r"\]\([^)]*\)", "]", prose)
     return [
-        f"{match[0]!r} (better: {better}) in {prose[max(0, match.start() - 30) : match.end() + 30]!r}"
+        (
+            f"{match[0]!r} (better: {better}) in "
+            f"{prose[max(0, match.start() - 30) : match.end() + 30]!r}"
+        )
         for word, better in TERMS.items()
         for match in re.finditer(rf"\b({word})\b", prose, re.IGNORECASE)
     ]
@@ -56,8 +74,12 @@ def test_pages_use_the_terms_of_the_field(page: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_sentences_can_be_read(page: str) -> None:
-    prose = re.sub(r"\]\([^)]*\)|<[^>]*>", "", without_code((ROOT / page).read_text(encoding="utf-8")))
-    prose = re.sub(r"^\|.*$|^#.*$|^[-\d].*?(?=^[-\d\n])", "\n\n", prose, flags=re.MULTILINE | re.DOTALL)
+    prose = re.sub(
+        r"\]\([^)]*\)|<[^>]*>", "", without_code((ROOT / page).read_text(encoding="utf-8"))
+    )
+    prose = re.sub(
+        r"^\|.*$|^#.*$|^[-\d].*?(?=^[-\d\n])", "\n\n", prose, flags=re.MULTILINE | re.DOTALL
+    )
     sentences = re.split(r"(?<=[.:;?!])\s|\n\n", prose)
     assert [each for each in sentences if len(each.split()) > MAX_WORDS_A_SENTENCE] == []
 
@@ -69,9 +91,16 @@ def test_the_check_can_fail() -> None:
 
 def test_the_readme_stays_short() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    prose = re.sub(r"\]\([^)]*\)|<[^>]*>", "", re.sub(r"`[^`\n]*`", "", re.sub(r"```.*?```", "", text, flags=re.DOTALL)))
+    prose = re.sub(
+        r"\]\([^)]*\)|<[^>]*>",
+        "",
+        re.sub(r"`[^`\n]*`", "", re.sub(r"```.*?```", "", text, flags=re.DOTALL)),
+    )
     numbers = re.findall(r"(?<![\w.-])\d[\d.,]*(?![\w-])", prose)
-    assert len(text.splitlines()) <= 100 and len(text.split()) <= 750 and len(numbers) <= 14, (numbers, len(text.split()))
+    assert len(text.splitlines()) <= 100 and len(text.split()) <= 750 and len(numbers) <= 14, (
+        numbers,
+        len(text.split()),
+    )
 
 
 def test_pages_exist() -> None:

@@ -24,7 +24,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_a_broken_link_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("# One heading: `code` (and more)\n\n[a](#one-heading-code-and-more) `[b](no)`\n\n## Twice\n## Twice\n")
+    page.write_text(
+        "# One heading: `code` (and more)\n\n[a](#one-heading-code-and-more) `[b](no)`\n\n## "
+        "Twice\n## Twice\n"
+    )
     assert links(page) == ["#one-heading-code-and-more"]
     assert anchors(page) == {"one-heading-code-and-more", "twice", "twice-1"}
 

@@ -1,8 +1,9 @@
 """Every command and snippet of the README, CONTRIBUTING and the how-to pages is run as it stands.
 
-Commands of `quire` run in this process; Python snippets one after the other in a process of their own; clients and
-curl against a server that the README's own command started, but for its port. What needs a network, minutes or another machine
-(`pip install`, `make`, `python -m pytest`, scripts) is resolved: the target, the tests, the requirement exist.
+Commands of `quire` run in this process; Python snippets one after the other in a process of their
+own; clients and curl against a server that the README's own command started, but for its port. What
+needs a network, minutes or another machine (`pip install`, `make`, `python -m pytest`, scripts) is
+resolved: the target, the tests, the requirement exist.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ from quire.cli.parser import Parser
 from quire.core.structure import StructuredOutputsParams
 from quire.grammar.judge import judge
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs" / "howto").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs" / "howto").glob("*.md")),
+]
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 PYTHON = [block for block in BLOCKS if block.language == "python"]
 COMMAND_LINES = [
@@ -45,12 +50,20 @@ COMMAND_LINES = [
 MENTIONED = [
     (str(page.relative_to(ROOT)), code)
     for page in [*PAGES, ROOT / "docs" / "troubleshooting.md"]
-    for code in re.findall(r"`(quire [^`\n]+)`", re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL))
+    for code in re.findall(
+        r"`(quire [^`\n]+)`",
+        re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL),
+    )
 ]
 SERVE = "quire serve quire-storyteller --port 8000"
 DEADLINE_S = 100.0
 # One thread, so that tests side by side do not fight; nothing is looked up on the network.
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "passive",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 def _is_client(block: Block) -> bool:
@@ -61,21 +74,28 @@ def _words(line: str) -> list[str]:
     return shlex.split(line, comments=True)
 
 
-# -- what can be resolved, in the fast suite -------------------------------------------------------------------------------
+# -- what can be resolved, in the fast suite
+# -------------------------------------------------------------------------------
 
 
 def _check_options(words: list[str]) -> None:
     """Hold a command of `quire` to its parser: the command exists, and so does every option."""
-    name = next((" ".join(words[1:count]) for count in (3, 2) if " ".join(words[1:count]) in COMMANDS), None)
+    name = next(
+        (" ".join(words[1:count]) for count in (3, 2) if " ".join(words[1:count]) in COMMANDS), None
+    )
     assert name is not None, f"there is no command {words[1:3]}"
     parser = Parser(f"quire {name}", COMMANDS[name].help)
     importlib.import_module(COMMANDS[name].module).add_arguments(parser)
     known = {text for action in parser._actions for text in action.option_strings}
-    assert [word for word in words if re.match(r"--?[a-z]", word) and word.split("=")[0] not in known] == []
+    assert [
+        word for word in words if re.match(r"--?[a-z]", word) and word.split("=")[0] not in known
+    ] == []
 
 
 def _check_make(words: list[str]) -> None:
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    targets = set(
+        re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    )
     assert {word for word in words[1:] if "=" not in word} <= targets
 
 
@@ -84,7 +104,11 @@ def _check_pip(words: list[str]) -> None:
     assert words[1] == "install"
     for word in words[2:]:
         extra = re.fullmatch(r"quire\[(\w+)\]", word)
-        assert word in {".", "-e"} or word.startswith("--") or (extra and extra[1] in project["optional-dependencies"])
+        assert (
+            word in {".", "-e"}
+            or word.startswith("--")
+            or (extra and extra[1] in project["optional-dependencies"])
+        )
 
 
 def _check_pytest(words: list[str]) -> None:
@@ -98,12 +122,14 @@ def _check_script(words: list[str]) -> None:
 
 
 def _check_curl(words: list[str]) -> None:
-    assert any(word.startswith("http://localhost:8000/") for word in words), "run against the server in the slow suite"
+    assert any(word.startswith("http://localhost:8000/") for word in words), (
+        "run against the server in the slow suite"
+    )
 
 
 CHECKS: dict[str, Callable[[list[str]], None]] = {
-    "quire": _check_options, "make": _check_make, "pip": _check_pip, "python": _check_pytest, "sh": _check_script,
-    "curl": _check_curl,
+    "quire": _check_options, "make": _check_make, "pip": _check_pip, "python": _check_pytest,
+    "sh": _check_script, "curl": _check_curl,
 }  # fmt: skip
 
 
@@ -116,7 +142,9 @@ def test_every_command_exists_with_its_options(page: str, line: str) -> None:
 @pytest.mark.parametrize(("page", "code"), MENTIONED)
 def test_every_command_mentioned_exists_with_its_options(page: str, code: str) -> None:
     words = [word for word in code.replace("...", "").split() if not word.startswith("'")]
-    if words[1] == "COMMAND" or (len(words) == 2 and any(name.startswith(f"{words[1]} ") for name in COMMANDS)):
+    if words[1] == "COMMAND" or (
+        len(words) == 2 and any(name.startswith(f"{words[1]} ") for name in COMMANDS)
+    ):
         return
     _check_options(words)
 
@@ -128,8 +156,14 @@ def test_every_python_snippet_is_whole() -> None:
 
 def test_the_blocks_are_found() -> None:
     readme = [line for page, line in COMMAND_LINES if page == "README.md"]
-    assert {"pip install .", SERVE} <= set(readme) and any(line.startswith("make demo") for line in readme)
-    assert any(line.startswith("make test ") for line in readme) and len(PYTHON) >= 8 and len(COMMAND_LINES) > 20
+    assert {"pip install .", SERVE} <= set(readme) and any(
+        line.startswith("make demo") for line in readme
+    )
+    assert (
+        any(line.startswith("make test ") for line in readme)
+        and len(PYTHON) >= 8
+        and len(COMMAND_LINES) > 20
+    )
     unknown = {block.language for block in BLOCKS} - {"python", "bash", "ebnf"}
     assert not unknown, f"blocks in {unknown} are not run by any test"
 
@@ -141,7 +175,8 @@ def test_grammars_are_understood() -> None:
         judge.check(StructuredOutputsParams(grammar=grammar).wire)
 
 
-# -- what runs -------------------------------------------------------------------------------------------------------------
+# -- what runs
+# --------------------------------------------------------------------------------------------------
 
 RUNNABLE = sorted(
     {
@@ -156,7 +191,9 @@ CLIENTS = [block for block in BLOCKS if _is_client(block) and not block.code.sta
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", RUNNABLE)
-def test_commands_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_run(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     code = main(_words(line)[1:])
@@ -166,20 +203,26 @@ def test_commands_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_snippets_that_load_the_model(tmp_path: Path) -> None:
-    """In one process, which pays for importing torch once; a failure names the page and the number of its block."""
+    """In one process, which pays for importing torch once;
+    a failure names the page and the number of its block."""
     files = []
     for block in LOCAL:
         file = tmp_path / f"{block.page.replace('/', '-')}-{block.number}.py"
         file.write_text(block.code, encoding="utf-8")
         files.append(str(file))
-    program = "import runpy, sys; [runpy.run_path(path, run_name='__main__') for path in sys.argv[1:]]"
-    said = _run([sys.executable, "-W", "error", "-c", program + "; print('-- done')", *files], tmp_path)
+    program = (
+        "import runpy, sys; [runpy.run_path(path, run_name='__main__') for path in sys.argv[1:]]"
+    )
+    said = _run(
+        [sys.executable, "-W", "error", "-c", program + "; print('-- done')", *files], tmp_path
+    )
     assert "-- done" in said and len(said.split()) > 40 * len(LOCAL)
 
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    """Where a server listens that was started by the README's command, but for its port: one that is free."""
+    """Where a server listens that was started by the README's command, but for its port:
+    one that is free."""
     words = _words(SERVE.replace("8000", "0"))
     with (
         tempfile.TemporaryFile("w+") as log,
@@ -210,7 +253,9 @@ def _ready_port(log: TextIO) -> int | None:
 
 def _run(command: list[str], folder: Path) -> str:
     paths = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=paths, cwd=folder, capture_output=True, text=True, timeout=DEADLINE_S)
+    done = subprocess.run(
+        command, env=paths, cwd=folder, capture_output=True, text=True, timeout=DEADLINE_S
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

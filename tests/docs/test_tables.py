@@ -1,4 +1,5 @@
-"""What pages say of the code is true: supported models, error messages, endpoints, commands, line counts."""
+"""What pages say of the code is true: supported models, error messages, endpoints, commands,
+line counts."""
 
 from __future__ import annotations
 
@@ -21,16 +22,27 @@ def _page(name: str) -> str:
 
 
 def test_the_table_of_models_is_the_registry() -> None:
-    rows = re.findall(r"^\| `(\w+)` \|.*\| `(quire/models/\w+\.py)` \| (?:`(\w+)` )?\|$", _page("models.md"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(\w+)` \|.*\| `(quire/models/\w+\.py)` \| (?:`(\w+)` )?\|$",
+        _page("models.md"),
+        re.MULTILINE,
+    )
     assert {name: file for name, file, _ in rows} == {
-        name: declare.__module__.replace(".", "/") + ".py" for name, declare in ARCHITECTURES.items()
+        name: declare.__module__.replace(".", "/") + ".py"
+        for name, declare in ARCHITECTURES.items()
     }
     assert {gguf: name for name, _, gguf in rows if gguf} == dict(GGUF)
 
 
 def test_every_message_of_the_troubleshooting_page_is_one_that_the_code_raises() -> None:
-    source = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "quire").rglob("*.py")))
-    source = re.sub(r'"\s*\n\s*f?"', "", source).replace("{device!r}", "'cuda'").replace("{name!r}", "'cuda'")
+    source = "".join(
+        path.read_text(encoding="utf-8") for path in sorted((ROOT / "quire").rglob("*.py"))
+    )
+    source = (
+        re.sub(r'"\s*\n\s*f?"', "", source)
+        .replace("{device!r}", "'cuda'")
+        .replace("{name!r}", "'cuda'")
+    )
     said = [
         text
         for row in re.findall(r"^\| (\".*?) \|", _page("troubleshooting.md"), re.MULTILINE)
@@ -42,7 +54,10 @@ def test_every_message_of_the_troubleshooting_page_is_one_that_the_code_raises()
 
 def test_every_endpoint_of_the_guide_is_served() -> None:
     app = (ROOT / "quire" / "server" / "app.py").read_text(encoding="utf-8")
-    routes = {path.split("{")[0].rstrip("/") for path in re.findall(r'_(?:get|post|delete)\("([^"]+)"', app)}
+    routes = {
+        path.split("{")[0].rstrip("/")
+        for path in re.findall(r'_(?:get|post|delete)\("([^"]+)"', app)
+    }
     table = _page("howto/use-the-http-api.md").partition("## Endpoints")[2].partition("##")[0]
     named = {path.split("{")[0].rstrip("/") for path in re.findall(r"`(/[\w/{}.]+)`", table)}
     assert routes - named == set()
@@ -56,7 +71,9 @@ def test_the_guide_to_the_command_line_names_every_command() -> None:
 def test_line_counts_in_the_architecture_picture_are_true() -> None:
     assert architecture.stale_counts() == [], "draw it again: python tools/architecture.py"
     light, dark = (
-        re.findall(r">([\d.]+k)<", (ROOT / "docs" / "images" / f"architecture-{theme}.svg").read_text())
+        re.findall(
+            r">([\d.]+k)<", (ROOT / "docs" / "images" / f"architecture-{theme}.svg").read_text()
+        )
         for theme in ("light", "dark")
     )
     assert light == dark
@@ -83,11 +100,18 @@ def test_files_that_guides_name_exist() -> None:
         for path in (ROOT / folder).rglob("*.*")
         if not skipped & set(path.parts)
     ]
-    guides = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "tour.md", *(ROOT / "docs" / "howto").glob("*.md")]
+    guides = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "docs" / "tour.md",
+        *(ROOT / "docs" / "howto").glob("*.md"),
+    ]
     missing = {
         f"{guide.name}: {name}"
         for guide in guides
-        for name in re.findall(r"`([\w/]+\.(?:py|pyi|cpp|hpp|sh|js))`", guide.read_text(encoding="utf-8"))
+        for name in re.findall(
+            r"`([\w/]+\.(?:py|pyi|cpp|hpp|sh|js))`", guide.read_text(encoding="utf-8")
+        )
         if not any(file.endswith(f"/{name}") for file in files)
     }
     assert missing == set()

@@ -56,7 +56,10 @@ def make_engine(tiny_config: Path) -> Iterator[MakeEngine]:
 
     def make(**options: Any) -> Engine:
         block_size = options.setdefault("block_size", 16)
-        dtype, stored = options.setdefault("dtype", "float32"), options.get("kv_cache_dtype", "auto")
+        dtype, stored = (
+            options.setdefault("dtype", "float32"),
+            options.get("kv_cache_dtype", "auto"),
+        )
         row_bytes = KV_FORMATS[dtype if stored == "auto" else stored].row_bytes(16)
         num_blocks = options.pop("num_blocks", 256 // block_size * 4)
         options.setdefault("kv_cache_memory", num_blocks * block_size * 2 * 2 * 2 * row_bytes)

@@ -1,4 +1,5 @@
-"""Arguments of an engine: one record and one command line, with vLLM's names and every option of our own."""
+"""Arguments of an engine: one record and one command line,
+with vLLM's names and every option of our own."""
 
 from __future__ import annotations
 
@@ -21,15 +22,23 @@ def _parse(*argv: str) -> argparse.Namespace:
 
 def test_every_option_of_both_sides_is_there_once() -> None:
     names = [item.name for item in fields(EngineArgs)]
-    renamed = {option.text for option in FOREIGN_OPTIONS.values() if option.kind == "renamed" and not option.values}
+    renamed = {
+        option.text
+        for option in FOREIGN_OPTIONS.values()
+        if option.kind == "renamed" and not option.values
+    }
     assert len(names) == len(set(names))
-    assert set(names) == {item.name for item in fields(EngineConfig)} - renamed | set(FOREIGN_OPTIONS)
+    assert set(names) == {item.name for item in fields(EngineConfig)} - renamed | set(
+        FOREIGN_OPTIONS
+    )
 
 
 def test_defaults_ask_for_nothing_however_they_travel() -> None:
     default = EngineConfig(model="quire-storyteller")
     args = EngineArgs()
-    assert args.create_engine_config() == default and args.options() == {"model": "quire-storyteller"}
+    assert args.create_engine_config() == default and args.options() == {
+        "model": "quire-storyteller"
+    }
     for options in (asdict(args), vars(_parse())):
         assert EngineConfig.from_options(options.pop("model"), options) == default
     assert EngineArgs.from_cli_args(_parse()) == args
@@ -53,7 +62,9 @@ def test_defaults_ask_for_nothing_however_they_travel() -> None:
     ],
 )
 def test_a_command_line_becomes_a_config(argv: list[str], expected: dict[str, Any]) -> None:
-    assert EngineArgs.from_cli_args(_parse(*argv)).create_engine_config() == EngineConfig(model="x", **expected)
+    assert EngineArgs.from_cli_args(_parse(*argv)).create_engine_config() == EngineConfig(
+        model="x", **expected
+    )
 
 
 def test_a_record_can_be_changed_and_made_anew() -> None:
@@ -62,7 +73,9 @@ def test_a_record_can_be_changed_and_made_anew() -> None:
     again: Any = replace(args, seed=4)  # type: ignore[call-arg]
     assert again.options() == {"model": "x", "seed": 4, "gpu_memory_utilization": 0.5}
     args.max_model_len = 64
-    assert args.create_engine_config() == EngineConfig(model="x", seed=3, memory_utilization=0.5, max_model_len=64)
+    assert args.create_engine_config() == EngineConfig(
+        model="x", seed=3, memory_utilization=0.5, max_model_len=64
+    )
     with pytest.raises(TypeError, match="no_such_option"):
         EngineArgs(no_such_option=1)
     with pytest.raises(ConfigError, match="dtype='int3' is not available"):

@@ -17,7 +17,12 @@ from quire.engine.outputs import RequestOutput
 from quire.errors import EngineError, InvalidParameterError
 from quire.llm import LLM
 
-OPTIONS = {"load_format": "dummy", "kv_cache_memory": "512KiB", "num_threads": 1, "max_num_seqs": 16}
+OPTIONS = {
+    "load_format": "dummy",
+    "kv_cache_memory": "512KiB",
+    "num_threads": 1,
+    "max_num_seqs": 16,
+}
 
 
 @pytest.fixture
@@ -31,7 +36,9 @@ def _params(**options: object) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 16, "ignore_eos": True, "temperature": 0.0, **options})  # type: ignore[arg-type]
 
 
-def test_steps_are_bounded_by_time_where_outputs_are_streamed(llm: AsyncLLM, tiny_config: Path) -> None:
+def test_steps_are_bounded_by_time_where_outputs_are_streamed(
+    llm: AsyncLLM, tiny_config: Path
+) -> None:
     assert llm.scheduler.pace is not None and llm.scheduler.pace.target_s == 0.2
     assert LLM(str(tiny_config), **OPTIONS).engine.scheduler.pace is None
 
@@ -53,9 +60,16 @@ def test_deltas_join_to_the_whole(llm: AsyncLLM) -> None:
 
 
 def test_no_cross_talk_among_many_clients(llm: AsyncLLM, tiny_config: Path) -> None:
-    """64 clients with prompts of their own, some of which leave early: each answer equals the one given alone."""
+    """64 clients with prompts of their own, some of which leave early:
+    each answer equals the one given alone."""
     rng = random.Random(5)
-    jobs = [([rng.randrange(3, 250) for _ in range(rng.randint(1, 60))], _params(seed=i, temperature=1.0)) for i in range(64)]
+    jobs = [
+        (
+            [rng.randrange(3, 250) for _ in range(rng.randint(1, 60))],
+            _params(seed=i, temperature=1.0),
+        )
+        for i in range(64)
+    ]
 
     async def client(place: int) -> list[int] | None:
         prompt, params = jobs[place]

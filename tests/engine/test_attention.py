@@ -24,7 +24,9 @@ def nothing(module: str) -> bool:
 def test_no_library_is_taken_unasked() -> None:
     name, reason = choose("auto", NEEDS, everything)
     assert name == "triton"
-    assert "flashinfer: fits, but has to be asked for" in reason and "flash-attention: fits" in reason
+    assert (
+        "flashinfer: fits, but has to be asked for" in reason and "flash-attention: fits" in reason
+    )
     assert choose("triton", NEEDS, nothing)[1].count("not installed") == 2
     assert choose("flashinfer", NEEDS, everything)[0] == "flashinfer"
 
@@ -37,7 +39,11 @@ def test_no_library_is_taken_unasked() -> None:
         ("flash-attention", {"kv_format": "fp8"}, "a KV cache of fp8"),
         ("flashinfer", {"head_sizes": frozenset({128, 80})}, "no heads of 80"),
         ("flash-attention", {"head_sizes": frozenset({12})}, "no heads of 12"),
-        ("flash-attention", {"block_size": 16, "capability": (8, 0)}, "multiples of 256 tokens, not of 16"),
+        (
+            "flash-attention",
+            {"block_size": 16, "capability": (8, 0)},
+            "multiples of 256 tokens, not of 16",
+        ),
     ],
 )
 def test_reasons_against_libraries(name: str, changes: dict[str, Any], reason: str) -> None:
@@ -51,7 +57,11 @@ def test_reasons_against_libraries(name: str, changes: dict[str, Any], reason: s
 
 def test_version_3_is_for_hopper() -> None:
     assert module_for("flash-attention", NEEDS, everything) == "flash_attn_interface"
-    assert module_for("flash-attention", replace(NEEDS, capability=(8, 9)), everything) == "flash_attn"
-    assert module_for("flash-attention", NEEDS, lambda module: module == "flash_attn") == "flash_attn"
+    assert (
+        module_for("flash-attention", replace(NEEDS, capability=(8, 9)), everything) == "flash_attn"
+    )
+    assert (
+        module_for("flash-attention", NEEDS, lambda module: module == "flash_attn") == "flash_attn"
+    )
     assert not reasons_against("flash-attention", replace(NEEDS, block_size=16), everything)
     assert module_for("flashinfer", NEEDS, nothing) is None

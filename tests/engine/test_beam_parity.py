@@ -1,4 +1,5 @@
-"""Beam search finds the very beams that Transformers' `generate(num_beams=...)` finds, with their scores."""
+"""Beam search finds the very beams that Transformers' `generate(num_beams=...)` finds,
+with their scores."""
 
 from __future__ import annotations
 
@@ -47,7 +48,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 @pytest.fixture(scope="module")
 def llm(tiny: tuple[Path, Any]) -> Any:
-    options = {"skip_tokenizer_init": True, "kv_cache_memory": "2MiB", "num_threads": 1, "max_num_seqs": 32, "dtype": "float32"}
+    options = {
+        "skip_tokenizer_init": True,
+        "kv_cache_memory": "2MiB",
+        "num_threads": 1,
+        "max_num_seqs": 32,
+        "dtype": "float32",
+    }
     with LLM(str(tiny[0]), **options) as llm:
         yield llm
 
@@ -59,7 +66,10 @@ def test_beams_equal_transformers(
     beam_width: int, length_penalty: float, early_stopping: Any, tiny: tuple[Path, Any], llm: LLM
 ) -> None:
     params = BeamSearchParams(
-        beam_width=beam_width, max_tokens=MAX_TOKENS, length_penalty=length_penalty, early_stopping=early_stopping
+        beam_width=beam_width,
+        max_tokens=MAX_TOKENS,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
     )
     prompts: list[Prompt] = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     outputs = llm.beam_search(prompts, params)
@@ -70,7 +80,9 @@ def test_beams_equal_transformers(
             assert mine.score == pytest.approx(score, abs=1e-4)
 
 
-def _transformers_beams(model: Any, prompt: list[int], params: BeamSearchParams) -> list[tuple[list[int], float]]:
+def _transformers_beams(
+    model: Any, prompt: list[int], params: BeamSearchParams
+) -> list[tuple[list[int], float]]:
     with torch.inference_mode():
         found = model.generate(
             torch.tensor([prompt]),

@@ -31,7 +31,9 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) or answer() != befor
 
 def test_a_forked_child_computes_the_same() -> None:
     """A forked process has its parent's engine and none of its threads."""
-    outcome = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, timeout=100)
+    outcome = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, timeout=100
+    )
     assert outcome.returncode == 0, outcome.stderr
 
 
@@ -46,5 +48,7 @@ def test_a_forked_child_computes_the_same() -> None:
         ({"eos_token_id": 99}, {"eos_token_id": 6}, set()),
     ],
 )
-def test_what_ends_a_sequence(generation_config: dict[str, object], config: dict[str, object], expected: set[int]) -> None:
+def test_what_ends_a_sequence(
+    generation_config: dict[str, object], config: dict[str, object], expected: set[int]
+) -> None:
     assert _eos_token_ids(generation_config, config, None, vocab_size=10) == expected

@@ -24,7 +24,12 @@ from quire.engine.streams import Stream
 from quire.errors import InvalidParameterError, PromptTooLongError, UnavailableError
 from quire.weights.folder import resolve_model
 
-OPTIONS: dict[str, Any] = {"load_format": "dummy", "kv_cache_memory": "512KiB", "num_threads": 1, "max_num_seqs": 16}
+OPTIONS: dict[str, Any] = {
+    "load_format": "dummy",
+    "kv_cache_memory": "512KiB",
+    "num_threads": 1,
+    "max_num_seqs": 16,
+}
 
 
 @pytest.fixture
@@ -36,13 +41,22 @@ def client(tiny_config: Path) -> Iterator[Client]:
     link.close()
 
 
-async def _generate(client: Client, name: str, prompt: Sequence[int] = (3, 4, 5), **params: Any) -> Stream:
-    options = {"max_tokens": 8, "ignore_eos": True, "output_kind": RequestOutputKind.DELTA, **params}
+async def _generate(
+    client: Client, name: str, prompt: Sequence[int] = (3, 4, 5), **params: Any
+) -> Stream:
+    options = {
+        "max_tokens": 8,
+        "ignore_eos": True,
+        "output_kind": RequestOutputKind.DELTA,
+        **params,
+    }
     digest = client.digest(SamplingParams(**options))
     return await client.generate(client.prepare(name, ParsedPrompt(None, prompt), digest))
 
 
-async def _collect(client: Client, name: str, prompt: Sequence[int] = (3, 4, 5), **params: Any) -> list[RequestOutput]:
+async def _collect(
+    client: Client, name: str, prompt: Sequence[int] = (3, 4, 5), **params: Any
+) -> list[RequestOutput]:
     return [output async for output in await _generate(client, name, prompt, **params)]
 
 
@@ -87,9 +101,13 @@ def test_a_closed_client_ends_streams_and_refuses(client: Client) -> None:
     assert last.finished and last.error is not None and not is_empty
 
 
-def test_the_fingerprint_changes_with_the_numbers_and_not_with_the_limits(tiny_config: Path) -> None:
+def test_the_fingerprint_changes_with_the_numbers_and_not_with_the_limits(
+    tiny_config: Path,
+) -> None:
     def fingerprint(**options: Any) -> str:
-        return model_info(prepare_model(EngineConfig(model=str(tiny_config), **{**OPTIONS, **options}))).fingerprint
+        return model_info(
+            prepare_model(EngineConfig(model=str(tiny_config), **{**OPTIONS, **options}))
+        ).fingerprint
 
     assert fingerprint() == fingerprint(max_num_seqs=4, block_size=32)
     assert len({fingerprint(), fingerprint(dtype="bfloat16"), fingerprint(seed=5)}) == 3
@@ -99,7 +117,9 @@ def test_the_fingerprint_changes_with_the_weights_the_tokenizer_and_the_processo
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fingerprint(folder: Path) -> str:
-        return model_info(prepare_model(EngineConfig(model=str(folder), kv_cache_memory="4MiB"))).fingerprint
+        return model_info(
+            prepare_model(EngineConfig(model=str(folder), kv_cache_memory="4MiB"))
+        ).fingerprint
 
     model = resolve_model("quire-storyteller")
     same, other = tmp_path / "same", tmp_path / "other"
@@ -121,6 +141,10 @@ def test_the_fingerprint_changes_with_the_weights_the_tokenizer_and_the_processo
 def test_the_server_side_imports_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "import quire.engine.client, quire.engine.process.link, quire.engine.output_processor; print('ok')"
+        "import quire.engine.client, quire.engine.process.link, "
+        "quire.engine.output_processor; print('ok')"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "ok\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+        == "ok\n"
+    )

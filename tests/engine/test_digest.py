@@ -1,4 +1,5 @@
-"""What parameters list is read once, and all requests with them refer to what was made of it, in both processes."""
+"""What parameters list is read once, and all requests with them refer to what was made of it,
+in both processes."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ MakeEngine = Callable[..., Engine]
 
 @pytest.fixture(scope="module")
 def builder(tiny_config: Path) -> RequestBuilder:
-    prepared = prepare_model(EngineConfig(model=str(tiny_config), load_format="dummy", tokenizer="quire-storyteller"))
+    prepared = prepare_model(
+        EngineConfig(model=str(tiny_config), load_format="dummy", tokenizer="quire-storyteller")
+    )
     return RequestBuilder(prepared.planned.plan, prepared.tokenizer, prepared.eos_token_ids)
 
 
@@ -51,7 +54,9 @@ def _requests(builder: RequestBuilder, **options: Any) -> list[PreparedRequest]:
     params = SamplingParams(max_tokens=8, **options)
     digest = builder.digest(params)
     return [
-        builder.sampling(f"r{number}", ParsedPrompt(None, [5, number]), digest.of(params.limited(8 - number % 2)))
+        builder.sampling(
+            f"r{number}", ParsedPrompt(None, [5, number]), digest.of(params.limited(8 - number % 2))
+        )
         for number in range(NUM_PROMPTS)
     ]
 
@@ -78,7 +83,9 @@ def test_every_request_of_a_digest_refers_to_the_same_lists(builder: RequestBuil
     assert len({row.seed for row in rows}) == NUM_PROMPTS, "seeds are each request's own"
 
 
-def test_bad_words_are_tokenized_once_for_all_prompts(builder: RequestBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_words_are_tokenized_once_for_all_prompts(
+    builder: RequestBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = builder._tokenizer
     assert tokenizer is not None
     texts: list[str] = []
@@ -97,20 +104,36 @@ def test_words_that_the_model_has_no_tokens_for_forbid_nothing(builder: RequestB
     """The tokenizer of these tests knows more tokens than the model does."""
     tokenizer = builder._tokenizer
     assert tokenizer is not None and tokenizer.vocab_size > 256
-    beyond = next(text for text in ("the", "and", "was", "ing") if max(tokenizer.encode(text, add_special_tokens=False)) >= 256)
+    beyond = next(
+        text
+        for text in ("the", "and", "was", "ing")
+        if max(tokenizer.encode(text, add_special_tokens=False)) >= 256
+    )
     words = builder.digest(SamplingParams(bad_words=[beyond, "q"])).sampling.bad_words
     assert words and max(map(max, words)) < 256
 
 
-def test_words_with_too_many_tokens_are_refused_by_name(builder: RequestBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_with_too_many_tokens_are_refused_by_name(
+    builder: RequestBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("quire.engine.digest.MAX_BAD_WORD_TOKENS", 20)
-    with pytest.raises(InvalidParameterError, match="bad_words: their spellings have more than 20 tokens") as caught:
-        builder.digest(SamplingParams(bad_words=["something rather long to say"] * 3 + ["and something else that is long"]))
+    with pytest.raises(
+        InvalidParameterError, match="bad_words: their spellings have more than 20 tokens"
+    ) as caught:
+        builder.digest(
+            SamplingParams(
+                bad_words=["something rather long to say"] * 3 + ["and something else that is long"]
+            )
+        )
     assert caught.value.param == "bad_words"
-    assert parameters.MAX_BAD_WORD_TOKENS > 2 * 256 * 257, "all that the HTTP API takes, at a token for each character"
+    assert parameters.MAX_BAD_WORD_TOKENS > 2 * 256 * 257, (
+        "all that the HTTP API takes, at a token for each character"
+    )
 
 
-def test_what_is_listed_travels_once_and_prompts_cost_their_own_tokens(builder: RequestBuilder) -> None:
+def test_what_is_listed_travels_once_and_prompts_cost_their_own_tokens(
+    builder: RequestBuilder,
+) -> None:
     """A body of many prompts is as long on its way as its prompts and one copy of its lists."""
     journal = Journal(builder._tokenizer)
     for request in _requests(builder, **LONG):
@@ -121,9 +144,13 @@ def test_what_is_listed_travels_once_and_prompts_cost_their_own_tokens(builder: 
     assert sizes[0] > 1500 and max(sizes[1:]) < 500, sizes[:3]
 
 
-def test_an_engine_holds_one_copy_and_forgets_it_with_the_last_request(builder: RequestBuilder) -> None:
+def test_an_engine_holds_one_copy_and_forgets_it_with_the_last_request(
+    builder: RequestBuilder,
+) -> None:
     limits = SchedulerLimits(num_blocks=256, max_num_seqs=NUM_PROMPTS, max_model_len=256)
-    service = Service(StepLoop(limits, NullExecutor(NUM_PROMPTS, 256, 16, vocab_size=256), lambda: 0.0))
+    service = Service(
+        StepLoop(limits, NullExecutor(NUM_PROMPTS, 256, 16, vocab_size=256), lambda: 0.0)
+    )
     journal = Journal(builder._tokenizer)
     for request in _requests(builder, **LONG):
         journal.add(request)
@@ -133,7 +160,10 @@ def test_an_engine_holds_one_copy_and_forgets_it_with_the_last_request(builder: 
     assert len(rows) == NUM_PROMPTS
     for name in ("allowed_token_ids", "logit_bias", "stop_token_ids", "bad_words", "grammar"):
         assert len({id(getattr(row, name)) for row in rows}) == 1, name
-    assert len({id(request.stop_token_ids) for request in service.loop.scheduler.requests.values()}) == 1
+    assert (
+        len({id(request.stop_token_ids) for request in service.loop.scheduler.requests.values()})
+        == 1
+    )
     assert rows[0] == journal.entries[1].request.sampling
     for entry in list(journal.entries.values()):
         journal.end(entry, FinishReason.ABORT)
@@ -143,7 +173,9 @@ def test_an_engine_holds_one_copy_and_forgets_it_with_the_last_request(builder: 
     assert not service._lists and not len(journal.lists) and not service.has_work
 
 
-def test_another_engine_is_told_anew_and_an_ended_body_s_number_is_not_used_again(builder: RequestBuilder) -> None:
+def test_another_engine_is_told_anew_and_an_ended_body_s_number_is_not_used_again(
+    builder: RequestBuilder,
+) -> None:
     journal = Journal(builder._tokenizer)
     requests = _requests(builder, **LONG)
     for request in requests[:3]:
@@ -171,7 +203,11 @@ def test_short_lists_travel_with_their_request(builder: RequestBuilder) -> None:
 
 def test_an_engine_reads_the_parameters_of_many_prompts_once(make_engine: MakeEngine) -> None:
     engine = make_engine(tokenizer="quire-storyteller")
-    digest = engine.digest(SamplingParams(max_tokens=2, allowed_token_ids=list(range(200)), stop_token_ids=list(range(9))))
+    digest = engine.digest(
+        SamplingParams(
+            max_tokens=2, allowed_token_ids=list(range(200)), stop_token_ids=list(range(9))
+        )
+    )
     for number in range(5):
         engine.add_request(str(number), [1, 2, number], digest)
     held = engine.scheduler.requests.values()

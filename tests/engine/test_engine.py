@@ -1,4 +1,5 @@
-"""The engine as its users drive it: refusals that harm nobody, failures that stay with one request, clean endings."""
+"""The engine as its users drive it: refusals that harm nobody,
+failures that stay with one request, clean endings."""
 
 from __future__ import annotations
 
@@ -23,11 +24,15 @@ from quire.errors import EngineError, InvalidParameterError, PromptTooLongError,
 MakeEngine = Callable[..., Engine]
 
 PROMPT: PromptDict = {"prompt_token_ids": list(range(3, 25))}
-NEIGHBOURS: dict[str, PromptDict] = {f"neighbour-{i}": {"prompt_token_ids": [5 + i, *range(40, 60)]} for i in range(3)}
+NEIGHBOURS: dict[str, PromptDict] = {
+    f"neighbour-{i}": {"prompt_token_ids": [5 + i, *range(40, 60)]} for i in range(3)
+}
 
 
 def _params(**options: Any) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, "logprobs": 1, **options})
+    return SamplingParams(
+        **{"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, "logprobs": 1, **options}
+    )
 
 
 def _add_neighbours(engine: Engine) -> None:
@@ -36,7 +41,10 @@ def _add_neighbours(engine: Engine) -> None:
 
 
 def _tokens(outputs: dict[str, RequestOutput]) -> dict[str, Any]:
-    return {name: (each.outputs[0].token_ids, each.outputs[0].logprobs) for name, each in outputs.items()}
+    return {
+        name: (each.outputs[0].token_ids, each.outputs[0].logprobs)
+        for name, each in outputs.items()
+    }
 
 
 @pytest.fixture
@@ -47,7 +55,9 @@ def undisturbed(make_engine: MakeEngine) -> dict[str, Any]:
     return _tokens(run_all(engine))
 
 
-def _assert_neighbours_unharmed(outputs: dict[str, RequestOutput], undisturbed: dict[str, Any]) -> None:
+def _assert_neighbours_unharmed(
+    outputs: dict[str, RequestOutput], undisturbed: dict[str, Any]
+) -> None:
     answers = _tokens({name: output for name, output in outputs.items() if name in NEIGHBOURS})
     assert answers == undisturbed
 
@@ -76,12 +86,18 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[RequestError]]] = {
     "fractional token": ([3.7], {}, InvalidParameterError),
     "tokens as text": ({"prompt_token_ids": "34"}, {}, InvalidParameterError),
     "a number": (5, {}, InvalidParameterError),
-    "salt that is no text": ({"prompt_token_ids": [3], "cache_salt": [1]}, {}, InvalidParameterError),
+    "salt that is no text": (
+        {"prompt_token_ids": [3], "cache_salt": [1]},
+        {},
+        InvalidParameterError,
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_refused_request_changes_nothing(case: str, make_engine: MakeEngine, undisturbed: dict[str, Any]) -> None:
+def test_a_refused_request_changes_nothing(
+    case: str, make_engine: MakeEngine, undisturbed: dict[str, Any]
+) -> None:
     prompt, options, error = REFUSED[case]
     engine = make_engine()
     _add_neighbours(engine)
@@ -116,7 +132,8 @@ def _break_mask(engine: Engine) -> None:
 
 
 def _poison_memory(engine: Engine) -> None:
-    """Once the victim has begun, its first block's keys become NaN: from then on all it computes is."""
+    """Once the victim has begun, its first block's keys become NaN:
+    from then on all it computes is."""
     engine.add_request("victim", PROMPT, _params())
     engine.step()
     block = next(s for s in engine.scheduler.running if s.name == "victim").table.blocks[0]
@@ -222,7 +239,9 @@ def _break_output(engine: Engine) -> None:
 
 def _stream(engine: Engine) -> tuple[dict[int, list[int]], str | None]:
     """The tokens of two sequences as a stream brings them, and the error that it ends with."""
-    engine.add_request("a", PROMPT, _params(n=2, seed=1, temperature=1.0, output_kind=RequestOutputKind.DELTA))
+    engine.add_request(
+        "a", PROMPT, _params(n=2, seed=1, temperature=1.0, output_kind=RequestOutputKind.DELTA)
+    )
     seen: dict[int, list[int]] = {0: [], 1: []}
     error = None
     while engine.has_work:
@@ -242,11 +261,17 @@ def test_a_stream_whose_output_cannot_be_made_has_each_token_once(make_engine: M
     complete = processor._completion
 
     def fail(state: Any, sequence: Any, index: int) -> Any:
-        return _fail() if sequence.index == 1 and sequence.num_output_tokens == 4 else complete(state, sequence, index)
+        return (
+            _fail()
+            if sequence.index == 1 and sequence.num_output_tokens == 4
+            else complete(state, sequence, index)
+        )
 
     processor._completion = fail  # type: ignore[method-assign]
     seen, error = _stream(engine)
-    assert error is not None and seen == {index: tokens[:4] for index, tokens in undisturbed.items()}
+    assert error is not None and seen == {
+        index: tokens[:4] for index, tokens in undisturbed.items()
+    }
 
 
 FAULTS: dict[str, Callable[[Engine], None]] = {
@@ -268,14 +293,19 @@ FAULTS: dict[str, Callable[[Engine], None]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_failure_ends_one_request_and_no_other(
-    fault: str, make_engine: MakeEngine, undisturbed: dict[str, Any], caplog: pytest.LogCaptureFixture
+    fault: str,
+    make_engine: MakeEngine,
+    undisturbed: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = make_engine()
     _add_neighbours(engine)
     FAULTS[fault](engine)
     outputs = run_all(engine)
     victim = outputs["victim"]
-    assert victim.finished and victim.error is not None and victim.outputs[0].finish_reason == "error"
+    assert (
+        victim.finished and victim.error is not None and victim.outputs[0].finish_reason == "error"
+    )
     logged = [record.getMessage() for record in caplog.records if record.levelno > logging.DEBUG]
     for text in (victim.error, *logged):
         assert not any(secret in text for secret in ("Traceback", "0x", "secret", ".py", "/"))
@@ -289,14 +319,18 @@ def test_not_a_number_never_enters_the_cache(make_engine: MakeEngine) -> None:
     _poison_memory(engine)
     victim = engine.scheduler.requests["victim"].sequences[0]
     poisoned = victim.table.blocks[0]
-    assert poisoned in engine.scheduler.manager.index, "published while it was sound; the damage came from outside"
+    assert poisoned in engine.scheduler.manager.index, (
+        "published while it was sound; the damage came from outside"
+    )
     assert run_all(engine)["victim"].error == NOT_FINITE
     assert len(engine.scheduler.manager.index) == 0
     engine.add_request("again", PROMPT, _params())
     assert run_all(engine)["again"].error is None
 
 
-def test_what_memory_held_before_never_matters(make_engine: MakeEngine, undisturbed: dict[str, Any]) -> None:
+def test_what_memory_held_before_never_matters(
+    make_engine: MakeEngine, undisturbed: dict[str, Any]
+) -> None:
     engine = make_engine()
     for keys, values in engine.executor.worker.memory.caches:  # type: ignore[attr-defined]
         keys.fill_(float("nan"))
@@ -323,7 +357,9 @@ class _BrokenOnce:
         return getattr(self._inner, name)
 
 
-def test_a_lost_step_ends_its_requests_and_the_engine_goes_on(make_engine: MakeEngine, undisturbed: dict[str, Any]) -> None:
+def test_a_lost_step_ends_its_requests_and_the_engine_goes_on(
+    make_engine: MakeEngine, undisturbed: dict[str, Any]
+) -> None:
     engine = make_engine()
     engine.executor = _BrokenOnce(engine.executor, RuntimeError("gone"))
     engine.add_request("victim", PROMPT, _params())
@@ -346,7 +382,9 @@ def test_a_broken_control_plane_ends_what_it_knows_and_starts_over(
 ) -> None:
     engine = make_engine()
     processor = lambda output_ids, logits: logits  # noqa: E731
-    engine.add_request("victim", PROMPT, _params(n=2, temperature=1.0, logits_processors=[processor]))
+    engine.add_request(
+        "victim", PROMPT, _params(n=2, temperature=1.0, logits_processors=[processor])
+    )
     engine.add_request("beams", PROMPT, BeamSearchParams(beam_width=2, max_tokens=5))
     engine.step()
 
@@ -361,14 +399,18 @@ def test_a_broken_control_plane_ends_what_it_knows_and_starts_over(
     except KeyboardInterrupt:
         assert isinstance(error, KeyboardInterrupt)
     else:
-        assert outputs.keys() == {"victim", "beams"} and all(output.error for output in outputs.values())
+        assert outputs.keys() == {"victim", "beams"} and all(
+            output.error for output in outputs.values()
+        )
     assert not engine.has_work and len(engine.executor.processors) == 0  # type: ignore[attr-defined]
     _add_neighbours(engine)
     _assert_neighbours_unharmed(run_all(engine), undisturbed)
     _assert_idle(engine)
 
 
-def test_a_failed_beam_search_ends_alone(make_engine: MakeEngine, undisturbed: dict[str, Any]) -> None:
+def test_a_failed_beam_search_ends_alone(
+    make_engine: MakeEngine, undisturbed: dict[str, Any]
+) -> None:
     engine = make_engine()
     engine.add_request("victim", PROMPT, BeamSearchParams(beam_width=2, max_tokens=5))
     engine.scheduler.requests["victim"].strategy.absorb = _fail  # type: ignore[method-assign]
@@ -395,7 +437,9 @@ def test_a_refused_request_leaves_no_processor_behind(make_engine: MakeEngine) -
     _assert_idle(engine)
 
 
-def test_an_interrupt_passes_through_and_leaves_the_engine_usable(make_engine: MakeEngine, undisturbed: dict[str, Any]) -> None:
+def test_an_interrupt_passes_through_and_leaves_the_engine_usable(
+    make_engine: MakeEngine, undisturbed: dict[str, Any]
+) -> None:
     engine = make_engine()
     engine.executor = _BrokenOnce(engine.executor, KeyboardInterrupt())
     engine.add_request("victim", PROMPT, _params())
@@ -408,7 +452,9 @@ def test_an_interrupt_passes_through_and_leaves_the_engine_usable(make_engine: M
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 4])
-def test_an_abort_frees_everything_at_once(num_steps: int, make_engine: MakeEngine, undisturbed: dict[str, Any]) -> None:
+def test_an_abort_frees_everything_at_once(
+    num_steps: int, make_engine: MakeEngine, undisturbed: dict[str, Any]
+) -> None:
     engine = make_engine(max_num_batched_tokens=20)
     engine.add_request("victim", {"prompt_token_ids": [9] * 70}, _params(n=3, temperature=1.0))
     for _ in range(num_steps):
@@ -438,7 +484,11 @@ def test_stop_tokens_min_tokens_and_end_of_sequence(make_engine: MakeEngine) -> 
     engine.add_request("stopped", PROMPT, _params(stop_token_ids=[tokens[3]]))
     stopped = run_all(engine)["stopped"].outputs[0]
     end = tokens.index(tokens[3]) + 1
-    assert (stopped.token_ids, stopped.finish_reason, stopped.stop_reason) == (tokens[:end], "stop", tokens[3])
+    assert (stopped.token_ids, stopped.finish_reason, stopped.stop_reason) == (
+        tokens[:end],
+        "stop",
+        tokens[3],
+    )
     engine.request_builder.eos_token_ids = frozenset({tokens[3]})
     engine.add_request("ended", PROMPT, _params(ignore_eos=False))
     ended = run_all(engine)["ended"].outputs[0]
@@ -455,7 +505,9 @@ def test_best_of_returns_the_likeliest(make_engine: MakeEngine) -> None:
     engine.add_request("best", PROMPT, _params(n=2, best_of=6, **common))
     outputs = run_all(engine)
     ranked = sorted(outputs["all"].outputs, key=lambda each: -(each.cumulative_logprob or 0.0))
-    assert [each.token_ids for each in outputs["best"].outputs] == [each.token_ids for each in ranked[:2]]
+    assert [each.token_ids for each in outputs["best"].outputs] == [
+        each.token_ids for each in ranked[:2]
+    ]
     assert [each.index for each in outputs["best"].outputs] == [0, 1]
 
 
@@ -467,10 +519,14 @@ def test_output_kinds(kind: str, make_engine: MakeEngine) -> None:
     while engine.has_work:
         steps += [o.outputs[0].token_ids for o in engine.step() if isinstance(o, RequestOutput)]
     lengths = [len(each) for each in steps]
-    assert lengths == {"cumulative": list(range(1, 13)), "delta": [1] * 12, "final_only": [12]}[kind]
+    assert (
+        lengths == {"cumulative": list(range(1, 13)), "delta": [1] * 12, "final_only": [12]}[kind]
+    )
 
 
-def test_beam_search_under_memory_pressure_equals_beam_search_alone(make_engine: MakeEngine) -> None:
+def test_beam_search_under_memory_pressure_equals_beam_search_alone(
+    make_engine: MakeEngine,
+) -> None:
     params = BeamSearchParams(beam_width=4, max_tokens=14)
 
     def search(engine: Engine) -> list[list[int]]:
@@ -490,16 +546,24 @@ def test_beam_search_under_memory_pressure_equals_beam_search_alone(make_engine:
 
 
 def test_parallel_samples_share_their_prompt(make_engine: MakeEngine) -> None:
-    """Eight prompts of 256 tokens, eight samples each: at least 55 % fewer blocks than without sharing."""
+    """Eight prompts of 256 tokens, eight samples each:
+    at least 55 % fewer blocks than without sharing."""
 
     def peak(num_requests: int, n: int) -> int:
-        sizes = {"num_blocks": 2000, "max_num_seqs": 64, "max_model_len": 512, "max_num_batched_tokens": 4096}
+        sizes = {
+            "num_blocks": 2000,
+            "max_num_seqs": 64,
+            "max_model_len": 512,
+            "max_num_batched_tokens": 4096,
+        }
         engine = make_engine(**sizes, allow_long_context=True)
         for i in range(8):
             for j in range(num_requests):
                 # A salt of its own keeps separate requests from sharing through the cache.
                 prompt: PromptDict = {"prompt_token_ids": [3 + i] * 256, "cache_salt": str(j)}
-                engine.add_request(f"{i}-{j}", prompt, _params(n=n, temperature=1.0, max_tokens=64, logprobs=None))
+                engine.add_request(
+                    f"{i}-{j}", prompt, _params(n=n, temperature=1.0, max_tokens=64, logprobs=None)
+                )
         run_all(engine)
         return engine.scheduler.stats.peak_num_blocks
 

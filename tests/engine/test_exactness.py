@@ -1,7 +1,9 @@
-"""A request's answer is the same to the last bit, whoever else is there and whatever happened on the way.
+"""A request's answer is the same to the last bit, whoever else is there and whatever happened on
+the way.
 
-Every case answers the same requests under other circumstances and compares tokens and log-probabilities bitwise with those
-of each request alone in a fresh engine, its prompt in one piece, nothing cached.
+Every case answers the same requests under other circumstances and compares tokens and
+log-probabilities bitwise with those of each request alone in a fresh engine, its prompt in one
+piece, nothing cached.
 """
 
 from __future__ import annotations
@@ -45,13 +47,18 @@ def _prompt(seed: int, length: int, shared: int = 0) -> list[int]:
 
 PERSON = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer"}, "of": {"$ref": "#"}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 9},
+        "age": {"type": "integer"},
+        "of": {"$ref": "#"},
+    },
     "required": ["name", "age"],
 }
 
 LOOP = {"max_pattern_size": 3, "min_pattern_size": 2, "min_count": 3}
 
-# Lengths around block edges, every kind of sampling, shared prefixes of whole blocks and of part of one.
+# Lengths around block edges, every kind of sampling, shared prefixes of whole blocks and of part of
+# one.
 REQUESTS: Requests = {
     "greedy-1": (_prompt(1, 1), {"temperature": 0.0}),
     "greedy-15": (_prompt(2, 15), {"temperature": 0.0}),
@@ -60,22 +67,46 @@ REQUESTS: Requests = {
     "shared-33": (_prompt(5, 33, shared=20), {"temperature": 0.0}),
     "shared-40": (_prompt(6, 40, shared=37), {"seed": 11}),
     "shared-49": (_prompt(7, 49, shared=37), {"seed": 12, "top_k": 20, "top_p": 0.9}),
-    "penalties": (_prompt(8, 23), {"seed": 13, "presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3}),
+    "penalties": (
+        _prompt(8, 23),
+        {"seed": 13, "presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3},
+    ),
     "hot": (_prompt(9, 31), {"seed": 14, "temperature": 3.0, "min_p": 0.05}),
-    "biased": (_prompt(10, 9), {"seed": 15, "logit_bias": {5: 4.0, 6: -100.0}, "min_tokens": 6, "stop_token_ids": [5, 9]}),
-    "json": (_prompt(11, 21), {"seed": 16, "ignore_eos": False, "structured_outputs": {"json": PERSON}}),
+    "biased": (
+        _prompt(10, 9),
+        {"seed": 15, "logit_bias": {5: 4.0, 6: -100.0}, "min_tokens": 6, "stop_token_ids": [5, 9]},
+    ),
+    "json": (
+        _prompt(11, 21),
+        {"seed": 16, "ignore_eos": False, "structured_outputs": {"json": PERSON}},
+    ),
     "regex": (
         _prompt(12, 5),
-        {"temperature": 0.0, "ignore_eos": False, "structured_outputs": {"regex": "[a-f]{3,9}(-[0-9])*"}},
+        {
+            "temperature": 0.0,
+            "ignore_eos": False,
+            "structured_outputs": {"regex": "[a-f]{3,9}(-[0-9])*"},
+        },
     ),
     "thinking": (
         _prompt(14, 26),
-        {"seed": 18, "thinking_token_budget": 5, "thinking_marks": ThinkingMarks("<think>", "</think>", is_open=True)},
+        {
+            "seed": 18,
+            "thinking_token_budget": 5,
+            "thinking_marks": ThinkingMarks("<think>", "</think>", is_open=True),
+        },
     ),
-    "loop": (_prompt(13, 12), {"seed": 17, "temperature": 3.0, "allowed_token_ids": [5, 6], "repetition_detection": LOOP}),
+    "loop": (
+        _prompt(13, 12),
+        {"seed": 17, "temperature": 3.0, "allowed_token_ids": [5, 6], "repetition_detection": LOOP},
+    ),
 }
 if not HAS_GRAMMARS:
-    REQUESTS = {name: request for name, request in REQUESTS.items() if "structured_outputs" not in request[1]}
+    REQUESTS = {
+        name: request
+        for name, request in REQUESTS.items()
+        if "structured_outputs" not in request[1]
+    }
 COMMON = {"max_tokens": 18, "logprobs": 3, "prompt_logprobs": 2, "ignore_eos": True}
 
 
@@ -86,7 +117,13 @@ def _params(options: dict[str, Any], **overrides: Any) -> SamplingParams:
 def _answer(output: RequestOutput) -> tuple[Any, ...]:
     assert output.error is None
     sequences = [
-        (each.token_ids, each.logprobs, each.cumulative_logprob, each.finish_reason, each.stop_reason)
+        (
+            each.token_ids,
+            each.logprobs,
+            each.cumulative_logprob,
+            each.finish_reason,
+            each.stop_reason,
+        )
         for each in output.outputs
     ]
     return (*sequences, output.prompt_logprobs)
@@ -94,7 +131,9 @@ def _answer(output: RequestOutput) -> tuple[Any, ...]:
 
 def _submit(engine: Engine, requests: Requests, suffix: str = "", **overrides: Any) -> None:
     for name, (prompt, options) in requests.items():
-        engine.add_request(name + suffix, {"prompt_token_ids": prompt}, _params(options, **overrides))
+        engine.add_request(
+            name + suffix, {"prompt_token_ids": prompt}, _params(options, **overrides)
+        )
 
 
 def _answers(engine: Engine, requests: Requests = REQUESTS) -> Answers:
@@ -111,7 +150,8 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "fp8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
 }
 """What is computed with: options of the engine."""
-NUMBERS = {name: {**options, "tokenizer": "quire-storyteller"} for name, options in NUMBERS.items()}  # its first 256 tokens
+# its first 256 tokens
+NUMBERS = {name: {**options, "tokenizer": "quire-storyteller"} for name, options in NUMBERS.items()}
 
 
 @pytest.fixture(scope="module", params=NUMBERS)
@@ -142,7 +182,8 @@ def _chunked(make: MakeEngine) -> Answers:
 
 
 def _bounded_by_time(make: MakeEngine) -> Answers:
-    """The target is too short for anything, so that chunks have the least length, and two prompts share a step."""
+    """The target is too short for anything, so that chunks have the least length,
+    and two prompts share a step."""
     engine = make(target_step_ms=1e-6, max_long_partial_prefills=2)
     assert engine.scheduler.pace is not None
     answers = _answers(engine)
@@ -167,7 +208,8 @@ def _cached(make: MakeEngine) -> Answers:
 
 
 def _cached_after_other_use(make: MakeEngine) -> Answers:
-    """The cache was filled by requests that ended early and never asked for prompt log-probabilities."""
+    """The cache was filled by requests that ended early and never asked
+    for prompt log-probabilities."""
     engine = make()
     _submit(engine, REQUESTS, max_tokens=3, min_tokens=0, prompt_logprobs=None)
     for _ in range(2):
@@ -193,16 +235,23 @@ def _preempted(make: MakeEngine) -> Answers:
 
 
 def _preempted_at_every_token(make: MakeEngine) -> Answers:
-    """Without overlap: nobody gets anywhere who loses, after every step, the one in flight as well."""
+    """Without overlap: nobody gets anywhere who loses, after every step,
+    the one in flight as well."""
     engine = make(enable_prefix_caching=False, overlap="off")
     _submit(engine, REQUESTS)
-    return {name: _answer(output) for name, output in run_all(engine, after_step=engine.scheduler.preempt_all).items()}
+    return {
+        name: _answer(output)
+        for name, output in run_all(engine, after_step=engine.scheduler.preempt_all).items()
+    }
 
 
 def _resumed_from_cache(make: MakeEngine) -> Answers:
     engine = make(overlap="off")
     _submit(engine, REQUESTS)
-    return {name: _answer(output) for name, output in run_all(engine, after_step=engine.scheduler.preempt_all).items()}
+    return {
+        name: _answer(output)
+        for name, output in run_all(engine, after_step=engine.scheduler.preempt_all).items()
+    }
 
 
 def _overlapped(make: MakeEngine) -> Answers:
@@ -217,7 +266,8 @@ def _overlapped_in_little_memory(make: MakeEngine) -> Answers:
 
 
 def _overlapped_and_preempted(make: MakeEngine) -> Answers:
-    """Everyone loses what is in flight at every third token, and the token that was to come of it."""
+    """Everyone loses what is in flight at every third token,
+    and the token that was to come of it."""
     engine = make(overlap="on")
     _submit(engine, REQUESTS)
     num_steps = 0
@@ -283,7 +333,9 @@ CASES: dict[str, Callable[[MakeEngine], Answers]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bits_do_not_depend_on_circumstances(case: str, numbers: str, alone: Answers, make_engine: MakeEngine) -> None:
+def test_bits_do_not_depend_on_circumstances(
+    case: str, numbers: str, alone: Answers, make_engine: MakeEngine
+) -> None:
     answers = CASES[case](lambda **options: make_engine(**NUMBERS[numbers], **options))
     assert answers.keys() == alone.keys()
     for name, answer in answers.items():
@@ -294,16 +346,24 @@ def test_bits_do_not_depend_on_circumstances(case: str, numbers: str, alone: Ans
 @pytest.mark.skipif(DEVICE != "cpu", reason="instruction sets of the CPU")
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
 @pytest.mark.parametrize("isa", cpu.emulated_isas() if cpu.IMPORT_ERROR is None else [])
-def test_nor_do_they_where_instructions_are_acted_out(isa: str, kind: str, make_engine: MakeEngine) -> None:
-    requests = {name: REQUESTS[name] for name in ("greedy-1", "greedy-17", "shared-33", "shared-49", "hot")}
+def test_nor_do_they_where_instructions_are_acted_out(
+    isa: str, kind: str, make_engine: MakeEngine
+) -> None:
+    requests = {
+        name: REQUESTS[name] for name in ("greedy-1", "greedy-17", "shared-33", "shared-49", "hot")
+    }
     before = cpu.isa()
     cpu.set_isa(isa)
     try:
         alone: Answers = {}
         for name, request in requests.items():
-            alone |= _answers(make_engine(**NUMBERS[kind], enable_prefix_caching=False), {name: request})
+            alone |= _answers(
+                make_engine(**NUMBERS[kind], enable_prefix_caching=False), {name: request}
+            )
         assert _answers(make_engine(**NUMBERS[kind]), requests) == alone
-        chunked = make_engine(**NUMBERS[kind], max_num_batched_tokens=7, max_num_seqs=3, num_threads=2)
+        chunked = make_engine(
+            **NUMBERS[kind], max_num_batched_tokens=7, max_num_seqs=3, num_threads=2
+        )
         assert _answers(chunked, requests) == alone
     finally:
         cpu.set_isa(before)
@@ -315,27 +375,46 @@ def test_nor_do_they_where_instructions_are_acted_out(isa: str, kind: str, make_
     ids=["replayed", "in little memory"],
 )
 def test_tokens_that_stay_on_the_device_are_the_same(
-    is_replayed: bool, circumstances: dict[str, Any], numbers: str, alone: Answers, make_engine: MakeEngine
+    is_replayed: bool,
+    circumstances: dict[str, Any],
+    numbers: str,
+    alone: Answers,
+    make_engine: MakeEngine,
 ) -> None:
-    """Without log-probabilities most rows are plain; those that are not end early, and meanwhile tokens are read at once."""
+    """Without log-probabilities most rows are plain; those that are not end early,
+    and meanwhile tokens are read at once."""
     engine = make_engine(**NUMBERS[numbers], **circumstances, overlap="on")
     device = LateDevice(engine) if DEVICE == "cpu" else None
     if is_replayed:
         replay_steps(engine)
     plain: dict[str, Any] = {"logprobs": None, "prompt_logprobs": None}
-    # Grammars are compiled beside the steps: whoever waits for one would come in the middle, on a slow machine.
-    _submit(engine, {name: REQUESTS[name] for name in REQUESTS if name in ("json", "regex")}, **plain, max_tokens=1)
+    # Grammars are compiled beside the steps: whoever waits for one would come in the middle, on a
+    # slow machine.
+    _submit(
+        engine,
+        {name: REQUESTS[name] for name in REQUESTS if name in ("json", "regex")},
+        **plain,
+        max_tokens=1,
+    )
     run_all(engine)
     for name, (prompt, options) in REQUESTS.items():
         is_edited = name in ("penalties", "biased", "json", "regex", "thinking", "loop")
-        engine.add_request(name, {"prompt_token_ids": prompt}, _params(options, **plain, max_tokens=6 if is_edited else 18))
+        engine.add_request(
+            name,
+            {"prompt_token_ids": prompt},
+            _params(options, **plain, max_tokens=6 if is_edited else 18),
+        )
     for name, output in run_all(engine).items():
         token_ids = output.outputs[0].token_ids
-        assert output.error is None and token_ids and token_ids == alone[name][0][0][: len(token_ids)], name
+        assert (
+            output.error is None and token_ids and token_ids == alone[name][0][0][: len(token_ids)]
+        ), name
     assert device is None or device.num_late > 5
 
 
-@pytest.mark.parametrize("circumstances", [{}, {"num_blocks": 12}, {"max_num_batched_tokens": 5, "max_num_seqs": 2}])
+@pytest.mark.parametrize(
+    "circumstances", [{}, {"num_blocks": 12}, {"max_num_batched_tokens": 5, "max_num_seqs": 2}]
+)
 def test_forks_equal_separate_requests_with_derived_seeds(
     circumstances: dict[str, Any], numbers: str, make_engine: MakeEngine
 ) -> None:
@@ -349,16 +428,23 @@ def test_forks_equal_separate_requests_with_derived_seeds(
         single.add_request(str(index), {"prompt_token_ids": prompt}, _params(options, seed=seed))
     apart = run_all(single)
     assert together == tuple(_answer(apart[str(index)])[0] for index in range(5))
-    assert len({tuple(each[0]) for each in together}) > 1, "all samples are equal: the seeds are not used"
+    assert len({tuple(each[0]) for each in together}) > 1, (
+        "all samples are equal: the seeds are not used"
+    )
 
 
-@pytest.mark.parametrize("company", [{}, {"hot": REQUESTS["hot"]}], ids=["alone", "beside a drawn row"])
+@pytest.mark.parametrize(
+    "company", [{}, {"hot": REQUESTS["hot"]}], ids=["alone", "beside a drawn row"]
+)
 def test_greedy_tokens_are_the_same_where_no_logits_are_kept(
     company: Requests, numbers: str, alone: Answers, make_engine: MakeEngine
 ) -> None:
-    """Nobody asks for log-probabilities, so the head computes best tokens only; `alone` has them from logits."""
+    """Nobody asks for log-probabilities, so the head computes best tokens only;
+    `alone` has them from logits."""
     engine = make_engine(**NUMBERS[numbers])
-    greedy = {name: request for name, request in REQUESTS.items() if request[1] == {"temperature": 0.0}}
+    greedy = {
+        name: request for name, request in REQUESTS.items() if request[1] == {"temperature": 0.0}
+    }
     assert len(greedy) > 3
     _submit(engine, {**greedy, **company}, logprobs=None, prompt_logprobs=None)
     outputs = run_all(engine)
@@ -367,8 +453,8 @@ def test_greedy_tokens_are_the_same_where_no_logits_are_kept(
 
 
 STORY: dict[str, Any] = {
-    "seed": 5, "n": 3, "temperature": 0.9, "max_tokens": 20, "min_tokens": 6, "logprobs": 2, "prompt_logprobs": 1,
-    "stop": ["the ", "king", "."], "include_stop_str_in_output": True,
+    "seed": 5, "n": 3, "temperature": 0.9, "max_tokens": 20, "min_tokens": 6, "logprobs": 2,
+    "prompt_logprobs": 1, "stop": ["the ", "king", "."], "include_stop_str_in_output": True,
     "presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2,
 }  # fmt: skip
 
@@ -379,14 +465,27 @@ def _told(output: RequestOutput) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_preemption_at_any_token_leaves_text_and_bits_alone(caching: bool) -> None:
-    """At every token position, one to five times in a row: penalties, stop strings, log-probabilities and forks."""
-    options: dict[str, Any] = {"kv_cache_memory": "16MiB", "num_threads": 1, "enable_prefix_caching": caching}
-    engine = build_engine(EngineConfig(model="quire-storyteller", device=DEVICE, overlap="off", **options))
+    """At every token position, one to five times in a row: penalties, stop strings,
+    log-probabilities and forks."""
+    options: dict[str, Any] = {
+        "kv_cache_memory": "16MiB",
+        "num_threads": 1,
+        "enable_prefix_caching": caching,
+    }
+    engine = build_engine(
+        EngineConfig(model="quire-storyteller", device=DEVICE, overlap="off", **options)
+    )
     prompt = "Once upon a time there lived a fox"
     engine.add_request("calm", prompt, SamplingParams(**STORY))
     calm = _told(run_all(engine)["calm"])
-    assert any(reason == "stop" for *_, reason, _ in calm[:3]) and any(len(tokens) > 6 for tokens, *_ in calm[:3])
-    victims = {f"{first}-{times}": range(first, first + times) for first in range(1, 20) for times in (1, 3, 5)}
+    assert any(reason == "stop" for *_, reason, _ in calm[:3]) and any(
+        len(tokens) > 6 for tokens, *_ in calm[:3]
+    )
+    victims = {
+        f"{first}-{times}": range(first, first + times)
+        for first in range(1, 20)
+        for times in (1, 3, 5)
+    }
     for name in victims:
         engine.add_request(name, prompt, SamplingParams(**STORY))
 
@@ -394,7 +493,9 @@ def test_preemption_at_any_token_leaves_text_and_bits_alone(caching: bool) -> No
         scheduler = engine.scheduler
         for sequence in scheduler.running.copy():
             if sequence.num_output_tokens in victims[sequence.request.request_id]:
-                scheduler._preempt(assess(sequence, None, scheduler.manager.pool, scheduler.limits.block_size))
+                scheduler._preempt(
+                    assess(sequence, None, scheduler.manager.pool, scheduler.limits.block_size)
+                )
 
     outputs = run_all(engine, after_step=preempt)
     longest = max(len(tokens) for tokens, *_ in calm[:3])
@@ -410,10 +511,12 @@ def test_concurrent_streams_that_come_and_go_get_the_same_bits(
 ) -> None:
     """Through `AsyncLLM`, with arrivals, aborts and neighbours in an order that nobody controls."""
     rng = random.Random(seed)
-    row_bytes = KV_FORMATS[NUMBERS[numbers].get("kv_cache_dtype", NUMBERS[numbers]["dtype"])].row_bytes(16)
+    row_bytes = KV_FORMATS[
+        NUMBERS[numbers].get("kv_cache_dtype", NUMBERS[numbers]["dtype"])
+    ].row_bytes(16)
     llm = AsyncLLM(
-        str(tiny_config), load_format="dummy", kv_cache_memory=14 * 16 * 2 * 2 * 2 * row_bytes, **NUMBERS[numbers],
-        num_threads=1, max_num_seqs=6, max_model_len=200, device=DEVICE,
+        str(tiny_config), load_format="dummy", kv_cache_memory=14 * 16 * 2 * 2 * 2 * row_bytes,
+        **NUMBERS[numbers], num_threads=1, max_num_seqs=6, max_model_len=200, device=DEVICE,
     )  # fmt: skip
 
     async def ask(name: str) -> tuple[str, tuple[Any, ...] | None]:
@@ -443,7 +546,10 @@ def test_concurrent_streams_that_come_and_go_get_the_same_bits(
 def test_a_quantized_cache_gives_other_bits(make_engine: MakeEngine) -> None:
     """Negative control: the cache of int8 and fp8 is really one of int8 and fp8."""
     request = {"greedy-17": REQUESTS["greedy-17"]}
-    answers = [_answers(make_engine(kv_cache_dtype=each), request) for each in ("float32", "bfloat16", "int8", "fp8")]
+    answers = [
+        _answers(make_engine(kv_cache_dtype=each), request)
+        for each in ("float32", "bfloat16", "int8", "fp8")
+    ]
     assert all(first != second for i, first in enumerate(answers) for second in answers[:i])
 
 

@@ -1,4 +1,5 @@
-"""What is asked of NVIDIA's libraries, and what is said where they answer otherwise: with libraries made up for the test."""
+"""What is asked of NVIDIA's libraries, and what is said where they answer otherwise:
+with libraries made up for the test."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ UUID = bytes(range(16))
 class FakeCuda:
     """A driver with one GPU."""
 
-    def __init__(self, *, init: int = 0, count: int = 1, capability: tuple[int, int] = (9, 0)) -> None:
+    def __init__(
+        self, *, init: int = 0, count: int = 1, capability: tuple[int, int] = (9, 0)
+    ) -> None:
         self.init, self.count, self.capability = init, count, capability
 
     def cuInit(self, flags: int) -> int:
@@ -101,7 +104,11 @@ def test_without_the_management_library_all_memory_counts_as_free() -> None:
 
 @pytest.mark.parametrize(
     ("cuda", "message"),
-    [(None, "no NVIDIA driver"), (FakeCuda(init=100), "cuInit gives 100"), (FakeCuda(count=0), "shows no GPU")],
+    [
+        (None, "no NVIDIA driver"),
+        (FakeCuda(init=100), "cuInit gives 100"),
+        (FakeCuda(count=0), "shows no GPU"),
+    ],
 )
 def test_what_is_missing_is_said(cuda: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -111,7 +118,9 @@ def test_what_is_missing_is_said(cuda: Any, message: str) -> None:
 def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "software_reasons", lambda: [])
     found = inspect_gpu(loader(cuda=FakeCuda(capability=(7, 5))))
-    assert reasons_against(found) == ["NVIDIA H200 has compute capability 7.5; the kernels need 8.0"]
+    assert reasons_against(found) == [
+        "NVIDIA H200 has compute capability 7.5; the kernels need 8.0"
+    ]
     assert require_gpu(loader(cuda=FakeCuda())).capability == (9, 0)
 
 
@@ -120,14 +129,20 @@ def test_everything_that_does_not_fit_is_said_at_once(monkeypatch: pytest.Monkey
     monkeypatch.setattr(gpu, "torch_cuda_version", lambda: None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     started = time.perf_counter()
-    with pytest.raises(ConfigError, match=r"no NVIDIA driver.*triton is not installed.*built without CUDA"):
+    with pytest.raises(
+        ConfigError, match=r"no NVIDIA driver.*triton is not installed.*built without CUDA"
+    ):
         require_gpu(loader())
     assert time.perf_counter() - started < 2.0
 
 
 @pytest.mark.parametrize(
     ("text", "version"),
-    [("cuda: Optional[str] = None\n", None), ("x = 1\ncuda: Optional[str] = '13.0'\n", "13.0"), ("cuda = '12.8'", "12.8")],
+    [
+        ("cuda: Optional[str] = None\n", None),
+        ("x = 1\ncuda: Optional[str] = '13.0'\n", "13.0"),
+        ("cuda = '12.8'", "12.8"),
+    ],
 )
 def test_torchs_own_file_tells_what_it_was_built_for(
     text: str, version: str | None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
@@ -138,7 +153,9 @@ def test_torchs_own_file_tells_what_it_was_built_for(
     assert gpu.torch_cuda_version() == version
 
 
-def test_a_machine_without_a_compiler_is_told_what_triton_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_compiler_is_told_what_triton_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr("shutil.which", lambda name: None)

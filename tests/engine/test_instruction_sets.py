@@ -1,4 +1,5 @@
-"""The shipped model on every instruction set that this machine has: the reference's greedy text, within rounding."""
+"""The shipped model on every instruction set that this machine has: the reference's greedy text,
+within rounding."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ from quire.kernels import cpu
 PROMPT = "Once upon a time there was a"
 NUM_TOKENS = 24
 
-# Largest difference of a log-probability from the reference's: rounding of float32 sums in another order, through all
-# layers. Weights and inputs of int8 round at the same places in both, but where an input falls just beside such a
-# place, it takes the next integer, and every later token sees that one's keys (up to 0.084 measured; 1e-6 before that).
+# Largest difference of a log-probability from the reference's: rounding of float32 sums in another
+# order, through all layers. Weights and inputs of int8 round at the same places in both, but where
+# an input falls just beside such a place, it takes the next integer, and every later token sees
+# that one's keys (up to 0.084 measured; 1e-6 before that).
 TOLERANCE = {None: 2e-4, "int8": 1.5e-1}
 
 
@@ -28,7 +30,12 @@ class _Step(NamedTuple):
 
 
 def _greedy(kernels: str, quantization: str | None) -> list[_Step]:
-    options = {"kernels": kernels, "quantization": quantization, "dtype": "float32", "kv_cache_memory": "8MiB"}
+    options = {
+        "kernels": kernels,
+        "quantization": quantization,
+        "dtype": "float32",
+        "kv_cache_memory": "8MiB",
+    }
     with LLM("quire-storyteller", max_model_len=128, num_threads=1, **options) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
         [output] = llm.generate(PROMPT, params, use_tqdm=False)
@@ -65,6 +72,8 @@ def test_greedy_text_is_the_references(isa: str, quantization: str | None) -> No
         if got.token_id != wanted.token_id:
             assert wanted.margin < 2 * tolerance, f"token {num_compared}: {got} instead of {wanted}"
             break
-        assert abs(got.logprob - wanted.logprob) < tolerance, f"token {num_compared}: {got}, expected {wanted}"
+        assert abs(got.logprob - wanted.logprob) < tolerance, (
+            f"token {num_compared}: {got}, expected {wanted}"
+        )
         num_compared += 1
     assert num_compared >= 8

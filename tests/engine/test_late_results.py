@@ -1,7 +1,9 @@
-"""The overlapped loop on a device that is behind the host, beside the plain loop on one that is not: the same answers.
+"""The overlapped loop on a device that is behind the host, beside the plain loop on one that is
+not: the same answers.
 
-The device (`late_device`) withholds what a step gave until the next one has been launched. Most requests are plain, so that
-their tokens never go through the host; some ask for what is computed there.
+The device (`late_device`) withholds what a step gave until the next one has been launched. Most
+requests are plain, so that their tokens never go through the host; some ask for what is computed
+there.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 
 pytestmark = pytest.mark.skipif(
-    os.environ.get("QUIRE_TEST_DEVICE", "cpu") != "cpu", reason="stands in for a GPU; on one the other tests show the same"
+    os.environ.get("QUIRE_TEST_DEVICE", "cpu") != "cpu",
+    reason="stands in for a GPU; on one the other tests show the same",
 )
 MakeEngine = Callable[..., Engine]
 
@@ -72,9 +75,19 @@ ASKS = st.builds(
 
 
 def _build(path: Path, **options: Any) -> Engine:
-    sizes = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 12, "max_model_len": 60, "num_threads": 1}
+    sizes = {
+        "block_size": 4,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 12,
+        "max_model_len": 60,
+        "num_threads": 1,
+    }
     config = EngineConfig(
-        model=str(path), load_format="dummy", tokenizer="quire-storyteller", dtype="float32", **{**sizes, **options}
+        model=str(path),
+        load_format="dummy",
+        tokenizer="quire-storyteller",
+        dtype="float32",
+        **{**sizes, **options},
     )
     return build_engine(config)
 
@@ -96,12 +109,17 @@ def _params(options: dict[str, Any], max_tokens: int) -> SamplingParams:
 
 
 def _answers(engine: Engine, asks: list[Ask], preempt_at: int) -> dict[str, Any]:
-    """What became of each request that nobody aborted. Aborts and preemptions come when they come."""
+    """What became of each request that nobody aborted.
+    Aborts and preemptions come when they come."""
     answers: dict[str, Any] = {}
     for step in range(MAX_STEPS):
         for number, ask in enumerate(asks):
             if ask.arrives == step:
-                engine.add_request(str(number), {"prompt_token_ids": ask.prompt}, _params(ask.options, ask.max_tokens))
+                engine.add_request(
+                    str(number),
+                    {"prompt_token_ids": ask.prompt},
+                    _params(ask.options, ask.max_tokens),
+                )
             if ask.aborted and ask.arrives + ask.aborted == step:
                 engine.abort(str(number))
         if step == preempt_at:
@@ -131,18 +149,25 @@ def test_answers_are_the_same_whatever_happens_on_the_way(
 
 
 def test_no_plain_step_waits_for_the_one_before(pair: tuple[Engine, Engine, LateDevice]) -> None:
-    """Every step but those that nothing follows is read after the next one was launched; else the device's deadline fails."""
+    """Every step but those that nothing follows is read after the next one was launched;
+    else the device's deadline fails."""
     plain, late, device = pair
     asks = [Ask([5 + number, 6, 7] * 4, options, 10, 0, 0) for number, options in enumerate(PLAIN)]
     expected = _answers(plain, asks, preempt_at=-1)
-    num_steps, num_late, num_done = device.num_steps, device.num_late, late.scheduler.stats.num_steps
+    num_steps, num_late, num_done = (
+        device.num_steps,
+        device.num_late,
+        late.scheduler.stats.num_steps,
+    )
     assert _answers(late, asks, preempt_at=-1) == expected
     num_done = late.scheduler.stats.num_steps - num_done
     assert device.num_steps - num_steps == num_done > 10
     assert device.num_late - num_late >= num_done - 2
 
 
-def test_a_loop_that_waits_for_each_result_is_noticed(tiny_config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_that_waits_for_each_result_is_noticed(
+    tiny_config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("late_device.DEADLINE_S", 0.2)
     engine = _build(tiny_config, overlap="on", kv_cache_memory="1MiB")
     LateDevice(engine)
@@ -162,15 +187,25 @@ def test_a_loop_that_waits_for_each_result_is_noticed(tiny_config: Path, monkeyp
 
 @pytest.mark.parametrize("is_replayed", [False, True], ids=["computed", "replayed"])
 def test_the_shipped_model_tells_the_same_stories(is_replayed: bool) -> None:
-    """Texts, stop strings and ends; and padded steps that are replayed, which fill in tokens where they were recorded."""
-    options: dict[str, Any] = {"kv_cache_memory": "8MiB", "num_threads": 1, "max_num_batched_tokens": 16, "max_num_seqs": 8}
+    """Texts, stop strings and ends; and padded steps that are replayed,
+    which fill in tokens where they were recorded."""
+    options: dict[str, Any] = {
+        "kv_cache_memory": "8MiB",
+        "num_threads": 1,
+        "max_num_batched_tokens": 16,
+        "max_num_seqs": 8,
+    }
     answers = []
     for overlap in ("off", "on"):
         engine = build_engine(EngineConfig(model="quire-storyteller", overlap=overlap, **options))
         device = LateDevice(engine) if overlap == "on" else None
         graphs = replay_steps(engine) if is_replayed and device is not None else None
         for number, more in enumerate([*PLAIN[:3], {"seed": 1, "stop": ["the ", "king", "."]}]):
-            engine.add_request(str(number), "Once upon a time"[: 5 + 3 * number], SamplingParams(**more, max_tokens=24))
+            engine.add_request(
+                str(number),
+                "Once upon a time"[: 5 + 3 * number],
+                SamplingParams(**more, max_tokens=24),
+            )
         answers.append({name: (each.error, each.outputs) for name, each in run_all(engine).items()})
         engine.close()
         assert device is None or device.num_late > 20
@@ -185,7 +220,9 @@ def test_beams_and_plain_rows_side_by_side(tiny_config: Path) -> None:
         if overlap == "on":
             LateDevice(engine)
         engine.add_request("p", {"prompt_token_ids": [5, 6, 7]}, _params(PLAIN[1], 14))
-        engine.add_request("b", {"prompt_token_ids": [5, 6, 7]}, BeamSearchParams(beam_width=3, max_tokens=6))
+        engine.add_request(
+            "b", {"prompt_token_ids": [5, 6, 7]}, BeamSearchParams(beam_width=3, max_tokens=6)
+        )
         outputs: dict[str, Any] = {}
         while engine.has_work:
             outputs |= {each.request_id: each for each in engine.step()}

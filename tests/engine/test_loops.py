@@ -1,4 +1,5 @@
-"""The overlapped loop beside the plain one: the same tokens and ends, whatever happens while a step is in flight."""
+"""The overlapped loop beside the plain one: the same tokens and ends,
+whatever happens while a step is in flight."""
 
 from __future__ import annotations
 
@@ -35,16 +36,25 @@ from quire.worker.worker import Outcome
 
 DEVICE = os.environ.get("QUIRE_TEST_DEVICE", "cpu")
 MakeEngine = Callable[..., Engine]
-LIMITS = SchedulerLimits(num_blocks=10, block_size=4, max_num_seqs=5, max_num_batched_tokens=9, max_model_len=40)
+LIMITS = SchedulerLimits(
+    num_blocks=10, block_size=4, max_num_seqs=5, max_num_batched_tokens=9, max_model_len=40
+)
 
 
 class Audited(StepLoop):
     """A loop whose plans and states are checked."""
 
     def __init__(
-        self, *, is_overlapped: bool, executor: Any = None, limits: SchedulerLimits = LIMITS, launcher: Launcher | None = None
+        self,
+        *,
+        is_overlapped: bool,
+        executor: Any = None,
+        limits: SchedulerLimits = LIMITS,
+        launcher: Launcher | None = None,
     ) -> None:
-        rows = NullExecutor(limits.max_num_seqs, limits.num_blocks, limits.block_size, vocab_size=12)
+        rows = NullExecutor(
+            limits.max_num_seqs, limits.num_blocks, limits.block_size, vocab_size=12
+        )
         self.num_ahead = 0
         loop = OverlappedLoop(launcher or StepThread()) if is_overlapped else PlainLoop()
         super().__init__(limits, executor or rows, time.monotonic, loop)
@@ -100,7 +110,10 @@ def _request(name: str, prompt: list[int], max_tokens: int, **options: Any) -> R
 def _outcome(request: Request) -> list[Any]:
     if isinstance(request.strategy, BeamSearch):
         return list(request.strategy.hypotheses)
-    return [(each.index, each.output_token_ids, each.finish_reason, each.stop_reason) for each in request.sequences]
+    return [
+        (each.index, each.output_token_ids, each.finish_reason, each.stop_reason)
+        for each in request.sequences
+    ]
 
 
 @dataclass(frozen=True)
@@ -118,13 +131,24 @@ class Ask:
             settings = BeamSettings(self.beam_width, self.max_tokens, frozenset({11}))
             return _request(name, self.prompt, self.max_tokens, beam=settings)
         stops = frozenset({11, 10, 9})
-        return _request(name, self.prompt, self.max_tokens, num_sequences=self.num_sequences, stops=stops, **self.options)
+        return _request(
+            name,
+            self.prompt,
+            self.max_tokens,
+            num_sequences=self.num_sequences,
+            stops=stops,
+            **self.options,
+        )
 
 
 OPTIONS = st.fixed_dictionaries(
-    {"seed": st.integers(0, 99), "temperature": st.sampled_from([0.0, 1.0]), "num_logprobs": st.sampled_from([None, 1]),
-     "num_prompt_logprobs": st.sampled_from([None, None, 1])}
-)  # fmt: skip
+    {
+        "seed": st.integers(0, 99),
+        "temperature": st.sampled_from([0.0, 1.0]),
+        "num_logprobs": st.sampled_from([None, 1]),
+        "num_prompt_logprobs": st.sampled_from([None, None, 1]),
+    }
+)
 ASKS = st.builds(
     Ask,
     prompt=st.lists(st.integers(0, 2), min_size=1, max_size=20),
@@ -144,7 +168,9 @@ def test_both_loops_give_the_same_answers(asks: list[Ask]) -> None:
         for number, ask in enumerate(asks):
             loop.scheduler.add(ask.build(str(number)))
         requests = loop.finish_all()
-        answers.append({name: (_outcome(each), each.prompt_logprobs) for name, each in requests.items()})
+        answers.append(
+            {name: (_outcome(each), each.prompt_logprobs) for name, each in requests.items()}
+        )
         assert loop.scheduler.manager.pool.num_used == 0
         loop.close()
     assert answers[0] == answers[1] == answers[2]
@@ -154,11 +180,15 @@ def test_steps_are_planned_while_one_runs(loops: Callable[..., Audited]) -> None
     loop = loops(is_overlapped=True)
     loop.scheduler.add(_request("a", [1] * 14, 12))
     loop.finish_all()
-    assert loop.scheduler.stats.num_steps == 2 + 11, "two chunks of the prompt and eleven decodes, and none too many"
+    assert loop.scheduler.stats.num_steps == 2 + 11, (
+        "two chunks of the prompt and eleven decodes, and none too many"
+    )
     assert loop.num_ahead == 12, "all but the first"
 
 
-def test_a_stop_token_costs_one_step_whose_outcome_is_dropped(loops: Callable[..., Audited]) -> None:
+def test_a_stop_token_costs_one_step_whose_outcome_is_dropped(
+    loops: Callable[..., Audited],
+) -> None:
     plain, overlapped = loops(is_overlapped=False), loops(is_overlapped=True)
     outcomes = []
     for loop in (plain, overlapped):
@@ -187,7 +217,9 @@ class Failing:
     """A null executor that fails on some steps."""
 
     def __init__(self, steps: set[int]) -> None:
-        self.inner = NullExecutor(LIMITS.max_num_seqs, LIMITS.num_blocks, LIMITS.block_size, vocab_size=12)
+        self.inner = NullExecutor(
+            LIMITS.max_num_seqs, LIMITS.num_blocks, LIMITS.block_size, vocab_size=12
+        )
         self.steps = steps
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -236,7 +268,9 @@ def test_the_recorder_follows_steps_that_overlap(loops: Callable[..., Audited]) 
 
 
 @pytest.mark.parametrize("launcher", [StepThread, DirectLauncher])
-def test_starting_over_waits_for_what_is_in_flight(loops: Callable[..., Audited], launcher: Callable[[], Launcher]) -> None:
+def test_starting_over_waits_for_what_is_in_flight(
+    loops: Callable[..., Audited], launcher: Callable[[], Launcher]
+) -> None:
     loop = loops(is_overlapped=True, launcher=launcher())
     loop.scheduler.add(_request("a", [1, 2, 3], 20))
     loop.advance()
@@ -259,14 +293,17 @@ def test_a_thread_that_died_is_reported(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.skipif(DEVICE != "cpu", reason="steps of a GPU are launched without a thread")
 def test_closing_ends_the_thread(make_engine: MakeEngine) -> None:
     engine = make_engine(overlap="on")
-    engine.add_request("a", {"prompt_token_ids": [3, 4, 5]}, SamplingParams(max_tokens=30, ignore_eos=True))
+    engine.add_request(
+        "a", {"prompt_token_ids": [3, 4, 5]}, SamplingParams(max_tokens=30, ignore_eos=True)
+    )
     engine.step()
     assert any(thread.name == "quire-steps" for thread in threading.enumerate())
     engine.close()
     assert not any(thread.name == "quire-steps" for thread in threading.enumerate())
 
 
-# -- with a model ------------------------------------------------------------------------------------------------------
+# -- with a model
+# --------------------------------------------------------------------------------------------------
 
 
 PROMPTS = ("Once upon a time", "The king said", "One day a fox", "Nobody knew")
@@ -275,9 +312,17 @@ PROMPTS = ("Once upon a time", "The king said", "One day a fox", "Nobody knew")
 @pytest.fixture(scope="module")
 def storytellers() -> Iterator[tuple[Engine, Engine]]:
     """The shipped model behind the plain loop, and behind the overlapped one."""
-    options: dict[str, Any] = {"kv_cache_memory": "16MiB", "num_threads": 1, "max_num_batched_tokens": 16, "max_num_seqs": 8}
+    options: dict[str, Any] = {
+        "kv_cache_memory": "16MiB",
+        "num_threads": 1,
+        "max_num_batched_tokens": 16,
+        "max_num_seqs": 8,
+    }
     options["device"] = DEVICE
-    engines = [build_engine(EngineConfig(model="quire-storyteller", overlap=each, **options)) for each in ("off", "on")]
+    engines = [
+        build_engine(EngineConfig(model="quire-storyteller", overlap=each, **options))
+        for each in ("off", "on")
+    ]
     yield engines[0], engines[1]
     for engine in engines:
         engine.close()
@@ -298,16 +343,30 @@ def _both(engines: tuple[Engine, Engine], params: SamplingParams) -> tuple[Any, 
 @pytest.mark.parametrize(
     "params",
     [
-        {"seed": 1, "max_tokens": 24, "stop": ["the ", "king", "."], "include_stop_str_in_output": True},
+        {
+            "seed": 1,
+            "max_tokens": 24,
+            "stop": ["the ", "king", "."],
+            "include_stop_str_in_output": True,
+        },
         {"seed": 4, "max_tokens": 24, "n": 3, "logprobs": 2, "stop": [" a", "ing"]},
-        {"seed": 4, "max_tokens": 24, "bad_words": ["the"], "min_tokens": 4, "stop_token_ids": list(range(10, 400))},
+        {
+            "seed": 4,
+            "max_tokens": 24,
+            "bad_words": ["the"],
+            "min_tokens": 4,
+            "stop_token_ids": list(range(10, 400)),
+        },
         pytest.param(
-            {"seed": 4, "max_tokens": 24, "structured_outputs": {"regex": "[a-f]{3,9}(-[0-9])*"}}, marks=needs_grammars
+            {"seed": 4, "max_tokens": 24, "structured_outputs": {"regex": "[a-f]{3,9}(-[0-9])*"}},
+            marks=needs_grammars,
         ),
     ],
     ids=["stop strings", "n and log-probabilities", "stop tokens", "a grammar"],
 )
-def test_texts_and_ends_are_the_same(storytellers: tuple[Engine, Engine], params: dict[str, Any]) -> None:
+def test_texts_and_ends_are_the_same(
+    storytellers: tuple[Engine, Engine], params: dict[str, Any]
+) -> None:
     plain, overlapped = _both(storytellers, SamplingParams(**params))
     assert plain == overlapped
     assert any(each.finish_reason == "stop" for outputs in plain.values() for each in outputs)
@@ -317,7 +376,9 @@ def test_beams_are_the_same(make_engine: MakeEngine) -> None:
     found = []
     for overlap in ("off", "on"):
         engine = make_engine(overlap=overlap)
-        engine.add_request("b", {"prompt_token_ids": [5, 6, 7]}, BeamSearchParams(beam_width=3, max_tokens=8))
+        engine.add_request(
+            "b", {"prompt_token_ids": [5, 6, 7]}, BeamSearchParams(beam_width=3, max_tokens=8)
+        )
         outputs: list[Any] = []
         while engine.has_work:
             outputs += engine.step()
@@ -332,7 +393,10 @@ def test_processors_see_every_token(storytellers: tuple[Engine, Engine]) -> None
         logits[(sum(token_ids) * 7 + len(token_ids)) % len(logits)] += 3.0
         return logits
 
-    plain, overlapped = _both(storytellers, SamplingParams(seed=1, max_tokens=16, ignore_eos=True, logits_processors=[push]))
+    plain, overlapped = _both(
+        storytellers,
+        SamplingParams(seed=1, max_tokens=16, ignore_eos=True, logits_processors=[push]),
+    )
     assert plain == overlapped
 
 
@@ -351,14 +415,17 @@ def test_a_row_that_fails_fails_alone(make_engine: MakeEngine) -> None:
             if worker.rows.token_ids[item.row][0] == 99:
                 seen.append(item.start)
                 if item.start == 25:
-                    worker.memory.caches[0][0][int(worker.rows.block_tables[item.row][0])] = float("nan")
+                    worker.memory.caches[0][0][int(worker.rows.block_tables[item.row][0])] = float(
+                        "nan"
+                    )
         outcome: Outcome = launch(work)
         return outcome
 
     worker._launch = spoil
     outputs = run_all(engine)
     assert outputs["bad"].error == NOT_FINITE and len(outputs["bad"].outputs[0].token_ids) == 5
-    # On a GPU the failure is read a step late: what was planned on the failed step is computed for nothing.
+    # On a GPU the failure is read a step late: what was planned on the failed step is computed for
+    # nothing.
     assert seen == [0, 21, 22, 23, 24, 25, *([] if DEVICE == "cpu" else [26])]
     assert outputs["good"].outputs == run_all(alone)["good"].outputs
 

@@ -9,7 +9,10 @@ import pytest
 from quire.engine.machine import Machine, instruction_sets
 
 GIB = 1 << 30
-MEMINFO = "MemTotal: 33554432 kB\nMemFree: 1048576 kB\nMemAvailable: 16777216 kB\nCached: 2097152 kB\nHugePages_Total: 0\n"
+MEMINFO = (
+    "MemTotal: 33554432 kB\nMemFree: 1048576 kB\nMemAvailable: 16777216 kB\nCached: 2097152 "
+    "kB\nHugePages_Total: 0\n"
+)
 
 
 def _machine(root: Path, files: dict[str, str]) -> Machine:
@@ -21,7 +24,10 @@ def _machine(root: Path, files: dict[str, str]) -> Machine:
 
 
 def test_a_plain_machine(tmp_path: Path) -> None:
-    machine = _machine(tmp_path, {"proc/meminfo": MEMINFO, "proc/cpuinfo": "processor: 0\nmodel name : Some CPU @ 2 GHz\n"})
+    machine = _machine(
+        tmp_path,
+        {"proc/meminfo": MEMINFO, "proc/cpuinfo": "processor: 0\nmodel name : Some CPU @ 2 GHz\n"},
+    )
     assert (machine.total_memory, machine.available_memory) == (32 * GIB, 16 * GIB)
     assert machine.cpu_name == "Some CPU @ 2 GHz" and machine.num_cores >= 1
 
@@ -41,20 +47,40 @@ def test_no_files_at_all(tmp_path: Path) -> None:
     ("files", "total", "available"),
     [
         (
-            {"memory.max": f"{4 * GIB}\n", "memory.current": f"{3 * GIB}\n", "memory.stat": f"anon 5\ninactive_file {GIB}\n"},
+            {
+                "memory.max": f"{4 * GIB}\n",
+                "memory.current": f"{3 * GIB}\n",
+                "memory.stat": f"anon 5\ninactive_file {GIB}\n",
+            },
             4,
             2,
         ),
         ({"memory.max": "max\n", "memory.current": "5\n"}, 32, 16),
-        ({"memory.max": f"{8 * GIB}\n", "memory.high": f"{4 * GIB}\n", "memory.current": f"{GIB}\n"}, 4, 3),
-        ({"memory.max": f"{8 * GIB}\n", "memory.high": "max\n", "memory.current": f"{GIB}\n"}, 8, 7),
+        (
+            {
+                "memory.max": f"{8 * GIB}\n",
+                "memory.high": f"{4 * GIB}\n",
+                "memory.current": f"{GIB}\n",
+            },
+            4,
+            3,
+        ),
+        (
+            {"memory.max": f"{8 * GIB}\n", "memory.high": "max\n", "memory.current": f"{GIB}\n"},
+            8,
+            7,
+        ),
         ({"memory.max": f"{4 * GIB}\n", "memory.current": f"{5 * GIB}\n"}, 4, 0),
         ({"memory.max": "nonsense\n", "memory.current": "5\n"}, 32, 16),
     ],
 )
-def test_control_groups_version_2(files: dict[str, str], total: int, available: int, tmp_path: Path) -> None:
+def test_control_groups_version_2(
+    files: dict[str, str], total: int, available: int, tmp_path: Path
+) -> None:
     groups = {f"sys/fs/cgroup/a/{name}": text for name, text in files.items()}
-    machine = _machine(tmp_path, {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/a/b\n", **groups})
+    machine = _machine(
+        tmp_path, {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/a/b\n", **groups}
+    )
     assert (machine.total_memory, machine.available_memory) == (total * GIB, available * GIB)
 
 
@@ -64,7 +90,12 @@ def test_the_narrowest_group_above_decides(tmp_path: Path) -> None:
         for folder, limit, used in (("a", 3, 2), ("a/b", 6, 1), ("a/b/c", 5, 1))
         for name, size in (("memory.max", limit), ("memory.current", used))
     }
-    files = {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/a/b/c\n", "sys/fs/cgroup/a/cpu.max": "200000 100000", **groups}
+    files = {
+        "proc/meminfo": MEMINFO,
+        "proc/self/cgroup": "0::/a/b/c\n",
+        "sys/fs/cgroup/a/cpu.max": "200000 100000",
+        **groups,
+    }
     machine = _machine(tmp_path, files | _cpus("0-7", TWO_THREADS, {}))
     assert (machine.total_memory, machine.available_memory, machine.num_cores) == (3 * GIB, GIB, 2)
     assert machine.memory_reason == "memory that is free under the control group's limit of 3.0 GiB"
@@ -90,18 +121,26 @@ def test_control_groups_version_1_in_a_container(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quota", ["50000 100000", "100000 100000", "199999 100000"])
 def test_a_quota_of_cpu_time_bounds_the_cores(quota: str, tmp_path: Path) -> None:
-    assert _machine(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": quota}).num_cores == 1
+    assert (
+        _machine(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": quota}).num_cores
+        == 1
+    )
 
 
 @pytest.mark.parametrize("quota", ["max 100000", "100000 0", "", "a b"])
 def test_no_quota_leaves_the_cores_alone(quota: str, tmp_path: Path) -> None:
     unbounded = Machine.inspect(tmp_path).num_cores
-    assert _machine(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": quota}).num_cores == unbounded
+    assert (
+        _machine(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": quota}).num_cores
+        == unbounded
+    )
 
 
 def _cpus(allowed: str, siblings: dict[int, str], nodes: dict[int, str]) -> dict[str, str]:
     """The files of a machine with these CPUs."""
-    files = {"proc/self/status": f"Name:\tquire\nCpus_allowed:\tff\nCpus_allowed_list:\t{allowed}\n"}
+    files = {
+        "proc/self/status": f"Name:\tquire\nCpus_allowed:\tff\nCpus_allowed_list:\t{allowed}\n"
+    }
     for cpu, text in siblings.items():
         files[f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"] = f"{text}\n"
     for node, text in nodes.items():
@@ -127,7 +166,11 @@ HYBRID = {0: "0-1", 1: "0-1", 2: "2-3", 3: "2-3", 4: "4", 5: "5", 6: "6", 7: "7"
     ],
 )
 def test_cores_are_physical_and_allowed(
-    allowed: str, siblings: dict[int, str], nodes: dict[int, str], expected: tuple[int, int], tmp_path: Path
+    allowed: str,
+    siblings: dict[int, str],
+    nodes: dict[int, str],
+    expected: tuple[int, int],
+    tmp_path: Path,
 ) -> None:
     machine = _machine(tmp_path, _cpus(allowed, siblings, nodes))
     assert (machine.num_cores, machine.num_nodes) == expected
@@ -135,26 +178,39 @@ def test_cores_are_physical_and_allowed(
 
 
 def test_a_quota_below_the_cores_is_the_reason(tmp_path: Path) -> None:
-    files = _cpus("0-7", TWO_THREADS, {}) | {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/cpu.max": "250000 100000"}
+    files = _cpus("0-7", TWO_THREADS, {}) | {
+        "proc/self/cgroup": "0::/a\n",
+        "sys/fs/cgroup/a/cpu.max": "250000 100000",
+    }
     machine = _machine(tmp_path, files)
     assert machine.num_cores == 2
-    assert machine.cores_reason.startswith("the control group's quota is 2.5 CPUs' time, of 4 physical cores among the 8 CPUs")
+    assert machine.cores_reason.startswith(
+        "the control group's quota is 2.5 CPUs' time, of 4 physical cores among the 8 CPUs"
+    )
 
 
 @pytest.mark.parametrize("allowed", ["", "x", "3-", "-3", "0-99999999", "1,,2"])
 def test_a_list_of_cpus_that_makes_no_sense_limits_nothing(allowed: str, tmp_path: Path) -> None:
-    assert _machine(tmp_path, _cpus(allowed, {}, {})).num_cores == Machine.inspect(tmp_path / "nothing").num_cores
+    assert (
+        _machine(tmp_path, _cpus(allowed, {}, {})).num_cores
+        == Machine.inspect(tmp_path / "nothing").num_cores
+    )
 
 
 @pytest.mark.parametrize(
     ("lines", "found"),
     [
-        ("model name : x\nflags\t\t: fpu avx2 sse fma avx512f\nflags : amx_tile\n", ["avx2", "avx512f", "fma"]),
+        (
+            "model name : x\nflags\t\t: fpu avx2 sse fma avx512f\nflags : amx_tile\n",
+            ["avx2", "avx512f", "fma"],
+        ),
         ("Features\t: fp asimd crc32 i8mm\n", ["asimd", "i8mm"]),
         ("", []),
     ],
 )
-def test_processors_of_one_class_have_one_word(tmp_path: Path, lines: str, found: list[str]) -> None:
+def test_processors_of_one_class_have_one_word(
+    tmp_path: Path, lines: str, found: list[str]
+) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text(lines)
     assert instruction_sets(tmp_path).split("+")[1:] == found

@@ -1,4 +1,5 @@
-"""The memory that the plan prints is what a full engine takes: measured from outside, in a process of its own."""
+"""The memory that the plan prints is what a full engine takes: measured from outside,
+in a process of its own."""
 
 from __future__ import annotations
 
@@ -12,11 +13,18 @@ import pytest
 pytestmark = pytest.mark.slow
 
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512, "intermediate_size": 1536,
-    "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 32000,
-    "max_position_embeddings": 1024, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512,
+    "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
 }  # fmt: skip
-SMALL = {**CONFIG, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 512}
+SMALL = {
+    **CONFIG,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "vocab_size": 512,
+}
 
 SCRIPT = """
 import sys
@@ -59,7 +67,9 @@ print(plan.total_bytes, resident_bytes("VmHWM") - before)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's account of a process's memory")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="needs Linux's account of a process's memory"
+)
 def test_t22_the_plan_is_what_is_taken(tmp_path: Path) -> None:
     """At the limit: a full cache, prompts scored, log-probabilities and penalties."""
     for name, config in (("small", SMALL), ("model", CONFIG)):
@@ -68,4 +78,6 @@ def test_t22_the_plan_is_what_is_taken(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "small"), str(tmp_path / "model")]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=250)
     planned, taken = map(int, done.stdout.split())
-    assert 0.9 * planned < taken < 1.05 * planned, f"planned {planned / 2**20:.0f} MiB, taken {taken / 2**20:.0f}"
+    assert 0.9 * planned < taken < 1.05 * planned, (
+        f"planned {planned / 2**20:.0f} MiB, taken {taken / 2**20:.0f}"
+    )

@@ -1,4 +1,5 @@
-"""Decisions of the planner: what they are, why, and the one line that says why something cannot work."""
+"""Decisions of the planner: what they are, why,
+and the one line that says why something cannot work."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ GIB = 1 << 30
 
 
 def _machine(available: int = 8 * GIB) -> Machine:
-    return Machine(total_memory=2 * available, available_memory=available, num_cores=4, cpu_name="test")
+    return Machine(
+        total_memory=2 * available, available_memory=available, num_cores=4, cpu_name="test"
+    )
 
 
 def _plan(path: Path, machine: Machine | None = None, **options: object) -> EnginePlan:
@@ -31,7 +34,13 @@ def _plan(path: Path, machine: Machine | None = None, **options: object) -> Engi
 
 def test_every_decision_has_a_reason_and_the_sum_fits(tiny_config: Path) -> None:
     plan = _plan(tiny_config)
-    assert {d.name for d in plan.decisions} >= {"dtype", "block_size", "num_blocks", "max_model_len", "num_threads"}
+    assert {d.name for d in plan.decisions} >= {
+        "dtype",
+        "block_size",
+        "num_blocks",
+        "max_model_len",
+        "num_threads",
+    }
     assert all(decision.reason for decision in plan.decisions)
     assert plan.total_bytes <= 8 * GIB * 0.9
     assert plan.limits.max_model_len == 256 and plan.num_threads == 4
@@ -39,7 +48,8 @@ def test_every_decision_has_a_reason_and_the_sum_fits(tiny_config: Path) -> None
 
 
 def test_limits_of_a_container_are_the_plans(tiny_config: Path, tmp_path: Path) -> None:
-    """Of a machine of 32 GiB and eight CPUs: 100 MiB, of which 60 are taken, and the time of two CPUs."""
+    """Of a machine of 32 GiB and eight CPUs: 100 MiB, of which 60 are taken,
+    and the time of two CPUs."""
     files = {
         "proc/meminfo": "MemTotal: 33554432 kB\nMemAvailable: 16777216 kB\n",
         "proc/self/cgroup": "0::/\n",
@@ -58,12 +68,22 @@ def test_limits_of_a_container_are_the_plans(tiny_config: Path, tmp_path: Path) 
     assert plan.num_threads == 2 and plan.total_bytes <= 0.9 * (40 << 20)
     reasons = {decision.name: decision.reason for decision in plan.decisions}
     assert "the control group's quota is 2 CPUs' time" in reasons["num_threads"]
-    with pytest.raises(CapacityError, match=r"of 40\.0 MiB memory that is free under the control group's limit of 100\.0 MiB"):
+    with pytest.raises(
+        CapacityError,
+        match=r"of 40\.0 MiB memory that is free under the control group's limit of 100\.0 MiB",
+    ):
         _plan(tiny_config, machine, kv_cache_memory="64MiB")
 
 
 def test_given_values_are_obeyed(tiny_config: Path) -> None:
-    plan = _plan(tiny_config, kv_cache_memory="1MiB", block_size=8, max_num_seqs=3, max_model_len=100, dtype="bfloat16")
+    plan = _plan(
+        tiny_config,
+        kv_cache_memory="1MiB",
+        block_size=8,
+        max_num_seqs=3,
+        max_model_len=100,
+        dtype="bfloat16",
+    )
     assert plan.kv_bytes_per_token == 2 * 2 * 2 * 16 * 2
     assert plan.limits.num_blocks == (1 << 20) // (256 * 8)
     assert (plan.limits.max_num_seqs, plan.limits.max_model_len, plan.dtype) == (3, 100, "bfloat16")
@@ -88,14 +108,24 @@ def test_a_kv_cache_of_a_given_size_is_resident_from_the_start(
 
 @pytest.mark.parametrize(
     ("name", "chosen", "row_bytes"),
-    [("auto", "bfloat16", 32), ("float32", "float32", 64), ("int8", "int8", 20), ("fp8", "fp8", 20), ("fp8_e4m3", "fp8", 20)],
+    [
+        ("auto", "bfloat16", 32),
+        ("float32", "float32", 64),
+        ("int8", "int8", 20),
+        ("fp8", "fp8", 20),
+        ("fp8_e4m3", "fp8", 20),
+    ],
 )
-def test_the_kv_cache_has_a_dtype_of_its_own(name: str, chosen: str, row_bytes: int, tiny_config: Path) -> None:
+def test_the_kv_cache_has_a_dtype_of_its_own(
+    name: str, chosen: str, row_bytes: int, tiny_config: Path
+) -> None:
     plan = _plan(tiny_config, kv_cache_memory="1MiB", dtype="bfloat16", kv_cache_dtype=name)
     assert plan.kv_format == chosen
     assert plan.kv_bytes_per_token == 2 * 2 * 2 * row_bytes
     assert plan.limits.num_blocks == (1 << 20) // (8 * row_bytes * 16)
-    assert ("kv_cache_dtype", chosen) in {(decision.name, decision.value) for decision in plan.decisions}
+    assert ("kv_cache_dtype", chosen) in {
+        (decision.name, decision.value) for decision in plan.decisions
+    }
 
 
 def test_the_length_shrinks_to_what_the_cache_holds(tiny_config: Path) -> None:
@@ -105,12 +135,17 @@ def test_the_length_shrinks_to_what_the_cache_holds(tiny_config: Path) -> None:
 
 
 def test_too_small_a_cache_for_the_wanted_length_says_the_numbers(tiny_config: Path) -> None:
-    with pytest.raises(CapacityError, match=r"max_model_len=200 needs 104.0 KiB .* lower max_model_len to 96"):
+    with pytest.raises(
+        CapacityError, match=r"max_model_len=200 needs 104.0 KiB .* lower max_model_len to 96"
+    ):
         _plan(tiny_config, kv_cache_memory=512 * 100, max_model_len=200)
 
 
 def test_too_little_memory_says_the_numbers(tiny_config: Path) -> None:
-    with pytest.raises(CapacityError, match=r"weights and workspace need .* 90% of 1.0 MiB free memory is 921.6 KiB"):
+    with pytest.raises(
+        CapacityError,
+        match=r"weights and workspace need .* 90% of 1.0 MiB free memory is 921.6 KiB",
+    ):
         _plan(tiny_config, _machine(1 << 20))
     with pytest.raises(CapacityError, match=r"kv_cache_memory='20GiB' does not fit"):
         _plan(tiny_config, kv_cache_memory="20GiB")
@@ -126,21 +161,31 @@ def test_too_little_memory_says_the_numbers(tiny_config: Path) -> None:
         ({"memory_utilization": 1.5}, "memory_utilization=1.5"),
         ({"kv_cache_memory": "much"}, "kv_cache_memory='much'"),
         ({"kv_cache_memory": 0}, "kv_cache_memory=0"),
-        ({"quantization": "awq"}, "quantization='awq', but the checkpoint is of plain floating point"),
+        (
+            {"quantization": "awq"},
+            "quantization='awq', but the checkpoint is of plain floating point",
+        ),
         ({"quantization": "int5"}, "quantization='int5' is not available; choose 'int8' or 'int4'"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
-        ({"max_num_batched_tokens": 4, "max_num_seqs": 8}, "max_num_batched_tokens=4 is below max_num_seqs=8"),
+        (
+            {"max_num_batched_tokens": 4, "max_num_seqs": 8},
+            "max_num_batched_tokens=4 is below max_num_seqs=8",
+        ),
         ({"enable_prefix_caching": "yes"}, "enable_prefix_caching='yes'"),
     ],
 )
-def test_bad_options_are_refused_by_name(options: dict[str, Any], message: str, tiny_config: Path) -> None:
+def test_bad_options_are_refused_by_name(
+    options: dict[str, Any], message: str, tiny_config: Path
+) -> None:
     with pytest.raises(ConfigError) as raised:
         _plan(tiny_config, **options)
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_an_unknown_option_is_refused_with_a_suggestion() -> None:
-    with pytest.raises(ConfigError, match="unknown option 'max_model_length'; did you mean 'max_model_len'"):
+    with pytest.raises(
+        ConfigError, match="unknown option 'max_model_length'; did you mean 'max_model_len'"
+    ):
         EngineConfig.from_options("x", {"max_model_length": 3})
 
 
@@ -158,20 +203,29 @@ def test_the_machine_has_memory_and_cores() -> None:
     assert 0 < machine.available_memory <= machine.total_memory
 
 
-def test_few_tokens_in_a_step_bound_the_sequences_where_the_user_says_nothing(tiny_config: Path) -> None:
+def test_few_tokens_in_a_step_bound_the_sequences_where_the_user_says_nothing(
+    tiny_config: Path,
+) -> None:
     assert _plan(tiny_config, max_num_batched_tokens=64).limits.max_num_seqs == 64
 
 
-def test_without_chunks_a_step_holds_the_longest_prompt_and_the_workspace_counts_it(tiny_config: Path) -> None:
+def test_without_chunks_a_step_holds_the_longest_prompt_and_the_workspace_counts_it(
+    tiny_config: Path,
+) -> None:
     options: dict[str, Any] = {"max_num_batched_tokens": 32, "max_num_seqs": 8}
-    chunked, whole = _plan(tiny_config, **options), _plan(tiny_config, enable_chunked_prefill=False, **options)
+    chunked, whole = (
+        _plan(tiny_config, **options),
+        _plan(tiny_config, enable_chunked_prefill=False, **options),
+    )
     assert (chunked.limits.max_num_batched_tokens, whole.limits.max_num_batched_tokens) == (32, 256)
     assert whole.workspace_bytes > 4 * chunked.workspace_bytes
     assert {d.value for d in whole.decisions if d.name == "max_num_batched_tokens"} == {"256"}
 
 
 def test_a_length_beyond_the_models_context_needs_to_be_allowed(tiny_config: Path) -> None:
-    with pytest.raises(ConfigError, match=r"max_model_len=257 is beyond the 256 tokens .*allow-long-context"):
+    with pytest.raises(
+        ConfigError, match=r"max_model_len=257 is beyond the 256 tokens .*allow-long-context"
+    ):
         _plan(tiny_config, max_model_len=257)
     assert _plan(tiny_config, max_model_len=256).limits.max_model_len == 256
     plan = _plan(tiny_config, max_model_len=300, allow_long_context=True)
@@ -198,23 +252,38 @@ def test_a_scaled_rope_says_how_long_a_context_may_be(
         _plan(tiny_config, max_model_len=longest + 1, **overrides)
 
 
-def test_half_precision_is_computed_in_bfloat16_and_said(tiny_config: Path, caplog: pytest.LogCaptureFixture) -> None:
-    plan = plan_engine(EngineConfig.from_options(str(tiny_config), {"dtype": "half", "load_format": "dummy"}), _machine()).plan
+def test_half_precision_is_computed_in_bfloat16_and_said(
+    tiny_config: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = plan_engine(
+        EngineConfig.from_options(str(tiny_config), {"dtype": "half", "load_format": "dummy"}),
+        _machine(),
+    ).plan
     assert plan.dtype == "bfloat16"
-    assert "computing in bfloat16: given was float16, which the kernels do not compute in" in caplog.text
+    assert (
+        "computing in bfloat16: given was float16, which the kernels do not compute in"
+        in caplog.text
+    )
     caplog.clear()
-    assert _plan(tiny_config, dtype="float32", hf_overrides={"torch_dtype": "float16"}).dtype == "float32"
+    assert (
+        _plan(tiny_config, dtype="float32", hf_overrides={"torch_dtype": "float16"}).dtype
+        == "float32"
+    )
     assert not caplog.text
     assert _plan(tiny_config, hf_overrides={"torch_dtype": "float16"}).dtype == "bfloat16"
     assert "the checkpoint is float16" in caplog.text
 
 
-def test_a_gpu_that_is_not_there_is_refused_before_the_model_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_not_there_is_refused_before_the_model_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def no_driver(name: str) -> None:
         raise OSError(name)
 
     monkeypatch.setattr(gpu, "inspect_gpu", lambda load: inspect_gpu(no_driver))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="device='cuda' cannot be used: there is no NVIDIA driver"):
+    with pytest.raises(
+        ConfigError, match="device='cuda' cannot be used: there is no NVIDIA driver"
+    ):
         plan_engine(EngineConfig(model="no-such-model", device="cuda"))
 
 
@@ -224,7 +293,9 @@ def test_on_a_gpu_its_memory_counts(tiny_config: Path) -> None:
     assert plan.device == "cuda"
     assert ("device", "cuda", "given; NVIDIA X, 40.0 GiB free") in plan.decisions
     assert plan.kv_bytes == plan.kv_bytes_per_token * 256 * 4  # what four sequences need
-    assert plan.attention_module is None and "attention_backend" in {each.name for each in plan.decisions}
+    assert plan.attention_module is None and "attention_backend" in {
+        each.name for each in plan.decisions
+    }
     with pytest.raises(ConfigError, match="flashinfer' cannot be used: not installed"):
         _plan(tiny_config, machine, device="cuda", attention_backend="flashinfer")
     with pytest.raises(ConfigError, match="is for GPUs"):
@@ -239,7 +310,9 @@ def test_on_a_gpu_its_memory_counts(tiny_config: Path) -> None:
 
 def test_recorded_steps_are_counted_before_the_cache_is(tiny_config: Path) -> None:
     machine = replace(_machine(1 << 20), gpu=Gpu("NVIDIA X", (9, 0), 80 * GIB, 40 * GIB, "13.0"))
-    plan, eager = (_plan(tiny_config, machine, device="cuda", enforce_eager=each) for each in (False, True))
+    plan, eager = (
+        _plan(tiny_config, machine, device="cuda", enforce_eager=each) for each in (False, True)
+    )
     assert plan.graphs is not None and eager.graphs is None and _plan(tiny_config).graphs is None
     scratch_bytes = plan.kv_bytes_per_token * plan.limits.block_size
     counted = plan.graphs.max_bytes + plan.graphs.input_bytes + scratch_bytes
@@ -258,12 +331,21 @@ def test_a_large_gpu_takes_more_sequences_and_records_their_steps(tiny_config: P
         assert plan.graphs is not None
         chosen[total] = (plan.limits.max_num_seqs, plan.graphs.max_num_tokens)
         few = _plan(tiny_config, machine, device="cuda", max_num_batched_tokens=100)
-        assert few.limits.max_num_seqs == 100 and few.graphs is not None and few.graphs.max_num_tokens == 128
+        assert (
+            few.limits.max_num_seqs == 100
+            and few.graphs is not None
+            and few.graphs.max_num_tokens == 128
+        )
     assert chosen == {40 * GIB: (256, 256), 141 * GIB: (1024, 1024)}
 
 
-@pytest.mark.parametrize(("given", "on_cpu", "on_gpu"), [("auto", False, True), ("on", True, True), ("off", False, False)])
-def test_steps_overlap_on_a_gpu_unless_told_otherwise(given: str, on_cpu: bool, on_gpu: bool, tiny_config: Path) -> None:
+@pytest.mark.parametrize(
+    ("given", "on_cpu", "on_gpu"),
+    [("auto", False, True), ("on", True, True), ("off", False, False)],
+)
+def test_steps_overlap_on_a_gpu_unless_told_otherwise(
+    given: str, on_cpu: bool, on_gpu: bool, tiny_config: Path
+) -> None:
     machine = replace(_machine(1 << 20), gpu=Gpu("NVIDIA X", (9, 0), 80 * GIB, 40 * GIB, "13.0"))
     assert _plan(tiny_config, overlap=given).is_overlapped is on_cpu
     assert _plan(tiny_config, machine, device="cuda", overlap=given).is_overlapped is on_gpu
@@ -284,11 +366,16 @@ def test_steps_have_a_target_on_a_cpu(tiny_config: Path) -> None:
         ({"target_step_ms": -1}, "target_step_ms=-1 must be a number of milliseconds"),
         ({"target_step_ms": float("nan")}, "target_step_ms=nan must be a number"),
         ({"target_step_ms": 100, "enable_chunked_prefill": False}, "needs chunked prefill"),
-        ({"max_num_partial_prefills": 0}, "max_num_partial_prefills=0 must be an integer of at least 1"),
+        (
+            {"max_num_partial_prefills": 0},
+            "max_num_partial_prefills=0 must be an integer of at least 1",
+        ),
         ({"max_num_partial_prefills": 1, "max_long_partial_prefills": 2}, "lower the first"),
         ({"long_prefill_token_threshold": -1}, "must be an integer of at least 0"),
     ],
 )
-def test_impossible_bounds_of_steps_are_refused(options: dict[str, Any], words: str, tiny_config: Path) -> None:
+def test_impossible_bounds_of_steps_are_refused(
+    options: dict[str, Any], words: str, tiny_config: Path
+) -> None:
     with pytest.raises(ConfigError, match=words):
         _plan(tiny_config, **options)

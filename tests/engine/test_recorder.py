@@ -1,4 +1,5 @@
-"""What the records say is what the worker saw: states made again from records alone, compared with the scheduler's own."""
+"""What the records say is what the worker saw: states made again from records alone,
+compared with the scheduler's own."""
 
 from __future__ import annotations
 
@@ -52,29 +53,42 @@ class Engine:
         resident = [each for each in self.scheduler.running if each.is_resident]
         self.tables[plan.step_id] = {each.row: each.table.blocks.copy() for each in resident}
         self.computed[plan.step_id] = {each.row: each.num_computed for each in resident}
-        self.computed[plan.step_id] |= {work.row: work.start + work.num_tokens for work in plan.work}
+        self.computed[plan.step_id] |= {
+            work.row: work.start + work.num_tokens for work in plan.work
+        }
         self.tokens[plan.step_id] = {each.row: each.token_ids.copy() for each in resident}
         # Whoever is at the same place gains the same, so that forks come to hold identical blocks.
-        results = tuple(WorkResult((3 + (w.start + w.num_tokens) * 7 % 190,) * w.num_samples) for w in plan.work)
+        results = tuple(
+            WorkResult((3 + (w.start + w.num_tokens) * 7 % 190,) * w.num_samples) for w in plan.work
+        )
         self.scheduler.update(plan, StepResult(plan.step_id, results), self.now + 0.5)
         self.recorder.end(self.now + 0.5)
         self.cached[plan.step_id] = {node.block for node in self.scheduler.manager.index.nodes()}
         return plan
 
     def crowd(self, num_steps: int) -> None:
-        """Random requests with common beginnings, some of several sequences, in too little memory."""
+        """Random requests with common beginnings, some of several sequences,
+        in too little memory."""
         for number in range(num_steps):
             if self.rng.random() < 0.4:
                 common = [50 + self.rng.randrange(2)] * self.rng.randrange(1, 14)
-                prompt = [*common, *(self.rng.randrange(3, 200) for _ in range(self.rng.randrange(1, 20)))]
-                self.add(f"r{number}", prompt, self.rng.randrange(1, 30), self.rng.choice((1, 1, 1, 3)))
+                prompt = [
+                    *common,
+                    *(self.rng.randrange(3, 200) for _ in range(self.rng.randrange(1, 20))),
+                ]
+                self.add(
+                    f"r{number}", prompt, self.rng.randrange(1, 30), self.rng.choice((1, 1, 1, 3))
+                )
             if self.rng.random() < 0.05 and self.scheduler.requests:
                 self.scheduler.abort(self.rng.choice(list(self.scheduler.requests)))
             self.step()
 
 
-def _replay(inspection: Inspection) -> dict[int, tuple[dict[int, list[int]], dict[int, int], set[int]]]:
-    """(tables, computed tokens, cached blocks) after each record, from what an asker is told and nothing else."""
+def _replay(
+    inspection: Inspection,
+) -> dict[int, tuple[dict[int, list[int]], dict[int, int], set[int]]]:
+    """(tables, computed tokens, cached blocks) after each record,
+    from what an asker is told and nothing else."""
     assert inspection.base is not None
     tables = {row.row: list(row.blocks) for row in inspection.base.rows}
     computed = {row.row: row.num_computed for row in inspection.base.rows}
@@ -95,13 +109,18 @@ def _replay(inspection: Inspection) -> dict[int, tuple[dict[int, list[int]], dic
             computed[row] = start + count
         for block in step.published:
             cached.add(block) if block >= 0 else cached.discard(~block)
-        states[step.step] = ({row: blocks.copy() for row, blocks in tables.items()}, computed.copy(), cached.copy())
+        states[step.step] = (
+            {row: blocks.copy() for row, blocks in tables.items()},
+            computed.copy(),
+            cached.copy(),
+        )
     return states
 
 
 @pytest.mark.parametrize("max_steps", [512, 20])
 def test_every_step_can_be_made_again(monkeypatch: pytest.MonkeyPatch, max_steps: int) -> None:
-    """Also where most steps have left the ring, through preemptions, forks, merges, copies and evictions."""
+    """Also where most steps have left the ring, through preemptions, forks, merges,
+    copies and evictions."""
     monkeypatch.setattr(module, "MAX_STEPS", max_steps)
     engine = Engine()
     engine.crowd(300)
@@ -114,10 +133,15 @@ def test_every_step_can_be_made_again(monkeypatch: pytest.MonkeyPatch, max_steps
         assert computed == engine.computed[step]
         assert all(len(blocks) * BLOCK_SIZE >= computed[row] for row, blocks in tables.items())
     manager, stats = engine.scheduler.manager, engine.scheduler.stats
-    assert min(stats.num_preemptions, manager.num_copies, manager.num_evictions, manager.num_merges) > 0
+    assert (
+        min(stats.num_preemptions, manager.num_copies, manager.num_evictions, manager.num_merges)
+        > 0
+    )
     assert stats.num_computed_tokens >= sum(step.num_tokens for step in inspection.steps)
     reasons = {why for step in inspection.steps for _, why in step.removed}
-    assert reasons <= {"length", "abort", "preempted", "stop"} and (max_steps < 300 or "preempted" in reasons)
+    assert reasons <= {"length", "abort", "preempted", "stop"} and (
+        max_steps < 300 or "preempted" in reasons
+    )
 
 
 def test_positions_follow_the_work() -> None:
@@ -128,7 +152,11 @@ def test_positions_follow_the_work() -> None:
     assert [states[plan.step_id][1][0] for plan in plans] == [24, 48, 50, 51, 52]
     steps = engine.recorder.inspect("", -1, 0.0).steps
     assert [step.decoded for step in steps] == [(), (), (), (0,), (0,)]
-    assert [step.chunks for step in steps[:3]] == [((0, 0, 24, 0),), ((0, 24, 24, 0),), ((0, 48, 2, 1),)]
+    assert [step.chunks for step in steps[:3]] == [
+        ((0, 0, 24, 0),),
+        ((0, 24, 24, 0),),
+        ((0, 48, 2, 1),),
+    ]
     assert [step.elapsed_s for step in steps] == [0.5] * 5
 
 
@@ -143,7 +171,9 @@ def test_an_asker_who_follows_is_told_only_what_is_new(monkeypatch: pytest.Monke
     assert engine.recorder.inspect(first.engine, more.last_step, 0.0).steps == ()
     for name, since in (("another", more.last_step), (first.engine, 2), (first.engine, 10**9)):
         everything = engine.recorder.inspect(name, since, 0.0)
-        assert everything.base is not None and everything.base.step == 5 and len(everything.steps) == 8
+        assert (
+            everything.base is not None and everything.base.step == 5 and len(everything.steps) == 8
+        )
 
 
 def test_what_a_block_held_is_known_for_every_step_of_the_ring() -> None:
@@ -160,7 +190,12 @@ def test_what_a_block_held_is_known_for_every_step_of_the_ring() -> None:
     cached = next(iter(unused & engine.cached[120]))
     content = engine.recorder.content(cached, 120)
     node = engine.scheduler.manager.index.node_of(cached)
-    assert content is not None and node is not None and content.token_ids == node.tokens and content.is_cached
+    assert (
+        content is not None
+        and node is not None
+        and content.token_ids == node.tokens
+        and content.is_cached
+    )
     for block, step in ((24, 5), (-1, 5), (3, 121), (3, -1)):
         assert engine.recorder.content(block, step) is None
 
@@ -180,7 +215,10 @@ def test_who_waits_and_why() -> None:
         ("w2", -1, "2 before it in the order of service"),
     ]
     assert inspection.requests[1].age_s == 2.0
-    assert (inspection.steps[-1].num_waiting, inspection.steps[-1].waits_for) == (3, "all 1 rows are taken")
+    assert (inspection.steps[-1].num_waiting, inspection.steps[-1].waits_for) == (
+        3,
+        "all 1 rows are taken",
+    )
 
 
 def test_a_prefix_in_the_making_is_waited_for_by_name() -> None:
@@ -203,14 +241,18 @@ def test_rows_that_ended_with_the_last_step_are_named() -> None:
 
 
 @pytest.mark.parametrize("name, limit", [("MAX_WORK", 50), ("MAX_TOKENS", 60)])
-def test_the_ring_is_bounded_by_what_it_holds(monkeypatch: pytest.MonkeyPatch, name: str, limit: int) -> None:
+def test_the_ring_is_bounded_by_what_it_holds(
+    monkeypatch: pytest.MonkeyPatch, name: str, limit: int
+) -> None:
     monkeypatch.setattr(module, name, limit)
     engine = Engine()
     engine.crowd(100)
     inspection = engine.recorder.inspect("", -1, 0.0)
     held = {
         "MAX_WORK": sum(len(step.decoded) + len(step.chunks) for step in inspection.steps),
-        "MAX_TOKENS": sum(entry.num_known_tokens for step in inspection.steps for entry in step.entered),
+        "MAX_TOKENS": sum(
+            entry.num_known_tokens for step in inspection.steps for entry in step.entered
+        ),
     }
     assert 0 < held[name] <= limit and len(inspection.steps) < 100
     assert _replay(inspection)[100][0] == engine.tables[100]

@@ -1,4 +1,5 @@
-"""A request's spec arrives at the scheduler as it was made, whatever it says, and what is between names none of its fields."""
+"""A request's spec arrives at the scheduler as it was made, whatever it says,
+and what is between names none of its fields."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ OTHERS: dict[str, Any] = {
     "prompt_token_ids": (5, 6),
     "content_ids": (5, -7),
     "sampling": RowSampling(
-        seed=2**64 - 1, min_p=0.25, logit_bias=((3, -1.5),), bad_words=((1, 2), (3,)), num_logprobs=-1,
+        seed=2**64 - 1, min_p=0.25, logit_bias=((3, -1.5),), bad_words=((1, 2), (3,)),
+        num_logprobs=-1,
         grammar=Grammar("regex", "a+"), thinking=ThinkingBudget(9, True, MARKS),
     ),
     "max_tokens": 11,
@@ -75,9 +77,18 @@ def test_every_field_reaches_the_scheduler_of_another_process(field: Any) -> Non
 
 
 def test_a_field_is_named_where_it_is_declared_where_it_is_made_and_where_it_is_read() -> None:
-    """Of a field that only the scheduler looks at; the API's word for it is another, which `Digester` reads."""
-    named = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if "reads_cache" in path.read_text("utf-8")}
-    assert named - {"sim/scenario.py"} == {"core/request_spec.py", "engine/digest.py", "core/scheduler/resources.py"}
+    """Of a field that only the scheduler looks at; the API's word for it is another,
+    which `Digester` reads."""
+    named = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if "reads_cache" in path.read_text("utf-8")
+    }
+    assert named - {"sim/scenario.py"} == {
+        "core/request_spec.py",
+        "engine/digest.py",
+        "core/scheduler/resources.py",
+    }
 
 
 def test_a_spec_cannot_be_changed() -> None:
@@ -89,9 +100,13 @@ def test_a_spec_cannot_be_changed() -> None:
 def test_what_could_never_be_served_is_refused_with_the_numbers() -> None:
     limits = SchedulerLimits(num_blocks=3, block_size=16, max_model_len=64)
     spec = RequestSpec(prompt_token_ids=(1,) * 60, max_tokens=4)
-    with pytest.raises(PromptTooLongError, match=r"60 tokens.* 4 KV blocks of 16.* the whole pool has 3"):
+    with pytest.raises(
+        PromptTooLongError, match=r"60 tokens.* 4 KV blocks of 16.* the whole pool has 3"
+    ):
         fit(spec, limits)
-    with pytest.raises(PromptTooLongError, match="the prompt has 64 tokens, but the context holds 64"):
+    with pytest.raises(
+        PromptTooLongError, match="the prompt has 64 tokens, but the context holds 64"
+    ):
         fit(replace(spec, prompt_token_ids=(1,) * 64), limits)
 
 

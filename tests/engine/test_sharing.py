@@ -1,8 +1,10 @@
-"""Several threads on one engine: each gets its own right answers, no thread waits for itself, and all learn of an end."""
+"""Several threads on one engine: each gets its own right answers, no thread waits for itself,
+and all learn of an end."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +16,12 @@ from quire import LLM, AsyncLLM, BeamSearchParams, LLMEngine, SamplingParams, To
 from quire.engine.outputs import RequestOutput
 from quire.errors import EngineError, InvalidParameterError
 
-OPTIONS: dict[str, Any] = {"load_format": "dummy", "kv_cache_memory": "512KiB", "num_threads": 1, "max_num_seqs": 16}
+OPTIONS: dict[str, Any] = {
+    "load_format": "dummy",
+    "kv_cache_memory": "512KiB",
+    "num_threads": 1,
+    "max_num_seqs": 16,
+}
 DEADLINE_S = 120
 
 
@@ -36,7 +43,9 @@ def _in_threads(works: list[Callable[[], object]]) -> list[Any]:
         except Exception as error:
             results[place] = error
 
-    threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in range(len(works))]
+    threads = [
+        threading.Thread(target=run, args=(place,), daemon=True) for place in range(len(works))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -46,11 +55,15 @@ def _in_threads(works: list[Callable[[], object]]) -> list[Any]:
 
 
 def _prompt(number: int) -> TokensPrompt:
-    return {"prompt_token_ids": [3 + (number * 13 + place * 7) % 240 for place in range(5 + number)]}
+    return {
+        "prompt_token_ids": [3 + (number * 13 + place * 7) % 240 for place in range(5 + number)]
+    }
 
 
 def _params(number: int) -> SamplingParams:
-    return SamplingParams(max_tokens=20, ignore_eos=True, temperature=float(number % 2), seed=number)
+    return SamplingParams(
+        max_tokens=20, ignore_eos=True, temperature=float(number % 2), seed=number
+    )
 
 
 def _tokens(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -62,7 +75,9 @@ def test_threads_get_the_answers_that_they_would_get_alone(llm: LLM) -> None:
 
     def generate(number: int) -> Any:
         prompts = [_prompt(number), _prompt(number + 8)]
-        return _tokens(llm.generate(prompts, [_params(number), _params(number + 1)], use_tqdm=False))
+        return _tokens(
+            llm.generate(prompts, [_params(number), _params(number + 1)], use_tqdm=False)
+        )
 
     def search(number: int) -> Any:
         [output] = llm.beam_search(_prompt(number), beams)
@@ -82,7 +97,12 @@ def test_requests_of_several_threads_share_their_steps(llm: LLM) -> None:
     """One thread after the other would take as many steps as all their tokens."""
     before = llm.engine.scheduler.stats.num_steps
     prompts = [_prompt(number) for number in range(8)]
-    _in_threads([lambda prompt=prompt: llm.generate(prompt, _params(0), use_tqdm=False) for prompt in prompts])  # type: ignore[misc]
+    _in_threads(
+        [
+            lambda prompt=prompt: llm.generate(prompt, _params(0), use_tqdm=False)  # type: ignore[misc]
+            for prompt in prompts
+        ]
+    )
     num_steps = llm.engine.scheduler.stats.num_steps - before
     assert num_steps < 8 * 20, num_steps
 
@@ -94,13 +114,17 @@ def test_a_refusal_in_one_thread_leaves_the_others_alone(llm: LLM) -> None:
     def fail() -> object:
         return llm.generate([_prompt(2), bad], _params(0), use_tqdm=False)
 
-    results = _in_threads([lambda: _tokens(llm.generate(good, _params(1), use_tqdm=False)), fail, fail])
+    results = _in_threads(
+        [lambda: _tokens(llm.generate(good, _params(1), use_tqdm=False)), fail, fail]
+    )
     assert results[0] == alone
     assert all(isinstance(each, InvalidParameterError) for each in results[1:])
     assert not llm.engine.has_work
 
 
-def test_generate_inside_a_processor_is_one_clear_error_and_ends_that_request_alone(llm: LLM) -> None:
+def test_generate_inside_a_processor_is_one_clear_error_and_ends_that_request_alone(
+    llm: LLM,
+) -> None:
     raised: list[str] = []
 
     def nested(output_ids: list[int], logits: Any) -> Any:
@@ -113,7 +137,10 @@ def test_generate_inside_a_processor_is_one_clear_error_and_ends_that_request_al
 
     params = SamplingParams(max_tokens=4, logits_processors=[nested])
     outputs = llm.generate([_prompt(1), _prompt(2)], [params, _params(0)], use_tqdm=False)
-    assert outputs[0].outputs[0].finish_reason == "error" and len(outputs[1].outputs[0].token_ids) == 20
+    assert (
+        outputs[0].outputs[0].finish_reason == "error"
+        and len(outputs[1].outputs[0].token_ids) == 20
+    )
     [message] = set(raised)
     assert "is computing a step, which called this function" in message and "\n" not in message
     assert outputs[0].error is not None and message in outputs[0].error
@@ -132,7 +159,9 @@ def _call_inside(llm: LLM, call: Callable[[], object]) -> bool:
             refused.append(True)
         return logits
 
-    llm.generate(_prompt(1), SamplingParams(max_tokens=1, logits_processors=[nested]), use_tqdm=False)
+    llm.generate(
+        _prompt(1), SamplingParams(max_tokens=1, logits_processors=[nested]), use_tqdm=False
+    )
     return refused == [True]
 
 
@@ -151,7 +180,8 @@ def test_a_processor_may_use_another_engine(llm: LLM, tiny_config: Path) -> None
 
 
 def test_an_interrupt_in_one_thread_is_heard_of_by_the_others(llm: LLM) -> None:
-    """The one who presses Ctrl-C leaves; the requests that were in the same steps end with an error, and nobody hangs."""
+    """The one who presses Ctrl-C leaves; the requests that were in the same steps end with
+    an error, and nobody hangs."""
     engine, num_steps = llm.engine, 0
     interrupted = threading.Event()
 
@@ -207,7 +237,10 @@ def test_closing_in_one_thread_ends_the_others(llm: LLM) -> None:
 
 def test_a_loop_of_ones_own_beside_generate_loses_nothing(llm: LLM) -> None:
     engine = llm.llm_engine
-    alone = [_tokens(llm.generate(_prompt(number), _params(number), use_tqdm=False))[0] for number in (4, 5)]
+    alone = [
+        _tokens(llm.generate(_prompt(number), _params(number), use_tqdm=False))[0]
+        for number in (4, 5)
+    ]
 
     def own_loop() -> list[list[int]]:
         for number in (4, 5):
@@ -220,7 +253,9 @@ def test_a_loop_of_ones_own_beside_generate_loses_nothing(llm: LLM) -> None:
                     ended[output.request_id] = output.outputs[0].token_ids
         return [ended["own-4"], ended["own-5"]]
 
-    others: list[Callable[[], object]] = [lambda: _tokens(llm.generate(_prompt(4), _params(4), use_tqdm=False))] * 2
+    others: list[Callable[[], object]] = [
+        lambda: _tokens(llm.generate(_prompt(4), _params(4), use_tqdm=False))
+    ] * 2
     results = _in_threads([own_loop, *others])
     assert results == [alone, [alone[0]], [alone[0]]]
 
@@ -230,8 +265,17 @@ def test_an_id_in_use_is_refused_and_stays_with_its_owner(tiny_config: Path) -> 
         engine.add_request("0", _prompt(1), _params(0))
         with pytest.raises(InvalidParameterError, match="0"):
             engine.add_request("0", _prompt(2), _params(0))
-        outputs = [output for _ in range(40) if engine.has_unfinished_requests() for output in engine.step()]
-        assert [output.request_id for output in outputs if isinstance(output, RequestOutput) and output.finished] == ["0"]
+        outputs = [
+            output
+            for _ in range(40)
+            if engine.has_unfinished_requests()
+            for output in engine.step()
+        ]
+        assert [
+            output.request_id
+            for output in outputs
+            if isinstance(output, RequestOutput) and output.finished
+        ] == ["0"]
         engine.add_request("1", _prompt(1), _params(0))
         engine.abort_request(["1", "2"])
         assert not engine.has_unfinished_requests() and engine.get_num_unfinished_requests() == 0
@@ -245,7 +289,10 @@ def test_event_loops_of_several_threads_share_an_async_engine(tiny_config: Path)
             last = output
         return last.outputs[0].token_ids
 
-    works: list[Callable[[], object]] = [lambda number=number: asyncio.run(collect(number)) for number in range(4)]  # type: ignore[misc]
+    works: list[Callable[[], object]] = [
+        functools.partial(lambda number: asyncio.run(collect(number)), number)
+        for number in range(4)
+    ]
     try:
         alone = [work() for work in works]
         assert _in_threads(works) == alone
@@ -273,6 +320,9 @@ def test_an_async_engine_refuses_a_call_from_its_own_processor(tiny_config: Path
 
     try:
         output = asyncio.run(main())
-        assert output.error is not None and "is computing a step, which called this function" in output.error
+        assert (
+            output.error is not None
+            and "is computing a step, which called this function" in output.error
+        )
     finally:
         llm.close()

@@ -1,4 +1,5 @@
-"""How tokens spell the marks around thoughts: what the sampler makes of token ids is what the text says, however it is cut."""
+"""How tokens spell the marks around thoughts:
+what the sampler makes of token ids is what the text says, however it is cut."""
 
 from __future__ import annotations
 
@@ -21,11 +22,35 @@ from quire.weights.folder import resolve_model
 
 BEGIN, END = MARKS = ("<think>", "</think>")
 SHIPPED = Tokenizer.from_folder(resolve_model("quire-storyteller"))
-WORDS = ["<", "/", "th", "t", "h", "ink", "in", "i", "n", "k", ">", "\n", " ", "  ", "a", " the", "hi", "thin", "é"]
+WORDS = [
+    "<",
+    "/",
+    "th",
+    "t",
+    "h",
+    "ink",
+    "in",
+    "i",
+    "n",
+    "k",
+    ">",
+    "\n",
+    " ",
+    "  ",
+    "a",
+    " the",
+    "hi",
+    "thin",
+    "é",
+]
 
 
-def tokenizer_of(texts: list[str], special: tuple[str, ...] = (), added: tuple[str, ...] = ()) -> Tokenizer:
-    backend = Backend(WordLevel({text: token_id for token_id, text in enumerate(texts)}, unk_token=texts[0]))
+def tokenizer_of(
+    texts: list[str], special: tuple[str, ...] = (), added: tuple[str, ...] = ()
+) -> Tokenizer:
+    backend = Backend(
+        WordLevel({text: token_id for token_id, text in enumerate(texts)}, unk_token=texts[0])
+    )
     backend.add_special_tokens(list(special))
     backend.add_tokens(list(added))
     return Tokenizer(backend.to_str(), TextConfig())
@@ -48,15 +73,19 @@ def is_thinking(data: bytes, *, is_open: bool) -> tuple[bool, bytes]:
     is_open=st.booleans(),
 )
 def test_the_watch_follows_the_text(words: list[str], starts: bool, is_open: bool) -> None:
-    """With no budget at all a token is forced exactly while the text is among thoughts, and what is forced ends them."""
+    """With no budget at all a token is forced exactly while the text is among thoughts,
+    and what is forced ends them."""
     token_ids = [
-        token_id for word in ([BEGIN] if starts else []) + words for token_id in SHIPPED.encode(word, add_special_tokens=False)
+        token_id
+        for word in ([BEGIN] if starts else []) + words
+        for token_id in SHIPPED.encode(word, add_special_tokens=False)
     ]
     marks = spell_marks(SHIPPED, MARKS, SHIPPED.vocab_size)
     watch, data = ThinkingWatch(ThinkingBudget(0, is_open, marks)), b""
     for place in range(len(token_ids) + 1):
         inside, thoughts = is_thinking(data, is_open=is_open)
-        # What follows a first mark within the same token is not looked at; the shipped tokenizer has no such token.
+        # What follows a first mark within the same token is not looked at; the shipped tokenizer
+        # has no such token.
         assert (watch.forced(token_ids[:place]) is not None) == inside
         fresh = ThinkingWatch(ThinkingBudget(0, is_open, marks))
         assert fresh.forced(token_ids[:place]) == watch.forced(token_ids[:place])
@@ -81,10 +110,17 @@ def test_the_budget_counts_what_stands_between_the_marks() -> None:
         return ThinkingWatch(ThinkingBudget(budget, is_open, marks)).forced(token_ids)
 
     assert forced(0) is None and forced(0, think) == end and forced(0, is_open=True) == end
-    assert forced(2, think, word) is None and forced(2, think, word, word) == end and forced(1, word, is_open=True) == end
+    assert (
+        forced(2, think, word) is None
+        and forced(2, think, word, word) == end
+        and forced(1, word, is_open=True) == end
+    )
     assert forced(2, line, line, think, word, word) == end, "white space may come first"
     assert forced(0, word, think) is None, "behind an answer's beginning a mark is text"
-    assert forced(2, think, word, end, word, word, word) is None and forced(0, think, end, think) is None
+    assert (
+        forced(2, think, word, end, word, word, word) is None
+        and forced(0, think, end, think) is None
+    )
     watch = ThinkingWatch(ThinkingBudget(1, True, marks))
     assert watch.forced([word]) == end and watch.forced([]) is None and watch.forced([end]) is None
     assert watch.forced([word]) == end
@@ -109,21 +145,28 @@ def test_added_tokens_and_pieces_both_count_where_marks_are_no_special_tokens() 
             budget = ThinkingBudget(1, False, marks)
             assert ThinkingWatch(budget).forced([*opening, 5]) == end
             assert ThinkingWatch(budget).forced([*opening, *closing, 5, 5]) is None
-    assert ThinkingWatch(ThinkingBudget(1, True, marks)).forced([1]) == 2, "a mark that is half there is not begun anew"
+    assert ThinkingWatch(ThinkingBudget(1, True, marks)).forced([1]) == 2, (
+        "a mark that is half there is not begun anew"
+    )
 
 
 def test_a_vocabulary_that_cannot_spell_the_mark_is_refused() -> None:
     with pytest.raises(InvalidParameterError, match="no tokens for '</think>'"):
         spell_marks(tokenizer_of(["?", "<think>", "word"]), MARKS, 3)
     with pytest.raises(InvalidParameterError, match="no tokens"):
-        spell_marks(tokenizer_of(["?", "a", "</think>"]), MARKS, 2)  # the model has fewer tokens than the tokenizer
+        # the model has fewer tokens than the tokenizer
+        spell_marks(tokenizer_of(["?", "a", "</think>"]), MARKS, 2)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "phi-3-mini", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "phi-3-mini", pytest.param("qwen3", marks=pytest.mark.slow)]
+)
 def test_real_vocabularies_spell_the_marks(name: str, shared: Path, tmp_path: Path) -> None:
     """In pieces, in pieces of a vocabulary that puts spaces before words, and in one token."""
     source = shared / "data/tokenizers" / name
-    (tmp_path / "tokenizer.json").write_bytes(lzma.decompress((source / "tokenizer.json.xz").read_bytes()))
+    (tmp_path / "tokenizer.json").write_bytes(
+        lzma.decompress((source / "tokenizer.json.xz").read_bytes())
+    )
     tokenizer = Tokenizer.from_folder(tmp_path)
     marks = spell_marks(tokenizer, MARKS, tokenizer.vocab_size)
     watch = ThinkingWatch(ThinkingBudget(0, True, marks))
@@ -131,4 +174,6 @@ def test_real_vocabularies_spell_the_marks(name: str, shared: Path, tmp_path: Pa
     while (token_id := watch.forced(spelt)) is not None:
         spelt.append(token_id)
     assert b"".join(map(tokenizer.read_bytes, spelt)) == END.encode()
-    assert len(marks.begin_steps) + len(marks.end_steps) < 5000, "they travel with every request that has a budget"
+    assert len(marks.begin_steps) + len(marks.end_steps) < 5000, (
+        "they travel with every request that has a budget"
+    )

@@ -24,7 +24,9 @@ def test_closing_frees_weights_and_memory() -> None:
     assert [reference() for reference in held] == [None, None]
 
 
-def test_what_a_closed_executor_held_on_a_gpu_is_the_drivers_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_closed_executor_held_on_a_gpu_is_the_drivers_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     called: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: called.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("empty_cache"))
@@ -34,7 +36,9 @@ def test_what_a_closed_executor_held_on_a_gpu_is_the_drivers_again(monkeypatch: 
     assert called == ["synchronize", "empty_cache"]
 
 
-def test_a_device_that_failed_is_closed_all_the_same(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_device_that_failed_is_closed_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(device: torch.device) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 

@@ -1,7 +1,9 @@
-"""Tiny checkpoints whose weights are the same on every machine: integers of a counter-based hash, scaled by powers of two.
+"""Tiny checkpoints whose weights are the same on every machine: integers of a counter-based hash,
+scaled by powers of two.
 
-Owns the configs and the tensors that each architecture stores, by the names of Hugging Face. Shares no code with the
-package that reads them, so that a change of a declaration cannot change the weights with it.
+Owns the configs and the tensors that each architecture stores, by the names of Hugging Face. Shares
+no code with the package that reads them, so that a change of a declaration cannot change the
+weights with it.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ Shape = tuple[int, ...]
 
 VOCAB = 256
 _SIZES = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "vocab_size": VOCAB, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "hidden_act": "silu",
-    "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "float32",
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCAB, "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5, "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2,
+    "torch_dtype": "float32",
 }  # fmt: skip
 _LLAMA = _SIZES | {"architectures": ["LlamaForCausalLM"], "rope_theta": 10000.0}
 _LLAMA3_ROPE = {
@@ -34,52 +37,102 @@ _LLAMA3_ROPE = {
 }  # fmt: skip
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 _LONG_ROPE = {
-    "type": "longrope", "short_factor": [1.0, 1.0, 1.01, 1.1], "long_factor": [1.0, 1.12, 2.19, 7.44],
+    "type": "longrope", "short_factor": [1.0, 1.0, 1.01, 1.1],
+    "long_factor": [1.0, 1.12, 2.19, 7.44],
 }  # fmt: skip
 CONFIGS: dict[str, Config] = {
     "llama": _LLAMA,
-    "llama3": _LLAMA | {"rope_theta": 500000.0, "rope_scaling": _LLAMA3_ROPE, "torch_dtype": "bfloat16"},
+    "llama3": _LLAMA
+    | {"rope_theta": 500000.0, "rope_scaling": _LLAMA3_ROPE, "torch_dtype": "bfloat16"},
     "llama yarn": _LLAMA | {"rope_scaling": _YARN, "torch_dtype": "float16"},
     "llama dynamic": _LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-    "llama biased": _LLAMA | {"attention_bias": True, "mlp_bias": True, "head_dim": 24, "hidden_act": "gelu"},
+    "llama biased": _LLAMA
+    | {"attention_bias": True, "mlp_bias": True, "head_dim": 24, "hidden_act": "gelu"},
     "llama wide": _LLAMA
-    | {"hidden_size": 200, "intermediate_size": 552, "num_attention_heads": 6, "head_dim": 64, "vocab_size": 307},
+    | {
+        "hidden_size": 200,
+        "intermediate_size": 552,
+        "num_attention_heads": 6,
+        "head_dim": 64,
+        "vocab_size": 307,
+    },
     "llama long": _LLAMA | {"max_position_embeddings": 2048, "num_hidden_layers": 1},
     # Sizes of GGUF's super-blocks, and a tied head.
     "llama tied": _LLAMA
-    | {"hidden_size": 256, "intermediate_size": 288, "head_dim": 64, "num_hidden_layers": 1, "tie_word_embeddings": True},
-    "mistral": _SIZES | {"architectures": ["MistralForCausalLM"], "rope_theta": 1e6, "sliding_window": 24},
+    | {
+        "hidden_size": 256,
+        "intermediate_size": 288,
+        "head_dim": 64,
+        "num_hidden_layers": 1,
+        "tie_word_embeddings": True,
+    },
+    "mistral": _SIZES
+    | {"architectures": ["MistralForCausalLM"], "rope_theta": 1e6, "sliding_window": 24},
     "qwen2": _SIZES
-    | {"architectures": ["Qwen2ForCausalLM"], "rope_theta": 1e6, "num_hidden_layers": 3, "tie_word_embeddings": True}
+    | {
+        "architectures": ["Qwen2ForCausalLM"],
+        "rope_theta": 1e6,
+        "num_hidden_layers": 3,
+        "tie_word_embeddings": True,
+    }
     | {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
     "qwen3": _SIZES | {"architectures": ["Qwen3ForCausalLM"], "rope_theta": 1e6, "head_dim": 32},
     "gemma2": _SIZES
-    | {"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 24}
+    | {
+        "architectures": ["Gemma2ForCausalLM"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 24,
+    }
     | {"query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "gemma3": {name: value for name, value in _SIZES.items() if name != "hidden_act"}
-    | {"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 24}
-    | {"sliding_window_pattern": 3, "num_hidden_layers": 4, "query_pre_attn_scalar": 20, "num_key_value_heads": 1}
+    | {
+        "architectures": ["Gemma3ForCausalLM"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 24,
+    }
+    | {
+        "sliding_window_pattern": 3,
+        "num_hidden_layers": 4,
+        "query_pre_attn_scalar": 20,
+        "num_key_value_heads": 1,
+    }
     | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     "phi3": _SIZES
-    | {"architectures": ["Phi3ForCausalLM"], "rope_scaling": _LONG_ROPE, "original_max_position_embeddings": 32}
+    | {
+        "architectures": ["Phi3ForCausalLM"],
+        "rope_scaling": _LONG_ROPE,
+        "original_max_position_embeddings": 32,
+    }
     | {"sliding_window": 40, "partial_rotary_factor": 0.5, "rope_theta": 10000.0},
     "gpt2": {
-        "architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256,
-        "vocab_size": VOCAB, "activation_function": "gelu_new", "torch_dtype": "float32",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 256,
+        "vocab_size": VOCAB,
+        "activation_function": "gelu_new",
+        "torch_dtype": "float32",
     },
     "smollm3": _SIZES
-    | {"architectures": ["SmolLM3ForCausalLM"], "rope_theta": 5e6, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]}
+    | {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "rope_theta": 5e6,
+        "num_hidden_layers": 3,
+        "no_rope_layers": [1, 0, 1],
+    }
     | {"tie_word_embeddings": True, "use_sliding_window": False},
-    "olmo2": _SIZES | {"architectures": ["Olmo2ForCausalLM"], "rope_theta": 5e5, "torch_dtype": "bfloat16"},
-}  # fmt: skip
+    "olmo2": _SIZES
+    | {"architectures": ["Olmo2ForCausalLM"], "rope_theta": 5e5, "torch_dtype": "bfloat16"},
+}
 
 
 def integers(name: str, count: int) -> NDArray[np.int16]:
     """Integers of 16 bits that `name` stands for: SplitMix64 of its checksum and a counter."""
     with np.errstate(over="ignore"):
-        z = (np.arange(1, count + 1, dtype=np.uint64) + np.uint64(zlib.crc32(name.encode()) << 32)) * np.uint64(
-            0x9E3779B97F4A7C15
-        )
+        z = (
+            np.arange(1, count + 1, dtype=np.uint64) + np.uint64(zlib.crc32(name.encode()) << 32)
+        ) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return (z >> np.uint64(48)).astype(np.uint16).view(np.int16)
@@ -90,19 +143,24 @@ def write_checkpoint(folder: Path, config: Config) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(dict(config)))
     dtype = getattr(torch, config["torch_dtype"])
-    is_centred = config["architectures"][0].startswith("Gemma")  # whose norms add 1 to their weights
+    # whose norms add 1 to their weights
+    is_centred = config["architectures"][0].startswith("Gemma")
     tensors = {name: _numbers(name, shape, is_centred).to(dtype) for name, shape in _shapes(config)}
     save_file(tensors, folder / "model.safetensors")
     return folder
 
 
 def _numbers(name: str, shape: Shape, is_centred: bool) -> Tensor:
-    """float32: matrices such that outputs are about as large as inputs, norms around their centre."""
-    values = torch.from_numpy(integers(name, int(np.prod(shape))).astype(np.float32) * 2.0**-15).view(shape)
+    """float32: matrices such that outputs are about as large as inputs,
+    norms around their centre."""
+    values = torch.from_numpy(
+        integers(name, int(np.prod(shape))).astype(np.float32) * 2.0**-15
+    ).view(shape)
     if len(shape) == 1:
         is_norm_weight = name.endswith("weight")
         return values * 0.25 + (1.0 if is_norm_weight and not is_centred else 0.0)
-    if "embed" in name or ".wte." in name:  # small, for a tied head would else repeat the token that it is given
+    # small, for a tied head would else repeat the token that it is given
+    if "embed" in name or ".wte." in name:
         return values * 2.0**-3
     return values * 2.0 ** (1 - (shape[-1].bit_length() - 1) // 2)
 
@@ -124,18 +182,25 @@ def _shapes(config: Config) -> Iterator[tuple[str, Shape]]:
 
 def _projections(config: Config) -> Iterator[tuple[str, Shape]]:
     hidden, ffn = config["hidden_size"], config["intermediate_size"]
-    query, kv = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
+    query, kv = (
+        config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value")
+    )
     if config["architectures"] == ["Phi3ForCausalLM"]:
         sizes = {"self_attn.qkv": (query + 2 * kv, hidden), "mlp.gate_up": (2 * ffn, hidden)}
     else:
-        inputs = {f"self_attn.{part}": (size, hidden) for part, size in (("q", query), ("k", kv), ("v", kv))}
+        inputs = {
+            f"self_attn.{part}": (size, hidden)
+            for part, size in (("q", query), ("k", kv), ("v", kv))
+        }
         sizes = inputs | {"mlp.gate": (ffn, hidden), "mlp.up": (ffn, hidden)}
     sizes |= {"self_attn.o": (hidden, query), "mlp.down": (hidden, ffn)}
     is_qwen2 = config["architectures"] == ["Qwen2ForCausalLM"]
     for name, shape in sizes.items():
         yield f"{name}_proj.weight", shape
         is_biased_in_qwen2 = is_qwen2 and name in ("self_attn.q", "self_attn.k", "self_attn.v")
-        if config.get("mlp_bias" if name.startswith("mlp") else "attention_bias", is_biased_in_qwen2):
+        if config.get(
+            "mlp_bias" if name.startswith("mlp") else "attention_bias", is_biased_in_qwen2
+        ):
             yield f"{name}_proj.bias", shape[:1]
 
 
@@ -149,7 +214,10 @@ def _norms(config: Config) -> Iterator[tuple[str, Shape]]:
         yield f"{name}.weight", (hidden,)
     if family.startswith(("Qwen3", "Gemma3", "Olmo")):
         for name, heads in (("q_norm", "num_attention_heads"), ("k_norm", "num_key_value_heads")):
-            yield f"self_attn.{name}.weight", (head_dim * (config[heads] if family.startswith("Olmo") else 1),)
+            yield (
+                f"self_attn.{name}.weight",
+                (head_dim * (config[heads] if family.startswith("Olmo") else 1),),
+            )
 
 
 def _gpt2_shapes(config: Config) -> Iterator[tuple[str, Shape]]:
@@ -160,9 +228,14 @@ def _gpt2_shapes(config: Config) -> Iterator[tuple[str, Shape]]:
     sizes = {"attn.c_attn": (hidden, 3 * hidden), "attn.c_proj": (hidden, hidden)}
     sizes |= {"mlp.c_fc": (hidden, 4 * hidden), "mlp.c_proj": (4 * hidden, hidden)}
     blocks = [f"transformer.h.{layer}" for layer in range(config["n_layer"])]
-    for name, shape in ((f"{block}.{name}", shape) for block in blocks for name, shape in sizes.items()):
+    for name, shape in (
+        (f"{block}.{name}", shape) for block in blocks for name, shape in sizes.items()
+    ):
         yield f"{name}.weight", shape
         yield f"{name}.bias", shape[1:]
-    for norm in ("transformer.ln_f", *(f"{block}.{name}" for block in blocks for name in ("ln_1", "ln_2"))):
+    for norm in (
+        "transformer.ln_f",
+        *(f"{block}.{name}" for block in blocks for name in ("ln_1", "ln_2")),
+    ):
         yield f"{norm}.weight", (hidden,)
         yield f"{norm}.bias", (hidden,)

@@ -1,9 +1,10 @@
-"""Functions whose last bit differs from one processor, or version of torch or numpy, to the next, in a form that does not.
+"""Functions whose last bit differs from one processor, or version of torch or numpy, to the next,
+in a form that does not.
 
-Torch computes them for tables of RoPE, soft caps of logits, int4 weights and the reference kernels; numpy for Triton's
-interpreter. Each becomes a number of operations of float64 that every machine rounds alike, or a function of float64 whose
-error disappears when its result is rounded to float32; sums have one order. A function that is known to differ and has no
-such form here is refused.
+Torch computes them for tables of RoPE, soft caps of logits, int4 weights and the reference kernels;
+numpy for Triton's interpreter. Each becomes a number of operations of float64 that every machine
+rounds alike, or a function of float64 whose error disappears when its result is rounded to float32;
+sums have one order. A function that is known to differ and has no such form here is refused.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _ELEMENTWISE = {"cos", "sin", "tanh", "exp", "pow", "rsqrt", "silu", "gelu"}
 _REFUSED = {
-    "mm", "addmm", "bmm", "baddbmm", "addmv", "dot", "vdot", "matmul", "linear", "einsum", "tensordot",
-    "scaled_dot_product_attention", "layer_norm", "native_layer_norm", "rms_norm", "log_softmax", "_log_softmax", "logsumexp",
-    "log", "log1p", "log2", "log10", "exp2", "expm1", "erf", "sigmoid", "tan", "sinh", "cosh", "cumsum", "prod", "var", "std",
-    "norm", "linalg_vector_norm",
+    "mm", "addmm", "bmm", "baddbmm", "addmv", "dot", "vdot", "matmul", "linear", "einsum",
+    "tensordot",
+    "scaled_dot_product_attention", "layer_norm", "native_layer_norm", "rms_norm", "log_softmax",
+    "_log_softmax", "logsumexp", "log", "log1p", "log2", "log10", "exp2", "expm1", "erf", "sigmoid",
+    "tan", "sinh", "cosh", "cumsum", "prod", "var", "std", "norm", "linalg_vector_norm",
 }  # fmt: skip
 
 
@@ -37,14 +39,20 @@ class ExactFunctions(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Names of the functions that were called and replaced."""
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
         first = next((each for each in args if isinstance(each, Tensor)), None)
         if first is None or first.dtype not in (torch.float32, torch.bfloat16):
             return func(*args, **kwargs)
         plain = name.removesuffix("_")
-        assert plain not in _REFUSED, f"{name} differs from machine to machine: give it a form that does not, in {__name__}"
+        assert plain not in _REFUSED, (
+            f"{name} differs from machine to machine: give it a form that does not, in {__name__}"
+        )
         if plain in _ELEMENTWISE:
             self.replaced.add(plain)
             wide = [each.double() if isinstance(each, Tensor) else each for each in args]
@@ -56,7 +64,9 @@ class ExactFunctions(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-def _sum(x: Tensor, dims: list[int] | None = None, keepdim: bool = False, dtype: object = None) -> Tensor:
+def _sum(
+    x: Tensor, dims: list[int] | None = None, keepdim: bool = False, dtype: object = None
+) -> Tensor:
     """By halves: neighbours, then neighbouring pairs, and so on."""
     assert dims is not None and len(dims) == 1 and dtype is None, (dims, dtype)
     x = x.movedim(dims[0], -1)
@@ -80,14 +90,22 @@ def _softmax(x: Tensor, dim: int, dtype: object = None) -> Tensor:
     return powers / _sum(powers, [dim], keepdim=True)
 
 
-_SUMS: dict[str, Callable[..., Tensor]] = {"sum": _sum, "mean": _mean, "mv": _mv, "softmax": _softmax, "_softmax": _softmax}
+_SUMS: dict[str, Callable[..., Tensor]] = {
+    "sum": _sum,
+    "mean": _mean,
+    "mv": _mv,
+    "softmax": _softmax,
+    "_softmax": _softmax,
+}
 
 
 class _ExactNumpy:
     """Numpy, as Triton's interpreter uses it."""
 
     def __getattr__(self, name: str) -> Any:
-        assert name not in ("cos", "sin", "log", "log2", "cumprod"), f"{name} has no exact form in {__name__}"
+        assert name not in ("cos", "sin", "log", "log2", "cumprod"), (
+            f"{name} has no exact form in {__name__}"
+        )
         return getattr(np, name)
 
     def exp(self, x: NDArray[Any]) -> NDArray[Any]:

@@ -1,7 +1,9 @@
-"""Golden records: reading them, and the command that adds what this machine's instruction sets lack.
+"""Golden records: reading them, and the command that adds what this machine's instruction sets
+lack.
 
-`make golden` records every case on every back end of this machine that has no record yet. What was recorded before is never
-overwritten without `--replace` (`make golden ARGS=--replace`), which is for a change that is meant to change results.
+`make golden` records every case on every back end of this machine that has no record yet. What was
+recorded before is never overwritten without `--replace` (`make golden ARGS=--replace`), which is
+for a change that is meant to change results.
 """
 
 from __future__ import annotations
@@ -55,14 +57,16 @@ def read_records() -> Records:
 def write_records(records: Mapping[str, CaseRecords]) -> None:
     """One line a case, everything sorted."""
     lines = (
-        f"{json.dumps(name)}:" + json.dumps(vars(records[name]), sort_keys=True, separators=(",", ":"))
+        f"{json.dumps(name)}:"
+        + json.dumps(vars(records[name]), sort_keys=True, separators=(",", ":"))
         for name in sorted(records)
     )
     PATH.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def record(*, replaces: bool) -> list[str]:
-    """Compute all cases and record what is missing, or (`replaces`) also what differs; what differs, for people."""
+    """Compute all cases and record what is missing, or (`replaces`) also what differs;
+    what differs, for people."""
     records = read_records()
     differences = []
     for name, case in CASES.items():
@@ -85,13 +89,18 @@ def record(*, replaces: bool) -> list[str]:
 def main() -> None:
     """Add records; exit with 1 where results differ from those that are kept."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--replace", action="store_true", help="overwrite records whose results have changed")
+    parser.add_argument(
+        "--replace", action="store_true", help="overwrite records whose results have changed"
+    )
     replaces = parser.parse_args().replace
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
     differences = record(replaces=replaces)
     print(*differences, sep="\n", end="\n" if differences else "")
     if differences and not replaces:
-        sys.exit(f"{len(differences)} results are not those recorded, which are kept; --replace overwrites them")
+        sys.exit(
+            f"{len(differences)} results are not those recorded, which are kept; --replace "
+            "overwrites them"
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Tokens and log-probabilities of tiny models are, bit for bit, those that were recorded.
 
-Every family, weight format, KV format and way of decoding, on every instruction set of this machine, a part of it on the
-reference back end, and a little under Triton's interpreter. Weights and prompts are made of integers, and functions of torch
-and numpy that differ between machines are replaced (`exact_functions`), so the records hold on any machine.
+Every family, weight format, KV format and way of decoding, on every instruction set of this
+machine, a part of it on the reference back end, and a little under Triton's interpreter. Weights
+and prompts are made of integers, and functions of torch and numpy that differ between machines are
+replaced (`exact_functions`), so the records hold on any machine.
 """
 
 from __future__ import annotations
@@ -31,29 +32,42 @@ def records() -> Records:
 
 
 @pytest.fixture(scope="module")
-def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+def written(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
     """A case's name and its checkpoint."""
     name = str(request.param)
     return name, write(CASES[name].checkpoint, tmp_path_factory.mktemp("golden") / "checkpoint")
 
 
-_INTERPRETED = (pytest.mark.slow, pytest.mark.filterwarnings("ignore::RuntimeWarning"))  # of what a GPU does silently
+# of what a GPU does silently
+_INTERPRETED = (pytest.mark.slow, pytest.mark.filterwarnings("ignore::RuntimeWarning"))
 
 
 @pytest.mark.parametrize(
     ("written", "backend"),
     [
-        pytest.param(name, each, id=f"{name} on {each.name}", marks=_INTERPRETED if each.kernels == "triton" else ())
+        pytest.param(
+            name,
+            each,
+            id=f"{name} on {each.name}",
+            marks=_INTERPRETED if each.kernels == "triton" else (),
+        )
         for name, case in CASES.items()
         for each in backends(case)
     ],
     indirect=["written"],
 )
-def test_results_are_those_recorded(written: tuple[str, Path], backend: Backend, records: Records) -> None:
+def test_results_are_those_recorded(
+    written: tuple[str, Path], backend: Backend, records: Records
+) -> None:
     name, path = written
     recorded = records[name].of(backend.record) if name in records else None
     if recorded is None:
-        pytest.skip(f"nothing is recorded for {name!r} on {backend.record}; `{COMMAND}` adds it on a machine that has it")
+        pytest.skip(
+            f"nothing is recorded for {name!r} on {backend.record}; `{COMMAND}` adds it on a "
+            "machine that has it"
+        )
     found = difference(backend.compute(CASES[name], path), recorded)
     assert found is None, f"{name} on {backend.name}: {found}"
 
@@ -63,16 +77,22 @@ def test_every_record_belongs_to_a_case(records: Records) -> None:
 
 
 def test_every_family_and_kv_format_is_recorded() -> None:
-    assert {CONFIGS[case.checkpoint]["architectures"][0] for case in CASES.values() if case.checkpoint in CONFIGS} == {
-        *ARCHITECTURES
-    }
+    assert {
+        CONFIGS[case.checkpoint]["architectures"][0]
+        for case in CASES.values()
+        if case.checkpoint in CONFIGS
+    } == {*ARCHITECTURES}
     assert {case.options.get("kv_cache_dtype") for case in CASES.values()} == {*KV_FORMATS, None}
 
 
 def test_tables_and_caps_are_made_by_exact_functions(tmp_path: Path) -> None:
-    """Were they computed in another way than by torch's functions, the records would hold on one machine only."""
+    """Were they computed in another way than by torch's functions,
+    the records would hold on one machine only."""
     case = CASES["gemma2, float32"]
-    with ExactFunctions() as exact, start(case, write(case.checkpoint, tmp_path / "checkpoint"), "auto") as llm:
+    with (
+        ExactFunctions() as exact,
+        start(case, write(case.checkpoint, tmp_path / "checkpoint"), "auto") as llm,
+    ):
         llm.generate([3, 4, 5], use_tqdm=False)
     assert exact.replaced >= {"cos", "sin", "pow", "tanh"}
 
@@ -96,15 +116,21 @@ def test_the_first_difference_is_named() -> None:
     for changed, told in {
         "5 7 | bf800000 c0000000 | 1234abcd": "sequence 0: token 1 is 7, recorded 6",
         "5 | bf800000 | 1234abcd": "sequence 0: token 1 is nothing, recorded 6",
-        "5 6 | bf800000 c0000001 | 1234abcd": "log-probability 1 is -2.000000238418579 (0xc0000001), recorded -2.0",
-        "5 6 | bf800000 c0000000 | 1234abce": "what else is reported (1234abce) is not what was recorded (1234abcd)",
+        "5 6 | bf800000 c0000001 | 1234abcd": (
+            "log-probability 1 is -2.000000238418579 (0xc0000001), recorded -2.0"
+        ),
+        "5 6 | bf800000 c0000000 | 1234abce": (
+            "what else is reported (1234abce) is not what was recorded (1234abcd)"
+        ),
     }.items():
         assert told in str(difference({"one": [changed, "prompt | 77"]}, recorded))
     assert "request 'one', prompt" in str(difference({"one": [line, "prompt | 78"]}, recorded))
     assert "requests ['two'], recorded ['one']" in str(difference({"two": []}, recorded))
 
 
-def test_a_record_is_only_replaced_where_that_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_is_only_replaced_where_that_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def put(case: Case) -> None:
         monkeypatch.setattr(record, "CASES", {CASE: case})
 

@@ -1,4 +1,5 @@
-"""GBNF grammars mean what llama.cpp says, character by character: judged by trying every short text."""
+"""GBNF grammars mean what llama.cpp says, character by character:
+judged by trying every short text."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from quire.grammar.gbnf import Alt, Chars, Node, Ref, Repeat, Seq, parse_gbnf
 from quire.grammar.judge import GrammarJudge
 from quire.grammar.lexemes import gbnf_to_lark
 
-BYTES = NativeVocabulary(Vocabulary([*(bytes([byte]) for byte in range(256)), b"<end>"], frozenset({256}), (256,)))
+BYTES = NativeVocabulary(
+    Vocabulary([*(bytes([byte]) for byte in range(256)), b"<end>"], frozenset({256}), (256,))
+)
 
 JSON = r"""
 root   ::= object   # an object, and nothing behind it
@@ -40,7 +43,10 @@ ident ::= [a-z] [a-z0-9_]* ws
 num   ::= [0-9]+ ws
 ws    ::= [ \t\n]*
 """
-LIST = 'root ::= item+\n\n# no line breaks within\nitem ::= "- " [^\\r\\n\\x0b\\x0c\\x85\\u2028\\u2029]+ "\\n"'
+LIST = (
+    'root ::= item+\n\n# no line breaks within\nitem ::= "- " '
+    '[^\\r\\n\\x0b\\x0c\\x85\\u2028\\u2029]+ "\\n"'
+)
 CHESS = """
 root   ::= "1. " move " " move "\\n" ([1-9] [0-9]? ". " move " " move "\\n")+
 move   ::= (pawn | piece | castle) [+#]?
@@ -80,7 +86,9 @@ def oracle(grammar: str) -> Callable[[str], bool]:
 
         def go(node: Node, place: int) -> Set[int]:
             if isinstance(node, Chars):
-                is_there = place < len(text) and any(low <= ord(text[place]) <= high for low, high in node.ranges)
+                is_there = place < len(text) and any(
+                    low <= ord(text[place]) <= high for low, high in node.ranges
+                )
                 return {place + 1} if is_there else set()
             if isinstance(node, Ref):
                 return set(ends.setdefault((node.name, place), set()))
@@ -93,7 +101,9 @@ def oracle(grammar: str) -> Callable[[str], bool]:
                 return places
             assert isinstance(node, Repeat)
             found = {place} if node.low == 0 else set()
-            for number in range(1, len(text) + node.low + 2 if node.high is None else node.high + 1):
+            for number in range(
+                1, len(text) + node.low + 2 if node.high is None else node.high + 1
+            ):
                 places = {end for each in places for end in go(node.body, each)}
                 found |= places if number >= node.low else set()
             return found
@@ -109,7 +119,11 @@ def oracle(grammar: str) -> Callable[[str], bool]:
 
 
 def texts(alphabet: str, max_len: int) -> list[str]:
-    return ["".join(chars) for length in range(max_len + 1) for chars in itertools.product(alphabet, repeat=length)]
+    return [
+        "".join(chars)
+        for length in range(max_len + 1)
+        for chars in itertools.product(alphabet, repeat=length)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -123,13 +137,16 @@ def texts(alphabet: str, max_len: int) -> list[str]:
         ('root ::= "a"{2,3} ("b" root)?', "ab", 7),
         ('root ::= ("a" | root "b" root)? "c"', "abc", 6),
         ('root ::= "a"{,2} [^a]{1,} "a"{2}', "ab", 6),
-        ('root ::= "é" x | "è"\nx ::= [è]* ("é" x)? [ê]', "éèê", 5),  # characters that share their first byte
+        # characters that share their first byte
+        ('root ::= "é" x | "è"\nx ::= [è]* ("é" x)? [ê]', "éèê", 5),
         ("root ::= 'it''s' | . [\\]\\-\\^] .?", "a]-^\n", 3),
         (ARITHMETIC, "a=\n(", 5),
         (LIST, "- a\n", 6),
     ],
 )
-def test_every_short_text_is_judged_as_by_the_definition(grammar: str, alphabet: str, max_len: int) -> None:
+def test_every_short_text_is_judged_as_by_the_definition(
+    grammar: str, alphabet: str, max_len: int
+) -> None:
     accepts, expected = matcher(grammar), oracle(grammar)
     judged = {text: accepts(text) for text in texts(alphabet, max_len)}
     assert judged == {text: expected(text) for text in judged}
@@ -168,16 +185,30 @@ def test_so_are_grammars_drawn_by_chance() -> None:
 @pytest.mark.parametrize(
     ("grammar", "good", "bad"),
     [
-        (JSON, ['{"a": [1, -2.5e1, "x\\u00e9é"],\n\n "b": {}}  \n', "{}"], ['{"a" 1}', '{"a":01}', "[]", '{"a":1']),
+        (
+            JSON,
+            ['{"a": [1, -2.5e1, "x\\u00e9é"],\n\n "b": {}}  \n', "{}"],
+            ['{"a" 1}', '{"a":01}', "[]", '{"a":1'],
+        ),
         (ARITHMETIC, ["a = b\n", "(a+12)*c=3\n", "x=y\n\n(z)=1 \n"], ["x\n=y", "a=b"]),
         (LIST, ["- a b\n- ü\n"], ["-a\n", "- a"]),
-        (CHESS, ["1. e4 e5\n2. Nbxd7+ O-O-O#\n10. exd8=Q Kb1\n"], ["1. e4 e5\n", "1. e9 e5\n2. e4 e5\n"]),
-        (LANGUAGE, ["int f(int x){if(g(x, 1)<=-2){return x;}}", "", "int intf(){return ifx;}"], ["intf(){}", "int f(){x}"]),
+        (
+            CHESS,
+            ["1. e4 e5\n2. Nbxd7+ O-O-O#\n10. exd8=Q Kb1\n"],
+            ["1. e4 e5\n", "1. e9 e5\n2. e4 e5\n"],
+        ),
+        (
+            LANGUAGE,
+            ["int f(int x){if(g(x, 1)<=-2){return x;}}", "", "int intf(){return ifx;}"],
+            ["intf(){}", "int f(){x}"],
+        ),
     ],
 )
 def test_well_known_shapes(grammar: str, good: list[str], bad: list[str]) -> None:
     accepts, expected = matcher(grammar), oracle(grammar)
-    assert [accepts(text) for text in good] == [True] * len(good) == [expected(text) for text in good]
+    assert (
+        [accepts(text) for text in good] == [True] * len(good) == [expected(text) for text in good]
+    )
     assert [accepts(text) for text in bad] == [False] * len(bad) == [expected(text) for text in bad]
 
 
@@ -185,8 +216,17 @@ def test_the_dialect_is_seen_by_the_first_rule() -> None:
     def kind(grammar: str) -> str:
         return StructuredOutputsParams(grammar=grammar).wire.kind
 
-    assert kind('root ::= "a" | "b"') == kind('# of letters\n\n a-b.c::=\n"a"\nroot ::= a-b.c') == "gbnf"
-    assert kind('start: "::="') == kind('// root ::= "a"\nstart: /x ::= y/') == kind('?start: a\na: "x"') == "lark"
+    assert (
+        kind('root ::= "a" | "b"')
+        == kind('# of letters\n\n a-b.c::=\n"a"\nroot ::= a-b.c')
+        == "gbnf"
+    )
+    assert (
+        kind('start: "::="')
+        == kind('// root ::= "a"\nstart: /x ::= y/')
+        == kind('?start: a\na: "x"')
+        == "lark"
+    )
 
 
 @pytest.mark.parametrize(

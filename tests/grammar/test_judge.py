@@ -33,7 +33,9 @@ def test_verdicts_from_a_thread_and_from_a_loop() -> None:
 @timed
 def test_the_loop_goes_on_while_a_grammar_is_judged() -> None:
     judge = GrammarJudge()
-    large = Grammar("json", '{"enum":[' + ",".join(f'"value {number}"' for number in range(9000)) + "]}")
+    large = Grammar(
+        "json", '{"enum":[' + ",".join(f'"value {number}"' for number in range(9000)) + "]}"
+    )
 
     async def main() -> tuple[float, float]:
         task = asyncio.create_task(judge.check_async(large))
@@ -75,7 +77,9 @@ def test_a_slow_compiler_or_a_full_queue_is_a_refusal(monkeypatch: pytest.Monkey
         release.set()
 
 
-def test_a_panic_of_the_library_is_a_refusal_and_the_judge_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_panic_of_the_library_is_a_refusal_and_the_judge_lives_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Panic(BaseException):
         pass
 

@@ -31,12 +31,16 @@ def test_only_what_continues_the_form_is_allowed() -> None:
     assert allowed(matcher, [ord("["), TRUE]) == {ord(","), ord("]")}
     assert allowed(matcher, b"[true]") == {EOS}
     any_text = table.begin(Grammar("regex", "(?s:.)*"))
-    assert {UNUSED} == set(range(260)) - allowed(any_text, b"") - set(range(128, 256))  # which begin no character here
+    # which begin no character here
+    assert {UNUSED} == set(range(260)) - allowed(any_text, b"") - set(range(128, 256))
     assert QUOTES in allowed(table.begin(Grammar("json", '{"type":"string","maxLength":1}')), b"")
 
 
 def test_the_state_is_built_anew_and_taken_back() -> None:
-    grammar = Grammar("json", '{"type":"object","properties":{"a":{"type":"integer"},"b":{"type":"string"}},"required":["a"]}')
+    grammar = Grammar(
+        "json",
+        '{"type":"object","properties":{"a":{"type":"integer"},"b":{"type":"string"}},"required":["a"]}',
+    )
     table = GrammarTable(byte_vocabulary)
     text = b'{"a": -120, "b": "x\\n\\"y"}'
     expected = [allowed(table.begin(grammar), text[:length]) for length in range(len(text) + 1)]
@@ -44,7 +48,8 @@ def test_the_state_is_built_anew_and_taken_back() -> None:
     for _ in range(200):
         length = rng.randrange(len(text) + 1)
         assert allowed(matcher, text[:length]) == expected[length]
-    assert allowed(matcher, b'{"a":7') == allowed(table.begin(grammar), b'{"a":7')  # other tokens, not only fewer
+    # other tokens, not only fewer
+    assert allowed(matcher, b'{"a":7') == allowed(table.begin(grammar), b'{"a":7')
 
 
 def test_tokens_that_break_the_form_end_the_row() -> None:

@@ -1,4 +1,5 @@
-"""Compiled grammars: verdicts, the budget, and what is done where one was dropped or cannot be had."""
+"""Compiled grammars: verdicts, the budget, and what is done where one
+was dropped or cannot be had."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def test_every_grammar_that_is_asked_for_gets_a_verdict(table: GrammarTable) -> 
     assert len(table) == 1
 
 
-def test_what_is_dropped_is_compiled_again(table: GrammarTable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_dropped_is_compiled_again(
+    table: GrammarTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(table_module, "MAX_GRAMMARS", 3)
     grammars = [Grammar("regex", f"a{number}") for number in range(10)]
     table.ask(grammars)

@@ -1,4 +1,5 @@
-"""Fixtures and builders for kernel tests: instruction sets and thread counts forced in turn, ragged paged batches."""
+"""Fixtures and builders for kernel tests: instruction sets and thread counts forced in turn,
+ragged paged batches."""
 
 from __future__ import annotations
 
@@ -72,7 +73,11 @@ class Paged:
 
     @classmethod
     def random(
-        cls, lens: Sequence[tuple[int, int]], num_kv_heads: int, head_size: int, dtype: torch.dtype = torch.float32
+        cls,
+        lens: Sequence[tuple[int, int]],
+        num_kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype = torch.float32,
     ) -> Paged:
         generator = torch.Generator().manual_seed(len(lens) * 1000 + head_size)
 
@@ -81,10 +86,14 @@ class Paged:
 
         return cls(tuple(lens), tuple(draw(c) for _, c in lens), tuple(draw(c) for _, c in lens))
 
-    def pages(self, block_size: int, kv_format: str | None = None) -> tuple[Tensor, Tensor, AttentionBatch]:
-        """Key cache, value cache and batch. Blocks are scattered; whatever no sequence owns is not a number.
+    def pages(
+        self, block_size: int, kv_format: str | None = None
+    ) -> tuple[Tensor, Tensor, AttentionBatch]:
+        """Key cache, value cache and batch. Blocks are scattered; whatever no sequence owns is not
+        a number.
 
-        `kv_format` is that of the keys unless given; the reference writes the rows, which its own tests hold to.
+        `kv_format` is that of the keys unless given; the reference writes the rows, which its own
+        tests hold to.
         """
         counts = [-(-context // block_size) for _, context in self.lens]
         num_kv_heads, head_size = self.keys[0].shape[1:]
@@ -98,8 +107,12 @@ class Paged:
         for index, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True)):
             tables[index, :count] = order[end - count : end]
             positions = torch.arange(self.keys[index].shape[0])
-            slots = tables[index, positions // block_size].long() * block_size + positions % block_size
-            load("reference").write_kv(self.keys[index], self.values[index], caches[0], caches[1], slots)
+            slots = (
+                tables[index, positions // block_size].long() * block_size + positions % block_size
+            )
+            load("reference").write_kv(
+                self.keys[index], self.values[index], caches[0], caches[1], slots
+            )
         return caches[0], caches[1], self.batch(tables)
 
     def batch(self, tables: Tensor) -> AttentionBatch:

@@ -22,7 +22,9 @@ def test_memory_is_kept_by_what_views_it(num_bytes: int) -> None:
     assert view.shape == (num_bytes // 2,) and bool((view == 7).all()) and not view.is_pinned()
 
 
-@pytest.mark.skipif(not (SMAPS.exists() and hasattr(mmap, "MADV_HUGEPAGE")), reason="asks the Linux kernel")
+@pytest.mark.skipif(
+    not (SMAPS.exists() and hasattr(mmap, "MADV_HUGEPAGE")), reason="asks the Linux kernel"
+)
 def test_large_pages_are_asked_for_where_they_are_filled() -> None:
     large, small = empty_bytes(2 * LARGE_PAGE_BYTES), empty_bytes(LARGE_PAGE_BYTES - 1)
     assert "hg" in _flags_of(large) and "hg" not in _flags_of(small)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from quire.models.declaration import DecoderSpec, FlopsPerToken, KVLayerSpec, TensorSpec, conv1d, fused
+from quire.models.declaration import (
+    DecoderSpec,
+    FlopsPerToken,
+    KVLayerSpec,
+    TensorSpec,
+    conv1d,
+    fused,
+)
 from quire.models.registry import declare
 
 
@@ -16,14 +23,22 @@ def _spec(shared: Path, file: str) -> DecoderSpec:
 def test_llama_8b_by_hand(shared: Path) -> None:
     spec = _spec(shared, "meta-llama--Llama-3.1-8B.json")
     assert spec.kv_layers == (KVLayerSpec(8, 128, None),) * 32
-    assert sum(layer.bytes_per_token("bfloat16") for layer in spec.kv_layers) == 32 * 2 * 8 * 128 * 2
+    assert (
+        sum(layer.bytes_per_token("bfloat16") for layer in spec.kv_layers) == 32 * 2 * 8 * 128 * 2
+    )
     per_layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
     outputs = 2 * (per_layer - 4096 * 2 * 1024)
-    assert spec.flops_per_token() == FlopsPerToken(layers=2 * 32 * per_layer, head=2 * 128256 * 4096, outputs=outputs)
+    assert spec.flops_per_token() == FlopsPerToken(
+        layers=2 * 32 * per_layer, head=2 * 128256 * 4096, outputs=outputs
+    )
     assert spec.weight_bytes("bfloat16") == 2 * spec.num_parameters
     assert spec.attention_flops(1000) == 32 * 4 * 4096 * 1000
     assert spec.attention_flops(1000, is_wanted=False) == 31 * 4 * 4096 * 1000
-    assert (spec.hidden_size, spec.vocab_size, spec.max_position_embeddings) == (4096, 128256, 131072)
+    assert (spec.hidden_size, spec.vocab_size, spec.max_position_embeddings) == (
+        4096,
+        128256,
+        131072,
+    )
     assert spec.max_positions is None
 
 
@@ -38,7 +53,9 @@ def test_windows_reach_the_kv_layers(shared: Path) -> None:
     windows = [layer.window for layer in spec.kv_layers]
     assert windows[:6] == [512] * 5 + [None]
     full_heads = 4 * 256
-    assert spec.attention_flops(10_000) == 4 * full_heads * (windows.count(512) * 512 + windows.count(None) * 10_000)
+    assert spec.attention_flops(10_000) == 4 * full_heads * (
+        windows.count(512) * 512 + windows.count(None) * 10_000
+    )
 
 
 def test_learned_positions_are_a_hard_limit(shared: Path) -> None:

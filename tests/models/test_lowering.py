@@ -11,7 +11,17 @@ from quire.program.operations import Add, Attend, Embed, Linear, Norm, Rope, Sca
 def test_a_block_of_qwen3_in_order() -> None:
     program, _ = lower(SPECS["qwen3"])
     kinds = [type(each).__name__ for each in program.operations[:15]]
-    attention = ["Norm", "Linear", "NormHeads", "NormHeads", "Rope", "WriteKV", "Attend", "Linear", "Add"]
+    attention = [
+        "Norm",
+        "Linear",
+        "NormHeads",
+        "NormHeads",
+        "Rope",
+        "WriteKV",
+        "Attend",
+        "Linear",
+        "Add",
+    ]
     assert kinds == ["Embed", *attention, "Norm", "GatedLinear", "Linear", "Add", "Norm"]
 
 
@@ -22,7 +32,10 @@ def test_values_are_written_once_and_read_afterwards() -> None:
         for operation in program.operations:
             assert written.issuperset(operation.inputs) and written.isdisjoint(operation.outputs)
             written.update(operation.outputs)
-        assert written == set(range(len(program.widths))) and program.widths[program.result] == spec.hidden_size
+        assert (
+            written == set(range(len(program.widths)))
+            and program.widths[program.result] == spec.hidden_size
+        )
 
 
 def test_weights_are_numbered_as_they_are_declared() -> None:

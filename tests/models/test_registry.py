@@ -1,4 +1,5 @@
-"""Reading `config.json`: real files, refusals that name the key, and odd values that must never crash the reader."""
+"""Reading `config.json`: real files, refusals that name the key,
+and odd values that must never crash the reader."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ def _with(base: dict[str, object], **changes: object) -> dict[str, object]:
 
 
 def _every_family() -> list[dict[str, object]]:
-    llama_like = [_with(LLAMA, architectures=[name]) for name in ARCHITECTURES if name != "GPT2LMHeadModel"]
+    llama_like = [
+        _with(LLAMA, architectures=[name]) for name in ARCHITECTURES if name != "GPT2LMHeadModel"
+    ]
     return [*llama_like, GPT2]
 
 
@@ -83,7 +86,10 @@ def test_parameters_of_known_models(shared: Path, file: str) -> None:
 
 
 def test_unknown_architecture_lists_what_is_supported() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'FooForCausalLM' is not supported; supported: GPT2LMHeadModel, "):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"'FooForCausalLM' is not supported; supported: GPT2LMHeadModel, ",
+    ):
         declare({"architectures": ["FooForCausalLM"]})
 
 
@@ -98,11 +104,20 @@ def test_malformed_architectures_are_refused(architectures: object) -> None:
     [
         ({"rope_scaling": {"rope_type": "mrope", "factor": 2.0}}, "rope_scaling.rope_type='mrope'"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "spin": 3}}, "rope_scaling.spin=3"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "spin": 3}},
+            "rope_scaling.spin=3",
+        ),
         ({"rope_scaling": "linear"}, "rope_scaling='linear'"),
-        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "rope_parameters.rope_type='spiral'"),
+        (
+            {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}},
+            "rope_parameters.rope_type='spiral'",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config=.*gptq"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "quantization_config=.*gptq",
+        ),
         ({"hidden_act": "relu2"}, "hidden_act='relu2'"),
         ({"attention_bias": "yes"}, "attention_bias='yes'"),
         ({"sliding_window": 4096}, "sliding_window=4096"),
@@ -136,18 +151,36 @@ def test_refusals_name_key_and_value(changes: dict[str, object], named: str) -> 
             {"sliding_window": None, "layer_types": ["sliding_attention"] * 2},
             "sliding_window=None",
         ),
-        ("MistralForCausalLM", {"sliding_window": 24, "layer_types": ["full_attention"] * 2}, "layer_types="),
+        (
+            "MistralForCausalLM",
+            {"sliding_window": 24, "layer_types": ["full_attention"] * 2},
+            "layer_types=",
+        ),
         ("Qwen2ForCausalLM", {"layer_types": ["sliding_attention"] * 2}, "sliding_window="),
         ("Qwen2ForCausalLM", {"attention_bias": True}, "attention_bias=True"),
-        ("Gemma2ForCausalLM", {"sliding_window": 24, "sliding_window_size": 48}, "sliding_window_size=48"),
-        ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        (
+            "Gemma2ForCausalLM",
+            {"sliding_window": 24, "sliding_window_size": 48},
+            "sliding_window_size=48",
+        ),
+        (
+            "Gemma3ForCausalLM",
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention=True",
+        ),
         ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
         ("Phi3ForCausalLM", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling="),
-        ("Phi3ForCausalLM", {"partial_rotary_factor": 0.3, "head_dim": 10}, "partial_rotary_factor=0.3"),
+        (
+            "Phi3ForCausalLM",
+            {"partial_rotary_factor": 0.3, "head_dim": 10},
+            "partial_rotary_factor=0.3",
+        ),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, "no_rope_layers="),
     ],
 )
-def test_refusals_of_the_other_families(architecture: str, changes: dict[str, object], named: str) -> None:
+def test_refusals_of_the_other_families(
+    architecture: str, changes: dict[str, object], named: str
+) -> None:
     with pytest.raises(UnsupportedModelError, match=f"{architecture}: .*{named}"):
         declare(_with(LLAMA, architectures=[architecture], **changes))
 
@@ -188,8 +221,22 @@ def test_odd_values_are_read_or_refused_and_never_crash() -> None:
         {},
         {"a": 1},
     ]
-    keys = ["rope_theta", "rope_scaling", "rope_parameters", "head_dim", "layer_types", "sliding_window", "hidden_act"]
-    keys += ["query_pre_attn_scalar", "final_logit_softcapping", "no_rope_layers", "n_inner", "tie_word_embeddings"]
+    keys = [
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "head_dim",
+        "layer_types",
+        "sliding_window",
+        "hidden_act",
+    ]
+    keys += [
+        "query_pre_attn_scalar",
+        "final_logit_softcapping",
+        "no_rope_layers",
+        "n_inner",
+        "tie_word_embeddings",
+    ]
     refused = 0
     for base in _every_family():
         for key in [*base, *keys]:
@@ -230,6 +277,9 @@ def test_odd_rope_values_are_read_or_refused_and_never_crash() -> None:
 
 def test_reading_a_config_does_not_import_torch() -> None:
     """The command line must refuse a model within two seconds."""
-    code = f"import sys; from quire.models.registry import declare; declare({LLAMA!r}); sys.exit('torch' in sys.modules)"
+    code = (
+        f"import sys; from quire.models.registry import declare; declare({LLAMA!r}); "
+        "sys.exit('torch' in sys.modules)"
+    )
     root = Path(__file__).parent.parent.parent
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

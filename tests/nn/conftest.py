@@ -1,4 +1,5 @@
-"""For tests of whole models: a small driver, and for each family the same weights here and in `transformers`."""
+"""For tests of whole models: a small driver,
+and for each family the same weights here and in `transformers`."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class Driver:
     def __post_init__(self) -> None:
         device = self.model.kernels.device
         num_blocks = ceil_div(self.max_len, self.block_size)
-        # Backwards, so that nothing passes that forgets the table; NaN, so that no slot is read before it is written.
+        # Backwards, so that nothing passes that forgets the table; NaN, so that no slot is read
+        # before it is written.
         self.table = torch.arange(num_blocks - 1, -1, -1, dtype=torch.int32, device=device)
         self.caches = [
             tuple(
@@ -60,7 +62,8 @@ class Driver:
         ]
 
     def feed(self, token_ids: Sequence[int], num_wanted: int | None = None) -> Tensor:
-        """Compute a chunk; float32 logits [chunk, V], on the CPU. `num_wanted`: hidden states that are asked for; None: all."""
+        """Compute a chunk; float32 logits [chunk, V], on the CPU. `num_wanted`:
+        hidden states that are asked for; None: all."""
         device = self.table.device
         positions = torch.arange(self.length, self.length + len(token_ids), device=device)
         blocks = self.table[positions // self.block_size].long()
@@ -129,22 +132,38 @@ _LONG_ROPE = {
     "short_factor": [1.0, 1.0, 1.01, 1.1, 1.2, 1.3],
     "long_factor": [1.0, 1.12, 2.19, 7.44, 22.9, 32.03],
 }
-# Family to a real config in the shared data (None: written out here) and what is scaled down or switched on: every kind
-# of layer occurs, and windows are shorter than the texts.
+# Family to a real config in the shared data (None: written out here) and what is scaled down or
+# switched on: every kind of layer occurs, and windows are shorter than the texts.
 FAMILIES: dict[str, tuple[str | None, dict[str, object]]] = {
     "llama3": ("meta-llama--Llama-3.1-8B.json", {"rope_scaling": _LLAMA3_ROPE}),
     "llama2": ("mlc_presets/llama2_7b.json", {"num_key_value_heads": 4, "pretraining_tp": 1}),
-    "llama_tied": ("mlc_presets/smollm2_135m.json", {"num_attention_heads": 9, "num_key_value_heads": 3}),
-    "llama_biased": ("meta-llama--Llama-3.1-8B.json", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    "llama_tied": (
+        "mlc_presets/smollm2_135m.json",
+        {"num_attention_heads": 9, "num_key_value_heads": 3},
+    ),
+    "llama_biased": (
+        "meta-llama--Llama-3.1-8B.json",
+        {"attention_bias": True, "mlp_bias": True, "head_dim": 24},
+    ),
     "mistral": ("mlc_presets/mistral_7b_v03.json", {"sliding_window": 24}),
     "qwen2": (
         "mlc_presets/qwen2_0_5b.json",
-        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1, "num_hidden_layers": 3},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "max_window_layers": 1,
+            "num_hidden_layers": 3,
+        },
     ),
     "qwen3": ("Qwen--Qwen3-0.6B.json", {"head_dim": 32}),
     "gemma2": (
         "mlc_presets/gemma2_2b.json",
-        {"head_dim": 16, "sliding_window": 24, "sliding_window_size": 24, "query_pre_attn_scalar": 20}
+        {
+            "head_dim": 16,
+            "sliding_window": 24,
+            "sliding_window_size": 24,
+            "query_pre_attn_scalar": 20,
+        }
         | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     ),
     "gemma3": (
@@ -189,7 +208,9 @@ def tiny_config(shared: Path, family: str) -> dict[str, object]:
     """A real config scaled down."""
     file, changes = FAMILIES[family]
     base = {} if file is None else json.loads((shared / _PRESETS / file).read_text())
-    tiny = {k: v for k, v in _TINY.items() if family != "gpt2" or k in ("vocab_size", "torch_dtype")}
+    tiny = {
+        k: v for k, v in _TINY.items() if family != "gpt2" or k in ("vocab_size", "torch_dtype")
+    }
     if "head_dim" in base:
         tiny["head_dim"] = 16
     config = base | tiny | changes
@@ -199,10 +220,13 @@ def tiny_config(shared: Path, family: str) -> dict[str, object]:
 
 
 def reference_model(config: dict[str, object]) -> Any:
-    """The model of `transformers` that a config describes, with random weights, norms and biases included."""
+    """The model of `transformers` that a config describes, with random weights,
+    norms and biases included."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    values = copy.deepcopy({k: v for k, v in config.items() if k not in ("model_type", "auto_map", "torch_dtype")})
+    values = copy.deepcopy(
+        {k: v for k, v in config.items() if k not in ("model_type", "auto_map", "torch_dtype")}
+    )
     hf_config = AutoConfig.for_model(str(config["model_type"]), **values)
     hf_config.eos_token_id = None  # greedy texts of a fixed length
     auto: Any = AutoModelForCausalLM
@@ -218,7 +242,8 @@ def reference_model(config: dict[str, object]) -> Any:
 
 @dataclass
 class Pair:
-    """The same random weights in `transformers` and in Quire, and the folder they travelled through."""
+    """The same random weights in `transformers` and in Quire,
+    and the folder they travelled through."""
 
     family: str
     config: dict[str, object]
@@ -229,7 +254,9 @@ class Pair:
         """Load the folder into a Quire model, on the reference kernels if no others are given."""
         spec = declare(read_model_config(self.folder))
         with SafetensorsCheckpoint(self.folder, spec) as weights:
-            return build_decoder(spec, weights, kernels or ReferenceKernels(), dtype=dtype, max_model_len=256)
+            return build_decoder(
+                spec, weights, kernels or ReferenceKernels(), dtype=dtype, max_model_len=256
+            )
 
     def reference_logits(self, token_ids: Sequence[int]) -> Tensor:
         """float32 [tokens, V] of one full forward pass."""
@@ -240,7 +267,8 @@ class Pair:
 
 @pytest.fixture(params=["reference", "cpu"] if DEVICE == "cpu" else ["triton"])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
-    """Each back end; the native one is skipped, with its reasons, where it cannot run. On a GPU (`make gpu-test`) its own."""
+    """Each back end; the native one is skipped, with its reasons, where it cannot run.
+    On a GPU (`make gpu-test`) its own."""
     if request.param == "triton":
         return load("triton", DEVICE)
     if request.param == "cpu" and (reasons := cpu.reasons_against("cpu", torch.float32)):
@@ -257,7 +285,9 @@ def native() -> Kernels:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def pair(request: pytest.FixtureRequest, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def pair(
+    request: pytest.FixtureRequest, shared: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Pair:
     """One pair per family."""
     torch.set_num_threads(1)
     config = tiny_config(shared, request.param)

@@ -1,4 +1,5 @@
-"""Building: every tensor asked for once, into buffers no larger than one fused weight; wrong options are refused."""
+"""Building: every tensor asked for once, into buffers no larger than one fused weight;
+wrong options are refused."""
 
 from __future__ import annotations
 
@@ -74,14 +75,19 @@ def test_projections_of_one_input_are_one_product() -> None:
 
 
 def test_layers_share_one_table_of_rope() -> None:
-    model = build_decoder(declare(LLAMA), DummyWeights(), ReferenceKernels(), dtype="float32", max_model_len=40)
+    model = build_decoder(
+        declare(LLAMA), DummyWeights(), ReferenceKernels(), dtype="float32", max_model_len=40
+    )
     [rope] = model.weights.ropes
     assert rope.shape == (40, 2, 4)
 
 
 def test_same_seed_builds_the_same_model() -> None:
     first, second = (
-        build_decoder(declare(LLAMA), DummyWeights(5), ReferenceKernels(), dtype="bfloat16", max_model_len=64) for _ in range(2)
+        build_decoder(
+            declare(LLAMA), DummyWeights(5), ReferenceKernels(), dtype="bfloat16", max_model_len=64
+        )
+        for _ in range(2)
     )
     hidden = first.kernels.embedding(torch.arange(7), first.weights.tables[0])
     assert first.dtype == torch.bfloat16
@@ -90,11 +96,19 @@ def test_same_seed_builds_the_same_model() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "int8", "auto", ""])
 def test_other_dtypes_are_refused_by_name(dtype: str) -> None:
-    with pytest.raises(ConfigError, match=f"dtype='{dtype}' is not supported; use float32 or bfloat16"):
-        build_decoder(declare(LLAMA), DummyWeights(), ReferenceKernels(), dtype=dtype, max_model_len=64)
+    with pytest.raises(
+        ConfigError, match=f"dtype='{dtype}' is not supported; use float32 or bfloat16"
+    ):
+        build_decoder(
+            declare(LLAMA), DummyWeights(), ReferenceKernels(), dtype=dtype, max_model_len=64
+        )
 
 
 def test_learned_positions_cannot_be_exceeded() -> None:
     with pytest.raises(ConfigError, match="max_model_len=65 exceeds the 64 positions"):
-        build_decoder(declare(GPT2), DummyWeights(), ReferenceKernels(), dtype="float32", max_model_len=65)
-    build_decoder(declare(LLAMA), DummyWeights(), ReferenceKernels(), dtype="float32", max_model_len=65)
+        build_decoder(
+            declare(GPT2), DummyWeights(), ReferenceKernels(), dtype="float32", max_model_len=65
+        )
+    build_decoder(
+        declare(LLAMA), DummyWeights(), ReferenceKernels(), dtype="float32", max_model_len=65
+    )

@@ -1,4 +1,5 @@
-"""Whole models against `transformers` and against recorded runs: logits, greedy texts, any chunking."""
+"""Whole models against `transformers` and against recorded runs: logits, greedy texts,
+any chunking."""
 
 from __future__ import annotations
 
@@ -33,8 +34,11 @@ def _assert_close(actual: Tensor, expected: Tensor, relative: float = 1e-5) -> N
     assert error <= relative * scale, f"error {error:.3g} at scale {scale:.3g}"
 
 
-def test_prefill_and_chunked_decode_equal_transformers(pair: Any, kernels: Kernels, drive: Callable[..., Any]) -> None:
-    """Close to the reference implementation, and bit for bit the same in any chunks and with any block size."""
+def test_prefill_and_chunked_decode_equal_transformers(
+    pair: Any, kernels: Kernels, drive: Callable[..., Any]
+) -> None:
+    """Close to the reference implementation, and bit for bit the same in any
+    chunks and with any block size."""
     model = pair.build(kernels=kernels)
     expected = pair.reference_logits(PROMPT)
     assert expected.std() > 0.1, "the weights should matter"
@@ -44,7 +48,9 @@ def test_prefill_and_chunked_decode_equal_transformers(pair: Any, kernels: Kerne
     assert torch.equal(drive(model, 128, block_size=4).feed_chunks(PROMPT, (33,)), prefill)
 
 
-def test_greedy_text_equals_transformers(pair: Any, kernels: Kernels, drive: Callable[..., Any]) -> None:
+def test_greedy_text_equals_transformers(
+    pair: Any, kernels: Kernels, drive: Callable[..., Any]
+) -> None:
     prompt = PROMPT[:40]
     generated = pair.reference.generate(
         torch.tensor([prompt]),
@@ -53,16 +59,24 @@ def test_greedy_text_equals_transformers(pair: Any, kernels: Kernels, drive: Cal
         do_sample=False,
         pad_token_id=0,
     )
-    assert drive(pair.build(kernels=kernels), 80).greedy(prompt, 32) == generated[0, len(prompt) :].tolist()
+    assert (
+        drive(pair.build(kernels=kernels), 80).greedy(prompt, 32)
+        == generated[0, len(prompt) :].tolist()
+    )
 
 
 def test_old_and_new_config_declare_the_same(pair: Any) -> None:
-    """The real config.json (keys of its time) and the one that today's `transformers` writes mean the same model."""
+    """The real config.json (keys of its time) and the one that today's `transformers`
+    writes mean the same model."""
     assert declare(pair.config) == declare(read_model_config(pair.folder))
-    assert declare(pair.config).num_parameters == sum(p.numel() for p in pair.reference.parameters())
+    assert declare(pair.config).num_parameters == sum(
+        p.numel() for p in pair.reference.parameters()
+    )
 
 
-def test_bfloat16_stays_near_float32(pair: Any, kernels: Kernels, drive: Callable[..., Any]) -> None:
+def test_bfloat16_stays_near_float32(
+    pair: Any, kernels: Kernels, drive: Callable[..., Any]
+) -> None:
     expected = pair.reference_logits(PROMPT)
     model = pair.build("bfloat16", kernels)
     assert model.dtype == torch.bfloat16
@@ -72,7 +86,9 @@ def test_bfloat16_stays_near_float32(pair: Any, kernels: Kernels, drive: Callabl
     assert torch.equal(drive(model, 128).feed_chunks(PROMPT, (1, 30, 17, 5)), actual)
 
 
-def test_stories260k_reproduces_its_recorded_greedy_run(shared: Path, kernels: Kernels, drive: Callable[..., Any]) -> None:
+def test_stories260k_reproduces_its_recorded_greedy_run(
+    shared: Path, kernels: Kernels, drive: Callable[..., Any]
+) -> None:
     folder = shared / "data/models/stories260K/hf"
     recorded = json.loads((folder.parent / "reference.json").read_text())["greedy_ids_200_from_bos"]
     spec = declare(read_model_config(folder))
@@ -82,11 +98,16 @@ def test_stories260k_reproduces_its_recorded_greedy_run(shared: Path, kernels: K
 
 
 def _recorded_array(entry: dict[str, Any]) -> np.ndarray:
-    return np.frombuffer(base64.b64decode(entry["data"]), dtype=np.float32).reshape(entry["shape"]).copy()
+    return (
+        np.frombuffer(base64.b64decode(entry["data"]), dtype=np.float32)
+        .reshape(entry["shape"])
+        .copy()
+    )
 
 
 def _load_gpt_nano(folder: Path, out: Path) -> DecoderModel:
-    """A minGPT checkpoint (plain linear layers, untied head) as GPT-2's own layout, through a folder on disk."""
+    """A minGPT checkpoint (plain linear layers, untied head) as GPT-2's own layout,
+    through a folder on disk."""
     stored = json.loads((folder / "gpt-nano-sort-model.json").read_text())
     sizes = stored.pop("config")
     tensors = {}
@@ -106,10 +127,14 @@ def _load_gpt_nano(folder: Path, out: Path) -> DecoderModel:
     }
     spec = declare(config)
     with SafetensorsCheckpoint(out, spec) as weights:
-        return build_decoder(spec, weights, ReferenceKernels(), dtype="float32", max_model_len=sizes["block_size"])
+        return build_decoder(
+            spec, weights, ReferenceKernels(), dtype="float32", max_model_len=sizes["block_size"]
+        )
 
 
-def test_gpt_nano_reproduces_its_recorded_logits(shared: Path, tmp_path: Path, drive: Callable[..., Any]) -> None:
+def test_gpt_nano_reproduces_its_recorded_logits(
+    shared: Path, tmp_path: Path, drive: Callable[..., Any]
+) -> None:
     folder = shared / "data/models/gpt_nano_sort"
     recorded = json.loads((folder / "gpt-nano-sort-t0-partials.json").read_text())
     model = _load_gpt_nano(folder, tmp_path)
@@ -129,13 +154,18 @@ def test_num_bytes_counts_what_is_held(shared: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_native_pass_equals_its_operations(pair: Any, dtype: str, native: Kernels, drive: Callable[..., Any]) -> None:
-    """Hidden states and logits of one pass in several chunks, and what is in the caches afterwards."""
+def test_native_pass_equals_its_operations(
+    pair: Any, dtype: str, native: Kernels, drive: Callable[..., Any]
+) -> None:
+    """Hidden states and logits of one pass in several chunks,
+    and what is in the caches afterwards."""
     model = pair.build(dtype, native)
     compiled, walk = drive(model, 128), drive(one_by_one(model), 128)
     for size in (33, 1, 30, 6):
         start = compiled.length
-        assert torch.equal(compiled.feed(PROMPT[start : start + size]), walk.feed(PROMPT[start : start + size]))
+        assert torch.equal(
+            compiled.feed(PROMPT[start : start + size]), walk.feed(PROMPT[start : start + size])
+        )
     for ours, theirs in zip(compiled.caches, walk.caches, strict=True):
         assert torch.equal(ours[0].nan_to_num(), theirs[0].nan_to_num())
         assert torch.equal(ours[1].nan_to_num(), theirs[1].nan_to_num())
@@ -160,7 +190,9 @@ def test_tokens_that_nobody_asks_about_stop_at_the_last_layer(
         assert torch.equal(ours[1].nan_to_num(), theirs[1].nan_to_num())
 
 
-def test_native_pass_refuses_what_lies_outside(pair: Any, native: Kernels, drive: Callable[..., Any]) -> None:
+def test_native_pass_refuses_what_lies_outside(
+    pair: Any, native: Kernels, drive: Callable[..., Any]
+) -> None:
     model = pair.build("float32", native)
     driver = drive(model, 64)
     with pytest.raises(IndexError, match="token id 199 is outside"):

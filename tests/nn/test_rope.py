@@ -1,4 +1,5 @@
-"""Tables of RoPE against `transformers`, beyond the original context, and the fixed choice for growing variants."""
+"""Tables of RoPE against `transformers`, beyond the original context,
+and the fixed choice for growing variants."""
 
 from __future__ import annotations
 
@@ -51,7 +52,11 @@ VARIANTS: dict[str, dict[str, object]] = {
 
 
 def _spec(scaling: dict[str, object]) -> RopeSpec:
-    values = {"rope_scaling": dict(scaling), "rope_theta": 5000.0, "max_position_embeddings": 4 * ORIGINAL}
+    values = {
+        "rope_scaling": dict(scaling),
+        "rope_theta": 5000.0,
+        "max_position_embeddings": 4 * ORIGINAL,
+    }
     if scaling["rope_type"] == "dynamic":
         values["max_position_embeddings"] = ORIGINAL
     config = ConfigReader(values, "LlamaForCausalLM")
@@ -84,7 +89,9 @@ def _reference_table(scaling: dict[str, object], num_positions: int) -> Tensor:
 def test_table_equals_transformers(variant: str, num_positions: int) -> None:
     table = rope_table(_spec(VARIANTS[variant]), num_positions)
     assert table.dtype == torch.float32
-    torch.testing.assert_close(table, _reference_table(VARIANTS[variant], num_positions), rtol=0, atol=2e-6)
+    torch.testing.assert_close(
+        table, _reference_table(VARIANTS[variant], num_positions), rtol=0, atol=2e-6
+    )
 
 
 def test_variants_differ_from_each_other() -> None:
@@ -96,7 +103,8 @@ def test_variants_differ_from_each_other() -> None:
 
 @pytest.mark.parametrize("variant", ["dynamic", "longrope"])
 def test_growing_variants_are_settled_by_max_model_len(variant: str) -> None:
-    """Up to the original context nothing depends on the length; beyond it the whole table does, once and for all."""
+    """Up to the original context nothing depends on the length; beyond it the whole table does,
+    once and for all."""
     spec = _spec(VARIANTS[variant])
     short, original, longer = (rope_table(spec, n) for n in (ORIGINAL // 2, ORIGINAL, 2 * ORIGINAL))
     assert torch.equal(short, original[: ORIGINAL // 2])
@@ -107,7 +115,9 @@ def test_partial_rotation_and_su_are_read() -> None:
     scaling = {**VARIANTS["longrope"], "type": "su"}
     del scaling["rope_type"]
     values = {"rope_scaling": scaling, "partial_rotary_factor": 0.5, "max_position_embeddings": 256}
-    config = ConfigReader({**values, "original_max_position_embeddings": ORIGINAL}, "Phi3ForCausalLM")
+    config = ConfigReader(
+        {**values, "original_max_position_embeddings": ORIGINAL}, "Phi3ForCausalLM"
+    )
     spec = read_rope(config, 2 * HEAD_DIM, is_partial=True)
     assert spec.rotated_dim == HEAD_DIM
     expected = _reference_table(VARIANTS["longrope"], 256)
@@ -118,7 +128,14 @@ def test_partial_rotation_and_su_are_read() -> None:
 def test_original_context_beside_the_section_wins() -> None:
     """As in `transformers`; Phi-3 and some Llama derivatives keep it there."""
     scaling = {**VARIANTS["llama3"], "original_max_position_embeddings": 128}
-    values = {"rope_scaling": scaling, "rope_theta": 5000.0, "max_position_embeddings": 4 * ORIGINAL}
-    spec = read_rope(ConfigReader({**values, "original_max_position_embeddings": ORIGINAL}, "LlamaForCausalLM"), HEAD_DIM)
+    values = {
+        "rope_scaling": scaling,
+        "rope_theta": 5000.0,
+        "max_position_embeddings": 4 * ORIGINAL,
+    }
+    spec = read_rope(
+        ConfigReader({**values, "original_max_position_embeddings": ORIGINAL}, "LlamaForCausalLM"),
+        HEAD_DIM,
+    )
     assert spec == _spec(VARIANTS["llama3"])
     assert spec != read_rope(ConfigReader(values, "LlamaForCausalLM"), HEAD_DIM)

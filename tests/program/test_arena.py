@@ -1,4 +1,5 @@
-"""Where values lie: nothing is written over that is still read, and nothing lies beyond the width."""
+"""Where values lie: nothing is written over that is still read,
+and nothing lies beyond the width."""
 
 from __future__ import annotations
 
@@ -25,14 +26,24 @@ def test_no_value_is_overwritten_while_it_is_read(name: str) -> None:
         for operation, dying in zip(program.operations, program.last_reads(), strict=True):
             for value in operation.inputs:
                 assert set(owners[arena.columns[value] :][: program.widths[value]]) == {value}
-            places = [range(arena.columns[v], arena.columns[v] + program.widths[v]) for v in operation.outputs]
+            places = [
+                range(arena.columns[v], arena.columns[v] + program.widths[v])
+                for v in operation.outputs
+            ]
             kept = [v for v in operation.inputs if v not in dying]
-            assert all(owners[column] not in kept for place in places if place.start != RESULT_PLACE for column in place)
+            assert all(
+                owners[column] not in kept
+                for place in places
+                if place.start != RESULT_PLACE
+                for column in place
+            )
             for value in operation.outputs:
                 if value != program.result:
                     column = arena.columns[value]
                     assert column % ALIGNMENT == 0 and column + program.widths[value] <= arena.width
-                    owners[column : column + program.widths[value]] = [value] * program.widths[value]
+                    owners[column : column + program.widths[value]] = [value] * program.widths[
+                        value
+                    ]
         assert arena.columns[program.result] == RESULT_PLACE
 
 

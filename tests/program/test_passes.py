@@ -1,4 +1,5 @@
-"""No pass changes a bit: whole programs before and after each, on the reference kernels, for every kind of block."""
+"""No pass changes a bit: whole programs before and after each, on the reference kernels,
+for every kind of block."""
 
 from __future__ import annotations
 
@@ -6,16 +7,37 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from program_cases import RAGGED, SPECS, WANTED, are_equal, build, one_by_one, run_ragged, wanted_rows
+from program_cases import (
+    RAGGED,
+    SPECS,
+    WANTED,
+    are_equal,
+    build,
+    one_by_one,
+    run_ragged,
+    wanted_rows,
+)
 
 from quire.kernels.interpreter import Interpreter
 from quire.kernels.reference import ReferenceKernels
 from quire.models.lowering import lower
 from quire.nn.decoder import DecoderModel
-from quire.program.operations import Add, HeadOperation, Linear, Norm, PrepareHeads, Program, Select, WriteKV
+from quire.program.operations import (
+    Add,
+    HeadOperation,
+    Linear,
+    Norm,
+    PrepareHeads,
+    Program,
+    Select,
+    WriteKV,
+)
 from quire.program.passes import fuse_add_norm, fuse_heads, select_wanted
 
-PASSES: dict[str, Callable[[Program], Program]] = {"fuse_add_norm": fuse_add_norm, "fuse_heads": fuse_heads}
+PASSES: dict[str, Callable[[Program], Program]] = {
+    "fuse_add_norm": fuse_add_norm,
+    "fuse_heads": fuse_heads,
+}
 
 
 @pytest.fixture(scope="module", params=SPECS)
@@ -38,14 +60,19 @@ def test_a_pass_changes_no_bit(model: DecoderModel, name: str) -> None:
 def test_tokens_that_are_not_wanted_stop_at_the_last_write_to_a_cache(
     model: DecoderModel, num_wanted: tuple[int, ...], alignment: int | None
 ) -> None:
-    """The others have the bits of the whole pass, and so has every key and value; these, what the layers before left."""
+    """The others have the bits of the whole pass, and so has every key and value; these,
+    what the layers before left."""
     expected, theirs = run_ragged(model)
     before, _ = run_ragged(one_by_one(model, num_blocks=len(model.spec.blocks) - 1))
-    run = Interpreter(model.program, select_wanted(model.program, alignment), model.weights, model.kernels)
+    run = Interpreter(
+        model.program, select_wanted(model.program, alignment), model.weights, model.kernels
+    )
     found, ours = run_ragged(model, num_wanted, run)
     wanted = wanted_rows(num_wanted)
     others = sorted(set(range(sum(count for _, count in RAGGED))) - set(wanted))
-    assert torch.equal(found[wanted], expected[wanted]) and torch.equal(found[others], before[others])
+    assert torch.equal(found[wanted], expected[wanted]) and torch.equal(
+        found[others], before[others]
+    )
     assert are_equal(ours, theirs)
 
 
@@ -65,8 +92,12 @@ def test_heads_that_a_back_end_cannot_fuse_stay_apart() -> None:
 def test_keys_of_all_rows_and_queries_of_wanted_ones_are_projected() -> None:
     program, _ = lower(SPECS["qwen3"])
     apart = select_wanted(program, 16)
-    halves = [each.columns for each in apart.operations if isinstance(each, Linear) and each.columns]
+    halves = [
+        each.columns for each in apart.operations if isinstance(each, Linear) and each.columns
+    ]
     assert halves == [range(64, 128), range(64)]
-    assert [each.heads.num_queries for each in apart.operations if isinstance(each, HeadOperation)][-5:] == [0, 0, 0, 4, 4]
+    assert [each.heads.num_queries for each in apart.operations if isinstance(each, HeadOperation)][
+        -5:
+    ] == [0, 0, 0, 4, 4]
     assert sum(isinstance(each, Select) for each in apart.operations) == 2
     assert select_wanted(program, 128) == select_wanted(program), "keys begin within a panel"

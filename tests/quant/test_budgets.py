@@ -1,7 +1,9 @@
-"""How far each form of the weights may be from bfloat16: budgets of KL divergence and perplexity, on the shipped model.
+"""How far each form of the weights may be from bfloat16: budgets of KL divergence and perplexity,
+on the shipped model.
 
-A model of five million parameters has no room to spare, so these are larger than those of models of everyday size. A budget
-is some 1.5 times what was measured when it was set; some divergence must be there, so that a form that is not used fails.
+A model of five million parameters has no room to spare, so these are larger than those of models of
+everyday size. A budget is some 1.5 times what was measured when it was set; some divergence must be
+there, so that a form that is not used fails.
 """
 
 from __future__ import annotations
@@ -24,19 +26,27 @@ from quire.weights.folder import resolve_model
 
 MODEL = "quire-storyteller"
 STORIES = [
-    "Once upon a time there was a little fox who lived under the roots of an old oak. Every morning she went down to the "
-    "river to look at the fish, and every morning the fish laughed and swam away. One day the fox met a hare who was crying. "
-    '"Why do you cry?" asked the fox. "I have lost my way," said the hare, "and the night is coming." So the fox took the '
-    "hare home to her den, and they ate bread and berries together, and from that day they were friends.",
-    "There was once a king who had three sons, and when he grew old he called them to his bed. He who brings me the golden "
-    "bird from the top of the mountain, said the king, shall have my crown. The eldest rode away on a black horse, and the "
-    "second on a white one, but the youngest had no horse at all, and went on foot. In the forest he met an old woman with a "
+    "Once upon a time there was a little fox who lived under the roots of an old oak. Every "
+    "morning she went down to the "
+    "river to look at the fish, and every morning the fish laughed and swam away. One day "
+    "the fox met a hare who was crying. "
+    '"Why do you cry?" asked the fox. "I have lost my way," said the hare, "and the night is '
+    'coming." So the fox took the '
+    "hare home to her den, and they ate bread and berries together, and from that day they "
+    "were friends.",
+    "There was once a king who had three sons, and when he grew old he called them to his "
+    "bed. He who brings me the golden "
+    "bird from the top of the mountain, said the king, shall have my crown. The eldest rode "
+    "away on a black horse, and the "
+    "second on a white one, but the youngest had no horse at all, and went on foot. In the "
+    "forest he met an old woman with a "
     "bundle of sticks, and he carried it for her all the way to her house.",
 ]
 
 
 class Budget(NamedTuple):
-    """The largest mean KL divergence from bfloat16, in nats a token, and the largest relative change of perplexity."""
+    """The largest mean KL divergence from bfloat16, in nats a token,
+    and the largest relative change of perplexity."""
 
     divergence: float
     change: float
@@ -51,7 +61,8 @@ class Reading(NamedTuple):
 
 
 def read_stories(model: str, **options: Any) -> Reading:
-    """One story after the other; the logits are taken where they are scored: a million `Logprob` objects take seconds."""
+    """One story after the other; the logits are taken where they are scored:
+    a million `Logprob` objects take seconds."""
     logits: list[Tensor] = []
     score = Sampler.prompt_logprobs
 
@@ -59,11 +70,18 @@ def read_stories(model: str, **options: Any) -> Reading:
         logits.append(rows.double())
         return score(sampler, rows, *rest)
 
-    with LLM(model, kv_cache_memory="8MiB", num_threads=1, **options) as llm, pytest.MonkeyPatch.context() as patch:
+    with (
+        LLM(model, kv_cache_memory="8MiB", num_threads=1, **options) as llm,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setattr(Sampler, "prompt_logprobs", keep)
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-        outputs = [output for story in STORIES for output in llm.generate(story, params, use_tqdm=False)]
-    ids = torch.tensor([token_id for output in outputs for token_id in (output.prompt_token_ids or ())[1:]])
+        outputs = [
+            output for story in STORIES for output in llm.generate(story, params, use_tqdm=False)
+        ]
+    ids = torch.tensor(
+        [token_id for output in outputs for token_id in (output.prompt_token_ids or ())[1:]]
+    )
     rows = torch.cat(logits).log_softmax(1)
     return Reading(rows, math.exp(-float(rows.gather(1, ids[:, None]).mean())))
 
@@ -92,9 +110,21 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False, "desc
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
 
 
-def _compressed(layout: str, activations: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
-    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+def _compressed(
+    layout: str, activations: dict[str, Any] | None = None, **weights: Any
+) -> dict[str, Any]:
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": activations,
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
 
 
 STORED: dict[str, tuple[Pack, dict[str, Any], Budget]] = {
@@ -103,12 +133,27 @@ STORED: dict[str, tuple[Pack, dict[str, Any], Budget]] = {
     "gptq 8 bits": (gptq(8, 64), GPTQ | {"bits": 8}, Budget(0.004, 0.02)),
     "w4a16": (
         packed_integers(4, 64, is_symmetric=False),
-        _compressed("pack-quantized", num_bits=4, type="int", symmetric=False, strategy="group", group_size=64, dynamic=False),
+        _compressed(
+            "pack-quantized",
+            num_bits=4,
+            type="int",
+            symmetric=False,
+            strategy="group",
+            group_size=64,
+            dynamic=False,
+        ),
         Budget(0.2, 0.12),
     ),
     "fp8": (
         fp8("weight_scale", is_per_output=True),
-        _compressed("float-quantized", num_bits=8, type="float", symmetric=True, strategy="channel", dynamic=False),
+        _compressed(
+            "float-quantized",
+            num_bits=8,
+            type="float",
+            symmetric=True,
+            strategy="channel",
+            dynamic=False,
+        ),
         Budget(0.02, 0.03),
     ),
 }
@@ -136,7 +181,8 @@ GGUF = {
     "Q4_K": ("Q6_K", Budget(0.08, 0.08)),
     "Q4_0": ("Q6_K", Budget(0.12, 0.1)),
 }
-"""By the encoding of the projections: that of the tied head, as llama.cpp chooses it, and the budget."""
+"""By the encoding of the projections: that of the tied head, as llama.cpp chooses it,
+and the budget."""
 
 
 @pytest.mark.parametrize("form", GGUF)
@@ -146,7 +192,9 @@ def test_stored_as_gguf(form: str, original: Reading, tmp_path: Path) -> None:
     _check(read_stories(str(folder)), original, budget)
 
 
-def test_written_by_quantize_with_floating_point_activations(original: Reading, tmp_path: Path) -> None:
+def test_written_by_quantize_with_floating_point_activations(
+    original: Reading, tmp_path: Path
+) -> None:
     quantize_model(MODEL, Recipe("int4", is_weight_only=True, keeps_head=True), tmp_path / "w4a16")
     _check(read_stories(str(tmp_path / "w4a16")), original, Budget(0.2, 0.12))
 

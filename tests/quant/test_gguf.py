@@ -1,4 +1,5 @@
-"""GGUF's encodings, against the format's own package, and whole models against their floating-point twins."""
+"""GGUF's encodings, against the format's own package,
+and whole models against their floating-point twins."""
 
 from __future__ import annotations
 
@@ -25,12 +26,23 @@ PROMPT = [5, 77, 12, 99, 3, 41, 8, 120, 64, 33, 2, 19, 7, 7, 101, 66]
 
 def logprobs(model: Path, **options: Any) -> Tensor:
     """[prompt, vocabulary]"""
-    options = {"dtype": "float32", "kv_cache_memory": "2MiB", "max_logprobs": -1, "num_threads": 1} | options
+    options = {
+        "dtype": "float32",
+        "kv_cache_memory": "2MiB",
+        "max_logprobs": -1,
+        "num_threads": 1,
+    } | options
     with LLM(str(model), skip_tokenizer_init=True, **options) as llm:
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=VOCAB)
         [output] = llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False)
     assert output.prompt_logprobs is not None
-    return torch.tensor([[row[token].logprob for token in range(VOCAB)] for row in output.prompt_logprobs if row is not None])
+    return torch.tensor(
+        [
+            [row[token].logprob for token in range(VOCAB)]
+            for row in output.prompt_logprobs
+            if row is not None
+        ]
+    )
 
 
 @pytest.mark.parametrize("encoding", BLOCKS)
@@ -41,24 +53,63 @@ def test_blocks_stand_for_what_the_format_says(encoding: str) -> None:
     weight = decode(torch.frombuffer(bytearray(data), dtype=torch.uint8), stored, "float")
     found = dequantize(weight).numpy()
     if encoding in ("Q4_1", "Q4_K"):
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-7 * np.abs(weight.offsets.numpy()).max())  # type: ignore[union-attr]
+        np.testing.assert_allclose(
+            found,
+            wanted,
+            rtol=0,
+            atol=2e-7 * np.abs(weight.offsets.numpy()).max(),  # type: ignore[union-attr]
+        )
     else:
         assert (found == wanted).all()
-    assert weight.bits == (4 if "4" in encoding else 8) and int(weight.values.min()) >= (-8 if weight.bits == 4 else -128)
+    assert weight.bits == (4 if "4" in encoding else 8) and int(weight.values.min()) >= (
+        -8 if weight.bits == 4 else -128
+    )
 
 
 MODELS: dict[str, dict[str, Any]] = {
-    "llama Q4_K_M": {"family": "llama", "encodings": {"attn_v": "Q6_K", "ffn_down": "Q6_K", "attn": "Q4_K", "ffn": "Q4_K",
-                                                     "output.": "Q6_K", "token_embd": "Q4_K"}},
-    "llama tied Q4_0": {"family": "llama", "encodings": {"attn": "Q4_0", "ffn": "Q4_0", "token_embd": "Q6_K"}, "is_tied": True},
-    "llama F16": {"family": "llama", "encodings": {"attn_norm": "F32", "attn_": "F16", "ffn_g": "F16", "output.": "F16",
-                                                  "ffn_u": "BF16", "ffn_d": "F32"}},
-    "qwen2 Q5_K": {"family": "qwen2", "encodings": {"attn": "Q5_K", "ffn_down": "Q5_0", "ffn": "Q5_1"}},
-    "qwen3 Q4_1": {"family": "qwen3", "encodings": {"attn_q.": "Q4_1", "attn_k.": "Q8_0", "ffn": "Q4_1"}},
+    "llama Q4_K_M": {
+        "family": "llama",
+        "encodings": {
+            "attn_v": "Q6_K",
+            "ffn_down": "Q6_K",
+            "attn": "Q4_K",
+            "ffn": "Q4_K",
+            "output.": "Q6_K",
+            "token_embd": "Q4_K",
+        },
+    },
+    "llama tied Q4_0": {
+        "family": "llama",
+        "encodings": {"attn": "Q4_0", "ffn": "Q4_0", "token_embd": "Q6_K"},
+        "is_tied": True,
+    },
+    "llama F16": {
+        "family": "llama",
+        "encodings": {
+            "attn_norm": "F32",
+            "attn_": "F16",
+            "ffn_g": "F16",
+            "output.": "F16",
+            "ffn_u": "BF16",
+            "ffn_d": "F32",
+        },
+    },
+    "qwen2 Q5_K": {
+        "family": "qwen2",
+        "encodings": {"attn": "Q5_K", "ffn_down": "Q5_0", "ffn": "Q5_1"},
+    },
+    "qwen3 Q4_1": {
+        "family": "qwen3",
+        "encodings": {"attn_q.": "Q4_1", "attn_k.": "Q8_0", "ffn": "Q4_1"},
+    },
     "gemma2 Q8_0": {"family": "gemma2", "encodings": {}, "is_tied": True},
-    "gemma3 Q4_K": {"family": "gemma3", "encodings": {"ffn_g": "Q4_K", "ffn_u": "Q4_K"}, "is_tied": True},
+    "gemma3 Q4_K": {
+        "family": "gemma3",
+        "encodings": {"ffn_g": "Q4_K", "ffn_u": "Q4_K"},
+        "is_tied": True,
+    },
     "phi3 Q4_K": {"family": "phi3", "encodings": {"attn_qkv": "Q4_K", "ffn_up": "Q4_K"}},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", MODELS)
@@ -78,11 +129,16 @@ def test_activations_are_quantized_when_the_user_says_so(tmp_path: Path) -> None
 def test_a_folder_with_one_file_is_enough(tmp_path: Path) -> None:
     model = TinyModel("llama", {})
     file, twin = model.write(tmp_path)
-    assert plan_engine(EngineConfig(model=str(tmp_path), skip_tokenizer_init=True)).files.gguf is not None
+    assert (
+        plan_engine(EngineConfig(model=str(tmp_path), skip_tokenizer_init=True)).files.gguf
+        is not None
+    )
     (tmp_path / "config.json").write_text((twin / "config.json").read_text())
     assert plan_engine(EngineConfig(model=str(tmp_path), load_format="gguf")).files.gguf is not None
     write_gguf(tmp_path / "second.gguf", model.metadata, model.stored)
-    with pytest.raises(ModelNotFoundError, match=r"2 GGUF files; name one of them: model\.gguf, second\.gguf"):
+    with pytest.raises(
+        ModelNotFoundError, match=r"2 GGUF files; name one of them: model\.gguf, second\.gguf"
+    ):
         plan_engine(EngineConfig(model=str(tmp_path), load_format="gguf"))
     with pytest.raises(ConfigError, match="a GGUF file has its own"):
         plan_engine(EngineConfig(model=str(file), load_format="dummy"))
@@ -96,7 +152,9 @@ def test_the_plan_counts_what_is_held(tmp_path: Path) -> None:
     [decision] = [each for each in plan.decisions if each.name == "quantization"]
     assert "GGUF: projections 10 Q4_K, 5 Q6_K; activations float" in decision.reason
     held = plan.formats.of(plan.spec.projections[0])
-    assert held is not None and (held.bits, held.group_size, held.has_offsets) == (8, 16, True), "Q4_K and Q6_K in one product"
+    assert held is not None and (held.bits, held.group_size, held.has_offsets) == (8, 16, True), (
+        "Q4_K and Q6_K in one product"
+    )
 
 
 def test_frequencies_that_are_baked_in_are_applied(tmp_path: Path) -> None:
@@ -107,7 +165,8 @@ def test_frequencies_that_are_baked_in_are_applied(tmp_path: Path) -> None:
     plain = logprobs(twin)
     config = (twin / "config.json").read_text()
     scaling = (
-        f'"rope_scaling": {{"rope_type": "longrope", "short_factor": {factors.tolist()}, "long_factor": {factors.tolist()}, '
+        f'"rope_scaling": {{"rope_type": "longrope", "short_factor": {factors.tolist()}, '
+        f'"long_factor": {factors.tolist()}, '
         '"attention_factor": 1.0, "factor": 1.0, "original_max_position_embeddings": 128}'
     )
     (twin / "config.json").write_text(config[:-1] + ", " + scaling + "}")
@@ -119,20 +178,42 @@ def test_frequencies_that_are_baked_in_are_applied(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"general.architecture": "mamba"}, UnsupportedModelError, "general.architecture='mamba'; supported: gemma2"),
-        ({"llama.attention.head_count": [8, 8]}, UnsupportedModelError, "llama.attention.head_count=.*; supported: one whole"),
-        ({"llama.rope.scaling.type": "mystery"}, UnsupportedModelError, "llama.rope.scaling.type='mystery'"),
-        ({"llama.rope.dimension_count": 16}, UnsupportedModelError, "llama.rope.dimension_count=16"),
+        (
+            {"general.architecture": "mamba"},
+            UnsupportedModelError,
+            "general.architecture='mamba'; supported: gemma2",
+        ),
+        (
+            {"llama.attention.head_count": [8, 8]},
+            UnsupportedModelError,
+            "llama.attention.head_count=.*; supported: one whole",
+        ),
+        (
+            {"llama.rope.scaling.type": "mystery"},
+            UnsupportedModelError,
+            "llama.rope.scaling.type='mystery'",
+        ),
+        (
+            {"llama.rope.dimension_count": 16},
+            UnsupportedModelError,
+            "llama.rope.dimension_count=16",
+        ),
         (
             {"llama.feed_forward_length": 512},
             CheckpointError,
             r"ffn_gate.weight \[256, 256\], its metadata implies \[512, 256\]",
         ),
         ({"llama.block_count": 3}, CheckpointError, r"lacks blk\.2\.attn_norm\.weight"),
-        ({"llama.block_count": 1}, CheckpointError, r"has blk\.1\.\S+, which LlamaForCausalLM does not use"),
+        (
+            {"llama.block_count": 1},
+            CheckpointError,
+            r"has blk\.1\.\S+, which LlamaForCausalLM does not use",
+        ),
     ],
 )
-def test_what_does_not_fit_is_refused(changes: dict[str, Any], error: type[Exception], message: str, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused(
+    changes: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
     file, _ = TinyModel("llama", {}).write(tmp_path, **changes)
     with pytest.raises(error, match=message):
         plan_engine(EngineConfig(model=str(file)))
@@ -141,7 +222,13 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], error: type[Excep
 def test_scales_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     model = TinyModel("llama", {})
     shape, number, data = model.stored["blk.1.ffn_up.weight"]
-    model.stored["blk.1.ffn_up.weight"] = (shape, number, data[:34] + struct.pack("<e", float("inf")) + data[36:])
+    model.stored["blk.1.ffn_up.weight"] = (
+        shape,
+        number,
+        data[:34] + struct.pack("<e", float("inf")) + data[36:],
+    )
     file, _ = model.write(tmp_path)
-    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\.weight has scales that are not finite"):
+    with pytest.raises(
+        CheckpointError, match=r"blk\.1\.ffn_up\.weight has scales that are not finite"
+    ):
         logprobs(file)

@@ -19,11 +19,15 @@ def _weight(num_outputs: int = 70, num_inputs: int = 96) -> Tensor:
 
 
 def _best_of_many(weight: Tensor, group_size: int) -> Tensor:
-    """The smallest squared error of each group over 4,000 scales of either sign, without shortcuts."""
+    """The smallest squared error of each group over 4,000 scales of either sign,
+    without shortcuts."""
     groups = weight.view(-1, group_size)
     factors = torch.linspace(0.05, 0.25, 2000)
     scales = groups.abs().amax(1, keepdim=True) * torch.cat([factors, -factors])
-    errors = [((groups / s).round().clamp(-8, 7) * s - groups).square().sum(1) for s in scales.T[:, :, None]]
+    errors = [
+        ((groups / s).round().clamp(-8, 7) * s - groups).square().sum(1)
+        for s in scales.T[:, :, None]
+    ]
     return torch.stack(errors).amin(0)
 
 
@@ -41,18 +45,26 @@ def test_int4_comes_close_to_an_exhaustive_search() -> None:
     quantized = quantize(weight, INT4)
     errors = (dequantized(quantized) - weight).view(-1, 32).square().sum(1)
     naive = weight.view(-1, 32).abs().amax(1, keepdim=True) / 7
-    naive_errors = ((weight.view(-1, 32) / naive).round() * naive - weight.view(-1, 32)).square().sum(1)
+    naive_errors = (
+        ((weight.view(-1, 32) / naive).round() * naive - weight.view(-1, 32)).square().sum(1)
+    )
     assert errors.sum() < 1.04 * _best_of_many(weight, 32).sum()
-    assert errors.sum() < 0.75 * naive_errors.sum(), "the search gains little over the obvious scale"
+    assert errors.sum() < 0.75 * naive_errors.sum(), (
+        "the search gains little over the obvious scale"
+    )
     assert quantized.values.amin() == -8 and quantized.values.amax() == 7
-    assert (quantized.scales.bfloat16().float() == quantized.scales).all() and (quantized.scales < 0).any()
+    assert (quantized.scales.bfloat16().float() == quantized.scales).all() and (
+        quantized.scales < 0
+    ).any()
 
 
 @pytest.mark.parametrize("held", [INT4, IntegerFormat(8, 96, "int8")])
 def test_rows_do_not_depend_on_each_other(held: IntegerFormat) -> None:
     weight = _weight(num_outputs=1500)
     whole, part = quantize(weight, held), quantize(weight[1000:1010].clone(), held)
-    assert (whole.values[1000:1010] == part.values).all() and (whole.scales[1000:1010] == part.scales).all()
+    assert (whole.values[1000:1010] == part.values).all() and (
+        whole.scales[1000:1010] == part.scales
+    ).all()
 
 
 def test_what_fits_exactly_stays_exact() -> None:

@@ -1,4 +1,5 @@
-"""Checkpoints in the public formats: equal to their floating-point twins, or refused by the name of the key."""
+"""Checkpoints in the public formats: equal to their floating-point twins,
+or refused by the name of the key."""
 
 from __future__ import annotations
 
@@ -9,7 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_checkpoints import CONFIG, VOCAB, Pack, awq, byte_integers, fp8, gptq, packed_integers, write_pair
+from quantized_checkpoints import (
+    CONFIG,
+    VOCAB,
+    Pack,
+    awq,
+    byte_integers,
+    fp8,
+    gptq,
+    packed_integers,
+    write_pair,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -44,8 +55,17 @@ AWQ = {
 }
 
 
-def compressed_config(layout: str, activations: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
-    described = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False}
+def compressed_config(
+    layout: str, activations: dict[str, Any] | None = None, **weights: Any
+) -> dict[str, Any]:
+    described = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": 32,
+        "dynamic": False,
+    }
     group = {
         "targets": ["Linear"],
         "weights": described | weights,
@@ -53,12 +73,20 @@ def compressed_config(layout: str, activations: dict[str, Any] | None = None, **
         "output_activations": None,
     }
     return {
-        "quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}, "ignore": ["lm_head"],
-        "kv_cache_scheme": None, "quantization_status": "compressed", "global_compression_ratio": 1.5, "sparsity_config": {},
+        "quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group},
+        "ignore": ["lm_head"], "kv_cache_scheme": None, "quantization_status": "compressed",
+        "global_compression_ratio": 1.5, "sparsity_config": {},
     }  # fmt: skip
 
 
-TOKENWISE = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True, "observer": None}
+TOKENWISE = {
+    "num_bits": 8,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "token",
+    "dynamic": True,
+    "observer": None,
+}
 CHANNELWISE: dict[str, Any] = {
     "num_bits": 8,
     "strategy": "channel",
@@ -76,8 +104,14 @@ EXACT: dict[str, tuple[Pack, dict[str, Any]]] = {
     "gptq blocks": (gptq(4, 32, order="blocks"), gptq_config(desc_act=True)),
     "awq": (awq(32), AWQ),
     "pack": (packed_integers(4, 32, is_symmetric=True), compressed_config("pack-quantized")),
-    "pack asymmetric": (packed_integers(4, 32, is_symmetric=False), compressed_config("pack-quantized", symmetric=False)),
-    "pack 8 bits": (packed_integers(8, 32, is_symmetric=True), compressed_config("pack-quantized", num_bits=8)),
+    "pack asymmetric": (
+        packed_integers(4, 32, is_symmetric=False),
+        compressed_config("pack-quantized", symmetric=False),
+    ),
+    "pack 8 bits": (
+        packed_integers(8, 32, is_symmetric=True),
+        compressed_config("pack-quantized", num_bits=8),
+    ),
     "int weights only": (byte_integers(), compressed_config("int-quantized", None, **CHANNELWISE)),
 }
 CLOSE: dict[str, tuple[Pack, dict[str, Any], float]] = {
@@ -97,14 +131,28 @@ CLOSE: dict[str, tuple[Pack, dict[str, Any], float]] = {
 FP8: dict[str, tuple[Pack, dict[str, Any]]] = {
     "fp8 blocks": (
         fp8("weight_scale_inv", block=(32, 48)),
-        {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 48]},
+        {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [32, 48],
+        },
     ),
-    "fp8 per tensor": (fp8("weight_scale"), {"quant_method": "fp8", "activation_scheme": "dynamic"}),
+    "fp8 per tensor": (
+        fp8("weight_scale"),
+        {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    ),
     "fp8 compressed": (
         fp8("weight_scale", is_per_output=True),
         compressed_config(
             "float-quantized",
-            {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True},
+            {
+                "num_bits": 8,
+                "type": "float",
+                "strategy": "token",
+                "dynamic": True,
+                "symmetric": True,
+            },
             num_bits=8,
             type="float",
             strategy="channel",
@@ -116,12 +164,21 @@ FP8: dict[str, tuple[Pack, dict[str, Any]]] = {
 
 def logprobs(folder: Path, **options: Any) -> Tensor:
     """[prompt, vocabulary] of a fixed prompt."""
-    options = {"dtype": "float32", "kv_cache_memory": "1MiB", "max_logprobs": -1, "num_threads": 1} | options
+    options = {
+        "dtype": "float32",
+        "kv_cache_memory": "1MiB",
+        "max_logprobs": -1,
+        "num_threads": 1,
+    } | options
     with LLM(str(folder), skip_tokenizer_init=True, **options) as llm:
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=VOCAB)
         [output] = llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False)
     assert output.prompt_logprobs is not None
-    rows = [[place[token].logprob for token in range(VOCAB)] for place in output.prompt_logprobs if place is not None]
+    rows = [
+        [place[token].logprob for token in range(VOCAB)]
+        for place in output.prompt_logprobs
+        if place is not None
+    ]
     return torch.tensor(rows)
 
 
@@ -133,7 +190,9 @@ def write(tmp_path: Path, pack: Pack, config: dict[str, Any]) -> tuple[Path, Pat
 @pytest.mark.parametrize("case", EXACT)
 def test_integers_are_read_as_they_are_stored(case: str, kernels: str, tmp_path: Path) -> None:
     quantized, plain = write(tmp_path, *EXACT[case])
-    torch.testing.assert_close(logprobs(quantized, kernels=kernels), logprobs(plain), atol=2e-4, rtol=0)
+    torch.testing.assert_close(
+        logprobs(quantized, kernels=kernels), logprobs(plain), atol=2e-4, rtol=0
+    )
 
 
 @pytest.mark.parametrize("case", CLOSE)
@@ -145,7 +204,9 @@ def test_what_is_rounded_once_more_stays_close(case: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("case", FP8)
-def test_fp8_becomes_the_compute_dtype_and_says_so(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fp8_becomes_the_compute_dtype_and_says_so(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     quantized, plain = write(tmp_path, *FP8[case])
     torch.testing.assert_close(logprobs(quantized), logprobs(plain), atol=2e-4, rtol=0)
     assert caplog.text.count("turned into the compute dtype") == 1
@@ -154,7 +215,9 @@ def test_fp8_becomes_the_compute_dtype_and_says_so(case: str, tmp_path: Path, ca
 
 
 @pytest.mark.parametrize("case", [*FP8, "without activations"])
-def test_fp8_is_kept_where_there_are_kernels(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_is_kept_where_there_are_kernels(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def kept(*args: Any, keeps_fp8: bool) -> Any:
         return read_storage(*args, keeps_fp8=not keeps_fp8)
 
@@ -189,9 +252,16 @@ def test_activations_are_quantized_when_the_user_says_so(tmp_path: Path) -> None
 
 def test_the_plan_counts_integers(tmp_path: Path) -> None:
     quantized, plain = write(tmp_path, *EXACT["pack"])
-    plans = [plan_engine(EngineConfig(model=str(path), skip_tokenizer_init=True)).plan for path in (quantized, plain)]
-    num_weights = 2 * sum(part.weight.num_elements for parts in plans[0].spec.blocks[0].projections for part in parts)
-    assert plans[1].weight_bytes - plans[0].weight_bytes == num_weights * 4 - (num_weights // 2 + num_weights // 32 * 4)
+    plans = [
+        plan_engine(EngineConfig(model=str(path), skip_tokenizer_init=True)).plan
+        for path in (quantized, plain)
+    ]
+    num_weights = 2 * sum(
+        part.weight.num_elements for parts in plans[0].spec.blocks[0].projections for part in parts
+    )
+    assert plans[1].weight_bytes - plans[0].weight_bytes == num_weights * 4 - (
+        num_weights // 2 + num_weights // 32 * 4
+    )
     [decision] = [each for each in plans[0].decisions if each.name == "quantization"]
     assert "compressed-tensors, pack-quantized: 4-bit weights, activations float" in decision.reason
 
@@ -221,16 +291,42 @@ def _put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], None]:
 @pytest.mark.parametrize(
     ("case", "damage", "message"),
     [
-        ("gptq", _drop("qzeros"), r"lacks 1 tensors: model\.layers\.1\.self_attn\.k_proj\.qzeros \[2, 4\]"),
-        ("gptq", _put("scales", torch.ones(3, 32)), r"k_proj\.scales is \[3, 32\], config\.json implies \[2, 32\]"),
-        ("gptq", _put("scales", torch.full((2, 32), torch.nan)), r"k_proj\.scales holds numbers that are not finite"),
-        ("gptq", _put("qweight", torch.ones(8, 32)), r"k_proj\.qweight is stored as F32, not as I32"),
-        ("gptq blocks", _put("g_idx", torch.full((64,), 9, dtype=torch.int32)), r"g_idx names groups that do not exist"),
+        (
+            "gptq",
+            _drop("qzeros"),
+            r"lacks 1 tensors: model\.layers\.1\.self_attn\.k_proj\.qzeros \[2, 4\]",
+        ),
+        (
+            "gptq",
+            _put("scales", torch.ones(3, 32)),
+            r"k_proj\.scales is \[3, 32\], config\.json implies \[2, 32\]",
+        ),
+        (
+            "gptq",
+            _put("scales", torch.full((2, 32), torch.nan)),
+            r"k_proj\.scales holds numbers that are not finite",
+        ),
+        (
+            "gptq",
+            _put("qweight", torch.ones(8, 32)),
+            r"k_proj\.qweight is stored as F32, not as I32",
+        ),
+        (
+            "gptq blocks",
+            _put("g_idx", torch.full((64,), 9, dtype=torch.int32)),
+            r"g_idx names groups that do not exist",
+        ),
         ("pack", _put("weight_shape", torch.tensor([1, 2])), r"weight_shape is \[1, 2\]"),
-        ("pack", _put("weight", torch.ones(32, 64)), r"1 tensors that LlamaForCausalLM does not use"),
+        (
+            "pack",
+            _put("weight", torch.ones(32, 64)),
+            r"1 tensors that LlamaForCausalLM does not use",
+        ),
     ],
 )
-def test_damaged_checkpoints_are_refused(case: str, damage: Callable[..., None], message: str, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_refused(
+    case: str, damage: Callable[..., None], message: str, tmp_path: Path
+) -> None:
     quantized, _ = write(tmp_path, *EXACT[case])
     tensors = load_file(quantized / "model.safetensors")
     damage(tensors)
@@ -257,12 +353,21 @@ W4 = compressed_config("pack-quantized")
         ("gptq", "quantization_config='gptq'"),
         (W4 | {"format": "marlin-24"}, "quantization_config.format='marlin-24'"),
         (W4 | {"config_groups": {}}, "quantization_config.config_groups"),
-        (W4 | {"sparsity_config": {"format": "sparse-bitmask"}}, "sparsity_config.format='sparse-bitmask'"),
+        (
+            W4 | {"sparsity_config": {"format": "sparse-bitmask"}},
+            "sparsity_config.format='sparse-bitmask'",
+        ),
         (W4 | {"ignore": ["re:("]}, "quantization_config.ignore"),
         (compressed_config("pack-quantized", actorder="group"), "weights.actorder='group'"),
         (compressed_config("pack-quantized", num_bits=2), "weights.num_bits=2"),
-        (compressed_config("int-quantized", TOKENWISE | {"dynamic": False}), "input_activations.dynamic=False"),
-        (compressed_config("int-quantized", TOKENWISE | {"num_bits": 4}), "input_activations.num_bits=4"),
+        (
+            compressed_config("int-quantized", TOKENWISE | {"dynamic": False}),
+            "input_activations.dynamic=False",
+        ),
+        (
+            compressed_config("int-quantized", TOKENWISE | {"num_bits": 4}),
+            "input_activations.num_bits=4",
+        ),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(config: Any, message: str) -> None:

@@ -29,10 +29,16 @@ def test_results_are_those_of_the_sampler() -> None:
 
 
 def test_drawn_results_are_those_of_the_sampler() -> None:
-    """Greedy rows among them, several draws of one row, and a row that failed between two that did not."""
+    """Greedy rows among them, several draws of one row,
+    and a row that failed between two that did not."""
     logits = torch.randn(4, 40, generator=torch.Generator().manual_seed(2))
     logits[1, 3] = math.nan
-    rows = [SampledRow(RowSampling(temperature=i % 4 / 2, seed=i), position=7 + i, num_samples=1 + i % 2) for i in (1, 3, 0, 2)]
+    rows = [
+        SampledRow(
+            RowSampling(temperature=i % 4 / 2, seed=i), position=7 + i, num_samples=1 + i % 2
+        )
+        for i in (1, 3, 0, 2)
+    ]
     draws, kernels = draws_of(rows), ReferenceSampling()
     best_ids, peaks = kernels.peaks(logits)
     scaled = ScaledRows(draws.row, peaks.nan_to_num(0.0)[draws.row], draws.scale)

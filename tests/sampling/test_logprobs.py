@@ -46,6 +46,13 @@ def test_a_prompt_with_bad_logits_is_refused(bad: float) -> None:
 
 
 def test_prompt_logits_and_extra_ids() -> None:
-    sampling = RowSampling(num_prompt_logprobs=1, logprobs_mode="raw_logits", logprob_token_ids=(2,))
+    sampling = RowSampling(
+        num_prompt_logprobs=1, logprobs_mode="raw_logits", logprob_token_ids=(2,)
+    )
     report = prompt_logprobs(KERNELS, torch.tensor([[5.0, 6.0, 7.5, 8.0]]), [0], sampling)[0]
-    assert (report.logprob, report.rank, report.top_ids, report.top_logprobs) == (5.0, 4, (3, 2), (8.0, 7.5))
+    assert (report.logprob, report.rank, report.top_ids, report.top_logprobs) == (
+        5.0,
+        4,
+        (3, 2),
+        (8.0, 7.5),
+    )

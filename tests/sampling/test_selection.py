@@ -25,7 +25,9 @@ def test_the_native_kernels_are_preferred() -> None:
     assert select_sampling(beside("cpu")).name == "cpu"
 
 
-def test_a_missing_extension_is_explained(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_extension_is_explained(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(cpu, "IMPORT_ERROR", "no such module")
     assert select_sampling(beside("cpu")).name == "reference"
     assert "no such module" in caplog.text

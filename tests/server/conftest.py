@@ -1,4 +1,5 @@
-"""One server for all tests of the API that need no settings of their own, and one as a process; clients on them."""
+"""One server for all tests of the API that need no settings of their own, and one as a process;
+clients on them."""
 
 from __future__ import annotations
 
@@ -10,8 +11,11 @@ import pytest
 from served import Served, serving
 from servers import RunningServer, serve_model
 
-# httpx gives up after five seconds by default, which a busy machine may need; all its functions share this object.
-vars(httpx._config.DEFAULT_TIMEOUT_CONFIG).update(dict.fromkeys(("connect", "read", "write", "pool"), 60.0))
+# httpx gives up after five seconds by default, which a busy machine may need; all its functions
+# share this object.
+vars(httpx._config.DEFAULT_TIMEOUT_CONFIG).update(
+    dict.fromkeys(("connect", "read", "write", "pool"), 60.0)
+)
 
 KEYS = "first=sk-key-of-first,second=sk-key-of-second"
 
@@ -25,7 +29,8 @@ def server() -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """`quire serve` as it is run in earnest: two processes, two tenants, a folder for files. Whoever uses it leaves it idle."""
+    """`quire serve` as it is run in earnest: two processes, two tenants, a folder for files.
+    Whoever uses it leaves it idle."""
     folder = tmp_path_factory.mktemp("data")
     with serving("--data-folder", str(folder), "--max-file-bytes", "100000", keys=KEYS) as running:
         running.await_ready()

@@ -1,4 +1,5 @@
-"""Queue bounds, quotas and deadlines: the decisions with a clock of the test's own, and what clients see of them."""
+"""Queue bounds, quotas and deadlines: the decisions with a clock of the test's own,
+and what clients see of them."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ class Clock:
         return self.now
 
 
-def make(config: ApiConfig, tenant: Tenant = EVERYBODY, num_running: int = 0) -> tuple[AdmissionControl, Clock]:
+def make(
+    config: ApiConfig, tenant: Tenant = EVERYBODY, num_running: int = 0
+) -> tuple[AdmissionControl, Clock]:
     clock = Clock()
     return AdmissionControl(config, [tenant], lambda: num_running, clock), clock
 
@@ -48,8 +51,15 @@ def retry_after(error: ApiError) -> int:
     return int(error.headers["retry-after"])
 
 
-@given(st.lists(st.tuples(st.sampled_from(["admit", "start", "release", "run"]), st.integers(0, 7)), max_size=40))
-def test_what_the_queue_was_last_found_to_be_is_never_said_once_it_has_changed(moves: list[tuple[str, int]]) -> None:
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["admit", "start", "release", "run"]), st.integers(0, 7)),
+        max_size=40,
+    )
+)
+def test_what_the_queue_was_last_found_to_be_is_never_said_once_it_has_changed(
+    moves: list[tuple[str, int]],
+) -> None:
     num_running = 0
     admission = AdmissionControl(ApiConfig(), [EVERYBODY], lambda: num_running)
     tickets: list[Ticket] = []
@@ -63,7 +73,10 @@ def test_what_the_queue_was_last_found_to_be_is_never_said_once_it_has_changed(m
         elif tickets:
             admission.release(tickets.pop(number % len(tickets)))
         queued = [ticket for ticket in tickets if admission.is_queued(ticket)]
-        assert admission.queue() == (len(queued), sum(ticket.num_prompt_tokens for ticket in queued))
+        assert admission.queue() == (
+            len(queued),
+            sum(ticket.num_prompt_tokens for ticket in queued),
+        )
 
 
 def test_the_queue_is_bounded_in_requests_beyond_those_that_run() -> None:
@@ -146,19 +159,38 @@ def test_a_tenants_requests_in_a_minute() -> None:
 
 
 def test_what_is_left_is_said_in_openais_headers() -> None:
-    keys = key_ring([(Tenant("a", tokens_per_minute=600, requests_per_minute=2), ["key-of-a"]), (Tenant("b"), ["key-of-b"])])
+    keys = key_ring(
+        [
+            (Tenant("a", tokens_per_minute=600, requests_per_minute=2), ["key-of-a"]),
+            (Tenant("b"), ["key-of-b"]),
+        ]
+    )
     with serve(FakeClient(), keys=keys) as server:
 
         def post(key: str = "key-of-a", **fields: object) -> dict[str, str]:
-            answer = httpx.post(f"{server.v1}/chat/completions", json={**CHAT, **fields}, headers={"x-api-key": key})
-            return {name: value for name, value in answer.headers.items() if name.startswith("x-ratelimit-")}
+            answer = httpx.post(
+                f"{server.v1}/chat/completions", json={**CHAT, **fields}, headers={"x-api-key": key}
+            )
+            return {
+                name: value
+                for name, value in answer.headers.items()
+                if name.startswith("x-ratelimit-")
+            }
 
         first = post()
         assert sorted(first) == sorted(
-            f"x-ratelimit-{each}-{what}" for each in ("limit", "remaining", "reset") for what in ("requests", "tokens")
+            f"x-ratelimit-{each}-{what}"
+            for each in ("limit", "remaining", "reset")
+            for what in ("requests", "tokens")
         )
-        assert (first["x-ratelimit-limit-requests"], first["x-ratelimit-limit-tokens"]) == ("2", "600")
-        assert first["x-ratelimit-remaining-requests"] == "1" and 500 < int(first["x-ratelimit-remaining-tokens"]) < 600
+        assert (first["x-ratelimit-limit-requests"], first["x-ratelimit-limit-tokens"]) == (
+            "2",
+            "600",
+        )
+        assert (
+            first["x-ratelimit-remaining-requests"] == "1"
+            and 500 < int(first["x-ratelimit-remaining-tokens"]) < 600
+        )
         assert 20 < float(first["x-ratelimit-reset-requests"].removesuffix("s")) <= 30
         assert post(stream=True)["x-ratelimit-remaining-requests"] == "0"
         assert post()["x-ratelimit-remaining-requests"] == "0"
@@ -166,8 +198,12 @@ def test_what_is_left_is_said_in_openais_headers() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 50)), max_size=60), st.integers(0, 5))
-def test_the_bounds_hold_whatever_comes_and_goes(steps: list[tuple[bool, int]], num_running: int) -> None:
-    admission, _ = make(ApiConfig(max_queued_requests=4, max_queued_tokens=90), num_running=num_running)
+def test_the_bounds_hold_whatever_comes_and_goes(
+    steps: list[tuple[bool, int]], num_running: int
+) -> None:
+    admission, _ = make(
+        ApiConfig(max_queued_requests=4, max_queued_tokens=90), num_running=num_running
+    )
     tickets: list[Ticket] = []
     for is_arrival, size in steps:
         if is_arrival:
@@ -186,9 +222,16 @@ def test_overload_is_refused_at_once_and_recovers() -> None:
     gate = threading.Event()
     client = FakeClient(Script(pieces=("x",), gate=gate))
     config = ApiConfig(max_queued_requests=5)
-    with serve(client, config) as server, httpx.Client(base_url=server.v1) as http, ThreadPoolExecutor(20) as pool:
+    with (
+        serve(client, config) as server,
+        httpx.Client(base_url=server.v1) as http,
+        ThreadPoolExecutor(20) as pool,
+    ):
         asked = [pool.submit(http.post, "/chat/completions", json=CHAT) for _ in range(20)]
-        first = [each.result().status_code for each in itertools.islice(as_completed(asked, timeout=60), 15)]
+        first = [
+            each.result().status_code
+            for each in itertools.islice(as_completed(asked, timeout=60), 15)
+        ]
         gate.set()  # so the others have waited for longer than it takes to be refused
         answers = [each.result() for each in asked]
         statuses = [answer.status_code for answer in answers]
@@ -227,7 +270,9 @@ def test_tenants_have_quotas_salts_and_books_of_their_own() -> None:
     with serve(client, keys=keys) as server:
 
         def post(key: str, **fields: str) -> httpx.Response:
-            return httpx.post(f"{server.v1}/chat/completions", json={**CHAT, **fields}, headers={"x-api-key": key})
+            return httpx.post(
+                f"{server.v1}/chat/completions", json={**CHAT, **fields}, headers={"x-api-key": key}
+            )
 
         thread = threading.Thread(target=lambda: post("key-of-small"))
         thread.start()
@@ -239,9 +284,22 @@ def test_tenants_have_quotas_salts_and_books_of_their_own() -> None:
         assert post("key-of-other", cache_salt="mine").status_code == 200
         salts = [request.spec.namespace for request in client.requests]
         assert () not in salts and len(set(salts)) == 3
-        assert {(request.spec.tenant, request.spec.weight) for request in client.requests} == {("small", 2.0), ("other", 1.0)}
+        assert {(request.spec.tenant, request.spec.weight) for request in client.requests} == {
+            ("small", 2.0),
+            ("other", 1.0),
+        }
         usage = httpx.get(f"{server.v1}/usage", headers={"x-api-key": "key-of-small"}).json()
-        assert (usage["tenant"], usage["requests"], usage["refused_requests"], usage["completion_tokens"]) == ("small", 1, 1, 1)
-        assert usage["limits"] == {"weight": 2.0, "tokens_per_minute": None, "requests_per_minute": None, "max_concurrency": 1}
+        assert (
+            usage["tenant"],
+            usage["requests"],
+            usage["refused_requests"],
+            usage["completion_tokens"],
+        ) == ("small", 1, 1, 1)
+        assert usage["limits"] == {
+            "weight": 2.0,
+            "tokens_per_minute": None,
+            "requests_per_minute": None,
+            "max_concurrency": 1,
+        }
         metrics = httpx.get(f"{server.url}/metrics", headers={"x-api-key": "key-of-small"}).text
         assert 'quire:tenant_requests_total{tenant="other"} 2.0' in metrics

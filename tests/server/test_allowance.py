@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 from quire.server.allowance import Allowance, duration
 
 
-@given(st.integers(1, 10**9), st.lists(st.tuples(st.floats(0, 100), st.integers(-500, 500)), max_size=20))
+@given(
+    st.integers(1, 10**9),
+    st.lists(st.tuples(st.floats(0, 100), st.integers(-500, 500)), max_size=20),
+)
 def test_a_bucket_is_never_more_than_full_and_after_its_wait_there_is_enough(
     per_minute: int, steps: list[tuple[float, int]]
 ) -> None:
@@ -43,7 +46,15 @@ def test_headers_say_when_all_of_it_is_back() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0ms"), (0.0001, "1ms"), (0.017, "17ms"), (7.66, "7.66s"), (59.9999, "1m0s"), (360, "6m0s"), (360.2, "6m1s")],
+    [
+        (0, "0ms"),
+        (0.0001, "1ms"),
+        (0.017, "17ms"),
+        (7.66, "7.66s"),
+        (59.9999, "1m0s"),
+        (360, "6m0s"),
+        (360.2, "6m1s"),
+    ],
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text

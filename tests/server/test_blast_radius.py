@@ -1,7 +1,9 @@
-"""T15 and T36: whatever fails inside, on either side of the process boundary, ends exactly the request that it belongs to.
+"""T15 and T36: whatever fails inside, on either side of the process boundary, ends exactly the
+request that it belongs to.
 
-The victim gets an error in the API's shape that tells nothing of the cause but its kind (T16); three neighbours that run beside
-it (a stream, an answer in one piece with log-probabilities, a chat) get to the byte what they get when nothing happens.
+The victim gets an error in the API's shape that tells nothing of the cause but its kind (T16);
+three neighbours that run beside it (a stream, an answer in one piece with log-probabilities, a
+chat) get to the byte what they get when nothing happens.
 """
 
 from __future__ import annotations
@@ -41,7 +43,14 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 NEIGHBOURS: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": "Once upon a time", "stream": True, "temperature": 0}),
     (COMPLETIONS, {"prompt": "The dog", "n": 2, "logprobs": 2, "temperature": 1.2}),
-    (CHAT, {"messages": [{"role": "user", "content": "Tell me of a cat."}], "stream": True, "logprobs": True}),
+    (
+        CHAT,
+        {
+            "messages": [{"role": "user", "content": "Tell me of a cat."}],
+            "stream": True,
+            "logprobs": True,
+        },
+    ),
 ]
 
 
@@ -63,12 +72,15 @@ def server() -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="module")
 def undisturbed(server: RunningServer) -> list[Any]:
-    """What the neighbours get when nothing happens; asked for together, and once before, so that their prompts are cached."""
+    """What the neighbours get when nothing happens; asked for together, and once before,
+    so that their prompts are cached."""
     _ask_together(server, [])
     return _ask_together(server, [])[1]
 
 
-def _ask_together(server: RunningServer, victims: list[tuple[str, dict[str, Any]]]) -> tuple[list[httpx.Response], list[Any]]:
+def _ask_together(
+    server: RunningServer, victims: list[tuple[str, dict[str, Any]]]
+) -> tuple[list[httpx.Response], list[Any]]:
     """(the victims' answers, what the neighbours got), all at the same time."""
     everyone = [*NEIGHBOURS, *victims]
 
@@ -83,15 +95,21 @@ def _ask_together(server: RunningServer, victims: list[tuple[str, dict[str, Any]
 
 
 def _essence(answer: httpx.Response) -> Any:
-    """All that a request decides of its answer: ids and times left out, a stream's pieces joined."""
+    """All that a request decides of its answer: ids and times left out,
+    a stream's pieces joined."""
     assert answer.status_code == 200, answer.text
     if not answer.text.startswith("data: "):
-        return [(each["index"], each["text"], each["logprobs"], each["finish_reason"]) for each in answer.json()["choices"]]
+        return [
+            (each["index"], each["text"], each["logprobs"], each["finish_reason"])
+            for each in answer.json()["choices"]
+        ]
     blocks = answer.text.split("\n\n")
     assert blocks[-2:] == ["data: [DONE]", ""]
     choices = [choice for block in blocks[:-2] for choice in json.loads(block[6:])["choices"]]
     texts = [choice.get("text", choice.get("delta", {}).get("content")) or "" for choice in choices]
-    scores = [token for choice in choices for token in (choice["logprobs"] or {}).get("content", [])]
+    scores = [
+        token for choice in choices for token in (choice["logprobs"] or {}).get("content", [])
+    ]
     return "".join(texts), scores, choices[-1]["finish_reason"]
 
 
@@ -104,16 +122,27 @@ def _assert_failed(answer: httpx.Response) -> None:
         assert answer.status_code == 500, answer.text
         error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"} and error["type"] == "server_error"
-    assert not any(leak in answer.text for leak in ("secret", "Traceback", "0x", ".py", "/root", MARK))
+    assert not any(
+        leak in answer.text for leak in ("secret", "Traceback", "0x", ".py", "/root", MARK)
+    )
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_t15_t36_what_fails_in_the_engine(
-    server: RunningServer, undisturbed: list[Any], fault: str, is_stream: bool, caplog: pytest.LogCaptureFixture
+    server: RunningServer,
+    undisturbed: list[Any],
+    fault: str,
+    is_stream: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     scores = {"prompt_logprobs": FAULTY_SCORES} if fault == "its prompt's scores are NaN" else {}
-    victim = {"prompt": [FAULTS[fault], *range(300, 340)], "logprobs": 1, "stream": is_stream, **scores}
+    victim = {
+        "prompt": [FAULTS[fault], *range(300, 340)],
+        "logprobs": 1,
+        "stream": is_stream,
+        **scores,
+    }
     pid = server.client.status().engine_pid
     [answer], neighbours = _ask_together(server, [(COMPLETIONS, victim)])
     _assert_failed(answer)
@@ -138,30 +167,70 @@ def _has_mark(params: Any) -> bool:
 
 SERVER_FAULTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "its text cannot be tokenized": (Tokenizer, "encode", lambda self, text, **_: MARK in text),
-    "its chat cannot be rendered": (ChatTemplate, "render", lambda self, messages, **_: MARK in str(messages)),
-    "it cannot be judged": (Client, "prepare", lambda self, name, prompt, digest, **_: _has_mark(digest.params)),
-    "it cannot be followed": (OutputProcessor, "add", lambda self, request, asked: _has_mark(asked.params)),
-    "it cannot be put into a message": (JournalEntry, "to_message", lambda self: _has_mark(self.prepared.params)),
-    "its tokens cannot be taken in": (JournalEntry, "take", lambda self, *_: _has_mark(self.prepared.params)),
+    "its chat cannot be rendered": (
+        ChatTemplate,
+        "render",
+        lambda self, messages, **_: MARK in str(messages),
+    ),
+    "it cannot be judged": (
+        Client,
+        "prepare",
+        lambda self, name, prompt, digest, **_: _has_mark(digest.params),
+    ),
+    "it cannot be followed": (
+        OutputProcessor,
+        "add",
+        lambda self, request, asked: _has_mark(asked.params),
+    ),
+    "it cannot be put into a message": (
+        JournalEntry,
+        "to_message",
+        lambda self: _has_mark(self.prepared.params),
+    ),
+    "its tokens cannot be taken in": (
+        JournalEntry,
+        "take",
+        lambda self, *_: _has_mark(self.prepared.params),
+    ),
     "its token cannot become text": (TextStream, "append", lambda self, *_: self.is_victim),
     "its text cannot be ended": (TextStream, "flush", lambda self: self.is_victim),
-    "its output cannot be made": (OutputProcessor, "_snapshot", lambda self, state, **_: _has_mark(state.params)),
-    "its output cannot be counted": (GenerationRun, "_count", lambda self, number, *_: _has_mark(self._jobs[number].params)),
-    "its output cannot be booked": (GenerationRun, "_book", lambda self, *_: _has_mark(self._jobs[0].params)),
-}  # fmt: skip
+    "its output cannot be made": (
+        OutputProcessor,
+        "_snapshot",
+        lambda self, state, **_: _has_mark(state.params),
+    ),
+    "its output cannot be counted": (
+        GenerationRun,
+        "_count",
+        lambda self, number, *_: _has_mark(self._jobs[number].params),
+    ),
+    "its output cannot be booked": (
+        GenerationRun,
+        "_book",
+        lambda self, *_: _has_mark(self._jobs[0].params),
+    ),
+}
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("fault", SERVER_FAULTS)
 def test_t15_what_fails_in_the_server(
-    server: RunningServer, undisturbed: list[Any], fault: str, is_stream: bool, monkeypatch: pytest.MonkeyPatch
+    server: RunningServer,
+    undisturbed: list[Any],
+    fault: str,
+    is_stream: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     owner, method, is_victim = SERVER_FAULTS[fault]
     if owner is TextStream:
         _mark_streams(monkeypatch)
     monkeypatch.setattr(owner, method, _fail_if(is_victim, getattr(owner, method)))
     is_chat = fault == "its chat cannot be rendered"
-    body = {"messages": [{"role": "user", "content": MARK}]} if is_chat else {"prompt": f"The {MARK} cat"}
+    body = (
+        {"messages": [{"role": "user", "content": MARK}]}
+        if is_chat
+        else {"prompt": f"The {MARK} cat"}
+    )
     [answer], neighbours = _ask_together(
         server, [(CHAT if is_chat else COMPLETIONS, {**body, "stop": [MARK], "stream": is_stream})]
     )

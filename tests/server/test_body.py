@@ -1,4 +1,5 @@
-"""Fields within fields: what nobody knows is reported by its path, on every route and at any depth."""
+"""Fields within fields: what nobody knows is reported by its path,
+on every route and at any depth."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ from quire.config.api import ApiConfig
 from quire.server.body import decode
 from quire.server.openai.chat import ChatRequest
 
-FUNCTION = {"name": "f", "description": "d", "parameters": {"type": "object", "anything": 1}, "strict": False}
+FUNCTION = {
+    "name": "f",
+    "description": "d",
+    "parameters": {"type": "object", "anything": 1},
+    "strict": False,
+}
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 CHAT: dict[str, Any] = {
     "model": MODEL,
@@ -25,7 +31,10 @@ CHAT: dict[str, Any] = {
     ],
     "tools": [{"type": "function", "function": FUNCTION}],
     "tool_choice": {"type": "function", "function": {"name": "f"}},
-    "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}, "strict": False}},
+    "response_format": {
+        "type": "json_schema",
+        "json_schema": {"name": "n", "schema": {"type": "object"}, "strict": False},
+    },
     "stream_options": {"include_usage": True},
     "stream": True,
     "metadata": {"any": "thing"},
@@ -36,7 +45,14 @@ RESPONSE: dict[str, Any] = {
     "max_output_tokens": 2,
     "input": [
         {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
-        {"type": "function_call", "id": "fc_1", "call_id": "c", "name": "f", "arguments": "{}", "status": "completed"},
+        {
+            "type": "function_call",
+            "id": "fc_1",
+            "call_id": "c",
+            "name": "f",
+            "arguments": "{}",
+            "status": "completed",
+        },
         {"type": "function_call_output", "call_id": "c", "output": "3"},
         {
             "type": "message",
@@ -56,11 +72,28 @@ MESSAGE: dict[str, Any] = {
     "max_tokens": 2,
     "system": [{"type": "text", "text": "Be nice.", "cache_control": {"type": "ephemeral"}}],
     "messages": [
-        {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]},
-        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {"any": 1}}]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "3"}]}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}],
+        },
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {"any": 1}}],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "t",
+                    "content": [{"type": "text", "text": "3"}],
+                }
+            ],
+        },
     ],
-    "tools": [{"name": "f", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}],
+    "tools": [
+        {"name": "f", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}
+    ],
     "tool_choice": {"type": "tool", "name": "f"},
     "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
 }
@@ -68,15 +101,26 @@ COMPLETION: dict[str, Any] = {
     "model": MODEL,
     "prompt": "Once",
     "max_tokens": 2,
-    "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}},
+    "response_format": {
+        "type": "json_schema",
+        "json_schema": {"name": "n", "schema": {"type": "object"}},
+    },
 }
 TOKENIZE = {"messages": CHAT["messages"], "tools": CHAT["tools"]}
 ROUTES: list[tuple[str, dict[str, Any], set[str]]] = [
-    ("/v1/chat/completions", CHAT, {"parameters", "schema", "metadata", "chat_template_kwargs", "arguments"}),
+    (
+        "/v1/chat/completions",
+        CHAT,
+        {"parameters", "schema", "metadata", "chat_template_kwargs", "arguments"},
+    ),
     ("/v1/completions", COMPLETION, {"schema"}),
     ("/v1/responses", RESPONSE, {"parameters", "schema", "metadata"}),
     ("/v1/messages", MESSAGE, {"input_schema", "schema", "input"}),
-    ("/v1/messages/count_tokens", {k: v for k, v in MESSAGE.items() if k != "max_tokens"}, {"input_schema", "schema", "input"}),
+    (
+        "/v1/messages/count_tokens",
+        {k: v for k, v in MESSAGE.items() if k != "max_tokens"},
+        {"input_schema", "schema", "input"},
+    ),
     ("/tokenize", TOKENIZE, {"parameters"}),
 ]
 
@@ -84,10 +128,19 @@ ROUTES: list[tuple[str, dict[str, Any], set[str]]] = [
 def _objects(value: Any, free: set[str], path: str = "") -> list[tuple[str, dict[str, Any]]]:
     """All objects whose fields are declared, with the paths of what they hold."""
     if isinstance(value, list):
-        return [each for number, item in enumerate(value) for each in _objects(item, free, f"{path[:-1]}[{number}].")]
+        return [
+            each
+            for number, item in enumerate(value)
+            for each in _objects(item, free, f"{path[:-1]}[{number}].")
+        ]
     if not isinstance(value, dict):
         return []
-    inner = [each for name, item in value.items() if name not in free for each in _objects(item, free, f"{path}{name}.")]
+    inner = [
+        each
+        for name, item in value.items()
+        if name not in free
+        for each in _objects(item, free, f"{path}{name}.")
+    ]
     return [(path, value), *inner]
 
 
@@ -114,11 +167,16 @@ def _posted(http: httpx.Client, route: str, body: dict[str, Any]) -> httpx.Respo
 
 
 def test_where_unknown_fields_are_refused_so_are_those_within_fields() -> None:
-    with serve_model(ApiConfig(strict_fields=True)) as strict, httpx.Client(base_url=strict.url, timeout=60) as http:
+    with (
+        serve_model(ApiConfig(strict_fields=True)) as strict,
+        httpx.Client(base_url=strict.url, timeout=60) as http,
+    ):
         body = {"model": MODEL, "prompt": "Once", "max_tokens": 1}
         odd = {"type": "json_object", "odd": 1}
         answer = http.post("/v1/completions", json={**body, "response_format": odd})
-        assert answer.status_code == 400 and answer.json()["error"]["param"] == "response_format.odd"
+        assert (
+            answer.status_code == 400 and answer.json()["error"]["param"] == "response_format.odd"
+        )
         assert http.post("/v1/completions", json=body).status_code == 200
 
 
@@ -130,6 +188,9 @@ def test_a_schema_beside_json_object_is_kept_as_in_llama_cpp(http: httpx.Client)
 
 
 def test_many_unknown_fields_are_counted_and_cost_little() -> None:
-    messages = [{"role": "user", "content": "Hi", **{f"x{number}": 1 for number in range(50)}} for _ in range(400)]
+    messages = [
+        {"role": "user", "content": "Hi", **{f"x{number}": 1 for number in range(50)}}
+        for _ in range(400)
+    ]
     _, unknown = decode(json.dumps({"messages": messages}).encode(), ChatRequest)
     assert len(unknown) == 64 and unknown[0] == "messages[0].x0"

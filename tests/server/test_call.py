@@ -10,7 +10,11 @@ from quire.server.call import Call
 from quire.server.tenants import EVERYBODY
 
 
-@given(st.lists(st.text(max_size=300) | st.sampled_from(["", " ", ",", "a" * 2000]), min_size=1, max_size=40))
+@given(
+    st.lists(
+        st.text(max_size=300) | st.sampled_from(["", " ", ",", "a" * 2000]), min_size=1, max_size=40
+    )
+)
 def test_names_that_clients_make_up_become_a_legal_header(names: list[str]) -> None:
     headers = Call("req_1", EVERYBODY, ignored_fields=names).response_headers()
     assert len(headers["x-quire-ignored-fields"]) <= 1024

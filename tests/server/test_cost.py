@@ -1,5 +1,6 @@
-"""T10 and T20 on a server in earnest: no body of a few bytes, and none of a megabyte, costs memory or time beyond a bound, nor
-the others' streams their pace."""
+"""T10 and T20 on a server in earnest: no body of a few bytes, and none of a megabyte, costs memory
+or time beyond a bound, nor the others' streams their pace.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +31,9 @@ MAX_RISE_BYTES = 64 << 20
 NUM_GAPS = 800
 NUMBERS = [0, -1, 1, 2**31, 2**63 - 1, 2**63, -(2**63), 10**30, 1e308, 1e-320, 0.5]
 FIELDS = (
-    "n", "best_of", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "seed",
-    "logprobs", "frequency_penalty", "repetition_penalty", "top_logprobs", "prompt_logprobs", "truncate_prompt_tokens",
+    "n", "best_of", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p",
+    "presence_penalty", "seed", "logprobs", "frequency_penalty", "repetition_penalty",
+    "top_logprobs", "prompt_logprobs", "truncate_prompt_tokens",
 )  # fmt: skip
 
 
@@ -77,7 +79,9 @@ def bounded(served: Served) -> Iterator[None]:
 
     def watch() -> None:
         while not is_over.wait(0.02):
-            peaks[:] = [max(peak, resident_bytes(pid)) for peak, pid in zip(peaks, pids, strict=True)]
+            peaks[:] = [
+                max(peak, resident_bytes(pid)) for peak, pid in zip(peaks, pids, strict=True)
+            ]
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -96,7 +100,10 @@ def warm(served: Served) -> Served:
     """The server, having done some of everything: what is loaded once is no cost of a request."""
     with served.client() as http:
         for body in ({"logprobs": 20, "prompt_logprobs": 20}, {"n": 64, "temperature": 1.5}):
-            http.post(COMPLETIONS, json={"prompt": "Once upon a time", "max_tokens": 60, "ignore_eos": True, **body})
+            http.post(
+                COMPLETIONS,
+                json={"prompt": "Once upon a time", "max_tokens": 60, "ignore_eos": True, **body},
+            )
         http.post("/tokenize", json={"prompt": "a" * 100_000})
     return served
 
@@ -104,7 +111,9 @@ def warm(served: Served) -> Served:
 def test_t10_numbers_at_their_ends_are_refused_or_bounded(warm: Served) -> None:
     rng = random.Random(3)
     bodies: list[dict[str, Any]] = [{name: value} for name in FIELDS for value in NUMBERS]
-    bodies += [dict(zip(rng.sample(FIELDS, 2), rng.sample(NUMBERS, 2), strict=True)) for _ in range(60)]
+    bodies += [
+        dict(zip(rng.sample(FIELDS, 2), rng.sample(NUMBERS, 2), strict=True)) for _ in range(60)
+    ]
     with bounded(warm), warm.client() as http:
         for number, body in enumerate(bodies):
             path, base = (CHAT, HELLO) if number % 2 else (COMPLETIONS, {"prompt": "x"})
@@ -116,47 +125,85 @@ _WIDE = {str(number): number for number in range(20_000)}
 
 
 def _tool(number: int, num_words: int) -> dict[str, Any]:
-    """A function with its own schema, so that nothing is known of it, and as many words on each of its fields."""
+    """A function with its own schema, so that nothing is known of it,
+    and as many words on each of its fields."""
     described = {"type": "string", "description": "a " * num_words}
     fields = {f"field {number} {place}": described for place in range(10)}
-    return {"type": "function", "function": {"name": f"f{number}", "parameters": {"type": "object", "properties": fields}}}
+    return {
+        "type": "function",
+        "function": {"name": f"f{number}", "parameters": {"type": "object", "properties": fields}},
+    }
 
 
 BOMBS: dict[str, tuple[str, dict[str, Any]]] = {
-    "sequences with alternatives": (CHAT, {**HELLO, "n": 30, "max_tokens": 100, "logprobs": True, "top_logprobs": 20}),
-    "scores of many prompts": (COMPLETIONS, {"prompt": ["a b c d" * 40] * 100, "prompt_logprobs": 20, "max_tokens": 1}),
-    "all sequences": (COMPLETIONS, {"prompt": ["Once"] * 8, "n": 16, "max_tokens": 10, "ignore_eos": True}),
+    "sequences with alternatives": (
+        CHAT,
+        {**HELLO, "n": 30, "max_tokens": 100, "logprobs": True, "top_logprobs": 20},
+    ),
+    "scores of many prompts": (
+        COMPLETIONS,
+        {"prompt": ["a b c d" * 40] * 100, "prompt_logprobs": 20, "max_tokens": 1},
+    ),
+    "all sequences": (
+        COMPLETIONS,
+        {"prompt": ["Once"] * 8, "n": 16, "max_tokens": 10, "ignore_eos": True},
+    ),
     "the whole vocabulary": (COMPLETIONS, {"prompt": "a", "logprobs": 20, "prompt_logprobs": -1}),
-    "many biases": (CHAT, {**HELLO, "max_tokens": 4, "logit_bias": {str(number): -1 for number in range(2048)}}),
+    "many biases": (
+        CHAT,
+        {**HELLO, "max_tokens": 4, "logit_bias": {str(number): -1 for number in range(2048)}},
+    ),
     "many stop tokens": (CHAT, {**HELLO, "max_tokens": 4, "stop_token_ids": list(range(4096))}),
-    "long stop strings": (CHAT, {**HELLO, "max_tokens": 4, "stop": ["a" * 1024, "b" * 1024, "a" * 1023 + "b", "c"]}),
-    "many bad words": (CHAT, {**HELLO, "max_tokens": 4, "bad_words": [f"word {number}" for number in range(256)]}),
+    "long stop strings": (
+        CHAT,
+        {**HELLO, "max_tokens": 4, "stop": ["a" * 1024, "b" * 1024, "a" * 1023 + "b", "c"]},
+    ),
+    "many bad words": (
+        CHAT,
+        {**HELLO, "max_tokens": 4, "bad_words": [f"word {number}" for number in range(256)]},
+    ),
     "a million ids": (COMPLETIONS, {"prompt": [5] * 1_000_000, "max_tokens": 1}),
     "a million ids to decode": ("/detokenize", {"tokens": [5] * 1_000_000}),
     "a megabyte of text": (COMPLETIONS, {"prompt": "a b " * 250_000, "max_tokens": 1}),
     "a megabyte of letters": (CHAT, {"messages": [{"role": "user", "content": "a" * 1_000_000}]}),
     "four thousand messages": (CHAT, {"messages": [{"role": "user", "content": "a b c"}] * 4096}),
-    "many parts": (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 20_000}]}),
+    "many parts": (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 20_000}]},
+    ),
     "large arguments": (
         CHAT,
         {
             "messages": [
                 {
                     "role": "assistant",
-                    "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": json.dumps({"a": "b " * 400_000})}}],
+                    "tool_calls": [
+                        {
+                            "id": "a",
+                            "function": {
+                                "name": "f",
+                                "arguments": json.dumps({"a": "b " * 400_000}),
+                            },
+                        }
+                    ],
                 }
             ]
         },
     ),
     "a megabyte of tools": (CHAT, {**HELLO, "tools": [_tool(number, 800) for number in range(64)]}),
-    "tools that must be called": (CHAT, {**HELLO, "tools": [_tool(n, 1) for n in range(64)], "tool_choice": "required"}),
+    "tools that must be called": (
+        CHAT,
+        {**HELLO, "tools": [_tool(n, 1) for n in range(64)], "tool_choice": "required"},
+    ),
     "a wide call": (
         CHAT,
         {
             "messages": [
                 {
                     "role": "assistant",
-                    "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": json.dumps(_WIDE)}}],
+                    "tool_calls": [
+                        {"id": "a", "function": {"name": "f", "arguments": json.dumps(_WIDE)}}
+                    ],
                 }
             ]
         },
@@ -165,13 +212,16 @@ BOMBS: dict[str, tuple[str, dict[str, Any]]] = {
         "/v1/messages/count_tokens",
         {"model": MODEL, "messages": [{"role": "user", "content": "ab " * 330_000}]},
     ),
-}  # fmt: skip
+}
 
 
 @timed
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_t10_t20_what_multiplies_is_bounded_and_the_loop_answers_others(warm: Served, bomb: str) -> None:
-    """Refused or served; meanwhile /livez answers, after no more work than the machine does in a moment."""
+def test_t10_t20_what_multiplies_is_bounded_and_the_loop_answers_others(
+    warm: Served, bomb: str
+) -> None:
+    """Refused or served; meanwhile /livez answers,
+    after no more work than the machine does in a moment."""
     path, body = BOMBS[bomb]
     content = json.dumps(body).encode()
     answers: list[httpx.Response] = []
@@ -188,7 +238,8 @@ def test_t10_t20_what_multiplies_is_bounded_and_the_loop_answers_others(warm: Se
         while thread.is_alive():
             before_s = cpu_s(warm.process.pid)
             wait_s = http.get("/livez").elapsed.total_seconds()
-            waits_s.append(min(wait_s, cpu_s(warm.process.pid) - before_s + 0.02))  # the server's doing, not the machine's
+            # the server's doing, not the machine's
+            waits_s.append(min(wait_s, cpu_s(warm.process.pid) - before_s + 0.02))
             thread.join(0.01)
     assert answers and answers[0].status_code in (200, 400), answers[0].text[:500]
     assert sorted(waits_s)[-2:][0] < 0.3, sorted(waits_s)[-5:]  # but for one hiccup of the machine
@@ -196,16 +247,23 @@ def test_t10_t20_what_multiplies_is_bounded_and_the_loop_answers_others(warm: Se
 
 @timed
 def test_t10_the_others_streams_keep_their_pace(warm: Served) -> None:
-    """While bodies are refused and long texts encoded one after another, the median gap of a stream less than doubles."""
+    """While bodies are refused and long texts encoded one after another,
+    the median gap of a stream less than doubles."""
     usual = _calm_gaps(warm)
     with warm.client() as http:
         busy = Gaps(warm)
         while len(busy.gaps_s) < NUM_GAPS:
-            for bomb in ("the whole vocabulary", "a megabyte of text", "large arguments", "many stop tokens"):
+            for bomb in (
+                "the whole vocabulary",
+                "a megabyte of text",
+                "large arguments",
+                "many stop tokens",
+            ):
                 path, body = BOMBS[bomb]
                 http.post(path, json=body)
         disturbed = busy.close()
-    usual_s = max(statistics.median(usual), statistics.median(_calm_gaps(warm)))  # the machine's pace changes, too
+    # the machine's pace changes, too
+    usual_s = max(statistics.median(usual), statistics.median(_calm_gaps(warm)))
     assert statistics.median(disturbed) < 2 * usual_s + 0.005
 
 
@@ -247,7 +305,9 @@ def test_a_prompts_log_probabilities_count_as_often_as_the_answer_shows_them() -
 
 def test_the_bound_of_lists_counts_prompts_and_choices_and_names_the_longest() -> None:
     bounds = _bounds(max_list_entries=6000)
-    params = SamplingParams(n=2, logit_bias=dict.fromkeys(range(100), 1.0), stop_token_ids=list(range(200)))
+    params = SamplingParams(
+        n=2, logit_bias=dict.fromkeys(range(100), 1.0), stop_token_ids=list(range(200))
+    )
     bounds.check([Piece(1, params)] * 10)
     with pytest.raises(ApiError, match=r"have 6600 entries.*one may have 6000") as caught:
         bounds.check([Piece(1, params)] * 11)

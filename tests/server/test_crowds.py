@@ -1,4 +1,5 @@
-"""Thousands of connections at once, of all kinds: memory stays bounded, everybody is answered, /livez at once."""
+"""Thousands of connections at once, of all kinds: memory stays bounded, everybody is answered,
+/livez at once."""
 
 from __future__ import annotations
 
@@ -16,16 +17,20 @@ pytestmark = [timed, pytest.mark.slow]
 NUM_EACH = 2000
 LIVE = b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n"
 BODY = b'{"prompt": "a", "max_tokens": 1}'
-ASK = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (
-    len(BODY),
-    BODY,
+ASK = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+    % (
+        len(BODY),
+        BODY,
+    )
 )
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 def test_thousands_of_connections_that_idle_dawdle_or_ask() -> None:
-    """2,000 that are kept alive, 2,000 that never end their request, and 2,000 requests at once on the former."""
+    """2,000 that are kept alive, 2,000 that never end their request,
+    and 2,000 requests at once on the former."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * NUM_EACH + 200
     if hard != resource.RLIM_INFINITY and hard < 2 * wanted:
@@ -58,7 +63,9 @@ async def _crowd(served: Served) -> None:
         waits_s.append(await _timed_livez(watcher))
         await asyncio.sleep(0.02)
     answers = await asking
-    assert len(answers) == NUM_EACH and all(answer["usage"]["completion_tokens"] == 1 for answer in answers)
+    assert len(answers) == NUM_EACH and all(
+        answer["usage"]["completion_tokens"] == 1 for answer in answers
+    )
     assert max(waits_s) < 2.0, "while 2,000 requests are read, prepared and answered"
     assert resident_bytes(pid) - before < 2 * NUM_EACH * (24 << 10) + NUM_EACH * (32 << 10)
     for _, writer in (watcher, *kept, *slow):

@@ -20,19 +20,29 @@ def _queries(panel: dict[str, Any]) -> list[str]:
     return [target["expr"] for target in panel.get("targets", ())]
 
 
-def test_every_metric_that_is_asked_for_exists(server: RunningServer, client: openai.OpenAI) -> None:
+def test_every_metric_that_is_asked_for_exists(
+    server: RunningServer, client: openai.OpenAI
+) -> None:
     for stream in (False, True):
         messages: Any = [{"role": "user", "content": "Tell me a story."}]
-        answer = client.chat.completions.create(model="quire-storyteller", messages=messages, max_tokens=3, stream=stream)
+        answer = client.chat.completions.create(
+            model="quire-storyteller", messages=messages, max_tokens=3, stream=stream
+        )
         if stream:
             list(answer)
     httpx.get(f"{server.url}/metrics")
-    lines = [line for line in httpx.get(f"{server.url}/metrics").text.splitlines() if not line.startswith("#")]
+    lines = [
+        line
+        for line in httpx.get(f"{server.url}/metrics").text.splitlines()
+        if not line.startswith("#")
+    ]
     known: dict[str, set[str]] = {}
     for line in lines:
         name, _, rest = line.partition("{")
         known.setdefault(name.split(" ")[0], set()).update(re.findall(r"(\w+)=\"", rest))
-    declared = set(re.findall(r"^# HELP (\S+)", httpx.get(f"{server.url}/metrics").text, re.MULTILINE))
+    declared = set(
+        re.findall(r"^# HELP (\S+)", httpx.get(f"{server.url}/metrics").text, re.MULTILINE)
+    )
     dashboard = json.loads((DEPLOY / "grafana" / "quire.json").read_text())
     queries = [query for panel in dashboard["panels"] for query in _queries(panel)]
     assert len(queries) > 25
@@ -51,7 +61,11 @@ def test_panels_do_not_overlap() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in panels:
         place = panel["gridPos"]
-        cells = {(place["x"] + dx, place["y"] + dy) for dx in range(place["w"]) for dy in range(place["h"])}
+        cells = {
+            (place["x"] + dx, place["y"] + dy)
+            for dx in range(place["w"])
+            for dy in range(place["h"])
+        }
         assert not cells & taken and place["x"] + place["w"] <= 24, panel["title"]
         taken |= cells
     assert len({panel["id"] for panel in panels}) == len(panels)

@@ -1,5 +1,6 @@
-"""T23 and T07 on a server in earnest: who leaves stops being computed for at once, in every phase; and no tenant finds in the
-cache what another has put there."""
+"""T23 and T07 on a server in earnest: who leaves stops being computed for at once, in every phase;
+and no tenant finds in the cache what another has put there.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ from quire.grammar.judge import judge
 pytestmark = [timed, pytest.mark.slow]
 
 COMPLETIONS = "/v1/completions"
-LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 480, "n": 24, "ignore_eos": True}
+LONG: dict[str, Any] = {
+    "prompt": "Once upon a time",
+    "max_tokens": 480,
+    "n": 24,
+    "ignore_eos": True,
+}
 """As many steps as tokens and more, so that an end after a part of them is no natural one."""
 
 
@@ -34,7 +40,9 @@ def _send(served: Served, body: dict[str, Any]) -> socket.socket:
     content = json.dumps({**LONG, **body}).encode()
     key = served.headers["x-api-key"].encode()
     connection = socket.create_connection(("127.0.0.1", served.port), timeout=60)
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-api-key: %s\r\ncontent-length: %d\r\n\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-api-key: %s\r\ncontent-length: %d\r\n\r\n"
+    )
     connection.sendall(head % (key, len(content)) + content)
     return connection
 
@@ -46,7 +54,8 @@ def _reset(connection: socket.socket) -> None:
 
 
 def _stops_at_once(served: Served, num_steps: float) -> None:
-    """Nothing is left of those who left, and most of what they asked for was never computed: `num_steps` there were before."""
+    """Nothing is left of those who left, and most of what they asked for was never computed:
+    `num_steps` there were before."""
     for _ in range(2):
         served.await_idle()
         time.sleep(0.3)  # should the server not even have heard of it
@@ -89,7 +98,8 @@ def _with_its_body_half_sent(served: Served, leave: Callable[[socket.socket], No
     key = served.headers["x-api-key"].encode()
     connection = socket.create_connection(("127.0.0.1", served.port), timeout=60)
     connection.sendall(
-        b'POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-api-key: %s\r\ncontent-length: 100\r\n\r\n{"prompt"' % key
+        b'POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-api-key: %s\r\ncontent-length: 100\r\n\r\n{"prompt"'
+        % key
     )
     leave(connection)
 
@@ -116,14 +126,18 @@ PHASES: dict[str, Callable[[Served, Callable[[socket.socket], None]], None]] = {
 
 @pytest.mark.parametrize("leave", [socket.socket.close, _reset], ids=["close", "reset"])
 @pytest.mark.parametrize("phase", PHASES)
-def test_t23_who_leaves_is_not_computed_for(served: Served, phase: str, leave: Callable[[socket.socket], None]) -> None:
+def test_t23_who_leaves_is_not_computed_for(
+    served: Served, phase: str, leave: Callable[[socket.socket], None]
+) -> None:
     served.await_idle()
     num_steps = served.progress()["num_steps"]
     PHASES[phase](served, leave)
     _stops_at_once(served, num_steps)
 
 
-def test_t23_who_leaves_while_a_grammar_is_awaited_is_aborted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_t23_who_leaves_while_a_grammar_is_awaited_is_aborted_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     is_asked, may_go_on = threading.Event(), threading.Event()
 
     async def check(grammar: Grammar) -> None:
@@ -134,7 +148,9 @@ def test_t23_who_leaves_while_a_grammar_is_awaited_is_aborted_at_once(monkeypatc
     monkeypatch.setattr(judge, "check_async", check)
     client = FakeClient(Script(begins=False))
     body = b'{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}'
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(
+        body
+    )
     with serve(client) as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
             connection.sendall(head + body)
@@ -144,7 +160,9 @@ def test_t23_who_leaves_while_a_grammar_is_awaited_is_aborted_at_once(monkeypatc
         assert (client.num_aborted, client.streams) == (1, [])
 
 
-def test_t23_a_reader_of_a_byte_at_a_time_gets_all_of_it_and_holds_nobody_up(served: Served) -> None:
+def test_t23_a_reader_of_a_byte_at_a_time_gets_all_of_it_and_holds_nobody_up(
+    served: Served,
+) -> None:
     slow = _send(served, {"stream": True, "max_tokens": 40, "n": 1})
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
     received = bytearray(slow.recv(1))

@@ -1,4 +1,5 @@
-"""Who could not be served anyway is told before its body is looked at; everything else is let through."""
+"""Who could not be served anyway is told before its body is looked at;
+everything else is let through."""
 
 from __future__ import annotations
 
@@ -20,9 +21,14 @@ CHAT = {"messages": [{"role": "user", "content": "x"}], "stream": True}
 
 def test_a_full_queue_refuses_before_the_body_is_read_and_lets_everything_else_pass() -> None:
     client = FakeClient(Script(begins=False))
-    with serve(client, ApiConfig(max_queued_requests=1)) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+    with (
+        serve(client, ApiConfig(max_queued_requests=1)) as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
         assert http.post("/v1/chat/completions", content=b"{").status_code == 400
-        waiting = threading.Thread(target=lambda: httpx.post(f"{server.v1}/chat/completions", json=CHAT, timeout=60))
+        waiting = threading.Thread(
+            target=lambda: httpx.post(f"{server.v1}/chat/completions", json=CHAT, timeout=60)
+        )
         waiting.start()
         until(lambda: client.streams)
         for path in GENERATING_PATHS:

@@ -1,4 +1,5 @@
-"""What leaves a connection, looked at without one: its framing, in how many writes it goes, and that nothing stays behind."""
+"""What leaves a connection, looked at without one: its framing, in how many writes it goes,
+and that nothing stays behind."""
 
 from __future__ import annotations
 
@@ -98,9 +99,14 @@ def test_a_short_answer_is_one_write() -> None:
 
 
 def test_a_body_without_a_length_is_chunked_and_its_head_leaves_with_its_first_piece() -> None:
-    written, is_closed = answer([start(), body(b"a" * 16, is_last=False), body(b"", is_last=False), body(b"b")])
+    written, is_closed = answer(
+        [start(), body(b"a" * 16, is_last=False), body(b"", is_last=False), body(b"b")]
+    )
     head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
-    assert written == [head + b"10\r\n" + b"a" * 16 + b"\r\n", b"1\r\nb\r\n0\r\n\r\n"] and not is_closed
+    assert (
+        written == [head + b"10\r\n" + b"a" * 16 + b"\r\n", b"1\r\nb\r\n0\r\n\r\n"]
+        and not is_closed
+    )
 
 
 @pytest.mark.parametrize("value", [b"a\r\nx: y", b"a\ny", b"a\ry", b"a\x00", b"\r\n\r\n"])
@@ -110,10 +116,18 @@ def test_a_header_cannot_end_a_line(value: bytes) -> None:
 
 
 @pytest.mark.parametrize("pieces", [[b"abc"], [b"a"], [b"a", b"bc"], [b""]])
-def test_a_body_of_another_length_than_was_announced_ends_the_connection(pieces: list[bytes]) -> None:
-    messages = [body(piece, is_last=number == len(pieces) - 1) for number, piece in enumerate(pieces)]
+def test_a_body_of_another_length_than_was_announced_ends_the_connection(
+    pieces: list[bytes],
+) -> None:
+    messages = [
+        body(piece, is_last=number == len(pieces) - 1) for number, piece in enumerate(pieces)
+    ]
     written, is_closed = answer([start((b"content-length", b"2")), *messages])
-    assert is_closed and b"".join(written).count(b"HTTP/1.1") <= 1 and not b"".join(written).endswith(b"bc")
+    assert (
+        is_closed
+        and b"".join(written).count(b"HTTP/1.1") <= 1
+        and not b"".join(written).endswith(b"bc")
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,12 +148,15 @@ def test_what_is_out_of_order_makes_no_second_answer(messages: list[dict[str, An
 
 @pytest.mark.parametrize(("method", "status"), [(b"HEAD", 200), (b"GET", 204), (b"GET", 304)])
 def test_some_answers_have_no_body(method: bytes, status: int) -> None:
-    [written], is_closed = answer([start(status=status), body(b"text")], GET.replace(b"GET", method))
+    [written], is_closed = answer(
+        [start(status=status), body(b"text")], GET.replace(b"GET", method)
+    )
     assert written.endswith(b"\r\n\r\n") and b"transfer-encoding" not in written and not is_closed
 
 
 def test_a_body_that_comes_after_its_answer_does_not_end_the_connection() -> None:
-    """The clock for the next request's headers once ran from there on, and closed connections in the middle of their rest."""
+    """The clock for the next request's headers once ran from there on,
+    and closed connections in the middle of their rest."""
 
     async def run(loop: ClockLoop) -> None:
         protocol, pipe = connection = connect(App(start((b"content-length", b"2")), body(b"ok")))
@@ -183,7 +200,9 @@ def test_an_answer_that_takes_its_time_is_not_cut_off_by_the_clocks() -> None:
 def test_neither_a_refusal_nor_an_answer_leaves_anything_for_the_cycle_collector() -> None:
     """Under overload it would be megabytes, until the collector looks."""
     text = json.dumps({"prompt": "x"}).encode()
-    request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(text) + text
+    request = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(text) + text
+    )
 
     async def leftovers(script: Script, status: bytes) -> int:
         client = FakeClient(script)

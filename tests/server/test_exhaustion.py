@@ -20,7 +20,9 @@ from quire.server.exhaustion import ExhaustionLog
 MESSAGE = "socket.accept() out of system resource"
 
 
-def test_the_same_is_said_once_a_minute_and_the_rest_as_always(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_same_is_said_once_a_minute_and_the_rest_as_always(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     times_s = iter((0.0, 1.0, 59.0, 60.0, 61.0))
     log = ExhaustionLog(lambda: next(times_s))
     loop = asyncio.new_event_loop()
@@ -54,7 +56,9 @@ def test_without_a_file_to_spare_nothing_spins_and_what_is_open_is_served() -> N
         while time.monotonic() - began_s < 2.5:  # in which asyncio tries thrice
             _ask(open_one)
             time.sleep(0.05)
-        assert cpu_s(pid) - before_s < 0.7 * (time.monotonic() - began_s), "a loop that spins takes all of a processor"
+        assert cpu_s(pid) - before_s < 0.7 * (time.monotonic() - began_s), (
+            "a loop that spins takes all of a processor"
+        )
         assert sum("no connection can be accepted" in line for line in log) == 1
         assert not any("Traceback" in line for line in log)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)

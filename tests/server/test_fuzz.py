@@ -1,10 +1,12 @@
-"""T09: whatever is sent to any route, the answer comes in time, is no 5xx, and every error has the one shape.
+"""T09: whatever is sent to any route, the answer comes in time, is no 5xx, and every error has the
+one shape.
 
-Bodies are made in two ways: by schemathesis from the document that the server itself publishes (values of the right types
-and of wrong ones), and by mutating bodies that work (truncated, nested, repeated, of other types, with bytes changed; many
-prompts and choices, and long lists in several fields at once, so that what multiplies is multiplied).
-QUIRE_FUZZ_SECONDS asks for more than the suite's few seconds of each, QUIRE_FUZZ_BODIES for a number of mutated bodies,
-QUIRE_FUZZ_SEED for others: a hundred thousand are
+Bodies are made in two ways: by schemathesis from the document that the server itself publishes
+(values of the right types and of wrong ones), and by mutating bodies that work (truncated, nested,
+repeated, of other types, with bytes changed; many prompts and choices, and long lists in several
+fields at once, so that what multiplies is multiplied). QUIRE_FUZZ_SECONDS asks for more than the
+suite's few seconds of each, QUIRE_FUZZ_BODIES for a number of mutated bodies, QUIRE_FUZZ_SEED for
+others: a hundred thousand are
 `QUIRE_FUZZ_BODIES=100000 python -m pytest -s --timeout 0 tests/server/test_fuzz.py -k mutated`.
 """
 
@@ -29,7 +31,11 @@ from large_bodies import COMPLETIONS, LISTS, PLAIN, listed, listing_fields, mult
 from plain_http import Answer, PlainClient
 from schemathesis import APIOperation, Case, GenerationMode
 from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import content_type_conformance, negative_data_rejection, response_schema_conformance
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+)
 from served import Served
 
 SECONDS = float(os.environ.get("QUIRE_FUZZ_SECONDS", "6"))
@@ -41,37 +47,137 @@ MAX_WAIT_S = 30.0
 """A machine that does other things besides may hold any answer up, once."""
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
 SEEDS: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/chat/completions", {**CHAT, "stop": ["a"], "logit_bias": {"1": 1}, "stream": False, "n": 2, "seed": 1}),
-    ("/v1/chat/completions", {**CHAT, "stream": True, "stream_options": {"include_usage": True}, "logprobs": True}),
-    ("/v1/completions", {"prompt": ["x", "y"], "echo": True, "logprobs": 1, "max_tokens": 3, "best_of": 2}),
-    ("/v1/completions", {"prompt": [[1, 2], [3]], "max_tokens": 2, "allowed_token_ids": [5, 6], "bad_words": ["a"]}),
-    ("/v1/responses", {"input": [{"role": "user", "content": "x"}], "text": {}, "max_output_tokens": 2}),
-    ("/v1/responses", {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
-                                 {"type": "function_call_output", "call_id": "a", "output": "x"},
-                                 {"type": "reasoning", "content": []}],
-                       "tools": [{"type": "function", "name": "f", "parameters": {}}], "max_output_tokens": 2}),
-    ("/v1/messages", {"model": "quire-storyteller", "max_tokens": 3, "messages": [{"role": "user", "content": "x"}]}),
-    ("/v1/messages", {"model": "quire-storyteller", "max_tokens": 2, "tools": [{"name": "f", "input_schema": {}}], "messages": [
-        {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "x"}]}]}),
-    ("/v1/messages", {"model": "quire-storyteller", "max_tokens": 2, "system": [{"type": "text", "text": "x"}], "messages": [
-        {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "tool_result", "tool_use_id": "a", "content": [
-            {"type": "text", "text": "x"}]}]}]}),
-    ("/v1/messages/count_tokens", {"model": "quire-storyteller", "messages": [{"role": "user", "content": "x"}]}),
+    (
+        "/v1/chat/completions",
+        {**CHAT, "stop": ["a"], "logit_bias": {"1": 1}, "stream": False, "n": 2, "seed": 1},
+    ),
+    (
+        "/v1/chat/completions",
+        {**CHAT, "stream": True, "stream_options": {"include_usage": True}, "logprobs": True},
+    ),
+    (
+        "/v1/completions",
+        {"prompt": ["x", "y"], "echo": True, "logprobs": 1, "max_tokens": 3, "best_of": 2},
+    ),
+    (
+        "/v1/completions",
+        {"prompt": [[1, 2], [3]], "max_tokens": 2, "allowed_token_ids": [5, 6], "bad_words": ["a"]},
+    ),
+    (
+        "/v1/responses",
+        {"input": [{"role": "user", "content": "x"}], "text": {}, "max_output_tokens": 2},
+    ),
+    (
+        "/v1/responses",
+        {
+            "input": [
+                {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "a", "output": "x"},
+                {"type": "reasoning", "content": []},
+            ],
+            "tools": [{"type": "function", "name": "f", "parameters": {}}],
+            "max_output_tokens": 2,
+        },
+    ),
+    (
+        "/v1/messages",
+        {
+            "model": "quire-storyteller",
+            "max_tokens": 3,
+            "messages": [{"role": "user", "content": "x"}],
+        },
+    ),
+    (
+        "/v1/messages",
+        {
+            "model": "quire-storyteller",
+            "max_tokens": 2,
+            "tools": [{"name": "f", "input_schema": {}}],
+            "messages": [
+                {
+                    "role": "assistant",
+                    "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}],
+                },
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": "a", "content": "x"}],
+                },
+            ],
+        },
+    ),
+    (
+        "/v1/messages",
+        {
+            "model": "quire-storyteller",
+            "max_tokens": 2,
+            "system": [{"type": "text", "text": "x"}],
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "x"},
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "a",
+                            "content": [{"type": "text", "text": "x"}],
+                        },
+                    ],
+                }
+            ],
+        },
+    ),
+    (
+        "/v1/messages/count_tokens",
+        {"model": "quire-storyteller", "messages": [{"role": "user", "content": "x"}]},
+    ),
     ("/v1/embeddings", {"input": ["x"]}),
-    ("/v1/batches", {"input_file_id": "file-x", "endpoint": "/v1/completions", "completion_window": "24h"}),
-    ("/tokenize", {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}]}]}),
+    (
+        "/v1/batches",
+        {"input_file_id": "file-x", "endpoint": "/v1/completions", "completion_window": "24h"},
+    ),
+    (
+        "/tokenize",
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}]}
+            ]
+        },
+    ),
     ("/detokenize", {"tokens": [1, 2]}),
-]  # fmt: skip
+]
 NAMES = ("x", "n", "", " ", "x ", "a, b", "\r\nx: y", "\x00", "\u0416" * 2000)
 _PRODUCTS = 0.1
 """Of all bodies."""
 _COUNTS = (*(1,) * 10, *(2, 3) * 3, 17, 17, 64, 512)
 _SIZES = (1, 1, 2, 3, 3, 16, 16, 100, 1000, 1 << 18)
 JUNK: tuple[Any, ...] = (
-    None, True, -1, 0, 1.5, 2**63, -(2**63), 10**40, 1e99, "", "x" * 5000, "\x00", "\u202e", "\U0010ffff", [], {}, [[]], [{}],
-    [None] * 50, {"type": []}, {"": None}, {"$ref": "#"}, "NaN", "0x10", [1, "a", None], "../../etc/passwd",
-)  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    1.5,
+    2**63,
+    -(2**63),
+    10**40,
+    1e99,
+    "",
+    "x" * 5000,
+    "\x00",
+    "\u202e",
+    "\U0010ffff",
+    [],
+    {},
+    [[]],
+    [{}],
+    [None] * 50,
+    {"type": []},
+    {"": None},
+    {"$ref": "#"},
+    "NaN",
+    "0x10",
+    [1, "a", None],
+    "../../etc/passwd",
+)
 
 
 @pytest.fixture
@@ -85,7 +191,8 @@ def watched(served: Served) -> Iterator[Served]:
 
 
 def _is_in_time(answer: Answer) -> bool:
-    """A body that lost its limit of tokens is answered with as many as the context holds, each of which may take a while."""
+    """A body that lost its limit of tokens is answered with as many as the context holds,
+    each of which may take a while."""
     num_tokens = answer.content.count(b"data:")
     if answer.status == 200 and answer.kind == "application/json":
         usage = answer.json().get("usage") or {}
@@ -97,7 +204,10 @@ def _check(answer: Answer, sent: object) -> None:
     assert _is_in_time(answer), (answer.elapsed_s, sent)
     assert answer.status < 500, (sent, answer.content)
     if answer.status >= 400:
-        assert {"message", "type", "param", "code"} == set(answer.json()["error"]), (sent, answer.content)
+        assert {"message", "type", "param", "code"} == set(answer.json()["error"]), (
+            sent,
+            answer.content,
+        )
         assert len(answer.content) < 2000, "an error quotes only a little of what it complains of"
 
 
@@ -118,23 +228,37 @@ def _cases(document: dict[str, Any]) -> st.SearchStrategy[Case[Any]]:
 def test_t09_what_the_published_document_allows_and_what_it_forbids(watched: Served) -> None:
     """Also that what the document forbids is refused, so that the document is true."""
     cases = _cases(watched.get("/openapi.json").json())
-    checks = [not_a_server_error, response_schema_conformance, content_type_conformance, negative_data_rejection]
+    checks = [
+        not_a_server_error,
+        response_schema_conformance,
+        content_type_conformance,
+        negative_data_rejection,
+    ]
     tried: dict[str, int] = {}
     session = requests.Session()
 
     def run(case: Case[Any]) -> None:
         tried[case.operation.label] = tried.get(case.operation.label, 0) + 1
         case.headers.pop("x-api-key", None)
-        response = case.call(base_url=watched.url, session=session, headers=watched.headers, timeout=MAX_WAIT_S)
+        response = case.call(
+            base_url=watched.url, session=session, headers=watched.headers, timeout=MAX_WAIT_S
+        )
         case.validate_response(response, checks=checks)
 
     unbounded = list(HealthCheck)
-    some = settings(max_examples=40, deadline=None, phases=[Phase.generate], suppress_health_check=unbounded, database=None)
+    some = settings(
+        max_examples=40,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=unbounded,
+        database=None,
+    )
     deadline_s = time.monotonic() + SECONDS
     with session:
         for number in range(SEED, SEED + 10_000):
             seed(number)(some(given(cases)(run)))()
-            if time.monotonic() > deadline_s and len(tried) > 15:  # a busy machine needs longer for as many
+            # a busy machine needs longer for as many
+            if time.monotonic() > deadline_s and len(tried) > 15:
                 break
     assert len(tried) > 15, tried
 
@@ -146,14 +270,17 @@ def test_t09_mutated_bodies(watched: Served) -> None:
     failures: list[str] = []
     with PlainClient(watched.port, watched.headers, MAX_WAIT_S) as http:
         for number in itertools.count():
-            is_enough = {200, 400, 404} <= statuses.keys() or number > 2000  # a busy machine needs longer for as many
+            # a busy machine needs longer for as many
+            is_enough = {200, 400, 404} <= statuses.keys() or number > 2000
             if time.monotonic() > deadline_s and is_enough and number >= BODIES:
                 break
             path, body = _product(rng) if rng.random() < _PRODUCTS else rng.choice(SEEDS)
             content = _spoilt(rng, json.dumps(_mutated(rng, body)).encode())
             answer = http.post(path, content)
             if not _is_in_time(answer):
-                answer = min((http.post(path, content) for _ in range(3)), key=lambda each: each.elapsed_s)
+                answer = min(
+                    (http.post(path, content) for _ in range(3)), key=lambda each: each.elapsed_s
+                )
             statuses[answer.status] += 1
             if number % 1000 == 999:
                 print(f"{number + 1} bodies: {dict(sorted(statuses.items()))}", flush=True)
@@ -169,7 +296,8 @@ def test_t09_mutated_bodies(watched: Served) -> None:
 
 
 def _product(rng: random.Random) -> tuple[str, dict[str, Any]]:
-    """A route with many prompts or choices, as a rule few of them, and with several lists, as a rule short ones."""
+    """A route with many prompts or choices, as a rule few of them, and with several lists,
+    as a rule short ones."""
     path = rng.choice((COMPLETIONS, COMPLETIONS, CHATS, *PLAIN))
     body = multiplied(path, rng.choice(_COUNTS), rng.choice((1, 1, 1, 2, 4)))
     names = [name for name in listing_fields(path) if name not in body]
@@ -184,11 +312,14 @@ def _mutated(rng: random.Random, value: Any) -> Any:
         return rng.choice(JUNK)
     if isinstance(value, dict):
         items = [
-            (rng.choice([key, *NAMES]) if rng.random() < 0.03 else key, _mutated(rng, each)) for key, each in value.items()
+            (rng.choice([key, *NAMES]) if rng.random() < 0.03 else key, _mutated(rng, each))
+            for key, each in value.items()
         ]
         return dict(items)
     if isinstance(value, list):
-        return [_mutated(rng, each) for each in value] * (rng.randrange(40) if rng.random() < 0.03 else 1)
+        return [_mutated(rng, each) for each in value] * (
+            rng.randrange(40) if rng.random() < 0.03 else 1
+        )
     return value
 
 

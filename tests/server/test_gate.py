@@ -41,39 +41,99 @@ def raw(port: int, request: bytes) -> bytes:
 def test_t05_every_route_and_spelling_needs_a_key() -> None:
     config = ApiConfig()
     paths = {route.path for route in routes_of(build_app(config, FakeClient(), KEYS))}
-    assert {"/livez", "/readyz", CHAT, "/metrics", "/tokenize", "/inspect/steps", "/openapi.json"} <= paths
-    public = {"/livez", "/readyz", "/", "/dashboard", *(path for path in paths if path.startswith("/page/"))}
+    assert {
+        "/livez",
+        "/readyz",
+        CHAT,
+        "/metrics",
+        "/tokenize",
+        "/inspect/steps",
+        "/openapi.json",
+    } <= paths
+    public = {
+        "/livez",
+        "/readyz",
+        "/",
+        "/dashboard",
+        *(path for path in paths if path.startswith("/page/")),
+    }
     odd = {
-        "/livez/", "//livez", "/livez/../metrics", "/%6civez", "/livez%00", "/livez;x", "/./livez", "/LIVEZ",
+        "/livez/",
+        "//livez",
+        "/livez/../metrics",
+        "/%6civez",
+        "/livez%00",
+        "/livez;x",
+        "/./livez",
+        "/LIVEZ",
         "/livez%2f..%2fmetrics",
-        "/page/", "/page/../metrics", "/page/%2e%2e/metrics", "//", "/dashboard/", "/inspect",
-        "/readyz/x", "//v1/models", "/v1//models", "/%76%31/models", "*", "http://x/livez", "/livez#/metrics",
-    }  # fmt: skip
+        "/page/",
+        "/page/../metrics",
+        "/page/%2e%2e/metrics",
+        "//",
+        "/dashboard/",
+        "/inspect",
+        "/readyz/x",
+        "//v1/models",
+        "/v1//models",
+        "/%76%31/models",
+        "*",
+        "http://x/livez",
+        "/livez#/metrics",
+    }
     with serve(FakeClient(), config, KEYS) as server:
         for path in sorted(paths | odd):
             for method in METHODS:
                 is_public = path in public and method in ("GET", "HEAD")
                 for host in ("x", "localhost", "livez", "a@b", ""):
-                    line = f"{method} {path.replace('{', '').replace('}', '').replace(':path', '')} HTTP/1.1\r\n"
-                    answer = raw(server.port, f"{line}host: {host}\r\nconnection: close\r\n\r\n".encode())
+                    line = (
+                        f"{method} {path.replace('{', '').replace('}', '').replace(':path', '')} "
+                        "HTTP/1.1\r\n"
+                    )
+                    answer = raw(
+                        server.port, f"{line}host: {host}\r\nconnection: close\r\n\r\n".encode()
+                    )
                     status = int(answer.split(b" ", 2)[1])
-                    assert status == (200 if is_public else 401) or (not is_public and status == 400), (line, host, answer)
+                    assert status == (200 if is_public else 401) or (
+                        not is_public and status == 400
+                    ), (line, host, answer)
                     if method not in ("GET", "POST"):
                         break
 
 
-@pytest.mark.parametrize("key", ["sk-right-ke", "sk-right-keyy", "sk-wrong-key", "\xe9" * 20, "a" * 5000])
+@pytest.mark.parametrize(
+    "key", ["sk-right-ke", "sk-right-keyy", "sk-wrong-key", "\xe9" * 20, "a" * 5000]
+)
 def test_t05_wrong_keys_are_all_answered_alike(key: str) -> None:
     with serve(FakeClient(), keys=KEYS) as server:
-        answer = httpx.get(f"{server.v1}/models", headers={b"authorization": f"Bearer {key}".encode("latin-1")})
-        assert (answer.status_code, answer.json()["error"]["message"]) == (401, "a valid API key is needed")
+        answer = httpx.get(
+            f"{server.v1}/models", headers={b"authorization": f"Bearer {key}".encode("latin-1")}
+        )
+        assert (answer.status_code, answer.json()["error"]["message"]) == (
+            401,
+            "a valid API key is needed",
+        )
 
 
-NUMBERS = [0, -1, 1, 2**31, 2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 10**30, 1e308, -1e308, 1e-320, 0.5]
+NUMBERS = [
+    0,
+    -1,
+    1,
+    2**31,
+    2**63 - 1,
+    2**63,
+    -(2**63),
+    -(2**63) - 1,
+    10**30,
+    1e308,
+    -1e308,
+    1e-320,
+    0.5,
+]
 FIELDS = (
-    "n", "best_of", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p",
-    "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "logprobs", "top_logprobs", "prompt_logprobs",
-    "truncate_prompt_tokens", "priority",
+    "n", "best_of", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p",
+    "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
+    "logprobs", "top_logprobs", "prompt_logprobs", "truncate_prompt_tokens", "priority",
 )  # fmt: skip
 
 
@@ -103,7 +163,9 @@ def test_t10_one_request_cannot_ask_for_thousands_of_sequences() -> None:
             assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
 
 
-def test_t16_neither_errors_nor_logs_hold_texts_keys_or_paths(caplog: pytest.LogCaptureFixture) -> None:
+def test_t16_neither_errors_nor_logs_hold_texts_keys_or_paths(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     secret = "the-secret-text"
     caplog.set_level(logging.INFO)
     client = FakeClient(Script(raises=ValueError(f"{secret} /root/x.py 0x7f00")))
@@ -113,14 +175,18 @@ def test_t16_neither_errors_nor_logs_hold_texts_keys_or_paths(caplog: pytest.Log
         answers = [
             httpx.post(server.url + CHAT, json=chat, headers=key),
             httpx.post(server.url + CHAT, json={**chat, "stream": True}, headers=key),
-            httpx.post(server.url + CHAT, json={**chat, "messages": [{"role": secret}]}, headers=key),
+            httpx.post(
+                server.url + CHAT, json={**chat, "messages": [{"role": secret}]}, headers=key
+            ),
             httpx.post(server.url + CHAT, content=secret, headers=key),
             httpx.get(f"{server.url}/{secret}", headers=key),
             httpx.get(server.url + CHAT, headers={"authorization": f"Bearer {secret}"}),
         ]
     assert [answer.status_code for answer in answers] == [500, 500, 400, 400, 404, 401]
     formatter = JsonFormatter()
-    lines = [formatter.format(record) for record in caplog.records if record.name.startswith("quire")]
+    lines = [
+        formatter.format(record) for record in caplog.records if record.name.startswith("quire")
+    ]
     assert any(json.loads(line).get("status") == 500 for line in lines)
     for text in (*lines, *(answer.text for answer in answers)):
         for leak in (secret, "sk-right-key", "Traceback", "/root", "0x7f", ".py"):
@@ -128,21 +194,33 @@ def test_t16_neither_errors_nor_logs_hold_texts_keys_or_paths(caplog: pytest.Log
 
 
 @pytest.mark.parametrize(
-    ("error", "num_failures"), [(UnavailableError("going down", state="draining"), 0), (ValueError("a bug"), 1)]
+    ("error", "num_failures"),
+    [(UnavailableError("going down", state="draining"), 0), (ValueError("a bug"), 1)],
 )
-def test_a_refusal_is_not_logged_as_a_failure(caplog: pytest.LogCaptureFixture, error: Exception, num_failures: int) -> None:
+def test_a_refusal_is_not_logged_as_a_failure(
+    caplog: pytest.LogCaptureFixture, error: Exception, num_failures: int
+) -> None:
     with serve(FakeClient(Script(raises=error))) as server:
-        answer = httpx.post(server.url + CHAT, json={"messages": [{"role": "user", "content": "x"}]})
+        answer = httpx.post(
+            server.url + CHAT, json={"messages": [{"role": "user", "content": "x"}]}
+        )
     assert answer.status_code >= 500
     assert sum(record.levelno >= logging.ERROR for record in caplog.records) == num_failures
 
 
 def test_t04_nothing_is_ever_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    urls = ("http://127.0.0.1:9/x", "file:///etc/passwd", "http://[::ffff:7f00:1]/", "data:image/png;base64,AAAA")
+    urls = (
+        "http://127.0.0.1:9/x",
+        "file:///etc/passwd",
+        "http://[::ffff:7f00:1]/",
+        "data:image/png;base64,AAAA",
+    )
     with serve(FakeClient()) as server, httpx.Client(base_url=server.url) as http:
         http.get("/livez")
         connects: list[object] = []
-        monkeypatch.setattr(socket.socket, "connect", lambda self, address: connects.append(address))
+        monkeypatch.setattr(
+            socket.socket, "connect", lambda self, address: connects.append(address)
+        )
         for url in urls:
             part = {"type": "image_url", "image_url": {"url": url}}
             response = http.post(CHAT, json={"messages": [{"role": "user", "content": [part]}]})

@@ -23,7 +23,9 @@ STEPS = st.lists(
 
 @settings(deadline=None)
 @given(STEPS)
-def test_no_sequence_of_calls_leaves_a_total_that_is_not_the_sum(steps: list[tuple[str, str, str, int]]) -> None:
+def test_no_sequence_of_calls_leaves_a_total_that_is_not_the_sum(
+    steps: list[tuple[str, str, str, int]],
+) -> None:
     ledger: Ledger[str, str] = Ledger()
     entries: OrderedDict[tuple[str, str], int] = OrderedDict()
     for what, owner, name, num_bytes in steps:

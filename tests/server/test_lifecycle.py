@@ -1,5 +1,7 @@
-"""`quire serve` as a process: where it listens (T02), how it ends (T38), that nothing outlives it, what it does about an engine
-that freezes (T19), and that a bad configuration is one line, soon (T39)."""
+"""`quire serve` as a process: where it listens (T02), how it ends (T38), that nothing outlives it,
+what it does about an engine that freezes (T19), and that a bad configuration is one line, soon
+(T39).
+"""
 
 from __future__ import annotations
 
@@ -91,13 +93,18 @@ def _stuck_client(served: Served) -> Iterator[None]:
     with socket.create_connection(("127.0.0.1", served.port)) as stuck:
         stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         body = json.dumps({**BODY, "max_tokens": 450, "n": 16, "logprobs": 5}).encode()
-        stuck.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+        stuck.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s"
+            % (len(body), body)
+        )
         assert stuck.recv(10)
         yield
 
 
 def test_t38_a_second_sigterm_ends_everything_at_once_also_with_a_client_that_is_stuck() -> None:
-    with serving("--drain-timeout", "300", "--write-timeout-s", "300", "--silence-timeout", "300") as served:
+    with serving(
+        "--drain-timeout", "300", "--write-timeout-s", "300", "--silence-timeout", "300"
+    ) as served:
         served.await_ready()
         engine = served.engine_pid
         with _stuck_client(served):
@@ -111,7 +118,9 @@ def test_t38_a_second_sigterm_ends_everything_at_once_also_with_a_client_that_is
         until(lambda: not is_alive(engine))
 
 
-def test_t38_a_drain_that_is_too_short_ends_streams_with_an_error_and_waits_for_nobody_who_takes_nothing() -> None:
+def test_t38_a_drain_that_is_too_short_ends_streams_with_an_error_and_waits_for_nobody_who_takes_nothing() -> (
+    None
+):
     with serving("--drain-timeout", "0", "--write-timeout-s", "300") as served:
         served.await_ready()
         with _stuck_client(served):
@@ -155,7 +164,9 @@ def test_t19_an_engine_that_freezes_is_replaced_and_costs_no_answer() -> None:
 )
 def test_t39_wrong_options_are_one_line_and_exit_2(options: list[str], message: str) -> None:
     done = _failed_start(*OPTIONS[:-2], *options)
-    assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, (
+        done.stderr
+    )
 
 
 def test_t39_a_model_or_a_port_that_is_not_there_is_one_line(tmp_path: Path) -> None:
@@ -165,11 +176,16 @@ def test_t39_a_model_or_a_port_that_is_not_there_is_one_line(tmp_path: Path) -> 
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = _failed_start(MODEL, "--port", str(taken.getsockname()[1]))
-        assert done.returncode == 2 and "cannot listen" in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+        assert (
+            done.returncode == 2
+            and "cannot listen" in done.stderr
+            and len(done.stderr.splitlines()) == 1
+        ), done.stderr
 
 
 def _failed_start(*options: str) -> subprocess.CompletedProcess[str]:
-    """A start that fails, in time: computing is all it does, so that it takes its processor time where the machine is idle."""
+    """A start that fails, in time: computing is all it does,
+    so that it takes its processor time where the machine is idle."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-m", "quire", "serve", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
@@ -179,7 +195,8 @@ def _failed_start(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_t13_more_connections_than_files_are_refused_and_the_rest_is_served() -> None:
-    """A server that may open few files: those who come when all are taken are told so, and nobody else notices."""
+    """A server that may open few files: those who come when all are taken are told so,
+    and nobody else notices."""
     with serving("--header-timeout-s", "300", few_files=200) as served:
         assert served.process.stderr is not None
         served.await_ready()
@@ -198,7 +215,9 @@ def test_t13_more_connections_than_files_are_refused_and_the_rest_is_served() ->
             are_refused()
             assert len(refused) <= 100
             os.kill(served.engine_pid, signal.SIGKILL)  # there must be files left for the next one
-            stream.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 29\r\n\r\n")
+            stream.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 29\r\n\r\n"
+            )
             stream.sendall(b'{"prompt":"a","max_tokens":2}')
             stream.settimeout(DEADLINE_S)
             assert b" 200 " in _received(stream, b'"usage"')
@@ -233,10 +252,17 @@ def _says(connection: socket.socket, wanted: bytes) -> bool:
 
 
 def test_t02_no_socket_has_a_name_that_others_could_open(served: Served) -> None:
-    """The engine's connection is an inherited pair: nothing that is bound to a path or to the abstract names."""
+    """The engine's connection is an inherited pair:
+    nothing that is bound to a path or to the abstract names."""
     for pid in (served.process.pid, served.engine_pid):
-        inodes = {os.readlink(fd)[8:-1] for fd in Path(f"/proc/{pid}/fd").iterdir() if "socket:" in _target(fd)}
-        named = [line.split() for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]]
+        inodes = {
+            os.readlink(fd)[8:-1]
+            for fd in Path(f"/proc/{pid}/fd").iterdir()
+            if "socket:" in _target(fd)
+        }
+        named = [
+            line.split() for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]
+        ]
         assert not [line for line in named if line[6] in inodes and len(line) > 7]
 
 

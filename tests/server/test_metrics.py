@@ -59,7 +59,12 @@ def test_names_and_counts(prefix: str) -> None:
     with serve(FakeClient(), ApiConfig(metrics_prefix=prefix)) as server:
         body = {"messages": [{"role": "user", "content": "x"}]}
         for stream in (False, True):
-            assert httpx.post(f"{server.v1}/chat/completions", json={**body, "stream": stream}).status_code == 200
+            assert (
+                httpx.post(
+                    f"{server.v1}/chat/completions", json={**body, "stream": stream}
+                ).status_code
+                == 200
+            )
         text = httpx.get(f"{server.url}/metrics").text
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     assert all(any(line.startswith(f"{prefix}:{name}{{") for line in lines) for name in NAMES)
@@ -70,8 +75,18 @@ def test_names_and_counts(prefix: str) -> None:
     assert float(values[f"{prefix}:time_to_first_token_seconds_count{label}"]) == 2
     assert float(values[f"{prefix}:inter_token_latency_seconds_count{label}"]) == 3
     assert float(values[f"{prefix}:request_queue_time_seconds_sum{label}"]) == 1.0
-    assert float(values[f'{prefix}:request_success_total{{finished_reason="stop",model_name="fake"}}']) == 2
-    assert float(values[f'{prefix}:http_requests_total{{handler="/v1/chat/completions",method="POST",status="200"}}']) == 2
+    assert (
+        float(values[f'{prefix}:request_success_total{{finished_reason="stop",model_name="fake"}}'])
+        == 2
+    )
+    assert (
+        float(
+            values[
+                f'{prefix}:http_requests_total{{handler="/v1/chat/completions",method="POST",status="200"}}'
+            ]
+        )
+        == 2
+    )
 
 
 def test_tokens_are_counted_as_they_come_and_also_of_answers_that_end_early() -> None:
@@ -81,7 +96,12 @@ def test_tokens_are_counted_as_they_come_and_also_of_answers_that_end_early() ->
 
         def values() -> dict[str, float]:
             lines = httpx.get(f"{server.url}/metrics").text.splitlines()
-            return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
+            return {
+                name: float(value)
+                for name, value in (
+                    line.rsplit(" ", 1) for line in lines if not line.startswith("#")
+                )
+            }
 
         def ended(reason: str) -> str:
             return f'quire:request_success_total{{finished_reason="{reason}",model_name="fake"}}'
@@ -101,7 +121,10 @@ def test_tokens_are_counted_as_they_come_and_also_of_answers_that_end_early() ->
         after = values()
     assert after[ended("stop")] == after[ended("abort")] == 2 and after[ended("error")] == 0
     assert after['quire:prompt_tokens_total{model_name="fake"}'] == 2 * prompt
-    assert after['quire:prompt_tokens_by_source_total{model_name="fake",source="local_compute"}'] == 2 * prompt
+    assert (
+        after['quire:prompt_tokens_by_source_total{model_name="fake",source="local_compute"}']
+        == 2 * prompt
+    )
     assert after['quire:prefix_cache_queries_total{model_name="fake"}'] == 2 * prompt
 
 
@@ -118,10 +141,19 @@ def test_a_choice_that_ended_before_the_others_is_counted_once() -> None:
         }
         text = httpx.post(f"{server.v1}/completions", json=body, timeout=60).text
         lines = httpx.get(f"{server.url}/metrics").text.splitlines()
-    reasons = [choice["finish_reason"] for event in text.split("\n\n") if event.startswith("data: {")
-               for choice in json.loads(event[6:])["choices"] if choice["finish_reason"]]  # fmt: skip
+    reasons = [
+        choice["finish_reason"]
+        for event in text.split("\n\n")
+        if event.startswith("data: {")
+        for choice in json.loads(event[6:])["choices"]
+        if choice["finish_reason"]
+    ]
     assert len(reasons) == 6 and "stop" in reasons
-    counted = {line.split('"')[1]: float(line.rsplit(" ", 1)[1]) for line in lines if "request_success_total{" in line}
+    counted = {
+        line.split('"')[1]: float(line.rsplit(" ", 1)[1])
+        for line in lines
+        if "request_success_total{" in line
+    }
     others = dict.fromkeys(("repetition", "abort", "error"), 0)
     assert counted == {"stop": reasons.count("stop"), "length": reasons.count("length"), **others}
 

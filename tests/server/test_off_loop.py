@@ -46,7 +46,9 @@ def test_small_work_is_done_at_once_and_other_work_in_one_thread() -> None:
         {"guided_choice": ["a", "b"]},
     ],
 )
-def test_the_parameters_of_many_prompts_are_made_and_read_once(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parameters_of_many_prompts_are_made_and_read_once(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[Any] = []
     plain = fields_module.sampling_params
 
@@ -65,16 +67,22 @@ def test_the_parameters_of_many_prompts_are_made_and_read_once(fields: dict[str,
     monkeypatch.setattr(completions, "sampling_params", sampling_params)
     with serve(client) as server:
         prompts = ["Once upon a time"] * (NUM_PROMPTS - 1) + [[5] * 505]
-        answer = httpx.post(server.url + "/v1/completions", json={"prompt": prompts, **fields}, timeout=60)
+        answer = httpx.post(
+            server.url + "/v1/completions", json={"prompt": prompts, **fields}, timeout=60
+        )
     assert answer.status_code == 200, answer.text
     assert len(made) == len(read) == 1
     assert {id(request.digest.sampling) for request in client.requests} == {id(read[0].sampling)}
-    assert [request.params.max_tokens for request in client.requests[-2:]] == [16, 7], "what the prompt leaves room for"
+    assert [request.params.max_tokens for request in client.requests[-2:]] == [16, 7], (
+        "what the prompt leaves room for"
+    )
     assert len({id(request.params) for request in client.requests}) <= 2
     assert all(request.params.lists_the_same(read[0].params) for request in client.requests)
 
 
-def test_a_body_of_too_many_objects_is_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_of_too_many_objects_is_refused_before_they_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(bodies, "MAX_PARTS", 100)
 
     def no_decoder(*_: Any, **__: Any) -> Any:
@@ -84,13 +92,20 @@ def test_a_body_of_too_many_objects_is_refused_before_they_are_made(monkeypatch:
         patched.setattr(msgspec.json, "decode", no_decoder)
         with pytest.raises(ApiError, match="more than 100 objects, lists and fields"):
             decode(json.dumps({"prompt": "x", "tools": [{}] * 100}).encode(), CompletionRequest)
-    texts = {"prompt": '{[:"\\' * 100, "user": "{" * 200, "tools": [{}] * 90}  # what stands in texts does not count
+    # what stands in texts does not count
+    texts = {"prompt": '{[:"\\' * 100, "user": "{" * 200, "tools": [{}] * 90}
     decoded, unknown = decode(json.dumps(texts).encode(), CompletionRequest)
     assert decoded.prompt == texts["prompt"] and not unknown
 
 
 def test_what_stands_between_strings_is_counted_as_a_decoder_would() -> None:
-    values: list[Any] = [{}, {"a": 1}, {"\\": {'"': ['"{[:', "\\\\"]}}, [[], [{}]], {'\\"{': {"b\\": ':\\"'}}]
+    values: list[Any] = [
+        {},
+        {"a": 1},
+        {"\\": {'"': ['"{[:', "\\\\"]}},
+        [[], [{}]],
+        {'\\"{': {"b\\": ':\\"'}},
+    ]
     for value in values:
         assert bodies._num_parts(json.dumps(value).encode()) == _parts(value), value
 
@@ -109,7 +124,9 @@ def test_too_many_prompts_are_refused_unread() -> None:
 
 def test_what_an_answer_repeats_is_bounded(http: httpx.Client) -> None:
     body = {"prompt": "a" * 100_000, "truncate_prompt_tokens": 10, "max_tokens": 1, "n": 4}
-    assert http.post("/v1/completions", json={**body, "echo": True}).status_code == 200, "what is truncated is not repeated"
+    assert http.post("/v1/completions", json={**body, "echo": True}).status_code == 200, (
+        "what is truncated is not repeated"
+    )
 
 
 def test_the_first_events_of_a_long_prompts_scores_are_made_beside_the_loop(
@@ -123,7 +140,14 @@ def test_the_first_events_of_a_long_prompts_scores_are_made_beside_the_loop(
         return plain(records)
 
     monkeypatch.setattr(completions, "prompt_logprobs", watched)
-    body = {"prompt": [5] * 100, "max_tokens": 4, "ignore_eos": True, "prompt_logprobs": 5, "stream": True, "n": 2}
+    body = {
+        "prompt": [5] * 100,
+        "max_tokens": 4,
+        "ignore_eos": True,
+        "prompt_logprobs": 5,
+        "stream": True,
+        "n": 2,
+    }
     answer = httpx.post(server.v1 + "/completions", json=body, timeout=60)
     assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
     assert len(places) == 1 and places[0].startswith("quire-bodies"), "once for all choices"
@@ -133,7 +157,11 @@ def test_running_usage_counts_what_it_would_count_at_the_end() -> None:
     with serve(FakeClient(Script(pieces=("a", "b", "c")))) as server:
         body = {"prompt": ["x", "y"], "n": 2, "stream": True}
         options = {"include_usage": True, "continuous_usage_stats": True}
-        answer = httpx.post(server.v1 + "/completions", json={**body, "stream_options": options}, timeout=60)
-    chunks = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
+        answer = httpx.post(
+            server.v1 + "/completions", json={**body, "stream_options": options}, timeout=60
+        )
+    chunks = [
+        json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")
+    ]
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts) and counts[-1] == 2 * 2 * 3

@@ -1,4 +1,5 @@
-"""The page as a user sees it, in a real browser: a chat that streams, a map that follows, a slider that goes back."""
+"""The page as a user sees it, in a real browser: a chat that streams, a map that follows,
+a slider that goes back."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from servers import RunningServer, serve_model
 from quire.server.tenants import Tenant, key_ring
 
 CHROMIUM = find_chromium()
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path; tools/install-chromium.sh installs it")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium on the path; tools/install-chromium.sh installs it"
+)
 KEY = "sk-the-admin-key"
 IS_READY = "document.getElementById('state')?.dataset.state === 'ready'"
 PIXELS = "document.getElementById('block-map').toDataURL()"
@@ -47,12 +50,18 @@ def opened(page: Page, server: RunningServer) -> Page:
 
 @contextmanager
 def _crowd(server: RunningServer, count: int) -> Iterator[None]:
-    """So many answers with a common beginning under way: whoever has got his asks again, until the end of the block."""
+    """So many answers with a common beginning under way: whoever has got his asks again,
+    until the end of the block."""
     is_over = threading.Event()
 
     def ask(number: int) -> None:
         content = f"Tell me a long and gentle story for children about animal number {number}."
-        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 200, "seed": number, "ignore_eos": True}
+        body = {
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": 200,
+            "seed": number,
+            "ignore_eos": True,
+        }
         while not is_over.is_set():
             httpx.post(f"{server.v1}/chat/completions", json=body, timeout=60).raise_for_status()
 
@@ -69,12 +78,15 @@ def _crowd(server: RunningServer, count: int) -> Iterator[None]:
 def _pause_when(opened: Page, condition: str) -> None:
     """The page stands still at a moment of which the condition holds: later it may no more.
 
-    The map, the rows and the text stand still, the tiles do not: an answer that ends in between counts there, so there are
-    further attempts.
+    The map, the rows and the text stand still, the tiles do not: an answer that ends in between
+    counts there, so there are further attempts.
     """
     for _ in range(10):
         opened.wait(f"({condition}) && (document.getElementById('live').click(), true)")
-        assert opened.evaluate("document.getElementById('live').getAttribute('aria-pressed')") == "false"
+        assert (
+            opened.evaluate("document.getElementById('live').getAttribute('aria-pressed')")
+            == "false"
+        )
         if opened.evaluate(condition):
             return
         opened.click("#live")
@@ -86,13 +98,17 @@ def test_a_message_is_answered_piece_by_piece_in_the_colour_of_its_blocks(opened
     opened.type("Tell me a story about a clever fox.")
     opened.press("Enter")
     early = opened.wait(  # all at one moment: the answer may end right after it
-        "(() => { const shown = document.querySelector('.message.reply.streaming .text')?.textContent.length;"
-        " return shown > 20 && document.getElementById('send').textContent === 'Stop' ? shown : 0; })()"
+        "(() => { const shown = document.querySelector('.message.reply.streaming "
+        ".text')?.textContent.length;"
+        " return shown > 20 && document.getElementById('send').textContent === 'Stop' ? "
+        "shown : 0; })()"
     )
     opened.wait("!document.querySelector('.message.reply.streaming')")
     assert len(opened.text(".message.reply .text")) > early
     assert "tokens" in opened.text(".message.reply .meta") and opened.text("#send") == "Send"
-    assert "oklch" in opened.evaluate("document.querySelector('.message.reply').style.getPropertyValue('--hue')")
+    assert "oklch" in opened.evaluate(
+        "document.querySelector('.message.reply').style.getPropertyValue('--hue')"
+    )
 
 
 def test_the_map_follows_and_the_slider_goes_back(opened: Page, server: RunningServer) -> None:
@@ -101,11 +117,14 @@ def test_the_map_follows_and_the_slider_goes_back(opened: Page, server: RunningS
         _pause_when(
             opened,
             "document.querySelectorAll('#running li').length === 12"
-            " && Number(document.querySelector('#tile-requests .value').firstChild.textContent) === 12"
+            " && Number(document.querySelector('#tile-requests "
+            ".value').firstChild.textContent) === 12"
             " && /[1-9]\\d* of them shared/.test(document.getElementById('map-caption').textContent)",
         )
         frozen, caption = opened.evaluate(PIXELS), opened.text("#step-caption")
-    opened.wait("Number(document.querySelector('#tile-requests .value').firstChild.textContent) === 0")
+    opened.wait(
+        "Number(document.querySelector('#tile-requests .value').firstChild.textContent) === 0"
+    )
     assert (opened.evaluate(PIXELS), opened.text("#step-caption")) == (frozen, caption)
     opened.evaluate("document.getElementById('step-slider').focus()")
     opened.press("ArrowLeft")
@@ -115,7 +134,9 @@ def test_the_map_follows_and_the_slider_goes_back(opened: Page, server: RunningS
     assert opened.evaluate(PIXELS) != frozen
 
 
-def test_a_block_tells_what_it_holds_by_pointer_and_by_keyboard(opened: Page, server: RunningServer) -> None:
+def test_a_block_tells_what_it_holds_by_pointer_and_by_keyboard(
+    opened: Page, server: RunningServer
+) -> None:
     with _crowd(server, 3):
         _pause_when(opened, "document.querySelectorAll('#running li .bar').length === 3")
     opened.evaluate("document.getElementById('block-map').focus()")
@@ -123,16 +144,20 @@ def test_a_block_tells_what_it_holds_by_pointer_and_by_keyboard(opened: Page, se
         opened.press(key)
     assert opened.text("#detail-head b") == "Block 0"
     found = opened.wait(
-        "(async () => { const map = document.getElementById('block-map'); for (let i = 0; i < 400; i++) {"
+        "(async () => { const map = document.getElementById('block-map'); for (let i = 0; i "
+        "< 400; i++) {"
         " map.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight'}));"
         " const t = document.getElementById('detail-head').textContent;"
         " if (t.includes('3 references')) return t; } return ''; })()"
     )
     assert "16 of 16 slots filled" in found
-    opened.wait("document.getElementById('detail-text').textContent.includes('Tell me a long and gentle')")
+    opened.wait(
+        "document.getElementById('detail-text').textContent.includes('Tell me a long and gentle')"
+    )
     number = int(found.split(" ")[1].replace(",", ""))
     x, y, width, cell = opened.evaluate(
-        "(() => { const m = document.getElementById('block-map'); const b = m.getBoundingClientRect();"
+        "(() => { const m = document.getElementById('block-map'); const b = "
+        "m.getBoundingClientRect();"
         " return [b.x, b.y, b.width, Number(m.dataset.cell)]; })()"
     )
     columns = width // cell
@@ -148,7 +173,10 @@ def test_light_and_dark(opened: Page) -> None:
         opened.prefer(scheme)
         opened.call("Page.reload")
         opened.wait(f"{IS_READY} && document.documentElement.dataset.theme === '{scheme}'")
-        seen[scheme] = opened.evaluate("getComputedStyle(document.body).backgroundColor"), opened.evaluate(PIXELS)
+        seen[scheme] = (
+            opened.evaluate("getComputedStyle(document.body).backgroundColor"),
+            opened.evaluate(PIXELS),
+        )
     assert seen["light"][0] != seen["dark"][0] and seen["light"][1] != seen["dark"][1]
     opened.click("#theme-button")
     assert opened.evaluate("getComputedStyle(document.body).backgroundColor") == seen["light"][0]
@@ -162,7 +190,16 @@ def test_everything_can_be_reached_with_the_tab_key(opened: Page) -> None:
     for _ in range(24):
         opened.press("Tab")
         reached.add(opened.evaluate("document.activeElement.id"))
-    assert {"theme-button", "messages", "prompt", "send", "many", "block-map", "live", "step-slider"} <= reached
+    assert {
+        "theme-button",
+        "messages",
+        "prompt",
+        "send",
+        "many",
+        "block-map",
+        "live",
+        "step-slider",
+    } <= reached
 
 
 def test_twenty_thousand_blocks_are_drawn_in_a_frame(opened: Page) -> None:
@@ -200,7 +237,9 @@ def test_twenty_thousand_blocks_are_drawn_in_a_frame(opened: Page) -> None:
 
 
 def test_with_keys_the_page_asks_for_one_and_keeps_it_in_the_tab(page: Page) -> None:
-    with serve_model(keys=key_ring([(Tenant("boss", is_admin=True), [KEY])]), kv_cache_memory="8MiB") as server:
+    with serve_model(
+        keys=key_ring([(Tenant("boss", is_admin=True), [KEY])]), kv_cache_memory="8MiB"
+    ) as server:
         page.open(server.url)
         page.wait("document.getElementById('key-dialog').open")
         page.evaluate("document.getElementById('key').focus()")
@@ -208,8 +247,12 @@ def test_with_keys_the_page_asks_for_one_and_keeps_it_in_the_tab(page: Page) -> 
         page.press("Enter")
         page.wait(IS_READY)
         assert page.evaluate("sessionStorage.getItem('quire-key')") == KEY
-        assert KEY not in page.evaluate("JSON.stringify(localStorage) + document.cookie + location.href")
+        assert KEY not in page.evaluate(
+            "JSON.stringify(localStorage) + document.cookie + location.href"
+        )
         page.evaluate("sessionStorage.clear()")
     # A browser tells of every 401; the one before the key was given is no problem of the page's.
     assert page.problems
-    page.problems[:] = [each for each in page.problems if "401" not in each and "ERR_CONNECTION" not in each]
+    page.problems[:] = [
+        each for each in page.problems if "401" not in each and "ERR_CONNECTION" not in each
+    ]

@@ -1,7 +1,8 @@
-"""No body that the API's records allow, and none that they refuse, holds the event loop for longer than a moment.
+"""No body that the API's records allow, and none that they refuse, holds the event loop for longer
+than a moment.
 
-Bodies are the products of what multiplies (prompts, choices) and what is listed, each field at its largest: read off the
-records, so that a field that comes to them is tried, too.
+Bodies are the products of what multiplies (prompts, choices) and what is listed, each field at its
+largest: read off the records, so that a field that comes to them is tried, too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from large_bodies import CHAT, COMPLETIONS, LISTS, PLAIN, RECORDS, listed, listing_fields, multiplied, refused
+from large_bodies import (
+    CHAT,
+    COMPLETIONS,
+    LISTS,
+    PLAIN,
+    RECORDS,
+    listed,
+    listing_fields,
+    multiplied,
+    refused,
+)
 from pauses import Pauses
 from plain_http import PlainClient
 from served import Served, resident_bytes, serving
@@ -19,7 +30,12 @@ from timing import timed
 
 MAX_PAUSE_S = 0.3
 MAX_RISE_BYTES = 96 << 20
-OTHERS = {CHAT: ("tools",), "/v1/responses": ("tools",), "/v1/messages": ("tools",), "/tokenize": ("tools",)}
+OTHERS = {
+    CHAT: ("tools",),
+    "/v1/responses": ("tools",),
+    "/v1/messages": ("tools",),
+    "/tokenize": ("tools",),
+}
 """Fields of any type that list something."""
 REPORTED = {
     "bad words": ({"bad_words": LISTS["bad_words"]}, 512),
@@ -44,7 +60,8 @@ def roomy() -> Iterator[Served]:
 
 
 def _longest(served: Served, path: str, body: Any) -> tuple[int, float]:
-    """(status, the longest pause while it was answered); of three attempts the best, since a collector may come in between."""
+    """(status, the longest pause while it was answered); of three attempts the best,
+    since a collector may come in between."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     best = (0, 1e9)
     for _ in range(3):
@@ -64,7 +81,9 @@ def test_every_field_that_lists_something_has_its_largest_value_here() -> None:
 
 @timed
 @pytest.mark.parametrize("name", REPORTED)
-def test_one_body_of_many_prompts_and_one_long_list_holds_up_nobody_and_costs_little_memory(served: Served, name: str) -> None:
+def test_one_body_of_many_prompts_and_one_long_list_holds_up_nobody_and_costs_little_memory(
+    served: Served, name: str
+) -> None:
     more, num_prompts = REPORTED[name]
     before = resident_bytes(served.engine_pid)
     content = json.dumps({"prompt": ["x"] * num_prompts, "max_tokens": 1, **more}).encode()
@@ -80,7 +99,9 @@ def test_one_body_of_many_prompts_and_one_long_list_holds_up_nobody_and_costs_li
 @pytest.mark.slow
 @timed
 @pytest.mark.parametrize("path", RECORDS)
-def test_no_product_of_what_multiplies_and_what_is_listed_holds_the_loop(roomy: Served, path: str) -> None:
+def test_no_product_of_what_multiplies_and_what_is_listed_holds_the_loop(
+    roomy: Served, path: str
+) -> None:
     pauses: dict[str, float] = {}
     num_served = 0
     for name in (*listing_fields(path), *OTHERS.get(path, ())):
@@ -89,7 +110,9 @@ def test_no_product_of_what_multiplies_and_what_is_listed_holds_the_loop(roomy: 
         num_served += status == 200
     assert max(pauses.values(), default=0.0) < MAX_PAUSE_S, pauses
     if path in (COMPLETIONS, CHAT):
-        assert num_served > len(pauses) // 2, "most of what is tried must be accepted, or nothing is tried"
+        assert num_served > len(pauses) // 2, (
+            "most of what is tried must be accepted, or nothing is tried"
+        )
     roomy.await_idle()
 
 

@@ -1,4 +1,5 @@
-"""Prompts of requests with tools are those that transformers makes of the same messages and tools, for every template."""
+"""Prompts of requests with tools are those that transformers makes of the same messages and tools,
+for every template."""
 
 from __future__ import annotations
 
@@ -19,18 +20,37 @@ from quire.text.chat import ChatTemplate
 from quire.text.files import read_text_config
 from quire.text.tools import HERMES
 
-NAMED = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>", "unk_token": "<unk>"}
-PARAMETERS = {"type": "object", "properties": {"city": {"type": "string", "description": "Größe <b>"}}, "required": ["city"]}
+NAMED = {
+    "bos_token": "<|bos|>",
+    "eos_token": "<|eos|>",
+    "pad_token": "<|pad|>",
+    "unk_token": "<unk>",
+}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "description": "Größe <b>"}},
+    "required": ["city"],
+}
 FUNCTIONS: dict[str, dict[str, Any]] = {
     "whole": {"name": "weather", "description": "The weather", "parameters": PARAMETERS},
-    "another order": {"parameters": dict(reversed(PARAMETERS.items())), "description": "The weather", "name": "weather"},
+    "another order": {
+        "parameters": dict(reversed(PARAMETERS.items())),
+        "description": "The weather",
+        "name": "weather",
+    },
     "strict": {
         "name": "weather",
         "strict": True,
         "description": "d",
         "parameters": {**PARAMETERS, "additionalProperties": False},
     },
-    "unknown keys": {"name": "weather", "description": "d", "parameters": PARAMETERS, "returns": {"type": "string"}, "x": None},
+    "unknown keys": {
+        "name": "weather",
+        "description": "d",
+        "parameters": PARAMETERS,
+        "returns": {"type": "string"},
+        "x": None,
+    },
     "no description": {"name": "weather", "parameters": PARAMETERS},
     "null description": {"name": "weather", "description": None, "parameters": PARAMETERS},
     "no properties": {"name": "weather", "description": "d", "parameters": {"type": "object"}},
@@ -41,48 +61,104 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
         "description": "",
         "parameters": {
             "type": "object",
-            "properties": {"a": {"anyOf": [{"type": "array", "items": {"enum": [1, 2.5, None, "x"]}}, {"type": "null"}]}},
+            "properties": {
+                "a": {
+                    "anyOf": [
+                        {"type": "array", "items": {"enum": [1, 2.5, None, "x"]}},
+                        {"type": "null"},
+                    ]
+                }
+            },
             "$defs": {"z": {}},
         },
     },
 }
 ASK = {"role": "user", "content": "Weather?"}
-CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Zürich", "n": 1.0}'}}
+CALL = {
+    "id": "abcdefghi",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"city": "Zürich", "n": 1.0}'},
+}
 ANSWER = {"role": "tool", "tool_call_id": "abcdefghi", "name": "weather", "content": '{"t": 3}'}
-TURNED = {"function": {"arguments": '{"b": [1, null], "a": {}}', "name": "weather"}, "type": "function", "id": "abcdefghi"}
+TURNED = {
+    "function": {"arguments": '{"b": [1, null], "a": {}}', "name": "weather"},
+    "type": "function",
+    "id": "abcdefghi",
+}
 CHATS: dict[str, list[dict[str, Any]]] = {
     "asked": [{"role": "system", "content": "Be nice."}, ASK],
     "called": [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}, ANSWER],
-    "called with text": [ASK, {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL]}, ANSWER],
-    "called in another order": [ASK, {"role": "assistant", "content": "", "tool_calls": [TURNED]}, ANSWER],
-    "called with more": [ASK, {"role": "assistant", "content": "", "tool_calls": [{**CALL, "index": 0}]}, ANSWER],
-    "called with null": [ASK, {"role": "assistant", "content": None, "tool_calls": [CALL]}, ANSWER],
-    "thought": [ASK, {"role": "assistant", "content": "Fine.", "reasoning_content": "hm"}, {"role": "user", "content": "And?"}],
-    "thought before a call": [
+    "called with text": [
         ASK,
-        {"role": "assistant", "content": "", "reasoning_content": "hm", "thinking": "hm", "tool_calls": [CALL]},
+        {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL]},
         ANSWER,
     ],
-    "planned": [ASK, {"role": "assistant", "content": "", "tool_plan": "I look.", "tool_calls": [CALL]}, ANSWER],
+    "called in another order": [
+        ASK,
+        {"role": "assistant", "content": "", "tool_calls": [TURNED]},
+        ANSWER,
+    ],
+    "called with more": [
+        ASK,
+        {"role": "assistant", "content": "", "tool_calls": [{**CALL, "index": 0}]},
+        ANSWER,
+    ],
+    "called with null": [ASK, {"role": "assistant", "content": None, "tool_calls": [CALL]}, ANSWER],
+    "thought": [
+        ASK,
+        {"role": "assistant", "content": "Fine.", "reasoning_content": "hm"},
+        {"role": "user", "content": "And?"},
+    ],
+    "thought before a call": [
+        ASK,
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "hm",
+            "thinking": "hm",
+            "tool_calls": [CALL],
+        },
+        ANSWER,
+    ],
+    "planned": [
+        ASK,
+        {"role": "assistant", "content": "", "tool_plan": "I look.", "tool_calls": [CALL]},
+        ANSWER,
+    ],
     "parts": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}],
 }
 
 
-FEW = ("Qwen3-0.6B", "Hermes-3", "3.1-8B-Instruct", "Nemo", "GLM-4.6", "gpt-oss", "Phi-3.5", "R1-Distill-Qwen")
+FEW = (
+    "Qwen3-0.6B",
+    "Hermes-3",
+    "3.1-8B-Instruct",
+    "Nemo",
+    "GLM-4.6",
+    "gpt-oss",
+    "Phi-3.5",
+    "R1-Distill-Qwen",
+)
 """Templates that differ in what they cannot do without."""
 
 
-@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.fixture(
+    scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["few", "all"]
+)
 def templates(request: pytest.FixtureRequest, every_template: dict[str, str]) -> dict[str, str]:
     if request.param:
         return every_template
-    return {name: text for name, text in every_template.items() if any(part in name for part in FEW)}
+    return {
+        name: text for name, text in every_template.items() if any(part in name for part in FEW)
+    }
 
 
 @pytest.fixture(scope="module")
 def every_template(shared: Path) -> dict[str, str]:
     folder = shared / "data/tokenizers"
-    sources = {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*.jinja"))}
+    sources = {
+        str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*.jinja"))
+    }
     for path in sorted(folder.glob("*/tokenizer_config.json")):
         found = read_text_config(path.parent).chat_templates
         sources |= {f"{path.parent.name}/{name}": text for name, text in found.items()}
@@ -90,14 +166,22 @@ def every_template(shared: Path) -> dict[str, str]:
     return sources
 
 
-def _reference(source: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str | None:
-    """What `apply_chat_template` gives; calls' arguments are objects there, as its documentation wants them."""
+def _reference(
+    source: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> str | None:
+    """What `apply_chat_template` gives; calls' arguments are objects there,
+    as its documentation wants them."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     messages = json.loads(json.dumps(messages))
     for call in (call for message in messages for call in message.get("tool_calls") or ()):
         call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-    given: dict[str, Any] = {"tools": tools, "chat_template": source, "add_generation_prompt": True, **NAMED}
+    given: dict[str, Any] = {
+        "tools": tools,
+        "chat_template": source,
+        "add_generation_prompt": True,
+        **NAMED,
+    }
     try:
         rendered: Any = render_jinja_template([messages], **given)
     except Exception:  # the template refuses these messages, in whatever way
@@ -105,9 +189,15 @@ def _reference(source: str, messages: list[dict[str, Any]], tools: list[dict[str
     return str(rendered[0][0])
 
 
-def _prompt(template: ChatTemplate, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str | None:
+def _prompt(
+    template: ChatTemplate, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> str | None:
     shown = for_template([msgspec.convert(message, Message) for message in messages])
-    settled = asyncio.run(settle_tools(*read_tools(tools, None, None, CHAT), (HERMES, None))) if tools else None
+    settled = (
+        asyncio.run(settle_tools(*read_tools(tools, None, None, CHAT), (HERMES, None)))
+        if tools
+        else None
+    )
     fitting = template.needs.fit_tools(settled.shown) if settled else None
     try:
         return template.render(template.needs.fit_messages(shown), tools=fitting)
@@ -138,13 +228,22 @@ def test_every_template_shows_messages_as_in_transformers(templates: dict[str, s
         template = ChatTemplate(source, NAMED)
         for kind, messages in CHATS.items():
             for offered in (tools, None) if kind in ("asked", "thought", "parts") else (tools,):
-                expected, prompt = _reference(source, messages, offered), _prompt(template, messages, offered)
-                if kind == "called with null" and prompt != expected:  # null is not written as text, and fails nowhere
+                expected, prompt = (
+                    _reference(source, messages, offered),
+                    _prompt(template, messages, offered),
+                )
+                # null is not written as text, and fails nowhere
+                if kind == "called with null" and prompt != expected:
                     assert expected is None or "None" in expected or "null" in expected, name
                     empty = _reference(source, CHATS["called"], offered)
                     assert prompt == empty, name
                 elif kind == "parts" and prompt != expected:
-                    assert expected is None or "'type'" in expected or "Hi" not in expected or '"type"' in expected, (
+                    assert (
+                        expected is None
+                        or "'type'" in expected
+                        or "Hi" not in expected
+                        or '"type"' in expected
+                    ), (
                         name,
                         expected,
                     )
@@ -157,7 +256,12 @@ def test_every_template_shows_messages_as_in_transformers(templates: dict[str, s
 def test_all_apis_show_a_function_alike() -> None:
     function = FUNCTIONS["whole"]
     flat = {"type": "function", **function, "strict": True}
-    anthropic = {"name": "weather", "description": "The weather", "input_schema": PARAMETERS, "cache_control": {"type": "x"}}
+    anthropic = {
+        "name": "weather",
+        "description": "The weather",
+        "input_schema": PARAMETERS,
+        "cache_control": {"type": "x"},
+    }
 
     def shown(functions: Any, demand: Demand) -> str:
         settled = asyncio.run(settle_tools(functions, demand, (HERMES, None)))
@@ -167,7 +271,9 @@ def test_all_apis_show_a_function_alike() -> None:
     assert shown(*read_tools([flat], None, None, RESPONSES)) == json.dumps(
         [{"type": "function", "function": {**function, "strict": True}}]
     )
-    assert shown(*read_anthropic_tools([anthropic], None)) == json.dumps([{"type": "function", "function": function}])
+    assert shown(*read_anthropic_tools([anthropic], None)) == json.dumps(
+        [{"type": "function", "function": function}]
+    )
 
 
 def test_all_tools_are_shown_where_a_grammar_sees_to_which_are_called() -> None:

@@ -1,4 +1,5 @@
-"""T13: what is not quite HTTP, or too much of it, is answered with 4xx or closed, and the server goes on."""
+"""T13: what is not quite HTTP, or too much of it, is answered with 4xx or closed,
+and the server goes on."""
 
 from __future__ import annotations
 
@@ -103,24 +104,80 @@ REFUSED: dict[str, list[bytes]] = {
         POST + b"content-length: 2\r\ncontent-length: 2\r\n\r\n{}" + SECOND,
         POST + b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n" + SECOND,
         POST + b"transfer-encoding: chunked\r\ncontent-length: 5\r\n\r\n0\r\n\r\n" + SECOND,
-        POST + b"transfer-encoding: chunked\r\ntransfer-encoding: identity\r\n\r\n0\r\n\r\n" + SECOND,
+        POST
+        + b"transfer-encoding: chunked\r\ntransfer-encoding: identity\r\n\r\n0\r\n\r\n"
+        + SECOND,
         POST + b"transfer-encoding : chunked\r\n\r\n0\r\n\r\n" + SECOND,
         b"POST /v1/completions HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n" + SECOND,
-        *map(with_length, [b" -1", b" +2", b" 1e3", b" 0x2", b" 2_0", b"", b" 2 2", b" 2,2", b" 2, 3", b"\r\n 2", b" 2\x0b"]),
+        *map(
+            with_length,
+            [
+                b" -1",
+                b" +2",
+                b" 1e3",
+                b" 0x2",
+                b" 2_0",
+                b"",
+                b" 2 2",
+                b" 2,2",
+                b" 2, 3",
+                b"\r\n 2",
+                b" 2\x0b",
+            ],
+        ),
         *map(with_length, [b" 99999999999999999999", b" 18446744073709551618", b" \xc2\xb2"]),
-        *map(with_coding, [b" chunked, identity", b" gzip, chunked", b" chunked, chunked", b" identity", b" xchunked", b""]),
-        *map(with_coding, [b" gzip\r\ntransfer-encoding: chunked", b" chunked\r\ntransfer-encoding: gzip"]),
-        *map(with_coding, [b" \x0bchunked", b"\r\n chunked", b" chunked\x00", b" \"chunked\"", b" chunked;q=1"]),
+        *map(
+            with_coding,
+            [
+                b" chunked, identity",
+                b" gzip, chunked",
+                b" chunked, chunked",
+                b" identity",
+                b" xchunked",
+                b"",
+            ],
+        ),
+        *map(
+            with_coding,
+            [b" gzip\r\ntransfer-encoding: chunked", b" chunked\r\ntransfer-encoding: gzip"],
+        ),
+        *map(
+            with_coding,
+            [b" \x0bchunked", b"\r\n chunked", b" chunked\x00", b' "chunked"', b" chunked;q=1"],
+        ),
         # chunks
-        *(CHUNKED + size + b"\r\n{}\r\n0\r\n\r\n" + SECOND for size in (b"zz", b"-2", b"+2", b"0x2", b" 2", b"2 ", b"", b"2_")),
-        *(CHUNKED + size + b"\r\n{}\r\n0\r\n\r\n" + SECOND for size in (b"2;a\nb", b"2;\x00", b"FFFFFFFFFFFFFFFF2")),
-        *(CHUNKED + b"2\r\n{}" + end + SECOND for end in (b"0\r\n\r\n", b"\n0\r\n\r\n", b"}\r\n0\r\n\r\n", b"\r0\r\n\r\n")),
+        *(
+            CHUNKED + size + b"\r\n{}\r\n0\r\n\r\n" + SECOND
+            for size in (b"zz", b"-2", b"+2", b"0x2", b" 2", b"2 ", b"", b"2_")
+        ),
+        *(
+            CHUNKED + size + b"\r\n{}\r\n0\r\n\r\n" + SECOND
+            for size in (b"2;a\nb", b"2;\x00", b"FFFFFFFFFFFFFFFF2")
+        ),
+        *(
+            CHUNKED + b"2\r\n{}" + end + SECOND
+            for end in (b"0\r\n\r\n", b"\n0\r\n\r\n", b"}\r\n0\r\n\r\n", b"\r0\r\n\r\n")
+        ),
         CHUNKED + b"2\n{}\n0\n\n" + SECOND,
         CHUNKED + b"2\r\n{}\r\n0\r\ncontent-length: 3\r\n\r\n" + SECOND,
         CHUNKED + b"2\r\n{}\r\n0\r\nbad trailer\r\n\r\n" + SECOND,
         # headers
-        *(GET + line + b"\r\n\r\n" for line in (b"bad header", b"a b: c", b"a : b", b": b", b" a: b", b"\xe9: x", b"a\x00: x")),
-        *(GET + b"a: " + value + b"\r\n\r\n" for value in (b"\x00", b"a\x00b", b"\x01", b"\x7f", b"a\rb", b"a\nb", b"a\r\n b")),
+        *(
+            GET + line + b"\r\n\r\n"
+            for line in (
+                b"bad header",
+                b"a b: c",
+                b"a : b",
+                b": b",
+                b" a: b",
+                b"\xe9: x",
+                b"a\x00: x",
+            )
+        ),
+        *(
+            GET + b"a: " + value + b"\r\n\r\n"
+            for value in (b"\x00", b"a\x00b", b"\x01", b"\x7f", b"a\rb", b"a\nb", b"a\r\n b")
+        ),
         GET + b"host: y\r\n\r\n",
         b"GET /v1/models HTTP/1.1\r\nconnection: close\r\n\r\n",
         b"GET /v1/models HTTP/1.0\r\nhost: x\r\nhost: y\r\n\r\n",
@@ -128,10 +185,22 @@ REFUSED: dict[str, list[bytes]] = {
         b"GET /v1/models HTTP/1.1\nhost: x\n\n",
         # request lines
         b"GET /v1/models\r\n\r\n",
-        *(b"GET /v1/models " + what + b"\r\nhost: x\r\n\r\n" for what in (b"HTTP/0.9", b"HTTP/1.2", b"HTTP/2.0", b"RTSP/1.0")),
-        *(b"GET /v1/models " + what + b"\r\nhost: x\r\n\r\n" for what in (b"http/1.1", b"HTTP/1.1 ", b"HTTP/11", b" HTTP/1.1")),
-        *(b"GET " + what + b" HTTP/1.1\r\nhost: x\r\n\r\n" for what in (b"/a b", b"/\xe9", b"/\0", b"/\x7f", b"x", b"", b" /")),
-        *(what + b" / HTTP/1.1\r\nhost: x\r\n\r\n" for what in (b"get", b"GE T", b"G\x00T", b"FROB", b"DESCRIBE", b"A" * 40)),
+        *(
+            b"GET /v1/models " + what + b"\r\nhost: x\r\n\r\n"
+            for what in (b"HTTP/0.9", b"HTTP/1.2", b"HTTP/2.0", b"RTSP/1.0")
+        ),
+        *(
+            b"GET /v1/models " + what + b"\r\nhost: x\r\n\r\n"
+            for what in (b"http/1.1", b"HTTP/1.1 ", b"HTTP/11", b" HTTP/1.1")
+        ),
+        *(
+            b"GET " + what + b" HTTP/1.1\r\nhost: x\r\n\r\n"
+            for what in (b"/a b", b"/\xe9", b"/\0", b"/\x7f", b"x", b"", b" /")
+        ),
+        *(
+            what + b" / HTTP/1.1\r\nhost: x\r\n\r\n"
+            for what in (b"get", b"GE T", b"G\x00T", b"FROB", b"DESCRIBE", b"A" * 40)
+        ),
         b"GET\t/v1/models HTTP/1.1\r\nhost: x\r\n\r\n",
         b"SOURCE / ICE/1.0\r\n\r\n",
         b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n" + SECOND,
@@ -139,11 +208,13 @@ REFUSED: dict[str, list[bytes]] = {
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         b"HTTP/1.1 200 OK\r\n\r\n",
     ],
-}  # fmt: skip
+}
 """What the protocol itself refuses, before anything else sees it, by the code of its error."""
 
 
-@pytest.mark.parametrize(("code", "request_bytes"), [(code, each) for code in REFUSED for each in REFUSED[code]])
+@pytest.mark.parametrize(
+    ("code", "request_bytes"), [(code, each) for code in REFUSED for each in REFUSED[code]]
+)
 def test_what_is_refused(server: RunningServer, code: str, request_bytes: bytes) -> None:
     answer = say(server, request_bytes)
     assert num_answers(answer) == 1 and answer.split(b" ", 2)[1][:1] == b"4", answer[:200]
@@ -156,7 +227,8 @@ def test_what_is_refused(server: RunningServer, code: str, request_bytes: bytes)
 
 
 def test_what_is_refused_by_others(server: RunningServer, hasty: RunningServer) -> None:
-    """A length that can be read is too large for the route, and a head that does not end is waited for."""
+    """A length that can be read is too large for the route,
+    and a head that does not end is waited for."""
     answer = say(server, with_length(b" 9223372036854775808"), end=b"}}")
     assert num_answers(answer) == 1 and b'"request_too_large"' in answer
     answer = say(hasty, b"GET /v1/models HTTP/1.1\r\nhost: x\n\r\n")
@@ -181,23 +253,38 @@ def num_answers(answer: bytes) -> int:
         (b"DELETE /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n", 405),
         (POST + b'content-length: 20 \r\n\r\n{"prompt":"x","n":1}', 200),
         (CHUNKED + b'14\r\n{"prompt":"x","n":1}\r\n0\r\n\r\n', 200),
-        (CHUNKED + b'a;x="y";z\r\n{"prompt":\r\n000a\r\n"x","n":1}\r\n0\r\ntrailer: 1\r\n\r\n', 200),
+        (
+            CHUNKED + b'a;x="y";z\r\n{"prompt":\r\n000a\r\n"x","n":1}\r\n0\r\ntrailer: 1\r\n\r\n',
+            200,
+        ),
         (GET + b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n", 200),
         (GET + b"expect: the-unexpected\r\n\r\n", 200),
     ],
 )
-def test_what_is_unusual_and_served(server: RunningServer, request_bytes: bytes, status: int) -> None:
+def test_what_is_unusual_and_served(
+    server: RunningServer, request_bytes: bytes, status: int
+) -> None:
     answer = say(server, request_bytes)
     assert num_answers(answer) == 1 and int(answer.split(b" ", 2)[1]) == status, answer[:300]
     for cut in range(1, len(request_bytes), 7):
         pieces = say(server, request_bytes[:cut], request_bytes[cut:])
-        assert int(pieces.split(b" ", 2)[1]) == status and num_answers(pieces) == 1, (cut, pieces[:300])
+        assert int(pieces.split(b" ", 2)[1]) == status and num_answers(pieces) == 1, (
+            cut,
+            pieces[:300],
+        )
 
 
 @pytest.mark.parametrize("protocol", [b"websocket", b"h2c", b"TLS/1.0"])
-def test_another_protocol_is_not_taken_up_and_the_request_is_served(server: RunningServer, protocol: bytes) -> None:
-    """Also its body, which llhttp would take for the other protocol's: so some clients begin every connection."""
-    ask = b"connection: Upgrade, HTTP2-Settings\r\nUPGRADE: " + protocol + b"\r\nhttp2-settings: AA\r\n"
+def test_another_protocol_is_not_taken_up_and_the_request_is_served(
+    server: RunningServer, protocol: bytes
+) -> None:
+    """Also its body, which llhttp would take for the other protocol's:
+    so some clients begin every connection."""
+    ask = (
+        b"connection: Upgrade, HTTP2-Settings\r\nUPGRADE: "
+        + protocol
+        + b"\r\nhttp2-settings: AA\r\n"
+    )
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + ask + b"content-length: 14\r\n\r\n"
     answer = say(server, head + b'{"prompt":"x"}' + GET + ask + b"\r\n")
     assert answer.count(b"HTTP/1.1 200 OK") == num_answers(answer) == 2
@@ -207,23 +294,42 @@ def test_trailers_are_no_headers() -> None:
     """What a client appends to a body is told apart from what a proxy before us has checked."""
     with serve(FakeClient(), keys=key_ring([(Tenant("a"), ["sk-right-key"])])) as server:
         chunk = b'14\r\n{"prompt":"x","n":1}\r\n0\r\n'
-        assert b" 401 " in say(server, CHUNKED + chunk + b"authorization: Bearer sk-right-key\r\n\r\n")
-        keyed = CHUNKED.replace(b"host: x\r\n", b"host: x\r\nauthorization: Bearer sk-right-key\r\n")
-        assert b" 200 " in say(server, keyed + chunk + b"x-request-id: mine\r\nx-api-key: other\r\n\r\n")
+        assert b" 401 " in say(
+            server, CHUNKED + chunk + b"authorization: Bearer sk-right-key\r\n\r\n"
+        )
+        keyed = CHUNKED.replace(
+            b"host: x\r\n", b"host: x\r\nauthorization: Bearer sk-right-key\r\n"
+        )
+        assert b" 200 " in say(
+            server, keyed + chunk + b"x-request-id: mine\r\nx-api-key: other\r\n\r\n"
+        )
 
 
 @pytest.mark.parametrize("path", [b"/version", b"/v1/nothing"])
 def test_head_is_answered_without_a_body(server: RunningServer, path: bytes) -> None:
-    head, _, body = say(server, b"HEAD " + path + b" HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").partition(b"\r\n\r\n")
-    assert b"content-length: " in head and b"content-length: 0" not in head and b"transfer-encoding" not in head
+    head, _, body = say(
+        server, b"HEAD " + path + b" HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    ).partition(b"\r\n\r\n")
+    assert (
+        b"content-length: " in head
+        and b"content-length: 0" not in head
+        and b"transfer-encoding" not in head
+    )
     assert body == b"" and head.count(b"connection: close") == 1
 
 
 def test_an_old_client_gets_a_stream_that_ends_with_the_connection(server: RunningServer) -> None:
     body = b'{"prompt":"x","stream":true}'
-    head = b"POST /v1/completions HTTP/1.0\r\ncontent-length: %d\r\nexpect: 100-continue\r\n\r\n" % len(body)
+    head = (
+        b"POST /v1/completions HTTP/1.0\r\ncontent-length: %d\r\nexpect: 100-continue\r\n\r\n"
+        % len(body)
+    )
     answer_head, _, events = say(server, head + body).partition(b"\r\n\r\n")
-    assert b" 200 " in answer_head and b"transfer-encoding" not in answer_head and b"connection: close" in answer_head
+    assert (
+        b" 200 " in answer_head
+        and b"transfer-encoding" not in answer_head
+        and b"connection: close" in answer_head
+    )
     assert events.startswith(b"data: {") and events.endswith(b"data: [DONE]\n\n")
 
 
@@ -235,20 +341,28 @@ def test_a_body_that_waits_to_be_asked_for_is_asked_for_once(server: RunningServ
         connection.sendall(b'{"prompt":')
         connection.sendall(b'"x"}')
         assert b"HTTP/1.1 200 OK" in connection.recv(65536)
-    answer = say(server, head.replace(b"host: x\r\n", b"host: x\r\nconnection: close\r\n") + b'{"prompt":"x"}')
+    answer = say(
+        server,
+        head.replace(b"host: x\r\n", b"host: x\r\nconnection: close\r\n") + b'{"prompt":"x"}',
+    )
     assert b" 100 " not in answer and b" 200 " in answer
 
 
 def test_a_second_request_cannot_be_smuggled(server: RunningServer) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\ntransfer-encoding: chunked\r\n\r\n" % (
-        5 + len(SECOND)
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\ntransfer-encoding: chunked\r\n\r\n"
+        % (5 + len(SECOND))
     )
     answer = say(server, head + b"0\r\n\r\n" + SECOND)
     assert num_answers(answer) == 1 and b"process_" not in answer
 
 
-def test_what_follows_a_chunked_body_at_once_is_left_for_another_connection(server: RunningServer) -> None:
-    chunked = CHUNKED.replace(b"connection: close\r\n", b"") + b'14\r\n{"prompt":"x","n":1}\r\n0\r\n\r\n'
+def test_what_follows_a_chunked_body_at_once_is_left_for_another_connection(
+    server: RunningServer,
+) -> None:
+    chunked = (
+        CHUNKED.replace(b"connection: close\r\n", b"") + b'14\r\n{"prompt":"x","n":1}\r\n0\r\n\r\n'
+    )
     answer = say(server, chunked + SECOND)
     assert num_answers(answer) == 1 and b" 200 " in answer and b"connection: close" in answer
     with connect(server) as connection:
@@ -261,7 +375,12 @@ def test_what_follows_a_chunked_body_at_once_is_left_for_another_connection(serv
 def test_slow_headers_and_bodies_are_given_up(hasty: RunningServer) -> None:
     for pieces in ([], [b"GET"]):
         assert b" 408 " in say(hasty, *pieces)
-    answer = say(hasty, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n", b"{", b'"')
+    answer = say(
+        hasty,
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n",
+        b"{",
+        b'"',
+    )
     assert b" 408 " in answer and b"connection: close" in answer
 
 
@@ -308,16 +427,24 @@ def test_pipelined_requests_are_answered_in_order(server: RunningServer) -> None
     assert answer.index(b'"version"') < answer.index(b'"object":"list"')
 
 
-def test_more_than_can_be_kept_ahead_is_not_served_and_the_connection_ends(server: RunningServer) -> None:
+def test_more_than_can_be_kept_ahead_is_not_served_and_the_connection_ends(
+    server: RunningServer,
+) -> None:
     first = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
     answer = say(server, first * 20_000)
     assert 1 <= answer.count(b"HTTP/1.1 200") == num_answers(answer) < 20_000
     assert b" 200 OK" in say(server, GET + b"\r\n")
 
 
-def test_what_is_wrong_with_the_next_request_does_not_harm_this_ones_answer(server: RunningServer) -> None:
+def test_what_is_wrong_with_the_next_request_does_not_harm_this_ones_answer(
+    server: RunningServer,
+) -> None:
     answer = say(server, b"GET /version HTTP/1.1\r\nhost: x\r\n\r\nnonsense\r\n\r\n")
-    assert answer.startswith(b"HTTP/1.1 200 ") and b"HTTP/1.1 400 " in answer and num_answers(answer) == 2
+    assert (
+        answer.startswith(b"HTTP/1.1 200 ")
+        and b"HTTP/1.1 400 " in answer
+        and num_answers(answer) == 2
+    )
 
 
 def test_a_client_that_leaves_is_noticed_although_it_sent_more(server: RunningServer) -> None:
@@ -326,21 +453,27 @@ def test_a_client_that_leaves_is_noticed_although_it_sent_more(server: RunningSe
     with serve(client) as slow:
         with connect(slow) as connection:
             connection.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 14\r\n\r\n" + b'{"prompt":"x"}' + SECOND
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 14\r\n\r\n"
+                + b'{"prompt":"x"}'
+                + SECOND
             )
             until(lambda: client.streams)
         until(lambda: client.num_aborted == 1)
 
 
 def test_an_answer_is_not_held_back_for_the_clients_acknowledgement(server: RunningServer) -> None:
-    """Nagle's algorithm would hold each answer on a connection that is used again for 40 ms, and each token of a stream."""
+    """Nagle's algorithm would hold each answer on a connection that is used again for 40 ms,
+    and each token of a stream."""
     with httpx.Client(base_url=server.url) as http:
         times_s = (http.get("/version").elapsed.total_seconds() for _ in range(500))
-        assert any(time_s < 0.03 for number, time_s in enumerate(times_s) if number >= 20), "each of them takes 40 ms longer"
+        assert any(time_s < 0.03 for number, time_s in enumerate(times_s) if number >= 20), (
+            "each of them takes 40 ms longer"
+        )
 
 
 def test_t13_thousands_of_idle_connections_cost_little_and_hold_nobody_up() -> None:
-    """Each costs a few kilobytes for the seconds that it is granted; meanwhile others are served as always."""
+    """Each costs a few kilobytes for the seconds that it is granted;
+    meanwhile others are served as always."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_idle = min(4000, (hard if hard != resource.RLIM_INFINITY else 1 << 20) // 2 - 200)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * num_idle + 200), hard))

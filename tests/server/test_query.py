@@ -1,4 +1,5 @@
-"""Query strings of whatever kind, on every route: an answer or a refusal by name, and never a failure of ours."""
+"""Query strings of whatever kind, on every route: an answer or a refusal by name,
+and never a failure of ours."""
 
 from __future__ import annotations
 
@@ -74,7 +75,9 @@ def test_what_is_out_of_bounds_is_refused_by_name(query_string: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         read(query_string)
     assert caught.value.status == 400 and caught.value.code == "invalid_query"
-    assert caught.value.param == (None if b"x299" in query_string else query_string.partition(b"=")[0].decode())
+    assert caught.value.param == (
+        None if b"x299" in query_string else query_string.partition(b"=")[0].decode()
+    )
 
 
 def test_what_is_within_them_is_read() -> None:
@@ -92,7 +95,10 @@ def test_parameters_that_a_route_does_not_have_are_reported_as_fields_are() -> N
 
 
 @settings(deadline=None, max_examples=300)
-@given(st.binary(max_size=200) | st.text(max_size=100).map(lambda text: f"limit={text}".encode("utf-8", "surrogatepass")))
+@given(
+    st.binary(max_size=200)
+    | st.text(max_size=100).map(lambda text: f"limit={text}".encode("utf-8", "surrogatepass"))
+)
 def test_no_bytes_at_all_are_a_failure_of_ours(query_string: bytes) -> None:
     try:
         query, _ = read(query_string)
@@ -104,7 +110,9 @@ def test_no_bytes_at_all_are_a_failure_of_ours(query_string: bytes) -> None:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with serve(FakeClient(), ApiConfig(data_folder=str(tmp_path_factory.mktemp("data")))) as running:
+    with serve(
+        FakeClient(), ApiConfig(data_folder=str(tmp_path_factory.mktemp("data")))
+    ) as running:
         yield running
 
 
@@ -120,9 +128,21 @@ def test_every_route_judges_its_query(server: RunningServer) -> None:
         for operation in operations():
             path = re.sub(r"\{[^}]*\}", "1", operation.path)
             for method in sorted((operation.methods or set()) - {"HEAD"}):
-                for value in ("%C2%B2", "9" * 900, "-1", "%00", "", "%", "%ff", "asc%0d%0ax:y", "%F0%9F%98%80"):
+                for value in (
+                    "%C2%B2",
+                    "9" * 900,
+                    "-1",
+                    "%00",
+                    "",
+                    "%",
+                    "%ff",
+                    "asc%0d%0ax:y",
+                    "%F0%9F%98%80",
+                ):
                     query = "&".join(f"{name}={value}" for name in sorted(names))
-                    answer = http.request(method, f"{path}?{query}", json={} if method == "POST" else None)
+                    answer = http.request(
+                        method, f"{path}?{query}", json={} if method == "POST" else None
+                    )
                     assert answer.status_code < 500, (method, path, value, answer.text)
                     num_judged += 1
                     if operation.query_kind.__struct_fields__ and value in ("%C2%B2", "9" * 900):
@@ -133,12 +153,16 @@ def test_every_route_judges_its_query(server: RunningServer) -> None:
 def test_what_is_unknown_is_named_in_the_answer_of_any_kind(server: RunningServer) -> None:
     stream = {"messages": [{"role": "user", "content": "x"}], "stream": True}
     with httpx.Client(base_url=server.url, timeout=60) as http:
-        file_id = http.post("/v1/files", data={"purpose": "batch"}, files={"file": b"x"}).json()["id"]
+        file_id = http.post("/v1/files", data={"purpose": "batch"}, files={"file": b"x"}).json()[
+            "id"
+        ]
         paths = ("/livez", "/metrics", f"/v1/files/{file_id}/content", "/openapi.json")
         answers = [http.get(f"{path}?colour=red") for path in paths]
         answers.append(http.post("/v1/chat/completions?colour=red", json=stream))
         for answer in answers:
-            assert answer.status_code == 200 and answer.headers["x-quire-ignored-fields"] == "colour", answer.url
+            assert (
+                answer.status_code == 200 and answer.headers["x-quire-ignored-fields"] == "colour"
+            ), answer.url
         assert "x-quire-ignored-fields" not in http.get("/livez").headers
         tokens = {"model": "fake", "messages": [{"role": "user", "content": "x"}]}
         counted = http.post("/v1/messages/count_tokens?beta=true", json=tokens)

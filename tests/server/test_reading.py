@@ -33,13 +33,20 @@ def test_tokens_up_to_the_second_mark_are_counted(size: int) -> None:
 
 
 def tools(mode: Mode, *, has_form: bool = False) -> ToolUse:
-    settled = asyncio.run(settle_tools([Function(name="f")], Demand(mode=mode), (HERMES, None), has_form=has_form))
+    settled = asyncio.run(
+        settle_tools([Function(name="f")], Demand(mode=mode), (HERMES, None), has_form=has_form)
+    )
     assert settled is not None
     return settled
 
 
 def test_special_marks_are_shown_to_the_parser() -> None:
-    assert Reading(Marks(MISTRAL_THINK, 3, 4, is_special=True)).constraints(None, "x")["skip_special_tokens"] is False
+    assert (
+        Reading(Marks(MISTRAL_THINK, 3, 4, is_special=True)).constraints(None, "x")[
+            "skip_special_tokens"
+        ]
+        is False
+    )
     assert "skip_special_tokens" not in Reading(Marks(THINK, 3, 4)).constraints(None, "x")
 
 
@@ -48,8 +55,14 @@ def test_a_form_is_for_answers_that_are_text() -> None:
     modes: list[Mode] = ["required", "named"]
     for mode in modes:
         demanded = tools(mode)
-        assert Reading(tools=demanded).constraints(form, "x")["structured_outputs"].wire == demanded.grammar
-        assert Reading(tools=demanded).constraints(regex, "x")["structured_outputs"].wire == demanded.grammar
+        assert (
+            Reading(tools=demanded).constraints(form, "x")["structured_outputs"].wire
+            == demanded.grammar
+        )
+        assert (
+            Reading(tools=demanded).constraints(regex, "x")["structured_outputs"].wire
+            == demanded.grammar
+        )
     assert Reading(tools=tools("auto")).constraints(regex, "x")["structured_outputs"] is regex
     offered = tools("auto", has_form=True)
     with pytest.raises(ApiError) as caught:
@@ -61,26 +74,36 @@ def test_a_form_is_for_answers_that_are_text() -> None:
         native = compile_grammar(wire, NativeVocabulary(TOKENS))
         for text, is_good in ((call, True), ('{"a": 1}', True), ('{"b": 1}', False), ("so", False)):
             matcher, data = native.deep_copy(), list((thoughts + text).encode())
-            assert (matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()) == is_good, text
+            assert (
+                matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+            ) == is_good, text
 
 
 TOKENS = Vocabulary(
-    [*(bytes([byte]) for byte in range(256)), b"[THINK]", b"[/THINK]", b"<end>"], frozenset({256, 257, 258}), (258,)
+    [*(bytes([byte]) for byte in range(256)), b"[THINK]", b"[/THINK]", b"<end>"],
+    frozenset({256, 257, 258}),
+    (258,),
 )
 PLAIN, SPECIAL = Marks(THINK), Marks(MISTRAL_THINK, 256, 257, is_special=True)
-JSON = StructuredOutputsParams(json={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+JSON = StructuredOutputsParams(
+    json={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+)
 
 
 def accepts(reading: Reading, token_ids: list[int]) -> bool:
     """Whether an answer with a form may be this."""
     form = None if reading.tools is not None else JSON
-    matcher = compile_grammar(reading.constraints(form, "x")["structured_outputs"].wire, NativeVocabulary(TOKENS)).deep_copy()
+    matcher = compile_grammar(
+        reading.constraints(form, "x")["structured_outputs"].wire, NativeVocabulary(TOKENS)
+    ).deep_copy()
     return bool(matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting())
 
 
 @pytest.mark.parametrize("is_inside", [False, True])
 @pytest.mark.parametrize("marks", [PLAIN, SPECIAL])
-def test_thoughts_may_come_before_a_form_and_must_end_where_the_prompt_began_them(marks: Marks, is_inside: bool) -> None:
+def test_thoughts_may_come_before_a_form_and_must_end_where_the_prompt_began_them(
+    marks: Marks, is_inside: bool
+) -> None:
     begin, end = ([256], [257]) if marks.is_special else (list(b"<think>"), list(b"</think>"))
     answer, thought = list(b'{"a": 1}'), list("Hm \u00e4, {2}\n".encode())
     reading = Reading(marks, is_inside)

@@ -1,4 +1,5 @@
-"""Streams of events: the same bytes whether a task sends them or they go straight into the connection, and in order."""
+"""Streams of events: the same bytes whether a task sends them or they go straight into
+the connection, and in order."""
 
 from __future__ import annotations
 
@@ -22,11 +23,14 @@ CALL = Call("req_1", EVERYBODY)
 
 def _output(text: str, *, is_last: bool = False) -> RequestOutput:
     reason = "stop" if is_last else None
-    return RequestOutput("r", None, [], [CompletionOutput(0, text, [1], finish_reason=reason)], finished=is_last)
+    return RequestOutput(
+        "r", None, [], [CompletionOutput(0, text, [1], finish_reason=reason)], finished=is_last
+    )
 
 
 class _Run:
-    """Outputs that come when they are told to; the contract of `Run` as far as a stream relies on it."""
+    """Outputs that come when they are told to; the contract of `Run` as
+    far as a stream relies on it."""
 
     def __init__(self) -> None:
         self.items: list[RequestOutput] = []
@@ -43,7 +47,12 @@ class _Run:
     def put(self, output: RequestOutput) -> bool:
         """Whether it went past the task."""
         self.is_finished = output.finished
-        if not output.finished and self.pass_on is not None and not self.items and self.pass_on(0, output):
+        if (
+            not output.finished
+            and self.pass_on is not None
+            and not self.items
+            and self.pass_on(0, output)
+        ):
             return True
         self.items.append(output)
         self.news.set()
@@ -106,7 +115,12 @@ class _Client:
         self.got += body
 
 
-def _serve(script: Callable[[_Run, _Client], Iterable[None]], *, has_writer: bool, keep_alive_s: float = 30.0) -> _Client:
+def _serve(
+    script: Callable[[_Run, _Client], Iterable[None]],
+    *,
+    has_writer: bool,
+    keep_alive_s: float = 30.0,
+) -> _Client:
     """Serve a stream; between two steps of `script` the loop runs dry."""
 
     async def run() -> _Client:
@@ -126,7 +140,9 @@ def _serve(script: Callable[[_Run, _Client], Iterable[None]], *, has_writer: boo
 
 
 @pytest.mark.parametrize("has_writer", [False, True])
-def test_every_output_arrives_once_and_in_order_however_fast_the_client_reads(has_writer: bool) -> None:
+def test_every_output_arrives_once_and_in_order_however_fast_the_client_reads(
+    has_writer: bool,
+) -> None:
     passed = []
 
     def script(run: _Run, client: _Client) -> Iterable[None]:
@@ -159,7 +175,9 @@ def test_silence_is_what_the_client_has_not_heard_whoever_wrote_last() -> None:
     async def run() -> tuple[_Client, int]:
         source, client = _Run(), _Client()
         stream = EventStream(CALL, source, _Events(), 0.2)  # type: ignore[arg-type]
-        task = asyncio.create_task(stream({"extensions": {WRITER: {"writer": client}}}, asyncio.Queue().get, client.send))
+        task = asyncio.create_task(
+            stream({"extensions": {WRITER: {"writer": client}}}, asyncio.Queue().get, client.send)
+        )
         source.put(_output("a"))
         while KEEP_ALIVE not in client.got:
             await asyncio.sleep(0.01)

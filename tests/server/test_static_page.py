@@ -1,4 +1,5 @@
-"""The page's files: there without a key, with a policy that lets nothing in from elsewhere, and nothing secret in them."""
+"""The page's files: there without a key, with a policy that lets nothing in from elsewhere,
+and nothing secret in them."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ def test_the_page_needs_no_key_and_has_a_strict_policy() -> None:
         for path in PATHS:
             answer = httpx.get(server.url + path)
             policy = answer.headers["content-security-policy"]
-            assert answer.status_code == 200 and "default-src 'none'" in policy and "script-src 'self'" in policy
+            assert (
+                answer.status_code == 200
+                and "default-src 'none'" in policy
+                and "script-src 'self'" in policy
+            )
             assert "unsafe" not in policy and "http" not in policy and "*" not in policy
             assert answer.headers["x-content-type-options"] == "nosniff"
             again = httpx.get(server.url + path, headers={"if-none-match": answer.headers["etag"]})
@@ -48,5 +53,6 @@ def test_behind_a_proxy_everything_is_relative() -> None:
         assert index.status_code == 200 and 'src="page/main.js"' in index.text
         assert httpx.get(f"{server.url}/llm/page/main.js").status_code == 200
         assert not re.search(
-            r"""["'`](?:/v1|/inspect|/page)""", (FOLDER / "main.js").read_text() + (FOLDER / "api.js").read_text()
+            r"""["'`](?:/v1|/inspect|/page)""",
+            (FOLDER / "main.js").read_text() + (FOLDER / "api.js").read_text(),
         )

@@ -1,4 +1,5 @@
-"""T11: two hundred hostile grammars and schemas: each is answered in time, and never with an answer of another form."""
+"""T11: two hundred hostile grammars and schemas: each is answered in time,
+and never with an answer of another form."""
 
 from __future__ import annotations
 
@@ -24,21 +25,31 @@ Case = tuple[str, Any]
 
 def _doubling(kind: str, depth: int) -> dict[str, Any]:
     """Definitions each of which names the next one twice: 2 ** depth ways through."""
-    definitions: dict[str, Any] = {f"d{n}": {kind: [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(depth)}
-    return {"$ref": "#/$defs/d0", "$defs": {**definitions, f"d{depth}": {"type": "string", "maxLength": 2}}}
+    definitions: dict[str, Any] = {
+        f"d{n}": {kind: [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(depth)
+    }
+    return {
+        "$ref": "#/$defs/d0",
+        "$defs": {**definitions, f"d{depth}": {"type": "string", "maxLength": 2}},
+    }
 
 
 def _product(width: int) -> dict[str, Any]:
     """All combinations of one branch of each."""
     schema: dict[str, Any] = {"type": "object"}
     for n in range(width):
-        branches = [{"properties": {f"x{n}": {"type": "string"}}}, {"properties": {f"y{n}": {"type": "integer"}}}]
+        branches = [
+            {"properties": {f"x{n}": {"type": "string"}}},
+            {"properties": {f"y{n}": {"type": "integer"}}},
+        ]
         schema = {"allOf": [schema, {"anyOf": branches}]}
     return schema
 
 
 def _chain(length: int) -> dict[str, Any]:
-    definitions = {f"a{n}": {"type": "array", "items": {"$ref": f"#/$defs/a{n + 1}"}} for n in range(length)}
+    definitions = {
+        f"a{n}": {"type": "array", "items": {"$ref": f"#/$defs/a{n + 1}"}} for n in range(length)
+    }
     return {"$ref": "#/$defs/a0", "$defs": {**definitions, f"a{length}": {"type": "null"}}}
 
 
@@ -47,20 +58,32 @@ def _nested(opening: str, closing: str, depth: int, middle: str = "{}") -> str:
 
 
 def _schemas() -> Iterator[Any]:
-    yield from (_doubling(kind, depth) for kind in ("anyOf", "allOf", "oneOf") for depth in (4, 16, 24, 28))
+    yield from (
+        _doubling(kind, depth) for kind in ("anyOf", "allOf", "oneOf") for depth in (4, 16, 24, 28)
+    )
     yield from (_product(width) for width in (2, 6, 12, 20, 28))
     yield from (_chain(length) for length in (10, 300, 1900, 3000, 10_000))
     yield from (_nested('{"items":', "}", depth) for depth in (10, 60, 70, 500, 5000, 60_000))
     yield from (_nested('{"anyOf":[', "]}", depth) for depth in (10, 30, 40, 400, 60_000))
-    yield from ({"enum": [f"value {n}" for n in range(count)]} for count in (1, 100, 9999, 10_001, 100_000))
+    yield from (
+        {"enum": [f"value {n}" for n in range(count)]} for count in (1, 100, 9999, 10_001, 100_000)
+    )
     for count in (10, 500, 1001, 5000):
         properties = {f"p{n}": {"type": "string", "maxLength": 1} for n in range(count)}
         yield {"type": "object", "properties": properties}
         yield {"type": "object", "properties": properties, "required": list(properties)}
-    yield from ({"type": "string", "maxLength": most, "minLength": most // 2} for most in (10, 10**4, 10**6, 10**9, 10**18))
-    yield from ({"type": "array", "items": {"type": "null"}, "minItems": n} for n in (10**2, 10**4, 10**6, 10**12, -1, 1.5))
+    yield from (
+        {"type": "string", "maxLength": most, "minLength": most // 2}
+        for most in (10, 10**4, 10**6, 10**9, 10**18)
+    )
+    yield from (
+        {"type": "array", "items": {"type": "null"}, "minItems": n}
+        for n in (10**2, 10**4, 10**6, 10**12, -1, 1.5)
+    )
     yield from ({"type": "number", "multipleOf": n} for n in (3, 1e-9, 1e-300, 0, -1, 10**30))
-    yield from ({"type": "integer", "minimum": -(10**n), "maximum": 10**n} for n in (1, 5, 18, 30, 300))
+    yield from (
+        {"type": "integer", "minimum": -(10**n), "maximum": 10**n} for n in (1, 5, 18, 30, 300)
+    )
     for pattern in (
         "^(a+)+$",
         "^(a|a)*b$",
@@ -74,15 +97,29 @@ def _schemas() -> Iterator[Any]:
     ):
         yield {"type": "string", "pattern": pattern}
         yield {"type": "object", "patternProperties": {pattern: {}}, "additionalProperties": False}
-    yield from ({"$ref": "#"}, {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, {"$ref": "#/nowhere"})
+    yield from (
+        {"$ref": "#"},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
+        {"$ref": "#/nowhere"},
+    )
     yield {"allOf": [{"$ref": "#"}]}
     yield {"anyOf": [{"$ref": "#"}, {"type": "null"}]}
     yield {"type": "array", "items": {"$ref": "#"}, "maxItems": 2}
     yield from ({"type": "object", "description": "x" * n} for n in (10**5, 10**6, 7 * 10**6))
-    yield from ({"x-guidance": {"lenient": True}, "type": "null"}, {"type": ["null", 5]}, {"type": None}, {"required": [1]})
-    yield from ({"properties": {"\x00": {}}}, {"const": "\U0001f600" * 1000}, {"type": "object", "minProperties": 10**9})
     yield from (
-        {"oneOf": [{"type": "object", "properties": {"k": {"const": n}}} for n in range(count)]} for count in (3, 60, 600)
+        {"x-guidance": {"lenient": True}, "type": "null"},
+        {"type": ["null", 5]},
+        {"type": None},
+        {"required": [1]},
+    )
+    yield from (
+        {"properties": {"\x00": {}}},
+        {"const": "\U0001f600" * 1000},
+        {"type": "object", "minProperties": 10**9},
+    )
+    yield from (
+        {"oneOf": [{"type": "object", "properties": {"k": {"const": n}}} for n in range(count)]}
+        for count in (3, 60, 600)
     )
 
 
@@ -96,7 +133,13 @@ def _regexes() -> Iterator[str]:
         "(a{1000}){1000}",
         "((a{99}){99}){99}",
     )
-    yield from ("[a-z]{1,100000}", "(x?){5000}x{5000}", r"\p{L}{1,500}", r"(\p{L}|\p{N})*\p{Lu}{300}", "(?i)" + "abc" * 3000)
+    yield from (
+        "[a-z]{1,100000}",
+        "(x?){5000}x{5000}",
+        r"\p{L}{1,500}",
+        r"(\p{L}|\p{N})*\p{Lu}{300}",
+        "(?i)" + "abc" * 3000,
+    )
     yield from (
         "(" * 240 + "a" + ")" * 240,
         "(" * 9000 + "a" + ")" * 9000,
@@ -106,7 +149,15 @@ def _regexes() -> Iterator[str]:
         "a**",
         "(?R)",
     )
-    yield from (r"(a)\1", "(?<=a)b", "a{5,1}", "a{99999999999999999999}", "|".join(f"w{n}" for n in range(5000)), "\\", "(?#x)")
+    yield from (
+        r"(a)\1",
+        "(?<=a)b",
+        "a{5,1}",
+        "a{99999999999999999999}",
+        "|".join(f"w{n}" for n in range(5000)),
+        "\\",
+        "(?#x)",
+    )
     yield from (f"(a|b){{{n},{2 * n}}}c*" for n in (10, 1000, 10**5, 10**7))
     yield from (
         f"{lead}({body}){{{count}}}{tail}"
@@ -132,8 +183,16 @@ def _grammars() -> Iterator[str]:
         "nothing",
         "",
     )
-    yield from ("start: " + " | ".join(f'"w{n}"' for n in range(count)) for count in (1000, 20_000, 60_000))
-    yield from ('%import "x"\nstart: /a/', 'start: %json {"not": {}}', "start: <[0]>", "start: <|im_end|>", 'start: "\\ud800"')
+    yield from (
+        "start: " + " | ".join(f'"w{n}"' for n in range(count)) for count in (1000, 20_000, 60_000)
+    )
+    yield from (
+        '%import "x"\nstart: /a/',
+        'start: %json {"not": {}}',
+        "start: <[0]>",
+        "start: <|im_end|>",
+        'start: "\\ud800"',
+    )
     yield "\n".join([*(f"r{n}: r{n + 1} r{n + 1}" for n in range(60)), 'r60: "x"', "start: r0"])
     yield "\n".join([*(f'r{n}: r{n + 1} | "y"' for n in range(6000)), 'r6000: "x"', "start: r0"])
 
@@ -150,7 +209,9 @@ def test_there_are_enough_cases() -> None:
 
 
 @timed
-def test_t11_hostile_grammars_are_bounded(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_t11_hostile_grammars_are_bounded(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With plain requests beside them, whose pauses are watched."""
     before_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     statuses: list[int] = []
@@ -164,7 +225,11 @@ def test_t11_hostile_grammars_are_bounded(server: RunningServer, monkeypatch: py
                 response = await client.post("/v1/completions", json=body)
                 elapsed = time.monotonic() - started
                 assert elapsed < LIMIT_S, (field, str(value)[:80], elapsed)
-                assert response.status_code in (200, 400, 413), (field, str(value)[:80], response.text[:300])
+                assert response.status_code in (200, 400, 413), (
+                    field,
+                    str(value)[:80],
+                    response.text[:300],
+                )
                 statuses.append(response.status_code)
             beside.cancel()
             return (await asyncio.gather(beside, return_exceptions=True)) and longest[0]

@@ -1,5 +1,6 @@
-"""A server whose surroundings fail it: its disk is full, its folder is gone, its model's files are exchanged, and it is told to
-end in every way there is. Each with real processes."""
+"""A server whose surroundings fail it: its disk is full, its folder is gone, its model's files are
+exchanged, and it is told to end in every way there is. Each with real processes.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +70,9 @@ def _lose_engine(served: Served) -> None:
     until(lambda: not is_alive(engine))
 
 
-def test_neither_a_full_disk_nor_a_deleted_folder_nor_exchanged_weights_are_passed_over(tmp_path: Path) -> None:
+def test_neither_a_full_disk_nor_a_deleted_folder_nor_exchanged_weights_are_passed_over(
+    tmp_path: Path,
+) -> None:
     gone, model = tmp_path / "gone", tmp_path / "model"
     gone.mkdir()
     shutil.copytree(ASSETS, model)
@@ -85,7 +88,9 @@ def test_neither_a_full_disk_nor_a_deleted_folder_nor_exchanged_weights_are_pass
         assert _completion(served) == before, "what runs has its weights"
         _lose_engine(served)
         until(lambda: served.get("/readyz").json().get("error", {}).get("code") == "failed")
-        answer = httpx.post(f"{served.url}/v1/completions", json={"prompt": "a"}, timeout=DEADLINE_S)
+        answer = httpx.post(
+            f"{served.url}/v1/completions", json={"prompt": "a"}, timeout=DEADLINE_S
+        )
         assert answer.status_code == 503, answer.text
         assert children(served.process.pid) == [], "none is started of other files"
         assert served.progress()["num_restarts"] == 2, "and none is tried again"
@@ -93,7 +98,9 @@ def test_neither_a_full_disk_nor_a_deleted_folder_nor_exchanged_weights_are_pass
 
 
 @pytest.mark.parametrize("change", ["config.json", "tokenizer.json", "deleted"])
-def test_an_engine_is_not_built_of_files_that_the_server_did_not_read(tmp_path: Path, change: str) -> None:
+def test_an_engine_is_not_built_of_files_that_the_server_did_not_read(
+    tmp_path: Path, change: str
+) -> None:
     """As the engine's process has it, without the server."""
     from quire.common.file_states import check_unchanged
     from quire.config.engine import EngineConfig
@@ -102,7 +109,9 @@ def test_an_engine_is_not_built_of_files_that_the_server_did_not_read(tmp_path: 
     from quire.errors import CheckpointError
 
     shutil.copytree(ASSETS, tmp_path / "model")
-    planned = prepare_model(EngineConfig(model=str(tmp_path / "model"), kv_cache_memory="16MiB"), is_for_here=False).planned
+    planned = prepare_model(
+        EngineConfig(model=str(tmp_path / "model"), kv_cache_memory="16MiB"), is_for_here=False
+    ).planned
     start = start_message(planned.plan, planned.files)
     assert start.model == str(tmp_path / "model")
     check_unchanged(start.files)
@@ -111,7 +120,9 @@ def test_an_engine_is_not_built_of_files_that_the_server_did_not_read(tmp_path: 
     else:
         path = tmp_path / "model" / change
         path.write_text(json.dumps(json.loads(path.read_text()), indent=7))
-    with pytest.raises(CheckpointError, match="model.safetensors" if change == "deleted" else change):
+    with pytest.raises(
+        CheckpointError, match="model.safetensors" if change == "deleted" else change
+    ):
         check_unchanged(start.files)
 
 
@@ -121,7 +132,9 @@ def test_a_hangup_drains_and_interrupts_without_number_print_no_traceback() -> N
         answers: list[httpx.Response] = []
         body = {"prompt": "Once upon a time", "max_tokens": 30, "ignore_eos": True}
         ask = threading.Thread(
-            target=lambda: answers.append(httpx.post(f"{served.url}/v1/completions", json=body, timeout=DEADLINE_S))
+            target=lambda: answers.append(
+                httpx.post(f"{served.url}/v1/completions", json=body, timeout=DEADLINE_S)
+            )
         )
         with frozen(served.engine_pid):  # so that it does not end before all has been seen
             ask.start()
@@ -143,7 +156,17 @@ def test_a_hangup_drains_and_interrupts_without_number_print_no_traceback() -> N
 
 def test_a_hangup_that_is_ignored_stays_so() -> None:
     """As under nohup."""
-    command = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", sys.executable, "-m", "quire", "serve", *OPTIONS]
+    command = [
+        "sh",
+        "-c",
+        'trap "" HUP; exec "$@"',
+        "sh",
+        sys.executable,
+        "-m",
+        "quire",
+        "serve",
+        *OPTIONS,
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None

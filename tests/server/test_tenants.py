@@ -18,7 +18,8 @@ def test_a_keys_file(tmp_path: Path) -> None:
     digest = hashlib.sha256(b"sk-hashed-key").hexdigest()
     path = tmp_path / "keys.toml"
     path.write_text(
-        f'[[tenant]]\nname = "a"\nkeys = ["sha256:{digest}", "sk-clear-key"]\nweight = 2\ntokens_per_minute = 100\n'
+        f'[[tenant]]\nname = "a"\nkeys = ["sha256:{digest}", "sk-clear-key"]\nweight = '
+        "2\ntokens_per_minute = 100\n"
         '[[tenant]]\nname = "b"\nkeys = ["sk-other-key"]\nmax_concurrency = 3\n'
     )
     ring = key_ring(read_keys_file(path))
@@ -46,7 +47,10 @@ def test_a_keys_file(tmp_path: Path) -> None:
         "[[tenant]]\nname = 'a'\nkeys = ['sk-clear-key']\npriority = true",
         "[[tenant]]\nname = 'a'\nkeys = ['sk-clear-key']\npriority = 10000000",
         "[[tenant]]\nname = 'a'\nkeys = ['sk-clear-key', 'sk-clear-key']",
-        "[[tenant]]\nname = 'a'\nkeys = ['sk-clear-key']\n[[tenant]]\nname = 'a'\nkeys = ['sk-other-key']",
+        (
+            "[[tenant]]\nname = 'a'\nkeys = ['sk-clear-key']\n[[tenant]]\nname = 'a'\nkeys = "
+            "['sk-other-key']"
+        ),
         "sk-clear-key",
     ],
 )
@@ -72,7 +76,9 @@ def test_a_salt_is_the_tenants_and_can_only_be_narrowed() -> None:
     assert EVERYBODY.cache_salt(None) is None
 
 
-def test_a_class_of_priority_is_the_operators_and_a_request_may_only_ask_for_a_later_one(tmp_path: Path) -> None:
+def test_a_class_of_priority_is_the_operators_and_a_request_may_only_ask_for_a_later_one(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(
         '[[tenant]]\nname = "late"\nkeys = ["sk-late-key"]\npriority = 3\n'
@@ -84,11 +90,13 @@ def test_a_class_of_priority_is_the_operators_and_a_request_may_only_ask_for_a_l
         for key, priority, served in (
             ("sk-late-key", None, 3), ("sk-late-key", 3, 3), ("sk-late-key", 9, 9),
             ("sk-late-key", 0, None), ("sk-late-key", 2, None),
-            ("sk-plain-key", None, 0), ("sk-plain-key", 0, 0), ("sk-plain-key", 7, 7), ("sk-plain-key", -1, None),
-            ("sk-chief-key", -7, -7),
+            ("sk-plain-key", None, 0), ("sk-plain-key", 0, 0), ("sk-plain-key", 7, 7),
+            ("sk-plain-key", -1, None), ("sk-chief-key", -7, -7),
         ):  # fmt: skip
             body = {"prompt": [5], "priority": priority}
-            answer = httpx.post(f"{server.v1}/completions", json=body, headers={"authorization": f"Bearer {key}"})
+            answer = httpx.post(
+                f"{server.v1}/completions", json=body, headers={"authorization": f"Bearer {key}"}
+            )
             if served is None:
                 assert (answer.status_code, answer.json()["error"]["param"]) == (400, "priority")
             else:
@@ -99,5 +107,9 @@ def test_a_class_of_priority_is_the_operators_and_a_request_may_only_ask_for_a_l
 def test_a_priority_is_named_where_it_has_no_effect() -> None:
     with serve(FakeClient()) as server:
         for priority, shown in ((4, "priority"), (-4, "priority"), (0, None)):
-            answer = httpx.post(f"{server.v1}/completions", json={"prompt": [5], "priority": priority})
-            assert answer.status_code == 200 and answer.headers.get("x-quire-ignored-fields") == shown
+            answer = httpx.post(
+                f"{server.v1}/completions", json={"prompt": [5], "priority": priority}
+            )
+            assert (
+                answer.status_code == 200 and answer.headers.get("x-quire-ignored-fields") == shown
+            )

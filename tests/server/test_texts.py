@@ -25,17 +25,26 @@ def called_with(path: str, arguments: Any) -> dict[str, Any]:
     """A body with an earlier call, as each API has it."""
     function = {"name": "f", "arguments": json.dumps(arguments)}
     if path == "/v1/chat/completions":
-        return {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": function}]}]}
+        return {
+            "messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": function}]}]
+        }
     if path == "/v1/responses":
         return {"input": [{"type": "function_call", "call_id": "a", **function}]}
     call = {"type": "tool_use", "id": "a", "name": "f", "input": arguments}
     result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}]}
-    return {"model": "fake", "max_tokens": 2, "messages": [{"role": "assistant", "content": [call]}, result]}
+    return {
+        "model": "fake",
+        "max_tokens": 2,
+        "messages": [{"role": "assistant", "content": [call]}, result],
+    }
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
-def test_t20_large_bodies_are_digested_in_threads_of_their_own(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What holds the interpreter's lock in the one thread for that, what lets go of it in another."""
+def test_t20_large_bodies_are_digested_in_threads_of_their_own(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What holds the interpreter's lock in the one thread for that,
+    what lets go of it in another."""
     places: list[str] = []
 
     def watched(owner: Any, name: str) -> None:
@@ -53,7 +62,10 @@ def test_t20_large_bodies_are_digested_in_threads_of_their_own(path: str, monkey
     watched(texts, "_num_chars")
     watched(ChatTemplate, "render")
     with serve(FakeClient()) as server:
-        for arguments, expected in ((SMALL, ["test-server"] * 3), (LARGE, ["quire-bodies", "quire-bodies", "quire-text"])):
+        for arguments, expected in (
+            (SMALL, ["test-server"] * 3),
+            (LARGE, ["quire-bodies", "quire-bodies", "quire-text"]),
+        ):
             places.clear()
             httpx.post(server.url + path, json=called_with(path, arguments), timeout=30)
             assert [name.partition("_")[0] for name in places[:3]] == expected

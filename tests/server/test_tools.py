@@ -34,7 +34,10 @@ def accepted(form: ToolFormat, text: str, demand: Demand) -> tuple[int, bool]:
         (HERMES, f"Let me see. {HERMES_CALL}"),
         (HERMES, f"{HERMES_CALL}\n{HERMES_CALL}"),
         (MISTRAL, "A text"),
-        (MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'),
+        (
+            MISTRAL,
+            '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+        ),
         (LLAMA3, "A text with {braces}"),
         (LLAMA3, '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {"x": []}}'),
     ],
@@ -59,7 +62,9 @@ def test_with_a_strict_function_a_call_has_its_form(text: str, num_refused: int)
 def test_a_demand_leaves_no_room_for_text() -> None:
     assert accepted(HERMES, HERMES_CALL, Demand(mode="required")) == (len(HERMES_CALL), True)
     assert accepted(HERMES, "A", Demand(mode="required"))[0] == 0
-    assert accepted(HERMES, f"{HERMES_CALL}\n", Demand(mode="required", is_parallel=False))[0] == len(HERMES_CALL)
+    assert accepted(HERMES, f"{HERMES_CALL}\n", Demand(mode="required", is_parallel=False))[
+        0
+    ] == len(HERMES_CALL)
     only_g = Demand(mode="named", names={"g"})
     assert accepted(HERMES, '<tool_call>\n{"name": "f', only_g)[0] == len('<tool_call>\n{"name": "')
 
@@ -70,7 +75,9 @@ def test_t20_between_two_schemas_the_loop_does_other_things() -> None:
 
     async def count_turns() -> int:
         await settle_tools(functions, Demand(mode="required"), (HERMES, None))
-        settling = asyncio.create_task(settle_tools(functions, Demand(mode="required"), (HERMES, None)))
+        settling = asyncio.create_task(
+            settle_tools(functions, Demand(mode="required"), (HERMES, None))
+        )
         num_turns = 0
         while not settling.done():
             await asyncio.sleep(0)
@@ -80,14 +87,19 @@ def test_t20_between_two_schemas_the_loop_does_other_things() -> None:
     assert asyncio.run(count_turns()) >= 64
 
 
-def test_t11_schemas_that_nothing_holds_a_call_to_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_t11_schemas_that_nothing_holds_a_call_to_are_not_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """And of those that are, no more than fit into one grammar: each may take a second."""
 
     async def refuse(grammar: Grammar) -> None:
         raise AssertionError("nothing needs this grammar")
 
     monkeypatch.setattr(judge, "check_async", refuse)
-    large = [Function(name=f"f{n}", parameters={"properties": {"a": {"const": "x" * 9000}}}) for n in range(64)]
+    large = [
+        Function(name=f"f{n}", parameters={"properties": {"a": {"const": "x" * 9000}}})
+        for n in range(64)
+    ]
     settled = asyncio.run(settle_tools(large, Demand(), (HERMES, None)))
     assert settled is not None and settled.grammar is None and len(settled.shown) == 64
     with pytest.raises(ApiError, match="together"):

@@ -1,4 +1,5 @@
-"""The oracle's beam search against exhaustive enumeration, where beams are wide enough to lose nothing."""
+"""The oracle's beam search against exhaustive enumeration,
+where beams are wide enough to lose nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Real traces through the real control plane: all served, little wasted, and exactly the cache hits there are to have.
+"""Real traces through the real control plane: all served, little wasted, and exactly the cache hits
+there are to have.
 
 Whole traces are replayed with `quire simulate --trace`; here their beginnings.
 """
@@ -16,8 +17,12 @@ from quire.sim.traces import Trace, TraceRequest, read_trace
 pytestmark = pytest.mark.slow
 
 
-def _replay(trace: Trace, *, block_size: int = 16, num_blocks: int = 0, step_s: float = 0.01) -> ReplayReport:
-    longest = max(request.num_prompt_tokens + request.num_output_tokens for request in trace.requests)
+def _replay(
+    trace: Trace, *, block_size: int = 16, num_blocks: int = 0, step_s: float = 0.01
+) -> ReplayReport:
+    longest = max(
+        request.num_prompt_tokens + request.num_output_tokens for request in trace.requests
+    )
     num_blocks = num_blocks or trace.num_blocks_without_eviction(block_size)
     limits = SchedulerLimits(num_blocks, block_size, max_model_len=longest)
     return replay(trace, limits, StepTimeModel(step_s, 20e-6))
@@ -63,4 +68,6 @@ def test_the_report_says_it_in_words() -> None:
     report = _replay(Trace((TraceRequest(0.0, 20, 3),), 16))
     text = "\n".join(report.lines())
     assert "1 of 1 complete, 20 prompt and 3 output tokens" in text and "ms a step" in text
-    assert report.cost_percentile_ms(50) > 0 and report.cost_percentile_ms(50, min_running=999) == 0.0
+    assert (
+        report.cost_percentile_ms(50) > 0 and report.cost_percentile_ms(50, min_running=999) == 0.0
+    )

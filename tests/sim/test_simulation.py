@@ -1,4 +1,5 @@
-"""A thousand seeds in each run of the suite, and proofs that the simulator would see what it claims to see."""
+"""A thousand seeds in each run of the suite,
+and proofs that the simulator would see what it claims to see."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def test_a_failure_names_its_seed_and_step() -> None:
         simulation.run()
 
 
-# -- negative controls: a broken engine must be caught ----------------------------------------------------------------
+# -- negative controls: a broken engine must be caught
+# ----------------------------------------------------------------
 
 
 def _no_copy_on_write(scheduler: Scheduler) -> None:
@@ -105,7 +107,9 @@ def _wrong_block_in_the_plan(scheduler: Scheduler) -> None:
 
     def swapped(*args: Any) -> Any:
         change = extend(*args)
-        return change._replace(appended=change.appended[::-1]) if len(change.appended) > 1 else change
+        return (
+            change._replace(appended=change.appended[::-1]) if len(change.appended) > 1 else change
+        )
 
     scheduler.manager.extend = swapped  # type: ignore[method-assign,assignment]
     add = scheduler._builder.add
@@ -132,7 +136,12 @@ def _published_before_computed(scheduler: Scheduler) -> None:
         return blocks_publish(sequence)
 
     def eager(table: Any, keys: Any, token_ids: Any, num_computed: int) -> Any:
-        return publish(table, keys, token_ids, min(len(table.blocks) * scheduler.limits.block_size, len(token_ids)))
+        return publish(
+            table,
+            keys,
+            token_ids,
+            min(len(table.blocks) * scheduler.limits.block_size, len(token_ids)),
+        )
 
     scheduler.manager.publish = eager  # type: ignore[method-assign]
     reserve = scheduler.blocks.reserve
@@ -161,7 +170,9 @@ def _one_token_too_many(scheduler: Scheduler) -> None:
         found = match(keys, token_ids, max_tokens)
         is_partial = found.partial is not None and found.num_tokens % scheduler.limits.block_size
         is_last = (found.num_tokens + 1) % scheduler.limits.block_size == 0
-        return found._replace(num_tokens=found.num_tokens + 1) if is_partial and not is_last else found
+        return (
+            found._replace(num_tokens=found.num_tokens + 1) if is_partial and not is_last else found
+        )
 
     scheduler.manager.match = optimistic  # type: ignore[method-assign]
 
@@ -193,7 +204,9 @@ def _failures_kept(scheduler: Scheduler) -> None:
         request, error = sequence.request, sequence.request.error
         if error is not None and sequence.keys is not None:
             sequence.num_computed = min(sequence.table.num_filled, len(sequence.token_ids))
-            manager.publish(sequence.table, sequence.keys, sequence.token_ids, sequence.num_computed)
+            manager.publish(
+                sequence.table, sequence.keys, sequence.token_ids, sequence.num_computed
+            )
             request.error = None
         release(sequence)
         request.error = error
@@ -212,9 +225,10 @@ def _leaks_on_abort(scheduler: Scheduler) -> None:
 
 
 _SABOTAGES = [
-    _no_copy_on_write, _copies_forgotten, _released_too_early, _wrong_block_in_the_plan, _published_before_computed,
-    _evicted_but_still_indexed, _one_token_too_many, _digests_believed, _merged_without_telling_the_worker,
-    _forks_with_the_parents_seed, _failures_kept, _leaks_on_abort,
+    _no_copy_on_write, _copies_forgotten, _released_too_early, _wrong_block_in_the_plan,
+    _published_before_computed, _evicted_but_still_indexed, _one_token_too_many, _digests_believed,
+    _merged_without_telling_the_worker, _forks_with_the_parents_seed, _failures_kept,
+    _leaks_on_abort,
 ]  # fmt: skip
 
 
@@ -222,10 +236,14 @@ def _provoking(seed: int) -> Scenario:
     scenario = make_scenario(seed)
     limits = replace(scenario.limits, enable_prefix_caching=True)
     faults = Faults(300, abort=0.05, poison=0.2, preempt=0.1)
-    return replace(scenario, limits=limits, faults=faults, hash="colliding" if seed % 2 else "keyed")
+    return replace(
+        scenario, limits=limits, faults=faults, hash="colliding" if seed % 2 else "keyed"
+    )
 
 
-def _is_caught(sabotage: Callable[[Scheduler], None] | None, *, is_audited: bool, num_seeds: int = 100) -> bool:
+def _is_caught(
+    sabotage: Callable[[Scheduler], None] | None, *, is_audited: bool, num_seeds: int = 100
+) -> bool:
     for seed in range(num_seeds):
         try:
             Simulation(_provoking(seed), is_audited=is_audited, sabotage=sabotage).run()

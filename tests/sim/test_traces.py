@@ -21,11 +21,19 @@ def test_csv_and_jsonl_are_read(tmp_path: Path) -> None:
     table = tmp_path / "t.csv"
     table.write_text("arrival_s,prompt_tokens,output_tokens\n0,10,3\n1.5,4,0\n2.5,7,1\n")
     trace = read_trace(table)
-    assert trace.requests == (TraceRequest(0.0, 10, 3), TraceRequest(2.5, 7, 1)), "no answer, no request"
+    assert trace.requests == (TraceRequest(0.0, 10, 3), TraceRequest(2.5, 7, 1)), (
+        "no answer, no request"
+    )
     lines = _jsonl(
         tmp_path / "t.jsonl.gz",
         [
-            {"arrival_s": 0.5, "prompt_tokens": 40, "output_tokens": 30, "block_hashes": [0, 1], "end_block_hashes": [2]},
+            {
+                "arrival_s": 0.5,
+                "prompt_tokens": 40,
+                "output_tokens": 30,
+                "block_hashes": [0, 1],
+                "end_block_hashes": [2],
+            },
             {"arrival_s": 0.6, "prompt_tokens": 16, "output_tokens": 30, "block_hashes": [0]},
         ],
     )
@@ -40,7 +48,11 @@ def test_csv_and_jsonl_are_read(tmp_path: Path) -> None:
         ("a.csv", "x,y\n1,2\n", "KeyError"),
         ("a.jsonl", "{]\n", "not a trace"),
         ("a.jsonl", "", "no requests"),
-        ("a.jsonl", '{"arrival_s":0,"prompt_tokens":9,"output_tokens":1,"block_hashes":[1,2,3,4,5,6,7,8,9,10,11,12]}', "power"),
+        (
+            "a.jsonl",
+            '{"arrival_s":0,"prompt_tokens":9,"output_tokens":1,"block_hashes":[1,2,3,4,5,6,7,8,9,10,11,12]}',
+            "power",
+        ),
     ],
 )
 def test_what_is_not_a_trace_is_refused(tmp_path: Path, name: str, text: str, message: str) -> None:

@@ -1,7 +1,9 @@
-"""Headless Chromium for tests, driven by its own DevTools protocol through an inherited pipe: no port, no library.
+"""Headless Chromium for tests, driven by its own DevTools protocol through an inherited pipe: no
+port, no library.
 
-Messages are JSON texts, each ended by a zero byte: the browser reads descriptor 3 and writes descriptor 4. What a page logs
-as an error, throws or fails to load is collected in `problems`, so that a test can insist on none.
+Messages are JSON texts, each ended by a zero byte: the browser reads descriptor 3 and writes
+descriptor 4. What a page logs as an error, throws or fails to load is collected in `problems`, so
+that a test can insist on none.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
 _FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--mute-audio",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions",
-    "--disable-default-apps", "--hide-scrollbars", "--force-color-profile=srgb", "--remote-debugging-pipe",
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+    "--mute-audio", "--disable-background-networking", "--disable-component-update",
+    "--disable-sync", "--disable-extensions", "--disable-default-apps", "--hide-scrollbars",
+    "--force-color-profile=srgb", "--remote-debugging-pipe",
 )  # fmt: skip
 _LAUNCH = """
 import os, sys
@@ -34,8 +37,18 @@ os.dup2(int(sys.argv[1]), 3)
 os.dup2(int(sys.argv[2]), 4)
 os.execv(sys.argv[3], sys.argv[3:])
 """
-"""Puts the pipe where the browser expects it; not in the test's process, whose threads must not be forked into."""
-_KEYS = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Tab": 9, "Enter": 13, "Home": 36, "End": 35}
+"""Puts the pipe where the browser expects it; not in the test's process,
+whose threads must not be forked into."""
+_KEYS = {
+    "ArrowLeft": 37,
+    "ArrowUp": 38,
+    "ArrowRight": 39,
+    "ArrowDown": 40,
+    "Tab": 9,
+    "Enter": 13,
+    "Home": 36,
+    "End": 35,
+}
 
 
 def find_chromium() -> str | None:
@@ -57,7 +70,9 @@ class Page:
         self._session: str | None = None
         self.problems: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
@@ -85,7 +100,9 @@ class Page:
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression, awaited where it is a promise."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         if "exceptionDetails" in answer:
             raise BrowserError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
@@ -116,8 +133,10 @@ class Page:
         """Where an element's middle is in the window, after it was scrolled into it."""
         name = json.dumps(selector)
         box = self.evaluate(
-            f"(() => {{ const e = document.querySelector({name}); e.scrollIntoView({{block: 'nearest'}});"
-            " const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })()"
+            f"(() => {{ const e = document.querySelector({name}); e.scrollIntoView({{block: "
+            f"'nearest'}});"
+            " const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height "
+            "/ 2]; })()"
         )
         return box[0], box[1]
 
@@ -135,27 +154,48 @@ class Page:
         if key == "Enter":
             code["text"] = "\r"
         self.call("Input.dispatchKeyEvent", type="keyDown", **code)
-        self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key, windowsVirtualKeyCode=_KEYS[key])
+        self.call(
+            "Input.dispatchKeyEvent",
+            type="keyUp",
+            key=key,
+            code=key,
+            windowsVirtualKeyCode=_KEYS[key],
+        )
 
     def resize(self, width: int, height: int, scale: float = 1.0) -> None:
         """The window's inner size, in the page's pixels."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=False)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=scale,
+            mobile=False,
+        )
 
     def prefer(self, scheme: str) -> None:
         """Whether the system says `light` or `dark`."""
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
+        )
 
     def screenshot(self, clip: dict[str, float] | None = None) -> bytes:
         """A PNG of the window."""
         options: dict[str, Any] = {} if clip is None else {"clip": {**clip, "scale": 1}}
-        return base64.b64decode(self.call("Page.captureScreenshot", format="png", **options)["data"])
+        return base64.b64decode(
+            self.call("Page.captureScreenshot", format="png", **options)["data"]
+        )
 
     def _next(self, deadline_s: float, waiting_for: str) -> dict[str, Any]:
         while b"\0" not in self._buffer:
-            readable, _, _ = select.select([self._receive], [], [], max(0.0, deadline_s - time.monotonic()))
+            readable, _, _ = select.select(
+                [self._receive], [], [], max(0.0, deadline_s - time.monotonic())
+            )
             data = os.read(self._receive, 1 << 16) if readable else b""
             if not data:
-                raise BrowserError(f"{waiting_for}: {'the browser is gone' if readable else 'no answer in time'}")
+                raise BrowserError(
+                    f"{waiting_for}: {'the browser is gone' if readable else 'no answer in time'}"
+                )
             self._buffer += data
         text, _, self._buffer = self._buffer.partition(b"\0")
         message: dict[str, Any] = json.loads(text)
@@ -164,11 +204,20 @@ class Page:
     def _note(self, event: dict[str, Any]) -> None:
         method, params = event.get("method"), event.get("params", {})
         if method == "Runtime.exceptionThrown":
-            self.problems.append(str(params["exceptionDetails"].get("exception", {}).get("description", params)))
-        elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+            self.problems.append(
+                str(params["exceptionDetails"].get("exception", {}).get("description", params))
+            )
+        elif method == "Runtime.consoleAPICalled" and params["type"] in (
+            "error",
+            "warning",
+            "assert",
+        ):
             self.problems.append(f"console.{params['type']}: {params['args']}")
         elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
-            self.problems.append(f"{params['entry']['source']}: {params['entry']['text']} {params['entry'].get('url', '')}")
+            self.problems.append(
+                f"{params['entry']['source']}: {params['entry']['text']} "
+                f"{params['entry'].get('url', '')}"
+            )
         elif method == "Network.requestWillBeSent":
             self._check_host(params["request"]["url"])
 
@@ -182,7 +231,9 @@ def open_page(executable: str) -> Iterator[Page]:
     """A browser with one empty tab; gone afterwards, with every process and file that it made."""
     to_browser, from_us = _pipe()
     from_browser, to_us = _pipe()
-    with tempfile.TemporaryDirectory(prefix="quire-browser-", ignore_cleanup_errors=True) as profile:
+    with tempfile.TemporaryDirectory(
+        prefix="quire-browser-", ignore_cleanup_errors=True
+    ) as profile:
         launch = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(to_browser), str(to_us)]
         process = subprocess.Popen(
             [*launch, executable, *_FLAGS, f"--user-data-dir={profile}", "about:blank"],

@@ -1,4 +1,5 @@
-"""An event loop whose time a test moves on: what happens after a minute is seen at once, and not before."""
+"""An event loop whose time a test moves on: what happens after a minute is seen at once,
+and not before."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """A guard for the whole suite: Quire's own code unpickles nothing, whatever a test makes it read.
 
-The interpreter announces each class that an unpickler is about to find. Where a function of the package is on the stack, it
-is refused; what test tools do among themselves (pytest's workers talk in their own way) is their affair.
+The interpreter announces each class that an unpickler is about to find. Where a function of the
+package is on the stack, it is refused; what test tools do among themselves (pytest's workers talk
+in their own way) is their affair.
 """
 
 from __future__ import annotations

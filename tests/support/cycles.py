@@ -1,4 +1,5 @@
-"""What only the collector of reference cycles would free: a server makes it look so rarely that it might as well leak."""
+"""What only the collector of reference cycles would free:
+a server makes it look so rarely that it might as well leak."""
 
 from __future__ import annotations
 

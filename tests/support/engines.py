@@ -12,7 +12,9 @@ from quire.engine.outputs import RequestOutput
 MAX_STEPS = 5000
 
 
-def run_all(engine: Engine, after_step: Callable[[], None] = lambda: None) -> dict[str, RequestOutput]:
+def run_all(
+    engine: Engine, after_step: Callable[[], None] = lambda: None
+) -> dict[str, RequestOutput]:
     """Step until nothing is left; the last output of every sampling request, by id."""
     outputs: dict[str, RequestOutput] = {}
     for _ in range(MAX_STEPS):

@@ -1,4 +1,5 @@
-"""An engine made up for tests of the server: it says what it is told to, as fast as it is told to, and fails on demand."""
+"""An engine made up for tests of the server: it says what it is told to, as fast as it is told to,
+and fails on demand."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ class Script:
 class FakeStream(Stream):
     """One request's outputs."""
 
-    def __init__(self, request: PreparedRequest, script: Script, closed: Callable[[FakeStream], None]) -> None:
+    def __init__(
+        self, request: PreparedRequest, script: Script, closed: Callable[[FakeStream], None]
+    ) -> None:
         super().__init__()
         self.request = request
         self.script = script
@@ -91,11 +94,19 @@ class FakeStream(Stream):
 
     def _output(self, text: str, num_tokens: int, reason: str | None) -> RequestOutput:
         choices = [
-            CompletionOutput(index, text, [5] * num_tokens, finish_reason=reason) for index in range(self.request.params.n)
+            CompletionOutput(index, text, [5] * num_tokens, finish_reason=reason)
+            for index in range(self.request.params.n)
         ]
         spec = self.request.spec
         metrics = RequestMetrics(1.0, 1.5, 2.0, 3.0, 3.0)
-        return RequestOutput(spec.request_id, None, list(spec.prompt_token_ids), choices, reason is not None, metrics=metrics)
+        return RequestOutput(
+            spec.request_id,
+            None,
+            list(spec.prompt_token_ids),
+            choices,
+            reason is not None,
+            metrics=metrics,
+        )
 
 
 @dataclass
@@ -137,10 +148,18 @@ class FakeClient(Client):
     def digest(self, params: SamplingParams) -> Digest:
         return Digest(params, RequestSpec(sampling=params.to_row_sampling(seed=0)))
 
-    def prepare(self, request_id: str, prompt: ParsedPrompt, digest: Digest, **standing: Any) -> PreparedRequest:
+    def prepare(
+        self, request_id: str, prompt: ParsedPrompt, digest: Digest, **standing: Any
+    ) -> PreparedRequest:
         namespace = () if prompt.cache_salt is None else (prompt.cache_salt,)
         token_ids = tuple(prompt.token_ids)
-        spec = replace(digest.spec, request_id=request_id, prompt_token_ids=token_ids, namespace=namespace, **standing)
+        spec = replace(
+            digest.spec,
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            namespace=namespace,
+            **standing,
+        )
         return PreparedRequest(spec, digest, prompt.text)
 
     async def generate(self, request: PreparedRequest) -> FakeStream:
@@ -160,7 +179,9 @@ class FakeClient(Client):
         raise AssertionError("the server aborts by closing streams")
 
     def status(self) -> EngineStatus:
-        return EngineStatus(state=self.state, num_running=self.num_running, num_requests=len(self.streams))
+        return EngineStatus(
+            state=self.state, num_running=self.num_running, num_requests=len(self.streams)
+        )
 
     async def inspect(self, engine: str, since: int) -> Inspection | None:
         return self.inspection

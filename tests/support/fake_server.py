@@ -1,4 +1,5 @@
-"""A server with known delays that speaks just enough of OpenAI's API: for clients whose figures must come out right."""
+"""A server with known delays that speaks just enough of OpenAI's API:
+for clients whose figures must come out right."""
 
 from __future__ import annotations
 
@@ -92,14 +93,19 @@ class FakeServer:
         seen = Seen(method, path, headers, json.loads(data) if data else None)
         self.seen.append(seen)
         if method == "GET":
-            body = {"/v1/models": {"data": [{"id": "fake", "max_model_len": 99}]}, "/version": {"version": "7"}}.get(path)
+            body = {
+                "/v1/models": {"data": [{"id": "fake", "max_model_len": 99}]},
+                "/version": {"version": "7"},
+            }.get(path)
             _whole(writer, 404 if body is None else 200, json.dumps(body).encode())
             return True
         return await _answer(writer, self.plan(seen), seen)
 
     def serve(self) -> Iterator[FakeServer]:
         is_up, stop = threading.Event(), asyncio.Event()
-        thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._run(is_up, stop)))
+        thread = threading.Thread(
+            target=lambda: self._loop.run_until_complete(self._run(is_up, stop))
+        )
         thread.start()
         assert is_up.wait(60)
         try:
@@ -116,7 +122,9 @@ def fake_server(plan: Callable[[Seen], Plan] = lambda seen: Plan()) -> Iterator[
     yield from FakeServer(plan).serve()
 
 
-def _whole(writer: asyncio.StreamWriter, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+def _whole(
+    writer: asyncio.StreamWriter, status: int, body: bytes, headers: dict[str, str] | None = None
+) -> None:
     lines = [f"HTTP/1.1 {status} X", f"content-length: {len(body)}"]
     lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
     writer.write("\r\n".join([*lines, "", ""]).encode() + body)
@@ -126,10 +134,17 @@ async def _answer(writer: asyncio.StreamWriter, plan: Plan, seen: Seen) -> bool:
     if plan.status != 200:
         _whole(writer, plan.status, b'{"error": {"message": "no"}}', plan.headers)
         return True
-    writer.write(b"HTTP/1.1 200 OK\r\n" + (b"transfer-encoding: chunked\r\n\r\n" if plan.is_chunked else b"\r\n"))
+    writer.write(
+        b"HTTP/1.1 200 OK\r\n"
+        + (b"transfer-encoding: chunked\r\n\r\n" if plan.is_chunked else b"\r\n")
+    )
 
     def send(event: Any) -> None:
-        data = b"data: " + (event if isinstance(event, bytes) else json.dumps(event).encode()) + b"\n\n"
+        data = (
+            b"data: "
+            + (event if isinstance(event, bytes) else json.dumps(event).encode())
+            + b"\n\n"
+        )
         writer.write(b"%x\r\n%s\r\n" % (len(data), data) if plan.is_chunked else data)
 
     is_chat = "chat" in seen.path
@@ -139,7 +154,15 @@ async def _answer(writer: asyncio.StreamWriter, plan: Plan, seen: Seen) -> bool:
     for number, piece in enumerate(pieces):
         await writer.drain()
         await asyncio.sleep(plan.gap_s if number else plan.first_s)
-        send({"choices": [{"index": 0, "delta": {"content": piece}} if is_chat else {"index": 0, "text": piece}]})
+        send(
+            {
+                "choices": [
+                    {"index": 0, "delta": {"content": piece}}
+                    if is_chat
+                    else {"index": 0, "text": piece}
+                ]
+            }
+        )
     if plan.is_cut:
         writer.transport.abort()
         return False

@@ -1,4 +1,5 @@
-"""A disk that fills up, or takes nothing, under a data folder: bytes reach it as far as it has room, as with a real one."""
+"""A disk that fills up, or takes nothing, under a data folder:
+bytes reach it as far as it has room, as with a real one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""An engine's process with the real model, in which prompts that begin with certain tokens break one stage each.
+"""An engine's process with the real model, in which prompts that begin with certain tokens break
+one stage each.
 
-Run by tests as the engine's command. Which token breaks what is `FAULTS`; every other request is served as always.
+Run by tests as the engine's command. Which token breaks what is `FAULTS`; every other request is
+served as always.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ FAULTS = {
 }
 NAMES = {token: name for name, token in FAULTS.items()}
 FAULTY_SCORES = 7
-"""Who asks for so many alternatives of the prompt's tokens gets none: scores are not told apart by their prompt."""
+"""Who asks for so many alternatives of the prompt's tokens gets none:
+scores are not told apart by their prompt."""
 SECRET = "secret text of /root/x.py at 0x7f00"
 
 
@@ -100,7 +103,9 @@ class Saboteur:
         return inner(logits, rows)
 
     @staticmethod
-    def _score(inner: Callable[..., Any], logits: torch.Tensor, target_ids: Any, sampling: Any) -> Any:
+    def _score(
+        inner: Callable[..., Any], logits: torch.Tensor, target_ids: Any, sampling: Any
+    ) -> Any:
         is_faulty = sampling.num_prompt_logprobs == FAULTY_SCORES
         return inner(logits * float("nan") if is_faulty else logits, target_ids, sampling)
 

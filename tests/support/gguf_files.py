@@ -1,6 +1,8 @@
-"""GGUF files for tests: a plain writer of the container, and tiny models beside a floating-point twin.
+"""GGUF files for tests: a plain writer of the container, and tiny models beside a floating-point
+twin.
 
-Blocks are random bytes with sane scales; what they stand for is asked of the `gguf` package, the format's own tool.
+Blocks are random bytes with sane scales; what they stand for is asked of the `gguf` package, the
+format's own tool.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from safetensors.torch import save_file
 
 Array = NDArray[Any]
 
-# Encoding: number in the file, numbers a block, bytes a block, and where its float16 scales lie with their size.
+# Encoding: number in the file, numbers a block, bytes a block, and where its float16 scales lie
+# with their size.
 BLOCKS: dict[str, tuple[int, int, int, dict[int, float]]] = {
     "Q4_0": (2, 32, 18, {0: 0.01}),
     "Q4_1": (3, 32, 20, {0: 0.01, 2: 0.05}),
@@ -34,14 +37,23 @@ BLOCKS: dict[str, tuple[int, int, int, dict[int, float]]] = {
 FLOATS = {"F32": 0, "F16": 1, "BF16": 30}
 
 
-def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[tuple[int, ...], int, bytes]]) -> Path:
-    """Version 3; tensors are name to (shape, the contiguous dimension last; number of the encoding; data)."""
+def write_gguf(
+    path: Path,
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, tuple[tuple[int, ...], int, bytes]],
+) -> Path:
+    """Version 3; tensors are name to (shape, the contiguous dimension last;
+    number of the encoding; data)."""
     header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
     for key, value in metadata.items():
         header += _text(key) + _value(value)
     offset, body = 0, b""
     for name, (shape, number, data) in tensors.items():
-        header += _text(name) + struct.pack("<I", len(shape)) + struct.pack(f"<{len(shape)}Q", *reversed(shape))
+        header += (
+            _text(name)
+            + struct.pack("<I", len(shape))
+            + struct.pack(f"<{len(shape)}Q", *reversed(shape))
+        )
         header += struct.pack("<IQ", number, offset)
         body += data + bytes(-len(data) % 32)
         offset = len(body)
@@ -69,7 +81,9 @@ def _value(value: Any) -> bytes:
     return head + struct.pack("<IQ", kind, len(value)) + struct.pack(f"<{len(value)}{code}", *value)
 
 
-def random_blocks(encoding: str, shape: tuple[int, ...], rng: np.random.Generator) -> tuple[bytes, Array]:
+def random_blocks(
+    encoding: str, shape: tuple[int, ...], rng: np.random.Generator
+) -> tuple[bytes, Array]:
     """The bytes of a tensor, and the float32 numbers that they stand for."""
     _, length, num_bytes, scales = BLOCKS[encoding]
     blocks = rng.integers(0, 256, (int(np.prod(shape)) // length, num_bytes), dtype=np.uint8)
@@ -77,7 +91,9 @@ def random_blocks(encoding: str, shape: tuple[int, ...], rng: np.random.Generato
         numbers = (rng.uniform(0.5, 1.5, len(blocks)) * size).astype(np.float16)
         blocks[:, at : at + 2] = numbers.view(np.uint8).reshape(-1, 2)
     rows = blocks.reshape(*shape[:-1], -1)
-    return blocks.tobytes(), np.asarray(dequantize(rows, GGMLQuantizationType[encoding])).reshape(shape)
+    return blocks.tobytes(), np.asarray(dequantize(rows, GGMLQuantizationType[encoding])).reshape(
+        shape
+    )
 
 
 def floats(encoding: str, numbers: Array) -> tuple[bytes, Array]:
@@ -90,10 +106,16 @@ def floats(encoding: str, numbers: Array) -> tuple[bytes, Array]:
 
 HIDDEN, FFN, VOCAB, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 256, 256, 128, 8, 4, 32, 2
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_CLASSES |= {"gemma3": "Gemma3ForCausalLM", "gemma2": "Gemma2ForCausalLM", "phi3": "Phi3ForCausalLM"}
+_CLASSES |= {
+    "gemma3": "Gemma3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+}
 _PROJECTIONS = {
-    "attn_q": ("self_attn.q_proj", HEADS * HEAD_DIM, HIDDEN), "attn_k": ("self_attn.k_proj", KV_HEADS * HEAD_DIM, HIDDEN),
-    "attn_v": ("self_attn.v_proj", KV_HEADS * HEAD_DIM, HIDDEN), "attn_output": ("self_attn.o_proj", HIDDEN, HEADS * HEAD_DIM),
+    "attn_q": ("self_attn.q_proj", HEADS * HEAD_DIM, HIDDEN),
+    "attn_k": ("self_attn.k_proj", KV_HEADS * HEAD_DIM, HIDDEN),
+    "attn_v": ("self_attn.v_proj", KV_HEADS * HEAD_DIM, HIDDEN),
+    "attn_output": ("self_attn.o_proj", HIDDEN, HEADS * HEAD_DIM),
     "ffn_gate": ("mlp.gate_proj", FFN, HIDDEN), "ffn_up": ("mlp.up_proj", FFN, HIDDEN),
     "ffn_down": ("mlp.down_proj", HIDDEN, FFN),
 }  # fmt: skip
@@ -112,8 +134,11 @@ _GEMMA_NORMS = {
 class TinyModel:
     """A GGUF file and a Hugging Face folder of float32 that must compute the same."""
 
-    def __init__(self, family: str, encodings: Mapping[str, str], *, is_tied: bool = False, seed: int = 0) -> None:
-        """`encodings`: the beginning of a GGUF name to an encoding; Q8_0 for other projections, F32 for the rest."""
+    def __init__(
+        self, family: str, encodings: Mapping[str, str], *, is_tied: bool = False, seed: int = 0
+    ) -> None:
+        """`encodings`: the beginning of a GGUF name to an encoding; Q8_0 for other projections,
+        F32 for the rest."""
         self.family = family
         self._encodings = encodings
         self._rng = np.random.default_rng(seed)
@@ -129,9 +154,19 @@ class TinyModel:
         self.is_tied = is_tied
 
     def _layer(self, at: str, hf: str) -> None:
-        for name, (module, num_outputs, num_inputs) in (_PHI_PROJECTIONS if self.family == "phi3" else _PROJECTIONS).items():
-            heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(name) if self.family == "llama" else None
-            self._matrix(f"{at}.{name}.weight", f"{hf}.{module}.weight", (num_outputs, num_inputs), "Q8_0", heads)
+        for name, (module, num_outputs, num_inputs) in (
+            _PHI_PROJECTIONS if self.family == "phi3" else _PROJECTIONS
+        ).items():
+            heads = (
+                {"attn_q": HEADS, "attn_k": KV_HEADS}.get(name) if self.family == "llama" else None
+            )
+            self._matrix(
+                f"{at}.{name}.weight",
+                f"{hf}.{module}.weight",
+                (num_outputs, num_inputs),
+                "Q8_0",
+                heads,
+            )
             if self.family == "qwen2" and name in ("attn_q", "attn_k", "attn_v"):
                 self._vector(f"{at}.{name}.bias", f"{hf}.{module}.bias", num_outputs, 0.1)
         for name, module in (_GEMMA_NORMS if self.is_gemma else _NORMS).items():
@@ -140,18 +175,33 @@ class TinyModel:
             self._norm(f"{at}.attn_q_norm", f"{hf}.self_attn.q_norm", HEAD_DIM)
             self._norm(f"{at}.attn_k_norm", f"{hf}.self_attn.k_norm", HEAD_DIM)
 
-    def _matrix(self, name: str, hf: str, shape: tuple[int, int], encoding: str, heads: int | None = None) -> None:
-        encoding = next((kind for start, kind in self._encodings.items() if name.split(".", 2)[-1].startswith(start)
-                         or name.startswith(start)), encoding)  # fmt: skip
+    def _matrix(
+        self, name: str, hf: str, shape: tuple[int, int], encoding: str, heads: int | None = None
+    ) -> None:
+        encoding = next(
+            (
+                kind
+                for start, kind in self._encodings.items()
+                if name.split(".", 2)[-1].startswith(start) or name.startswith(start)
+            ),
+            encoding,
+        )
         if encoding in FLOATS:
             number = FLOATS[encoding]
-            data, numbers = floats(encoding, (self._rng.standard_normal(shape) * 0.06).astype(np.float32))
+            data, numbers = floats(
+                encoding, (self._rng.standard_normal(shape) * 0.06).astype(np.float32)
+            )
         else:
             number = BLOCKS[encoding][0]
             data, numbers = random_blocks(encoding, shape, self._rng)
         self.stored[name] = (shape, number, data)
-        if heads is not None:  # llama.cpp's converter stores each head's two halves row by row in turn
-            numbers = numbers.reshape(heads, shape[0] // heads // 2, 2, shape[1]).swapaxes(1, 2).reshape(shape)
+        # llama.cpp's converter stores each head's two halves row by row in turn
+        if heads is not None:
+            numbers = (
+                numbers.reshape(heads, shape[0] // heads // 2, 2, shape[1])
+                .swapaxes(1, 2)
+                .reshape(shape)
+            )
         self.twin[hf] = torch.from_numpy(np.ascontiguousarray(numbers))
 
     def _vector(self, name: str, hf: str, size: int, std: float) -> None:
@@ -167,28 +217,36 @@ class TinyModel:
     @property
     def metadata(self) -> dict[str, Any]:
         sizes = {
-            "block_count": LAYERS, "context_length": 128, "embedding_length": HIDDEN, "feed_forward_length": FFN,
-            "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "attention.key_length": HEAD_DIM,
-            "attention.value_length": HEAD_DIM, "attention.layer_norm_rms_epsilon": 1e-5, "rope.freq_base": 10000.0,
-            "rope.dimension_count": HEAD_DIM,
+            "block_count": LAYERS, "context_length": 128, "embedding_length": HIDDEN,
+            "feed_forward_length": FFN, "attention.head_count": HEADS,
+            "attention.head_count_kv": KV_HEADS, "attention.key_length": HEAD_DIM,
+            "attention.value_length": HEAD_DIM, "attention.layer_norm_rms_epsilon": 1e-5,
+            "rope.freq_base": 10000.0, "rope.dimension_count": HEAD_DIM,
         }  # fmt: skip
         if self.is_gemma:
             sizes |= {"attention.sliding_window": 8}
         if self.family == "gemma2":
             sizes |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-        return {"general.architecture": self.family, **{f"{self.family}.{key}": value for key, value in sizes.items()}}
+        return {
+            "general.architecture": self.family,
+            **{f"{self.family}.{key}": value for key, value in sizes.items()},
+        }
 
     @property
     def config(self) -> dict[str, Any]:
-        extra: dict[str, Any] = {"query_pre_attn_scalar": HEAD_DIM, "sliding_window": 8} if self.is_gemma else {}
+        extra: dict[str, Any] = (
+            {"query_pre_attn_scalar": HEAD_DIM, "sliding_window": 8} if self.is_gemma else {}
+        )
         if self.family == "gemma2":
             extra |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
         if self.family == "gemma3":
             extra |= {"rope_theta": 10000.0, "rope_local_base_freq": 10000.0}
         return {
-            "architectures": [_CLASSES[self.family]], "hidden_size": HIDDEN, "intermediate_size": FFN,
-            "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
-            "vocab_size": VOCAB, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "torch_dtype": "float32",
+            "architectures": [_CLASSES[self.family]], "hidden_size": HIDDEN,
+            "intermediate_size": FFN,
+            "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+            "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "vocab_size": VOCAB,
+            "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "torch_dtype": "float32",
             "tie_word_embeddings": self.is_tied, **extra,
         }  # fmt: skip
 

@@ -1,7 +1,9 @@
-"""Compiles the Triton kernels for a GPU that is not there: every launch of a call compiles, down to machine code, and ends.
+"""Compiles the Triton kernels for a GPU that is not there: every launch of a call compiles, down to
+machine code, and ends.
 
-Triton brings NVIDIA's assembler, which needs no GPU and no driver. `compiling` stands in for the driver, so that arguments are
-specialised as in a real launch. Results of the calls are whatever was in memory. Not to be mixed with the interpreter.
+Triton brings NVIDIA's assembler, which needs no GPU and no driver. `compiling` stands in for the
+driver, so that arguments are specialised as in a real launch. Results of the calls are whatever was
+in memory. Not to be mixed with the interpreter.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class FakeDriver:
 
 @contextmanager
 def compiling(capability: int) -> Iterator[dict[str, Any]]:
-    """Within it, launches compile for `capability` (80, 90) and nothing runs; gives what was compiled, by a unique name."""
+    """Within it, launches compile for `capability` (80, 90) and nothing runs;
+    gives what was compiled, by a unique name."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -85,8 +88,12 @@ def describe(name: str, kernel: Any) -> Compiled:
     assert found is not None, usage
     shapes = frozenset(re.findall(r"\b([HIQ]G?MMA\.[\w.]+)", code))
     matrix = frozenset(each.partition(".")[0] for each in shapes)
-    return Compiled(name.partition("-")[0], int(found[1]), int(found[2]), kernel.metadata.shared, matrix, shapes)
+    return Compiled(
+        name.partition("-")[0], int(found[1]), int(found[2]), kernel.metadata.shared, matrix, shapes
+    )
 
 
 def _output(*command: object) -> str:
-    return subprocess.run([str(each) for each in command], capture_output=True, text=True, check=True, timeout=60).stdout
+    return subprocess.run(
+        [str(each) for each in command], capture_output=True, text=True, check=True, timeout=60
+    ).stdout

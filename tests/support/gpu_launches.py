@@ -1,7 +1,9 @@
-"""Launches of every Triton kernel with the shapes of real models, for `gpu_compiler`: `python gpu_launches.py 90 [NAME ...]`.
+"""Launches of every Triton kernel with the shapes of real models, for `gpu_compiler`:
+`python gpu_launches.py 90 [NAME ...]`.
 
-Prints one line for each kernel: registers a thread, bytes of stack, shared memory, matrix instructions. Without names, all.
-Fails where a kernel wants more shared memory than a program can have, which the assembler does not notice but a launch does.
+Prints one line for each kernel: registers a thread, bytes of stack, shared memory, matrix
+instructions. Without names, all. Fails where a kernel wants more shared memory than a program can
+have, which the assembler does not notice but a launch does.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def batch(query_lens: list[int], context_lens: list[int], block_size: int = 16) 
     tables = torch.zeros(len(query_lens), -(-max(context_lens) // block_size), dtype=torch.int32)
     ids = torch.zeros(sum(query_lens), dtype=torch.int64)
     lengths = torch.tensor(context_lens, dtype=torch.int32)
-    return AttentionBatch(starts, lengths, tables, ids, ids.clone(), max(query_lens), max(context_lens))
+    return AttentionBatch(
+        starts, lengths, tables, ids, ids.clone(), max(query_lens), max(context_lens)
+    )
 
 
 def attention(dtype: torch.dtype = BF16, head_sizes: tuple[int, ...] = (64, 128, 256)) -> None:
@@ -52,18 +56,26 @@ def attention(dtype: torch.dtype = BF16, head_sizes: tuple[int, ...] = (64, 128,
         wide, narrow = (torch.zeros(n, 32, head_size, dtype=dtype) for n in (512, 2))
         KERNELS.paged_attention(wide, keys, values, batch([256, 256], [256, 300]), scale=0.1)
         KERNELS.paged_attention(wide, keys, values, batch([256, 256], [256, 3000]), scale=0.1)
-        KERNELS.paged_attention(narrow, keys, values, batch([1, 1], [100, 3000]), scale=0.1, window=1000, soft_cap=30.0)
-        many = torch.zeros(64, 32, head_size, dtype=dtype)  # decodes that go through their splits one by one
+        KERNELS.paged_attention(
+            narrow, keys, values, batch([1, 1], [100, 3000]), scale=0.1, window=1000, soft_cap=30.0
+        )
+        # decodes that go through their splits one by one
+        many = torch.zeros(64, 32, head_size, dtype=dtype)
         KERNELS.paged_attention(many, keys, values, batch([1] * 64, [3000] * 64), scale=0.1)
 
 
 def cascade() -> None:
     """Both parts of attention over a shared prefix."""
-    tables, lengths = torch.zeros(1, 128, dtype=torch.int32), torch.tensor([2048], dtype=torch.int32)
+    tables, lengths = (
+        torch.zeros(1, 128, dtype=torch.int32),
+        torch.tensor([2048], dtype=torch.int32),
+    )
     starts = torch.tensor([0, 2], dtype=torch.int32)
     shared = SharedPrefixes(starts, lengths + 2, tables, lengths, lengths.repeat(2))
     query, cache = torch.zeros(2, 32, 128, dtype=BF16), torch.zeros(8, 8, 16, 128, dtype=BF16)
-    KERNELS.paged_attention(query, cache, cache.clone(), replace(batch([1, 1], [2100, 3000]), shared=shared), scale=0.1)
+    KERNELS.paged_attention(
+        query, cache, cache.clone(), replace(batch([1, 1], [2100, 3000]), shared=shared), scale=0.1
+    )
 
 
 def quantized_cache() -> None:
@@ -72,22 +84,41 @@ def quantized_cache() -> None:
     for kv_format in ("int8", "fp8"):
         cache = empty_cache(8, 8, 16, 128, kv_format)
         wide, narrow = (torch.zeros(n, 32, 128, dtype=BF16) for n in (512, 2))
-        KERNELS.paged_attention(wide, cache, cache.clone(), batch([256, 256], [256, 300]), scale=0.1)
+        KERNELS.paged_attention(
+            wide, cache, cache.clone(), batch([256, 256], [256, 300]), scale=0.1
+        )
         KERNELS.paged_attention(narrow, cache, cache.clone(), batch([1, 1], [100, 3000]), scale=0.1)
         many = torch.zeros(64, 32, 128, dtype=BF16)
         KERNELS.paged_attention(many, cache, cache.clone(), batch([1] * 64, [3000] * 64), scale=0.1)
         both = torch.zeros(32, 48, 128, dtype=BF16)
         KERNELS.write_kv(both[:, 32:40], both[:, 40:], cache, cache.clone(), ids)
-        enter(both.view(32, -1), *preparation(table), batch([1] * 32, [1] * 32), (cache, cache.clone()))
+        enter(
+            both.view(32, -1),
+            *preparation(table),
+            batch([1] * 32, [1] * 32),
+            (cache, cache.clone()),
+        )
 
 
-def preparation(table: torch.Tensor, norm: torch.Tensor | None = None) -> tuple[PrepareHeads, Weights]:
-    """What happens to 32 heads and 8 KV heads of 128: RoPE, the cache write and, with its weights, a norm of heads."""
+def preparation(
+    table: torch.Tensor, norm: torch.Tensor | None = None
+) -> tuple[PrepareHeads, Weights]:
+    """What happens to 32 heads and 8 KV heads of 128: RoPE, the cache write and, with its weights,
+    a norm of heads."""
     heads, values = Heads(32, 8, 128), ((0,), (1,))
     weights = NormWeights("rms", 0, None, 1e-6, 0.0, 128)
-    norms = () if norm is None else (NormHeads(*values, heads, "queries", weights), NormHeads(*values, heads, "keys", weights))
+    norms = (
+        ()
+        if norm is None
+        else (
+            NormHeads(*values, heads, "queries", weights),
+            NormHeads(*values, heads, "keys", weights),
+        )
+    )
     parts = (*norms, Rope(*values, heads, 0), WriteKV(*values, heads, 0))
-    return PrepareHeads(*values, heads, parts), Weights((), (), () if norm is None else (norm,), (table,), len(table))
+    return PrepareHeads(*values, heads, parts), Weights(
+        (), (), () if norm is None else (norm,), (table,), len(table)
+    )
 
 
 def linear(dtype: torch.dtype = BF16) -> None:
@@ -102,7 +133,10 @@ def linear(dtype: torch.dtype = BF16) -> None:
 def unfinished() -> None:
     """Projections of few rows that a norm, and the way into attention, finish."""
     x, weight = torch.zeros(32, 4096, dtype=BF16), torch.zeros(4096, dtype=BF16)
-    square, wide = (KERNELS.pack_linear(torch.zeros(n, 4096, dtype=BF16), torch.zeros(n, dtype=BF16)) for n in (4096, 6144))
+    square, wide = (
+        KERNELS.pack_linear(torch.zeros(n, 4096, dtype=BF16), torch.zeros(n, dtype=BF16))
+        for n in (4096, 6144)
+    )
     KERNELS.add_rms_norm(KERNELS.unfinished_linear(x, square), x, weight, 1e-6)
     norm, table = torch.zeros(128, dtype=BF16), torch.zeros(64, 2, 64)
     cache = torch.zeros(8, 8, 16, 128, dtype=BF16)
@@ -112,7 +146,14 @@ def unfinished() -> None:
 
 def integers() -> None:
     few, many = (torch.zeros(n, 4096, dtype=BF16) for n in (32, 512))
-    kinds = ((8, 4096, "int8"), (8, 128, "int8"), (4, 128, "int8"), (4, 128, "float"), (4, 32, "float"), (8, 4096, "float"))
+    kinds = (
+        (8, 4096, "int8"),
+        (8, 128, "int8"),
+        (4, 128, "int8"),
+        (4, 128, "float"),
+        (4, 32, "float"),
+        (8, 4096, "float"),
+    )
     for bits, group, activations in kinds:
         values, scales = torch.zeros(1024, 4096, dtype=torch.int8), torch.zeros(1024, 4096 // group)
         weight: Any = QuantizedWeight(values, scales, None, bits, group, activations)  # type: ignore[arg-type]
@@ -126,8 +167,13 @@ def fp8() -> None:
     """Weights of e4m3 per output and in blocks, with inputs of e4m3 and bfloat16."""
     few, many = (torch.zeros(n, 4096, dtype=BF16) for n in (32, 512))
     for group, activations in ((4096, "fp8"), (128, "fp8"), (128, "float")):
-        values, scales = torch.zeros(1024, 4096, dtype=torch.float8_e4m3fn), torch.zeros(1024, 4096 // group)
-        packed = KERNELS.pack_quantized(QuantizedWeight(values, scales, None, 8, group, activations))  # type: ignore[arg-type]
+        values, scales = (
+            torch.zeros(1024, 4096, dtype=torch.float8_e4m3fn),
+            torch.zeros(1024, 4096 // group),
+        )
+        packed = KERNELS.pack_quantized(
+            QuantizedWeight(values, scales, None, 8, group, activations)  # type: ignore[arg-type]
+        )
         for x in (few, many):
             KERNELS.linear(x, packed)
             KERNELS.gated_linear(x, packed, "silu")
@@ -136,7 +182,9 @@ def fp8() -> None:
 def experts() -> None:
     """Of Mixtral's inner width and DeepSeek's number, by an eighth of the hidden size."""
     kernels = TritonExperts(torch.device("cpu"), KERNELS.tuning)
-    packed = kernels.pack_experts(torch.zeros(64, 2 * 1024, 512, dtype=BF16), torch.zeros(64, 512, 1024, dtype=BF16))
+    packed = kernels.pack_experts(
+        torch.zeros(64, 2 * 1024, 512, dtype=BF16), torch.zeros(64, 512, 1024, dtype=BF16)
+    )
     for num_tokens in (1, 64):
         choice = kernels.choose(torch.zeros(num_tokens, 64), 6, is_normalised=False)
         kernels.apply(torch.zeros(num_tokens, 512, dtype=BF16), packed, choice, "silu")
@@ -159,7 +207,12 @@ def small(dtype: torch.dtype = BF16) -> None:
     KERNELS.write_kv(both[:, 32:40], both[:, 40:], cache, cache.clone(), ids)
     KERNELS.copy_blocks([cache, cache.clone()], ids[:2], ids[2:4])
     for norm in (None, torch.zeros(128, dtype=dtype)):
-        enter(both.view(32, -1), *preparation(table, norm), batch([1] * 32, [1] * 32), (cache, cache.clone()))
+        enter(
+            both.view(32, -1),
+            *preparation(table, norm),
+            batch([1] * 32, [1] * 32),
+            (cache, cache.clone()),
+        )
 
 
 def sampling() -> None:
@@ -182,7 +235,9 @@ def single() -> None:
     KERNELS.linear(x, packed)
     KERNELS.gated_linear(x, packed, "silu")
     KERNELS.linear_peaks(x, KERNELS.pack_linear(torch.zeros(32000, 256, dtype=BF16)))
-    weight: Any = QuantizedWeight(torch.zeros(512, 256, dtype=torch.int8), torch.zeros(512, 2), None, 4, 128, "int8")
+    weight: Any = QuantizedWeight(
+        torch.zeros(512, 256, dtype=torch.int8), torch.zeros(512, 2), None, 4, 128, "int8"
+    )
     KERNELS.linear(x, KERNELS.pack_quantized(weight))
     one, cache = torch.zeros(1, 4, 64, dtype=BF16), torch.zeros(8, 1, 1, 64, dtype=BF16)
     KERNELS.paged_attention(one, cache, cache.clone(), batch([1], [1], 1), scale=0.1)
@@ -219,9 +274,14 @@ def main(arguments: list[str]) -> None:
         for key, kernel in compiled.items():
             found = describe(key, kernel)
             sizes = f"{found.num_registers:4} {found.stack_bytes:5} {found.shared_bytes:7}"
-            print(f"{name:18} {found.name:20} {sizes}  {', '.join(sorted(found.instructions)) or '-'}")
+            print(
+                f"{name:18} {found.name:20} {sizes}  {', '.join(sorted(found.instructions)) or '-'}"
+            )
             if found.shared_bytes > SHARED_BYTES[int(capability)]:
-                sys.exit(f"{found.name} wants more shared memory than there is ({SHARED_BYTES[int(capability)]} bytes)")
+                sys.exit(
+                    f"{found.name} wants more shared memory than there is "
+                    f"({SHARED_BYTES[int(capability)]} bytes)"
+                )
 
 
 if __name__ == "__main__":

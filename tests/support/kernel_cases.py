@@ -1,4 +1,5 @@
-"""Cases of the GPU kernels' tests that only `make test-kernels` and a GPU run: interpreted, they take seconds each."""
+"""Cases of the GPU kernels' tests that only `make test-kernels` and a GPU run: interpreted,
+they take seconds each."""
 
 from __future__ import annotations
 
@@ -7,9 +8,14 @@ from typing import Any
 
 import pytest
 
-IS_THOROUGH = os.environ.get("QUIRE_TEST_KERNELS") == "all" or os.environ.get("QUIRE_TEST_DEVICE", "cpu") != "cpu"
+IS_THOROUGH = (
+    os.environ.get("QUIRE_TEST_KERNELS") == "all"
+    or os.environ.get("QUIRE_TEST_DEVICE", "cpu") != "cpu"
+)
 
 
 def thorough(*values: Any) -> Any:
     """Parameters of such a case."""
-    return pytest.param(*values, marks=pytest.mark.skipif(not IS_THOROUGH, reason="run by `make test-kernels`"))
+    return pytest.param(
+        *values, marks=pytest.mark.skipif(not IS_THOROUGH, reason="run by `make test-kernels`")
+    )

@@ -1,8 +1,10 @@
-"""Bodies as large as the API takes them: what multiplies a body, what it may list, and the product of both.
+"""Bodies as large as the API takes them: what multiplies a body, what it may list, and the product
+of both.
 
-`LISTS` holds, for each field that lists something, the longest value that is accepted; `listing_fields` reads off a record's
-types which fields these are, so that a test can tell of one that nobody has thought of. `refused` makes values that are longer
-than anything accepted, out of the types alone.
+`LISTS` holds, for each field that lists something, the longest value that is accepted;
+`listing_fields` reads off a record's types which fields these are, so that a test can tell of one
+that nobody has thought of. `refused` makes values that are longer than anything accepted, out of
+the types alone.
 """
 
 from __future__ import annotations
@@ -13,7 +15,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
-from msgspec.inspect import AnyType, DictType, Field, ListType, StructType, Type, UnionType, type_info
+from msgspec.inspect import (
+    AnyType,
+    DictType,
+    Field,
+    ListType,
+    StructType,
+    Type,
+    UnionType,
+    type_info,
+)
 
 from quire.server.anthropic.messages import CountRequest, MessageRequest
 from quire.server.openai.batches import BatchRequest
@@ -26,7 +37,12 @@ from quire.server.tokens import DetokenizeRequest, TokenizeRequest
 MODEL = "quire-storyteller"
 VOCAB_SIZE = 400
 """Fewer ids than the model has."""
-COMPLETIONS, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
+COMPLETIONS, CHAT, RESPONSES, MESSAGES = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+)
 RECORDS: dict[str, type[msgspec.Struct]] = {
     COMPLETIONS: CompletionRequest,
     CHAT: ChatRequest,
@@ -55,20 +71,30 @@ PLAIN: dict[str, dict[str, Any]] = {
 
 def _words(count: int, length: int) -> list[str]:
     rng = random.Random(count)
-    return ["".join(rng.choices("abcdefghijklmnopqrstuvwxyzABCDEFGHIJ ", k=length)) + "." for _ in range(count)]
+    return [
+        "".join(rng.choices("abcdefghijklmnopqrstuvwxyzABCDEFGHIJ ", k=length)) + "."
+        for _ in range(count)
+    ]
 
 
 def _tool(number: int, **fields: Any) -> dict[str, Any]:
-    schema = {"type": "object", "properties": {f"field {place}": {"type": "string"} for place in range(20)}}
+    schema = {
+        "type": "object",
+        "properties": {f"field {place}": {"type": "string"} for place in range(20)},
+    }
     return {"name": f"f{number}", "description": "a " * 100, **fields, "parameters": schema}
 
 
-_FORM = {"type": "object", "properties": {f"p{number}": {"enum": [f"a{number}", f"b{number}"]} for number in range(500)}}
+_FORM = {
+    "type": "object",
+    "properties": {f"p{number}": {"enum": [f"a{number}", f"b{number}"]} for number in range(500)},
+}
 _PARTS = [{"type": "text", "text": "a"}]
 LISTS: dict[str, Any] = {
     "stop": _words(4, 1000),
     "stop_sequences": _words(16, 1000),
-    "logit_bias": {str(number): 0.5 for number in range(VOCAB_SIZE)} | {f"{number:010}": 0.5 for number in range(1600)},
+    "logit_bias": {str(number): 0.5 for number in range(VOCAB_SIZE)}
+    | {f"{number:010}": 0.5 for number in range(1600)},
     "stop_token_ids": [number % VOCAB_SIZE for number in range(4096)],
     "allowed_token_ids": [number % VOCAB_SIZE for number in range(1 << 18)],
     "logprob_token_ids": list(range(128)),
@@ -92,7 +118,7 @@ LISTS: dict[str, Any] = {
     "thinking": {"type": "disabled"},
     "text": {"format": {"type": "json_schema", "name": "a", "schema": _FORM}},
     "output_config": {"format": {"type": "json_schema", "schema": _FORM}},
-}  # fmt: skip
+}
 """By field: the longest value that is accepted, or nearly so."""
 WITH: dict[str, dict[str, Any]] = {
     "logprob_token_ids": {"logprobs": 1},
@@ -140,8 +166,9 @@ def listed(path: str, name: str, body: Mapping[str, Any], share: float = 1.0) ->
 
 
 def refused(path: str, num_bytes: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Bodies in which a field is longer than anything that is accepted: each that a request is made of, of the others one of
-    each type that can be long."""
+    """Bodies in which a field is longer than anything that is accepted: each that a request is made
+    of, of the others one of each type that can be long.
+    """
     info = type_info(RECORDS[path])
     assert isinstance(info, StructType)
     seen: set[str] = set()
@@ -151,7 +178,10 @@ def refused(path: str, num_bytes: int) -> Iterator[tuple[str, dict[str, Any]]]:
             for value in _long_values(each, num_bytes):
                 yield each.encode_name, {**PLAIN[path], each.encode_name: value}
     yield "unknown", {**PLAIN[path], "unknown": [{"a": {}}] * (num_bytes // 10)}
-    yield "unknowns", {**PLAIN[path], **{f"unknown {number}": 1 for number in range(num_bytes // 16)}}
+    yield (
+        "unknowns",
+        {**PLAIN[path], **{f"unknown {number}": 1 for number in range(num_bytes // 16)}},
+    )
 
 
 def _long_values(field: Field, num_bytes: int) -> Iterator[Any]:
@@ -174,7 +204,9 @@ def _small(kind: Type) -> Any:
     name = type(option).__name__
     if isinstance(option, StructType):
         return _SAID[0]
-    return {"StrType": "a", "IntType": 5, "FloatType": 0.5, "DictType": {}, "ListType": []}.get(name, {})
+    return {"StrType": "a", "IntType": 5, "FloatType": 0.5, "DictType": {}, "ListType": []}.get(
+        name, {}
+    )
 
 
 def _options(kind: Type) -> tuple[Type, ...]:

@@ -1,7 +1,9 @@
-"""A device that is behind the host, without a GPU: what it computed reaches the host only once the next step is launched.
+"""A device that is behind the host, without a GPU: what it computed reaches the host only once the
+next step is launched.
 
-Operations are those of the CPU. Their results are withheld by the readback: whoever waits for them before the next step has
-been launched, though one is planned, waits in vain until the deadline, which fails the step.
+Operations are those of the CPU. Their results are withheld by the readback: whoever waits for them
+before the next step has been launched, though one is planned, waits in vain until the deadline,
+which fails the step.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ DEADLINE_S = 20.0
 
 
 class LateDevice:
-    """The readback of an engine's worker. With the overlapped loop results are late, with the plain one there at once."""
+    """The readback of an engine's worker. With the overlapped loop results are late,
+    with the plain one there at once."""
 
     def __init__(self, engine: Engine) -> None:
         self._worker: Any = engine.executor.worker  # type: ignore[attr-defined]

@@ -22,7 +22,11 @@ class Block(NamedTuple):
 def pages() -> list[Path]:
     """Return every Markdown file that belongs to the repository."""
     skipped = {".venv", "build", ".git", "node_modules", ".hypothesis", "gpu-results"}
-    found = (path for folder in ("docs", "benchmarks", "examples", "quire") for path in (ROOT / folder).rglob("*.md"))
+    found = (
+        path
+        for folder in ("docs", "benchmarks", "examples", "quire")
+        for path in (ROOT / folder).rglob("*.md")
+    )
     return sorted([*ROOT.glob("*.md"), *(path for path in found if not skipped & set(path.parts))])
 
 
@@ -46,7 +50,9 @@ def without_code(text: str) -> str:
 
 def links(page: Path) -> list[str]:
     """Return the targets of all links and pictures of a page."""
-    text = re.sub(r"^( *)```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(
+        r"^( *)```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
     text = re.sub(r"`[^`\n]*`", "", text)
     return re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
 
@@ -54,7 +60,9 @@ def links(page: Path) -> list[str]:
 def anchors(page: Path) -> set[str]:
     """Return the anchors that GitHub gives to a page's headings."""
     found: set[str] = set()
-    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(
+        r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
     for heading in re.findall(r"^#+ +(.+?) *$", text, re.MULTILINE):
         plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").lower()
         base = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")

@@ -1,4 +1,5 @@
-"""An engine's process without a model: the null executor, and prompts that kill or freeze it. Run by tests as the command."""
+"""An engine's process without a model: the null executor, and prompts that kill or freeze it.
+Run by tests as the command."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ DEADLY_TOKEN = 7
 ENDLESS_TOKEN = 8
 """A prompt that begins with it makes a step that never ends."""
 SLOW_TOKEN = 6
-"""With a prompt that begins with it, a step takes `SLOW_STEP_S`: nobody has to hurry to be in time for the others."""
+"""With a prompt that begins with it, a step takes `SLOW_STEP_S`:
+nobody has to hurry to be in time for the others."""
 STEP_S = 0.002
 SLOW_STEP_S = 0.1
 
@@ -36,7 +38,9 @@ class Executor(NullExecutor):
     def execute(self, plan: StepPlan) -> StepResult:
         self._slow_rows -= {row.row for row in plan.new_rows}
         self._slow_rows |= {row.row for row in plan.new_rows if row.token_ids[0] == SLOW_TOKEN}
-        time.sleep(SLOW_STEP_S if any(item.row in self._slow_rows for item in plan.work) else STEP_S)
+        time.sleep(
+            SLOW_STEP_S if any(item.row in self._slow_rows for item in plan.work) else STEP_S
+        )
         for row in plan.new_rows:
             if row.token_ids[0] == DEADLY_TOKEN:
                 os.kill(os.getpid(), signal.SIGSEGV)
@@ -48,8 +52,14 @@ class Executor(NullExecutor):
 def build(config: EngineConfig) -> StepLoop:
     """A loop with the limits that the server asks for."""
     assert config.max_model_len is not None and config.max_num_seqs is not None
-    limits = SchedulerLimits(num_blocks=4096, max_num_seqs=config.max_num_seqs, max_model_len=config.max_model_len)
-    return StepLoop(limits, Executor(limits.max_num_seqs, limits.num_blocks, 16, vocab_size=VOCAB_SIZE), time.monotonic)
+    limits = SchedulerLimits(
+        num_blocks=4096, max_num_seqs=config.max_num_seqs, max_model_len=config.max_model_len
+    )
+    return StepLoop(
+        limits,
+        Executor(limits.max_num_seqs, limits.num_blocks, 16, vocab_size=VOCAB_SIZE),
+        time.monotonic,
+    )
 
 
 if __name__ == "__main__":

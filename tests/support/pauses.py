@@ -1,7 +1,8 @@
-"""How long a server holds its event loop: the longest time that /livez waits, less what other work on the machine took of it.
+"""How long a server holds its event loop: the longest time that /livez waits, less what other work
+on the machine took of it.
 
-A wait counts as the processor time that the server's process used meanwhile, if that is less than the wait itself: what a busy
-machine takes from the server is none of its doing.
+A wait counts as the processor time that the server's process used meanwhile, if that is less than
+the wait itself: what a busy machine takes from the server is none of its doing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,12 @@ class Pauses:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._is_over.set()
         self._thread.join(60)
         assert not self._thread.is_alive()

@@ -1,4 +1,5 @@
-"""A client of a few lines over one kept connection, for tests that send very many bodies: a quarter of httpx's time."""
+"""A client of a few lines over one kept connection, for tests that send very many bodies:
+a quarter of httpx's time."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ class Answer:
 class PlainClient:
     """One connection to a server on this machine."""
 
-    def __init__(self, port: int, headers: dict[str, str] | None = None, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, port: int, headers: dict[str, str] | None = None, timeout_s: float = 60.0
+    ) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
         self._headers = headers or {}
 
@@ -42,7 +45,8 @@ class PlainClient:
         return self._send("GET", path, None)
 
     def post(self, path: str, content: bytes) -> Answer:
-        """Send a body. A connection that the server has closed behind its last answer is opened again."""
+        """Send a body. A connection that the server has closed behind its
+        last answer is opened again."""
         return self._send("POST", path, content)
 
     def _send(self, method: str, path: str, content: bytes | None) -> Answer:

@@ -1,4 +1,5 @@
-"""For tests of programs: small decoders with every kind of block, a ragged step for them, and what it leaves behind."""
+"""For tests of programs: small decoders with every kind of block, a ragged step for them,
+and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -42,33 +43,68 @@ SIZES: dict[str, object] = {
 
 
 def parallel_decoder() -> DecoderSpec:
-    """Attention and a plain MLP on one normed input, as in Phi-2, with a sublayer of its own behind them."""
+    """Attention and a plain MLP on one normed input, as in Phi-2,
+    with a sublayer of its own behind them."""
     norm = partial(layer_norm, size=64, eps=1e-5)
 
     def block(at: str) -> BlockSpec:
         query, key, value = (
-            linear(f"{at}.{name}", 64, width, has_bias=True) for name, width in (("q", 64), ("k", 32), ("v", 32))
+            linear(f"{at}.{name}", 64, width, has_bias=True)
+            for name, width in (("q", 64), ("k", 32), ("v", 32))
         )
-        attention = AttentionSpec(query, key, value, linear(f"{at}.o", 64, 64), 16, 0.25, RopeSpec(8, 10000.0))
+        attention = AttentionSpec(
+            query, key, value, linear(f"{at}.o", 64, 64), 16, 0.25, RopeSpec(8, 10000.0)
+        )
         mlp = MlpSpec(None, linear(f"{at}.up", 64, 96), linear(f"{at}.down", 96, 64), "gelu_tanh")
-        more = replace(mlp, gate=linear(f"{at}.more.gate", 64, 96), up=linear(f"{at}.more.up", 64, 96))
+        more = replace(
+            mlp, gate=linear(f"{at}.more.gate", 64, 96), up=linear(f"{at}.more.up", 64, 96)
+        )
         shared = norm(f"{at}.norm")
-        return BlockSpec(((Sublayer(shared, attention), Sublayer(shared, mlp)), (Sublayer(norm(f"{at}.last"), more),)))
+        return BlockSpec(
+            (
+                (Sublayer(shared, attention), Sublayer(shared, mlp)),
+                (Sublayer(norm(f"{at}.last"), more),),
+            )
+        )
 
     embedding = TensorSpec("embedding", (101, 64))
-    return DecoderSpec("Parallel", 64, "float32", embedding, (block("a"), block("b")), norm("norm"), linear("head", 64, 101))
+    return DecoderSpec(
+        "Parallel",
+        64,
+        "float32",
+        embedding,
+        (block("a"), block("b")),
+        norm("norm"),
+        linear("head", 64, 101),
+    )
 
 
 SPECS: dict[str, DecoderSpec] = {
     "llama": declare(SIZES | {"architectures": ["LlamaForCausalLM"]}),
     "odd heads": declare(
-        SIZES | {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 8}
+        SIZES
+        | {
+            "architectures": ["LlamaForCausalLM"],
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+        }
     ),
     "qwen3": declare(SIZES | {"architectures": ["Qwen3ForCausalLM"]}),
     "olmo2": declare(SIZES | {"architectures": ["Olmo2ForCausalLM"]}),
-    "gemma2": declare(SIZES | {"architectures": ["Gemma2ForCausalLM"], "sliding_window": 4, "sliding_window_size": 4}),
+    "gemma2": declare(
+        SIZES
+        | {"architectures": ["Gemma2ForCausalLM"], "sliding_window": 4, "sliding_window_size": 4}
+    ),
     "gpt2": declare(
-        {"architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 101}
+        {
+            "architectures": ["GPT2LMHeadModel"],
+            "n_embd": 64,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 64,
+            "vocab_size": 101,
+        }
     ),
     "parallel": parallel_decoder(),
 }
@@ -108,9 +144,13 @@ def run_ragged(
         keys, values = (torch.randn(shape, generator=generator).to(model.dtype) for _ in range(2))
         caches.append((keys, values))
     positions = torch.cat([torch.arange(start, start + count) for start, count in RAGGED])
-    owners = torch.repeat_interleave(torch.arange(len(RAGGED)), torch.tensor([count for _, count in RAGGED]))
+    owners = torch.repeat_interleave(
+        torch.arange(len(RAGGED)), torch.tensor([count for _, count in RAGGED])
+    )
     batch = AttentionBatch(
-        query_start=torch.tensor([0, *itertools.accumulate(count for _, count in RAGGED)], dtype=torch.int32),
+        query_start=torch.tensor(
+            [0, *itertools.accumulate(count for _, count in RAGGED)], dtype=torch.int32
+        ),
         context_len=torch.tensor([start + count for start, count in RAGGED], dtype=torch.int32),
         block_tables=tables,
         slots=tables[owners, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE,
@@ -126,9 +166,17 @@ def run_ragged(
 def wanted_rows(num_wanted: tuple[int, ...]) -> list[int]:
     """Of RAGGED's tokens, those that are wanted."""
     ends = itertools.accumulate(count for _, count in RAGGED)
-    return [token for end, count in zip(ends, num_wanted, strict=True) for token in range(end - count, end)]
+    return [
+        token
+        for end, count in zip(ends, num_wanted, strict=True)
+        for token in range(end - count, end)
+    ]
 
 
 def are_equal(ours: Caches, theirs: Caches) -> bool:
     """Whether all keys and values are the same, bit for bit."""
-    return all(torch.equal(a, b) for pair, other in zip(ours, theirs, strict=True) for a, b in zip(pair, other, strict=True))
+    return all(
+        torch.equal(a, b)
+        for pair, other in zip(ours, theirs, strict=True)
+        for a, b in zip(pair, other, strict=True)
+    )

@@ -1,6 +1,8 @@
-"""Tiny checkpoints in the public quantized formats, each beside a floating-point twin that it must equal.
+"""Tiny checkpoints in the public quantized formats, each beside a floating-point twin that it must
+equal.
 
-Written from the formats' descriptions with plain numpy loops, and sharing no code with the package that reads them.
+Written from the formats' descriptions with plain numpy loops, and sharing no code with the package
+that reads them.
 """
 
 from __future__ import annotations
@@ -19,25 +21,31 @@ from torch import Tensor
 Array = NDArray[Any]
 Tensors = dict[str, Tensor]
 Source = np.random.Generator | Array
-"""Integers and scales are drawn, or are those of given weights [outputs, inputs], rounded to nearest."""
+"""Integers and scales are drawn, or are those of given weights [outputs, inputs],
+rounded to nearest."""
 Pack = Callable[[str, tuple[int, int], Source], tuple[Tensors, Array]]
-"""From a module's name and its [outputs, inputs] to the tensors stored for it and the weights that they stand for."""
+"""From a module's name and its [outputs, inputs] to the tensors stored for it and the
+weights that they stand for."""
 
 HIDDEN, FFN, VOCAB, HEAD_DIM = 64, 96, 128, 16
 CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "hidden_size": HIDDEN, "intermediate_size": FFN, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": HEAD_DIM, "vocab_size": VOCAB,
-    "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "torch_dtype": "float32", "eos_token_id": 2,
+    "architectures": ["LlamaForCausalLM"], "hidden_size": HIDDEN, "intermediate_size": FFN,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": HEAD_DIM, "vocab_size": VOCAB, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+    "torch_dtype": "float32", "eos_token_id": 2,
 }  # fmt: skip
 _KV, _Q = 2 * HEAD_DIM, 4 * HEAD_DIM
 MODULES = {
-    "self_attn.q_proj": (_Q, HIDDEN), "self_attn.k_proj": (_KV, HIDDEN), "self_attn.v_proj": (_KV, HIDDEN),
+    "self_attn.q_proj": (_Q, HIDDEN), "self_attn.k_proj": (_KV, HIDDEN),
+    "self_attn.v_proj": (_KV, HIDDEN),
     "self_attn.o_proj": (HIDDEN, _Q), "mlp.gate_proj": (FFN, HIDDEN), "mlp.up_proj": (FFN, HIDDEN),
     "mlp.down_proj": (HIDDEN, FFN),
 }  # fmt: skip
 
 
-def write_pair(folder: Path, pack: Pack, quantization_config: Mapping[str, Any] | None, seed: int = 0) -> tuple[Path, Path]:
+def write_pair(
+    folder: Path, pack: Pack, quantization_config: Mapping[str, Any] | None, seed: int = 0
+) -> tuple[Path, Path]:
     """A checkpoint whose projections `pack` stores, and its twin of float32 weights."""
     rng = np.random.default_rng(seed)
     others: Tensors = {
@@ -56,20 +64,30 @@ def write_pair(folder: Path, pack: Pack, quantization_config: Mapping[str, Any] 
             packed |= tensors
             plain[f"{at}.{name}.weight"] = torch.from_numpy(weight.astype(np.float32))
     extra = {} if quantization_config is None else {"quantization_config": quantization_config}
-    return _write(folder / "quantized", others | packed, extra), _write(folder / "plain", others | plain, {})
+    return _write(folder / "quantized", others | packed, extra), _write(
+        folder / "plain", others | plain, {}
+    )
 
 
-def store_model(folder: Path, original: Path, pack: Pack, quantization_config: Mapping[str, Any]) -> Path:
+def store_model(
+    folder: Path, original: Path, pack: Pack, quantization_config: Mapping[str, Any]
+) -> Path:
     """A real checkpoint with its projections, but for a tied head, stored by `pack`."""
     folder.mkdir(parents=True)
     for path in original.glob("*.json"):
         (folder / path.name).write_bytes(path.read_bytes())
     config = json.loads((original / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization_config}))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "quantization_config": quantization_config})
+    )
     tensors: Tensors = {}
     for name, tensor in load_file(original / "model.safetensors").items():
         if "_proj." in name:
-            stored, _ = pack(name.removesuffix(".weight"), (tensor.shape[0], tensor.shape[1]), tensor.float().numpy())
+            stored, _ = pack(
+                name.removesuffix(".weight"),
+                (tensor.shape[0], tensor.shape[1]),
+                tensor.float().numpy(),
+            )
             tensors |= {key: value.contiguous() for key, value in stored.items()}
         else:
             tensors[name] = tensor
@@ -79,7 +97,10 @@ def store_model(folder: Path, original: Path, pack: Pack, quantization_config: M
 
 def _write(folder: Path, tensors: Tensors, extra: Mapping[str, Any]) -> Path:
     folder.mkdir(parents=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+    )
     (folder / "config.json").write_text(json.dumps({**CONFIG, **extra}))
     return folder
 
@@ -97,8 +118,11 @@ def words_of(values: Array, bits: int) -> Array:
     return words.view(np.int32)
 
 
-def _numbers(source: Source, shape: tuple[int, int], bits: int, group: int) -> tuple[Array, Array, Array]:
-    """Unsigned values [N, K], and scales and zero points [N, K / group]; scales are float16 numbers."""
+def _numbers(
+    source: Source, shape: tuple[int, int], bits: int, group: int
+) -> tuple[Array, Array, Array]:
+    """Unsigned values [N, K], and scales and zero points [N, K / group];
+    scales are float16 numbers."""
     if isinstance(source, np.ndarray):
         return _rounded(source, bits, group)
     rng, groups = source, (shape[0], shape[1] // group)
@@ -118,8 +142,11 @@ def _rounded(weights: Array, bits: int, group: int) -> tuple[Array, Array, Array
     return values.astype(np.int64).reshape(weights.shape), scales, zeros
 
 
-def gptq(bits: int, group: int, *, version: int = 1, is_symmetric: bool = False, order: str = "none") -> Pack:
-    """order: "none", "identity" (g_idx is there and says nothing), "blocks" (groups swapped), "scattered"."""
+def gptq(
+    bits: int, group: int, *, version: int = 1, is_symmetric: bool = False, order: str = "none"
+) -> Pack:
+    """order: "none", "identity" (g_idx is there and says nothing), "blocks" (groups swapped),
+    "scattered"."""
 
     def pack(name: str, shape: tuple[int, int], source: Source) -> tuple[Tensors, Array]:
         values, scales, zeros = _numbers(source, shape, bits, group)
@@ -175,7 +202,9 @@ def packed_integers(bits: int, group: int, *, is_symmetric: bool) -> Pack:
             f"{name}.weight_shape": torch.tensor(shape),
         }
         if not is_symmetric:
-            tensors[f"{name}.weight_zero_point"] = torch.from_numpy(words_of(zeros.T, bits).T.copy())
+            tensors[f"{name}.weight_zero_point"] = torch.from_numpy(
+                words_of(zeros.T, bits).T.copy()
+            )
         return tensors, (values - np.repeat(zeros, group, 1)) * np.repeat(scales, group, 1)
 
     return pack
@@ -197,8 +226,14 @@ def byte_integers(*, is_symmetric: bool = True, is_per_tensor: bool = False) -> 
         rng = source
         values = rng.integers(-128, 128, shape)
         values[0, :2] = (-128, 127)
-        scales = (rng.uniform(0.5, 1.5, (1, 1) if is_per_tensor else (shape[0], 1)) * 0.002).astype(np.float32)
-        zeros = np.zeros(scales.shape, dtype=np.int64) if is_symmetric else rng.integers(-60, 60, scales.shape)
+        scales = (rng.uniform(0.5, 1.5, (1, 1) if is_per_tensor else (shape[0], 1)) * 0.002).astype(
+            np.float32
+        )
+        zeros = (
+            np.zeros(scales.shape, dtype=np.int64)
+            if is_symmetric
+            else rng.integers(-60, 60, scales.shape)
+        )
         tensors = {
             f"{name}.weight": torch.from_numpy(values.astype(np.int8)),
             f"{name}.weight_scale": torch.from_numpy(scales if not is_per_tensor else scales[0]),
@@ -210,7 +245,9 @@ def byte_integers(*, is_symmetric: bool = True, is_per_tensor: bool = False) -> 
     return pack
 
 
-def fp8(scale_name: str, *, block: tuple[int, int] | None = None, is_per_output: bool = False) -> Pack:
+def fp8(
+    scale_name: str, *, block: tuple[int, int] | None = None, is_per_output: bool = False
+) -> Pack:
     """e4m3 with scales per block, output or tensor."""
 
     def pack(name: str, shape: tuple[int, int], source: Source) -> tuple[Tensors, Array]:
@@ -222,10 +259,15 @@ def fp8(scale_name: str, *, block: tuple[int, int] | None = None, is_per_output:
         else:
             scales = (source.uniform(0.5, 1.5, grid) * 0.005).astype(np.float32)
         full = np.repeat(np.repeat(scales, tall, 0)[: shape[0]], wide, 1)[:, : shape[1]]
-        numbers = source / full if isinstance(source, np.ndarray) else source.standard_normal(shape) * 20
+        numbers = (
+            source / full if isinstance(source, np.ndarray) else source.standard_normal(shape) * 20
+        )
         stored = torch.from_numpy(numbers.astype(np.float32)).to(torch.float8_e4m3fn)
         is_single = block is None and not is_per_output
-        tensors = {f"{name}.weight": stored, f"{name}.{scale_name}": torch.from_numpy(scales[0, 0:1] if is_single else scales)}
+        tensors = {
+            f"{name}.weight": stored,
+            f"{name}.{scale_name}": torch.from_numpy(scales[0, 0:1] if is_single else scales),
+        }
         return tensors, stored.float().numpy() * full
 
     return pack

@@ -1,4 +1,5 @@
-"""A server and an engine in one thread, their messages encoded and decoded: what a supervisor does, by hand."""
+"""A server and an engine in one thread, their messages encoded and decoded:
+what a supervisor does, by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ MAX_STEPS = 20_000
 class Relay:
     """Requests on an engine that can be replaced at any step."""
 
-    def __init__(self, requests: RequestBuilder, journal: Journal, make_loop: Callable[[], StepLoop]) -> None:
+    def __init__(
+        self, requests: RequestBuilder, journal: Journal, make_loop: Callable[[], StepLoop]
+    ) -> None:
         self.requests = requests
         self.journal = journal
         self.outputs: dict[str, list[RequestOutput]] = {}
@@ -31,7 +34,9 @@ class Relay:
         self.num_steps = 0
 
     def add(self, name: str, prompt: Sequence[int], params: SamplingParams) -> None:
-        self.journal.add(self.requests.sampling(name, ParsedPrompt(None, prompt), self.requests.digest(params)))
+        self.journal.add(
+            self.requests.sampling(name, ParsedPrompt(None, prompt), self.requests.digest(params))
+        )
 
     def replace_engine(self) -> None:
         """The engine is gone, with everything it knew."""
@@ -55,13 +60,16 @@ class Relay:
                 self.outputs.setdefault(output.request_id, []).append(output)
 
     def run(self, *, replace_every: int = 0) -> dict[str, list[RequestOutput]]:
-        """Step until nothing is left; a new engine after every `replace_every` steps, and mid-way through others."""
+        """Step until nothing is left; a new engine after every `replace_every` steps,
+        and mid-way through others."""
         for _ in range(MAX_STEPS):
             if not self.journal.entries:
                 return self.outputs
             self.step()
             # A grammar that is being compiled would be begun for ever, and never ready.
-            has_its_time = not any(each.parked() for each in self.service.loop.scheduler.admission.prerequisites)
+            has_its_time = not any(
+                each.parked() for each in self.service.loop.scheduler.admission.prerequisites
+            )
             if replace_every and self.num_steps % replace_every == 0 and has_its_time:
                 self.replace_engine()
         raise AssertionError(f"still busy after {MAX_STEPS} steps")

@@ -1,4 +1,5 @@
-"""Recorded steps where there is no GPU: what is "recorded" is computed again at each replay, from and to the same places."""
+"""Recorded steps where there is no GPU: what is "recorded" is computed again at each replay,
+from and to the same places."""
 
 from __future__ import annotations
 
@@ -40,9 +41,12 @@ def replay_steps(engine: Engine, backend: ComputedGraphs | None = None) -> StepG
         limits, plan = engine.plan.limits, engine.plan
         shape = PoolShape(limits.num_blocks + 1, limits.block_size, plan.kv_format)
         worker.memory = KVMemory(plan.spec.kv_layers, shape, torch.device("cpu"))
-        worker.use_graphs(backend or ComputedGraphs(), GraphSettings(256, limits.max_model_len, 1 << 40))
+        worker.use_graphs(
+            backend or ComputedGraphs(), GraphSettings(256, limits.max_model_len, 1 << 40)
+        )
     graphs: StepGraphs = worker.graphs
-    if worker.model.kernels.name == "cpu":  # whose attention takes no sequence without tokens: decodes alone are replayed
+    # whose attention takes no sequence without tokens: decodes alone are replayed
+    if worker.model.kernels.name == "cpu":
         forward = graphs.forward
         graphs.forward = lambda arrays: forward(arrays) if arrays.max_query_len == 1 else None  # type: ignore[method-assign]
     graphs.settings = graphs.settings._replace(paying_uses=1)

@@ -50,13 +50,16 @@ def make_filters(count: int, vocab_size: int, seed: int = 0) -> Filters:
 
 
 def make_penalties(seed: int = 4) -> Penalties:
-    """Five rows out of six, with prompts and outputs of many lengths, some ids outside a vocabulary of 300."""
+    """Five rows out of six, with prompts and outputs of many lengths,
+    some ids outside a vocabulary of 300."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.tensor([0, 5, 40, 0, 3, 200, 90, 0, 0, 700])  # prompt, output, prompt, ...
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     return Penalties(
         row=torch.tensor([5, 0, 3, 1, 2]),
-        token_ids=torch.randint(-3, 310, (int(lengths.sum()),), generator=generator, dtype=torch.int32),
+        token_ids=torch.randint(
+            -3, 310, (int(lengths.sum()),), generator=generator, dtype=torch.int32
+        ),
         start=ends[::2].contiguous(),
         output_start=ends[1::2].contiguous(),
         repetition=torch.tensor([1.0, 1.3, 0.7, 1.1, 2.0]),

@@ -1,4 +1,5 @@
-"""`quire serve` as a process of its own: what runs where, what it holds, and how it is told to end."""
+"""`quire serve` as a process of its own: what runs where, what it holds,
+and how it is told to end."""
 
 from __future__ import annotations
 
@@ -66,14 +67,19 @@ class Served:
 
         def is_idle() -> bool:
             numbers = self.progress()
-            return not any(numbers[name] for name in ("num_requests", "num_running", "num_waiting", "kv_usage"))
+            return not any(
+                numbers[name] for name in ("num_requests", "num_running", "num_waiting", "kv_usage")
+            )
 
         until(is_idle, timeout_s)
 
 
 @contextmanager
-def serving(*options: str, keys: str | None = None, few_files: int | None = None) -> Iterator[Served]:
-    """A server of the shipped model with further options; its `stderr` can be read. Killed at the end, if it still runs.
+def serving(
+    *options: str, keys: str | None = None, few_files: int | None = None
+) -> Iterator[Served]:
+    """A server of the shipped model with further options; its `stderr` can be read. Killed at the
+    end, if it still runs.
 
     `few_files`: how many it may open.
     """
@@ -126,7 +132,8 @@ def resident_bytes(pid: int, what: str = "VmRSS") -> int:
 
 
 def cpu_s(pid: int) -> float:
-    """Processor time that a process has taken, in seconds: what other work on the machine does not lengthen."""
+    """Processor time that a process has taken, in seconds:
+    what other work on the machine does not lengthen."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -135,7 +142,11 @@ def listening(pid: int) -> list[str]:
     """TCP addresses on which a process listens."""
     fds = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
     mine = {name[8:-1] for name in fds if name.startswith("socket:[")}
-    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]]
+    lines = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
+    ]
     return [line[1] for line in lines if line[3] == "0A" and line[9] in mine]
 
 

@@ -1,4 +1,5 @@
-"""A whole server in this process for tests: the shipped model, the application, and uvicorn on a free port, in a thread."""
+"""A whole server in this process for tests: the shipped model, the application,
+and uvicorn on a free port, in a thread."""
 
 from __future__ import annotations
 
@@ -66,7 +67,9 @@ def routes_of(app: Any) -> list[Any]:
 @contextmanager
 def local_client(**options: Any) -> Iterator[Client]:
     """The shipped model in this process."""
-    config = EngineConfig.from_options(MODEL, {"num_threads": 1, "kv_cache_memory": "48MiB", "max_num_seqs": 64, **options})
+    config = EngineConfig.from_options(
+        MODEL, {"num_threads": 1, "kv_cache_memory": "48MiB", "max_num_seqs": 64, **options}
+    )
     prepared = prepare_model(config, is_for_here=False)
     link = EngineThread(build_engine(config, is_streaming=True))
     link.start()
@@ -90,7 +93,9 @@ def serve(
     app = build_app(config, client, keys or key_ring([]), tracer)
     server = uvicorn.Server(uvicorn_config(app, config, timeout_graceful_shutdown=1, **options))
     loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve(sockets=[listener])), name="test-server")
+    thread = threading.Thread(
+        target=lambda: loop.run_until_complete(server.serve(sockets=[listener])), name="test-server"
+    )
     thread.start()
     try:
         while not server.started and thread.is_alive():
@@ -108,7 +113,8 @@ def serve(
 
 @contextmanager
 def held(server: RunningServer) -> Iterator[None]:
-    """The model of this server takes in whatever comes, and computes nothing of it until the block ends."""
+    """The model of this server takes in whatever comes,
+    and computes nothing of it until the block ends."""
     engine: Any = cast("EngineThread", server.client.link).engine
 
     def wait() -> list[Any]:
@@ -124,7 +130,10 @@ def held(server: RunningServer) -> Iterator[None]:
 
 @contextmanager
 def serve_model(
-    config: ApiConfig | None = None, keys: KeyRing | None = None, tracer: Tracer | None = None, **options: Any
+    config: ApiConfig | None = None,
+    keys: KeyRing | None = None,
+    tracer: Tracer | None = None,
+    **options: Any,
 ) -> Iterator[RunningServer]:
     """The shipped model, served."""
     with local_client(**options) as client, serve(client, config, keys, tracer) as server:

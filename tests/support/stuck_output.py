@@ -1,4 +1,5 @@
-"""A program's output that takes a few words and no more until it is read: so the program cannot end before a test lets it."""
+"""A program's output that takes a few words and no more until it is read:
+so the program cannot end before a test lets it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A mark for tests that bound times: what is too slow is too slow every time, what a busy machine holds up once is not."""
+"""A mark for tests that bound times: what is too slow is too slow every time,
+what a busy machine holds up once is not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A vocabulary that a test can read: single bytes, a few longer tokens, one end of sequence, one id without text."""
+"""A vocabulary that a test can read: single bytes, a few longer tokens, one end of sequence,
+one id without text."""
 
 from __future__ import annotations
 

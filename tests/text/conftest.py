@@ -14,7 +14,9 @@ from quire.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")
-def tokenizer_folder(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def tokenizer_folder(
+    shared: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
     """Gives a plain folder with the named tokenizer's files."""
 
     @cache
@@ -22,7 +24,9 @@ def tokenizer_folder(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         if name == "stories260K":
             return shared / "data/models/stories260K/hf"
         source, folder = shared / "data/tokenizers" / name, tmp_path_factory.mktemp(name)
-        (folder / "tokenizer.json").write_bytes(lzma.decompress((source / "tokenizer.json.xz").read_bytes()))
+        (folder / "tokenizer.json").write_bytes(
+            lzma.decompress((source / "tokenizer.json.xz").read_bytes())
+        )
         for extra in source.glob("*.json"):
             shutil.copyfile(extra, folder / extra.name)
         return folder

@@ -19,7 +19,12 @@ from quire.text.files import read_text_config
 from quire.text.tokenizer import Tokenizer
 from quire.text.traced import spans_of
 
-NAMED = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>", "unk_token": "<unk>"}
+NAMED = {
+    "bos_token": "<|bos|>",
+    "eos_token": "<|eos|>",
+    "pad_token": "<|pad|>",
+    "unk_token": "<unk>",
+}
 Load = Callable[[str], Tokenizer]
 
 TOOL = {
@@ -27,13 +32,20 @@ TOOL = {
     "function": {
         "name": "get_weather",
         "description": "The weather, é",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "A <b> city"}}},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "A <b> city"}},
+        },
     },
 }
 
 
 def _called(arguments: Any) -> list[dict[str, Any]]:
-    call = {"id": "abcdefghi", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+    call = {
+        "id": "abcdefghi",
+        "type": "function",
+        "function": {"name": "get_weather", "arguments": arguments},
+    }
     return [
         {"role": "user", "content": "Weather?"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -56,7 +68,11 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None, dict[s
     "thinking": (
         [
             {"role": "user", "content": "Hi"},
-            {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello!", "reasoning_content": "hm"},
+            {
+                "role": "assistant",
+                "content": "<think>\nhm\n</think>\n\nHello!",
+                "reasoning_content": "hm",
+            },
             {"role": "user", "content": "2+2?"},
         ],
         None,
@@ -65,15 +81,29 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None, dict[s
     "tools": ([{"role": "user", "content": "Weather?"}], [TOOL], {}),
     "called": (_called({"city": "Zürich"}), [TOOL], {}),
     "called-json": (_called('{"city": "Zürich"}'), [TOOL], {}),
-    "parts": ([{"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "!"}]}], None, {}),
+    "parts": (
+        [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "!"}],
+            }
+        ],
+        None,
+        {},
+    ),
 }
 
 
 @pytest.fixture(scope="session")
 def templates(shared: Path) -> dict[str, ChatTemplate]:
-    """The published templates among the shared data (of Mistral's many variants, those for text), compiled once."""
+    """The published templates among the shared data (of Mistral's many variants, those for text),
+    compiled once."""
     folder = shared / "data/tokenizers"
-    paths = [path for path in sorted(folder.rglob("*.jinja")) if path.parent.parent.name != "mistral" or "_" not in path.stem]
+    paths = [
+        path
+        for path in sorted(folder.rglob("*.jinja"))
+        if path.parent.parent.name != "mistral" or "_" not in path.stem
+    ]
     sources = {path.name: path.read_text() for path in paths}
     for path in sorted(folder.glob("*/tokenizer_config.json")):
         found = read_text_config(path.parent).chat_templates
@@ -84,7 +114,13 @@ def templates(shared: Path) -> dict[str, ChatTemplate]:
 
 def _render_reference(compiled: Any, case: str, add_generation_prompt: bool) -> str | None:
     messages, tools, kwargs = CASES[case]
-    variables = {"messages": json.loads(json.dumps(messages)), "tools": tools, "documents": None, **kwargs, **NAMED}
+    variables = {
+        "messages": json.loads(json.dumps(messages)),
+        "tools": tools,
+        "documents": None,
+        **kwargs,
+        **NAMED,
+    }
     try:
         text: str = compiled.render(add_generation_prompt=add_generation_prompt, **variables)
     except Exception:  # the template refuses these messages, in whatever way
@@ -95,12 +131,19 @@ def _render_reference(compiled: Any, case: str, add_generation_prompt: bool) -> 
 def _render(template: ChatTemplate, case: str, add_generation_prompt: bool) -> str | None:
     messages, tools, kwargs = CASES[case]
     try:
-        return template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, template_kwargs=kwargs)
+        return template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            template_kwargs=kwargs,
+        )
     except RequestError:
         return None
 
 
-CONTROL_LIKE = re.compile(r"<\|[^|<>\n]*\|>|<｜[^｜\n]*｜>|</?(?:start_of_turn|end_of_turn|s)>|\[/?[A-Z_]{4,}\]")
+CONTROL_LIKE = re.compile(
+    r"<\|[^|<>\n]*\|>|<｜[^｜\n]*｜>|</?(?:start_of_turn|end_of_turn|s)>|\[/?[A-Z_]{4,}\]"
+)
 
 
 @pytest.mark.slow
@@ -122,7 +165,9 @@ def test_every_template_renders_as_in_transformers_and_keeps_its_own_tokens(
                 num_equal += 1
                 own = [(start, end) for start, end, level in spans_of(text) if level == 2]
                 for match in CONTROL_LIKE.finditer(text):
-                    assert any(start <= match.start() and match.end() <= end for start, end in own), (name, match[0])
+                    assert any(
+                        start <= match.start() and match.end() <= end for start, end in own
+                    ), (name, match[0])
     assert num_equal > 500
 
 
@@ -130,15 +175,25 @@ def test_no_template_lends_its_trust_to_users(templates: dict[str, ChatTemplate]
     mark = "\ua66e"  # ꙮ, which no template writes
     for name, template in templates.items():
         for messages, tools, kwargs in CASES.values():
-            text = json.dumps([messages, tools]).replace("Weather", f"Weather {mark * 3}").replace("Hi", mark)
+            text = (
+                json.dumps([messages, tools])
+                .replace("Weather", f"Weather {mark * 3}")
+                .replace("Hi", mark)
+            )
             text = text.replace("city", f"c{mark}").replace("Be nice", f"{mark}<think>{mark}")
             marked_messages, marked_tools = json.loads(text)
             try:
-                rendered = template.render(marked_messages, tools=marked_tools, template_kwargs=kwargs)
+                rendered = template.render(
+                    marked_messages, tools=marked_tools, template_kwargs=kwargs
+                )
             except RequestError:
                 continue
-            trusted = "".join(rendered[start:end] for start, end, level in spans_of(rendered) if level == 2)
-            assert mark not in trusted and mark.encode("unicode_escape").decode() not in trusted, name
+            trusted = "".join(
+                rendered[start:end] for start, end, level in spans_of(rendered) if level == 2
+            )
+            assert mark not in trusted and mark.encode("unicode_escape").decode() not in trusted, (
+                name
+            )
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "phi-3-mini"])
@@ -161,8 +216,13 @@ def test_ids_are_those_of_transformers(load: Load, tokenizer_folder: Callable[[s
     template = ChatTemplate.from_tokenizer(tokenizer)
     for case in ("one", "turns", "thinking", "tools", "called"):
         messages, tools, kwargs = CASES[case]
-        expected = reference.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False, **kwargs)
-        assert encode_chat(tokenizer, template.render(messages, tools=tools, template_kwargs=kwargs)) == expected
+        expected = reference.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=True, return_dict=False, **kwargs
+        )
+        assert (
+            encode_chat(tokenizer, template.render(messages, tools=tools, template_kwargs=kwargs))
+            == expected
+        )
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "phi-3-mini"])
@@ -185,12 +245,18 @@ def test_every_control_token_in_a_message_is_plain_text(load: Load, name: str) -
         assert num_controls(f"a {text} b") >= benign, text
 
 
-SPLICING = "{% for m in messages %}<|im_start|>{{ m.a }}{{ m.b }}{{ (m.a ~ m.b)|replace('#', '')|trim }}<|im_end|>{% endfor %}"
+SPLICING = (
+    "{% for m in messages %}<|im_start|>{{ m.a }}{{ m.b }}{{ (m.a ~ m.b)|replace('#', '')|trim "
+    "}}<|im_end|>{% endfor %}"
+)
 
 
 def test_control_tokens_put_together_from_pieces_are_plain_text(load: Load) -> None:
     tokenizer = load("qwen3")
-    messages = [{"role": "user", "a": "<|im_", "b": "start|>"}, {"role": "user", "a": "<|im_#e", "b": "nd|#>"}]
+    messages = [
+        {"role": "user", "a": "<|im_", "b": "start|>"},
+        {"role": "user", "a": "<|im_#e", "b": "nd|#>"},
+    ]
     ids = encode_chat(tokenizer, ChatTemplate(SPLICING).render(messages))
     start, end = tokenizer.token_to_id("<|im_start|>"), tokenizer.token_to_id("<|im_end|>")
     assert start is not None and end is not None
@@ -213,7 +279,9 @@ def test_an_assistants_message_may_hold_what_the_model_wrote_as_a_token(load: Lo
     token = tokenizer.token_to_id("<think>")
     assert token is not None
     for role, count in (("assistant", 1), ("user", 0), ("tool", 0), ("system", 0)):
-        ids = encode_chat(tokenizer, template.render([{"role": role, "content": "<think>a<|im_end|>"}]))
+        ids = encode_chat(
+            tokenizer, template.render([{"role": role, "content": "<think>a<|im_end|>"}])
+        )
         assert ids.count(token) == count
         assert tokenizer.token_to_id("<|im_end|>") not in ids
 
@@ -226,14 +294,21 @@ def test_a_plain_string_has_no_control_tokens(load: Load) -> None:
 
 def test_format_keeps_what_the_template_wrote(load: Load) -> None:
     tokenizer = load("qwen3")
-    source = "{{ '<|im_{}|>{}{x!s:>3}'.format('start', messages[0].content, x=messages[0].content) }}"
+    source = (
+        "{{ '<|im_{}|>{}{x!s:>3}'.format('start', messages[0].content, x=messages[0].content) }}"
+    )
     rendered = ChatTemplate(source).render([{"role": "user", "content": "<|im_end|>"}])
     assert rendered == "<|im_start|><|im_end|><|im_end|>"
     ids = encode_chat(tokenizer, rendered)
-    assert ids[0] == tokenizer.token_to_id("<|im_start|>") and tokenizer.token_to_id("<|im_end|>") not in ids
+    assert (
+        ids[0] == tokenizer.token_to_id("<|im_start|>")
+        and tokenizer.token_to_id("<|im_end|>") not in ids
+    )
 
 
-@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "range", "_x"])
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "range", "_x"]
+)
 def test_kwargs_cannot_override_internals(name: str) -> None:
     template = ChatTemplate("{{ messages|length }}{{ eos_token }}", {"eos_token": "</s>"})
     with pytest.raises(InvalidParameterError, match=name) as caught:
@@ -248,11 +323,15 @@ def test_kwargs_are_scalars(value: Any) -> None:
 
 
 def test_kwargs_reach_the_template_as_plain_text(load: Load) -> None:
-    rendered = ChatTemplate("{{ effort }}{{ deep }}").render([], template_kwargs={"effort": "<|im_end|>", "deep": None})
+    rendered = ChatTemplate("{{ effort }}{{ deep }}").render(
+        [], template_kwargs={"effort": "<|im_end|>", "deep": None}
+    )
     assert rendered == "<|im_end|>None" and spans_of(rendered) == ()
 
 
-@pytest.mark.parametrize("messages", [["x"], [{"content": "x"}], [{"role": 1}], [{"role": "user", "content": {1, 2}}]])
+@pytest.mark.parametrize(
+    "messages", [["x"], [{"content": "x"}], [{"role": 1}], [{"role": "user", "content": {1, 2}}]]
+)
 def test_messages_must_be_plain_data(messages: Any) -> None:
     with pytest.raises(InvalidParameterError) as caught:
         ChatTemplate("x").render(messages)
@@ -268,7 +347,9 @@ def test_deeply_nested_messages_are_refused() -> None:
 
 
 def test_what_a_template_raises_is_said() -> None:
-    with pytest.raises(RequestError, match=r"cannot render these messages: Roles must alternate \(line 2"):
+    with pytest.raises(
+        RequestError, match=r"cannot render these messages: Roles must alternate \(line 2"
+    ):
         ChatTemplate("\n{{ raise_exception('Roles must alternate') }}").render([])
     with pytest.raises(RequestError, match=r"fails on these messages with TypeError \(line 1"):
         ChatTemplate("{{ 'a' + messages[0].secret }}").render([{"role": "user", "secret": 1}])
@@ -282,9 +363,13 @@ def test_the_clock_is_injected() -> None:
 def test_the_final_message_is_left_open(load: Load) -> None:
     template = ChatTemplate.from_tokenizer(load("qwen2.5"))
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well, "}]
-    assert template.render(messages, continue_final_message=True).endswith("<|im_start|>assistant\nWell, ")
+    assert template.render(messages, continue_final_message=True).endswith(
+        "<|im_start|>assistant\nWell, "
+    )
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
-    spread = ChatTemplate("{% for m in messages %}{% for c in m.content %}[{{ c.text|trim }}]{% endfor %}{% endfor %}")
+    spread = ChatTemplate(
+        "{% for m in messages %}{% for c in m.content %}[{{ c.text|trim }}]{% endfor %}{% endfor %}"
+    )
     assert spread.render(parts, continue_final_message=True) == "[Hi"
     opened = ChatTemplate("{{ messages[-1].content }}").render(
         [{"role": "assistant", "content": "<think> a"}], continue_final_message=True
@@ -314,7 +399,9 @@ def test_rendering_and_encoding_take_linear_time(load: Load, unit: str) -> None:
         for _ in range(2):
             start = time.process_time()
             content = (unit * num_chars)[:num_chars]
-            messages = [{"role": role, "content": content} for role in ("user", "assistant", "user")]
+            messages = [
+                {"role": role, "content": content} for role in ("user", "assistant", "user")
+            ]
             encode_chat(tokenizer, template.render(messages))
             times.append(time.process_time() - start)
         return min(times)
@@ -331,7 +418,9 @@ def test_many_messages_take_linear_time(load: Load) -> None:
 
     def seconds(num_messages: int) -> float:
         start = time.process_time()
-        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}] * (num_messages // 2)
+        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}] * (
+            num_messages // 2
+        )
         encode_chat(tokenizer, template.render(messages))
         return time.process_time() - start
 

@@ -1,4 +1,5 @@
-"""Streamed text equals the whole decode, for every tokenizer, every split, and every end of the prompt."""
+"""Streamed text equals the whole decode, for every tokenizer, every split,
+and every end of the prompt."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def _stream(detokenizer: Detokenizer, ids: Sequence[int], step: int = 1) -> str:
 
 
 def _reference(tokenizer: Tokenizer, prompt: list[int], output: list[int]) -> str:
-    """The output's text for a well-formed whole: what follows the complete characters of the prompt."""
+    """The output's text for a well-formed whole:
+    what follows the complete characters of the prompt."""
     complete = len(prompt)
     while complete and tokenizer.decode(prompt[:complete]).endswith("\ufffd"):
         complete -= 1
@@ -74,9 +76,16 @@ def test_no_transient_replacement_and_every_end(load: Load, name: str, text: str
 @pytest.mark.parametrize("name", NAMES)
 def test_arbitrary_ids_decode_as_the_library_decodes_them(load: Load, name: str) -> None:
     tokenizer, rng = load(name), random.Random(name)
-    spaces = [each for text in ("▁", "Ġ", "▁▁") if (each := tokenizer.token_to_id(text)) is not None]
+    spaces = [
+        each for text in ("▁", "Ġ", "▁▁") if (each := tokenizer.token_to_id(text)) is not None
+    ]
     for _ in range(1500):
-        pools = [range(260), range(tokenizer.vocab_size + 20), spaces, sorted(tokenizer.special_token_ids)]
+        pools = [
+            range(260),
+            range(tokenizer.vocab_size + 20),
+            spaces,
+            sorted(tokenizer.special_token_ids),
+        ]
         ids = [rng.choice(rng.choice(pools)) for _ in range(rng.randrange(12))]
         for skip in (True, False):
             whole = tokenizer.decode(ids, skip_special_tokens=skip)
@@ -89,7 +98,8 @@ def test_arbitrary_ids_decode_as_the_library_decodes_them(load: Load, name: str)
 
 
 def _suffix_by_replay(tokenizer: Tokenizer, ids: list[int], split: int, skip: bool) -> str:
-    """The output's text with the whole prompt streamed first: equal to entering the prompt from its two ends."""
+    """The output's text with the whole prompt streamed first:
+    equal to entering the prompt from its two ends."""
     detokenizer = Detokenizer(tokenizer, (), skip_special_tokens=skip)
     detokenizer.append(ids[:split])
     detokenizer._num_prompt_bytes = len(detokenizer._pending) or len(detokenizer._run)
@@ -108,10 +118,14 @@ def _suffix_by_replay(tokenizer: Tokenizer, ids: list[int], split: int, skip: bo
         (b"\x80\x80\x80", b"a", "a"),
     ],
 )
-def test_a_prompt_that_ends_within_a_character(load: Load, prompt: bytes, output: bytes, expected: str) -> None:
+def test_a_prompt_that_ends_within_a_character(
+    load: Load, prompt: bytes, output: bytes, expected: str
+) -> None:
     tokenizer = load("gpt2")
     token_of = {tokenizer.token_bytes(token): token for token in range(256)}
-    prompt_ids, output_ids = ([token_of[bytes([byte])] for byte in data] for data in (prompt, output))
+    prompt_ids, output_ids = (
+        [token_of[bytes([byte])] for byte in data] for data in (prompt, output)
+    )
     assert _stream(Detokenizer(tokenizer, prompt_ids), output_ids) == expected
 
 
@@ -120,7 +134,9 @@ def test_a_broken_run_of_byte_tokens_is_replaced_byte_by_byte(load: Load) -> Non
     run = [3 + byte for byte in "☃".encode() + b"\xf0\x9f"]
     assert tokenizer.decode(run) == "\ufffd" * 5
     assert _stream(Detokenizer(tokenizer, ()), run) == "\ufffd" * 5
-    assert _stream(Detokenizer(tokenizer, run[:3]), run[3:]) == "\ufffd" * 2, "the prompt's bytes are not repeated"
+    assert _stream(Detokenizer(tokenizer, run[:3]), run[3:]) == "\ufffd" * 2, (
+        "the prompt's bytes are not repeated"
+    )
     assert _stream(Detokenizer(tokenizer, run[:2]), run[2:3]) == "☃"
 
 
@@ -147,7 +163,9 @@ def test_special_tokens_are_left_out_or_shown(load: Load) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_forks_are_independent(load: Load, name: str) -> None:
     tokenizer = load(name)
-    first, left, right = (tokenizer.encode(text, add_special_tokens=False) for text in ("a 🦙", "𒀀 one", "ไทย two"))
+    first, left, right = (
+        tokenizer.encode(text, add_special_tokens=False) for text in ("a 🦙", "𒀀 one", "ไทย two")
+    )
     for cut in range(len(first) + 1):
         detokenizer = Detokenizer(tokenizer, ())
         shown = detokenizer.append(first[:cut])
@@ -157,11 +175,19 @@ def test_forks_are_independent(load: Load, name: str) -> None:
 
 
 def _word_tokenizer(decoder: dict[str, object] | None) -> Tokenizer:
-    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    special = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
     vocab = {"?": 0, "▁a": 1, "b": 2, "▁": 3, "<x>": 4, "<y>": 5}
     content = {
         "version": "1.0",
-        "added_tokens": [{"id": vocab[text], "content": text, **special} for text in ("<x>", "<y>")],
+        "added_tokens": [
+            {"id": vocab[text], "content": text, **special} for text in ("<x>", "<y>")
+        ],
         "pre_tokenizer": {"type": "WhitespaceSplit"},
         "decoder": decoder,
         "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "?"},
@@ -175,7 +201,10 @@ def _word_tokenizer(decoder: dict[str, object] | None) -> Tokenizer:
         None,
         {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
         {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": True},
-        {"type": "Sequence", "decoders": [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]},
+        {
+            "type": "Sequence",
+            "decoders": [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}],
+        },
     ],
 )
 def test_other_decoders_equal_the_library(decoder: dict[str, object] | None) -> None:
@@ -202,12 +231,20 @@ def test_added_tokens_can_be_set_without_spaces() -> None:
     "decoder",
     [
         {"type": "WordPiece", "prefix": "##", "cleanup": True},
-        {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 0, "stop": 1}]},
+        {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Fuse"},
+                {"type": "Strip", "content": " ", "start": 0, "stop": 1},
+            ],
+        },
         {"type": "Replace", "pattern": {"Regex": "a+"}, "content": " "},
     ],
 )
 def test_a_decoder_that_cannot_be_followed_is_refused(decoder: dict[str, object]) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"cannot be followed token by token.*skip_tokenizer_init"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"cannot be followed token by token.*skip_tokenizer_init"
+    ):
         Detokenizer(_word_tokenizer(decoder), ())
 
 

@@ -19,21 +19,36 @@ from quire.weights.gguf.file import read_gguf
 pytestmark = pytest.mark.slow
 
 TEXTS = [
-    "Hello, world!", "  two spaces, a\ttab\nand a newline\n\n", "Ünïcödé ☃ 日本語 🙂🙂", "", " leading", "trailing ",
-    "I'm 1234567 years old; they'll say don't.", "def f(x):\n    return x ** 2  # code", "<|im_start|>user\nhi<|im_end|>",
-    "e\u0301 vs \u00e9", "aaaaaaaaaaaa",
-]  # fmt: skip
+    "Hello, world!",
+    "  two spaces, a\ttab\nand a newline\n\n",
+    "Ünïcödé ☃ 日本語 🙂🙂",
+    "",
+    " leading",
+    "trailing ",
+    "I'm 1234567 years old; they'll say don't.",
+    "def f(x):\n    return x ** 2  # code",
+    "<|im_start|>user\nhi<|im_end|>",
+    "e\u0301 vs \u00e9",
+    "aaaaaaaaaaaa",
+]
 
 
 def _bpe_metadata(folder: Path, rule: str) -> dict[str, Any]:
     """What a converter would write for a byte-level tokenizer.json."""
     document = json.loads((folder / "tokenizer.json").read_text())
     added = {each["id"]: each for each in document["added_tokens"]}
-    ids = document["model"]["vocab"] | {each["content"]: token_id for token_id, each in added.items()}
+    ids = document["model"]["vocab"] | {
+        each["content"]: token_id for token_id, each in added.items()
+    }
     tokens = [token for token, _ in sorted(ids.items(), key=lambda item: item[1])]
     assert sorted(ids.values()) == list(range(len(tokens)))
-    kinds = [1 if at not in added else 3 if added[at]["special"] else 4 for at in range(len(tokens))]
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in document["model"]["merges"]]
+    kinds = [
+        1 if at not in added else 3 if added[at]["special"] else 4 for at in range(len(tokens))
+    ]
+    merges = [
+        merge if isinstance(merge, str) else " ".join(merge)
+        for merge in document["model"]["merges"]
+    ]
     return {
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": rule, "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": kinds, "tokenizer.ggml.merges": merges,
@@ -41,7 +56,9 @@ def _bpe_metadata(folder: Path, rule: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("name", "rule"), [("gpt2", "gpt-2"), ("qwen2.5", "qwen2")])
-def test_byte_level_tokenizers_give_the_same_ids(name: str, rule: str, tokenizer_folder: Callable[[str], Path]) -> None:
+def test_byte_level_tokenizers_give_the_same_ids(
+    name: str, rule: str, tokenizer_folder: Callable[[str], Path]
+) -> None:
     folder = tokenizer_folder(name)
     own = Tokenizer((folder / "tokenizer.json").read_text())
     converted = Tokenizer(*convert_tokenizer(_bpe_metadata(folder, rule)))
@@ -51,12 +68,18 @@ def test_byte_level_tokenizers_give_the_same_ids(name: str, rule: str, tokenizer
         assert converted.decode(ids) == own.decode(ids)
 
 
-def test_the_vocabulary_with_scores_gives_the_same_ids(shared: Path, load: Callable[[str], Tokenizer], tmp_path: Path) -> None:
+def test_the_vocabulary_with_scores_gives_the_same_ids(
+    shared: Path, load: Callable[[str], Tokenizer], tmp_path: Path
+) -> None:
     packed = shared / "data/tokenizers/llama_cpp_vocab_gguf/ggml-vocab-phi-3.gguf.xz"
     (tmp_path / "vocab.gguf").write_bytes(lzma.decompress(packed.read_bytes()))
     metadata = dict(read_gguf(tmp_path / "vocab.gguf").metadata)
     document, config = convert_tokenizer(metadata)
-    assert config.named_tokens["bos_token"] == "<s>" and config.add_bos_token and "default" in config.chat_templates
+    assert (
+        config.named_tokens["bos_token"] == "<s>"
+        and config.add_bos_token
+        and "default" in config.chat_templates
+    )
     converted = Tokenizer(document, config)
     own = load("phi-3-mini")
     for text in TEXTS:
@@ -67,14 +90,26 @@ def test_the_vocabulary_with_scores_gives_the_same_ids(shared: Path, load: Calla
 
 
 def _tiny(**changes: Any) -> dict[str, Any]:
-    base = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b", "ab"], "merges": ["a b"], "token_type": [1, 1, 1]}
+    base = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": ["a", "b", "ab"],
+        "merges": ["a b"],
+        "token_type": [1, 1, 1],
+    }
     return {f"tokenizer.ggml.{key}": value for key, value in (base | changes).items()}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "bert"}, r"tokenizer\.ggml\.model='bert'; supported: gpt2, llama; put the model's tokenizer\.json beside"),
+        (
+            {"model": "bert"},
+            (
+                r"tokenizer\.ggml\.model='bert'; supported: gpt2, llama; put the model's "
+                r"tokenizer\.json beside"
+            ),
+        ),
         ({"pre": "tekken"}, r"tokenizer\.ggml\.pre='tekken'; supported: gpt-2, llama-bpe"),
         ({"tokens": None}, r"no list of texts under tokenizer\.ggml\.tokens"),
         ({"tokens": ["a", "a", "b"]}, "names 1 tokens twice"),

@@ -35,8 +35,11 @@ def pair(request: pytest.FixtureRequest) -> Pair:
     """Ours and transformers', of the same folder."""
     transformers = pytest.importorskip("transformers")
     name = request.param
-    folder = request.getfixturevalue("tokenizer_folder")(name) if name in SHARED else resolve_model(name)
-    # The class that takes tokenizer.json as it is; others build a tokenizer of their own from its vocabulary.
+    folder = (
+        request.getfixturevalue("tokenizer_folder")(name) if name in SHARED else resolve_model(name)
+    )
+    # The class that takes tokenizer.json as it is; others build a tokenizer of their own from its
+    # vocabulary.
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
     return PretrainedTokenizer(Tokenizer.from_folder(folder), str(folder)), theirs
 
@@ -44,14 +47,21 @@ def pair(request: pytest.FixtureRequest) -> Pair:
 def test_the_vocabulary_is_the_same(pair: Pair) -> None:
     ours, theirs = pair
     assert len(ours) == len(theirs) and ours.vocab_size == theirs.vocab_size
-    assert ours.get_vocab() == theirs.get_vocab() and ours.get_added_vocab() == theirs.get_added_vocab()
+    assert (
+        ours.get_vocab() == theirs.get_vocab()
+        and ours.get_added_vocab() == theirs.get_added_vocab()
+    )
     for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask"):
         for attribute in (f"{name}_token", f"{name}_token_id"):
             assert getattr(ours, attribute) == getattr(theirs, attribute), attribute
     assert ours.special_tokens_map == theirs.special_tokens_map
     assert set(ours.all_special_tokens) == set(theirs.all_special_tokens)
     assert set(ours.all_special_ids) == set(theirs.all_special_ids)
-    assert ours.is_fast and ours.padding_side == theirs.padding_side and ours.truncation_side == theirs.truncation_side
+    assert (
+        ours.is_fast
+        and ours.padding_side == theirs.padding_side
+        and ours.truncation_side == theirs.truncation_side
+    )
     assert ours.model_max_length == theirs.model_max_length
     assert ours.num_special_tokens_to_add() == theirs.num_special_tokens_to_add()
 
@@ -61,16 +71,22 @@ def test_texts_and_ids_are_the_same_both_ways(text: str, pair: Pair) -> None:
     ours, theirs = pair
     ids = theirs.encode(text)
     assert ours.encode(text) == ids
-    assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
-    assert dict(ours(text)) == {name: value for name, value in theirs(text).items() if name != "token_type_ids"}
+    assert ours.encode(text, add_special_tokens=False) == theirs.encode(
+        text, add_special_tokens=False
+    )
+    assert dict(ours(text)) == {
+        name: value for name, value in theirs(text).items() if name != "token_type_ids"
+    }
     for skips in (False, True):
-        assert ours.decode(ids, skip_special_tokens=skips) == theirs.decode(ids, skip_special_tokens=skips)
+        assert ours.decode(ids, skip_special_tokens=skips) == theirs.decode(
+            ids, skip_special_tokens=skips
+        )
     assert ours.tokenize(text) == theirs.tokenize(text)
     tokens = theirs.convert_ids_to_tokens(ids)
     assert ours.convert_ids_to_tokens(ids) == tokens
-    assert ours.convert_ids_to_tokens(ids, skip_special_tokens=True) == theirs.convert_ids_to_tokens(
+    assert ours.convert_ids_to_tokens(
         ids, skip_special_tokens=True
-    )
+    ) == theirs.convert_ids_to_tokens(ids, skip_special_tokens=True)
     assert ours.convert_tokens_to_ids(tokens) == theirs.convert_tokens_to_ids(tokens)
     assert ours.convert_tokens_to_string(tokens) == theirs.convert_tokens_to_string(tokens)
 
@@ -122,7 +138,9 @@ def test_tensors_are_the_same(kind: str, pair: Pair) -> None:
         elif kind == "pt":
             assert made.input_ids.shape == expected["input_ids"].shape
     ids = expected["input_ids"]
-    assert ours.batch_decode(ids) == theirs.batch_decode(ids) and ours.decode(ids[0]) == theirs.decode(ids[0])
+    assert ours.batch_decode(ids) == theirs.batch_decode(ids) and ours.decode(
+        ids[0]
+    ) == theirs.decode(ids[0])
 
 
 def test_rows_are_padded_together_and_texts_are_joined_in_pairs(pair: Pair) -> None:
@@ -130,7 +148,9 @@ def test_rows_are_padded_together_and_texts_are_joined_in_pairs(pair: Pair) -> N
     if theirs.pad_token is not None:
         rows = {"input_ids": [[5, 6, 7], [8]]}
         assert dict(ours.pad(rows)) == dict(theirs.pad(rows))
-    assert ours.encode("A fox", "A hen", add_special_tokens=False) == theirs.encode("A fox", "A hen", add_special_tokens=False)
+    assert ours.encode("A fox", "A hen", add_special_tokens=False) == theirs.encode(
+        "A fox", "A hen", add_special_tokens=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -154,17 +174,24 @@ def test_chats_are_rendered_the_same_way(options: dict[str, Any], pair: Pair) ->
             ours.apply_chat_template(CHAT, **options)
         return
     for chat in (CHAT, [CHAT, CHAT]):
-        made, expected = ours.apply_chat_template(chat, **options), theirs.apply_chat_template(chat, **options)
+        made, expected = (
+            ours.apply_chat_template(chat, **options),
+            theirs.apply_chat_template(chat, **options),
+        )
         if hasattr(expected, "tolist"):
             made, expected = made.tolist(), expected.tolist()
         if isinstance(expected, str | list):
             assert made == expected
         else:
-            assert dict(made) == {name: value for name, value in expected.items() if name != "token_type_ids"}
+            assert dict(made) == {
+                name: value for name, value in expected.items() if name != "token_type_ids"
+            }
 
 
 def test_the_answer_is_a_dict_whose_names_are_attributes() -> None:
-    tokenizer = PretrainedTokenizer(Tokenizer.from_folder(resolve_model("quire-storyteller")), "quire-storyteller")
+    tokenizer = PretrainedTokenizer(
+        Tokenizer.from_folder(resolve_model("quire-storyteller")), "quire-storyteller"
+    )
     encoded = tokenizer("A fox")
     assert encoded.input_ids == encoded["input_ids"] == tokenizer.encode("A fox")
     assert not hasattr(encoded, "labels") and "quire-storyteller" in repr(tokenizer)
@@ -175,13 +202,18 @@ def test_the_answer_is_a_dict_whose_names_are_attributes() -> None:
     ("call", "message"),
     [
         (lambda t: t(3), "a text must be str, not int"),
-        (lambda t: t(["a", "a fox and a hen"], return_tensors="pt"), "make no tensor; set padding=True"),
+        (
+            lambda t: t(["a", "a fox and a hen"], return_tensors="pt"),
+            "make no tensor; set padding=True",
+        ),
         (lambda t: t("a", return_tensors="tf"), "return_tensors='tf' is not available"),
         (lambda t: t("a", stride=4), "the tokenizer has no option stride=4"),
         (lambda t: t("\ud800"), "not valid Unicode"),
         (lambda t: t(["a"], ["b", "c"]), "2 text_pairs for 1 texts"),
         (
-            lambda t: t.apply_chat_template(CHAT, continue_final_message=True, add_generation_prompt=True),
+            lambda t: t.apply_chat_template(
+                CHAT, continue_final_message=True, add_generation_prompt=True
+            ),
             "contradict each other",
         ),
     ],
@@ -195,11 +227,16 @@ def test_bad_calls_are_refused_in_one_line(call: Any, message: str) -> None:
 
 def test_threads_may_share_it() -> None:
     tokenizer = PretrainedTokenizer(Tokenizer.from_folder(resolve_model("quire-storyteller")))
-    expected = [tokenizer([text, "A fox"], padding=True, truncation=True, max_length=9) for text in TEXTS]
+    expected = [
+        tokenizer([text, "A fox"], padding=True, truncation=True, max_length=9) for text in TEXTS
+    ]
     made: dict[int, Any] = {}
 
     def work(number: int) -> None:
-        made[number] = [tokenizer([text, "A fox"], padding=True, truncation=True, max_length=9) for text in TEXTS]
+        made[number] = [
+            tokenizer([text, "A fox"], padding=True, truncation=True, max_length=9)
+            for text in TEXTS
+        ]
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:

@@ -1,4 +1,5 @@
-"""T34 and T12 for reasoning: thoughts are told apart alike however the text is cut, nothing is lost, and in linear time."""
+"""T34 and T12 for reasoning: thoughts are told apart alike however the text is cut,
+nothing is lost, and in linear time."""
 
 from __future__ import annotations
 
@@ -54,10 +55,15 @@ def test_t34_every_cut_gives_the_same(answer: str, is_inside: bool) -> None:
 @settings(deadline=None, max_examples=150)
 @given(data=st.data(), is_inside=st.booleans())
 def test_t34_random_text_and_random_cuts(data: st.DataObject, is_inside: bool) -> None:
-    words = st.lists(st.sampled_from(["<think>", "</think>", "<", "</", "think>", "\n", "\n" * 70, " ", "x"]), max_size=20)
+    words = st.lists(
+        st.sampled_from(["<think>", "</think>", "<", "</", "think>", "\n", "\n" * 70, " ", "x"]),
+        max_size=20,
+    )
     answer = "".join(data.draw(words))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(answer)), max_size=6)))
-    pieces = [answer[start:end] for start, end in zip([0, *cuts], [*cuts, len(answer)], strict=True)]
+    pieces = [
+        answer[start:end] for start, end in zip([0, *cuts], [*cuts, len(answer)], strict=True)
+    ]
     whole = read([answer], is_inside=is_inside)
     assert read(pieces, is_inside=is_inside) == whole
     assert sum(isinstance(each, Thought) for each in whole) <= 1
@@ -65,13 +71,21 @@ def test_t34_random_text_and_random_cuts(data: st.DataObject, is_inside: bool) -
         assert whole == ([Text(answer)] if answer else [])
     marks = answer.replace("<think>", "", 1).replace("</think>", "", 1)
     if is_inside:  # but for the second mark and the line breaks at them, everything is there
-        assert "".join(each.text for each in whole).replace("\n", "") == answer.replace("</think>", "", 1).replace("\n", "")
+        assert "".join(each.text for each in whole).replace("\n", "") == answer.replace(
+            "</think>", "", 1
+        ).replace("\n", "")
     elif any(isinstance(each, Thought) for each in whole):
-        assert "".join(each.text for each in whole).replace("\n", "").strip() == marks.replace("\n", "").strip()
+        assert (
+            "".join(each.text for each in whole).replace("\n", "").strip()
+            == marks.replace("\n", "").strip()
+        )
 
 
 def test_what_is_read() -> None:
-    assert read([ANSWERS[0]]) == [Thought("Two and two,\n\nhm </thin <think>."), Text("Four.</think>")]
+    assert read([ANSWERS[0]]) == [
+        Thought("Two and two,\n\nhm </thin <think>."),
+        Text("Four.</think>"),
+    ]
     assert read([ANSWERS[1]]) == [Text("None.")]
     assert read([ANSWERS[2]]) == [Text(ANSWERS[2])]
     assert read([ANSWERS[5]]) == [Text(ANSWERS[5])]
@@ -104,14 +118,21 @@ def test_t12_reading_takes_linear_time(unit: str) -> None:
 def test_where_an_answer_begins() -> None:
     assert is_thinking(THINK, "<|im_start|>assistant\n<think>\n")
     assert not is_thinking(THINK, "<think>\n\n</think>\n\n")
-    assert is_thinking(MISTRAL_THINK, "", "[THINK]So") and not is_thinking(MISTRAL_THINK, "[THINK]", "[THINK]So[/THINK] it")
+    assert is_thinking(MISTRAL_THINK, "", "[THINK]So") and not is_thinking(
+        MISTRAL_THINK, "[THINK]", "[THINK]So[/THINK] it"
+    )
 
 
 def test_the_marks_are_read_off_the_template(shared: Path) -> None:
     folder = shared / "data/tokenizers/llama_cpp_chat_templates"
     known = {
-        "Qwen-Qwen3-0.6B": THINK, "Qwen-QwQ-32B": THINK, "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": THINK,
-        "HuggingFaceTB-SmolLM3-3B": THINK, "mistralai-Ministral-3-14B-Reasoning-2512": MISTRAL_THINK,
-        "Qwen-Qwen2.5-7B-Instruct": None, "meta-llama-Llama-3.1-8B-Instruct": None, "google-gemma-2-2b-it": None,
+        "Qwen-Qwen3-0.6B": THINK, "Qwen-QwQ-32B": THINK,
+        "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": THINK,
+        "HuggingFaceTB-SmolLM3-3B": THINK,
+        "mistralai-Ministral-3-14B-Reasoning-2512": MISTRAL_THINK,
+        "Qwen-Qwen2.5-7B-Instruct": None, "meta-llama-Llama-3.1-8B-Instruct": None,
+        "google-gemma-2-2b-it": None,
     }  # fmt: skip
-    assert {name: reasoning_of_template((folder / f"{name}.jinja").read_text()) for name in known} == known
+    assert {
+        name: reasoning_of_template((folder / f"{name}.jinja").read_text()) for name in known
+    } == known

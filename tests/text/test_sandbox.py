@@ -1,4 +1,5 @@
-"""A bad template is stopped: it reaches no Python internals, does not run without end, and makes no huge strings."""
+"""A bad template is stopped: it reaches no Python internals, does not run without end,
+and makes no huge strings."""
 
 from __future__ import annotations
 
@@ -57,7 +58,10 @@ SPINNING = [
     "{% for i in [[1, 1], [1, 1]] recursive %}{{ loop([i, i]) }}{% endfor %}",
     "{% for i in range(10**9) %}{% endfor %}",
     "{{ 9 ** 99999999 }}",
-    "{% set ns = namespace(n=7) %}{% for i in range(999) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
+    (
+        "{% set ns = namespace(n=7) %}{% for i in range(999) %}{% set ns.n = ns.n * ns.n %}{% "
+        "endfor %}"
+    ),
     "{{ 1.5|round(10**9) }}",
     "{{ ('1' * 1000000)|int }}",
     "{{ ('f' * 1000000)|int(base=16) }}",
@@ -65,7 +69,8 @@ SPINNING = [
     "{{ (['x'] * 99999)|map('list')|sum(start=[]) }}",
 ]
 
-# A list that holds another twice, which holds a third twice, ...: comparing, hashing or writing it takes exponential time.
+# A list that holds another twice, which holds a third twice, ...: comparing, hashing or writing it
+# takes exponential time.
 NEST = (
     "{% set ns = namespace(a=(1,), b=(1,)) %}"
     "{% for i in range(60) %}{% set ns.a = (ns.a, ns.a) %}{% set ns.b = (ns.b, ns.b) %}{% endfor %}"
@@ -102,7 +107,10 @@ SPINNING += [
 ]
 
 SWELLING = [
-    "{% set ns = namespace(s=[1]) %}{% for i in range(99) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    (
+        "{% set ns = namespace(s=[1]) %}{% for i in range(99) %}{% set ns.s = ns.s + ns.s %}{% "
+        "endfor %}"
+    ),
     MANY + "{% set ns.s = ns.s + [x[:]] %}{% endfor %}",
     MANY + "{% set ns.s = ns.s + [x|list] %}{% endfor %}",
     "{{ strftime_now('%Y' * 1000000) }}",
@@ -118,13 +126,23 @@ SWELLING = [
     "{% set a = 'x' * 1000000 %}{{ ('%(a)s' * 1000) % {'a': a} }}",
     "{% set a = 'x' * 1000000 %}{{ ('{0[a]}' * 1000).format({'a': a}) }}",
     "{% set a = 'x' * 1000000 %}{{ a.join(range(99999)|map('string')) }}",
-    "{% set a = 'x' * 1000000 %}{{ a.join(dict.fromkeys('abcdefgh' * 9)) }}{{ a.join({'a': 1, 'b': 1}.keys()) * 9 }}",
+    (
+        "{% set a = 'x' * 1000000 %}{{ a.join(dict.fromkeys('abcdefgh' * 9)) }}{{ a.join({'a': "
+        "1, 'b': 1}.keys()) * 9 }}"
+    ),
     "{{ ([1] * 100000)|tojson(indent='x' * 1000000) }}",
     "{{ ([1] * 100000)|tojson(separators=('x' * 1000000, 'y')) }}",
-    "{% set ns = namespace(s=[1] * 100000) %}{% for i in range(500) %}{% set ns.s = [ns.s] %}{% endfor %}"
+    "{% set ns = namespace(s=[1] * 100000) %}{% for i in range(500) %}{% set ns.s = [ns.s] "
+    "%}{% endfor %}"
     "{{ ns.s|tojson(indent=64) }}",
-    "{% set ns = namespace(s='xx') %}{% for i in range(99) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
-    "{% set ns = namespace(s='xx') %}{% for i in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    (
+        "{% set ns = namespace(s='xx') %}{% for i in range(99) %}{% set ns.s = ns.s + ns.s %}{% "
+        "endfor %}"
+    ),
+    (
+        "{% set ns = namespace(s='xx') %}{% for i in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% "
+        "endfor %}"
+    ),
     "{% set ns = namespace(s=[1]) %}{% for i in range(99) %}{% set ns.s = ns.s * 99 %}{% endfor %}",
     "{{ 'x' * 10**10 }}",
     "{{ ['x'] * 10**10 }}",
@@ -148,7 +166,10 @@ SWELLING = [
     "{% set a = ['x' * 1000] * 1000 %}{{ 'a' ~ ([a] * 1000) }}",
     "{{ ('\\t' * 100000).expandtabs(100000) }}",
     "{% set a = 'x' * 100000 %}{% for i in range(99999) %}{{ a }}{% endfor %}",
-    "{% macro f() %}{% for i in range(99999) %}{{ 'x' * 10000 }}{% endfor %}{% endmacro %}{{ f()|length }}",
+    (
+        "{% macro f() %}{% for i in range(99999) %}{{ 'x' * 10000 }}{% endfor %}{% endmacro %}{{ "
+        "f()|length }}"
+    ),
     "{% set a %}{% for i in range(99999) %}{{ 'x' * 10000 }}{% endfor %}{% endset %}",
 ]
 
@@ -181,12 +202,17 @@ def test_ordinary_comparisons_slices_sums_and_dates_are_unchanged() -> None:
     source = """
     {%- set x = [3, 1, 2] -%}{{ x[1:]|sum }} {{ [[1], [2]]|sum(start=[]) }} {{ x|sort|join(',') }} {{ x|max }}
     {{- 1 < 2 < 3 }} {{ 'a' in 'abc' }} {{ {'a': 1, 'b': [2]} }} {{ messages[0]['role'] == 'user' }} {{ x is contains_all }}
-    """.replace(" {{ x is contains_all }}", "{{ 2 is eq(2) }} {{ 2.345|round(2) }} {{ '12'|int + 1 }} {{ strftime_now('%Y') }}")
+    """.replace(
+        " {{ x is contains_all }}",
+        "{{ 2 is eq(2) }} {{ 2.345|round(2) }} {{ '12'|int + 1 }} {{ strftime_now('%Y') }}",
+    )
     from datetime import UTC, datetime
 
     template = ChatTemplate(source, now=lambda: datetime(2026, 1, 2, tzinfo=UTC))
     assert template.render(MESSAGES).split() == (
-        "3 [1, 2] 1,2,3 3True True {'a': 1, 'b': [2]} TrueTrue 2.35 13 2026".replace("2.35", str(round(2.345, 2))).split()
+        "3 [1, 2] 1,2,3 3True True {'a': 1, 'b': [2]} TrueTrue 2.35 13 2026".replace(
+            "2.35", str(round(2.345, 2))
+        ).split()
     )
 
 
@@ -205,7 +231,9 @@ def test_the_time_limit_holds() -> None:
         template.render(MESSAGES)
 
 
-@pytest.mark.parametrize("source", ["{% for %}", "{{ 1 +", "{% generation %}", "{{" + "(" * 5000 + ")" * 5000 + "}}"])
+@pytest.mark.parametrize(
+    "source", ["{% for %}", "{{ 1 +", "{% generation %}", "{{" + "(" * 5000 + ")" * 5000 + "}}"]
+)
 def test_what_is_no_template_is_refused(source: str) -> None:
     with pytest.raises(ConfigError, match="chat template"):
         ChatTemplate(source)
@@ -227,11 +255,19 @@ x
 
 
 def test_large_numbers_in_messages_are_ordinary_values() -> None:
-    source = "{{ m|tojson }} {{ m|string }} {{ '{}'.format(m) }} {{ '%d' % m }} {{ [m]|join }} {{ m // 2 }} {{ m + 1 }}"
-    text = ChatTemplate("{% set m = messages[0].at %}" + source).render([{"role": "user", "at": 1_700_000_000_000}])
+    source = (
+        "{{ m|tojson }} {{ m|string }} {{ '{}'.format(m) }} {{ '%d' % m }} {{ [m]|join }} {{ m "
+        "// 2 }} {{ m + 1 }}"
+    )
+    text = ChatTemplate("{% set m = messages[0].at %}" + source).render(
+        [{"role": "user", "at": 1_700_000_000_000}]
+    )
     assert text == " ".join(["1700000000000"] * 5 + ["850000000000", "1700000000001"])
 
 
 def test_formats_with_colons_and_percents_are_ordinary() -> None:
-    source = "{{ 'User: {} {:>4}|100%'.format(messages[0].role, 'x') }} {{ '%5.1f%%: {%s}' % (2.5, 'y') }}"
+    source = (
+        "{{ 'User: {} {:>4}|100%'.format(messages[0].role, 'x') }} {{ '%5.1f%%: {%s}' % (2.5, "
+        "'y') }}"
+    )
     assert ChatTemplate(source).render(MESSAGES) == "User: user    x|100%   2.5%: {y}"

@@ -1,4 +1,5 @@
-"""Streaming through the stop matcher gives the reference cut for any stop strings and any chunking."""
+"""Streaming through the stop matcher gives the reference cut for any
+stop strings and any chunking."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def _stream(matcher: StopMatcher, chunks: list[str]) -> tuple[str, str | None]:
 
 
 @given(STOPS, CHUNKS, st.booleans())
-def test_streaming_equals_the_reference_cut(stop: tuple[str, ...], chunks: list[str], include: bool) -> None:
+def test_streaming_equals_the_reference_cut(
+    stop: tuple[str, ...], chunks: list[str], include: bool
+) -> None:
     shown = _stream(StopMatcher(stop, include_stop_str=include), chunks)
     assert shown == cut_at_stop("".join(chunks), stop, include_stop_str=include)
 
@@ -49,7 +52,9 @@ def test_every_prefix_is_safe_and_little_is_held(stop: tuple[str, ...], chunks: 
 
 
 @given(STOPS, CHUNKS, CHUNKS, CHUNKS)
-def test_forks_are_independent(stop: tuple[str, ...], first: list[str], left: list[str], right: list[str]) -> None:
+def test_forks_are_independent(
+    stop: tuple[str, ...], first: list[str], left: list[str], right: list[str]
+) -> None:
     matcher = StopMatcher(stop)
     shown = "".join(matcher.feed(chunk)[0] for chunk in first)
     if matcher.matched is not None:
@@ -57,7 +62,9 @@ def test_forks_are_independent(stop: tuple[str, ...], first: list[str], left: li
     fork = matcher.copy()
     for each, rest in ((matcher, left), (fork, right)):
         text, matched = _stream(each, rest)
-        assert (shown + text, matched) == cut_at_stop("".join(first + rest), stop, include_stop_str=False)
+        assert (shown + text, matched) == cut_at_stop(
+            "".join(first + rest), stop, include_stop_str=False
+        )
 
 
 def test_the_first_to_be_complete_wins_and_then_the_longest() -> None:
@@ -113,7 +120,12 @@ def test_matching_takes_linear_time(chunk_len: int) -> None:
 @pytest.mark.slow
 @timed
 @pytest.mark.parametrize(
-    "stop", [("a" * 1023 + "b",), ("ab" * 500, "ba" * 500 + "c"), ("bb", "ab" * 40, "a" * 70, "aa" * 32 + "c")]
+    "stop",
+    [
+        ("a" * 1023 + "b",),
+        ("ab" * 500, "ba" * 500 + "c"),
+        ("bb", "ab" * 40, "a" * 70, "aa" * 32 + "c"),
+    ],
 )
 def test_t12_a_megabyte_takes_linear_time(stop: tuple[str, ...]) -> None:
     """Text that almost matches all the time, in the small pieces of a stream."""

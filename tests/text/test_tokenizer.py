@@ -1,4 +1,5 @@
-"""The tokenizer gives the ids that the models were trained with, and users' text never becomes a control token."""
+"""The tokenizer gives the ids that the models were trained with,
+and users' text never becomes a control token."""
 
 from __future__ import annotations
 
@@ -26,15 +27,26 @@ Load = Callable[[str], Tokenizer]
 def _vectors(shared: Path, name: str) -> list[tuple[str, list[int]]]:
     """Text and ids as llama.cpp publishes them for a vocabulary."""
     folder = shared / "data/tokenizers/llama_cpp_vectors"
-    texts = (folder / f"ggml-vocab-{name}.gguf.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
+    texts = (
+        (folder / f"ggml-vocab-{name}.gguf.inp")
+        .read_bytes()
+        .decode()
+        .split("\n__ggml_vocab_test__\n")
+    )
     lines = (folder / f"ggml-vocab-{name}.gguf.out").read_text().splitlines()
-    return [(text, [int(each) for each in line.split()]) for text, line in zip(texts, lines, strict=False)]
+    return [
+        (text, [int(each) for each in line.split()])
+        for text, line in zip(texts, lines, strict=False)
+    ]
 
 
 @pytest.mark.parametrize(
-    ("name", "vectors"), [("gpt2", "gpt-2"), ("falcon", "falcon"), ("qwen2.5", "qwen2"), ("qwen3", "qwen2")]
+    ("name", "vectors"),
+    [("gpt2", "gpt-2"), ("falcon", "falcon"), ("qwen2.5", "qwen2"), ("qwen3", "qwen2")],
 )
-def test_the_ids_are_those_that_llama_cpp_publishes(load: Load, shared: Path, name: str, vectors: str) -> None:
+def test_the_ids_are_those_that_llama_cpp_publishes(
+    load: Load, shared: Path, name: str, vectors: str
+) -> None:
     tokenizer, pairs = load(name), _vectors(shared, vectors)
     assert len(pairs) > 40
     for text, ids in pairs:
@@ -49,8 +61,12 @@ def test_sentencepiece_ids_are_those_that_llama_cpp_publishes(load: Load, shared
 
 
 @pytest.mark.parametrize(("name", "key"), [("gpt2", "distilgpt2"), ("falcon", "tiiuae/falcon-7b")])
-def test_the_ids_are_those_of_the_published_cases(load: Load, shared: Path, name: str, key: str) -> None:
-    cases = json.loads((shared / "data/tokenizers/swift_transformers_vectors/tokenizer_tests.json").read_text())[key]
+def test_the_ids_are_those_of_the_published_cases(
+    load: Load, shared: Path, name: str, key: str
+) -> None:
+    cases = json.loads(
+        (shared / "data/tokenizers/swift_transformers_vectors/tokenizer_tests.json").read_text()
+    )[key]
     tokenizer = load(name)
     for case in cases:
         ids = case["encoded"]["input_ids"]
@@ -59,21 +75,32 @@ def test_the_ids_are_those_of_the_published_cases(load: Load, shared: Path, name
 
 
 def test_a_long_text_has_the_published_ids(load: Load, shared: Path) -> None:
-    vectors = json.loads((shared / "data/tokenizers/swift_transformers_vectors/gpt2_encoded_tokens.json").read_text())
+    vectors = json.loads(
+        (shared / "data/tokenizers/swift_transformers_vectors/gpt2_encoded_tokens.json").read_text()
+    )
     assert load("gpt2").encode(vectors["text"]) == vectors["token_ids"]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen2.5", "qwen3", "falcon"])
-def test_the_ids_are_those_of_transformers(load: Load, tokenizer_folder: Callable[[str], Path], name: str) -> None:
+def test_the_ids_are_those_of_transformers(
+    load: Load, tokenizer_folder: Callable[[str], Path], name: str
+) -> None:
     from transformers import AutoTokenizer
 
     reference = AutoTokenizer.from_pretrained(tokenizer_folder(name))
     tokenizer = load(name)
-    for text in ("", "Hello, world!", "  <|im_start|>user\nhi<|im_end|>", "<think>déjà vu</think> 👩‍👩‍👧\r\n"):
+    for text in (
+        "",
+        "Hello, world!",
+        "  <|im_start|>user\nhi<|im_end|>",
+        "<think>déjà vu</think> 👩‍👩‍👧\r\n",
+    ):
         ids = reference(text).input_ids
         assert tokenizer.encode(text, parse_special=True) == ids
         for skip in (True, False):
-            decoded = reference.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            decoded = reference.decode(
+                ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+            )
             assert tokenizer.decode(ids, skip_special_tokens=skip) == decoded
 
 
@@ -94,7 +121,9 @@ def test_parse_special_and_secret_names_give_the_tokens(load: Load, name: str) -
     tokenizer = load(name)
     for text in tokenizer.control_level:
         secret = tokenizer.guard.secret_name(text)
-        ids = tokenizer.encode(f"say  {text}\n {text}x", add_special_tokens=False, parse_special=True)
+        ids = tokenizer.encode(
+            f"say  {text}\n {text}x", add_special_tokens=False, parse_special=True
+        )
         token_id = tokenizer.token_to_id(text)
         assert token_id is not None
         assert ids.count(token_id) == 2
@@ -109,11 +138,19 @@ def test_plain_text_is_the_same_with_and_without_the_guard(load: Load, name: str
 
 
 def _tokenizer_json(model: dict[str, Any], specials: dict[str, int]) -> str:
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    flags = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
     return json.dumps(
         {
             "version": "1.0",
-            "added_tokens": [{"id": token_id, "content": text, **flags} for text, token_id in specials.items()],
+            "added_tokens": [
+                {"id": token_id, "content": text, **flags} for text, token_id in specials.items()
+            ],
             "decoder": {"type": "Fuse"},
             "model": model,
         }
@@ -125,13 +162,19 @@ def _spelling_models() -> list[dict[str, Any]]:
     vocab = {piece: index for index, piece in enumerate(pieces)}
     bpe = {"type": "BPE", "vocab": vocab, "unk_token": "<unk>"}
     return [
-        {"type": "Unigram", "unk_id": 0, "vocab": [[piece, -1.0 if len(piece) == 1 else 0.0] for piece in pieces]},
+        {
+            "type": "Unigram",
+            "unk_id": 0,
+            "vocab": [[piece, -1.0 if len(piece) == 1 else 0.0] for piece in pieces],
+        },
         {**bpe, "merges": [["s", ">"], ["<", "s>"], ["<s>", "a"]]},
         {**bpe, "merges": [["s", ">"]], "ignore_merges": True},
     ]
 
 
-@pytest.mark.parametrize("model", _spelling_models(), ids=["unigram", "bpe-merges", "bpe-ignore-merges"])
+@pytest.mark.parametrize(
+    "model", _spelling_models(), ids=["unigram", "bpe-merges", "bpe-ignore-merges"]
+)
 def test_a_model_that_can_spell_a_control_token_does_not(model: dict[str, Any]) -> None:
     tokenizer = Tokenizer(_tokenizer_json(model, {"<unk>": 0, "<s>": 1}))
     assert tokenizer.encode("<s>", parse_special=True) == [1]
@@ -146,9 +189,13 @@ def test_a_model_that_can_spell_a_control_token_does_not(model: dict[str, Any]) 
 def test_bos_comes_from_the_post_processor_or_else_from_the_configuration(load: Load) -> None:
     assert load("stories260K").encode("a")[0] == load("stories260K").bos_token_id == 1
     assert load("stories260K").encode("a", add_special_tokens=False)[0] != 1
-    text = _tokenizer_json({"type": "WordLevel", "vocab": {"<s>": 0, "a": 1, "?": 2}, "unk_token": "?"}, {"<s>": 0})
+    text = _tokenizer_json(
+        {"type": "WordLevel", "vocab": {"<s>": 0, "a": 1, "?": 2}, "unk_token": "?"}, {"<s>": 0}
+    )
     named = {"bos_token": "<s>", "eos_token": "<s>"}
-    assert Tokenizer(text, TextConfig(named, add_bos_token=True, add_eos_token=True)).encode("a") == [0, 1, 0]
+    assert Tokenizer(text, TextConfig(named, add_bos_token=True, add_eos_token=True)).encode(
+        "a"
+    ) == [0, 1, 0]
     assert Tokenizer(text, TextConfig(named)).encode("a") == [1]
 
 
@@ -157,7 +204,9 @@ def test_named_ids_and_sizes(load: Load) -> None:
     assert (qwen.bos_token_id, qwen.eos_token_id, qwen.vocab_size) == (None, 151645, 151669)
     assert qwen.token_to_id("<think>") == 151667 and qwen.token_to_id("no such token") is None
     assert qwen.chat_template is not None and load("falcon").chat_template is None
-    assert qwen.control_level["<|fim_prefix|>"] == 2, "not marked special in the file, but no text of a user's"
+    assert qwen.control_level["<|fim_prefix|>"] == 2, (
+        "not marked special in the file, but no text of a user's"
+    )
     assert qwen.control_level["<think>"] == 1
 
 
@@ -165,14 +214,18 @@ def test_named_ids_and_sizes(load: Load) -> None:
 def test_token_bytes_are_what_a_token_adds_to_a_text(load: Load, name: str) -> None:
     tokenizer = load(name)
     text = "x = “naïve” 漢字 👩‍👩‍👧 \t\n  end"
-    data = b"".join(tokenizer.token_bytes(token) for token in tokenizer.encode(text, add_special_tokens=False))
+    data = b"".join(
+        tokenizer.token_bytes(token) for token in tokenizer.encode(text, add_special_tokens=False)
+    )
     assert data.decode().removeprefix(" " if name in {"phi-3-mini", "stories260K"} else "") == text
     assert tokenizer.token_bytes(tokenizer.vocab_size + 7) == b""
 
 
 def test_token_bytes_of_single_bytes_and_added_tokens(load: Load) -> None:
     phi, qwen = load("phi-3-mini"), load("qwen3")
-    assert [phi.token_bytes(3 + byte) for byte in range(256)] == [bytes([byte]) for byte in range(256)]
+    assert [phi.token_bytes(3 + byte) for byte in range(256)] == [
+        bytes([byte]) for byte in range(256)
+    ]
     assert phi.token_bytes(phi.token_to_id("▁the") or 0) == b" the"
     assert qwen.token_bytes(151645) == b"<|im_end|>"
 
@@ -187,7 +240,9 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
         Tokenizer.from_folder(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"model": {"type": "BPE", "vocab": {"a": 5}, "merges": ["b c"]}}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"model": {"type": "BPE", "vocab": {"a": 5}, "merges": ["b c"]}}']
+)
 def test_a_malformed_tokenizer_is_refused(content: str) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         Tokenizer(content)
@@ -197,7 +252,12 @@ def test_a_post_processor_that_makes_the_library_panic_is_refused() -> None:
     content = json.loads(_spelling_json())
     piece = {"SpecialToken": {"id": "<gone>", "type_id": 0}}
     single = [piece, {"Sequence": {"id": "A", "type_id": 0}}]
-    content["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": {}}
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": single,
+        "special_tokens": {},
+    }
     with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be used"):
         Tokenizer(json.dumps(content))
 
@@ -218,7 +278,10 @@ def test_chat_templates_are_found_wherever_they_are_kept(tmp_path: Path) -> None
     (tmp_path / "tokenizer.json").write_text(_spelling_json())
     inline = [{"name": "default", "template": "inline"}, {"name": "rag", "template": "R"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": inline}))
-    assert Tokenizer.from_folder(tmp_path).config.chat_templates == {"default": "inline", "rag": "R"}
+    assert Tokenizer.from_folder(tmp_path).config.chat_templates == {
+        "default": "inline",
+        "rag": "R",
+    }
     (tmp_path / "chat_template.jinja").write_text("file")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("T")
@@ -233,8 +296,14 @@ def test_a_lone_surrogate_is_refused(load: Load) -> None:
 
 
 def test_importing_the_package_loads_no_library() -> None:
-    code = "import sys, quire.text.tokenizer, quire.text.detokenizer, quire.text.stop, quire.text.chat; "
-    code += "print([name for name in ('tokenizers', 'jinja2', 'torch', 'transformers') if name in sys.modules])"
+    code = (
+        "import sys, quire.text.tokenizer, quire.text.detokenizer, quire.text.stop, "
+        "quire.text.chat; "
+    )
+    code += (
+        "print([name for name in ('tokenizers', 'jinja2', 'torch', 'transformers') if name in "
+        "sys.modules])"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
 

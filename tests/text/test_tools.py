@@ -1,4 +1,5 @@
-"""T34 and T12: calls are read alike however the text is cut, nothing of it is lost, and in linear time."""
+"""T34 and T12: calls are read alike however the text is cut, nothing of it is lost,
+and in linear time."""
 
 from __future__ import annotations
 
@@ -11,21 +12,41 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timing import timed
 
-from quire.text.tools import FORMATS, CallArguments, CallBegin, Event, Text, ToolParser, format_of_template
+from quire.text.tools import (
+    FORMATS,
+    CallArguments,
+    CallBegin,
+    Event,
+    Text,
+    ToolParser,
+    format_of_template,
+)
 
 ARGUMENTS = '{"city": "Zürich \\"}{\\u00e9", "days": [1, {"a": -2.5e3}], "on": null}'
 ANSWERS = {
     "hermes": [
         f'Let me see.\n<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>',
-        f'<tool_call>{{"arguments": {ARGUMENTS}, "name": "weather"}}</tool_call>\n<tool_call>\n{{"name":"b","arguments":{{}}}}</tool_call>.',  # noqa: E501
-        'No <tool_cal> here <tool_call>{"name": 5}</tool_call> and <<tool_call>> <tool_call>nor here',
-        '<tool_call>{"id": 7, "name": "a", "more": [true, "}"], "arguments": {"x": "</tool_call>"}}</tool_call> done',
+        (
+            f'<tool_call>{{"arguments": {ARGUMENTS}, "name": '
+            f'"weather"}}</tool_call>\n<tool_call>\n{{"name":"b","arguments":{{}}}}</tool_call>.'
+        ),
+        (
+            'No <tool_cal> here <tool_call>{"name": 5}</tool_call> and <<tool_call>> '
+            "<tool_call>nor here"
+        ),
+        (
+            '<tool_call>{"id": 7, "name": "a", "more": [true, "}"], "arguments": {"x": '
+            '"</tool_call>"}}</tool_call> done'
+        ),
         '<tool_call>\n{"name": "cut", "arguments": {"x": [1, "y',
         '<tool_call>{"name": "a", "arguments": "{}"}</tool_call>',
         '<tool_call>{"name": "a"}</tool_call><tool_call>{"name": "b", "arguments": {}} x',
     ],
     "mistral": [
-        f'[TOOL_CALLS][{{"name": "weather", "arguments": {ARGUMENTS}}}, {{"name": "b", "arguments": {{}}, "id": "abcdefghi"}}]',
+        (
+            f'[TOOL_CALLS][{{"name": "weather", "arguments": {ARGUMENTS}}}, {{"name": "b", '
+            f'"arguments": {{}}, "id": "abcdefghi"}}]'
+        ),
         f'[TOOL_CALLS] [{{"arguments": {ARGUMENTS}, "name": "weather"}}] and text',
         "[TOOL_CALL] [[TOOL_CALLS] no",
     ],
@@ -36,7 +57,7 @@ ANSWERS = {
         "Text with {braces}",
         '{"name": "half", "parameters": {"x"',
     ],
-}  # fmt: skip
+}
 CASES = [(name, answer) for name, answers in ANSWERS.items() for answer in answers]
 
 
@@ -49,7 +70,11 @@ def read(form: str, pieces: list[str]) -> list[Event]:
         last = joined[-1] if joined else None
         if isinstance(event, Text) and isinstance(last, Text):
             joined[-1] = Text(last.text + event.text)
-        elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and last.number == event.number:
+        elif (
+            isinstance(event, CallArguments)
+            and isinstance(last, CallArguments)
+            and last.number == event.number
+        ):
             joined[-1] = CallArguments(last.number, last.text + event.text)
         else:
             joined.append(event)
@@ -59,7 +84,14 @@ def read(form: str, pieces: list[str]) -> list[Event]:
 def calls(events: list[Event]) -> list[tuple[str, str]]:
     names = {event.number: event.name for event in events if isinstance(event, CallBegin)}
     return [
-        (name, "".join(event.text for event in events if isinstance(event, CallArguments) and event.number == index))
+        (
+            name,
+            "".join(
+                event.text
+                for event in events
+                if isinstance(event, CallArguments) and event.number == index
+            ),
+        )
         for index, name in names.items()
     ]
 
@@ -94,7 +126,9 @@ def test_t34_random_text_and_random_cuts(data: st.DataObject, form: str) -> None
     words = st.lists(st.sampled_from([*alphabet, *'}[],:"\\ \nx1;']), max_size=40)
     answer = "".join(data.draw(words))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(answer)), max_size=6)))
-    pieces = [answer[start:end] for start, end in zip([0, *cuts], [*cuts, len(answer)], strict=True)]
+    pieces = [
+        answer[start:end] for start, end in zip([0, *cuts], [*cuts, len(answer)], strict=True)
+    ]
     whole = read(form, [answer])
     assert read(form, pieces) == whole
     if not calls(whole):
@@ -114,8 +148,13 @@ def test_what_is_read() -> None:
     assert calls(read("hermes", [ANSWERS["hermes"][4]])) == [("cut", '{"x": [1, "y')]
     assert read("hermes", [ANSWERS["hermes"][5]]) == [Text(ANSWERS["hermes"][5])]
     assert calls(read("mistral", [ANSWERS["mistral"][0]])) == [("weather", ARGUMENTS), ("b", "{}")]
-    assert calls(read("llama3_json", [ANSWERS["llama3_json"][1]])) == [("weather", ARGUMENTS), ("b", "{}")]
-    assert read("llama3_json", ['{"a": 1, "b": [2]} is no call']) == [Text('{"a": 1, "b": [2]} is no call')]
+    assert calls(read("llama3_json", [ANSWERS["llama3_json"][1]])) == [
+        ("weather", ARGUMENTS),
+        ("b", "{}"),
+    ]
+    assert read("llama3_json", ['{"a": 1, "b": [2]} is no call']) == [
+        Text('{"a": 1, "b": [2]} is no call')
+    ]
 
 
 def test_arguments_stream_as_they_come() -> None:
@@ -129,7 +168,14 @@ def test_arguments_stream_as_they_come() -> None:
 @pytest.mark.parametrize("form", sorted(FORMATS))
 @pytest.mark.parametrize(
     "unit",
-    ["<", "<tool_call>", "[TOOL_CALLS][{", '{"name":', '<tool_call>{"a": "', '<tool_call>{"name":"a","arguments":{"b":"'],
+    [
+        "<",
+        "<tool_call>",
+        "[TOOL_CALLS][{",
+        '{"name":',
+        '<tool_call>{"a": "',
+        '<tool_call>{"name":"a","arguments":{"b":"',
+    ],
 )
 def test_t12_reading_takes_linear_time(form: str, unit: str) -> None:
     def seconds(count: int) -> float:
@@ -146,9 +192,11 @@ def test_the_notation_is_read_off_the_template(shared: Path) -> None:
     folder = shared / "data/tokenizers/llama_cpp_chat_templates"
     known = {
         "Qwen-Qwen2.5-7B-Instruct": "hermes", "Qwen-Qwen3-0.6B": "hermes",
-        "NousResearch-Hermes-3-Llama-3.1-8B-tool_use": "hermes", "meta-llama-Llama-3.1-8B-Instruct": "llama3_json",
+        "NousResearch-Hermes-3-Llama-3.1-8B-tool_use": "hermes",
+        "meta-llama-Llama-3.1-8B-Instruct": "llama3_json",
         "mistralai-Mistral-Nemo-Instruct-2407": "mistral", "google-gemma-2-2b-it": "hermes",
-        "mistralai-Ministral-3-14B-Reasoning-2512": None, "Qwen3-Coder": None, "deepseek-ai-DeepSeek-V3.1": None,
+        "mistralai-Ministral-3-14B-Reasoning-2512": None, "Qwen3-Coder": None,
+        "deepseek-ai-DeepSeek-V3.1": None,
     }  # fmt: skip
     found = {name: format_of_template((folder / f"{name}.jinja").read_text()) for name in known}
     assert {name: form and form.name for name, form in found.items()} == known

@@ -1,4 +1,5 @@
-"""Safetensors folders: what is read, and that every malformed one is refused with names and shapes."""
+"""Safetensors folders: what is read, and that every malformed one is
+refused with names and shapes."""
 
 from __future__ import annotations
 
@@ -40,19 +41,27 @@ PHI3 = {**LLAMA, "architectures": ["Phi3ForCausalLM"]}
 def _tensors(spec: DecoderSpec, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = {tensor.name: tensor.stored_shape for tensor in spec.tensors}
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    return {
+        name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()
+    }
 
 
 def _shards(folder: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
     """Write two shards; the weight map."""
     names = sorted(tensors)
-    weight_map = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(names)}
+    weight_map = {
+        name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(names)
+    }
     for file in set(weight_map.values()):
-        save_file({name: tensors[name] for name in names if weight_map[name] == file}, folder / file)
+        save_file(
+            {name: tensors[name] for name in names if weight_map[name] == file}, folder / file
+        )
     return weight_map
 
 
-def _read(checkpoint: SafetensorsCheckpoint, tensor: TensorSpec, dtype: torch.dtype = torch.float32) -> Tensor:
+def _read(
+    checkpoint: SafetensorsCheckpoint, tensor: TensorSpec, dtype: torch.dtype = torch.float32
+) -> Tensor:
     out = torch.full(tensor.shape, torch.nan, dtype=dtype)
     checkpoint.fill(out, tensor)
     return out
@@ -66,11 +75,15 @@ def _refusal(folder: Path, spec: DecoderSpec) -> str:
 
 @pytest.mark.parametrize("is_sharded", [False, True])
 @pytest.mark.parametrize("config", [LLAMA, GPT2, PHI3])
-def test_every_tensor_is_read_as_stored(tmp_path: Path, config: dict[str, object], is_sharded: bool) -> None:
+def test_every_tensor_is_read_as_stored(
+    tmp_path: Path, config: dict[str, object], is_sharded: bool
+) -> None:
     spec = declare(config)
     tensors = _tensors(spec)
     if is_sharded:
-        (tmp_path / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": _shards(tmp_path, tensors)}))
+        (tmp_path / INDEX_NAME).write_text(
+            json.dumps({"metadata": {}, "weight_map": _shards(tmp_path, tensors)})
+        )
     else:
         save_file(tensors, tmp_path / "model.safetensors")
     with SafetensorsCheckpoint(tmp_path, spec) as checkpoint:
@@ -109,8 +122,16 @@ def test_names_may_lack_the_prefix(tmp_path: Path) -> None:
 
 def test_harmless_extras_are_ignored(tmp_path: Path) -> None:
     spec = declare({**LLAMA, "tie_word_embeddings": True})
-    extras = ["model.rotary_emb.inv_freq", "model.layers.0.self_attn.rotary_emb.inv_freq", "h.0.attn.masked_bias"]
-    tensors = _tensors(spec) | {name: torch.zeros(4) for name in extras} | {"lm_head.weight": torch.zeros(11, 8)}
+    extras = [
+        "model.rotary_emb.inv_freq",
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "h.0.attn.masked_bias",
+    ]
+    tensors = (
+        _tensors(spec)
+        | {name: torch.zeros(4) for name in extras}
+        | {"lm_head.weight": torch.zeros(11, 8)}
+    )
     save_file(tensors, tmp_path / "model.safetensors")
     SafetensorsCheckpoint(tmp_path, spec).close()
 
@@ -137,14 +158,22 @@ def test_missing_tensors_are_named_with_shapes(tmp_path: Path) -> None:
     tensors = _tensors(spec)
     del tensors["model.norm.weight"], tensors["lm_head.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
-    assert "lacks 2 tensors: model.norm.weight [8], lm_head.weight [11, 8]" in _refusal(tmp_path, spec)
+    assert "lacks 2 tensors: model.norm.weight [8], lm_head.weight [11, 8]" in _refusal(
+        tmp_path, spec
+    )
 
 
 def test_unexpected_tensors_are_named(tmp_path: Path) -> None:
     spec = declare(LLAMA)
-    save_file(_tensors(spec) | {"model.layers.1.input_layernorm.weight": torch.ones(8)}, tmp_path / "model.safetensors")
+    save_file(
+        _tensors(spec) | {"model.layers.1.input_layernorm.weight": torch.ones(8)},
+        tmp_path / "model.safetensors",
+    )
     message = _refusal(tmp_path, spec)
-    assert "1 tensors that LlamaForCausalLM does not use: model.layers.1.input_layernorm.weight" in message
+    assert (
+        "1 tensors that LlamaForCausalLM does not use: model.layers.1.input_layernorm.weight"
+        in message
+    )
 
 
 def test_wrong_shapes_are_named_with_both_shapes(tmp_path: Path) -> None:
@@ -157,7 +186,10 @@ def test_wrong_shapes_are_named_with_both_shapes(tmp_path: Path) -> None:
 def test_quantised_tensors_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
     spec = declare(LLAMA)
     quantised = torch.zeros(8, 8).to(dtype)
-    save_file(_tensors(spec) | {"model.layers.0.self_attn.q_proj.weight": quantised}, tmp_path / "model.safetensors")
+    save_file(
+        _tensors(spec) | {"model.layers.0.self_attn.q_proj.weight": quantised},
+        tmp_path / "model.safetensors",
+    )
     assert "model.layers.0.self_attn.q_proj.weight is stored as" in _refusal(tmp_path, spec)
 
 
@@ -177,8 +209,9 @@ def test_no_weights_at_all(tmp_path: Path) -> None:
 def test_two_files_without_an_index_are_ambiguous(tmp_path: Path) -> None:
     spec = declare(LLAMA)
     _shards(tmp_path, _tensors(spec))
-    assert f"2 .safetensors files (model-00001-of-00002.safetensors, model-00002-of-00002.safetensors) but no {INDEX_NAME}" in (
-        _refusal(tmp_path, spec)
+    assert (
+        "2 .safetensors files (model-00001-of-00002.safetensors, "
+        f"model-00002-of-00002.safetensors) but no {INDEX_NAME}" in (_refusal(tmp_path, spec))
     )
 
 
@@ -186,7 +219,9 @@ def _truncate(data: bytes) -> bytes:
     return data[: len(data) // 2]
 
 
-def _rewrite_header(change: Callable[[dict[str, dict[str, object]]], None]) -> Callable[[bytes], bytes]:
+def _rewrite_header(
+    change: Callable[[dict[str, dict[str, object]]], None],
+) -> Callable[[bytes], bytes]:
     def apply(data: bytes) -> bytes:
         (length,) = struct.unpack("<Q", data[:8])
         header = json.loads(data[8 : 8 + length])
@@ -219,7 +254,9 @@ def _larger_shape(header: dict[str, dict[str, object]]) -> None:
     ],
 )
 @pytest.mark.parametrize("is_sharded", [False, True])
-def test_damaged_files_are_refused_by_name(tmp_path: Path, damage: Callable[[bytes], bytes], is_sharded: bool) -> None:
+def test_damaged_files_are_refused_by_name(
+    tmp_path: Path, damage: Callable[[bytes], bytes], is_sharded: bool
+) -> None:
     spec = declare(LLAMA)
     if is_sharded:
         weight_map = _shards(tmp_path, _tensors(spec))
@@ -269,11 +306,15 @@ def test_a_file_that_changes_under_the_loader_is_refused(tmp_path: Path) -> None
     spec = declare(LLAMA)
     save_file(_tensors(spec), tmp_path / "model.safetensors")
     with SafetensorsCheckpoint(tmp_path, spec) as checkpoint:
-        (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-4])
+        (tmp_path / "model.safetensors").write_bytes(
+            (tmp_path / "model.safetensors").read_bytes()[:-4]
+        )
         with pytest.raises(CheckpointError, match=r"model\.safetensors has changed"):
             _read(checkpoint, spec.embedding)
         (tmp_path / "model.safetensors").write_bytes(b"")
-        with pytest.raises(CheckpointError, match="cannot be read: the file is shorter than its header says"):
+        with pytest.raises(
+            CheckpointError, match="cannot be read: the file is shorter than its header says"
+        ):
             _read(checkpoint, spec.embedding)
 
 

@@ -16,7 +16,9 @@ from quire.weights.dummy import DummyWeights
 TENSOR = TensorSpec("a.weight", (300, 200))
 
 
-def _fill(weights: DummyWeights, tensor: TensorSpec, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def _fill(
+    weights: DummyWeights, tensor: TensorSpec, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     out = torch.full(tensor.shape, torch.nan, dtype=dtype)
     weights.fill(out, tensor)
     return out
@@ -30,7 +32,9 @@ def test_values_depend_on_seed_and_name_alone() -> None:
 
 
 def test_values_are_small_and_centred() -> None:
-    values = _fill(DummyWeights(), TensorSpec("norm.weight", (2000, 1000), centre=1.0), torch.bfloat16).float()
+    values = _fill(
+        DummyWeights(), TensorSpec("norm.weight", (2000, 1000), centre=1.0), torch.bfloat16
+    ).float()
     assert abs(values.mean().item() - 1) < 1e-3
     assert 0.015 < values.std().item() < 0.025
     assert torch.linalg.matrix_rank(values[:500, :500] - 1) > 490, "rows must not repeat"
@@ -48,7 +52,9 @@ def test_a_deep_model_of_dummy_weights_has_sane_logits() -> None:
             "max_position_embeddings": 32,
         }
     )
-    model = build_decoder(spec, DummyWeights(), ReferenceKernels(), dtype="bfloat16", max_model_len=32)
+    model = build_decoder(
+        spec, DummyWeights(), ReferenceKernels(), dtype="bfloat16", max_model_len=32
+    )
     logits = model.logits(model.kernels.embedding(torch.arange(5), model.weights.tables[0]))
     assert torch.isfinite(logits).all()
     assert logits.abs().max() < 20

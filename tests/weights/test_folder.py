@@ -41,17 +41,27 @@ def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
         resolve_model(str(tmp_path / "model.safetensors"))
 
 
-def test_the_shipped_model_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shipped_model_is_found_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(folder_module, "_ASSETS", tmp_path)
-    with pytest.raises(ModelNotFoundError, match=r"'quire-storyteller' ships with Quire, but .* is missing"):
+    with pytest.raises(
+        ModelNotFoundError, match=r"'quire-storyteller' ships with Quire, but .* is missing"
+    ):
         resolve_model("quire-storyteller")
     (tmp_path / "quire-storyteller").mkdir()
     assert resolve_model("quire-storyteller") == tmp_path / "quire-storyteller"
 
 
-@pytest.mark.parametrize("name", ["", "a\0b", "/no/such/folder", "./nothing", "a/b/c", "a..b/c", "owner/na me", "-x"])
-def test_what_cannot_be_a_hub_name_fails_without_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_module, "_resolve_hub_name", lambda name: pytest.fail("asked the hub"))
+@pytest.mark.parametrize(
+    "name", ["", "a\0b", "/no/such/folder", "./nothing", "a/b/c", "a..b/c", "owner/na me", "-x"]
+)
+def test_what_cannot_be_a_hub_name_fails_without_the_hub(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        folder_module, "_resolve_hub_name", lambda name: pytest.fail("asked the hub")
+    )
     with pytest.raises(ModelNotFoundError, match="give a model folder"):
         resolve_model(name)
 
@@ -95,7 +105,8 @@ def test_a_host_name_that_never_resolves_does_not_hang(monkeypatch: pytest.Monke
 def test_a_wrong_name_fails_within_two_seconds_and_without_torch(tmp_path: Path) -> None:
     """As the command line sees it: a fresh process, an address that answers nobody."""
     code = (
-        "import sys\nfrom quire.errors import ModelNotFoundError\nfrom quire.weights.folder import resolve_model\n"
+        "import sys\nfrom quire.errors import ModelNotFoundError\nfrom quire.weights.folder "
+        "import resolve_model\n"
         "try:\n    resolve_model('nobody/no-such-model')\n"
         "except ModelNotFoundError:\n    sys.exit('torch' in sys.modules)\nsys.exit(2)"
     )
@@ -103,10 +114,19 @@ def test_a_wrong_name_fails_within_two_seconds_and_without_torch(tmp_path: Path)
     root = Path(__file__).parent.parent.parent
 
     before = os.times()
-    assert subprocess.run([sys.executable, "-c", code], env=environment, cwd=root, check=False, timeout=60).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], env=environment, cwd=root, check=False, timeout=60
+        ).returncode
+        == 0
+    )
     after = os.times()
-    # Processor time, because other work on the machine may take the processor away; waiting is bounded by the probe's test.
-    assert after.children_user + after.children_system - before.children_user - before.children_system < 2.0
+    # Processor time, because other work on the machine may take the processor away; waiting is
+    # bounded by the probe's test.
+    assert (
+        after.children_user + after.children_system - before.children_user - before.children_system
+        < 2.0
+    )
 
 
 def test_configs_are_read(tmp_path: Path) -> None:
@@ -122,7 +142,9 @@ def test_a_folder_without_a_config_is_not_a_model(tmp_path: Path) -> None:
         read_model_config(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "3", '"x"', "[" * 100_000, b"\xff\xfe\x00", json.dumps([{}])])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", "3", '"x"', "[" * 100_000, b"\xff\xfe\x00", json.dumps([{}])]
+)
 def test_malformed_configs_are_refused_by_name(tmp_path: Path, text: str | bytes) -> None:
     (tmp_path / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(CheckpointError, match=r"config\.json"):
@@ -148,12 +170,14 @@ print(seen)
 
 @pytest.mark.slow
 def test_t03_nothing_of_a_models_folder_is_ever_run(tmp_path: Path) -> None:
-    """A folder with code of its own, pickles and `auto_map`: all of it is ignored, and not even opened."""
+    """A folder with code of its own, pickles and `auto_map`: all of it is ignored,
+    and not even opened."""
     harm = f"open({str(tmp_path / 'harmed')!r}, 'w')"
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 32,
-        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64,
-        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,
+        "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True,
         "auto_map": {"AutoModelForCausalLM": "modeling.Llama", "AutoConfig": "modeling.Config"},
     }  # fmt: skip
     model = tmp_path / "model"
@@ -162,20 +186,30 @@ def test_t03_nothing_of_a_models_folder_is_ever_run(tmp_path: Path) -> None:
     for name in ("modeling.py", "__init__.py", "torch.py", "sitecustomize.py", "configuration.py"):
         (model / name).write_text(harm)
     for name in ("pytorch_model.bin", "model.pt", "training_args.bin"):
-        (model / name).write_bytes(b"cos\nsystem\n(S'touch " + str(tmp_path / "harmed").encode() + b"'\ntR.")
+        (model / name).write_bytes(
+            b"cos\nsystem\n(S'touch " + str(tmp_path / "harmed").encode() + b"'\ntR."
+        )
     done = subprocess.run(
-        [sys.executable, "-P", "-c", _HOSTILE, str(model)], capture_output=True, text=True, cwd=model, timeout=100
+        [sys.executable, "-P", "-c", _HOSTILE, str(model)],
+        capture_output=True,
+        text=True,
+        cwd=model,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]" and not (tmp_path / "harmed").exists()
 
 
-def test_a_revision_of_a_folder_is_said_to_have_no_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_revision_of_a_folder_is_said_to_have_no_effect(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert resolve_model(str(tmp_path), revision="main") == tmp_path
     assert "revision='main' has no effect" in caplog.text
 
 
-def test_revision_and_folder_of_a_download_reach_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_revision_and_folder_of_a_download_reach_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[dict[str, object]] = []
 
     def download(name: str, **options: object) -> str:

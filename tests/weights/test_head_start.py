@@ -1,4 +1,5 @@
-"""Weights packed in the background: the same bytes as packed in the open, whatever they are stored as."""
+"""Weights packed in the background: the same bytes as packed in the open,
+whatever they are stored as."""
 
 from __future__ import annotations
 
@@ -62,7 +63,9 @@ def _save(folder: Path, spec: DecoderSpec, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
-def test_bytes_are_those_of_packing_tensors(tmp_path: Path, stored: torch.dtype, dtype: str) -> None:
+def test_bytes_are_those_of_packing_tensors(
+    tmp_path: Path, stored: torch.dtype, dtype: str
+) -> None:
     """Odd widths, stacks whose parts do not end with a panel, biases of some parts."""
     spec = declare(QWEN2)
     _save(tmp_path, spec, stored)
@@ -70,8 +73,16 @@ def test_bytes_are_those_of_packing_tensors(tmp_path: Path, stored: torch.dtype,
     with HeadStart(SafetensorsCheckpoint(tmp_path, spec), _wanted(spec), dtype, 2) as weights:
         for parts in spec.projections:
             packed = weights.packed(parts)
-            stacked = torch.zeros(sum(part.num_outputs for part in parts), parts[0].num_inputs, dtype=getattr(torch, dtype))
-            bias = torch.zeros(stacked.shape[0], dtype=stacked.dtype) if any(part.bias for part in parts) else None
+            stacked = torch.zeros(
+                sum(part.num_outputs for part in parts),
+                parts[0].num_inputs,
+                dtype=getattr(torch, dtype),
+            )
+            bias = (
+                torch.zeros(stacked.shape[0], dtype=stacked.dtype)
+                if any(part.bias for part in parts)
+                else None
+            )
             first = 0
             for part in parts:
                 rows = slice(first, first + part.num_outputs)
@@ -88,7 +99,11 @@ def test_bytes_are_those_of_packing_tensors(tmp_path: Path, stored: torch.dtype,
         expected_table = torch.empty(spec.embedding.shape, dtype=getattr(torch, dtype))
         checkpoint.fill(expected_table, spec.embedding)
         table = weights.table(spec.embedding)
-        assert table is not None and table.dtype == expected_table.dtype and torch.equal(table, expected_table)
+        assert (
+            table is not None
+            and table.dtype == expected_table.dtype
+            and torch.equal(table, expected_table)
+        )
     checkpoint.close()
 
 
@@ -142,5 +157,8 @@ def test_giving_up_is_quick_and_safe(tmp_path: Path) -> None:
 
 
 def test_torch_is_not_imported_for_it() -> None:
-    script = "import sys, quire.weights.head_start, quire.engine.builder; sys.exit('torch' in sys.modules)"
+    script = (
+        "import sys, quire.weights.head_start, quire.engine.builder; sys.exit('torch' in "
+        "sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

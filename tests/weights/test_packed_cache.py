@@ -1,4 +1,5 @@
-"""Packed weights from a file: the same bytes as packed anew, and whatever is wrong with the file costs only time."""
+"""Packed weights from a file: the same bytes as packed anew,
+and whatever is wrong with the file costs only time."""
 
 from __future__ import annotations
 
@@ -37,9 +38,22 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-def _answer(model: Path, cache: Path | None, quantization: str = "int8", seed: int = 0) -> list[object]:
-    options = {"quantization": quantization, "weights_cache": None if cache is None else str(cache), "seed": seed}
-    llm = LLM(str(model), load_format="dummy", dtype="bfloat16", kv_cache_memory="1MiB", num_threads=1, **options)
+def _answer(
+    model: Path, cache: Path | None, quantization: str = "int8", seed: int = 0
+) -> list[object]:
+    options = {
+        "quantization": quantization,
+        "weights_cache": None if cache is None else str(cache),
+        "seed": seed,
+    }
+    llm = LLM(
+        str(model),
+        load_format="dummy",
+        dtype="bfloat16",
+        kv_cache_memory="1MiB",
+        num_threads=1,
+        **options,
+    )
     try:
         params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=2, ignore_eos=True)
         output = llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)[0].outputs[0]
@@ -52,7 +66,9 @@ def _files(folder: Path) -> list[Path]:
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
-def test_the_second_start_reads_what_the_first_packed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_start_reads_what_the_first_packed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = tmp_path / "cache"
     expected = _answer(model, None)
     assert _answer(model, cache) == expected
@@ -78,7 +94,9 @@ def test_biases_travel_along(model: Path, tmp_path: Path) -> None:
     assert sum(name.endswith(".bias") for name in names) == CONFIG["num_hidden_layers"]
 
 
-def test_each_form_has_its_file_and_a_new_state_replaces_the_old(model: Path, tmp_path: Path) -> None:
+def test_each_form_has_its_file_and_a_new_state_replaces_the_old(
+    model: Path, tmp_path: Path
+) -> None:
     cache = tmp_path / "cache"
     eight, four = _answer(model, cache, "int8"), _answer(model, cache, "int4")
     assert eight != four and len(_files(cache)) == 2
@@ -88,7 +106,9 @@ def test_each_form_has_its_file_and_a_new_state_replaces_the_old(model: Path, tm
 
 
 @pytest.mark.parametrize("place", ["header", "weights", "bias", "end"])
-def test_a_damaged_file_is_packed_anew(place: str, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_file_is_packed_anew(
+    place: str, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     cache = tmp_path / "cache"
     expected = _answer(model, cache)
     (file,) = _files(cache)
@@ -96,7 +116,9 @@ def test_a_damaged_file_is_packed_anew(place: str, model: Path, tmp_path: Path, 
     first = 8 + int.from_bytes(good[:8], "little")
     at = {"header": 20, "weights": first + 100, "bias": len(good) - 1, "end": len(good)}[place]
     file.write_bytes(
-        good[: -1 if place == "end" else None] if place == "end" else good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]
+        good[: -1 if place == "end" else None]
+        if place == "end"
+        else good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]
     )
     with caplog.at_level(logging.WARNING, "quire"):
         assert _answer(model, cache) == expected
@@ -140,6 +162,10 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_floating_point_models_need_no_cache(model: Path, tmp_path: Path) -> None:
-    options = {"weights_cache": str(tmp_path / "cache"), "load_format": "dummy", "kv_cache_memory": "1MiB"}
+    options = {
+        "weights_cache": str(tmp_path / "cache"),
+        "load_format": "dummy",
+        "kv_cache_memory": "1MiB",
+    }
     LLM(str(model), dtype="bfloat16", num_threads=1, **options).close()
     assert not _files(tmp_path / "cache")

@@ -72,7 +72,9 @@ def test_a_file_ends_where_it_ends(tmp_path: Path) -> None:
         (b"[" * 100_000, 0, "recursion"),
     ],
 )
-def test_what_breaks_a_rule_is_refused(tmp_path: Path, header: object, num_bytes: int, reason: str) -> None:
+def test_what_breaks_a_rule_is_refused(
+    tmp_path: Path, header: object, num_bytes: int, reason: str
+) -> None:
     path = _write(tmp_path / "bad", header, bytes(num_bytes))
     with pytest.raises(CheckpointError, match=reason):
         TensorFile(path)

@@ -37,21 +37,33 @@ def rows() -> RowTable:
 
 def _check(rows: RowTable, work: list[RowWork]) -> None:
     inputs = move(gather(rows, work), BLOCK_SIZE, Staging(torch.device("cpu")))
-    expected = [(item.row, position) for item in work for position in range(item.start, item.start + item.num_tokens)]
+    expected = [
+        (item.row, position)
+        for item in work
+        for position in range(item.start, item.start + item.num_tokens)
+    ]
     assert inputs.token_ids.tolist() == [100 * row + position for row, position in expected]
     assert inputs.batch.positions.tolist() == [position for _, position in expected]
     assert inputs.batch.slots.tolist() == [
-        (10 * row + position // BLOCK_SIZE) * BLOCK_SIZE + position % BLOCK_SIZE for row, position in expected
+        (10 * row + position // BLOCK_SIZE) * BLOCK_SIZE + position % BLOCK_SIZE
+        for row, position in expected
     ]
     ends = [item.start + item.num_tokens for item in work]
     assert inputs.batch.context_len.tolist() == ends and inputs.batch.max_context_len == max(ends)
     assert inputs.batch.query_start.tolist() == inputs.query_start
-    assert [b - a for a, b in zip(inputs.query_start, inputs.query_start[1:], strict=False)] == [w.num_tokens for w in work]
+    assert [b - a for a, b in zip(inputs.query_start, inputs.query_start[1:], strict=False)] == [
+        w.num_tokens for w in work
+    ]
     assert inputs.batch.max_query_len == max(item.num_tokens for item in work)
     for item, table in zip(work, inputs.batch.block_tables.tolist(), strict=True):
         num_blocks = -(-(item.start + item.num_tokens) // BLOCK_SIZE)
         assert table[:num_blocks] == [10 * item.row + place for place in range(num_blocks)]
-    for tensor in (inputs.token_ids, inputs.batch.slots, inputs.batch.positions, inputs.batch.block_tables):
+    for tensor in (
+        inputs.token_ids,
+        inputs.batch.slots,
+        inputs.batch.positions,
+        inputs.batch.block_tables,
+    ):
         assert tensor.is_contiguous()
 
 

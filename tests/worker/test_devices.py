@@ -1,8 +1,9 @@
-"""A step for a GPU, without one: shapes, dtypes and devices of every torch operation, with tensors that hold nothing.
+"""A step for a GPU, without one: shapes, dtypes and devices of every torch operation, with tensors
+that hold nothing.
 
-Those of the device "meta" refuse most operations with the host's memory, as a GPU would; torch's fake tensors of "cuda" refuse
-all, where torch is built for one. Kernels are not run, and what would move arrays to the device gives tensors there; nothing is
-read back.
+Those of the device "meta" refuse most operations with the host's memory, as a GPU would; torch's
+fake tensors of "cuda" refuse all, where torch is built for one. Kernels are not run, and what would
+move arrays to the device gives tensors there; nothing is read back.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ from quire.worker.staging import Staging, packed_len, unpack
 from quire.worker.worker import Worker
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,
-    "head_dim": 64, "vocab_size": 300, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+    "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 300, "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": SIZES,
@@ -50,7 +52,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": SIZES,
     "Gemma2ForCausalLM": {**SIZES, "query_pre_attn_scalar": 64, "sliding_window": 64},
     "Olmo2ForCausalLM": SIZES,  # operation by operation
-    "GPT2LMHeadModel": {"n_embd": 512, "n_layer": 2, "n_head": 8, "n_positions": 4096, "vocab_size": 300},
+    "GPT2LMHeadModel": {
+        "n_embd": 512,
+        "n_layer": 2,
+        "n_head": 8,
+        "n_positions": 4096,
+        "vocab_size": 300,
+    },
 }
 SAMPLINGS = (
     RowSampling(temperature=0.0),
@@ -63,14 +71,18 @@ class FakeStaging(Staging):
     """Gives tensors on the device in place of the arrays."""
 
     def __call__(self, arrays: Sequence[Any]) -> list[Tensor]:
-        return unpack(arrays, torch.empty(packed_len(arrays), dtype=torch.uint8, device=self.device))
+        return unpack(
+            arrays, torch.empty(packed_len(arrays), dtype=torch.uint8, device=self.device)
+        )
 
     def into(self, arrays: Sequence[Any], place: Tensor) -> list[Tensor]:
         return unpack(arrays, place)
 
 
 @pytest.fixture(params=["meta", "cuda"])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+def device(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[torch.device]:
     """Of tensors without memory; kernels are not run, memory needs no pinning."""
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda self, *args, **options: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
@@ -80,8 +92,13 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     elif torch.version.cuda is None:
         pytest.skip("torch is built without CUDA, whose tensors it cannot even pretend to slice")
     else:
-        monkeypatch.setattr(torch.Tensor, "__int__", lambda self: 2 if self.device.type == "cpu" else pytest.fail("it is read"))
-        with FakeTensorMode():  # whose values are not known on the host, either: two tokens are wanted
+        monkeypatch.setattr(
+            torch.Tensor,
+            "__int__",
+            lambda self: 2 if self.device.type == "cpu" else pytest.fail("it is read"),
+        )
+        # whose values are not known on the host, either: two tokens are wanted
+        with FakeTensorMode():
             yield torch.device("cuda")
 
 
@@ -90,7 +107,9 @@ def make_worker(device: torch.device, family: str, kv_format: str) -> Worker:
     kernels = TritonKernels(device, Tuning.read(FOLDER / "default.json"))
     model = build_decoder(spec, DummyWeights(), kernels, dtype="bfloat16", max_model_len=4096)
     memory = KVMemory(spec.kv_layers, PoolShape(40, 16, kv_format), device)
-    sampler = Sampler(TritonSampling(), matchers=RowMatchers(GrammarTable(lambda: pytest.fail("no grammars"))))
+    sampler = Sampler(
+        TritonSampling(), matchers=RowMatchers(GrammarTable(lambda: pytest.fail("no grammars")))
+    )
     rows = RowTable(4, 16)
     outlets = outlets_for(model, rows, sampler)
     worker = Worker(model, memory, rows, outlets)
@@ -105,22 +124,39 @@ def never_read(tensors: Sequence[Tensor]) -> Arrival:
 
 
 def plans() -> Iterator[StepPlan]:
-    """Prompts, whose last tokens alone are wanted, then decodes; one row's prompt goes on meanwhile."""
+    """Prompts, whose last tokens alone are wanted, then decodes;
+    one row's prompt goes on meanwhile."""
     lengths = (20, 33, 7)
     new = tuple(
-        NewRow(row, str(row), tuple(range(count)), count, tuple(range(row * 8, row * 8 + 8)), sampling)
+        NewRow(
+            row, str(row), tuple(range(count)), count, tuple(range(row * 8, row * 8 + 8)), sampling
+        )
         for row, (count, sampling) in enumerate(zip(lengths, SAMPLINGS, strict=True))
     )
     first = (RowWork(0, 0, 20, ONE_SAMPLE), RowWork(1, 0, 16), RowWork(2, 0, 7, ONE_SAMPLE))
     yield StepPlan(1, first, new_rows=new)
-    yield StepPlan(2, (RowWork(0, 20, 1, ONE_SAMPLE), RowWork(1, 16, 17, ONE_SAMPLE), RowWork(2, 7, 1, ONE_SAMPLE)))
-    yield StepPlan(3, tuple(RowWork(row, start, 1, ONE_SAMPLE) for row, start in ((0, 21), (1, 33), (2, 8))))
+    yield StepPlan(
+        2,
+        (
+            RowWork(0, 20, 1, ONE_SAMPLE),
+            RowWork(1, 16, 17, ONE_SAMPLE),
+            RowWork(2, 7, 1, ONE_SAMPLE),
+        ),
+    )
+    yield StepPlan(
+        3, tuple(RowWork(row, start, 1, ONE_SAMPLE) for row, start in ((0, 21), (1, 33), (2, 8)))
+    )
     yield StepPlan(4, (RowWork(0, 22, 1, ONE_SAMPLE),))
 
 
 @pytest.mark.parametrize("is_replayed", [False, True])
-@pytest.mark.parametrize(("family", "kv_format"), [*((family, "bfloat16") for family in FAMILIES), ("Qwen3ForCausalLM", "fp8")])
-def test_no_operation_of_a_step_mixes_devices(device: torch.device, family: str, kv_format: str, is_replayed: bool) -> None:
+@pytest.mark.parametrize(
+    ("family", "kv_format"),
+    [*((family, "bfloat16") for family in FAMILIES), ("Qwen3ForCausalLM", "fp8")],
+)
+def test_no_operation_of_a_step_mixes_devices(
+    device: torch.device, family: str, kv_format: str, is_replayed: bool
+) -> None:
     worker, backend = make_worker(device, family, kv_format), ComputedGraphs()
     if is_replayed:
         worker.use_graphs(backend, GraphSettings(64, 4096, 1 << 30, paying_uses=1))
@@ -131,12 +167,16 @@ def test_no_operation_of_a_step_mixes_devices(device: torch.device, family: str,
     assert (backend.num_replays >= 2) == is_replayed
 
 
-def test_the_check_notices_what_a_gpu_would_refuse(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_notices_what_a_gpu_would_refuse(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker = make_worker(device, "LlamaForCausalLM", "bfloat16")
     assert worker.last_tokens is not None
     fill_in = worker.last_tokens.fill_in
     of_the_host = torch.zeros(60, dtype=torch.int64, device="cpu")
-    monkeypatch.setattr(worker.last_tokens, "fill_in", lambda ids: fill_in(ids) + of_the_host[: len(ids)])
+    monkeypatch.setattr(
+        worker.last_tokens, "fill_in", lambda ids: fill_in(ids) + of_the_host[: len(ids)]
+    )
     plan = next(plans())
     worker.rows.apply(plan)
     with pytest.raises(RuntimeError, match="device"):

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from quire.config.engine import EngineConfig
-from quire.core.plan import NOT_FINITE, ONE_SAMPLE, AppendedBlocks, NewRow, RowSampling, RowWork, StepPlan
+from quire.core.plan import (
+    NOT_FINITE,
+    ONE_SAMPLE,
+    AppendedBlocks,
+    NewRow,
+    RowSampling,
+    RowWork,
+    StepPlan,
+)
 from quire.engine.builder import build_engine
 from quire.engine.engine import Engine
 from quire.errors import EngineError
@@ -27,7 +35,18 @@ from quire.worker.worker import Worker
 
 DEVICE = os.environ.get("QUIRE_TEST_DEVICE", "cpu")
 """`make gpu-test` asks for a GPU, where torch itself tells of what waits."""
-READING = ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__array__")
+READING = (
+    "tolist",
+    "item",
+    "cpu",
+    "numpy",
+    "nonzero",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "__array__",
+)
 """What waits for a GPU that a tensor is on."""
 SAMPLINGS = (
     RowSampling(temperature=0.0),
@@ -43,7 +62,11 @@ def _at_once(tensors: Sequence[Tensor]) -> Arrival:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    engine = build_engine(EngineConfig(model="quire-storyteller", kv_cache_memory="4MiB", max_num_seqs=4, device=DEVICE))
+    engine = build_engine(
+        EngineConfig(
+            model="quire-storyteller", kv_cache_memory="4MiB", max_num_seqs=4, device=DEVICE
+        )
+    )
     yield engine
     engine.close()
 
@@ -93,7 +116,11 @@ def _begin(samplings: Sequence[RowSampling]) -> StepPlan:
         NewRow(row, str(row), tuple(range(40, 45 + row)), 5 + row, (2 * row, 2 * row + 1), sampling)
         for row, sampling in enumerate(samplings)
     )
-    return StepPlan(1, tuple(RowWork(each.row, 0, each.num_prompt_tokens, ONE_SAMPLE) for each in new), new_rows=new)
+    return StepPlan(
+        1,
+        tuple(RowWork(each.row, 0, each.num_prompt_tokens, ONE_SAMPLE) for each in new),
+        new_rows=new,
+    )
 
 
 def _decode(step: int, rows: Sequence[int]) -> StepPlan:
@@ -107,7 +134,9 @@ def test_ids_that_were_not_read_are_filled_in_on_the_device() -> None:
     for row in (0, 2):
         rows.append_token(row, 5)
         rows.append_unread(row)
-    ids = torch.from_numpy(np.array([rows.tokens(0)[1], 9, rows.tokens(2)[1], rows.tokens(2)[0], 0], np.int64))
+    ids = torch.from_numpy(
+        np.array([rows.tokens(0)[1], 9, rows.tokens(2)[1], rows.tokens(2)[0], 0], np.int64)
+    )
     ids = ids.to(DEVICE)
     assert ids.tolist() == [-1, 9, -3, 5, 0]
     assert tokens.fill_in(ids).tolist() == [88, 9, 77, 5, 0]
@@ -115,7 +144,9 @@ def test_ids_that_were_not_read_are_filled_in_on_the_device() -> None:
     assert tokens.fill_in(ids).tolist() == [88, 9, 6, 5, 0]
 
 
-def test_a_device_that_never_ends_is_not_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_never_ends_is_not_waited_for_forever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     looks = iter([False, False, True])
     wait_until(lambda: next(looks))
     assert next(looks, None) is None
@@ -124,9 +155,12 @@ def test_a_device_that_never_ends_is_not_waited_for_forever(monkeypatch: pytest.
         wait_until(lambda: False)
 
 
-@pytest.mark.skipif(DEVICE == "cpu" and cpu.IMPORT_ERROR is not None, reason="the reference reads as it computes")
+@pytest.mark.skipif(
+    DEVICE == "cpu" and cpu.IMPORT_ERROR is not None, reason="the reference reads as it computes"
+)
 def test_steps_are_launched_without_a_look_at_the_one_before(engine: Engine) -> None:
-    """Greedy, drawn and filtered: three steps are on their way before the first is read, and give what one by one gives."""
+    """Greedy, drawn and filtered: three steps are on their way before the first is read,
+    and give what one by one gives."""
     plain, late = _worker(engine, is_late=False), _worker(engine, is_late=True)
     plans = [_begin(SAMPLINGS), _decode(2, (0, 1, 2)), _decode(3, (2, 0, 1)), _decode(4, (1,))]
     expected = [plain.execute(plan).results for plan in plans]
@@ -144,8 +178,11 @@ def test_the_check_notices_a_launch_that_reads(engine: Engine) -> None:
     assert results().results[0].error is not None
 
 
-def test_a_step_with_rows_that_are_read_finds_the_tokens_of_those_that_were_not(engine: Engine) -> None:
-    """A penalised row comes, and goes: beside it tokens are read at once; the row before was not."""
+def test_a_step_with_rows_that_are_read_finds_the_tokens_of_those_that_were_not(
+    engine: Engine,
+) -> None:
+    """A penalised row comes, and goes: beside it tokens are read at once;
+    the row before was not."""
     penalised = RowSampling(seed=3, presence_penalty=1.0, num_logprobs=2)
     came = NewRow(3, "late", (40, 41, 42), 3, (8, 9), penalised)
     plans = [
@@ -153,7 +190,9 @@ def test_a_step_with_rows_that_are_read_finds_the_tokens_of_those_that_were_not(
         _decode(2, (0, 1, 2)),
         StepPlan(3, (*_decode(3, (0, 1, 2)).work, RowWork(3, 0, 3, ONE_SAMPLE)), new_rows=(came,)),
         StepPlan(4, (*_decode(4, (0, 2)).work, RowWork(3, 3, 1, ONE_SAMPLE))),
-        StepPlan(5, (*_decode(5, (0, 2)).work, RowWork(1, 6 + 2, 1, ONE_SAMPLE)), removed_rows=(3,)),
+        StepPlan(
+            5, (*_decode(5, (0, 2)).work, RowWork(1, 6 + 2, 1, ONE_SAMPLE)), removed_rows=(3,)
+        ),
     ]
     expected = [each.results for each in map(_worker(engine, is_late=False).execute, plans)]
     late = _worker(engine, is_late=True)
@@ -166,7 +205,12 @@ def test_a_row_that_passes_to_another_sequence_takes_nothing_of_the_first(engine
     plans = [
         _begin(SAMPLINGS),
         _decode(2, (0, 1)),
-        StepPlan(3, (RowWork(1, 7, 1, ONE_SAMPLE), RowWork(0, 0, 2)), removed_rows=(0,), new_rows=(other,)),
+        StepPlan(
+            3,
+            (RowWork(1, 7, 1, ONE_SAMPLE), RowWork(0, 0, 2)),
+            removed_rows=(0,),
+            new_rows=(other,),
+        ),
         StepPlan(4, (RowWork(0, 2, 2, ONE_SAMPLE), RowWork(1, 8, 1, ONE_SAMPLE))),
         StepPlan(5, (RowWork(0, 4, 1, ONE_SAMPLE),), appended_blocks=(AppendedBlocks(0, (10,)),)),
     ]
@@ -177,7 +221,9 @@ def test_a_row_that_passes_to_another_sequence_takes_nothing_of_the_first(engine
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "drawn", "filtered"])
-def test_a_row_that_is_not_finite_is_told_of_late_and_alone(engine: Engine, sampling: RowSampling) -> None:
+def test_a_row_that_is_not_finite_is_told_of_late_and_alone(
+    engine: Engine, sampling: RowSampling
+) -> None:
     plans = [_begin([sampling, sampling]), _decode(2, (0, 1)), _decode(3, (0, 1))]
     alone = _worker(engine, is_late=False)
     expected = [alone.execute(plan).results for plan in plans]

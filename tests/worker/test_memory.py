@@ -1,4 +1,5 @@
-"""KV memory: its size is the plan's, its blocks can be copied in every format, and what quantizing it costs in quality."""
+"""KV memory: its size is the plan's, its blocks can be copied in every format,
+and what quantizing it costs in quality."""
 
 from __future__ import annotations
 
@@ -23,13 +24,18 @@ from quire.worker.staging import Staging
 LAYERS = (KVLayerSpec(2, 16, None), KVLayerSpec(3, 20, 8))
 
 STORIES = (
-    "Once upon a time there was a little fox who lived in a forest. One day the fox met a bear, and the bear said that the "
-    "river was full of fish. The fox was very happy and ran to the river with the bear. But when they came there",
-    "Lily and Tom wanted to play in the park. Their mother told them to take a red ball and a blue kite. In the park they saw "
-    "a big dog. The dog was sad because it had lost its bone, so Lily and Tom helped the dog to look for it.",
+    "Once upon a time there was a little fox who lived in a forest. One day the fox met a "
+    "bear, and the bear said that the "
+    "river was full of fish. The fox was very happy and ran to the river with the bear. But "
+    "when they came there",
+    "Lily and Tom wanted to play in the park. Their mother told them to take a red ball and "
+    "a blue kite. In the park they saw "
+    "a big dog. The dog was sad because it had lost its bone, so Lily and Tom helped the dog "
+    "to look for it.",
 )
 KL_BUDGET = {"bfloat16": 5e-5, "int8": 5e-4, "fp8": 8e-3}
-"""Mean Kullback-Leibler divergence from the float32 cache, nats a token; measured 2.1e-5, 2.4e-4 and 4.4e-3."""
+"""Mean Kullback-Leibler divergence from the float32 cache, nats a token; measured 2.1e-5,
+2.4e-4 and 4.4e-3."""
 
 
 def resident_bytes() -> int:
@@ -37,10 +43,14 @@ def resident_bytes() -> int:
     return pages * resource.getpagesize()
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's account of a process's memory")
+@pytest.mark.skipif(
+    not Path("/proc/self/statm").exists(), reason="needs Linux's account of a process's memory"
+)
 def test_pages_are_touched_at_first_use_or_all_at_once() -> None:
     before = resident_bytes()
-    memory = KVMemory([KVLayerSpec(4, 64, None)] * 2, PoolShape(2048, 16, "float32"), torch.device("cpu"))
+    memory = KVMemory(
+        [KVLayerSpec(4, 64, None)] * 2, PoolShape(2048, 16, "float32"), torch.device("cpu")
+    )
     assert resident_bytes() - before < memory.num_bytes / 4
     memory.populate(2)
     assert resident_bytes() - before > memory.num_bytes * 0.95
@@ -74,9 +84,14 @@ def test_blocks_are_copied_whole(name: str, kv_format: str) -> None:
 
 @cache
 def _distributions(kv_format: str) -> torch.Tensor:
-    """Log-probabilities of the whole vocabulary at every position of the stories, float64 [positions, V]."""
+    """Log-probabilities of the whole vocabulary at every position of the stories,
+    float64 [positions, V]."""
     config = EngineConfig(
-        model="quire-storyteller", dtype="float32", kv_cache_dtype=kv_format, kv_cache_memory="4MiB", num_threads=1
+        model="quire-storyteller",
+        dtype="float32",
+        kv_cache_dtype=kv_format,
+        kv_cache_memory="4MiB",
+        num_threads=1,
     )
     engine = build_engine(config)
     worker, tokenizer = engine.executor.worker, engine.tokenizer  # type: ignore[attr-defined]
@@ -87,7 +102,9 @@ def _distributions(kv_format: str) -> torch.Tensor:
         row = NewRow(0, "story", token_ids, len(token_ids), tuple(range(20)), RowSampling())
         worker.rows.apply(StepPlan(0, new_rows=(row,)))
         work = [RowWork(0, 0, len(token_ids))]
-        inputs = move(gather(worker.rows, work), worker.rows.block_size, Staging(torch.device("cpu")))
+        inputs = move(
+            gather(worker.rows, work), worker.rows.block_size, Staging(torch.device("cpu"))
+        )
         context = StepContext(inputs.batch, worker.memory.caches)
         hidden = worker.model.forward(inputs.token_ids, inputs.batch.positions, context)
         found.append(worker.model.logits(hidden).double().log_softmax(-1))

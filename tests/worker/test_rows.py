@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.core.plan import AppendedBlocks, AppendedTokens, NewRow, ReplacedBlock, RowSampling, StepPlan
+from quire.core.plan import (
+    AppendedBlocks,
+    AppendedTokens,
+    NewRow,
+    ReplacedBlock,
+    RowSampling,
+    StepPlan,
+)
 from quire.worker.rows import RowTable
 
 
@@ -55,5 +62,12 @@ def test_tables_widen_and_keep_what_they_hold() -> None:
     rows.apply(StepPlan(2, appended_blocks=(AppendedBlocks(1, tuple(range(100))),)))
     assert rows.tokens(1).tolist() == [5, 6, 7, *range(300)]
     assert rows.block_tables[1, :102].tolist() == [9, 8, *range(100)]
-    rows.apply(StepPlan(3, new_rows=(NewRow(2, "long", tuple(range(5000)), 5000, tuple(range(1250)), RowSampling()),)))
+    rows.apply(
+        StepPlan(
+            3,
+            new_rows=(
+                NewRow(2, "long", tuple(range(5000)), 5000, tuple(range(1250)), RowSampling()),
+            ),
+        )
+    )
     assert np.array_equal(rows.tokens(2), np.arange(5000)) and rows.tokens(1)[0] == 5

@@ -1,20 +1,23 @@
 """The plots of the story grammar: a reader of the text files beside it.
 
-Owns the layout of those files. A file holds blocks: ``== name``, then header lines ``key: value``, a blank line, and
-paragraphs of templates divided by blank lines (line breaks inside a paragraph are spaces). The block ``== common`` holds
-templates that every plot may use, as ``let`` lines.
+Owns the layout of those files. A file holds blocks: ``== name``, then header lines ``key: value``,
+a blank line, and paragraphs of templates divided by blank lines (line breaks inside a paragraph are
+spaces). The block ``== common`` holds templates that every plot may use, as ``let`` lines.
 """
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
-_LISTS = frozenset(("groups", "other", "themes", "prefers", "needs", "avoids", "places", "things", "other_prefers"))
+_LISTS = frozenset(
+    ("groups", "other", "themes", "prefers", "needs", "avoids", "places", "things", "other_prefers")
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """How one kind of tale goes. Groups (or single kinds) say who may play; adjectives who should and who may not."""
+    """How one kind of tale goes. Groups (or single kinds) say who may play;
+    adjectives who should and who may not."""
 
     name: str
     groups: tuple[str, ...] = ("animal", "bird", "person")
@@ -37,7 +40,9 @@ class Plot:
 
     @property
     def introduces_name(self) -> bool:
-        return any(slot in self.paragraphs[0] for slot in ("{named}", "{open}", "{open_two}", "{meet_two}"))
+        return any(
+            slot in self.paragraphs[0] for slot in ("{named}", "{open}", "{open_two}", "{meet_two}")
+        )
 
     @property
     def opens_at_home(self) -> bool:

@@ -1,7 +1,7 @@
 """When requests are sent: a rate that may change, with gaps as regular or as bursty as asked for.
 
-Owns no clock: gives moments in seconds from the start. Times are drawn at unit rate and then stretched by the inverse of the
-cumulative rate, so that one rule serves constant rates and ramps.
+Owns no clock: gives moments in seconds from the start. Times are drawn at unit rate and then
+stretched by the inverse of the cumulative rate, so that one rule serves constant rates and ramps.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ class Arrivals:
     end_rate: float | None = None
     """At the end of the run, where the rate changes linearly."""
     burstiness: float = 1.0
-    """Shape of the gamma distribution of the gaps, whose mean keeps to the rate: 1 is a Poisson process, below 1 comes in
-    bursts, infinity is a metronome. The variation of the gaps (deviation over mean) is 1 / sqrt(burstiness)."""
+    """Shape of the gamma distribution of the gaps, whose mean keeps to the rate: 1 is a Poisson
+    process, below 1 comes in bursts, infinity is a metronome. The variation of the gaps (deviation
+    over mean) is 1 / sqrt(burstiness).
+    """
 
     def __post_init__(self) -> None:
         if not self.rate > 0 or (self.end_rate is not None and not 0 < self.end_rate < math.inf):
@@ -32,7 +34,9 @@ class Arrivals:
         if self.end_rate is not None and self.rate == math.inf:
             raise ConfigError("a ramp begins at a finite rate")
         if not self.burstiness > 0:
-            raise ConfigError(f"burstiness={self.burstiness:g} must be above 0 (1 is Poisson, inf is regular)")
+            raise ConfigError(
+                f"burstiness={self.burstiness:g} must be above 0 (1 is Poisson, inf is regular)"
+            )
 
     def times(self, count: int, seed: int) -> list[float]:
         """The moments of `count` requests, the first at 0."""
@@ -41,13 +45,19 @@ class Arrivals:
         end_rate = self.rate if self.end_rate is None else self.end_rate
         whole_s = 2 * count / (self.rate + end_rate)
         slope = (end_rate - self.rate) / whole_s
-        return [_inverse(due, self.rate, slope) for due in self._unit_times(count, random.Random(seed))]
+        return [
+            _inverse(due, self.rate, slope) for due in self._unit_times(count, random.Random(seed))
+        ]
 
     def _unit_times(self, count: int, rng: random.Random) -> Iterator[float]:
         now = 0.0
         for _ in range(count):
             yield now
-            now += 1.0 if self.burstiness == math.inf else rng.gammavariate(self.burstiness, 1 / self.burstiness)
+            now += (
+                1.0
+                if self.burstiness == math.inf
+                else rng.gammavariate(self.burstiness, 1 / self.burstiness)
+            )
 
 
 def replayed(times: Sequence[float], speed_up: float) -> list[float]:
@@ -60,7 +70,8 @@ def replayed(times: Sequence[float], speed_up: float) -> list[float]:
 def _inverse(count: float, rate: float, slope: float) -> float:
     """When `count` requests have come: t of rate * t + slope * t**2 / 2 = count.
 
-    A falling rate reaches its last request at the ramp's end; what chance puts after it goes on at the lowest rate.
+    A falling rate reaches its last request at the ramp's end; what chance puts after it goes on at
+    the lowest rate.
     """
     if slope == 0:
         return count / rate

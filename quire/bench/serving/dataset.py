@@ -1,7 +1,9 @@
-"""What is asked of a server: made-up prompts, shared prefixes, traces, prompts from a file. All from seeds and files alone.
+"""What is asked of a server: made-up prompts, shared prefixes, traces, prompts from a file. All
+from seeds and files alone.
 
-Made-up prompts are token ids where the vocabulary is known, else common words, of which nearly every tokenizer makes one token
-each; how many tokens they were is then the server's word (`usage`). Owns no clock and no connection.
+Made-up prompts are token ids where the vocabulary is known, else common words, of which nearly
+every tokenizer makes one token each; how many tokens they were is then the server's word (`usage`).
+Owns no clock and no connection.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ LengthRange = tuple[int, int]
 _EDGE = 16
 """Ids this close to either end of a vocabulary are left out: special tokens live there."""
 _WORDS = """
-time year people way day man thing woman life child world school state family student group country problem hand part
-place case week company system program question work government number night point home water room mother area money
-story fact month lot right study book eye job word business issue side kind head house service friend father power hour
-game line end member law car city name team minute idea body back parent face level office door health person art war
-history party result change morning reason research girl guy moment air teacher force education
+time year people way day man thing woman life child world school state family student group country
+problem hand part place case week company system program question work government number night point
+home water room mother area money story fact month lot right study book eye job word business issue
+side kind head house service friend father power hour game line end member law car city name team
+minute idea body back parent face level office door health person art war history party result
+change morning reason research girl guy moment air teacher force education
 """.split()  # noqa: SIM905 (as a list it is a page long)
 
 
@@ -57,12 +60,16 @@ class PromptWriter:
 
     def draw(self, rng: random.Random, count: int) -> list[int]:
         """`count` random tokens."""
-        first, last = (0, len(_WORDS)) if self._vocab_size is None else (_EDGE, self._vocab_size - _EDGE)
+        first, last = (
+            (0, len(_WORDS)) if self._vocab_size is None else (_EDGE, self._vocab_size - _EDGE)
+        )
         return [rng.randrange(first, last) for _ in range(count)]
 
     def prompt(self, tokens: list[int]) -> str | list[int]:
         """As it is sent."""
-        return tokens if self._vocab_size is not None else " ".join(_WORDS[token] for token in tokens)
+        return (
+            tokens if self._vocab_size is not None else " ".join(_WORDS[token] for token in tokens)
+        )
 
 
 class Sizes(NamedTuple):
@@ -78,13 +85,21 @@ def random_dataset(sizes: Sizes, writer: PromptWriter, seed: int) -> Dataset:
     return prefix_dataset(sizes, writer, seed, prefix_len=0)
 
 
-def prefix_dataset(sizes: Sizes, writer: PromptWriter, seed: int, *, prefix_len: int, num_prefixes: int = 1) -> Dataset:
-    """Prompts that begin with one of a few prefixes, in turn, and go on with tokens of their own."""
+def prefix_dataset(
+    sizes: Sizes, writer: PromptWriter, seed: int, *, prefix_len: int, num_prefixes: int = 1
+) -> Dataset:
+    """Prompts that begin with one of a few prefixes, in turn,
+    and go on with tokens of their own."""
     shape, rng = random.Random(seed), random.Random(f"tokens/{seed}")
-    lengths = [(shape.randint(*sizes.input_len), shape.randint(*sizes.output_len)) for _ in range(sizes.num_requests)]
+    lengths = [
+        (shape.randint(*sizes.input_len), shape.randint(*sizes.output_len))
+        for _ in range(sizes.num_requests)
+    ]
     prefixes = [writer.draw(rng, prefix_len) for _ in range(num_prefixes)]
     requests = [
-        ServeRequest(writer.prompt(prefixes[number % num_prefixes] + writer.draw(rng, num_input)), num_output)
+        ServeRequest(
+            writer.prompt(prefixes[number % num_prefixes] + writer.draw(rng, num_input)), num_output
+        )
         for number, (num_input, num_output) in enumerate(lengths)
     ]
     parameters: dict[str, Any] = {**sizes._asdict(), "seed": seed}
@@ -93,22 +108,35 @@ def prefix_dataset(sizes: Sizes, writer: PromptWriter, seed: int, *, prefix_len:
     return Dataset("prefix" if prefix_len else "random", parameters, requests)
 
 
-def trace_dataset(path: Path, writer: PromptWriter, *, num_requests: int, max_total_len: int | None) -> Dataset:
-    """The first requests of a trace that are not longer than the context, with their arrivals and shared prefixes."""
+def trace_dataset(
+    path: Path, writer: PromptWriter, *, num_requests: int, max_total_len: int | None
+) -> Dataset:
+    """The first requests of a trace that are not longer than the context,
+    with their arrivals and shared prefixes."""
     trace = read_trace(path, limit=None if max_total_len is not None else num_requests)
-    chosen = [number for number, each in enumerate(trace.requests) if _fits(each, max_total_len)][:num_requests]
+    chosen = [number for number, each in enumerate(trace.requests) if _fits(each, max_total_len)][
+        :num_requests
+    ]
     if not chosen:
         raise ConfigError(f"no request of {path} fits a context of {max_total_len} tokens")
     requests = [
-        ServeRequest(writer.prompt(_trace_tokens(trace, number, writer)), trace.requests[number].num_output_tokens)
+        ServeRequest(
+            writer.prompt(_trace_tokens(trace, number, writer)),
+            trace.requests[number].num_output_tokens,
+        )
         for number in chosen
     ]
     parameters = {"trace": path.name, "num_requests": len(requests), "max_total_len": max_total_len}
-    return Dataset("trace", parameters, requests, [trace.requests[number].arrival_s for number in chosen])
+    return Dataset(
+        "trace", parameters, requests, [trace.requests[number].arrival_s for number in chosen]
+    )
 
 
 def _fits(request: Any, max_total_len: int | None) -> bool:
-    return max_total_len is None or request.num_prompt_tokens + request.num_output_tokens <= max_total_len
+    return (
+        max_total_len is None
+        or request.num_prompt_tokens + request.num_output_tokens <= max_total_len
+    )
 
 
 def _trace_tokens(trace: Trace, number: int, writer: PromptWriter) -> list[int]:
@@ -124,8 +152,10 @@ def _trace_tokens(trace: Trace, number: int, writer: PromptWriter) -> list[int]:
 
 
 def file_dataset(path: Path, *, output_len: LengthRange, num_requests: int, seed: int) -> Dataset:
-    """Prompts of a file: one a line, or JSON lines with `prompt`, `prompt_token_ids`, `messages` or `turns` (of which the
-    first is asked), and perhaps `max_tokens`. The file is begun again where it has fewer lines than requests."""
+    """Prompts of a file: one a line, or JSON lines with `prompt`, `prompt_token_ids`, `messages` or
+    `turns` (of which the first is asked), and perhaps `max_tokens`. The file is begun again where
+    it has fewer lines than requests.
+    """
     shape = random.Random(seed)
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -135,10 +165,23 @@ def file_dataset(path: Path, *, output_len: LengthRange, num_requests: int, seed
         raise ConfigError(f"{path} is not UTF-8 text") from None
     if not lines:
         raise ConfigError(f"{path} holds no prompts")
-    parse: Callable[[str, str], Any] = _parse_json if path.suffix == ".jsonl" else lambda line, place: {"prompt": line}
-    records = [parse(line, f"{path.name}:{number}") for number, line in enumerate(lines[:num_requests], start=1)]
-    requests = [_from_record(record, shape.randint(*output_len)) for record in _cycled(records, num_requests)]
-    parameters = {"file": path.name, "num_requests": num_requests, "output_len": list(output_len), "seed": seed}
+    parse: Callable[[str, str], Any] = (
+        _parse_json if path.suffix == ".jsonl" else lambda line, place: {"prompt": line}
+    )
+    records = [
+        parse(line, f"{path.name}:{number}")
+        for number, line in enumerate(lines[:num_requests], start=1)
+    ]
+    requests = [
+        _from_record(record, shape.randint(*output_len))
+        for record in _cycled(records, num_requests)
+    ]
+    parameters = {
+        "file": path.name,
+        "num_requests": num_requests,
+        "output_len": list(output_len),
+        "seed": seed,
+    }
     return Dataset("file", parameters, requests)
 
 
@@ -154,7 +197,9 @@ def _parse_json(line: str, place: str) -> dict[str, Any]:
     if isinstance(record, str):
         return {"prompt": record}
     if isinstance(record, dict):
-        prompt, ids, messages, turns = (record.get(key) for key in ("prompt", "prompt_token_ids", "messages", "turns"))
+        prompt, ids, messages, turns = (
+            record.get(key) for key in ("prompt", "prompt_token_ids", "messages", "turns")
+        )
         if isinstance(turns, list) and turns and isinstance(turns[0], str):
             return {**record, "prompt": turns[0]}
         if isinstance(prompt, str) or _is_ids(ids) or (isinstance(messages, list) and messages):
@@ -169,13 +214,19 @@ def _is_ids(value: object) -> bool:
 def _from_record(record: dict[str, Any], num_output: int) -> ServeRequest:
     wanted = record.get("max_tokens")
     prompt = record.get("prompt") or record.get("prompt_token_ids") or ""
-    return ServeRequest(prompt, wanted if isinstance(wanted, int) and wanted > 0 else num_output, record.get("messages"))
+    return ServeRequest(
+        prompt,
+        wanted if isinstance(wanted, int) and wanted > 0 else num_output,
+        record.get("messages"),
+    )
 
 
 def check_endpoint(requests: Iterable[ServeRequest], *, is_chat: bool) -> None:
     """Refuse what an endpoint cannot be asked."""
     for each in requests:
         if is_chat and each.messages is None and not isinstance(each.prompt, str):
-            raise ConfigError("a chat is asked in words: leave out --vocab-size, or use --endpoint completions")
+            raise ConfigError(
+                "a chat is asked in words: leave out --vocab-size, or use --endpoint completions"
+            )
         if not is_chat and each.messages is not None:
             raise ConfigError("the file holds chats (messages): use --endpoint chat")

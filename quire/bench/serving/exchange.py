@@ -1,6 +1,8 @@
-"""One streamed request as its client sees it: when it was due, sent, answered, and when each piece of the answer came.
+"""One streamed request as its client sees it: when it was due, sent, answered, and when each piece
+of the answer came.
 
-Owns the request bodies of OpenAI's two endpoints and the reading of their events. Knows no rates and no statistics.
+Owns the request bodies of OpenAI's two endpoints and the reading of their events. Knows no rates
+and no statistics.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class _Event(msgspec.Struct):
 
 @dataclass(slots=True)
 class RequestTimeline:
-    """What was seen of one request; times on `time.perf_counter()`'s clock, relative to the run's start once it is over."""
+    """What was seen of one request; times on `time.perf_counter()`'s clock,
+    relative to the run's start once it is over."""
 
     due_s: float
     """When it was to be sent."""
@@ -56,7 +59,8 @@ class RequestTimeline:
     token_s: list[float] = field(default_factory=list)
     """When each event with text came: one a token, from a server that does not merge them."""
     status: str = ""
-    """"ok"; an HTTP status; "connect", "broken", "timeout", "protocol", "stream_error" or "truncated"."""
+    """"ok"; an HTTP status; "connect", "broken", "timeout", "protocol",
+    "stream_error" or "truncated"."""
     error: str = ""
     num_prompt: int | None = None
     num_output: int = 0
@@ -99,7 +103,11 @@ class Target:
         """The whole HTTP request."""
         body: dict[str, Any] = {"model": self.model} if self.model is not None else {}
         if self.is_chat:
-            messages = request.messages if request.messages is not None else [{"role": "user", "content": request.prompt}]
+            messages = (
+                request.messages
+                if request.messages is not None
+                else [{"role": "user", "content": request.prompt}]
+            )
             body["messages"] = messages
         else:
             body["prompt"] = request.prompt
@@ -107,7 +115,9 @@ class Target:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         body |= self.body
         path = "/v1/chat/completions" if self.is_chat else "/v1/completions"
-        data = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
+        data = json.dumps(
+            {name: value for name, value in body.items() if value is not None}
+        ).encode()
         return HttpRequest("POST", path, data, {"content-type": "application/json"})
 
     async def exchange(self, request: ServeRequest, seen: RequestTimeline) -> None:
@@ -120,7 +130,10 @@ class Target:
         except HttpError as error:
             seen.status, seen.error = error.kind, str(error)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            seen.status, seen.error = "protocol", f"an event is not what OpenAI's API sends: {error}"[:_MAX_ERROR_CHARS]
+            seen.status, seen.error = (
+                "protocol",
+                f"an event is not what OpenAI's API sends: {error}"[:_MAX_ERROR_CHARS],
+            )
         else:
             reader.conclude(answer)
         seen.end_s = time.perf_counter()
@@ -149,7 +162,10 @@ class _Reader:
             seen.status, seen.error = "stream_error", json.dumps(event.error)[:_MAX_ERROR_CHARS]
             return
         if event.usage is not None:
-            seen.num_prompt, seen.num_output = event.usage.prompt_tokens, event.usage.completion_tokens
+            seen.num_prompt, seen.num_output = (
+                event.usage.prompt_tokens,
+                event.usage.completion_tokens,
+            )
         now = time.perf_counter()
         if any(map(_has_text, event.choices)):
             seen.token_s.append(now)

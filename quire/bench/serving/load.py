@@ -1,6 +1,8 @@
-"""Sends requests when they are due, no matter how the server keeps up, within a limit of concurrency if there is one.
+"""Sends requests when they are due, no matter how the server keeps up, within a limit of
+concurrency if there is one.
 
-Owns the run's clock and the measurement of the client itself: a client that cannot keep up measures itself.
+Owns the run's clock and the measurement of the client itself: a client that cannot keep up measures
+itself.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class LoadRun:
     """How late this process's event loop was."""
 
 
-async def run_load(target: Target, requests: Sequence[ServeRequest], due: Sequence[float], options: LoadOptions) -> LoadRun:
+async def run_load(
+    target: Target, requests: Sequence[ServeRequest], due: Sequence[float], options: LoadOptions
+) -> LoadRun:
     """Send each request at its moment, in order of these; wait for all answers."""
     order = sorted(range(len(requests)), key=due.__getitem__)
     if options.duration_s is not None:
@@ -65,7 +69,9 @@ class _Sender:
         self._started_s = started_s
         self._free = asyncio.Semaphore(options.max_concurrency) if options.max_concurrency else None
 
-    async def send_all(self, requests: Sequence[tuple[ServeRequest, float]]) -> list[RequestTimeline]:
+    async def send_all(
+        self, requests: Sequence[tuple[ServeRequest, float]]
+    ) -> list[RequestTimeline]:
         exchanges: list[RequestTimeline] = []
         async with asyncio.TaskGroup() as group:
             for request, due_s in requests:

@@ -1,6 +1,8 @@
-"""A run in numbers: rates, latencies, goodput under objectives, errors by status, and series over time.
+"""A run in numbers: rates, latencies, goodput under objectives, errors by status, and series over
+time.
 
-Latencies are of requests that were answered to their end; everything else is counted by its status, never left out silently.
+Latencies are of requests that were answered to their end; everything else is counted by its status,
+never left out silently.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ def parse_objectives(texts: Sequence[str]) -> dict[str, float]:
         except ValueError:
             limit_ms = 0.0
         if name not in OBJECTIVES or not limit_ms > 0:
-            raise ConfigError(f"{text!r} is no objective such as ttft:500 (milliseconds); names are {', '.join(OBJECTIVES)}")
+            raise ConfigError(
+                f"{text!r} is no objective such as ttft:500 (milliseconds); names are "
+                f"{', '.join(OBJECTIVES)}"
+            )
         found[name] = limit_ms
     return found
 
@@ -93,7 +98,9 @@ def meets(seen: RequestTimeline, objectives_ms: Mapping[str, float]) -> bool:
 
 def concurrency(exchanges: Sequence[RequestTimeline]) -> list[tuple[float, int]]:
     """(moment, requests in flight from then on), in order."""
-    changes = sorted([(each.sent_s, 1) for each in exchanges] + [(each.end_s, -1) for each in exchanges])
+    changes = sorted(
+        [(each.sent_s, 1) for each in exchanges] + [(each.end_s, -1) for each in exchanges]
+    )
     levels = itertools.accumulate(change for _, change in changes)
     return [(moment, level) for (moment, _), level in zip(changes, levels, strict=True)]
 
@@ -106,7 +113,8 @@ def series(run: LoadRun) -> dict[str, Any]:
     for each in run.exchanges:
         sent[int(each.sent_s // interval_s)] += 1
         ended[min(count - 1, int(each.end_s // interval_s))] += 1
-        weight = each.num_output / len(each.token_s) if each.token_s else 0.0  # events may stand for several tokens
+        # events may stand for several tokens
+        weight = each.num_output / len(each.token_s) if each.token_s else 0.0
         for moment in each.token_s:
             tokens[min(count - 1, int(moment // interval_s))] += weight
     begun, done = itertools.accumulate(sent), itertools.accumulate([0, *ended])

@@ -59,12 +59,17 @@ class ServerInfo:
     version: str | None
 
 
-async def measure_server(options: ServeOptions, dataset: Dataset, tell: Tell = lambda text: None) -> dict[str, Any]:
-    """Measure; a record that `record.problems` has nothing against. Raises ConfigError, HttpError or EngineError."""
+async def measure_server(
+    options: ServeOptions, dataset: Dataset, tell: Tell = lambda text: None
+) -> dict[str, Any]:
+    """Measure; a record that `record.problems` has nothing against. Raises ConfigError,
+    HttpError or EngineError."""
     check_endpoint(dataset.requests, is_chat=options.is_chat)
     due = _due(options, dataset)
     started_at, machine = records.timestamp(), records.describe_machine(Machine.inspect())
-    async with HttpClient(options.url, headers=options.headers, timeout_s=options.timeout_s) as client:
+    async with HttpClient(
+        options.url, headers=options.headers, timeout_s=options.timeout_s
+    ) as client:
         info = await ask_server(client, options.model)
         target = Target(client, info.model, options.is_chat, options.body)
         tell(f"warming up {info.model} at {client.address.netloc}")
@@ -87,7 +92,11 @@ async def measure_server(options: ServeOptions, dataset: Dataset, tell: Tell = l
             "max_model_len": info.max_model_len,
             "version": info.version,
         },
-        "workload": {"name": dataset.name, "parameters": dataset.parameters, "totals": _totals(dataset.requests)},
+        "workload": {
+            "name": dataset.name,
+            "parameters": dataset.parameters,
+            "totals": _totals(dataset.requests),
+        },
         "configuration": _configuration(options),
         "result": results(run, options.objectives_ms),
         "series": series(run),
@@ -96,22 +105,31 @@ async def measure_server(options: ServeOptions, dataset: Dataset, tell: Tell = l
 
 
 async def ask_server(client: HttpClient, model: str | None) -> ServerInfo:
-    """What is served there; a server without /v1/models must be told the model's name. Raises HttpError, ConfigError."""
+    """What is served there; a server without /v1/models must be told the model's name.
+    Raises HttpError, ConfigError."""
     answer = await client.request(HttpRequest("GET", "/v1/models"))
     if answer.status in (401, 403):
-        raise ConfigError(f"{client.address.netloc} answers {answer.status}: give a valid key with --api-key")
+        raise ConfigError(
+            f"{client.address.netloc} answers {answer.status}: give a valid key with --api-key"
+        )
     entry: dict[str, Any] = {}
     if answer.status == 200:
         try:
-            entries = [each for each in msgspec.json.decode(answer.body)["data"] if isinstance(each, dict)]
+            entries = [
+                each for each in msgspec.json.decode(answer.body)["data"] if isinstance(each, dict)
+            ]
             entry = next((each for each in entries if model in (None, each.get("id"))), {})
         except (msgspec.DecodeError, KeyError, TypeError) as error:
             raise HttpError(
-                f"/v1/models is not answered as OpenAI's API does: {type(error).__name__}", kind="protocol"
+                f"/v1/models is not answered as OpenAI's API does: {type(error).__name__}",
+                kind="protocol",
             ) from None
     name = model if model is not None else entry.get("id")
     if not isinstance(name, str):
-        raise ConfigError(f"{client.address.netloc} names no model (/v1/models: status {answer.status}); give it with --model")
+        raise ConfigError(
+            f"{client.address.netloc} names no model (/v1/models: status {answer.status}); "
+            "give it with --model"
+        )
     longest = entry.get("max_model_len")
     return ServerInfo(name, longest if isinstance(longest, int) else None, await _version(client))
 
@@ -129,12 +147,15 @@ async def _version(client: HttpClient) -> str | None:
 
 
 async def _warm_up(target: Target, request: ServeRequest, count: int) -> None:
-    """A few requests that are not counted; the first that fails ends everything, before a long run of failures."""
+    """A few requests that are not counted; the first that fails ends everything,
+    before a long run of failures."""
     for _ in range(count):
         seen = RequestTimeline(0.0)
         await target.exchange(request, seen)
         if not seen.is_ok:
-            raise EngineError(f"the first request failed ({seen.status}): {' '.join(seen.error.split())}")
+            raise EngineError(
+                f"the first request failed ({seen.status}): {' '.join(seen.error.split())}"
+            )
 
 
 def _due(options: ServeOptions, dataset: Dataset) -> list[float]:
@@ -178,10 +199,13 @@ def render(record: Mapping[str, Any]) -> list[str]:
     """A record for people."""
     result, server, client = record["result"], record["server"], record["result"]["client"]
     lines = [
-        f"{server['model']} at {server['url']} ({server['endpoint']}), workload {record['workload']['name']}: "
-        f"{result['num_ok']} of {result['num_requests']} requests answered in {result['wall_s']:.1f} s, "
+        f"{server['model']} at {server['url']} ({server['endpoint']}), workload "
+        f"{record['workload']['name']}: "
+        f"{result['num_ok']} of {result['num_requests']} requests answered in "
+        f"{result['wall_s']:.1f} s, "
         f"at most {result['peak_concurrency']} at once",
-        f"throughput   {result['output_tokens_per_s']:,.1f} output, {result['total_tokens_per_s']:,.1f} total tokens/s; "
+        f"throughput   {result['output_tokens_per_s']:,.1f} output, "
+        f"{result['total_tokens_per_s']:,.1f} total tokens/s; "
         f"{result['requests_per_s']:.2f} requests/s",
     ]
     names = {
@@ -193,18 +217,31 @@ def render(record: Mapping[str, Any]) -> list[str]:
     }
     for name, key in names.items():
         if result[key] is not None:
-            parts = ", ".join(f"{1e3 * result[key][p]:,.1f} {p}" for p in ("p50", "p90", "p95", "p99"))
+            parts = ", ".join(
+                f"{1e3 * result[key][p]:,.1f} {p}" for p in ("p50", "p90", "p95", "p99")
+            )
             lines.append(f"{name:<12} {parts} ms")
     if result["goodput_share"] is not None:
-        objectives = " ".join(f"{name}:{limit:g}" for name, limit in record["configuration"]["objectives_ms"].items())
+        objectives = " ".join(
+            f"{name}:{limit:g}" for name, limit in record["configuration"]["objectives_ms"].items()
+        )
         rate, share = result["goodput_requests_per_s"], result["goodput_share"]
         lines.append(f"goodput      {rate:.2f} requests/s, {share:.1%} of all ({objectives})")
     if result["num_ok"] < result["num_requests"]:
-        lines.append("statuses     " + ", ".join(f"{status}: {count}" for status, count in result["statuses"].items()))
-        lines += [f"  {status}: {' '.join(text.split())}" for status, text in result["errors"].items()]
+        lines.append(
+            "statuses     "
+            + ", ".join(f"{status}: {count}" for status, count in result["statuses"].items())
+        )
+        lines += [
+            f"  {status}: {' '.join(text.split())}" for status, text in result["errors"].items()
+        ]
     lines.append(
         f"this client  {1e6 * client['cpu_s_per_output_token']:.0f} us of processor time a token, "
         f"{client['cpu_share']:.0%} of a core"
-        + ("; it may be what limits the figures above" if client["cpu_share"] > BUSY_CLIENT_SHARE else "")
+        + (
+            "; it may be what limits the figures above"
+            if client["cpu_share"] > BUSY_CLIENT_SHARE
+            else ""
+        )
     )
     return lines

@@ -1,4 +1,5 @@
-"""`quire bench control-plane`: what deciding a step costs, with hundreds of sequences and no model."""
+"""`quire bench control-plane`: what deciding a step costs,
+with hundreds of sequences and no model."""
 
 from __future__ import annotations
 
@@ -18,10 +19,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     for name, default, meaning in (
         ("--num-running", 256, "sequences decoding"),
-        ("--arriving-len", 1155, "tokens of the prompt that arrives in every step of the second part"),
+        (
+            "--arriving-len",
+            1155,
+            "tokens of the prompt that arrives in every step of the second part",
+        ),
         ("--num-steps", 500, "steps to time"),
     ):
-        parser.add_argument(name, type=int, default=default, metavar="N", help=f"{meaning} (default: {default})")
+        parser.add_argument(
+            name, type=int, default=default, metavar="N", help=f"{meaning} (default: {default})"
+        )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,5 @@
-"""`quire bench kernels`: the CPU's projections in every weight format, or a GPU's kernels, against the machine's limits."""
+"""`quire bench kernels`: the CPU's projections in every weight format, or a GPU's kernels,
+against the machine's limits."""
 
 from __future__ import annotations
 
@@ -26,14 +27,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
     parser.epilog = EXAMPLES
     group = parser.add_argument_group("kernels")
-    group.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="whose kernels (default: cpu)")
-    group.add_argument("--shape", type=shape, default=(4096, 2048), metavar="NxK", help="outputs x inputs (default: 4096x2048)")
-    group.add_argument("--rows", type=counts, default=[1, 4, 16, 64, 512], metavar="LIST", help="default: 1,4,16,64,512")
-    group.add_argument("--weights", metavar="LIST", help="formats such as f32,bf16,int4-g128 (default: all)")
+    group.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="whose kernels (default: cpu)"
+    )
+    group.add_argument(
+        "--shape",
+        type=shape,
+        default=(4096, 2048),
+        metavar="NxK",
+        help="outputs x inputs (default: 4096x2048)",
+    )
+    group.add_argument(
+        "--rows",
+        type=counts,
+        default=[1, 4, 16, 64, 512],
+        metavar="LIST",
+        help="default: 1,4,16,64,512",
+    )
+    group.add_argument(
+        "--weights", metavar="LIST", help="formats such as f32,bf16,int4-g128 (default: all)"
+    )
     group.add_argument("--num-threads", type=int, metavar="N", help="default: one for each core")
-    group.add_argument("--isa", metavar="NAME", help="instruction set (default: the best that this machine has)")
-    group.add_argument("--tune", metavar="FOLDER", help="measure a GPU's tile sizes and write them there as its tuning file")
-    group.add_argument("--json", metavar="FILE", help="write the figures to FILE, - for standard output")
+    group.add_argument(
+        "--isa", metavar="NAME", help="instruction set (default: the best that this machine has)"
+    )
+    group.add_argument(
+        "--tune",
+        metavar="FOLDER",
+        help="measure a GPU's tile sizes and write them there as its tuning file",
+    )
+    group.add_argument(
+        "--json", metavar="FILE", help="write the figures to FILE, - for standard output"
+    )
 
 
 def shape(text: str) -> tuple[int, int]:
@@ -75,19 +100,28 @@ def run(args: argparse.Namespace) -> int:
     for kind in kinds:
         size = KINDS[kind].group_size
         if size and args.shape[1] % size:
-            raise ConfigError(f"--shape: groups of {size} ({kind}) do not divide {args.shape[1]} inputs")
+            raise ConfigError(
+                f"--shape: groups of {size} ({kind}) do not divide {args.shape[1]} inputs"
+            )
     with open_output(None if args.json == "-" else args.json) as file:
         limits = measure_limits()
-        times = [each for kind in kinds for each in measure_linear(kind, args.shape, args.rows, limits)]
+        times = [
+            each for kind in kinds for each in measure_linear(kind, args.shape, args.rows, limits)
+        ]
         if args.json is not None:
-            figures = {"shape": args.shape, "limits": asdict(limits), "linear": [asdict(each) for each in times]}
+            figures = {
+                "shape": args.shape,
+                "limits": asdict(limits),
+                "linear": [asdict(each) for each in times],
+            }
             file.write(json.dumps(figures, indent=1) + "\n")
     print("\n".join(render(limits, times)), file=sys.stderr if args.json == "-" else sys.stdout)
     return 0
 
 
 def run_on_gpu(args: argparse.Namespace) -> int:
-    """Every kernel of the GPU back end, with shapes of its own; the options of the CPU's projections do not apply."""
+    """Every kernel of the GPU back end, with shapes of its own;
+    the options of the CPU's projections do not apply."""
     for name in ("weights", "num_threads", "isa"):
         if getattr(args, name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} applies to the CPU's kernels only")
@@ -104,7 +138,13 @@ def run_on_gpu(args: argparse.Namespace) -> int:
         limits = measure_limits(kernels.device)
         times = [measure(case, limits, kernels.device) for case in cases(kernels)]
         if args.json is not None:
-            file.write(json.dumps({"limits": asdict(limits), "kernels": [asdict(each) for each in times]}, indent=1) + "\n")
+            file.write(
+                json.dumps(
+                    {"limits": asdict(limits), "kernels": [asdict(each) for each in times]},
+                    indent=1,
+                )
+                + "\n"
+            )
     print("\n".join(render(limits, times)), file=sys.stderr if args.json == "-" else sys.stdout)
     return 0
 

@@ -1,4 +1,5 @@
-"""`quire bench latency`: one request, or a few of the same size: time to the first token, and for each one after it."""
+"""`quire bench latency`: one request, or a few of the same size: time to the first token,
+and for each one after it."""
 
 from __future__ import annotations
 
@@ -19,9 +20,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
     parser.epilog = EXAMPLES
     group = parser.add_argument_group("workload", "made-up tokens, fresh in each repetition")
-    group.add_argument("--batch-size", type=int, default=1, metavar="N", help="requests at once (default: 1)")
-    group.add_argument("--input-len", type=int, default=128, metavar="N", help="tokens of each prompt (default: 128)")
-    group.add_argument("--output-len", type=int, default=128, metavar="N", help="tokens of each answer (default: 128)")
+    group.add_argument(
+        "--batch-size", type=int, default=1, metavar="N", help="requests at once (default: 1)"
+    )
+    group.add_argument(
+        "--input-len",
+        type=int,
+        default=128,
+        metavar="N",
+        help="tokens of each prompt (default: 128)",
+    )
+    group.add_argument(
+        "--output-len",
+        type=int,
+        default=128,
+        metavar="N",
+        help="tokens of each answer (default: 128)",
+    )
     add_run_options(parser)
 
 

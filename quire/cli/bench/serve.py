@@ -26,13 +26,17 @@ API_KEY_VARIABLE = "OPENAI_API_KEY"
 EXAMPLES = """\
 examples:
   quire bench serve --url http://127.0.0.1:8000 --num-requests 100 --request-rate 4
-  quire bench serve --url http://127.0.0.1:8000 --max-concurrency 32 --goodput ttft:500 tpot:50 --html report.html
-  quire bench serve --url http://127.0.0.1:8000 --trace azure2023_conv.csv.gz --speed-up 10 --max-total-len 4096
-  quire bench serve --url https://api.example.com/v1 --endpoint chat --prompts-file questions.jsonl --model NAME
+  quire bench serve --url http://127.0.0.1:8000 --max-concurrency 32 \\
+    --goodput ttft:500 tpot:50 --html report.html
+  quire bench serve --url http://127.0.0.1:8000 --trace azure2023_conv.csv.gz \\
+    --speed-up 10 --max-total-len 4096
+  quire bench serve --url https://api.example.com/v1 --endpoint chat \\
+    --prompts-file questions.jsonl --model NAME
 
-Made-up prompts are token ids where --vocab-size says of which vocabulary (Quire, vLLM and llama.cpp take them), else words.
-Answers are greedy and go on to their full length (ignore_eos, which these three know); --extra-body '{"ignore_eos": null}'
-takes that away for a server that refuses it. The key may also be in OPENAI_API_KEY.
+Made-up prompts are token ids where --vocab-size says of which vocabulary (Quire, vLLM and
+llama.cpp take them), else words. Answers are greedy and go on to their full length (ignore_eos,
+which these three know); --extra-body '{"ignore_eos": null}' takes that away for a server that
+refuses it. The key may also be in OPENAI_API_KEY.
 """
 
 
@@ -40,50 +44,140 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
     parser.epilog = EXAMPLES
     server = parser.add_argument_group("server")
-    server.add_argument("--url", required=True, metavar="URL", help="where it is, with or without /v1")
-    server.add_argument("--model", metavar="NAME", help="as the server knows it (default: the first that it names)")
-    server.add_argument("--endpoint", choices=("completions", "chat"), default="completions", help="(default: completions)")
-    server.add_argument("--api-key", metavar="KEY", help=f"(default: ${API_KEY_VARIABLE})")
-    server.add_argument("--extra-body", metavar="JSON", help="fields of every request; null takes a usual one away")
     server.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S", help="longest silence of the server (default: 600)"
+        "--url", required=True, metavar="URL", help="where it is, with or without /v1"
+    )
+    server.add_argument(
+        "--model", metavar="NAME", help="as the server knows it (default: the first that it names)"
+    )
+    server.add_argument(
+        "--endpoint",
+        choices=("completions", "chat"),
+        default="completions",
+        help="(default: completions)",
+    )
+    server.add_argument("--api-key", metavar="KEY", help=f"(default: ${API_KEY_VARIABLE})")
+    server.add_argument(
+        "--extra-body", metavar="JSON", help="fields of every request; null takes a usual one away"
+    )
+    server.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="longest silence of the server (default: 600)",
     )
     _add_workload(parser)
     _add_load(parser)
     output = parser.add_argument_group("results")
-    output.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help="objectives: ttft, tpot, itl, e2e")
-    output.add_argument("--json", metavar="FILE", help="write the record to FILE, - for standard output")
+    output.add_argument(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help="objectives: ttft, tpot, itl, e2e",
+    )
+    output.add_argument(
+        "--json", metavar="FILE", help="write the record to FILE, - for standard output"
+    )
     output.add_argument("--html", metavar="FILE", help="write a report with plots to FILE")
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("workload")
-    group.add_argument("--dataset", choices=("random", "prefix"), default="random", help="kind of prompts (default: random)")
     group.add_argument(
-        "--trace", metavar="FILE", help="lengths, arrivals and shared prefixes from a .csv or .jsonl file (or .gz)"
+        "--dataset",
+        choices=("random", "prefix"),
+        default="random",
+        help="kind of prompts (default: random)",
     )
-    group.add_argument("--prompts-file", metavar="FILE", help="one prompt a line; JSON lines with prompt, messages or turns")
+    group.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="lengths, arrivals and shared prefixes from a .csv or .jsonl file (or .gz)",
+    )
+    group.add_argument(
+        "--prompts-file",
+        metavar="FILE",
+        help="one prompt a line; JSON lines with prompt, messages or turns",
+    )
     group.add_argument("--num-requests", type=int, default=100, metavar="N", help="(default: 100)")
-    group.add_argument("--input-len", type=length_range, default=(128, 128), metavar="A:B", help="(default: 128)")
-    group.add_argument("--output-len", type=length_range, default=(64, 64), metavar="A:B", help="(default: 64)")
-    group.add_argument("--prefix-len", type=int, default=512, metavar="N", help="shared tokens of --dataset prefix (512)")
-    group.add_argument("--num-prefixes", type=int, default=1, metavar="N", help="different shared prefixes (default: 1)")
-    group.add_argument("--vocab-size", type=int, metavar="N", help="send token ids below N instead of words")
-    group.add_argument("--max-total-len", type=int, metavar="N", help="leave out what of a trace is longer, answer included")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of lengths, tokens and arrivals (default: 0)")
+    group.add_argument(
+        "--input-len", type=length_range, default=(128, 128), metavar="A:B", help="(default: 128)"
+    )
+    group.add_argument(
+        "--output-len", type=length_range, default=(64, 64), metavar="A:B", help="(default: 64)"
+    )
+    group.add_argument(
+        "--prefix-len",
+        type=int,
+        default=512,
+        metavar="N",
+        help="shared tokens of --dataset prefix (512)",
+    )
+    group.add_argument(
+        "--num-prefixes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="different shared prefixes (default: 1)",
+    )
+    group.add_argument(
+        "--vocab-size", type=int, metavar="N", help="send token ids below N instead of words"
+    )
+    group.add_argument(
+        "--max-total-len",
+        type=int,
+        metavar="N",
+        help="leave out what of a trace is longer, answer included",
+    )
+    group.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of lengths, tokens and arrivals (default: 0)",
+    )
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("load", "by default, a trace as it came, and everything else at once")
-    group.add_argument("--request-rate", type=float, metavar="X", help="requests a second")
-    group.add_argument("--end-rate", type=float, metavar="X", help="rate at the end: it changes linearly from --request-rate")
-    group.add_argument(
-        "--burstiness", type=float, default=1.0, metavar="X", help="1: Poisson (default); below: bursts; inf: constant gaps"
+    group = parser.add_argument_group(
+        "load", "by default, a trace as it came, and everything else at once"
     )
-    group.add_argument("--speed-up", type=float, default=1.0, metavar="X", help="replay a trace so many times as fast")
-    group.add_argument("--max-concurrency", type=int, metavar="N", help="requests in flight at most")
-    group.add_argument("--duration", type=float, metavar="S", help="send nothing after so many seconds")
-    group.add_argument("--warmups", type=int, default=1, metavar="N", help="requests before it that do not count (default: 1)")
+    group.add_argument("--request-rate", type=float, metavar="X", help="requests a second")
+    group.add_argument(
+        "--end-rate",
+        type=float,
+        metavar="X",
+        help="rate at the end: it changes linearly from --request-rate",
+    )
+    group.add_argument(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="1: Poisson (default); below: bursts; inf: constant gaps",
+    )
+    group.add_argument(
+        "--speed-up",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="replay a trace so many times as fast",
+    )
+    group.add_argument(
+        "--max-concurrency", type=int, metavar="N", help="requests in flight at most"
+    )
+    group.add_argument(
+        "--duration", type=float, metavar="S", help="send nothing after so many seconds"
+    )
+    group.add_argument(
+        "--warmups",
+        type=int,
+        default=1,
+        metavar="N",
+        help="requests before it that do not count (default: 1)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -110,8 +204,13 @@ def run(args: argparse.Namespace) -> int:
         command=shlex.join(without_key(["quire", *sys.argv[1:]])),
     )
     dataset = _dataset(args)
-    with open_output(None if args.json == "-" else args.json) as file, open_output(args.html) as page:
-        record = asyncio.run(measure_server(options, dataset, lambda text: print(f"quire: {text}", file=sys.stderr)))
+    with (
+        open_output(None if args.json == "-" else args.json) as file,
+        open_output(args.html) as page,
+    ):
+        record = asyncio.run(
+            measure_server(options, dataset, lambda text: print(f"quire: {text}", file=sys.stderr))
+        )
         if args.json is not None:
             file.write(json.dumps(record, indent=1) + "\n")
         if args.html is not None:
@@ -136,7 +235,11 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1")
-    if args.warmups < 0 or not 0 < args.timeout < math.inf or (args.duration is not None and not args.duration > 0):
+    if (
+        args.warmups < 0
+        or not 0 < args.timeout < math.inf
+        or (args.duration is not None and not args.duration > 0)
+    ):
         raise UsageError("--warmups must be at least 0; --timeout and --duration above 0")
     if args.trace is not None and args.prompts_file is not None:
         raise UsageError("give either --trace or --prompts-file")
@@ -166,7 +269,14 @@ def _arrivals(args: argparse.Namespace) -> Arrivals | None:
 
 
 def _dataset(args: argparse.Namespace) -> Dataset:
-    from quire.bench.serving.dataset import PromptWriter, Sizes, file_dataset, prefix_dataset, random_dataset, trace_dataset
+    from quire.bench.serving.dataset import (
+        PromptWriter,
+        Sizes,
+        file_dataset,
+        prefix_dataset,
+        random_dataset,
+        trace_dataset,
+    )
 
     if args.prompts_file is not None:
         path, count = Path(args.prompts_file), args.num_requests
@@ -174,8 +284,12 @@ def _dataset(args: argparse.Namespace) -> Dataset:
     writer = PromptWriter(args.vocab_size)
     if args.trace is not None:
         longest = args.max_total_len
-        return trace_dataset(Path(args.trace), writer, num_requests=args.num_requests, max_total_len=longest)
+        return trace_dataset(
+            Path(args.trace), writer, num_requests=args.num_requests, max_total_len=longest
+        )
     sizes = Sizes(args.num_requests, args.input_len, args.output_len)
     if args.dataset == "prefix":
-        return prefix_dataset(sizes, writer, args.seed, prefix_len=args.prefix_len, num_prefixes=args.num_prefixes)
+        return prefix_dataset(
+            sizes, writer, args.seed, prefix_len=args.prefix_len, num_prefixes=args.num_prefixes
+        )
     return random_dataset(sizes, writer, args.seed)

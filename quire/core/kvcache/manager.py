@@ -1,10 +1,12 @@
 """The KV cache manager: block tables on top of the pool and the prefix index.
 
-Owns allocation on demand, sharing by reference, copy-on-write, publishing of full blocks, merging of identical ones and
-eviction. It says what changed (`TableChange`); it never builds plans, knows no requests, and touches no tensor. Token ids here
-are ids of what stands at each position (`Sequence.content_ids`): where these agree, so do keys and values.
+Owns allocation on demand, sharing by reference, copy-on-write, publishing of full blocks, merging
+of identical ones and eviction. It says what changed (`TableChange`); it never builds plans, knows
+no requests, and touches no tensor. Token ids here are ids of what stands at each position
+(`Sequence.content_ids`): where these agree, so do keys and values.
 
-Two rules keep shared memory honest. A full block is immutable, so any number of tables may name it. A partial block has one
+Two rules keep shared memory honest. A full block is immutable, so any number of tables may name it.
+A partial block has one
 writer: whoever writes to a partial block that others name as well gets a copy first.
 """
 
@@ -20,7 +22,8 @@ from quire.core.plan import BlockCopy
 
 
 class BlockTable:
-    """One sequence's blocks in logical order, and how far they are published in the prefix index."""
+    """One sequence's blocks in logical order, and how far they are
+    published in the prefix index."""
 
     __slots__ = ("blocks", "chain", "num_chained", "num_filled")
 
@@ -34,7 +37,8 @@ class BlockTable:
 
 
 class PrefixMatch(NamedTuple):
-    """What the cache already holds of a sequence: whole blocks to share, and part of one more to copy."""
+    """What the cache already holds of a sequence: whole blocks to share,
+    and part of one more to copy."""
 
     nodes: tuple[PrefixNode, ...]
     partial: PrefixNode | None
@@ -58,16 +62,20 @@ UNCHANGED = TableChange((), -1, None)
 class KVCacheManager:
     """Blocks of `block_size` tokens out of a pool of `num_blocks`."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, digest_key: bytes = b"", caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, digest_key: bytes = b"", caching: bool = True
+    ) -> None:
         self.block_size = block_size
         self.caching = caching
         self.pool = BlockPool(num_blocks)
         self.index = PrefixIndex(block_size, keyed_digest(digest_key))
         self.num_unused_slots = 0
-        """Slots of allocated blocks that hold no token yet, summed over tables (a shared partial block counts for each)."""
+        """Slots of allocated blocks that hold no token yet,
+        summed over tables (a shared partial block counts for each)."""
         self.num_copies = self.num_merges = self.num_evictions = 0
 
-    # -- questions -------------------------------------------------------------------------------------------------
+    # -- questions
+    # ----------------------------------------------------------------------------------------------
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens fill or begin."""
@@ -78,7 +86,8 @@ class KVCacheManager:
         return max(0, self.num_blocks_for(end) - len(table.blocks)) + self._needs_copy(table, start)
 
     def match(self, keys: ChainKeys, token_ids: Sequence[int], max_tokens: int) -> PrefixMatch:
-        """The longest cached prefix of `token_ids`, counted to the token, of at most `max_tokens` tokens."""
+        """The longest cached prefix of `token_ids`, counted to the token,
+        of at most `max_tokens` tokens."""
         if not self.caching or max_tokens <= 0:
             return NO_MATCH
         size, node, nodes = self.block_size, keys.root, []
@@ -90,24 +99,30 @@ class KVCacheManager:
             node = child
             nodes.append(child)
         start = len(nodes) * size
-        partial, length = self.index.closest_child(node, tuple(token_ids[start : min(start + size, max_tokens)]))
+        partial, length = self.index.closest_child(
+            node, tuple(token_ids[start : min(start + size, max_tokens)])
+        )
         return PrefixMatch(tuple(nodes), partial, start + length)
 
     def num_free_in(self, match: PrefixMatch) -> int:
-        """Blocks of a match that nobody references: taking them up uses free blocks without allocating."""
+        """Blocks of a match that nobody references:
+        taking them up uses free blocks without allocating."""
         counts = self.pool.ref_counts
         return sum(counts[node.block] == 0 for node in match.nodes)
 
-    # -- changes ---------------------------------------------------------------------------------------------------
+    # -- changes
+    # ----------------------------------------------------------------------------------------------
 
     def new_table(self, namespace: Namespace) -> BlockTable:
         """An empty table."""
         return BlockTable(self.index.root(namespace) if self.caching else None)
 
     def adopt(self, table: BlockTable, match: PrefixMatch) -> BlockCopy | None:
-        """Fill an empty table from a match; the copy to make is of the partly matching block, if there is one.
+        """Fill an empty table from a match; the copy to make is of the partly matching block, if
+        there is one.
 
-        The copy's source may be evicted, or even handed out again, in the same step: copies read before anything writes.
+        The copy's source may be evicted, or even handed out again, in the same step: copies read
+        before anything writes.
         """
         assert not table.blocks
         for node in match.nodes:
@@ -134,9 +149,11 @@ class KVCacheManager:
         return self.pool.ref_counts[table.blocks[position // self.block_size]] == 1
 
     def fill_slot(self, table: BlockTable, position: int) -> bool:
-        """Take the next slot of a block that is the table's own; False (and no change) where that needs a new block.
+        """Take the next slot of a block that is the table's own; False (and no change) where that
+        needs a new block.
 
-        What `extend(table, position, position + 1)` does in the most frequent case, at a fraction of the cost.
+        What `extend(table, position, position + 1)` does in the most frequent case, at a fraction
+        of the cost.
         """
         place, offset = divmod(position, self.block_size)
         if offset == 0 or self.pool.ref_counts[table.blocks[place]] != 1:
@@ -146,7 +163,8 @@ class KVCacheManager:
         return True
 
     def extend(self, table: BlockTable, start: int, end: int) -> TableChange:
-        """Make the slots of positions [start, end) writable; the caller has checked `num_needed` against the pool."""
+        """Make the slots of positions [start, end) writable;
+        the caller has checked `num_needed` against the pool."""
         num_new = self.num_blocks_for(end) - len(table.blocks)
         self.num_unused_slots -= end - table.num_filled
         table.num_filled = end
@@ -165,10 +183,13 @@ class KVCacheManager:
         self.num_unused_slots += len(appended) * self.block_size
         return TableChange(appended, index, copy)
 
-    def publish(self, table: BlockTable, keys: ChainKeys, token_ids: Sequence[int], num_computed: int) -> list[int]:
+    def publish(
+        self, table: BlockTable, keys: ChainKeys, token_ids: Sequence[int], num_computed: int
+    ) -> list[int]:
         """Enter the blocks that are now full into the index.
 
-        A block that is identical to a published one is merged with it; returns the table's entries that changed by that.
+        A block that is identical to a published one is merged with it; returns the table's entries
+        that changed by that.
         """
         size = self.block_size
         merged: list[int] = []
@@ -194,16 +215,23 @@ class KVCacheManager:
     def fork(self, table: BlockTable) -> BlockTable:
         """A second table over the same blocks, the last partial one included."""
         twin = BlockTable(table.chain)
-        twin.blocks, twin.num_chained, twin.num_filled = table.blocks.copy(), table.num_chained, table.num_filled
+        twin.blocks, twin.num_chained, twin.num_filled = (
+            table.blocks.copy(),
+            table.num_chained,
+            table.num_filled,
+        )
         for block in twin.blocks:
             self.pool.share(block)
         self.num_unused_slots += len(twin.blocks) * self.block_size - twin.num_filled
         return twin
 
-    def release(self, table: BlockTable, token_ids: Sequence[int], num_computed: int, *, keep: bool = True) -> None:
+    def release(
+        self, table: BlockTable, token_ids: Sequence[int], num_computed: int, *, keep: bool = True
+    ) -> None:
         """Give a table's blocks back, the last first, so that a chain is evicted from its end.
 
-        With `keep` an unfinished last block is published too, for others to copy from. Without it the content is in doubt:
+        With `keep` an unfinished last block is published too, for others to copy from. Without it
+        the content is in doubt:
         nothing new is published, and what nobody else references is forgotten.
         """
         self.num_unused_slots -= len(table.blocks) * self.block_size - table.num_filled
@@ -223,19 +251,23 @@ class KVCacheManager:
             self.index.remove(block)
         return len(forgotten)
 
-    # -- inside ----------------------------------------------------------------------------------------------------
+    # -- inside
+    # ----------------------------------------------------------------------------------------------
 
     def _needs_copy(self, table: BlockTable, start: int) -> bool:
         place, offset = divmod(start, self.block_size)
         return offset != 0 and self.pool.ref_counts[table.blocks[place]] > 1
 
-    def _publish_partial(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
+    def _publish_partial(
+        self, table: BlockTable, token_ids: Sequence[int], num_computed: int
+    ) -> None:
         start = table.num_chained * self.block_size
         tokens = tuple(token_ids[start:num_computed])
         if not 0 < len(tokens) < self.block_size:
             return
         block = table.blocks[table.num_chained]
-        # A block that a fork still writes to must not be published: its owner would later publish it as a full one.
+        # A block that a fork still writes to must not be published: its owner would later publish
+        # it as a full one.
         if self.pool.ref_counts[block] == 1:
             assert table.chain is not None
             self.index.insert_partial(table.chain, tokens, block)

@@ -1,7 +1,8 @@
 """The block pool: which physical blocks are free, and how many owners each of the others has.
 
-Owns reference counts and the free list; never knows what a block contains. Every operation is O(1). The free list is an
-intrusive doubly linked list in two flat arrays, with one sentinel behind the last block.
+Owns reference counts and the free list; never knows what a block contains. Every operation is O(1).
+The free list is an intrusive doubly linked list in two flat arrays, with one sentinel behind the
+last block.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 class BlockPool:
     """`num_blocks` physical blocks, all free at first.
 
-    A block whose content is still worth something (`cached`) is freed to the tail of the list and so evicted last, in least
-    recently used order; a worthless one is freed to the head and so reused first, while it is warm in the CPU's caches.
+    A block whose content is still worth something (`cached`) is freed to the tail of the list and
+    so evicted last, in least recently used order; a worthless one is freed to the head and so
+    reused first, while it is warm in the CPU's caches.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -29,9 +31,12 @@ class BlockPool:
         return self.num_blocks - self.num_free
 
     def take(self) -> int:
-        """Hand out the next free block with one owner. The caller forgets what the block contained."""
+        """Hand out the next free block with one owner.
+        The caller forgets what the block contained."""
         block = self._next[self.num_blocks]
-        assert block != self.num_blocks, "take() from an empty pool: the caller did not check num_free"
+        assert block != self.num_blocks, (
+            "take() from an empty pool: the caller did not check num_free"
+        )
         self._unlink(block)
         self.ref_counts[block] = 1
         return block
@@ -51,7 +56,8 @@ class BlockPool:
             self._link(block, before=self.num_blocks if cached else self._next[self.num_blocks])
 
     def free_blocks(self) -> list[int]:
-        """Free blocks in the order in which they will be handed out. O(num_free): for checks and pictures only."""
+        """Free blocks in the order in which they will be handed out. O(num_free):
+        for checks and pictures only."""
         blocks, block = [], self._next[self.num_blocks]
         while block != self.num_blocks:
             blocks.append(block)

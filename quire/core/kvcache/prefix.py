@@ -1,12 +1,13 @@
 """The prefix index: which cached block continues which prefix.
 
-A tree. A node is one block's tokens after its parent's; a full node is found by its 128-bit digest, chained over
-everything before it, and believed only after its tokens and its parent have been compared, so that a collision costs a miss
-and never another prompt's KV. Siblings are also kept sorted by their tokens, which makes the longest common prefix with any
-of them a binary search: hits are counted to the token, and a partly matching block is reused by copying it.
+A tree. A node is one block's tokens after its parent's; a full node is found by its 128-bit digest,
+chained over everything before it, and believed only after its tokens and its parent have been
+compared, so that a collision costs a miss and never another prompt's KV. Siblings are also kept
+sorted by their tokens, which makes the longest common prefix with any of them a binary search: hits
+are counted to the token, and a partly matching block is reused by copying it.
 
-The index names blocks but owns none: reference counts are the pool's. A child is always evicted before its parent, because
-whoever references a block references everything before it.
+The index names blocks but owns none: reference counts are the pool's. A child is always evicted
+before its parent, because whoever references a block references everything before it.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ ScoringKey = tuple[object, ...]
 
 
 def keyed_digest(key: bytes) -> Digest:
-    """BLAKE2b with a 128-bit output, keyed so that nobody outside the process can search for collisions (RFC 7693)."""
+    """BLAKE2b with a 128-bit output, keyed so that nobody outside the process can search
+    for collisions (RFC 7693)."""
 
     keyed = hashlib.blake2b(digest_size=16, key=key)
 
     def digest(parent: bytes, content: bytes) -> bytes:
-        state = keyed.copy()  # the key's own block is hashed once, which is more than half of the work
+        # the key's own block is hashed once, which is more than half of the work
+        state = keyed.copy()
         state.update(parent + content)
         return state.digest()
 
@@ -44,9 +47,20 @@ def keyed_digest(key: bytes) -> Digest:
 class PrefixNode:
     """One cached block (or, with `block == -1`, the root of a namespace)."""
 
-    __slots__ = ("block", "children", "digest", "namespace", "parent", "records", "scoring", "tokens")
+    __slots__ = (
+        "block",
+        "children",
+        "digest",
+        "namespace",
+        "parent",
+        "records",
+        "scoring",
+        "tokens",
+    )
 
-    def __init__(self, parent: PrefixNode | None, tokens: tuple[int, ...], digest: bytes, block: int) -> None:
+    def __init__(
+        self, parent: PrefixNode | None, tokens: tuple[int, ...], digest: bytes, block: int
+    ) -> None:
         self.parent = parent
         self.tokens = tokens
         self.digest = digest
@@ -84,7 +98,8 @@ class ChainKeys:
         self._digest = digest
 
     def extend_to(self, token_ids: Sequence[int]) -> None:
-        """Compute the keys of every block that `token_ids` (the whole sequence so far) now fills."""
+        """Compute the keys of every block that `token_ids` (the whole sequence so far)
+        now fills."""
         size, first = self.block_size, len(self.tokens) * self.block_size
         if first + size > len(token_ids):
             return
@@ -113,8 +128,9 @@ class PrefixIndex:
         self._by_digest: dict[bytes, PrefixNode] = {}
         self._by_block: dict[int, PrefixNode] = {}
         self.changes: list[tuple[int, tuple[int, ...]]] | None = None
-        """For whoever wants to follow the index and empties this: (block, its tokens) of each block that is published, and
-        (~block, its tokens) of each that is forgotten. None: nobody does."""
+        """For whoever wants to follow the index and empties this: (block, its tokens) of each block
+        that is published, and (~block, its tokens) of each that is forgotten. None: nobody does.
+        """
 
     def __len__(self) -> int:
         return len(self._by_block)
@@ -131,7 +147,8 @@ class PrefixIndex:
         return self._by_block.get(block)
 
     def root(self, namespace: Namespace) -> PrefixNode:
-        """The empty prefix of a namespace. Kept by the index only while something is cached below it."""
+        """The empty prefix of a namespace. Kept by the index only while
+        something is cached below it."""
         known = self._roots.get(namespace)
         if known is not None:
             return known
@@ -143,14 +160,19 @@ class PrefixIndex:
         """Fresh keys for a sequence in `namespace`."""
         return ChainKeys(self.root(namespace), self.block_size, self.digest)
 
-    def child(self, parent: PrefixNode, tokens: tuple[int, ...], digest: bytes) -> PrefixNode | None:
-        """The full block that continues `parent` with exactly `tokens`; compared, not merely looked up."""
+    def child(
+        self, parent: PrefixNode, tokens: tuple[int, ...], digest: bytes
+    ) -> PrefixNode | None:
+        """The full block that continues `parent` with exactly `tokens`; compared,
+        not merely looked up."""
         node = self._by_digest.get(digest)
         if node is None or node.tokens != tokens or node.parent is not self._live(parent):
             return None
         return node
 
-    def closest_child(self, parent: PrefixNode, tokens: tuple[int, ...]) -> tuple[PrefixNode | None, int]:
+    def closest_child(
+        self, parent: PrefixNode, tokens: tuple[int, ...]
+    ) -> tuple[PrefixNode | None, int]:
         """The child that shares the longest prefix with `tokens`, and that prefix's length."""
         children = self._live(parent).children
         place = bisect_left(children, tokens, key=_tokens_of)
@@ -161,8 +183,11 @@ class PrefixIndex:
                 best, best_len = node, length
         return best, best_len
 
-    def insert_full(self, parent: PrefixNode, tokens: tuple[int, ...], digest: bytes, block: int) -> PrefixNode | None:
-        """Publish a full block; None where its digest is taken by different content (it then stays uncached)."""
+    def insert_full(
+        self, parent: PrefixNode, tokens: tuple[int, ...], digest: bytes, block: int
+    ) -> PrefixNode | None:
+        """Publish a full block; None where its digest is taken by different
+        content (it then stays uncached)."""
         if digest in self._by_digest:
             return None
         node = self._attach(parent, tokens, digest, block)
@@ -170,7 +195,8 @@ class PrefixIndex:
         return node
 
     def insert_partial(self, parent: PrefixNode, tokens: tuple[int, ...], block: int) -> bool:
-        """Publish an unfinished block, to be copied from; False where a sibling already covers its tokens."""
+        """Publish an unfinished block, to be copied from;
+        False where a sibling already covers its tokens."""
         if self.closest_child(parent, tokens)[1] == len(tokens):
             return False
         self._attach(parent, tokens, b"", block)
@@ -197,7 +223,9 @@ class PrefixIndex:
         if parent.block < 0 and not siblings:
             self._roots.pop(parent.namespace, None)
 
-    def _attach(self, parent: PrefixNode, tokens: tuple[int, ...], digest: bytes, block: int) -> PrefixNode:
+    def _attach(
+        self, parent: PrefixNode, tokens: tuple[int, ...], digest: bytes, block: int
+    ) -> PrefixNode:
         assert block not in self._by_block, f"block {block} is already cached"
         parent = self._live(parent)
         if parent.block < 0:

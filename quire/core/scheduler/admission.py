@@ -1,7 +1,7 @@
 """Admission: who runs, waits or is parked.
 
-It has a place for every unfinished sequence, and lets the queue's head in once each `Resource` has its share and no
-`Prerequisite` is missing.
+It has a place for every unfinished sequence, and lets the queue's head in once each `Resource` has
+its share and no `Prerequisite` is missing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _by_rank = attrgetter("rank")
 
 
 class _Refusal(NamedTuple):
-    """When the head of the queue found no row or blocks. It stays refused until something happens that could help it."""
+    """When the head of the queue found no row or blocks.
+    It stays refused until something happens that could help it."""
 
     sequence: Sequence | None
     num_available: int
@@ -32,7 +33,8 @@ class _Refusal(NamedTuple):
     num_prefill_publications: int
 
     def still_holds(self, now: _Refusal) -> bool:
-        """Whether neither blocks nor rows have come free since, nor a prompt's prefix been published to share."""
+        """Whether neither blocks nor rows have come free since,
+        nor a prompt's prefix been published to share."""
         return (
             self.sequence is now.sequence
             and self.num_available >= now.num_available
@@ -42,7 +44,8 @@ class _Refusal(NamedTuple):
 
 
 class Admission:
-    """The places of sequences: the queue, the running list, and parking for those that wait for something else than memory."""
+    """The places of sequences: the queue, the running list,
+    and parking for those that wait for something else than memory."""
 
     def __init__(
         self,
@@ -65,16 +68,20 @@ class Admission:
         self._limits, self._blocks = limits, blocks
         self._refused = _Refusal(None, 0, 0, 0)
 
-    # -- letting in --------------------------------------------------------------------------------------------------
+    # -- letting in
+    # ----------------------------------------------------------------------------------------------
 
     def admit_next(self, num_tokens_left: int, before: Sequence | None = None) -> Sequence | None:
-        """Admit the next sequence of the queue that can run in a step with so many tokens left; None where it must wait.
+        """Admit the next sequence of the queue that can run in a step with so many tokens left;
+        None where it must wait.
 
-        Strictly in order, but that sequences that lack a prerequisite are parked. With `before`, an admitted sequence, only
-        one that is to be served ahead of it.
+        Strictly in order, but that sequences that lack a prerequisite are parked. With `before`, an
+        admitted sequence, only one that is to be served ahead of it.
         """
         while (head := self.waiting.head()) is not None:
-            if (before is not None and not self.waiting.precedes(head, before)) or not self._can_run(head, num_tokens_left):
+            if (
+                before is not None and not self.waiting.precedes(head, before)
+            ) or not self._can_run(head, num_tokens_left):
                 return None
             self.waiting.remove(head)
             if not self._is_parked(head):
@@ -87,11 +94,14 @@ class Admission:
         return None
 
     def _can_run(self, head: Sequence, num_tokens_left: int) -> bool:
-        """Whether the head of the queue gets its share of everything scarce. Where it does not, it notes the reason."""
+        """Whether the head of the queue gets its share of everything scarce. Where it does not,
+        it notes the reason."""
         if not self._limits.enable_chunked_prefill and len(head.token_ids) > num_tokens_left:
             head.refuse("its whole prompt does not fit what is left of this step")
             return False
-        occasion = _Refusal(head, self._blocks.num_available, self.rows.num_free, self.num_prefill_publications)
+        occasion = _Refusal(
+            head, self._blocks.num_available, self.rows.num_free, self.num_prefill_publications
+        )
         if self._refused.still_holds(occasion):
             return False
         for resource in self.resources:
@@ -104,7 +114,8 @@ class Admission:
         return True
 
     def _is_parked(self, sequence: Sequence) -> bool:
-        """Park a sequence that left the queue where it has to wait for something that is not scarce."""
+        """Park a sequence that left the queue where it has to wait for
+        something that is not scarce."""
         for turn in self.parking:
             reason = turn.refusal(sequence)
             if reason is not None:
@@ -115,14 +126,20 @@ class Admission:
         return False
 
     def displacement(self) -> Preemption | None:
-        """Choose who is preempted for the head of the queue: one whom the policy puts behind it; None where none has to be."""
+        """Choose who is preempted for the head of the queue: one whom the policy puts behind it;
+        None where none has to be."""
         head = self.waiting.head()
         lower = [] if head is None else self.waiting.displaceable(head, self.running)
-        if head is None or not lower or all(resource.refusal(head) is None for resource in self.resources):
+        if (
+            head is None
+            or not lower
+            or all(resource.refusal(head) is None for resource in self.resources)
+        ):
             return None
         return choose_victim(lower, head, self._blocks.manager.pool, self._limits.block_size)
 
-    # -- changing places ---------------------------------------------------------------------------------------------
+    # -- changing places
+    # ---------------------------------------------------------------------------------------------
 
     def enter(self, sequence: Sequence) -> None:
         """Let a sequence run that has its row and its blocks."""
@@ -155,9 +172,11 @@ class Admission:
         self._unpark((sequence,))
 
     def published(self, sequence: Sequence, first: int) -> None:
-        """Unpark those that wait for the sequence's blocks from `first` on, which are in the index now."""
+        """Unpark those that wait for the sequence's blocks from `first` on,
+        which are in the index now."""
         self._unpark(self.turns.published(sequence, first))
-        if sequence.table.chain is None:  # a digest was taken by other content: the rest stays unpublished
+        # a digest was taken by other content: the rest stays unpublished
+        if sequence.table.chain is None:
             self._unpark(self.turns.withdraw(sequence))
 
     def _unpark(self, sequences: Iterable[Sequence]) -> None:
@@ -165,14 +184,20 @@ class Admission:
             self.num_parked -= 1
             self.waiting.push(sequence)
 
-    # -- prerequisites -----------------------------------------------------------------------------------------------
+    # -- prerequisites
+    # ----------------------------------------------------------------------------------------------
 
     def take_orders(self, now: float) -> dict[str, tuple[Record, ...]]:
         """Collect what the next plan orders of the worker's companions."""
-        return {each.name: records for each in self.prerequisites if (records := each.take_orders(now))}
+        return {
+            each.name: records for each in self.prerequisites if (records := each.take_orders(now))
+        }
 
-    def take_news(self, news: dict[str, tuple[Record, ...]], now: float) -> list[tuple[Sequence, str]]:
-        """Let those queue again whose wait is over; returns those of them that cannot be served, and why."""
+    def take_news(
+        self, news: dict[str, tuple[Record, ...]], now: float
+    ) -> list[tuple[Sequence, str]]:
+        """Let those queue again whose wait is over; returns those of them that cannot be served,
+        and why."""
         failed: list[tuple[Sequence, str]] = []
         for each in self.prerequisites:
             for sequences, error in each.take_news(news.get(each.name, ()), now):

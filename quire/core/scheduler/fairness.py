@@ -1,12 +1,14 @@
 """Fair sharing of tokens among tenants, by virtual counters.
 
-Each tenant has a counter of the tokens computed for it, divided by its weight; whoever waits is served in the order of the
-counters, so that tenants who always want more get tokens in the proportion of their weights, however many requests each
-sends and however long they are. Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), give the scheme and
-its bounds. What counts is what steps really compute: prompt tokens that the prefix cache serves cost nothing.
+Each tenant has a counter of the tokens computed for it, divided by its weight; whoever waits is
+served in the order of the counters, so that tenants who always want more get tokens in the
+proportion of their weights, however many requests each sends and however long they are. Sheng et
+al., "Fairness in Serving Large Language Models" (OSDI 2024), give the scheme and its bounds. What
+counts is what steps really compute: prompt tokens that the prefix cache serves cost nothing.
 
-Owns the counters. A tenant who comes back after a pause starts no lower than the lowest of those who are there, so that
-nobody saves up. Priority classes stand above: a more urgent class is served first whatever the counters say.
+Owns the counters. A tenant who comes back after a pause starts no lower than the lowest of those
+who are there, so that nobody saves up. Priority classes stand above: a more urgent class is served
+first whatever the counters say.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from quire.core.request import Request, Sequence
 from quire.core.scheduler.queue import WaitingQueue
 
 MAX_ABSENT_TENANTS = 1024
-"""Tenants remembered although they have no request; the least served are forgotten first, since theirs is lifted anyway."""
+"""Tenants remembered although they have no request; the least served are forgotten first,
+since theirs is lifted anyway."""
 
 
 @dataclass(slots=True)
@@ -35,7 +38,8 @@ class Account:
 
 
 class FairQueue:
-    """Implements `ServiceQueue`: a queue by rank for each tenant; to find the next one, each tenant who waits is looked at."""
+    """Implements `ServiceQueue`: a queue by rank for each tenant; to find the next one,
+    each tenant who waits is looked at."""
 
     def __init__(self) -> None:
         self.accounts: dict[str, Account] = {}
@@ -53,7 +57,9 @@ class FairQueue:
         return sum(queue.num_gaps for queue in self._queues.values())
 
     def sequences(self) -> list[Sequence]:
-        return sorted((s for queue in self._queues.values() for s in queue.sequences()), key=self._turn)
+        return sorted(
+            (s for queue in self._queues.values() for s in queue.sequences()), key=self._turn
+        )
 
     def push(self, sequence: Sequence) -> None:
         self._queues.setdefault(sequence.request.tenant, WaitingQueue()).push(sequence)
@@ -95,7 +101,8 @@ class FairQueue:
         return self._turn(waiting)[:2] < self._turn(admitted)[:2]
 
     def displaceable(self, waiting: Sequence, running: list[Sequence]) -> list[Sequence]:
-        """Lower classes; and for a tenant who runs nothing at all, those of better served tenants who run several."""
+        """Lower classes; and for a tenant who runs nothing at all,
+        those of better served tenants who run several."""
         num_running = Counter(sequence.request.tenant for sequence in running)
         is_shut_out = not num_running[waiting.request.tenant]
         priority, served = self._turn(waiting)[:2]

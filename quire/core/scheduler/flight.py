@@ -18,4 +18,5 @@ class Flight:
     forecast: Forecast | None = None
     """How long it is expected to take; None where no pace is kept."""
     gone: set[Sequence] = field(default_factory=set)
-    """Those of them that have left since: nothing comes of their work, even where they are back in the meantime."""
+    """Those of them that have left since: nothing comes of their work,
+    even where they are back in the meantime."""

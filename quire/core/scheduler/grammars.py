@@ -1,6 +1,8 @@
-"""Grammars as a prerequisite: a sequence whose output has a form is admitted once that form is compiled.
+"""Grammars as a prerequisite: a sequence whose output has a form is admitted once that form is
+compiled.
 
-Owns what the control plane knows of compiling: which grammars were ordered, which sequences wait for which, and until when.
+Owns what the control plane knows of compiling: which grammars were ordered, which sequences wait
+for which, and until when.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from quire.core.scheduler.prerequisites import Settled
 MAX_READY = 128
 """Grammars that count as compiled: fewer than the executor keeps."""
 MAX_WAIT_S = 60.0
-"""The compiler's own limits end a grammar within a second; a vocabulary is prepared within a few, once."""
+"""The compiler's own limits end a grammar within a second; a vocabulary is prepared within a few,
+once."""
 TOO_SLOW = f"the form that the answer must have was not compiled within {MAX_WAIT_S:g} s"
 
 
@@ -28,7 +31,8 @@ class _Pending:
 
 
 class CompiledGrammars:
-    """Implements `Prerequisite`: the grammars that are ready, and the sequences that wait for others."""
+    """Implements `Prerequisite`: the grammars that are ready,
+    and the sequences that wait for others."""
 
     name = GRAMMARS
     REASON = "waits for the form of its answer to be compiled"
@@ -58,7 +62,9 @@ class CompiledGrammars:
     def take_orders(self, now: float) -> tuple[Record, ...]:
         if not self._pending:
             return ()
-        ordered = tuple(grammar for grammar, pending in self._pending.items() if pending.ordered_s is None)
+        ordered = tuple(
+            grammar for grammar, pending in self._pending.items() if pending.ordered_s is None
+        )
         for grammar in ordered:
             self._pending[grammar].ordered_s = now
         return ordered
@@ -80,5 +86,13 @@ class CompiledGrammars:
         return Settled(pending.sequences)
 
     def _overdue(self, now: float) -> list[GrammarVerdict]:
-        since_s = {grammar: pending.ordered_s for grammar, pending in self._pending.items() if pending.ordered_s is not None}
-        return [GrammarVerdict(grammar, TOO_SLOW) for grammar, each_s in since_s.items() if now - each_s > MAX_WAIT_S]
+        since_s = {
+            grammar: pending.ordered_s
+            for grammar, pending in self._pending.items()
+            if pending.ordered_s is not None
+        }
+        return [
+            GrammarVerdict(grammar, TOO_SLOW)
+            for grammar, each_s in since_s.items()
+            if now - each_s > MAX_WAIT_S
+        ]

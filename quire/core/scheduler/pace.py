@@ -1,15 +1,18 @@
-"""Steps bounded by time: how much of a prompt a step may compute, so that running streams do not stop for long.
+"""Steps bounded by time: how much of a prompt a step may compute, so that running streams do not
+stop for long.
 
-Owns the target and the model of step costs that it is held against. Chunk sizes change no result, only when it is there.
+Owns the target and the model of step costs that it is held against. Chunk sizes change no result,
+only when it is there.
 
 A step computes its decodes in any case. Prompts get what they leave of the target, and at least
 
 - a quarter of the target, however slow the decodes are;
-- eight times what a step takes whatever the chunk's length (reading the weights, and the keys and values before the chunk), up
-  to one and a half targets: shorter steps would spend more than a ninth of their time on it;
-- while further prompts queue, twice the decodes' time and the time of the next prompt, up to two targets: those that queue wait
-  for their first token, longer than the running ones wait for their next, and a server that admits fewer requests than arrive
-  would never see its queue end;
+- eight times what a step takes whatever the chunk's length (reading the weights, and the keys and
+  values before the chunk), up to one and a half targets: shorter steps would spend more than a
+  ninth of their time on it;
+- while further prompts queue, twice the decodes' time and the time of the next prompt, up to two
+  targets: those that queue wait for their first token, longer than the running ones wait for their
+  next, and a server that admits fewer requests than arrive would never see its queue end;
 - where nothing decodes, two targets: no stream can stop.
 
 So a step takes at most its decodes' time and two targets.
@@ -25,14 +28,18 @@ from quire.core.plan import RowWork
 from quire.core.step_cost import StepCostModel, StepWork, work_of
 
 CHUNK_QUANTUM = 16
-"""Chunks that do not end a prompt are multiples of this, and no smaller: kernels compute rows in tiles of 16."""
+"""Chunks that do not end a prompt are multiples of this, and no smaller:
+kernels compute rows in tiles of 16."""
 _LEAST_TARGETS, _EFFICIENT_TARGETS, _MAX_TARGETS = 0.25, 1.5, 2.0
 _EFFICIENT_FIXED_PARTS = 8.0
-"""A prompt of 3,500 tokens beside a stream, Qwen3-0.6B's configuration in bfloat16, two cores with AMX, where a step reads
-weights for 45 ms: 6.0 s in steps of 200 ms, 4.5 s with a budget of 256 tokens, whose steps take 330 ms."""
+"""A prompt of 3,500 tokens beside a stream, Qwen3-0.6B's configuration in bfloat16, two cores with
+AMX, where a step reads weights for 45 ms: 6.0 s in steps of 200 ms, 4.5 s with a budget of 256
+tokens, whose steps take 330 ms.
+"""
 _QUEUED_DECODES = 2.0
-"""Requests of 128 tokens in and 64 out bring two tokens of prompts for each token that is decoded; with less time for prompts
-the queue grows."""
+"""Requests of 128 tokens in and 64 out bring two tokens of prompts for each token that is decoded;
+with less time for prompts the queue grows.
+"""
 
 
 class Forecast(NamedTuple):
@@ -43,9 +50,12 @@ class Forecast(NamedTuple):
 
 
 class StepPace:
-    """A target for the duration of steps, and the model that predicts it. Lives as long as the engine."""
+    """A target for the duration of steps, and the model that predicts it.
+    Lives as long as the engine."""
 
-    def __init__(self, model: StepCostModel, target_s: float, *, quantum: int = CHUNK_QUANTUM) -> None:
+    def __init__(
+        self, model: StepCostModel, target_s: float, *, quantum: int = CHUNK_QUANTUM
+    ) -> None:
         assert target_s > 0.0 and quantum >= 1
         self.model = model
         self.target_s = target_s
@@ -55,8 +65,8 @@ class StepPace:
     def prompt_s(self, decodes: Sequence[RowWork], queued_len: int, context_len: int = 0) -> float:
         """Seconds of a step that prompts may take beside `decodes`.
 
-        `queued_len` is the length of the prompt that waits for those that are being served, 0 where none does; `context_len`
-        are the tokens computed so far of the one that is served first.
+        `queued_len` is the length of the prompt that waits for those that are being served, 0 where
+        none does; `context_len` are the tokens computed so far of the one that is served first.
         """
         target_s, costs = self.target_s, self.model.units()
         fixed_s = costs.step_s + costs.head_s + costs.context_s * context_len
@@ -76,7 +86,8 @@ class StepPace:
         return Forecast(counted, self.model.seconds(counted))
 
     def measure(self, forecast: Forecast, elapsed_s: float, now: float) -> float:
-        """Learn from a step that was taken in at `now`, `elapsed_s` after it was launched; returns its duration.
+        """Learn from a step that was taken in at `now`, `elapsed_s` after it was launched; returns
+        its duration.
 
         A step that was launched while the one before it ran began when that one ended.
         """

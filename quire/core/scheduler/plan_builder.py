@@ -1,4 +1,5 @@
-"""A step plan in the making: collects work and row changes, between steps as well, until the plan is closed."""
+"""A step plan in the making: collects work and row changes, between steps as well,
+until the plan is closed."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from quire.core.request import Sequence
 
 
 class PlanBuilder:
-    """Row changes made by an update (merged blocks, tokens chosen by a strategy, finished rows) wait here for the next plan."""
+    """Row changes made by an update (merged blocks, tokens chosen by a strategy, finished rows)
+    wait here for the next plan."""
 
     def __init__(self) -> None:
         self.num_tokens_left = 0
@@ -71,7 +73,9 @@ class PlanBuilder:
             )
         elif change is not UNCHANGED:
             if change.copy is not None:
-                self._replaced.append(ReplacedBlock(row, change.replaced_index, change.copy.destination))
+                self._replaced.append(
+                    ReplacedBlock(row, change.replaced_index, change.copy.destination)
+                )
             if change.appended:
                 self._blocks.append(AppendedBlocks(row, change.appended))
         self.work.append(self._row_work(sequence, start, count))
@@ -79,8 +83,13 @@ class PlanBuilder:
         self.num_tokens_left -= count
 
     def add_decode(self, sequence: Sequence) -> None:
-        """Add one more token of a sequence that is one behind and of which the worker knows everything."""
-        self.work.append(RowWork(sequence.row, sequence.num_planned, 1, sequence.request.strategy.tasks(sequence)))
+        """Add one more token of a sequence that is one behind and of which
+        the worker knows everything."""
+        self.work.append(
+            RowWork(
+                sequence.row, sequence.num_planned, 1, sequence.request.strategy.tasks(sequence)
+            )
+        )
         sequence.num_planned += 1
         self.num_tokens_left -= 1
 
@@ -97,7 +106,15 @@ class PlanBuilder:
             tuple(self.copies),
             orders,
         )
-        for changes in (self.work, self._removed, self._new, self._tokens, self._replaced, self._blocks, self.copies):
+        for changes in (
+            self.work,
+            self._removed,
+            self._new,
+            self._tokens,
+            self._replaced,
+            self._blocks,
+            self.copies,
+        ):
             changes.clear()
         return plan
 
@@ -105,7 +122,8 @@ class PlanBuilder:
     def _row_work(sequence: Sequence, start: int, count: int) -> RowWork:
         request, end = sequence.request, start + count
         tasks: tuple[Task, ...] = ()
-        if end >= len(sequence.token_ids):  # one beyond them where a step in flight samples the token that this one computes
+        # one beyond them where a step in flight samples the token that this one computes
+        if end >= len(sequence.token_ids):
             tasks = request.strategy.tasks(sequence)
         if start < len(request.prompt_token_ids) and request.scoring is not None:
             first_unscored = len(request.prompt_logprobs)

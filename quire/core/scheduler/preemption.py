@@ -1,8 +1,9 @@
 """Whom to preempt when memory runs out, and what it costs.
 
-A victim must rank below whoever needs the memory and must have gained a token since it was last admitted, so that nobody is
-preempted twice without progress in between. Among those, the cheapest is taken: fewest tokens to compute again, not counting
-blocks that others hold as well (these survive the victim). A lower priority class comes before cost.
+A victim must rank below whoever needs the memory and must have gained a token since it was last
+admitted, so that nobody is preempted twice without progress in between. Among those, the cheapest
+is taken: fewest tokens to compute again, not counting blocks that others hold as well (these
+survive the victim). A lower priority class comes before cost.
 """
 
 from __future__ import annotations
@@ -19,30 +20,44 @@ class Preemption(NamedTuple):
     victim: Sequence
     beneficiary: Sequence | None
     num_recomputed_tokens: int
-    """Estimate: computed tokens in blocks that nobody else holds. Their blocks stay cached until they are needed."""
+    """Estimate: computed tokens in blocks that nobody else holds.
+    Their blocks stay cached until they are needed."""
     num_freed_blocks: int
 
     def reason(self) -> str:
         """One line for the log."""
-        cause = f"{self.beneficiary.name} needs memory" if self.beneficiary is not None else "nothing else could run"
+        cause = (
+            f"{self.beneficiary.name} needs memory"
+            if self.beneficiary is not None
+            else "nothing else could run"
+        )
         return (
             f"preempted {self.victim.name} ({self.num_freed_blocks} blocks freed, at most "
             f"{self.num_recomputed_tokens} tokens to compute again): {cause}"
         )
 
 
-def assess(victim: Sequence, beneficiary: Sequence | None, pool: BlockPool, block_size: int) -> Preemption:
+def assess(
+    victim: Sequence, beneficiary: Sequence | None, pool: BlockPool, block_size: int
+) -> Preemption:
     """What preempting `victim` would free and cost."""
     counts = pool.ref_counts
     num_exclusive = sum(counts[block] == 1 for block in victim.table.blocks)
-    return Preemption(victim, beneficiary, min(num_exclusive * block_size, victim.num_computed), num_exclusive)
+    return Preemption(
+        victim, beneficiary, min(num_exclusive * block_size, victim.num_computed), num_exclusive
+    )
 
 
 def choose_victim(
     candidates: list[Sequence], beneficiary: Sequence | None, pool: BlockPool, block_size: int
 ) -> Preemption | None:
-    """The cheapest candidate of the lowest priority class that frees anything; the youngest among equals."""
-    assessed = [assess(sequence, beneficiary, pool, block_size) for sequence in candidates if sequence.has_progressed]
+    """The cheapest candidate of the lowest priority class that frees anything;
+    the youngest among equals."""
+    assessed = [
+        assess(sequence, beneficiary, pool, block_size)
+        for sequence in candidates
+        if sequence.has_progressed
+    ]
     useful = [preemption for preemption in assessed if preemption.num_freed_blocks > 0] or assessed
     return min(useful, key=_cost, default=None)
 

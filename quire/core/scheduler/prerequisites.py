@@ -1,8 +1,10 @@
-"""Prerequisites: what a sequence needs before it may run and what the data plane makes ready beside the steps.
+"""Prerequisites: what a sequence needs before it may run and what the data plane makes ready beside
+the steps.
 
-A prerequisite is not scarce, as a `Resource` is: a sequence that lacks one is parked, and those behind it go first. It is the
-control plane's half of a feature; the other half is a `quire.worker.companions.Companion` of the same name. They exchange
-records in `StepPlan.orders[name]` and `StepResult.news[name]`, and nothing else.
+A prerequisite is not scarce, as a `Resource` is: a sequence that lacks one is parked, and those
+behind it go first. It is the control plane's half of a feature; the other half is a
+`quire.worker.companions.Companion` of the same name. They exchange records in
+`StepPlan.orders[name]` and `StepResult.news[name]`, and nothing else.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ class Prerequisite(WaitCondition, Protocol):
         ...
 
     def take_news(self, news: tuple[Record, ...], now: float) -> list[Settled]:
-        """Take in what a result brought, possibly nothing, and return the sequences whose wait is over.
+        """Take in what a result brought, possibly nothing, and return the sequences whose wait is
+        over.
 
         Called for every result, so that a deadline can end a wait: nothing may wait for ever.
         """

@@ -1,11 +1,13 @@
 """What one step may compute of prompts, and how it is divided among them.
 
-Owns the room that is left for prompts in the step being planned: tokens, and time where a `StepPace` is kept. Which prompt is
-asked about next is the order of service, and the scheduler's business.
+Owns the room that is left for prompts in the step being planned: tokens, and time where a
+`StepPace` is kept. Which prompt is asked about next is the order of service, and the scheduler's
+business.
 
-With `max_num_partial_prefills` above 1 a step is divided twice. First, short prompts, each of which is computed whole, while
-they take no more than half of the room if a long one is under way; then long ones, in order, with all that is left. So a short
-prompt does not wait behind a long one, and a long one never gets less than half.
+With `max_num_partial_prefills` above 1 a step is divided twice. First, short prompts, each of which
+is computed whole, while they take no more than half of the room if a long one is under way; then
+long ones, in order, with all that is left. So a short prompt does not wait behind a long one, and a
+long one never gets less than half.
 """
 
 from __future__ import annotations
@@ -18,13 +20,16 @@ from quire.core.scheduler.pace import StepPace
 from quire.core.scheduler.plan_builder import PlanBuilder
 
 _SHORT_SHARE = 0.5
-"""Of a step's room: what short prompts may take beside a long one, and what a prompt may take to count as short."""
+"""Of a step's room: what short prompts may take beside a long one,
+and what a prompt may take to count as short."""
 
 
 class PromptRoom:
     """The room for prompts in one step after another."""
 
-    def __init__(self, limits: SchedulerLimits, builder: PlanBuilder, pace: StepPace | None) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, builder: PlanBuilder, pace: StepPace | None
+    ) -> None:
         self._limits, self._builder, self._pace = limits, builder, pace
         self._all_tokens = self._num_tokens_taken = 0
         self._all_s = self._left_s = math.inf
@@ -32,9 +37,14 @@ class PromptRoom:
         self._num_long = self._num_pending = 0
 
     def open(self, decodes: list[RowWork], queued_len: int, context_len: int) -> None:
-        """Begin with a step that holds `decodes` so far; see `StepPace.prompt_s` for the lengths."""
+        """Begin with a step that holds `decodes` so far;
+        see `StepPace.prompt_s` for the lengths."""
         self._all_tokens, self._num_tokens_taken = self._builder.num_tokens_left, 0
-        self._all_s = self._left_s = math.inf if self._pace is None else self._pace.prompt_s(decodes, queued_len, context_len)
+        self._all_s = self._left_s = (
+            math.inf
+            if self._pace is None
+            else self._pace.prompt_s(decodes, queued_len, context_len)
+        )
         self._is_first_pass, self._num_long, self._num_pending = False, 0, 0
 
     def serve_short(self) -> None:
@@ -53,10 +63,14 @@ class PromptRoom:
             return False
         if self._is_first_pass and self._num_pending >= self._limits.max_num_partial_prefills:
             return False
-        return not self._num_tokens_taken or self._fitting(0, self._limits.max_model_len, self._left_s) > 0
+        return (
+            not self._num_tokens_taken
+            or self._fitting(0, self._limits.max_model_len, self._left_s) > 0
+        )
 
     def take(self, start: int, gap: int) -> int:
-        """How many of a sequence's next `gap` tokens this step computes, from position `start` on; they are taken.
+        """How many of a sequence's next `gap` tokens this step computes, from position `start` on;
+        they are taken.
 
         0 where there is no room, or it is not the sequence's turn.
         """
@@ -82,25 +96,33 @@ class PromptRoom:
         threshold = self._limits.long_prefill_token_threshold
         if threshold:
             return gap <= threshold
-        return gap <= _SHORT_SHARE * self._all_tokens and self._chunk_s(start, gap) <= _SHORT_SHARE * self._all_s
+        return (
+            gap <= _SHORT_SHARE * self._all_tokens
+            and self._chunk_s(start, gap) <= _SHORT_SHARE * self._all_s
+        )
 
     def _fits_beside_long(self, start: int, gap: int) -> bool:
         share = _SHORT_SHARE if self._num_long else 1.0
         taken_s = self._all_s - self._left_s if self._pace is not None else 0.0
         fits = self._num_tokens_taken + gap <= share * self._all_tokens
-        return fits and (taken_s + self._chunk_s(start, gap) <= share * self._all_s or not self._num_tokens_taken)
+        return fits and (
+            taken_s + self._chunk_s(start, gap) <= share * self._all_s or not self._num_tokens_taken
+        )
 
     def _long(self, start: int, gap: int) -> int:
         """What is left, divided by the long prompts that are still to be served."""
         num_sharing = max(1, self._num_long)
         self._num_long -= 1
-        most = min(gap, max(1, self._builder.num_tokens_left // num_sharing), self._builder.num_tokens_left)
+        most = min(
+            gap, max(1, self._builder.num_tokens_left // num_sharing), self._builder.num_tokens_left
+        )
         if most < gap and not self._limits.enable_chunked_prefill:
             return 0
         return self._fitting(start, most, self._left_s / num_sharing)
 
     def _fitting(self, start: int, most: int, seconds: float) -> int:
-        """At most `most` tokens that take up to `seconds`: whole quanta where time is what bounds them."""
+        """At most `most` tokens that take up to `seconds`:
+        whole quanta where time is what bounds them."""
         if self._pace is None:
             return most
         quantum = self._pace.quantum

@@ -1,7 +1,8 @@
 """The order of service: who waits, who is served next, and what that may cost those who run.
 
-The scheduler asks a `ServiceQueue`; which policy it follows is none of the scheduler's business. `WaitingQueue` serves by
-rank (first come first served, and classes of priority); `quire.core.scheduler.fairness` shares tokens among tenants.
+The scheduler asks a `ServiceQueue`; which policy it follows is none of the scheduler's business.
+`WaitingQueue` serves by rank (first come first served, and classes of priority);
+`quire.core.scheduler.fairness` shares tokens among tenants.
 """
 
 from __future__ import annotations
@@ -70,11 +71,13 @@ class ServiceQueue(Protocol):
 
 
 class WaitingQueue:
-    """By rank, strictly; who was admitted stays ahead of who waits, but for lower classes of priority.
+    """By rank, strictly; who was admitted stays ahead of who waits, but for lower classes of
+    priority.
 
     A heap. A removed sequence leaves a gap, which is skipped when it surfaces.
 
-    The heap is rebuilt once most of it is gaps, so that requests aborted behind a long queue do not pile up: O(1) amortised.
+    The heap is rebuilt once most of it is gaps, so that requests aborted behind a long queue do not
+    pile up: O(1) amortised.
     """
 
     def __init__(self) -> None:

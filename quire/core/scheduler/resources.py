@@ -1,8 +1,8 @@
 """The scarce things a sequence needs before it may run, behind one small protocol.
 
-The scheduler asks every resource whether it can admit a sequence, and reserves from all or from none. A new scarce thing
-(adapter slots, an encoder cache) is a new `Resource`, not a branch in the scheduler; what must only be made ready is a
-`Prerequisite` (`quire.core.scheduler.prerequisites`).
+The scheduler asks every resource whether it can admit a sequence, and reserves from all or from
+none. A new scarce thing (adapter slots, an encoder cache) is a new `Resource`, not a branch in the
+scheduler; what must only be made ready is a `Prerequisite` (`quire.core.scheduler.prerequisites`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Resource(Protocol):
 
 
 class RowSlots:
-    """Rows of the worker's batch. The lowest free row is handed out first, so that rows stay dense."""
+    """Rows of the worker's batch. The lowest free row is handed out first,
+    so that rows stay dense."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
@@ -64,9 +65,11 @@ class _Offer(NamedTuple):
 
 
 class KVBlocks:
-    """Blocks of the KV pool, with everything a sequence's known tokens will need promised at admission.
+    """Blocks of the KV pool, with everything a sequence's known tokens will need promised at
+    admission.
 
-    Because of that promise a prefill, once admitted, never waits for memory; only growth beyond the known tokens competes.
+    Because of that promise a prefill, once admitted, never waits for memory; only growth beyond the
+    known tokens competes.
     """
 
     def __init__(self, manager: KVCacheManager, num_watermark_blocks: int) -> None:
@@ -99,13 +102,17 @@ class KVBlocks:
         num_wanted = num_new + manager.num_free_in(match)
         if num_wanted + watermark > self.num_available:
             self._offer = None
-            return f"needs {num_wanted} blocks, {max(0, self.num_available - watermark)} are available"
+            return (
+                f"needs {num_wanted} blocks, {max(0, self.num_available - watermark)} are available"
+            )
         self._offer = _Offer(sequence, match, num_new, records)
         return None
 
     def reserve(self, sequence: Sequence) -> None:
         offer, self._offer = self._offer, None
-        assert offer is not None and offer.sequence is sequence, "reserve() without a preceding refusal()"
+        assert offer is not None and offer.sequence is sequence, (
+            "reserve() without a preceding refusal()"
+        )
         match, num_new = offer.match, offer.num_new
         copy = self.manager.adopt(sequence.table, match)
         if copy is not None:
@@ -144,8 +151,8 @@ class KVBlocks:
         records = self._shared_records(sequence, match)
         num_scored = len(request.prompt_logprobs) + len(records)
         if num_scored < sequence.num_prompt_tokens and num_scored <= match.num_tokens:
-            # The token after the last one taken from the cache is scored by a position that will not be computed, so the
-            # match must end one token before the last scored one.
+            # The token after the last one taken from the cache is scored by a position that will
+            # not be computed, so the match must end one token before the last scored one.
             match = self._cut(match, num_scored - 1)
         return match, records
 
@@ -156,7 +163,8 @@ class KVBlocks:
         return PrefixMatch(match.nodes[:num_whole], following, num_tokens)
 
     def _shared_records(self, sequence: Sequence, match: PrefixMatch) -> list[TokenLogprobs | None]:
-        """Records of the prompt tokens that follow those the request has scored, as far as whole shared blocks have them."""
+        """Records of the prompt tokens that follow those the request has scored,
+        as far as whole shared blocks have them."""
         request, size = sequence.request, self.manager.block_size
         num_known, records = len(request.prompt_logprobs), list[TokenLogprobs | None]()
         for place, node in enumerate(match.nodes):
@@ -165,7 +173,8 @@ class KVBlocks:
                 if node.records is None or node.scoring != request.scoring:
                     break
                 records.extend(node.records[-num_missing:])
-        return records[: sequence.num_prompt_tokens - num_known]  # beyond, another prompt's tokens are this answer's
+        # beyond, another prompt's tokens are this answer's
+        return records[: sequence.num_prompt_tokens - num_known]
 
     def num_matched_blocks(self, sequence: Sequence) -> int:
         """Whole blocks that the cache held of the sequence when it was last asked about."""
@@ -173,11 +182,14 @@ class KVBlocks:
         return num_matched if known is sequence else len(self._match(sequence)[0].nodes)
 
     def publish(self, sequence: Sequence) -> list[int]:
-        """Publish what has become full; returns the entries of the table that a merge has changed."""
+        """Publish what has become full; returns the entries of the
+        table that a merge has changed."""
         if sequence.keys is None:
             return []
         first = sequence.table.num_chained
-        merged = self.manager.publish(sequence.table, sequence.keys, sequence.content_ids, sequence.num_computed)
+        merged = self.manager.publish(
+            sequence.table, sequence.keys, sequence.content_ids, sequence.num_computed
+        )
         if sequence.request.scoring is not None:
             self._attach_records(sequence, first)
         return merged
@@ -192,9 +204,11 @@ class KVBlocks:
 
 
 class PrefixTurns:
-    """Implements `Turn`: a sequence waits for its next block where another sequence is computing it right now.
+    """Implements `Turn`: a sequence waits for its next block where another sequence is computing it
+    right now.
 
-    It is handed back when the block is published, or will not be, because its owner was preempted or aborted.
+    It is handed back when the block is published, or will not be, because its owner was preempted
+    or aborted.
     """
 
     REASON = "waits for a shared prefix that another request is computing"
@@ -249,7 +263,12 @@ class PrefixTurns:
 
     def _awaited(self, sequence: Sequence) -> bytes | None:
         keys, request = sequence.keys, sequence.request
-        if not self._owners or keys is None or not request.reads_cache or request.scoring is not None:
+        if (
+            not self._owners
+            or keys is None
+            or not request.reads_cache
+            or request.scoring is not None
+        ):
             return None
         place = self._blocks.num_matched_blocks(sequence)
         if place >= len(keys.digests) or (place + 1) * keys.block_size >= len(sequence.token_ids):

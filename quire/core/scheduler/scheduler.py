@@ -1,19 +1,24 @@
 """The scheduler: decides what each step computes, and takes in what came of it.
 
-One rule, no phases: a sequence has known tokens and computed tokens, and a step computes some of the gap. New prompts,
-chunks of long ones, decodes, prefix hits, resumption after preemption and forks are all that rule.
+One rule, no phases: a sequence has known tokens and computed tokens, and a step computes some of
+the gap. New prompts, chunks of long ones, decodes, prefix hits, resumption after preemption and
+forks are all that rule.
 
-Owns the life of every request from `add` to its end, and with the KV manager all blocks. It never sees a tensor, a text or a
-clock; time is passed in. A step costs time in proportion to what it schedules, not to how many requests are known.
+Owns the life of every request from `add` to its end, and with the KV manager all blocks. It never
+sees a tensor, a text or a clock; time is passed in. A step costs time in proportion to what it
+schedules, not to how many requests are known.
 
-A step may be planned while the one before it is computed (`schedule_ahead`). It counts on what that one will have computed, and
-may compute the token that it will sample, which only the worker knows by then; whoever turns out to have ended has had a step
-too many, whose outcome is dropped. Steps are computed in the order in which they were planned, so what a step gives up the
-next may use at once. What was published, shared or released rests on outcomes that have been taken in, never on expected ones.
+A step may be planned while the one before it is computed (`schedule_ahead`). It counts on what that
+one will have computed, and may compute the token that it will sample, which only the worker knows
+by then; whoever turns out to have ended has had a step too many, whose outcome is dropped. Steps
+are computed in the order in which they were planned, so what a step gives up the next may use at
+once. What was published, shared or released rests on outcomes that have been taken in, never on
+expected ones.
 
-Order within a step: sequences one token behind (decodes) first, each in the order of service; then larger gaps of admitted
-sequences; then admissions, strictly in order, until tokens, rows or blocks run out. The last two change places where chunked
-prefill is off, because a whole prompt would otherwise never find room beside the decodes.
+Order within a step: sequences one token behind (decodes) first, each in the order of service; then
+larger gaps of admitted sequences; then admissions, strictly in order, until tokens, rows or blocks
+run out. The last two change places where chunked prefill is off, because a whole prompt would
+otherwise never find room beside the decodes.
 """
 
 from __future__ import annotations
@@ -44,7 +49,8 @@ from quire.errors import InvalidParameterError
 
 logger = logging.getLogger(__name__)
 
-# Looking a member up in an enum's class costs ten times as much as a global name (0.3 us), and a step does it per sequence.
+# Looking a member up in an enum's class costs ten times as much as a global name (0.3 us), and a
+# step does it per sequence.
 _WAITING, _RUNNING = SequenceStatus.WAITING, SequenceStatus.RUNNING
 _PARKED, _FINISHED = SequenceStatus.PARKED, SequenceStatus.FINISHED
 
@@ -65,7 +71,8 @@ def _is_behind(sequence: Sequence) -> bool:
 
 
 class Scheduler:
-    """The control plane of one engine. Implements `SequenceOps` for its requests' decoding strategies."""
+    """The control plane of one engine. Implements `SequenceOps` for its
+    requests' decoding strategies."""
 
     def __init__(
         self,
@@ -76,15 +83,23 @@ class Scheduler:
         digest_key: bytes = b"",
         pace: StepPace | None = None,
     ) -> None:
-        """`resources` are scarce things besides rows and blocks; of each of `prerequisites` the worker has the other half."""
+        """`resources` are scarce things besides rows and blocks;
+        of each of `prerequisites` the worker has the other half."""
         self.limits = limits
         self.pace = pace if limits.enable_chunked_prefill else None
         self.manager = KVCacheManager(
-            limits.num_blocks, limits.block_size, digest_key=digest_key, caching=limits.enable_prefix_caching
+            limits.num_blocks,
+            limits.block_size,
+            digest_key=digest_key,
+            caching=limits.enable_prefix_caching,
         )
         self.blocks = KVBlocks(self.manager, int(limits.watermark * limits.num_blocks))
         self.admission = Admission(limits, self.blocks, resources, prerequisites)
-        self.rows, self.waiting, self.running = self.admission.rows, self.admission.waiting, self.admission.running
+        self.rows, self.waiting, self.running = (
+            self.admission.rows,
+            self.admission.waiting,
+            self.admission.running,
+        )
         self.requests: dict[str, Request] = {}
         self.stats = SchedulerStats()
         self._num_arrivals = 0
@@ -97,13 +112,19 @@ class Scheduler:
         self._progress: list[Progress] = []
         self._now = 0.0
 
-    # -- requests come and go ----------------------------------------------------------------------------------------
+    # -- requests come and go
+    # ----------------------------------------------------------------------------------------
 
     def add(self, spec: RequestSpec, resumed: tuple[ResumedSequence, ...] = ()) -> Request:
-        """Accept a request that went through `fit`, new or begun elsewhere. InvalidParameterError for an id that is in use."""
+        """Accept a request that went through `fit`, new or begun elsewhere.
+        InvalidParameterError for an id that is in use."""
         if spec.request_id in self.requests:
-            raise InvalidParameterError(f"request id {spec.request_id!r} is already in use", param="request_id")
-        assert 0 < len(spec.prompt_token_ids) <= self.limits.max_model_len - spec.max_tokens, "it did not go through `fit`"
+            raise InvalidParameterError(
+                f"request id {spec.request_id!r} is already in use", param="request_id"
+            )
+        assert 0 < len(spec.prompt_token_ids) <= self.limits.max_model_len - spec.max_tokens, (
+            "it did not go through `fit`"
+        )
         request = Request(spec, strategy_of(spec, is_forked=bool(resumed)), resumed)
         self._num_arrivals += 1
         request.arrival, request.arrival_step = self._num_arrivals, self._step_id
@@ -112,7 +133,9 @@ class Scheduler:
         self.requests[spec.request_id] = request
         self.waiting.arrived(request)
         for begun in resumed or _FROM_THE_START:
-            assert len(begun.output_token_ids) < spec.max_tokens, f"{spec.request_id}#{begun.index} has ended"
+            assert len(begun.output_token_ids) < spec.max_tokens, (
+                f"{spec.request_id}#{begun.index} has ended"
+            )
             token_ids = [*spec.prompt_token_ids, *begun.output_token_ids]
             self.waiting.push(self._new_sequence(request, begun.index, token_ids))
         return request
@@ -143,7 +166,8 @@ class Scheduler:
         return self.manager.forget_free()
 
     def preempt_all(self) -> None:
-        """Take everyone's rows and blocks away, to be computed again: the worker's state is not to be trusted."""
+        """Take everyone's rows and blocks away, to be computed again:
+        the worker's state is not to be trusted."""
         for sequence in self.running.copy():
             self._preempt(assess(sequence, None, self.manager.pool, self.limits.block_size))
 
@@ -153,7 +177,8 @@ class Scheduler:
         self.flights.clear()
 
     def give_up(self, message: str) -> list[Request]:
-        """Mark every request as failed and return them all; touch nothing else. The scheduler is not to be used again."""
+        """Mark every request as failed and return them all; touch nothing else.
+        The scheduler is not to be used again."""
         lost = list(self.requests.values())
         for request in lost:
             request.error = message
@@ -163,7 +188,8 @@ class Scheduler:
         self.requests.clear()
         return lost
 
-    # -- one step ----------------------------------------------------------------------------------------------------
+    # -- one step
+    # ----------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> StepPlan:
         """Decide the next step, with none in flight."""
@@ -172,7 +198,8 @@ class Scheduler:
         return self._close()
 
     def schedule_ahead(self, now: float) -> StepPlan | None:
-        """Decide the step after the one in flight; None where everyone has to wait for what that one gives."""
+        """Decide the step after the one in flight; None where everyone has to
+        wait for what that one gives."""
         assert len(self.flights) == 1, f"a step is planned ahead with {len(self.flights)} in flight"
         self._decide(now)
         if self._builder.work:
@@ -207,14 +234,22 @@ class Scheduler:
         return plan
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[Progress]:
-        """Take in what came of the oldest step in flight; returns what happened, in the plan's order."""
+        """Take in what came of the oldest step in flight; returns what happened,
+        in the plan's order."""
         flight = self.flights[0]
-        assert plan.step_id == result.step_id == flight.step_id and len(result.results) == len(plan.work)
-        if self.pace is not None and flight.forecast is not None and result.elapsed_s > 0.0:  # a lost step took no time
-            self.stats.count_duration(flight.forecast.seconds, self.pace.measure(flight.forecast, result.elapsed_s, now))
+        assert plan.step_id == result.step_id == flight.step_id and len(result.results) == len(
+            plan.work
+        )
+        # a lost step took no time
+        if self.pace is not None and flight.forecast is not None and result.elapsed_s > 0.0:
+            self.stats.count_duration(
+                flight.forecast.seconds, self.pace.measure(flight.forecast, result.elapsed_s, now)
+            )
         self._now, self._progress = now, []
         gone, add_progress, num_plain = flight.gone, self._progress.append, 0
-        for sequence, work, outcome in zip(flight.sequences, plan.work, result.results, strict=True):
+        for sequence, work, outcome in zip(
+            flight.sequences, plan.work, result.results, strict=True
+        ):
             num_computed, token_ids = sequence.num_computed + 1, outcome.token_ids
             if num_computed >= sequence.fast_update_end or not token_ids or outcome.logprobs:
                 if sequence not in gone:
@@ -225,7 +260,8 @@ class Scheduler:
             sequence.token_ids.append(token_id)
             request.metrics.last_token_s = now
             num_plain += 1
-            add_progress(tuple.__new__(Progress, (sequence, token_id, None)))  # half the price of a call
+            # half the price of a call
+            add_progress(tuple.__new__(Progress, (sequence, token_id, None)))
             if token_id in request.stop_token_ids:
                 self._end_if_due(sequence, token_id)
         self.flights.popleft()
@@ -235,7 +271,8 @@ class Scheduler:
         return self._progress
 
     def _take_in(self, sequence: Sequence, work: RowWork, outcome: WorkResult) -> None:
-        """What came of one sequence's work, whatever it was; an exception ends its request alone."""
+        """What came of one sequence's work, whatever it was;
+        an exception ends its request alone."""
         if outcome.error is not None:
             self.fail(sequence.request.request_id, outcome.error)
             return
@@ -248,20 +285,40 @@ class Scheduler:
                 self.admission.num_prefill_publications += work.num_tokens > 1
             if sequence.num_computed == len(sequence.token_ids):
                 sequence.request.strategy.absorb(self, sequence, outcome)
-                if sequence.status is _RUNNING and sequence.request.strategy.is_plain and sequence.watch is None:
+                if (
+                    sequence.status is _RUNNING
+                    and sequence.request.strategy.is_plain
+                    and sequence.watch is None
+                ):
                     sequence.fast_update_end = self._fast_update_end(sequence)
         except Exception as error:
-            log_failure(logger, f"request {sequence.name} failed while its step was taken in", error)
-            self.fail(sequence.request.request_id, f"the step could not be taken in: {type(error).__name__}")
+            log_failure(
+                logger, f"request {sequence.name} failed while its step was taken in", error
+            )
+            self.fail(
+                sequence.request.request_id,
+                f"the step could not be taken in: {type(error).__name__}",
+            )
 
     def _fast_update_end(self, sequence: Sequence) -> int:
-        """Computed tokens at the next outcome of which more comes than a token: a full block, or the last token."""
+        """Computed tokens at the next outcome of which more comes than a token: a full block,
+        or the last token."""
         num_prompt, size = len(sequence.request.prompt_token_ids), self.limits.block_size
-        return min((sequence.num_computed // size + 1) * size, num_prompt + sequence.request.max_tokens - 1)
+        return min(
+            (sequence.num_computed // size + 1) * size, num_prompt + sequence.request.max_tokens - 1
+        )
 
-    # -- what strategies may do (SequenceOps) ------------------------------------------------------------------------
+    # -- what strategies may do (SequenceOps)
+    # ------------------------------------------------------------------------
 
-    def append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, *, is_on_worker: bool) -> None:
+    def append(
+        self,
+        sequence: Sequence,
+        token_id: int,
+        logprobs: TokenLogprobs | None,
+        *,
+        is_on_worker: bool,
+    ) -> None:
         """Add a token to a sequence, and end it there if that token or its length says so."""
         sequence.token_ids.append(token_id)
         if logprobs is not None:
@@ -279,18 +336,22 @@ class Scheduler:
             self.admission.resume(sequence)
 
     def _end_if_due(self, sequence: Sequence, token_id: int) -> None:
-        """End a sequence whose newest token is a stop token, the last one allowed, or once more what came before it."""
+        """End a sequence whose newest token is a stop token, the last one allowed,
+        or once more what came before it."""
         request = sequence.request
         num_output = len(sequence.token_ids) - len(request.prompt_token_ids)
         if token_id in request.stop_token_ids and num_output > sequence.sampling.min_tokens:
             self.finish(sequence, FinishReason.STOP, token_id)
         elif num_output >= request.max_tokens:
             self.finish(sequence, FinishReason.LENGTH)
-        elif sequence.watch is not None and sequence.watch.is_looping(sequence.token_ids, sequence.sampling.min_tokens):
+        elif sequence.watch is not None and sequence.watch.is_looping(
+            sequence.token_ids, sequence.sampling.min_tokens
+        ):
             self.finish(sequence, FinishReason.REPETITION)
 
     def fork(self, parent: Sequence, index: int) -> Sequence:
-        """A new sequence with the parent's tokens; it shares the parent's blocks if a row is free, else it waits."""
+        """A new sequence with the parent's tokens; it shares the parent's blocks if a row is free,
+        else it waits."""
         child = self._new_sequence(parent.request, index, parent.token_ids.copy())
         child.cumulative_logprob = parent.cumulative_logprob
         if parent.status is _RUNNING and self.rows.refusal(child) is None:
@@ -303,7 +364,9 @@ class Scheduler:
             self.waiting.push(child)
         return child
 
-    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+    def finish(
+        self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None
+    ) -> None:
         """End a sequence and free what it holds; its request ends with its last sequence."""
         if sequence.status is _FINISHED:
             return
@@ -318,24 +381,28 @@ class Scheduler:
             self.waiting.departed(request)
             self.stats.count_finished(request)
 
-    # -- scheduling --------------------------------------------------------------------------------------------------
+    # -- scheduling
+    # ----------------------------------------------------------------------------------------------
 
     def _schedule_decodes(self) -> list[Sequence]:
         """Plan everyone who is one token behind; returns those found further behind.
 
-        With hundreds of sequences nearly all of a step is this loop, so most are dealt with in a few operations each.
+        With hundreds of sequences nearly all of a step is this loop, so most are dealt with in a
+        few operations each.
         """
         builder, behind, planned = self._builder, list[Sequence](), set(self._planned)
         work, add_planned, num_plain = builder.work, self._planned.append, 0
         max_work = len(work) + builder.num_tokens_left
-        for sequence in self.running.copy():  # growing may preempt others, which then cruise no more
+        # growing may preempt others, which then cruise no more
+        for sequence in self.running.copy():
             if len(work) >= max_work:
                 break
             start = sequence.num_planned
             if start < sequence.fast_plan_end:
                 num_plain += 1
                 sequence.table.num_filled = sequence.num_planned = start + 1
-                work.append(tuple.__new__(RowWork, (sequence.row, start, 1, ONE_SAMPLE)))  # half the price of a call
+                # half the price of a call
+                work.append(tuple.__new__(RowWork, (sequence.row, start, 1, ONE_SAMPLE)))
                 add_planned(sequence)
             elif len(sequence.token_ids) - start > 1 or sequence.num_reserved:
                 behind.append(sequence)
@@ -354,14 +421,20 @@ class Scheduler:
             self._grow(sequence)
         table, num_prompt = sequence.table, len(request.prompt_token_ids)
         is_planned = table.num_filled == start + 1  # it may have been preempted, or have to stall
-        if is_planned and start >= num_prompt and request.strategy.is_plain and self.manager.is_own(table, start):
+        if (
+            is_planned
+            and start >= num_prompt
+            and request.strategy.is_plain
+            and self.manager.is_own(table, start)
+        ):
             num_slots = len(table.blocks) * self.limits.block_size
             sequence.fast_plan_end = min(num_slots, num_prompt + request.max_tokens - 1)
 
     def _grow(self, sequence: Sequence) -> None:
         """Give a decode a new block for its next token, at somebody's expense if need be.
 
-        Where it must not be preempted itself, it stalls until a protected prefill has made progress.
+        Where it must not be preempted itself, it stalls until a protected prefill has made
+        progress.
         """
         start = sequence.num_planned
         while True:
@@ -375,12 +448,15 @@ class Scheduler:
             preemption = choose_victim(others, sequence, self.manager.pool, self.limits.block_size)
             if preemption is None:
                 if not any(not s.has_progressed for s in self.running):
-                    self._preempt(choose_victim([sequence], None, self.manager.pool, self.limits.block_size))
+                    self._preempt(
+                        choose_victim([sequence], None, self.manager.pool, self.limits.block_size)
+                    )
                 return
             self._preempt(preemption)
 
     def _schedule_prompts(self, behind: list[Sequence]) -> None:
-        """Give prompts their share of the step: those of admitted sequences, then of those that can be admitted."""
+        """Give prompts their share of the step: those of admitted sequences,
+        then of those that can be admitted."""
         if not behind and not self.waiting:
             return
         context_len = behind[0].num_planned if behind else 0
@@ -407,7 +483,12 @@ class Scheduler:
             self._admit(before=sequence)
             if self._builder.num_tokens_left == 0:
                 break
-            if _is_behind(sequence) and sequence.gap and sequence.row >= 0 and sequence not in planned:
+            if (
+                _is_behind(sequence)
+                and sequence.gap
+                and sequence.row >= 0
+                and sequence not in planned
+            ):
                 self._plan_chunk(sequence)
 
     def _plan_chunk(self, sequence: Sequence) -> None:
@@ -421,7 +502,8 @@ class Scheduler:
             self._plan(sequence, count)
 
     def _plan(self, sequence: Sequence, count: int) -> None:
-        """Put `count` tokens of a sequence into the step; the blocks they need are known to be there."""
+        """Put `count` tokens of a sequence into the step;
+        the blocks they need are known to be there."""
         start = sequence.num_planned
         change = self.manager.extend(sequence.table, start, start + count)
         num_taken = len(change.appended) + (change.copy is not None)
@@ -432,9 +514,12 @@ class Scheduler:
         self._planned.append(sequence)
 
     def _admit(self, before: Sequence | None = None) -> None:
-        """Let in whoever waits and can run; only those who precede an admitted sequence, if one is given."""
+        """Let in whoever waits and can run; only those who precede an admitted sequence,
+        if one is given."""
         if self._builder.num_preempted:
-            return  # memory is short: whoever was preempted in this step would only be let in at somebody else's cost
+            # memory is short: whoever was preempted in this step would only be let in at somebody
+            # else's cost
+            return
         while self._prompts.has_room:
             sequence = self.admission.admit_next(self._builder.num_tokens_left, before)
             if sequence is None:
@@ -448,9 +533,12 @@ class Scheduler:
             self._builder.num_preempted -= 1  # the head is to be admitted in this very step
 
     def _break_stall(self) -> None:
-        """Preempt where nothing can run though sequences wait: siblings that wait for one of them hold the memory it needs."""
+        """Preempt where nothing can run though sequences wait:
+        siblings that wait for one of them hold the memory it needs."""
         while not self._builder.work and len(self.waiting) and self.running:
-            preemption = choose_victim(self.running[-1:], None, self.manager.pool, self.limits.block_size)
+            preemption = choose_victim(
+                self.running[-1:], None, self.manager.pool, self.limits.block_size
+            )
             if preemption is None:
                 return
             self._preempt(preemption)
@@ -474,14 +562,21 @@ class Scheduler:
             victim.waits_for = preemption.reason()
             self.waiting.push(victim)
 
-    # -- bookkeeping -------------------------------------------------------------------------------------------------
+    # -- bookkeeping
+    # ----------------------------------------------------------------------------------------------
 
     def _new_sequence(self, request: Request, index: int, token_ids: list[int]) -> Sequence:
-        keys = self.manager.index.keys(request.namespace) if self.limits.enable_prefix_caching else None
+        keys = (
+            self.manager.index.keys(request.namespace)
+            if self.limits.enable_prefix_caching
+            else None
+        )
         sampling = request.sampling
         if index:
             sampling = sampling._replace(seed=derive_seed(sampling.seed, index))
-        sequence = Sequence(request, index, token_ids, self.manager.new_table(request.namespace), keys, sampling)
+        sequence = Sequence(
+            request, index, token_ids, self.manager.new_table(request.namespace), keys, sampling
+        )
         priority = request.priority if self.limits.policy != "fcfs" else 0
         sequence.rank = (priority, request.arrival, index)
         request.sequences.append(sequence)

@@ -16,7 +16,8 @@ NUM_STEP_DURATIONS = 16
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Counters. The waste is measured in slots summed over steps, so that it is an average over time."""
+    """Counters. The waste is measured in slots summed over steps,
+    so that it is an average over time."""
 
     num_steps: int = 0
     num_computed_tokens: int = 0
@@ -30,7 +31,8 @@ class SchedulerStats:
     """Of finished requests."""
     num_finished: dict[str, int] = field(default_factory=dict)
     num_steps_by_size: list[int] = field(default_factory=lambda: [0] * NUM_STEP_SIZES)
-    """Steps of at most 1, 2, 4, ... tokens (and more than the one before); the last also counts those that are larger."""
+    """Steps of at most 1, 2, 4, ... tokens (and more than the one before);
+    the last also counts those that are larger."""
     num_steps_by_duration: list[int] = field(default_factory=lambda: [0] * NUM_STEP_DURATIONS)
     """The same for durations where a pace is kept: steps of up to 1, 2, 4, ... ms."""
     predicted_s: float = 0.0
@@ -46,7 +48,9 @@ class SchedulerStats:
     @property
     def waste(self) -> float:
         """Unused share of allocated KV slots, averaged over steps."""
-        return self.unused_slot_steps / self.allocated_slot_steps if self.allocated_slot_steps else 0.0
+        return (
+            self.unused_slot_steps / self.allocated_slot_steps if self.allocated_slot_steps else 0.0
+        )
 
     def count_plan(self, num_tokens: int, num_running: int, manager: KVCacheManager) -> None:
         num_used = manager.pool.num_used

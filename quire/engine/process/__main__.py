@@ -1,4 +1,5 @@
-"""`python -m quire.engine.process FILENO PARENT_PID [json-logs]`: started by the supervisor and by nobody else."""
+"""`python -m quire.engine.process FILENO PARENT_PID [json-logs]`:
+started by the supervisor and by nobody else."""
 
 import sys
 

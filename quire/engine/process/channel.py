@@ -1,8 +1,10 @@
-"""One end of the connection between two processes: frames of typed messages over a socket pair, never blocking.
+"""One end of the connection between two processes: frames of typed messages over a socket pair,
+never blocking.
 
-A frame is a magic number, the length of its content, and the content. Whatever is not exactly that (another magic number, a
-length above the limit, a content that is no message) raises ProtocolError, and the connection is closed for good: what
-follows could not be trusted. No byte received is ever executed, looked up as a name or used as a size before it was checked.
+A frame is a magic number, the length of its content, and the content. Whatever is not exactly that
+(another magic number, a length above the limit, a content that is no message) raises ProtocolError,
+and the connection is closed for good: what follows could not be trusted. No byte received is ever
+executed, looked up as a name or used as a size before it was checked.
 """
 
 from __future__ import annotations
@@ -48,9 +50,13 @@ class FrameTooLarge(EngineError):
     """A message is too large to be sent; nothing was."""
 
 
-def wait(readers: Sequence[Waitable], writers: Sequence[Waitable], timeout_s: float | None) -> set[int]:
-    """Wait until something can be received from one of `readers` or sent to one of `writers`, or an end of one is seen;
-    their `fileno`s. A server with a thousand connections has descriptors that `select` cannot take, hence `poll`."""
+def wait(
+    readers: Sequence[Waitable], writers: Sequence[Waitable], timeout_s: float | None
+) -> set[int]:
+    """Wait until something can be received from one of `readers` or sent to one of `writers`, or an
+    end of one is seen; their `fileno`s. A server with a thousand connections has descriptors that
+    `select` cannot take, hence `poll`.
+    """
     poll = select.poll()
     for each in writers:
         poll.register(each.fileno(), select.POLLOUT)
@@ -63,7 +69,9 @@ def wait(readers: Sequence[Waitable], writers: Sequence[Waitable], timeout_s: fl
 class Channel(Generic[Incoming]):
     """Sends any message, receives those of one type. Sending is safe from several threads."""
 
-    def __init__(self, sock: socket.socket, incoming: Any, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+    def __init__(
+        self, sock: socket.socket, incoming: Any, *, max_frame_bytes: int = MAX_FRAME_BYTES
+    ) -> None:
         sock.setblocking(False)
         self._socket = sock
         self._max_frame_bytes = max_frame_bytes
@@ -80,14 +88,18 @@ class Channel(Generic[Incoming]):
 
     @property
     def num_unsent_bytes(self) -> int:
-        """What the other end has not taken yet; who sends must look, and pause above a limit of its own."""
+        """What the other end has not taken yet; who sends must look,
+        and pause above a limit of its own."""
         return len(self._unsent)
 
     def send(self, message: object) -> None:
-        """Send, or keep for `flush` what the other end does not take now. Raises ChannelClosed, FrameTooLarge."""
+        """Send, or keep for `flush` what the other end does not take now. Raises ChannelClosed,
+        FrameTooLarge."""
         content = self._encoder.encode(message)
         if len(content) > self._max_frame_bytes:
-            raise FrameTooLarge(f"a message of {len(content)} bytes exceeds the limit of {self._max_frame_bytes}")
+            raise FrameTooLarge(
+                f"a message of {len(content)} bytes exceeds the limit of {self._max_frame_bytes}"
+            )
         with self._lock:
             self._unsent += _HEADER.pack(_MAGIC, len(content))
             self._unsent += content
@@ -99,7 +111,8 @@ class Channel(Generic[Incoming]):
             self._flush()
 
     def receive(self) -> Sequence[Incoming]:
-        """Every message that is there now, possibly none. Raises ChannelClosed, or ProtocolError."""
+        """Every message that is there now, possibly none. Raises ChannelClosed,
+        or ProtocolError."""
         is_closed = False
         try:
             while True:
@@ -142,14 +155,20 @@ class Channel(Generic[Incoming]):
                 break
             _, length = _HEADER.unpack_from(data, start)
             if length > self._max_frame_bytes:
-                raise ProtocolError(f"a frame of {length} bytes exceeds the limit of {self._max_frame_bytes}")
+                raise ProtocolError(
+                    f"a frame of {length} bytes exceeds the limit of {self._max_frame_bytes}"
+                )
             end = start + _HEADER.size + length
             if len(data) < end:
                 break
             try:
-                messages.append(self._decoder.decode(memoryview(data)[start + _HEADER.size : end].tobytes()))
+                messages.append(
+                    self._decoder.decode(memoryview(data)[start + _HEADER.size : end].tobytes())
+                )
             except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
-                raise ProtocolError(f"a message is not one of ours: {type(error).__name__}") from error
+                raise ProtocolError(
+                    f"a message is not one of ours: {type(error).__name__}"
+                ) from error
             start = end
         if start:
             del data[:start]

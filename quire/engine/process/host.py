@@ -1,7 +1,9 @@
-"""The engine's process: builds the model, runs the loop, and speaks with the server through one channel.
+"""The engine's process: builds the model, runs the loop, and speaks with the server through one
+channel.
 
-Ends when the server does: on the end of the connection, on anything that is not of the protocol, and by the kernel's word
-should the server die without closing it. It listens to nobody else, and to no terminal: when to end is the server's decision.
+Ends when the server does: on the end of the connection, on anything that is not of the protocol,
+and by the kernel's word should the server die without closing it. It listens to nobody else, and to
+no terminal: when to end is the server's decision.
 """
 
 from __future__ import annotations
@@ -23,7 +25,15 @@ from quire.common.json_logs import use_json_logs
 from quire.config.engine import EngineConfig
 from quire.engine.builder import PREREQUISITES, begin_loading, build_executor, pace_of, plan_engine
 from quire.engine.process.channel import Channel, ChannelClosed, FrameTooLarge, ProtocolError, wait
-from quire.engine.process.messages import PROTOCOL_VERSION, Down, Pulse, Ready, Start, StartFailed, StepDeltas
+from quire.engine.process.messages import (
+    PROTOCOL_VERSION,
+    Down,
+    Pulse,
+    Ready,
+    Start,
+    StartFailed,
+    StepDeltas,
+)
 from quire.engine.process.service import Service
 from quire.engine.step_loop import StepLoop, loop_of
 from quire.errors import CapacityError, EngineError, QuireError
@@ -73,7 +83,9 @@ class Host:
             raise ProtocolError("the first message must say what to build")
         start = messages[0]
         if start.version != PROTOCOL_VERSION:
-            raise ProtocolError(f"version {start.version} instead of {PROTOCOL_VERSION}: restart the server")
+            raise ProtocolError(
+                f"version {start.version} instead of {PROTOCOL_VERSION}: restart the server"
+            )
         return start
 
     def _load(self, start: Start) -> Service:
@@ -86,9 +98,16 @@ class Host:
             is_expected = isinstance(error, QuireError)
             if not is_expected:
                 log_failure(logger, "the engine could not be built", error)
-            message = str(error) if is_expected else f"the engine could not be built: {type(error).__name__}"
-            # Memory may come free, for instance once the system has taken back what the engine before this one held.
-            self._channel.send(StartFailed(message, is_expected and not isinstance(error, CapacityError)))
+            message = (
+                str(error)
+                if is_expected
+                else f"the engine could not be built: {type(error).__name__}"
+            )
+            # Memory may come free, for instance once the system has taken back what the engine
+            # before this one held.
+            self._channel.send(
+                StartFailed(message, is_expected and not isinstance(error, CapacityError))
+            )
             raise ChannelClosed("nothing to serve") from error
         service = Service(loop)
         garbage.settle()
@@ -118,7 +137,8 @@ class Host:
                 self._report(deltas, service)
 
     def _report(self, deltas: StepDeltas, service: Service) -> None:
-        """Send what a step brought; a request whose share does not fit a message fails, and no other."""
+        """Send what a step brought; a request whose share does not fit a message fails,
+        and no other."""
         try:
             self._channel.send(deltas)
         except FrameTooLarge:
@@ -130,7 +150,8 @@ class Host:
                     self._channel.send(service.fail(delta, reason))
 
     def _beat(self) -> None:
-        """Send signs of life, whatever the main thread is doing; it cannot while the process is frozen."""
+        """Send signs of life, whatever the main thread is doing;
+        it cannot while the process is frozen."""
         with contextlib.suppress(EngineError):
             while not self._is_over.wait(PULSE_INTERVAL_S):
                 began_s, service = self._step_began_s, self._service
@@ -139,7 +160,8 @@ class Host:
                     self._channel.send(Pulse() if service is None else service.pulse(age_s))
 
     def _wait(self, timeout_s: float | None) -> None:
-        """Until something has come. Without a limit only for an idle engine, which has nothing else to do."""
+        """Until something has come. Without a limit only for an idle engine,
+        which has nothing else to do."""
         if not wait((self._channel,), (), timeout_s):
             raise ChannelClosed("the server says nothing")
 
@@ -151,16 +173,27 @@ def build_loop(config: EngineConfig) -> StepLoop:
     pace, cost_file = pace_of(planned)
     executor = build_executor(planned)
     loop = loop_of(plan)
-    return StepLoop(plan.limits, executor, time.monotonic, loop, prerequisites=PREREQUISITES, pace=pace, cost_file=cost_file)
+    return StepLoop(
+        plan.limits,
+        executor,
+        time.monotonic,
+        loop,
+        prerequisites=PREREQUISITES,
+        pace=pace,
+        cost_file=cost_file,
+    )
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to end this process with its parent (Linux); elsewhere the end of the connection does."""
+    """Ask the kernel to end this process with its parent (Linux);
+    elsewhere the end of the connection does."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def main(fileno: int, parent_pid: int, build: BuildLoop = build_loop, *, has_json_logs: bool = False) -> int:
+def main(
+    fileno: int, parent_pid: int, build: BuildLoop = build_loop, *, has_json_logs: bool = False
+) -> int:
     """Run an engine's process on an inherited socket."""
     die_with_parent()
     if os.getppid() != parent_pid:  # it died before the kernel was asked

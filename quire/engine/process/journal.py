@@ -1,9 +1,12 @@
-"""The requests in flight, as the server knows them: enough to go on with each of them on another engine.
+"""The requests in flight, as the server knows them: enough to go on with each of them on another
+engine.
 
-A request's tokens depend on its prompt, its parameters, its seed and the tokens it has, and on nothing else that an engine
-holds: numbers do not depend on company or history, and chance is drawn by (seed, sequence, position). So an entry can be put
-to a new engine at any time, and the answer goes on as if nothing had happened. Text, stop strings and log-probabilities that
-were delivered live here already and are not made again.
+A request's tokens depend on its prompt, its parameters, its seed and the tokens it has, and on
+nothing else that an engine
+holds: numbers do not depend on company or history, and chance is drawn by (seed, sequence,
+position). So an entry can be put to a new engine at any time, and the answer goes on as if nothing
+had happened. Text, stop strings and log-probabilities that were delivered live here already and are
+not made again.
 
 Owned by the supervisor's thread.
 """
@@ -19,7 +22,17 @@ from quire.core.request import FinishReason, RequestRecord, SequenceRecord, Sequ
 from quire.core.request_spec import ResumedSequence
 from quire.engine.output_processor import Happening, OutputProcessor
 from quire.engine.outputs import RequestOutput
-from quire.engine.process.messages import NO_LISTS, Abort, AddRequest, Down, Finish, Lists, ServeStats, StepDeltas, TokenDelta
+from quire.engine.process.messages import (
+    NO_LISTS,
+    Abort,
+    AddRequest,
+    Down,
+    Finish,
+    Lists,
+    ServeStats,
+    StepDeltas,
+    TokenDelta,
+)
 from quire.engine.process.shared_lists import SharedLists, without_lists
 from quire.engine.requests import PreparedRequest
 from quire.text.tokenizer import Tokenizer
@@ -28,7 +41,8 @@ logger = logging.getLogger(__name__)
 
 
 class JournalEntry:
-    """One request in flight: what it is, how far it got, and how it fared with the engines so far."""
+    """One request in flight: what it is, how far it got,
+    and how it fared with the engines so far."""
 
     def __init__(self, number: int, prepared: PreparedRequest) -> None:
         self.number = number
@@ -60,13 +74,18 @@ class JournalEntry:
         sequences = self.request.sequences
         unfinished = [each for each in sequences if each.status is not SequenceStatus.FINISHED]
         has_begun = any(each.num_output_tokens for each in sequences)
-        resumed = tuple(ResumedSequence(each.index, tuple(each.output_token_ids)) for each in unfinished) if has_begun else ()
+        resumed = (
+            tuple(ResumedSequence(each.index, tuple(each.output_token_ids)) for each in unfinished)
+            if has_begun
+            else ()
+        )
         spec = self.prepared.spec
         spec = spec if self.lists == NO_LISTS else without_lists(spec)
         return AddRequest(self.number, spec, resumed, self.lists)
 
     def take(self, delta: TokenDelta, now: float) -> list[Happening]:
-        """Take in what a step brought one sequence; what comes after its end here (a stop string) is void."""
+        """Take in what a step brought one sequence; what comes after its end here (a stop string)
+        is void."""
         request = self.request
         sequence = self.sequence(delta.index)
         if delta.served is not None:
@@ -88,7 +107,8 @@ class JournalEntry:
             sequence.stop_reason = delta.stop_token_id
         records = delta.logprobs or (None,) * len(delta.token_ids)
         progress: list[Happening] = [
-            (sequence, token_id, record) for token_id, record in zip(delta.token_ids, records, strict=True)
+            (sequence, token_id, record)
+            for token_id, record in zip(delta.token_ids, records, strict=True)
         ]
         for record in delta.logprobs:
             sequence.cumulative_logprob += record.logprob
@@ -99,7 +119,9 @@ class JournalEntry:
     def end(self, reason: FinishReason, error: str | None = None) -> list[Happening]:
         """End whatever of it is unfinished."""
         self.request.error = error if error is not None else self.request.error
-        unfinished = [each for each in self.request.sequences if each.status is not SequenceStatus.FINISHED]
+        unfinished = [
+            each for each in self.request.sequences if each.status is not SequenceStatus.FINISHED
+        ]
         for sequence in unfinished:
             self._end(sequence, reason, time.monotonic())
         return [(sequence, None, None) for sequence in unfinished]
@@ -120,15 +142,21 @@ class JournalEntry:
         if metrics.first_scheduled_s is None:
             metrics.first_scheduled_s = served.first_scheduled_s
             metrics.num_prefix_hit_tokens = served.num_prefix_hit_tokens
-            metrics.waited_for, metrics.num_waited_steps = served.waited_for, served.num_waited_steps
+            metrics.waited_for, metrics.num_waited_steps = (
+                served.waited_for,
+                served.num_waited_steps,
+            )
         metrics.num_prefill_chunks = served.num_prefill_chunks
         metrics.num_preemptions = self._num_earlier_preemptions + served.num_preemptions
 
 
 class Journal:
-    """All entries, and their texts. Ends sequences on behalf of the output processor, as a scheduler does."""
+    """All entries, and their texts. Ends sequences on behalf of the output processor,
+    as a scheduler does."""
 
-    def __init__(self, tokenizer: Tokenizer | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.entries: dict[int, JournalEntry] = {}
         """By number, hence in order of arrival."""
         self._by_id: dict[str, JournalEntry] = {}
@@ -153,7 +181,8 @@ class Journal:
         return entry
 
     def telling(self, entry: JournalEntry) -> Iterator[Lists | AddRequest]:
-        """What tells the engine that runs now of a request: what it lists, where that is new there, and the request itself."""
+        """What tells the engine that runs now of a request: what it lists,
+        where that is new there, and the request itself."""
         lists = self.lists.unsent(entry.lists)
         if lists is not None:
             yield lists
@@ -175,11 +204,19 @@ class Journal:
         try:
             return entry.take(delta, now)
         except Exception as error:
-            log_failure(logger, f"request {entry.request.request_id} failed while its tokens were taken in", error)
+            log_failure(
+                logger,
+                f"request {entry.request.request_id} failed while its tokens were taken in",
+                error,
+            )
             self._messages.append(Abort(entry.number))
-            return entry.end(FinishReason.ERROR, f"its tokens could not be taken in: {type(error).__name__}")
+            return entry.end(
+                FinishReason.ERROR, f"its tokens could not be taken in: {type(error).__name__}"
+            )
 
-    def end(self, entry: JournalEntry, reason: FinishReason, error: str | None = None) -> list[RequestOutput]:
+    def end(
+        self, entry: JournalEntry, reason: FinishReason, error: str | None = None
+    ) -> list[RequestOutput]:
         """End a request from outside; returns its last output."""
         if entry.is_sent:
             self._messages.append(Abort(entry.number))

@@ -20,27 +20,41 @@ _COMMAND = (sys.executable, "-P", "-m", "quire.engine.process")
 
 
 class EngineProcess:
-    """A running engine's process, and the channel to it: one end of a socket pair, whose other end the process inherits.
+    """A running engine's process, and the channel to it: one end of a socket pair, whose other end
+    the process inherits.
 
-    A pair has no name, so there is nothing that anybody else could connect to. With `has_json_logs`, what it logs is JSON.
+    A pair has no name, so there is nothing that anybody else could connect to. With
+    `has_json_logs`, what it logs is JSON.
     """
 
-    def __init__(self, start: Start, command: Sequence[str] = _COMMAND, *, has_json_logs: bool = False) -> None:
+    def __init__(
+        self, start: Start, command: Sequence[str] = _COMMAND, *, has_json_logs: bool = False
+    ) -> None:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
                 self._process = subprocess.Popen(
-                    [*command, str(theirs.fileno()), str(os.getpid()), *([JSON_LOGS] if has_json_logs else [])],
+                    [
+                        *command,
+                        str(theirs.fileno()),
+                        str(os.getpid()),
+                        *([JSON_LOGS] if has_json_logs else []),
+                    ],
                     stdin=subprocess.DEVNULL,
                     cwd="/",  # it cannot be deleted; all paths are absolute
                     pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # a terminal's Ctrl-C is for the server, which decides what becomes of the engine
+                    # a terminal's Ctrl-C is for the server, which decides what becomes of the
+                    # engine
+                    start_new_session=True,
                 )
         except OSError as error:
             ours.close()
-            raise EngineError(f"the engine's process cannot be started: {type(error).__name__}") from error
+            raise EngineError(
+                f"the engine's process cannot be started: {type(error).__name__}"
+            ) from error
         self.channel: Channel[Up] = Channel(ours, Up)
-        with contextlib.suppress(ChannelClosed):  # it has ended already, as whoever receives from it will find out
+        # it has ended already, as whoever receives from it will find out
+        with contextlib.suppress(ChannelClosed):
             self.channel.send(start)
 
     @property
@@ -64,7 +78,8 @@ class EngineProcess:
         return f"exit code {code}"
 
     def kill(self) -> None:
-        """End it at once, frozen or not, and wait until the system has taken back what it held. Idempotent."""
+        """End it at once, frozen or not, and wait until the system has taken back what it held.
+        Idempotent."""
         self.channel.close()
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()

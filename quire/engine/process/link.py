@@ -1,4 +1,5 @@
-"""The link to an engine in a process of its own: what that engine is to build, and who supervises it."""
+"""The link to an engine in a process of its own: what that engine is to build,
+and who supervises it."""
 
 from __future__ import annotations
 
@@ -19,14 +20,22 @@ from quire.engine.process.supervisor import Supervisor
 from quire.engine.process.watch import WatchConfig
 
 
-def supervised(prepared: PreparedModel, watch: WatchConfig | None = None, **launch_options: Any) -> Supervisor:
-    """A link to engine processes that serve a model, one after another; it begins to load when it is started."""
+def supervised(
+    prepared: PreparedModel, watch: WatchConfig | None = None, **launch_options: Any
+) -> Supervisor:
+    """A link to engine processes that serve a model, one after another;
+    it begins to load when it is started."""
     start = start_message(prepared.planned.plan, prepared.planned.files)
-    return Supervisor(lambda: EngineProcess(start, **launch_options), Journal(prepared.tokenizer), watch or WatchConfig())
+    return Supervisor(
+        lambda: EngineProcess(start, **launch_options),
+        Journal(prepared.tokenizer),
+        watch or WatchConfig(),
+    )
 
 
 def start_message(plan: EnginePlan, files: ModelFiles | None = None) -> Start:
-    """What an engine is to build: the decisions of a plan, so that each engine after another has the same limits.
+    """What an engine is to build: the decisions of a plan, so that each engine after another has
+    the same limits.
 
     With `files`, each is built of these very files, wherever it runs, or not at all.
     """
@@ -36,7 +45,8 @@ def start_message(plan: EnginePlan, files: ModelFiles | None = None) -> Start:
         "block_size": limits.block_size,
         "kv_cache_memory": plan.kv_bytes,
         "populate_kv_cache": "on" if plan.is_kv_populated else "off",
-        "memory_utilization": 1.0,  # what is sensible has been decided; what is impossible is still refused
+        # what is sensible has been decided; what is impossible is still refused
+        "memory_utilization": 1.0,
         "max_model_len": limits.max_model_len,
         "max_num_seqs": limits.max_num_seqs,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
@@ -46,14 +56,19 @@ def start_message(plan: EnginePlan, files: ModelFiles | None = None) -> Start:
     }
     model = config.model if files is None else str(files.path)
     defaults = EngineConfig(model=model)
-    given = {name: value for name, value in options.items() if name != "model" and value != getattr(defaults, name)}
+    given = {
+        name: value
+        for name, value in options.items()
+        if name != "model" and value != getattr(defaults, name)
+    }
     if files is None:
         return Start(model, given)
     return Start(model, given, files.states(config.tokenizer))
 
 
 def _absolute(name: str | None) -> str | None:
-    """A local path as it means the same wherever a process runs; a name of something else as it is."""
+    """A local path as it means the same wherever a process runs;
+    a name of something else as it is."""
     if name is None:
         return None
     path = Path(name).expanduser()

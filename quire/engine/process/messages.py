@@ -1,8 +1,10 @@
-"""What the server's process and the engine's say to each other: typed records, encoded as MessagePack. Nothing else crosses.
+"""What the server's process and the engine's say to each other: typed records, encoded as
+MessagePack. Nothing else crosses.
 
-`Down` goes to the engine, `Up` comes from it. A request is known by its `number`, which the server gives out and never uses
-again, so that a late word about a request that has ended can be told from one about its successor. An unknown type, an unknown
-field or a value out of its type closes the connection (`quire.engine.process.channel`).
+`Down` goes to the engine, `Up` comes from it. A request is known by its `number`, which the server
+gives out and never uses again, so that a late word about a request that has ended can be told from
+one about its successor. An unknown type, an unknown field or a value out of its type closes the
+connection (`quire.engine.process.channel`).
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ from quire.engine.counters import EngineCounters
 from quire.engine.inspection import BlockContent, Inspection
 
 PROTOCOL_VERSION = 6
-"""Both ends come from one installation; a difference means that it was replaced under a running server."""
+"""Both ends come from one installation; a difference means that it was
+replaced under a running server."""
 JSON_LOGS = "json-logs"
-"""The argument by which an engine is told to log as JSON: before the first message, which may go wrong already."""
+"""The argument by which an engine is told to log as JSON: before the first message,
+which may go wrong already."""
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -43,7 +47,8 @@ NO_LISTS = 0
 
 
 class Lists(_Message, frozen=True):
-    """What the requests that name this number have in common; they may be many, and this may be long. See `RequestSpec`."""
+    """What the requests that name this number have in common; they may be many,
+    and this may be long. See `RequestSpec`."""
 
     number: int
     stop_token_ids: tuple[int, ...]
@@ -113,14 +118,16 @@ class Ready(_Message, frozen=True):
 
 
 class StartFailed(_Message, frozen=True):
-    """The engine cannot be built. `is_final`: not with these options and files, however often one tries."""
+    """The engine cannot be built. `is_final`: not with these options and files,
+    however often one tries."""
 
     message: str
     is_final: bool
 
 
 class Pulse(_Message, EngineCounters, frozen=True, kw_only=True):
-    """A sign of life, sent a few times a second whether there is work or not, also while a step runs."""
+    """A sign of life, sent a few times a second whether there is work or not,
+    also while a step runs."""
 
     step_age_s: float | None = None
     """How long the step in progress has been running."""
@@ -155,7 +162,8 @@ class TokenDelta(_Message, frozen=True, array_like=True):
 
 
 class StepDeltas(_Message, frozen=True):
-    """All that a step brought, in one message: a request whose sequences fork is never seen half forked."""
+    """All that a step brought, in one message: a request whose sequences fork
+    is never seen half forked."""
 
     deltas: tuple[TokenDelta, ...]
 

@@ -1,12 +1,14 @@
-"""Which requests a new engine is given, and when: so that one that kills engines is found, and ends alone.
+"""Which requests a new engine is given, and when: so that one that kills engines is found, and ends
+alone.
 
-Nobody can see which request killed an engine; but a poisonous one dies again wherever it runs. A death is *fruitless* for a
-request that had gained hardly anything from the engine that died: whoever makes progress is not what kills. After one
-fruitless death, requests are let in one at a time, each only once the one before has gained something. After two, a request
-runs quite alone, before anybody else. If that engine dies as well, the request fails, and everyone else goes on.
+Nobody can see which request killed an engine; but a poisonous one dies again wherever it runs. A
+death is *fruitless* for a request that had gained hardly anything from the engine that died:
+whoever makes progress is not what kills. After one fruitless death, requests are let in one at a
+time, each only once the one before has gained something. After two, a request runs quite alone,
+before anybody else. If that engine dies as well, the request fails, and everyone else goes on.
 
-Engines that are killed from outside cost no innocent request anything but time, unless three in a row are killed in the very
-moments in which it alone is being let in.
+Engines that are killed from outside cost no innocent request anything but time, unless three in a
+row are killed in the very moments in which it alone is being let in.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from collections.abc import Iterable
 from quire.engine.process.journal import JournalEntry
 
 MIN_DELIVERED = 2
-"""Tokens that clear a request. One is not enough: it comes of the prompt's computation, before the first decode."""
+"""Tokens that clear a request. One is not enough: it comes of the prompt's computation,
+before the first decode."""
 ALONE = 2
 """Fruitless deaths after which a request runs alone; one more, and it fails."""
 
@@ -46,7 +49,8 @@ def choose(entries: Iterable[JournalEntry]) -> list[JournalEntry]:
 
 
 def judge(entries: Iterable[JournalEntry]) -> JournalEntry | None:
-    """An engine has died with these requests: note for whom it was fruitless; the one that is convicted, if any.
+    """An engine has died with these requests: note for whom it was fruitless; the one that is
+    convicted, if any.
 
     Requests that the engine did not have are none of its business.
     """

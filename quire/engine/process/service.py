@@ -1,4 +1,5 @@
-"""An engine as its process serves it: messages in, messages out. Knows no sockets, threads or signals."""
+"""An engine as its process serves it: messages in, messages out. Knows no sockets,
+threads or signals."""
 
 from __future__ import annotations
 
@@ -64,22 +65,34 @@ class Service:
         return None
 
     def step(self) -> StepDeltas | None:
-        """One step; returns what it brought, all of it in one message. Never raises for a bug or a broken executor."""
+        """One step; returns what it brought, all of it in one message.
+        Never raises for a bug or a broken executor."""
         deltas = tuple(self._deltas(self.loop.advance()))
         return StepDeltas(deltas) if deltas else None
 
     def fail(self, delta: TokenDelta, message: str) -> StepDeltas:
         """End a request whose outcome cannot be told; returns what can be said of it."""
         self._end(delta.number)
-        return StepDeltas((TokenDelta(delta.number, delta.index, finish_reason=FinishReason.ERROR.value, error=message),))
+        return StepDeltas(
+            (
+                TokenDelta(
+                    delta.number, delta.index, finish_reason=FinishReason.ERROR.value, error=message
+                ),
+            )
+        )
 
     def pulse(self, step_age_s: float | None) -> Pulse:
-        """A picture, taken from another thread while steps go on: its numbers may be of two neighbouring steps."""
+        """A picture, taken from another thread while steps go on:
+        its numbers may be of two neighbouring steps."""
         return Pulse(step_age_s=step_age_s, **count(self.loop.scheduler).counters())
 
     def _add(self, message: AddRequest) -> Refused | None:
         try:
-            spec = message.spec if message.lists == NO_LISTS else with_lists(message.spec, *self._lists[message.lists])
+            spec = (
+                message.spec
+                if message.lists == NO_LISTS
+                else with_lists(message.spec, *self._lists[message.lists])
+            )
             request = self.loop.scheduler.add(spec, message.resumed)
         except RequestError as error:
             return Refused(message.number, str(error))
@@ -124,7 +137,9 @@ def answer(loop: StepLoop, question: Inspect | InspectBlock) -> Inspected | Insp
     recorder = loop.recorder
     assert recorder is not None
     if isinstance(question, Inspect):
-        return Inspected(question.number, recorder.inspect(question.engine, question.since, loop.now()))
+        return Inspected(
+            question.number, recorder.inspect(question.engine, question.since, loop.now())
+        )
     return InspectedBlock(question.number, recorder.content(question.block, question.step))
 
 

@@ -1,7 +1,9 @@
-"""What requests list (tokens, words, grammars), sent to an engine once for all that share it, and forgotten with the last.
+"""What requests list (tokens, words, grammars), sent to an engine once for all that share it, and
+forgotten with the last.
 
-A client's body with 512 prompts and a megabyte of lists is 512 requests that refer to one digest. Owns the numbers by which
-both ends know a digest's lists, and the count of requests in flight that need them. Belongs to the supervisor's thread.
+A client's body with 512 prompts and a megabyte of lists is 512 requests that refer to one digest.
+Owns the numbers by which both ends know a digest's lists, and the count of requests in flight that
+need them. Belongs to the supervisor's thread.
 """
 
 from __future__ import annotations
@@ -92,7 +94,14 @@ def without_lists(spec: RequestSpec) -> RequestSpec:
     """What is left to be said of a request whose lists are known by their number."""
     row = spec.sampling
     thinking = None if row.thinking is None else row.thinking._replace(marks=_NO_MARKS)
-    row = row._replace(stop_token_ids=(), logit_bias=(), allowed_token_ids=None, bad_words=(), grammar=None, thinking=thinking)
+    row = row._replace(
+        stop_token_ids=(),
+        logit_bias=(),
+        allowed_token_ids=None,
+        bad_words=(),
+        grammar=None,
+        thinking=thinking,
+    )
     return replace(spec, sampling=row, stop_token_ids=frozenset())
 
 

@@ -1,8 +1,9 @@
 """Keeps an engine running and every request in flight on it, whatever becomes of the engine.
 
-One thread owns the journal, the engine's process and the channel to it. It gives requests to the engine, takes in what comes
-back, watches for signs of progress, and replaces an engine that is dead, frozen or speaks nonsense; what was in flight goes on
-with the next one. It never waits without a limit, and nobody waits for it: others post commands and read `state`.
+One thread owns the journal, the engine's process and the channel to it. It gives requests to the
+engine, takes in what comes back, watches for signs of progress, and replaces an engine that is
+dead, frozen or speaks nonsense; what was in flight goes on with the next one. It never waits
+without a limit, and nobody waits for it: others post commands and read `state`.
 """
 
 from __future__ import annotations
@@ -44,14 +45,20 @@ logger = logging.getLogger(__name__)
 _ROUND_S = 0.1
 """Longest time between two looks at the clock."""
 _MAX_UNSENT_BYTES = 1 << 20
-"""While the engine has not taken that much, it is given nothing more: requests wait in the journal, not in a buffer."""
-CONVICTED = "the engine died three times while it ran this request, lastly with no other beside it; it is not tried again"
+"""While the engine has not taken that much, it is given nothing more:
+requests wait in the journal, not in a buffer."""
+CONVICTED = (
+    "the engine died three times while it ran this request, lastly with no other beside it; it "
+    "is not tried again"
+)
 
 
 class Supervisor:
     """The thread and what others may see of it: a `Link`."""
 
-    def __init__(self, launch: Callable[[], EngineProcess], journal: Journal, config: WatchConfig) -> None:
+    def __init__(
+        self, launch: Callable[[], EngineProcess], journal: Journal, config: WatchConfig
+    ) -> None:
         self.watch = Watch(config)
         self.reason = "the model is being loaded"
         """Why the engine is not ready."""
@@ -63,7 +70,8 @@ class Supervisor:
         self._start_at_s: float | None = time.monotonic()
         """When the next engine is started, while none runs; None: never again."""
         self._questions: list[Question] = []
-        """For the engine, as soon as it listens; those that it does not hear soon are forgotten by who asked."""
+        """For the engine, as soon as it listens; those that it does not hear soon
+        are forgotten by who asked."""
         self.show: Callable[[Seen], None] = lambda answer: None
         self._has_failed = False
         self._is_closing = False
@@ -73,7 +81,8 @@ class Supervisor:
         self._wake_sender.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="quire-supervisor", daemon=True)
 
-    # -- for other threads -------------------------------------------------------------------------------------------
+    # -- for other threads
+    # -------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin to load the model."""
@@ -81,7 +90,8 @@ class Supervisor:
 
     @property
     def state(self) -> EngineState:
-        """How the engine is doing now, also if the supervisor has not come round to acting upon it."""
+        """How the engine is doing now, also if the supervisor has not
+        come round to acting upon it."""
         if self._is_closing:
             return "closed"
         if self._has_failed:
@@ -126,7 +136,9 @@ class Supervisor:
             num_requests=num_requests,
             num_prompt_tokens=num_prompt_tokens,
             **pulse.counters() | {"num_waiting": num_waiting},
-            last_step_age_s=None if not num_requests or watch.last_step_s is None else now - watch.last_step_s,
+            last_step_age_s=None
+            if not num_requests or watch.last_step_s is None
+            else now - watch.last_step_s,
             last_sign_of_life_age_s=now - watch.last_sign_s if watch.last_sign_s else None,
             num_restarts=watch.num_restarts,
             engine_pid=self.engine_pid,
@@ -134,10 +146,12 @@ class Supervisor:
 
     def _submit(self, command: Callable[[], None]) -> None:
         self._commands.put(command)
-        with contextlib.suppress(OSError):  # full: it is awake; closed: it is over, and says so to whoever still comes
+        # full: it is awake; closed: it is over, and says so to whoever still comes
+        with contextlib.suppress(OSError):
             self._wake_sender.send(b"\0")
 
-    # -- the thread --------------------------------------------------------------------------------------------------
+    # -- the thread
+    # ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -187,12 +201,15 @@ class Supervisor:
             self.watch.start(now)
 
     def _talk(self) -> None:
-        """Tell the engine what it must hear, wait for something to happen, and take in what it says."""
+        """Tell the engine what it must hear, wait for something to happen,
+        and take in what it says."""
         process = self._process
         channel = None if process is None else process.channel
         if channel is not None and self.watch.is_loaded:
             self._tell()
-        readers: list[Any] = [self._wake_receiver, channel] if channel is not None else [self._wake_receiver]
+        readers: list[Any] = (
+            [self._wake_receiver, channel] if channel is not None else [self._wake_receiver]
+        )
         writers = [channel] if channel is not None and channel.num_unsent_bytes else []
         if self._wake_receiver.fileno() in wait(readers, writers, _ROUND_S):
             with contextlib.suppress(BlockingIOError):
@@ -220,9 +237,17 @@ class Supervisor:
             except ChannelClosed:
                 raise
             except FrameTooLarge as error:
-                self._deliver(self._journal.end(entry, FinishReason.ERROR, f"the request is too large: {error}"))
+                self._deliver(
+                    self._journal.end(
+                        entry, FinishReason.ERROR, f"the request is too large: {error}"
+                    )
+                )
             except Exception as error:
-                log_failure(logger, f"request {entry.request.request_id} cannot be sent to the engine", error)
+                log_failure(
+                    logger,
+                    f"request {entry.request.request_id} cannot be sent to the engine",
+                    error,
+                )
                 complaint = f"the request could not be sent to the engine: {type(error).__name__}"
                 self._deliver(self._journal.end(entry, FinishReason.ERROR, complaint))
             else:
@@ -255,7 +280,8 @@ class Supervisor:
         else:
             raise ChannelClosed(failure.message)
 
-    # -- when an engine is lost --------------------------------------------------------------------------------------
+    # -- when an engine is lost
+    # --------------------------------------------------------------------------------------
 
     def _replace(self, complaint: str) -> None:
         """The engine is lost: make sure that it is gone, and go on with another."""
@@ -278,7 +304,10 @@ class Supervisor:
     def _pause(self, complaint: str) -> None:
         pause_s = self.watch.pause_s()
         if pause_s is None:
-            self._give_up(f"{self.watch.num_deaths_in_a_row} engines in a row were lost, the last one to: {complaint}")
+            self._give_up(
+                f"{self.watch.num_deaths_in_a_row} engines in a row were lost, the last one "
+                f"to: {complaint}"
+            )
         else:
             self.reason = f"the engine is being restarted: {complaint}"
             self._start_at_s = time.monotonic() + pause_s
@@ -292,7 +321,8 @@ class Supervisor:
         self._journal.leave_engine()
         self._end_all(reason)
 
-    # -- commands ----------------------------------------------------------------------------------------------------
+    # -- commands
+    # ----------------------------------------------------------------------------------------------
 
     def _add(self, prepared: PreparedRequest, stream: Stream) -> None:
         self._post.open(prepared.spec.request_id, stream)
@@ -305,7 +335,11 @@ class Supervisor:
             self._deliver([RequestOutput(request_id, None, [], [], finished=True, error=message)])
             return
         if self._has_failed or self._is_closing:
-            self._deliver(self._journal.end(entry, FinishReason.ERROR, self.reason or "the server is shutting down"))
+            self._deliver(
+                self._journal.end(
+                    entry, FinishReason.ERROR, self.reason or "the server is shutting down"
+                )
+            )
 
     def _end(self, request_id: str, reason: FinishReason, error: str | None) -> None:
         entry = self._journal.find(request_id)

@@ -1,4 +1,5 @@
-"""When an engine counts as lost, how soon another is started, and when to give up. Arithmetic on times alone."""
+"""When an engine counts as lost, how soon another is started, and when to give up.
+Arithmetic on times alone."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from quire.engine.process.messages import Pulse
 from quire.errors import ConfigError
 
 LOADING_SILENCE_S = 60.0
-"""A process that starts says nothing while libraries are imported: torch alone has taken 6 s on a busy machine."""
+"""A process that starts says nothing while libraries are imported:
+torch alone has taken 6 s on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,15 +18,19 @@ class WatchConfig:
     """How patient the supervisor is; times in seconds."""
 
     silence_timeout_s: float = 10.0
-    """An engine that gives no sign of life for so long (a frozen process) is replaced. It gives four a second, idle or not."""
+    """An engine that gives no sign of life for so long (a frozen process) is replaced.
+    It gives four a second, idle or not."""
     step_timeout_s: float = 300.0
-    """An engine whose one step takes so long is replaced, though it lives: a large prompt on a slow machine must fit."""
+    """An engine whose one step takes so long is replaced, though it lives:
+    a large prompt on a slow machine must fit."""
     load_timeout_s: float = 3600.0
     """A model that is not loaded by then never will be."""
     max_restarts: int = 5
-    """Engines in a row that may die before any request has gained a token from them; then the server gives up."""
+    """Engines in a row that may die before any request has gained a token from them;
+    then the server gives up."""
     first_pause_s: float = 0.25
-    """Before the second start in a row; doubled for each further one. The first restart comes at once."""
+    """Before the second start in a row; doubled for each further one.
+    The first restart comes at once."""
     max_pause_s: float = 10.0
 
     def __post_init__(self) -> None:
@@ -71,7 +77,11 @@ class Watch:
     def complaint(self, now: float) -> str | None:
         """Why the engine must be replaced, if it must."""
         config = self.config
-        patience_s = config.silence_timeout_s if self.is_loaded else max(config.silence_timeout_s, LOADING_SILENCE_S)
+        patience_s = (
+            config.silence_timeout_s
+            if self.is_loaded
+            else max(config.silence_timeout_s, LOADING_SILENCE_S)
+        )
         if now - self.last_sign_s > patience_s:
             return f"no sign of life for {now - self.last_sign_s:.1f} s"
         age_s = self.pulse.step_age_s
@@ -89,4 +99,7 @@ class Watch:
         self.num_restarts += 1
         if self.num_deaths_in_a_row == 1:
             return 0.0
-        return min(self.config.max_pause_s, self.config.first_pause_s * 2.0 ** (self.num_deaths_in_a_row - 2))
+        return min(
+            self.config.max_pause_s,
+            self.config.first_pause_s * 2.0 ** (self.num_deaths_in_a_row - 2),
+        )

@@ -1,10 +1,11 @@
 """The native CPU back end: kernels from csrc/cpu, checked and called through `CpuKernels`.
 
-Owns the loading of the extension, the thread count and the choice of instruction set. The extension may be missing (it
-is not built where there is no C++ compiler); `reasons_against` then says so.
+Owns the loading of the extension, the thread count and the choice of instruction set. The extension
+may be missing (it is not built where there is no C++ compiler); `reasons_against` then says so.
 
-The libgomp that torch ships is loaded before the extension on purpose: both then share it (CMakeLists.txt). torch itself
-is not imported here, since the extension packs weights while that is going on.
+The libgomp that torch ships is loaded before the extension on purpose: both then share it
+(CMakeLists.txt). torch itself is not imported here, since the extension packs weights while that is
+going on.
 """
 
 from __future__ import annotations
@@ -43,24 +44,30 @@ def reasons_against(device: str, dtype: torch.dtype) -> list[str]:
         reasons.append(f"computes in float32 and bfloat16, not in {name}")
     if IMPORT_ERROR is not None:
         reasons.append(
-            f"the extension was not built or cannot be loaded ({IMPORT_ERROR}); reinstall with a C++ compiler present"
+            f"the extension was not built or cannot be loaded ({IMPORT_ERROR}); reinstall "
+            "with a C++ compiler present"
         )
     elif differences := _differences():
         found = "; ".join(differences[:3])
-        reasons.append(f"the native library was built from other sources ({found}); rebuild it with `pip install -e .`")
+        reasons.append(
+            f"the native library was built from other sources ({found}); rebuild it with "
+            "`pip install -e .`"
+        )
     return reasons
 
 
 @functools.cache
 def _differences() -> list[str]:
-    """What the extension lacks of `_native.pyi`: an editable install keeps it while the files around it change."""
+    """What the extension lacks of `_native.pyi`:
+    an editable install keeps it while the files around it change."""
     from quire.kernels.cpu.declarations import differences
 
     return differences(native, Path(__file__).with_name("_native.pyi").read_text())
 
 
 def load(device: str = "cpu") -> Kernels:
-    """The back end; ConfigError where the extension is missing, or the device is another than the CPU."""
+    """The back end; ConfigError where the extension is missing,
+    or the device is another than the CPU."""
     import torch
 
     reasons = reasons_against(device, torch.float32)
@@ -72,7 +79,8 @@ def load(device: str = "cpu") -> Kernels:
 
 
 def set_num_threads(count: int) -> None:
-    """Threads that the native kernels use from now on, in the whole process (torch's own setting is not touched)."""
+    """Threads that the native kernels use from now on,
+    in the whole process (torch's own setting is not touched)."""
     native.set_num_threads(count)
 
 
@@ -82,21 +90,24 @@ def num_threads() -> int:
 
 
 def kernel_times() -> dict[str, float]:
-    """Seconds that native kernels have run for in this process, by class: linear, attention, elementwise, sampling.
+    """Seconds that native kernels have run for in this process, by class: linear, attention,
+    elementwise, sampling.
 
-    Empty where the extension is missing. The thread that calls the kernels is timed, so two readings tell what happened
-    between them if nobody else uses the kernels meanwhile.
+    Empty where the extension is missing. The thread that calls the kernels is timed, so two
+    readings tell what happened between them if nobody else uses the kernels meanwhile.
     """
     return native.kernel_times() if IMPORT_ERROR is None else {}
 
 
 def supported_isas() -> tuple[str, ...]:
-    """Instruction sets that were compiled in and that this machine has, from the plainest to the best."""
+    """Instruction sets that were compiled in and that this machine has,
+    from the plainest to the best."""
     return tuple(native.supported_isas())
 
 
 def emulated_isas() -> tuple[str, ...]:
-    """Instruction sets that this machine lacks and can act out, slowly: for tests, through `set_isa`."""
+    """Instruction sets that this machine lacks and can act out, slowly: for tests,
+    through `set_isa`."""
     return tuple(native.emulated_isas())
 
 
@@ -106,7 +117,8 @@ def isa() -> str:
 
 
 def set_isa(name: str) -> None:
-    """Use another supported instruction set, for tests and measurements. Weights packed before stay valid."""
+    """Use another supported instruction set, for tests and measurements.
+    Weights packed before stay valid."""
     if name not in supported_isas() + emulated_isas():
         raise ConfigError(f"instruction set {name!r} is not one of {', '.join(supported_isas())}")
     native.set_isa(name)

@@ -1,16 +1,18 @@
 """Types of the extension module (csrc/cpu).
 
-Pointers are addresses of contiguous CPU memory. How much memory lies behind one is not known here: that a tensor has
-the shape that goes with it is checked by `quire.kernels.cpu` before its address is passed. Everything else is checked
-before anything is read or written, and raises ValueError (IndexError for a token id): codes (dtypes are 0 for float32
-and 1 for bfloat16), counts and sizes, null and unaligned addresses, numbers that must be finite, indices that come from
-tensors (tokens, slots, blocks, positions, rows), and outputs that overlap with inputs.
+Pointers are addresses of contiguous CPU memory. How much memory lies behind one is not known here:
+that a tensor has the shape that goes with it is checked by `quire.kernels.cpu` before its address
+is passed. Everything else is checked before anything is read or written, and raises ValueError
+(IndexError for a token id): codes (dtypes are 0 for float32 and 1 for bfloat16), counts and sizes,
+null and unaligned addresses, numbers that must be finite, indices that come from tensors (tokens,
+slots, blocks, positions, rows), and outputs that overlap with inputs.
 """
 
 from typing import overload
 
 def kernel_times() -> dict[str, float]:
-    """Seconds that kernels have run for in this process: linear, attention, elementwise, sampling."""
+    """Seconds that kernels have run for in this process: linear, attention, elementwise,
+    sampling."""
 
 MAX_THREADS: int
 
@@ -42,11 +44,22 @@ class LinearWeight:
 
 def pack(weight: LinearWeight, values: int, /) -> None: ...
 def pack_quantized(weight: LinearWeight, values: int, scales: int, offsets: int, /) -> None: ...
-def linear(weight: LinearWeight, x: int, x_dtype: int, num_rows: int, out: int, out_dtype: int, /) -> None: ...
-def linear_gated(
-    weight: LinearWeight, activation: int, x: int, x_dtype: int, num_rows: int, out: int, out_dtype: int, /
+def linear(
+    weight: LinearWeight, x: int, x_dtype: int, num_rows: int, out: int, out_dtype: int, /
 ) -> None: ...
-def linear_peaks(weight: LinearWeight, x: int, x_dtype: int, num_rows: int, ids: int, values: int, /) -> None: ...
+def linear_gated(
+    weight: LinearWeight,
+    activation: int,
+    x: int,
+    x_dtype: int,
+    num_rows: int,
+    out: int,
+    out_dtype: int,
+    /,
+) -> None: ...
+def linear_peaks(
+    weight: LinearWeight, x: int, x_dtype: int, num_rows: int, ids: int, values: int, /
+) -> None: ...
 def linear_draws(
     weight: LinearWeight,
     x: int,
@@ -64,12 +77,15 @@ def linear_draws(
 ) -> None: ...
 
 class Loading:
-    """Reads weights out of files and packs them on threads that need no interpreter; see csrc/cpu/loading.cpp."""
+    """Reads weights out of files and packs them on threads that need no interpreter;
+    see csrc/cpu/loading.cpp."""
 
     def __init__(self, owner: object, /) -> None: ...
     @staticmethod
     def num_bytes(dtype: int, num_outputs: int, num_inputs: int, /) -> int: ...
-    def add(self, data: int, dtype: int, is_table: bool, num_outputs: int, num_inputs: int, /) -> None: ...
+    def add(
+        self, data: int, dtype: int, is_table: bool, num_outputs: int, num_inputs: int, /
+    ) -> None: ...
     def add_part(self, file: int, start: int, num_rows: int, type: int, /) -> None: ...
     def start(self, library: str, /) -> None: ...
     def finish(self, num_threads: int, /) -> None: ...
@@ -102,11 +118,22 @@ def rms_norm(
     /,
 ) -> None: ...
 def layer_norm(
-    x: int, weight: int, bias: int, out: int, dtype: int, weight_dtype: int, num_rows: int, width: int, eps: float, /
+    x: int,
+    weight: int,
+    bias: int,
+    out: int,
+    dtype: int,
+    weight_dtype: int,
+    num_rows: int,
+    width: int,
+    eps: float,
+    /,
 ) -> None: ...
 def is_finite(x: int, dtype: int, count: int, /) -> bool: ...
 def activate(x: int, out: int, dtype: int, activation: int, count: int, /) -> None: ...
-def gated(gate_up: int, out: int, dtype: int, activation: int, num_rows: int, width: int, /) -> None: ...
+def gated(
+    gate_up: int, out: int, dtype: int, activation: int, num_rows: int, width: int, /
+) -> None: ...
 def rope(
     x: int,
     positions: int,
@@ -146,7 +173,9 @@ def write_kv(
     block_size: int,
     /,
 ) -> None: ...
-def copy_blocks(cache: int, num_blocks: int, block_bytes: int, sources: int, destinations: int, count: int, /) -> None: ...
+def copy_blocks(
+    cache: int, num_blocks: int, block_bytes: int, sources: int, destinations: int, count: int, /
+) -> None: ...
 def paged_attention(
     query: int,
     out: int,
@@ -182,7 +211,9 @@ def shared_prefixes(
     max_members: int,
     /,
 ) -> list[tuple[int, list[int]]]: ...
-def sampling_peaks(logits: int, num_rows: int, num_tokens: int, ids: int, values: int, /) -> None: ...
+def sampling_peaks(
+    logits: int, num_rows: int, num_tokens: int, ids: int, values: int, /
+) -> None: ...
 def sampling_penalise(
     logits: int,
     num_rows: int,
@@ -199,7 +230,8 @@ def sampling_penalise(
     /,
 ) -> None: ...
 
-# The arguments that the next three begin with: logits, num_rows, num_tokens, row, peak, scale, count.
+# The arguments that the next three begin with: logits, num_rows, num_tokens, row, peak, scale,
+# count.
 def sampling_cuts(*arguments: int) -> None:
     """... top_k, top_p, floor, values, ids"""
 
@@ -211,10 +243,19 @@ def sampling_score(*arguments: int) -> None:
 
 def sampling_noise(seed: int, position: int, num_tokens: int, out: int, /) -> None: ...
 
-# What a program is made of (csrc/cpu/program.hpp). Nothing here keeps memory alive; 0 stands for an address that is absent.
+# What a program is made of (csrc/cpu/program.hpp). Nothing here keeps memory alive; 0 stands for an
+# address that is absent.
 class NormWeight:
     def __init__(
-        self, *, weight: int, bias: int, dtype: int, width: int, eps: float, offset: float, is_layer: bool
+        self,
+        *,
+        weight: int,
+        bias: int,
+        dtype: int,
+        width: int,
+        eps: float,
+        offset: float,
+        is_layer: bool,
     ) -> None: ...
 
 class KVCache:
@@ -231,7 +272,8 @@ class KVCache:
     ) -> None: ...
 
 class Operations:
-    """A list of operations. Values are (column in the arena, width); the result is at column -1, `width` wide."""
+    """A list of operations. Values are (column in the arena, width); the result is at column -1,
+    `width` wide."""
 
     def __init__(self, dtype: int, width: int) -> None: ...
     def add(
@@ -256,7 +298,8 @@ class Operations:
         soft_cap: float,
         window: int,
     ) -> None:
-        """`kind` and its fields: see csrc/cpu/program.hpp. `is_narrow`: it computes the wanted tokens' rows alone."""
+        """`kind` and its fields: see csrc/cpu/program.hpp. `is_narrow`:
+        it computes the wanted tokens' rows alone."""
 
 class Program:
     """`whole`, and what runs instead where no more than half of the hidden states are wanted."""

@@ -1,6 +1,7 @@
 """Paged attention and cache movement on the CPU: checks, and calls into the extension.
 
-The cache may hold any of its formats beside float32 or bfloat16 activations: values are converted on the way.
+The cache may hold any of its formats beside float32 or bfloat16 activations: values are converted
+on the way.
 """
 
 from __future__ import annotations
@@ -9,7 +10,14 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu import _native
-from quire.kernels.cpu.checks import address, float_code, heads_address, indices_address, int32_address, require
+from quire.kernels.cpu.checks import (
+    address,
+    float_code,
+    heads_address,
+    indices_address,
+    int32_address,
+    require,
+)
 from quire.kernels.interface import AttentionBatch
 from quire.kernels.kv_cache import head_size_of
 
@@ -17,14 +25,22 @@ MAX_HEAD_SIZE = 512
 KV_FORMAT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 
 
-def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-    """See `Kernels.write_kv`; key and value may be views whose last two dimensions are contiguous."""
+def write_kv(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
+) -> None:
+    """See `Kernels.write_kv`; key and value may be views whose last two
+    dimensions are contiguous."""
     key_data, value_data = heads_address(key, "key"), heads_address(value, "value")
     num_blocks, num_kv_heads, block_size, head_size = _cache_shape(key_cache, value_cache)
     num_tokens = key.shape[0]
-    if key.shape != (num_tokens, num_kv_heads, head_size) or value.shape != key.shape or value.dtype != key.dtype:
+    if (
+        key.shape != (num_tokens, num_kv_heads, head_size)
+        or value.shape != key.shape
+        or value.dtype != key.dtype
+    ):
         raise ValueError(
-            f"write_kv: key {key.dtype} {list(key.shape)} and value {value.dtype} {list(value.shape)} do not fit "
+            f"write_kv: key {key.dtype} {list(key.shape)} and value {value.dtype} "
+            f"{list(value.shape)} do not fit "
             f"a cache {list(key_cache.shape)}"
         )
     _native.write_kv(
@@ -54,7 +70,9 @@ def copy_blocks(caches: list[Tensor], sources: Tensor, destinations: Tensor) -> 
         require(cache.dim() >= 1, "copy_blocks: expected caches [B, ...]", cache)
         num_blocks = cache.shape[0]
         block_bytes = cache.nbytes // max(num_blocks, 1)
-        _native.copy_blocks(address(cache, "cache"), num_blocks, block_bytes, source_data, destination_data, count)
+        _native.copy_blocks(
+            address(cache, "cache"), num_blocks, block_bytes, source_data, destination_data, count
+        )
 
 
 def paged_attention(
@@ -67,17 +85,26 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """See `Kernels.paged_attention`; the query may be a view whose last two dimensions are contiguous."""
+    """See `Kernels.paged_attention`; the query may be a view whose last two
+    dimensions are contiguous."""
     query_data = heads_address(query, "query")
     num_tokens, num_heads, head_size = query.shape
     num_blocks, num_kv_heads, block_size, cache_head_size = _cache_shape(key_cache, value_cache)
-    if head_size != cache_head_size or num_kv_heads == 0 or num_heads % num_kv_heads or head_size > MAX_HEAD_SIZE:
+    if (
+        head_size != cache_head_size
+        or num_kv_heads == 0
+        or num_heads % num_kv_heads
+        or head_size > MAX_HEAD_SIZE
+    ):
         raise ValueError(
-            f"paged_attention: query {list(query.shape)} does not fit a cache {list(key_cache.shape)} "
+            f"paged_attention: query {list(query.shape)} does not fit a cache "
+            f"{list(key_cache.shape)} "
             f"(heads must be a multiple of KV heads, and the head size at most {MAX_HEAD_SIZE})"
         )
     if (window is not None and window < 1) or (soft_cap is not None and not soft_cap > 0.0):
-        raise ValueError(f"paged_attention: window={window} and soft_cap={soft_cap} must be above zero, or None")
+        raise ValueError(
+            f"paged_attention: window={window} and soft_cap={soft_cap} must be above zero, or None"
+        )
     num_sequences = check_batch(batch)
     out = torch.empty((num_tokens, num_heads, head_size), dtype=query.dtype)
     _native.paged_attention(
@@ -108,7 +135,11 @@ def paged_attention(
 
 def _cache_shape(key_cache: Tensor, value_cache: Tensor) -> tuple[int, int, int, int]:
     """(B, KV heads, block size, D) of two caches that agree."""
-    if key_cache.dim() != 4 or value_cache.shape != key_cache.shape or value_cache.dtype != key_cache.dtype:
+    if (
+        key_cache.dim() != 4
+        or value_cache.shape != key_cache.shape
+        or value_cache.dtype != key_cache.dtype
+    ):
         raise ValueError(
             f"caches are {key_cache.dtype} {list(key_cache.shape)} and {value_cache.dtype} "
             f"{list(value_cache.shape)}; expected [B, KV heads, block size, row] twice"
@@ -142,7 +173,10 @@ def check_batch(batch: AttentionBatch) -> int:
         and batch.query_start.shape == (num_sequences + 1,)
         and batch.block_tables.dim() == 2
         and batch.block_tables.shape[0] == num_sequences,
-        "paged_attention: expected query_start [S + 1], context_len [S], block_tables [S, max blocks]",
+        (
+            "paged_attention: expected query_start [S + 1], context_len [S], block_tables [S, "
+            "max blocks]"
+        ),
         batch.query_start,
         batch.context_len,
         batch.block_tables,

@@ -1,7 +1,8 @@
-"""What stands between a tensor and a raw pointer: every check of device, dtype, shape and layout, in one place.
+"""What stands between a tensor and a raw pointer: every check of device, dtype, shape and layout,
+in one place.
 
-A failed check is a bug of the caller's, hence TypeError and ValueError. The functions are small because a step calls
-them some fifty times a layer.
+A failed check is a bug of the caller's, hence TypeError and ValueError. The functions are small
+because a step calls them some fifty times a layer.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def address(tensor: Tensor, name: str) -> int:
     if not tensor.is_cpu:
         raise ValueError(f"{name} is on {tensor.device}, not on the CPU")
     if not tensor.is_contiguous():
-        raise ValueError(f"{name} {list(tensor.shape)} is not contiguous (strides {list(tensor.stride())})")
+        raise ValueError(
+            f"{name} {list(tensor.shape)} is not contiguous (strides {list(tensor.stride())})"
+        )
     return tensor.data_ptr()
 
 
@@ -47,7 +50,9 @@ def heads_address(tensor: Tensor, name: str) -> int:
     _, heads, head_size = tensor.shape
     _, head_stride, stride = tensor.stride()
     if (stride != 1 and head_size > 1) or (head_stride != head_size and heads > 1):
-        raise ValueError(f"{name}: heads and their elements are not contiguous (strides {list(tensor.stride())})")
+        raise ValueError(
+            f"{name}: heads and their elements are not contiguous (strides {list(tensor.stride())})"
+        )
     return tensor.data_ptr()
 
 
@@ -70,12 +75,16 @@ def int32_address(tensor: Tensor, name: str) -> int:
 def require(condition: bool, message: str, *tensors: Tensor | None) -> None:
     """ValueError with `message` and the shapes of `tensors` unless `condition`."""
     if not condition:
-        shapes = ", ".join("None" if tensor is None else str(list(tensor.shape)) for tensor in tensors)
+        shapes = ", ".join(
+            "None" if tensor is None else str(list(tensor.shape)) for tensor in tensors
+        )
         raise ValueError(f"{message}; got {shapes}" if shapes else message)
 
 
 def vector_address(tensor: Tensor, name: str, dtype: torch.dtype, count: int) -> int:
     """Of [count] of this dtype."""
     if tensor.dtype != dtype or tensor.shape != (count,):
-        raise TypeError(f"{name} is {tensor.dtype} {list(tensor.shape)}; expected {dtype} [{count}]")
+        raise TypeError(
+            f"{name} is {tensor.dtype} {list(tensor.shape)}; expected {dtype} [{count}]"
+        )
     return address(tensor, name)

@@ -1,5 +1,6 @@
-"""Whether an extension module is the one that a stub file declares. nanobind keeps each function's signature, so the module
-tells of itself, and nothing has to be numbered. Compared are names and numbers of parameters; types are the type checker's.
+"""Whether an extension module is the one that a stub file declares. nanobind keeps each function's
+signature, so the module tells of itself, and nothing has to be numbered. Compared are names and
+numbers of parameters; types are the type checker's.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from types import ModuleType
 from typing import Any
 
 Counts = dict[str, set[int]]
-"""By name: the numbers of parameters of its overloads; none for what is not called, or takes any."""
+"""By name: the numbers of parameters of its overloads; none for what is not called,
+or takes any."""
 
 
 def differences(module: ModuleType, stub: str) -> list[str]:
@@ -31,7 +33,9 @@ def _declared(body: list[ast.stmt], prefix: str = "") -> Counts:
             counts[prefix + node.name] = set()
             counts |= _declared(node.body, f"{prefix}{node.name}.")
         elif isinstance(node, ast.FunctionDef):
-            is_property = any(isinstance(each, ast.Name) and each.id == "property" for each in node.decorator_list)
+            is_property = any(
+                isinstance(each, ast.Name) and each.id == "property" for each in node.decorator_list
+            )
             takes_any = is_property or node.args.vararg is not None
             counts.setdefault(prefix + node.name, set()).update(() if takes_any else {_count(node)})
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):

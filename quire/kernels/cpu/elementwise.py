@@ -1,4 +1,5 @@
-"""Norms, activations, rotary embedding and embedding lookup on the CPU: checks, and calls into the extension."""
+"""Norms, activations, rotary embedding and embedding lookup on the CPU: checks,
+and calls into the extension."""
 
 from __future__ import annotations
 
@@ -6,17 +7,30 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu import _native
-from quire.kernels.cpu.checks import activation_code, address, float_code, heads_address, indices_address, require
+from quire.kernels.cpu.checks import (
+    activation_code,
+    address,
+    float_code,
+    heads_address,
+    indices_address,
+    require,
+)
 from quire.kernels.cpu.linear import PackedTable
 from quire.kernels.interface import EmbeddingTable
 from quire.program.operations import Activation
 
 
 def embedding(token_ids: Tensor, table: EmbeddingTable) -> Tensor:
-    """Gather rows of `table [V, H]`, a tensor or a `PackedTable`; an id outside it raises IndexError."""
+    """Gather rows of `table [V, H]`, a tensor or a `PackedTable`;
+    an id outside it raises IndexError."""
     num_tokens, width = token_ids.numel(), table.shape[-1]
     out = torch.empty((num_tokens, width), dtype=table.dtype)
-    _native.embedding(native_lookup(table), indices_address(token_ids, "token_ids", num_tokens), num_tokens, out.data_ptr())
+    _native.embedding(
+        native_lookup(table),
+        indices_address(token_ids, "token_ids", num_tokens),
+        num_tokens,
+        out.data_ptr(),
+    )
     return out
 
 
@@ -31,7 +45,8 @@ def native_lookup(table: EmbeddingTable) -> _native.Lookup:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0) -> Tensor:
-    """See `Kernels.rms_norm`; the weight may be float32 beside bfloat16 x, and the other way round."""
+    """See `Kernels.rms_norm`; the weight may be float32 beside bfloat16 x,
+    and the other way round."""
     width = _norm_width(x, weight)
     out = torch.empty_like(x)
     _native.rms_norm(
@@ -56,7 +71,10 @@ def add_rms_norm(
     """See `Kernels.add_rms_norm`: one pass over the rows."""
     width = _norm_width(x, weight)
     if residual.shape != x.shape or residual.dtype != x.dtype:
-        raise ValueError(f"add_rms_norm: x is {x.dtype} {list(x.shape)}, residual {residual.dtype} {list(residual.shape)}")
+        raise ValueError(
+            f"add_rms_norm: x is {x.dtype} {list(x.shape)}, residual {residual.dtype} "
+            f"{list(residual.shape)}"
+        )
     out, total = torch.empty_like(x), torch.empty_like(x)
     _native.rms_norm(
         address(x, "x"),
@@ -78,7 +96,9 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     """See `Kernels.layer_norm`."""
     width = _norm_width(x, weight)
     if bias is not None and (bias.shape != weight.shape or bias.dtype != weight.dtype):
-        raise ValueError(f"layer_norm: weight is {weight.dtype} [{width}], bias {bias.dtype} {list(bias.shape)}")
+        raise ValueError(
+            f"layer_norm: weight is {weight.dtype} [{width}], bias {bias.dtype} {list(bias.shape)}"
+        )
     out = torch.empty_like(x)
     _native.layer_norm(
         address(x, "x"),
@@ -97,7 +117,9 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 def _norm_width(x: Tensor, weight: Tensor) -> int:
     """H of x [..., H] and weight [H], both fit to be read."""
     if weight.dim() != 1 or x.dim() < 1 or x.shape[-1] != weight.shape[0] or weight.shape[0] == 0:
-        raise ValueError(f"norm: x is {list(x.shape)} and weight {list(weight.shape)}; expected [..., H] and [H]")
+        raise ValueError(
+            f"norm: x is {list(x.shape)} and weight {list(weight.shape)}; expected [..., H] and [H]"
+        )
     address(weight, "weight")
     return weight.shape[0]
 
@@ -110,7 +132,9 @@ def is_finite(x: Tensor) -> bool:
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """Elementwise activation of a tensor of any shape."""
     out = torch.empty_like(x)
-    _native.activate(address(x, "x"), out.data_ptr(), float_code(x, "x"), activation_code(activation), x.numel())
+    _native.activate(
+        address(x, "x"), out.data_ptr(), float_code(x, "x"), activation_code(activation), x.numel()
+    )
     return out
 
 
@@ -127,7 +151,11 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
 
 def rope(x: Tensor, positions: Tensor, cos_sin: Tensor, *, interleaved: bool = False) -> None:
     """See `Kernels.rope`; a position outside the table raises ValueError."""
-    require(cos_sin.dim() == 3 and cos_sin.shape[1] == 2, "rope: expected cos_sin [P, 2, R / 2]", cos_sin)
+    require(
+        cos_sin.dim() == 3 and cos_sin.shape[1] == 2,
+        "rope: expected cos_sin [P, 2, R / 2]",
+        cos_sin,
+    )
     if cos_sin.dtype != torch.float32:
         raise TypeError(f"rope: cos_sin is {cos_sin.dtype}; expected float32")
     data = heads_address(x, "x")

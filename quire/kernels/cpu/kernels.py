@@ -1,4 +1,5 @@
-"""`CpuKernels`: the functions of this folder as one object with the shape of the `Kernels` protocol."""
+"""`CpuKernels`: the functions of this folder as one object with the shape
+of the `Kernels` protocol."""
 
 from __future__ import annotations
 
@@ -9,11 +10,13 @@ from quire.kernels.reference import elementwise as reference_elementwise
 
 
 class CpuKernels:
-    """The whole `Kernels` protocol in native code, for float32 and bfloat16 on the CPU. Holds no state."""
+    """The whole `Kernels` protocol in native code, for float32 and bfloat16 on the CPU.
+    Holds no state."""
 
     name = "cpu"
     device = torch.device("cpu")
-    shared_prefix_unit: int | None = None  # native code finds those who share by itself (csrc/cpu/shared_prefixes.hpp)
+    # native code finds those who share by itself (csrc/cpu/shared_prefixes.hpp)
+    shared_prefix_unit: int | None = None
 
     pack_linear = staticmethod(linear.pack_linear)
     pack_quantized = staticmethod(linear.pack_quantized)

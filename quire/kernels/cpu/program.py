@@ -1,4 +1,5 @@
-"""A program behind one native call (csrc/cpu/program.cpp): its weights are checked once, a step's tensors at each call.
+"""A program behind one native call (csrc/cpu/program.cpp): its weights are checked once, a step's
+tensors at each call.
 
 Owns the tensors that the native operations point to, and where values lie in the arena.
 """
@@ -34,13 +35,15 @@ from quire.program.operations import Program
 from quire.program.passes import fuse_add_norm, fuse_heads, select_wanted
 
 KINDS: dict[type[ops.Operation], int] = {
-    ops.Embed: 0, ops.Scale: 1, ops.Add: 2, ops.Norm: 3, ops.AddNorm: 3, ops.Linear: 4, ops.GatedLinear: 5, ops.Activate: 6,
-    ops.PrepareHeads: 7, ops.Attend: 8, ops.Select: 9, ops.Scatter: 10,
+    ops.Embed: 0, ops.Scale: 1, ops.Add: 2, ops.Norm: 3, ops.AddNorm: 3, ops.Linear: 4,
+    ops.GatedLinear: 5, ops.Activate: 6, ops.PrepareHeads: 7, ops.Attend: 8, ops.Select: 9,
+    ops.Scatter: 10,
 }  # fmt: skip
 """The extension's numbers (csrc/cpu/program.hpp)."""
 NO_FIELDS: dict[str, Any] = {
-    "table": None, "of_positions": False, "factor": 1.0, "norm": None, "key_norm": None, "weight": None, "first_output": 0,
-    "activation": 0, "heads": (0, 0, 1), "rope": 0, "rope_half": 0, "cache": -1, "scale": 1.0, "soft_cap": 0.0, "window": 0,
+    "table": None, "of_positions": False, "factor": 1.0, "norm": None, "key_norm": None,
+    "weight": None, "first_output": 0, "activation": 0, "heads": (0, 0, 1), "rope": 0,
+    "rope_half": 0, "cache": -1, "scale": 1.0, "soft_cap": 0.0, "window": 0,
 }  # fmt: skip
 """What an operation has where its kind says nothing."""
 PANEL = 16
@@ -49,10 +52,16 @@ PANEL = 16
 
 def reasons_against(program: Program) -> list[str]:
     """See `Kernels.reasons_against`."""
-    unknown = {type(each).__name__ for each in _fused(program).operations if type(each) not in KINDS}
+    unknown = {
+        type(each).__name__ for each in _fused(program).operations if type(each) not in KINDS
+    }
     sizes = {each.heads.head_dim for each in program.operations if isinstance(each, ops.Attend)}
     reasons = [f"has no operation {name}" for name in sorted(unknown)]
-    return reasons + [f"has heads of at most {MAX_HEAD_SIZE}, not of {size}" for size in sorted(sizes) if size > MAX_HEAD_SIZE]
+    return reasons + [
+        f"has heads of at most {MAX_HEAD_SIZE}, not of {size}"
+        for size in sorted(sizes)
+        if size > MAX_HEAD_SIZE
+    ]
 
 
 def _fused(program: Program) -> Program:
@@ -67,7 +76,9 @@ class NativeProgram:
         self._width, self._dtype = program.widths[program.result], weights.tables[0].dtype
         whole = _Writer(_fused(program), weights).written()
         wanted = _Writer(_fused(select_wanted(program, PANEL)), weights).written()
-        num_positions = min([weights.max_model_len, *(table.shape[0] for table in weights.tables[1:])])
+        num_positions = min(
+            [weights.max_model_len, *(table.shape[0] for table in weights.tables[1:])]
+        )
         self._native = _native.Program(whole, wanted, num_positions)
         self._caches: list[weakref.ref[Tensor]] = []
 
@@ -93,16 +104,21 @@ class NativeProgram:
             num_tokens,
             int32_address(batch.block_tables, "block_tables"),
             batch.block_tables.shape[1],
-            0 if num_wanted is None else vector_address(num_wanted, "num_wanted", torch.int32, num_sequences),
+            0
+            if num_wanted is None
+            else vector_address(num_wanted, "num_wanted", torch.int32, num_sequences),
             out.data_ptr(),
         )
         return out
 
     def _attach(self, kv_caches: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Point the native step to these caches, unless they are those of the last call. Does not keep them alive."""
+        """Point the native step to these caches, unless they are those of the last call.
+        Does not keep them alive."""
         tensors = [tensor for pair in kv_caches for tensor in pair]
         known = self._caches
-        if len(known) == len(tensors) and all(ref() is tensor for ref, tensor in zip(known, tensors, strict=True)):
+        if len(known) == len(tensors) and all(
+            ref() is tensor for ref, tensor in zip(known, tensors, strict=True)
+        ):
             return
         self._native.set_caches([native_cache(*pair) for pair in kv_caches])
         self._caches = [weakref.ref(tensor) for tensor in tensors]
@@ -120,36 +136,60 @@ class _Writer:
         native = _native.Operations(FLOAT_CODES[self._dtype], program.widths[program.result])
         places = list(zip(place_values(program).columns, program.widths, strict=True))
         for operation, is_narrow in zip(program.operations, program.rows_wanted(), strict=True):
-            inputs, outputs = ([places[value] for value in values] for values in (operation.inputs, operation.outputs))
-            native.add(KINDS[type(operation)], is_narrow, inputs, outputs, **NO_FIELDS | self._fields(operation))
+            inputs, outputs = (
+                [places[value] for value in values]
+                for values in (operation.inputs, operation.outputs)
+            )
+            native.add(
+                KINDS[type(operation)],
+                is_narrow,
+                inputs,
+                outputs,
+                **NO_FIELDS | self._fields(operation),
+            )
         return native
 
     def _fields(self, operation: ops.Operation) -> dict[str, Any]:
         """What the extension needs to know besides values."""
         match operation:
             case ops.Embed(table=table, of=of):
-                return {"table": native_lookup(self._weights.tables[table]), "of_positions": of == "positions"}
+                return {
+                    "table": native_lookup(self._weights.tables[table]),
+                    "of_positions": of == "positions",
+                }
             case ops.Scale(factor=factor):
                 return {"factor": rounded(factor, self._dtype)}
             case ops.Norm(norm=norm) | ops.AddNorm(norm=norm):
                 return {"norm": self._norm_weight(norm)}
             case ops.Linear(weight=weight, columns=columns):
-                return {"weight": self._linear_weight(weight), "first_output": 0 if columns is None else columns.start}
+                return {
+                    "weight": self._linear_weight(weight),
+                    "first_output": 0 if columns is None else columns.start,
+                }
             case ops.GatedLinear(weight=weight, activation=activation):
-                return {"weight": self._linear_weight(weight), "activation": activation_code(activation)}
+                return {
+                    "weight": self._linear_weight(weight),
+                    "activation": activation_code(activation),
+                }
             case ops.Activate(activation=activation):
                 return {"activation": activation_code(activation)}
             case ops.PrepareHeads():
                 return self._preparation(operation)
-            case ops.Attend(heads=heads, cache=cache, scale=scale, soft_cap=soft_cap, window=window):
+            case ops.Attend(
+                heads=heads, cache=cache, scale=scale, soft_cap=soft_cap, window=window
+            ):
                 return {
-                    "heads": heads.sizes, "cache": cache, "scale": scale, "soft_cap": soft_cap or 0.0, "window": window or 0,
+                    "heads": heads.sizes, "cache": cache, "scale": scale,
+                    "soft_cap": soft_cap or 0.0, "window": window or 0,
                 }  # fmt: skip
         return {}
 
     def _preparation(self, operation: ops.PrepareHeads) -> dict[str, Any]:
         fields: dict[str, Any] = {"heads": operation.heads.sizes}
-        for name, norm in (("norm", operation.norm_of("queries")), ("key_norm", operation.norm_of("keys"))):
+        for name, norm in (
+            ("norm", operation.norm_of("queries")),
+            ("key_norm", operation.norm_of("keys")),
+        ):
             if norm is not None:
                 fields[name] = self._norm_weight(norm)
         if operation.table is not None:
@@ -162,13 +202,21 @@ class _Writer:
     def _linear_weight(self, index: int) -> _native.LinearWeight:
         weight = self._weights.linears[index]
         if not isinstance(weight, CpuLinear):
-            raise TypeError(f"step: a weight was packed by another back end ({type(weight).__name__})")
+            raise TypeError(
+                f"step: a weight was packed by another back end ({type(weight).__name__})"
+            )
         return weight.native
 
     def _rope(self, index: int, head_dim: int) -> Tensor:
         table, length = self._weights.ropes[index], self._weights.max_model_len
-        fits = table.dtype == torch.float32 and table.shape == (length, 2, table.shape[-1]) and 2 * table.shape[-1] <= head_dim
-        require(fits, f"step: expected RoPE float32 [{length}, 2, R / 2] for heads of {head_dim}", table)
+        fits = (
+            table.dtype == torch.float32
+            and table.shape == (length, 2, table.shape[-1])
+            and 2 * table.shape[-1] <= head_dim
+        )
+        require(
+            fits, f"step: expected RoPE float32 [{length}, 2, R / 2] for heads of {head_dim}", table
+        )
         return table
 
     def _norm_weight(self, norm: ops.NormWeights) -> _native.NormWeight:
@@ -176,7 +224,10 @@ class _Writer:
         bias = None if norm.bias is None else self._weights.vectors[norm.bias]
         require(weight.shape == (norm.size,), f"step: expected a norm over {norm.size}", weight)
         if bias is not None and (bias.shape != weight.shape or bias.dtype != weight.dtype):
-            raise ValueError(f"step: a norm of {weight.dtype} {list(weight.shape)} with bias {bias.dtype} {list(bias.shape)}")
+            raise ValueError(
+                f"step: a norm of {weight.dtype} {list(weight.shape)} with bias {bias.dtype} "
+                f"{list(bias.shape)}"
+            )
         return _native.NormWeight(
             weight=address(weight, "norm"),
             bias=0 if bias is None else address(bias, "norm bias"),

@@ -1,6 +1,8 @@
-"""The native sampling kernels (csrc/cpu/sampling.cpp): the reference's results to the bit, a row to a thread.
+"""The native sampling kernels (csrc/cpu/sampling.cpp): the reference's results to the bit, a row to
+a thread.
 
-Owns the checks between tensors and raw pointers, as `checks` does for the other kernels, and nothing of the arithmetic.
+Owns the checks between tensors and raw pointers, as `checks` does for the other kernels, and
+nothing of the arithmetic.
 """
 
 from __future__ import annotations
@@ -68,7 +70,15 @@ class NativeSampling:
         )
         return token_ids
 
-    def score(self, logits: Tensor, rows: ScaledRows, cuts: Cuts | None, token_ids: Tensor, *, num_top: int = 0) -> Scores:
+    def score(
+        self,
+        logits: Tensor,
+        rows: ScaledRows,
+        cuts: Cuts | None,
+        token_ids: Tensor,
+        *,
+        num_top: int = 0,
+    ) -> Scores:
         count = rows.row.numel()
         total, rank = torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=torch.int64)
         top_ids = torch.empty((count, num_top), dtype=torch.int64)
@@ -93,7 +103,9 @@ def gumbel_noise(seed: int, position: int, num_tokens: int) -> Tensor:
 
 def _logits_arguments(logits: Tensor) -> tuple[int, int, int]:
     if logits.dtype is not torch.float32 or logits.dim() != 2 or logits.shape[1] == 0:
-        raise TypeError(f"logits are {logits.dtype} {list(logits.shape)}; expected float32 [R, V], V above 0")
+        raise TypeError(
+            f"logits are {logits.dtype} {list(logits.shape)}; expected float32 [R, V], V above 0"
+        )
     return (address(logits, "logits"), *logits.shape)
 
 

@@ -1,8 +1,10 @@
-"""The reference back end: plain torch, slow, obviously right, and the specification of every other back end.
+"""The reference back end: plain torch, slow, obviously right, and the specification of every other
+back end.
 
-Owns the meaning of each operation in `quire.kernels.interface.Kernels`. It computes row by row (a projection) or
-sequence by sequence and query row by query row (attention), in float32, so that a row's arithmetic cannot depend on
-what else is in the call. It never looks for speed, and runs on any torch device.
+Owns the meaning of each operation in `quire.kernels.interface.Kernels`. It computes row by row (a
+projection) or sequence by sequence and query row by query row (attention), in float32, so that a
+row's arithmetic cannot depend on what else is in the call. It never looks for speed, and runs on
+any torch device.
 """
 
 from quire.kernels.reference.kernels import ReferenceKernels

@@ -1,4 +1,5 @@
-"""Reference paged attention and cache movement: gather a sequence's keys and values, then plain softmax, row by row."""
+"""Reference paged attention and cache movement: gather a sequence's keys and values,
+then plain softmax, row by row."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ _LEAST_SCALE = 2.0**-126
 """The least normal float32, so that a row of zeros divides by something."""
 
 
-def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+def write_kv(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
+) -> None:
     """Scatter [T, KV heads, D] into caches [B, KV heads, block size, row]."""
     block_size = key_cache.shape[2]
     blocks, offsets = slots // block_size, slots % block_size
@@ -29,7 +32,9 @@ def _stored(rows: Tensor, dtype: torch.dtype) -> Tensor:
     x = rows.float()
     scale = (x.abs().amax(-1, keepdim=True) / largest).clamp(min=_LEAST_SCALE)
     scaled = x / scale
-    elements = scaled.round().to(torch.int8) if dtype is torch.int8 else scaled.to(dtype).view(torch.int8)
+    elements = (
+        scaled.round().to(torch.int8) if dtype is torch.int8 else scaled.to(dtype).view(torch.int8)
+    )
     return torch.cat([elements, scale.view(torch.int8)], dim=-1).view(dtype)
 
 
@@ -38,7 +43,10 @@ def _loaded(stored: Tensor) -> Tensor:
     if stored.dtype not in LARGEST:
         return stored.float()
     head_size = head_size_of(stored)
-    elements, scale = stored[..., :head_size].contiguous(), stored.view(torch.int8)[..., head_size:].contiguous()
+    elements, scale = (
+        stored[..., :head_size].contiguous(),
+        stored.view(torch.int8)[..., head_size:].contiguous(),
+    )
     return elements.float() * scale.view(torch.float32)
 
 
@@ -63,7 +71,8 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """One query row at a time over the keys it can see, so nothing else in the batch can reach its arithmetic."""
+    """One query row at a time over the keys it can see,
+    so nothing else in the batch can reach its arithmetic."""
     out = torch.empty_like(query)
     query_start, context_len = batch.query_start.tolist(), batch.context_len.tolist()
     for index, context in enumerate(context_len):
@@ -74,7 +83,9 @@ def paged_attention(
             last = context - (end - row)  # this row's own position
             first = 0 if window is None else max(0, last - window + 1)
             seen = slice(first, last + 1)
-            out[row] = _attend(query[row].float(), keys[:, seen], values[:, seen], scale, soft_cap).to(out.dtype)
+            out[row] = _attend(
+                query[row].float(), keys[:, seen], values[:, seen], scale, soft_cap
+            ).to(out.dtype)
     return out
 
 
@@ -86,8 +97,11 @@ def _gather(cache: Tensor, table: Tensor, context: int) -> Tensor:
     return _loaded(rows.view(cache.dtype))
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, soft_cap: float | None) -> Tensor:
-    """Query [heads, D] against keys and values [KV heads, n, D], each KV head serving heads / KV heads query heads."""
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, soft_cap: float | None
+) -> Tensor:
+    """Query [heads, D] against keys and values [KV heads, n, D],
+    each KV head serving heads / KV heads query heads."""
     grouped = query.view(keys.shape[0], -1, query.shape[-1])
     scores = (grouped.unsqueeze(2) * keys.unsqueeze(1)).sum(-1) * scale  # [KV heads, group, n]
     if soft_cap is not None:

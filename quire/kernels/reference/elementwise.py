@@ -1,4 +1,5 @@
-"""Reference norms, activations, rotary embedding and gathers: one line of torch per line of mathematics."""
+"""Reference norms, activations, rotary embedding and gathers:
+one line of torch per line of mathematics."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def embedding(token_ids: Tensor, table: EmbeddingTable) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0) -> Tensor:
-    """Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; computed in float32, rounded once."""
+    """Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; computed in float32,
+    rounded once."""
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
     return (wide * scale * (weight.float() + weight_offset)).to(x.dtype)
@@ -38,7 +40,9 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     """Ba, Kiros and Hinton, "Layer Normalization", 2016; biased variance, in float32."""
     wide = x.float()
     centred = wide - wide.mean(dim=-1, keepdim=True)
-    normed = centred * torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps) * weight.float()
+    normed = (
+        centred * torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps) * weight.float()
+    )
     return (normed if bias is None else normed + bias.float()).to(x.dtype)
 
 
@@ -74,12 +78,15 @@ def _activation(x: Tensor, activation: Activation) -> Tensor:
 
 
 def rope(x: Tensor, positions: Tensor, cos_sin: Tensor, *, interleaved: bool = False) -> None:
-    """Su et al., "RoFormer", 2021: rotate pairs of the leading dimensions of x in place, in float32."""
+    """Su et al., "RoFormer", 2021: rotate pairs of the leading dimensions of x in place,
+    in float32."""
     half = cos_sin.shape[2]
     cos, sin = cos_sin[positions].unsqueeze(2).unbind(1)  # [T, 1, half] each
     rotated = x[..., : 2 * half]
     wide = rotated.float()
-    first, second = (wide[..., 0::2], wide[..., 1::2]) if interleaved else (wide[..., :half], wide[..., half:])
+    first, second = (
+        (wide[..., 0::2], wide[..., 1::2]) if interleaved else (wide[..., :half], wide[..., half:])
+    )
     pair = (first * cos - second * sin, second * cos + first * sin)
     turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
     rotated.copy_(turned.to(x.dtype))

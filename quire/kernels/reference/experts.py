@@ -48,27 +48,40 @@ class ReferenceExperts:
                 weights[i] = chosen / (chosen.sum() if is_normalised else shares.sum())
         return ExpertChoice(ids, weights)
 
-    def apply(self, x: Tensor, experts: PackedExperts, choice: ExpertChoice, activation: Activation) -> Tensor:
+    def apply(
+        self, x: Tensor, experts: PackedExperts, choice: ExpertChoice, activation: Activation
+    ) -> Tensor:
         if not isinstance(experts, ReferenceExpertWeights):
-            raise TypeError(f"experts: the weights were packed by another back end ({type(experts).__name__})")
+            raise TypeError(
+                f"experts: the weights were packed by another back end ({type(experts).__name__})"
+            )
         out = torch.empty_like(x)
         for t in range(x.shape[0]):
             row = x[t : t + 1]
             total = torch.zeros(1, experts.down.shape[1])
             for expert, weight in zip(choice.ids[t].tolist(), choice.weights[t], strict=True):
                 if 0 <= expert < experts.num_experts:
-                    inner = linear.gated_linear(row, linear.pack_linear(experts.up[expert]), activation)
-                    total += weight * linear.linear(inner, linear.pack_linear(experts.down[expert]), out_dtype="float32")
+                    inner = linear.gated_linear(
+                        row, linear.pack_linear(experts.up[expert]), activation
+                    )
+                    total += weight * linear.linear(
+                        inner, linear.pack_linear(experts.down[expert]), out_dtype="float32"
+                    )
             out[t] = total[0].to(x.dtype)
         return out
 
 
 def check_experts(up: Tensor, down: Tensor) -> None:
     """Raise ValueError unless the weights are [E, 2 * F, H] and [E, H, F] of one dtype."""
-    fits = up.dim() == down.dim() == 3 and up.shape == (down.shape[0], 2 * down.shape[2], down.shape[1])
+    fits = up.dim() == down.dim() == 3 and up.shape == (
+        down.shape[0],
+        2 * down.shape[2],
+        down.shape[1],
+    )
     if not fits or up.dtype != down.dtype:
         raise ValueError(
-            f"expected experts up [E, 2 * F, H] and down [E, H, F], got {up.dtype} {list(up.shape)} and {down.dtype} "
+            f"expected experts up [E, 2 * F, H] and down [E, H, F], got {up.dtype} "
+            f"{list(up.shape)} and {down.dtype} "
             f"{list(down.shape)}"
         )
 
@@ -76,4 +89,6 @@ def check_experts(up: Tensor, down: Tensor) -> None:
 def check_choice(logits: Tensor, count: int) -> None:
     """Raise ValueError unless `count` experts can be chosen of float32 logits [T, E]."""
     if logits.dtype != torch.float32 or logits.dim() != 2 or not 1 <= count <= logits.shape[1]:
-        raise ValueError(f"cannot choose {count} experts by logits {logits.dtype} {list(logits.shape)}")
+        raise ValueError(
+            f"cannot choose {count} experts by logits {logits.dtype} {list(logits.shape)}"
+        )

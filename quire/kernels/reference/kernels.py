@@ -1,4 +1,5 @@
-"""`ReferenceKernels`: the functions of this folder as one object with the shape of the `Kernels` protocol."""
+"""`ReferenceKernels`: the functions of this folder as one object with the shape
+of the `Kernels` protocol."""
 
 from __future__ import annotations
 

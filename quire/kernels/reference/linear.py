@@ -1,4 +1,5 @@
-"""Reference projections: one matrix-vector product per row, of float weights or of integers with scales."""
+"""Reference projections: one matrix-vector product per row,
+of float weights or of integers with scales."""
 
 from __future__ import annotations
 
@@ -61,16 +62,21 @@ class ReferenceQuantizedLinear:
         weight, size = self.weight, self.weight.group_size
         total = torch.zeros(self.num_outputs)
         for group, inputs in enumerate(row.view(-1, size)):
-            total += weight.scales[:, group] * torch.mv(weight.values[:, group * size : (group + 1) * size].float(), inputs)
+            total += weight.scales[:, group] * torch.mv(
+                weight.values[:, group * size : (group + 1) * size].float(), inputs
+            )
         return total * scale
 
     def _integer_product(self, quantized: Tensor) -> Tensor:
-        """int32 [K] -> float32 [N]: exact sums within each group, groups added in ascending order."""
+        """int32 [K] -> float32 [N]: exact sums within each group,
+        groups added in ascending order."""
         weight, size = self.weight, self.weight.group_size
         total = torch.zeros(self.num_outputs)
         for group in range(self.num_inputs // size):
             inputs = quantized[group * size : (group + 1) * size].to(torch.float64)
-            sums = torch.mv(weight.values[:, group * size : (group + 1) * size].to(torch.float64), inputs)
+            sums = torch.mv(
+                weight.values[:, group * size : (group + 1) * size].to(torch.float64), inputs
+            )
             total += weight.scales[:, group] * sums.float()
             if weight.offsets is not None:
                 total += weight.offsets[:, group] * inputs.sum().float()
@@ -80,7 +86,8 @@ class ReferenceQuantizedLinear:
 def quantize_row(row: Tensor) -> tuple[Tensor, Tensor]:
     """float32 [K] to int32 [K] in -127 ... 127 and the float32 scale that brings them back.
 
-    A row whose scale would be no normal number becomes zeros, scale 0; a row that is not finite zeros, scale not a number.
+    A row whose scale would be no normal number becomes zeros, scale 0; a row that is not finite
+    zeros, scale not a number.
     """
     scale = row.abs().max() / 127
     if not row.isfinite().all():
@@ -91,7 +98,8 @@ def quantize_row(row: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_row_fp8(row: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 [K] to e4m3 numbers in float32 [K] and the float32 scale that brings them back; see `Kernels.write_kv`."""
+    """float32 [K] to e4m3 numbers in float32 [K] and the float32 scale that brings them back;
+    see `Kernels.write_kv`."""
     scale = (row.abs().max() / 448).clamp(min=2.0**-126)
     if not row.isfinite().all():
         return torch.zeros_like(row), torch.full_like(scale, torch.nan)
@@ -102,7 +110,11 @@ def dequantized(weight: QuantizedWeight) -> Tensor:
     """float32 [N, K]"""
     scales = weight.scales.repeat_interleave(weight.group_size, dim=1)
     product = weight.values.float() * scales
-    return product if weight.offsets is None else product + weight.offsets.repeat_interleave(weight.group_size, dim=1)
+    return (
+        product
+        if weight.offsets is None
+        else product + weight.offsets.repeat_interleave(weight.group_size, dim=1)
+    )
 
 
 def pack_quantized(weight: QuantizedWeight, bias: Tensor | None = None) -> ReferenceQuantizedLinear:
@@ -122,14 +134,18 @@ def check_quantized(weight: QuantizedWeight, bias: Tensor | None) -> None:
     grid = (values.shape[0], values.shape[1] // size)
     for name, tensor in (("scales", weight.scales), ("offsets", weight.offsets)):
         if tensor is not None and (tensor.shape != grid or tensor.dtype != torch.float32):
-            raise ValueError(f"expected float32 {name} {list(grid)}, got {tensor.dtype} {shape(tensor)}")
+            raise ValueError(
+                f"expected float32 {name} {list(grid)}, got {tensor.dtype} {shape(tensor)}"
+            )
     if bias is not None and bias.shape != grid[:1]:
         raise ValueError(f"expected bias [{grid[0]}], got {shape(bias)}")
 
 
 def check_kind(weight: QuantizedWeight) -> None:
     """Raise ValueError unless values, bits, offsets and activations go together."""
-    if weight.is_fp8 and (weight.bits != 8 or weight.offsets is not None or weight.activations == "int8"):
+    if weight.is_fp8 and (
+        weight.bits != 8 or weight.offsets is not None or weight.activations == "int8"
+    ):
         raise ValueError("e4m3 values have 8 bits, no offsets, and inputs in fp8 or floating point")
     if weight.activations == "fp8" and not weight.is_fp8:
         raise ValueError("inputs in fp8 need a weight of e4m3 values")
@@ -138,7 +154,9 @@ def check_kind(weight: QuantizedWeight) -> None:
 def pack_linear(weight: Tensor, bias: Tensor | None = None) -> ReferenceLinear:
     """Keep the tensors; raises ValueError unless weight is [N, K] and bias [N]."""
     if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
-        raise ValueError(f"expected weight [N, K] and bias [N], got {shape(weight)} and {shape(bias)}")
+        raise ValueError(
+            f"expected weight [N, K] and bias [N], got {shape(weight)} and {shape(bias)}"
+        )
     return ReferenceLinear(weight.contiguous(), bias, weight.shape[0], weight.shape[1])
 
 
@@ -150,21 +168,28 @@ def table_of(weight: PackedLinear) -> Tensor | None:
 def linear(x: Tensor, weight: PackedLinear, *, out_dtype: str | None = None) -> Tensor:
     """`x [T, K] -> [T, N]`: each row alone in float32, rounded once."""
     if not isinstance(weight, ReferenceLinear | ReferenceQuantizedLinear):
-        raise TypeError(f"linear: the weight was packed by another back end ({type(weight).__name__})")
+        raise TypeError(
+            f"linear: the weight was packed by another back end ({type(weight).__name__})"
+        )
     if x.dim() != 2 or x.shape[1] != weight.num_inputs:
         raise ValueError(f"linear: x is {shape(x)} but the weight has {weight.num_inputs} inputs")
     dtype = x.dtype if out_dtype is None else getattr(torch, out_dtype)
     out = torch.empty(x.shape[0], weight.num_outputs, dtype=dtype, device=x.device)
     for index, row in enumerate(x.float()):
-        product = weight.product(row.clone())  # a fresh row: the same alignment, so the same code path, for every row
+        # a fresh row: the same alignment, so the same code path, for every row
+        product = weight.product(row.clone())
         out[index] = product if weight.bias is None else product + weight.bias.float()
     return out
 
 
 def gated_linear(x: Tensor, weight: PackedLinear, activation: Activation) -> Tensor:
-    """`linear` without rounding, then `gated`, then rounded: [T, K] -> [T, F] of a weight [2 * F, K]."""
+    """`linear` without rounding, then `gated`, then rounded: [T, K] -> [T, F] of a weight [2 * F,
+    K]."""
     if weight.num_outputs % 2:
-        raise ValueError(f"gated_linear: the weight has {weight.num_outputs} outputs; expected as many for gate as for up")
+        raise ValueError(
+            f"gated_linear: the weight has {weight.num_outputs} outputs; expected as many "
+            "for gate as for up"
+        )
     return elementwise.gated(linear(x, weight, out_dtype="float32"), activation).to(x.dtype)
 
 

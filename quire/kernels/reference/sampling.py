@@ -1,8 +1,9 @@
-"""The reference sampling kernels: plain torch, and the definition to the bit of every other back end's results.
+"""The reference sampling kernels: plain torch, and the definition to the bit of every other back
+end's results.
 
-Owns Philox, the noise made of it, the polynomials for `exp` and `log`, and the order of operations that
-`quire.kernels.sampling` describes. Torch rounds each of the operations below by itself, so they mean the same on any
-device. It knows logits, never a request.
+Owns Philox, the noise made of it, the polynomials for `exp` and `log`, and the order of operations
+that `quire.kernels.sampling` describes. Torch rounds each of the operations below by itself, so
+they mean the same on any device. It knows logits, never a request.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 _PHILOX_ROUNDS = 10
 
-# log(1 + f) = f - f**2 / 2 + f**3 * P(f) on [sqrt(1/2) - 1, sqrt(2) - 1]: minimax fit, relative error 6e-9.
+# log(1 + f) = f - f**2 / 2 + f**3 * P(f) on [sqrt(1/2) - 1, sqrt(2) - 1]: minimax fit, relative
+# error 6e-9.
 _LOG_POLYNOMIAL = tuple(
     float.fromhex(c)
     for c in (
@@ -38,7 +40,8 @@ _LOG_POLYNOMIAL = tuple(
 )
 # exp(r) = 1 + r + r**2 * Q(r) on [-log(2) / 2, log(2) / 2]: minimax fit, relative error 3e-9.
 _EXP_POLYNOMIAL = tuple(
-    float.fromhex(c) for c in ("0x1.6a2352p-10", "0x1.123a6cp-7", "0x1.5558f4p-5", "0x1.555490p-3", "0x1.fffffcp-2")
+    float.fromhex(c)
+    for c in ("0x1.6a2352p-10", "0x1.123a6cp-7", "0x1.5558f4p-5", "0x1.555490p-3", "0x1.fffffcp-2")
 )
 _LN2_HIGH = float.fromhex("0x1.62e400p-1")  # 15 bits, so that its product with an exponent is exact
 _LN2_LOW = float.fromhex("0x1.7f7d1cp-20")
@@ -50,8 +53,11 @@ _CHUNK_ELEMENTS = 1 << 17
 """Logits for which noise is made at a time: the temporaries then stay in cache."""
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox4x32-10: four 32-bit words, held in int64, of counters and keys held likewise (all broadcastable)."""
+def philox(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
+) -> tuple[Tensor, ...]:
+    """Philox4x32-10: four 32-bit words, held in int64,
+    of counters and keys held likewise (all broadcastable)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_PHILOX_ROUNDS):
@@ -68,7 +74,12 @@ def random_words(keys: Keys, vocab_size: int) -> Tensor:
     """The 32-bit words of each key's tokens, int64 [n, V]."""
     seed, position = keys.seed[:, None], keys.position[:, None]
     blocks = torch.arange((vocab_size + 3) // 4, dtype=torch.int64, device=seed.device)
-    counter = (blocks, position & _MASK32, (position >> 32) & _MASK32, torch.full_like(position, TOKEN_STREAM))
+    counter = (
+        blocks,
+        position & _MASK32,
+        (position >> 32) & _MASK32,
+        torch.full_like(position, TOKEN_STREAM),
+    )
     words = philox(counter, (seed & _MASK32, (seed >> 32) & _MASK32))
     return torch.stack(words, dim=-1).flatten(start_dim=1)[:, :vocab_size]
 
@@ -84,18 +95,21 @@ def _log_reduced(f: Tensor, exponent: Tensor) -> Tensor:
 
 
 def _split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """f and exponent (float32) of positive normal `x = (1 + f) * 2**exponent`, 1 + f from sqrt(1/2) up to sqrt(2)."""
+    """f and exponent (float32) of positive normal `x = (1 + f) * 2**exponent`,
+    1 + f from sqrt(1/2) up to sqrt(2)."""
     shifted = x.view(torch.int32) - _SQRT_HALF_BITS
     mantissa = (shifted & 0x7FFFFF) + _SQRT_HALF_BITS
     return mantissa.view(torch.float32) - 1.0, (shifted >> 23).to(torch.float32)
 
 
 def gumbel(words: Tensor) -> Tensor:
-    """Gumbel noise, float32, of 32-bit words held in int64: `-log(E)`, E exponential; see `quire.kernels.sampling`."""
+    """Gumbel noise, float32, of 32-bit words held in int64: `-log(E)`, E exponential;
+    see `quire.kernels.sampling`."""
     is_high = words >= 1 << 31
     x = (torch.where(is_high, _MASK32 - words, words).to(torch.float32) + 0.5) * 2.0**-32
     low_f, low_exponent = _split(x)
-    # 1 - x is never formed, as it would lose bits: near 1 it is 1 + f with f = -x, below sqrt(1/2) half of 2 - 2 x.
+    # 1 - x is never formed, as it would lose bits: near 1 it is 1 + f with f = -x, below sqrt(1/2)
+    # half of 2 - 2 x.
     is_halved = x > 1 - math.sqrt(0.5)
     high_f = torch.where(is_halved, 1.0 - (x + x), -x)
     f = torch.where(is_high, high_f, low_f)
@@ -104,7 +118,8 @@ def gumbel(words: Tensor) -> Tensor:
 
 
 def weights(distance: Tensor) -> Tensor:
-    """Integer weights, int64, of scaled distances (float32, at most 0, -inf allowed): `int(exp(d) * 2**40)`."""
+    """Integer weights, int64, of scaled distances (float32, at most 0, -inf allowed):
+    `int(exp(d) * 2**40)`."""
     d = distance.clamp(min=_EXP_UNDERFLOW)
     n = torch.round(d * _LOG2_E)
     r = (d - n * _LN2_HIGH) - n * _LN2_LOW
@@ -117,16 +132,19 @@ def weights(distance: Tensor) -> Tensor:
 
 
 def best_first(values: Tensor, count: int) -> Tensor:
-    """The ids of the `count` largest of `values` [V], larger first and smaller id first among equals."""
+    """The ids of the `count` largest of `values` [V],
+    larger first and smaller id first among equals."""
     if count == 0:
         return torch.empty(0, dtype=torch.int64, device=values.device)
     least = torch.topk(values, count).values[-1]
-    ids = torch.nonzero(values >= least).flatten()  # ascending, so that a stable sort settles equals by id
+    # ascending, so that a stable sort settles equals by id
+    ids = torch.nonzero(values >= least).flatten()
     return ids[torch.sort(values[ids], descending=True, stable=True).indices[:count]]
 
 
 def _prefix_len(order_weights: Tensor, target: int) -> int:
-    """Length of the shortest prefix that weighs at least `target`; one more than there is where none does."""
+    """Length of the shortest prefix that weighs at least `target`;
+    one more than there is where none does."""
     return int(torch.searchsorted(order_weights.cumsum(0), target)) + 1
 
 
@@ -142,20 +160,28 @@ class ReferenceSampling:
     def penalise(self, logits: Tensor, penalties: Penalties) -> None:
         starts, output_starts = penalties.start.tolist(), penalties.output_start.tolist()
         for i, row in enumerate(penalties.row.tolist()):
-            seen = _known_ids(penalties.token_ids[starts[i] : starts[i + 1]], logits.shape[1]).unique()  # type: ignore[no-untyped-call]
+            seen = _known_ids(
+                penalties.token_ids[starts[i] : starts[i + 1]], logits.shape[1]
+            ).unique()  # type: ignore[no-untyped-call]
             values = logits[row, seen]
             penalty = penalties.repetition[i]
             logits[row, seen] = torch.where(values > 0, values / penalty, values * penalty)
-            output = _known_ids(penalties.token_ids[output_starts[i] : starts[i + 1]], logits.shape[1])
+            output = _known_ids(
+                penalties.token_ids[output_starts[i] : starts[i + 1]], logits.shape[1]
+            )
             ids, counts = output.unique(return_counts=True)  # type: ignore[no-untyped-call]
             values = logits[row, ids] - penalties.frequency[i] * counts.to(torch.float32)
             logits[row, ids] = values - penalties.presence[i]
 
     def cuts(self, logits: Tensor, rows: ScaledRows, filters: Filters) -> Cuts:
-        found = [self._cut(logits[int(rows.row[i])], rows, filters, i) for i in range(rows.row.numel())]
+        found = [
+            self._cut(logits[int(rows.row[i])], rows, filters, i) for i in range(rows.row.numel())
+        ]
         return Cuts(
             torch.tensor([value for value, _ in found], dtype=torch.float32, device=logits.device),
-            torch.tensor([token_id for _, token_id in found], dtype=torch.int64, device=logits.device),
+            torch.tensor(
+                [token_id for _, token_id in found], dtype=torch.int64, device=logits.device
+            ),
         )
 
     def _cut(self, row: Tensor, rows: ScaledRows, filters: Filters, i: int) -> tuple[float, int]:
@@ -165,7 +191,9 @@ class ReferenceSampling:
         limit = min(int(filters.top_k[i]), num_kept)
         top_p = float(filters.top_p[i])
         if top_p < 1.0:
-            total = weights(distance)[is_kept if limit == num_kept else best_first(row, limit)].sum()
+            total = weights(distance)[
+                is_kept if limit == num_kept else best_first(row, limit)
+            ].sum()
             limit = self._nucleus(row, distance, limit, math.ceil(top_p * float(total)))
         if limit == num_kept:
             return float(row[is_kept].min()), row.numel() - 1
@@ -173,7 +201,8 @@ class ReferenceSampling:
         return float(row[last]), last
 
     def _nucleus(self, row: Tensor, distance: Tensor, limit: int, target: int) -> int:
-        """How many of the `limit` best tokens it takes to weigh `target`; looks at few first, as few are the rule."""
+        """How many of the `limit` best tokens it takes to weigh `target`; looks at few first,
+        as few are the rule."""
         count = min(limit, 64)
         while True:
             length = _prefix_len(weights(distance[best_first(row, count)]), target)
@@ -183,10 +212,14 @@ class ReferenceSampling:
 
     def draw(self, logits: Tensor, rows: ScaledRows, cuts: Cuts | None, keys: Keys) -> Tensor:
         chunk_len = max(1, _CHUNK_ELEMENTS // logits.shape[1])
-        chunks = [slice(start, start + chunk_len) for start in range(0, rows.row.numel(), chunk_len)]
+        chunks = [
+            slice(start, start + chunk_len) for start in range(0, rows.row.numel(), chunk_len)
+        ]
         return torch.cat([self._draw_chunk(logits, rows, cuts, keys, chunk) for chunk in chunks])
 
-    def _draw_chunk(self, logits: Tensor, rows: ScaledRows, cuts: Cuts | None, keys: Keys, chunk: slice) -> Tensor:
+    def _draw_chunk(
+        self, logits: Tensor, rows: ScaledRows, cuts: Cuts | None, keys: Keys, chunk: slice
+    ) -> Tensor:
         chosen = logits[rows.row[chunk]]
         noise = gumbel(random_words(Keys(keys.seed[chunk], keys.position[chunk]), logits.shape[1]))
         score = (chosen - rows.peak[chunk, None]) * rows.scale[chunk, None] + noise
@@ -195,7 +228,15 @@ class ReferenceSampling:
             score = score.masked_fill(~is_kept, -torch.inf)
         return score.argmax(dim=-1)
 
-    def score(self, logits: Tensor, rows: ScaledRows, cuts: Cuts | None, token_ids: Tensor, *, num_top: int = 0) -> Scores:
+    def score(
+        self,
+        logits: Tensor,
+        rows: ScaledRows,
+        cuts: Cuts | None,
+        token_ids: Tensor,
+        *,
+        num_top: int = 0,
+    ) -> Scores:
         num_rows = rows.row.numel()
         total, rank = torch.empty_like(rows.row), torch.empty_like(rows.row)
         top_ids = torch.empty((num_rows, num_top), dtype=torch.int64, device=logits.device)
@@ -203,7 +244,9 @@ class ReferenceSampling:
             row = logits[int(rows.row[i])]
             row_weights = weights((row - rows.peak[i]) * rows.scale[i])
             total[i] = (
-                row_weights.sum() if cuts is None else row_weights[_is_kept(row, Cuts(cuts.value[i], cuts.token_id[i]))].sum()
+                row_weights.sum()
+                if cuts is None
+                else row_weights[_is_kept(row, Cuts(cuts.value[i], cuts.token_id[i]))].sum()
             )
             rank[i] = (row > row[token_ids[i]]).sum() + 1
             top_ids[i] = best_first(row, num_top)

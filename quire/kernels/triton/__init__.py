@@ -1,8 +1,10 @@
-"""The GPU back end: kernels in Triton for NVIDIA GPUs, which also run on the CPU under Triton's interpreter, in tests.
+"""The GPU back end: kernels in Triton for NVIDIA GPUs, which also run on the CPU under Triton's
+interpreter, in tests.
 
-Owns the answer to whether it can serve a device and a dtype, and its loading; nothing of Triton is imported before that.
-State: compiled for compute capability 8.0 and 9.0 and compared with the reference under the interpreter. None of these
-kernels has run on a GPU yet, and no speed has been measured.
+Owns the answer to whether it can serve a device and a dtype, and its loading; nothing of Triton is
+imported before that.
+State: compiled for compute capability 8.0 and 9.0 and compared with the reference under the
+interpreter. None of these kernels has run on a GPU yet, and no speed has been measured.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def reasons_against(device: str, dtype: torch.dtype) -> list[str]:
-    """Why this back end cannot serve tensors of `dtype` on `device` ("cuda", "cuda:1"); empty where it can."""
+    """Why this back end cannot serve tensors of `dtype` on `device` ("cuda", "cuda:1");
+    empty where it can."""
     reasons = []
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
@@ -32,7 +35,10 @@ def reasons_against(device: str, dtype: torch.dtype) -> list[str]:
         reasons.append("the package triton is not installed; pip install triton")
     kind = device.partition(":")[0]
     if kind == "cpu" and not is_interpreted():
-        reasons.append("runs on NVIDIA GPUs; on the CPU only under Triton's interpreter (TRITON_INTERPRET=1), for tests")
+        reasons.append(
+            "runs on NVIDIA GPUs; on the CPU only under Triton's interpreter "
+            "(TRITON_INTERPRET=1), for tests"
+        )
     elif kind not in ("cpu", "cuda"):
         reasons.append(f"runs on NVIDIA GPUs, not on {device}")
     elif kind == "cuda":
@@ -54,13 +60,22 @@ def _reasons_against_gpu(device: str) -> list[str]:
         return [f"there are {torch.cuda.device_count()} GPUs, so there is no {device}"]
     capability = torch.cuda.get_device_capability(index)
     if capability < MIN_CAPABILITY:
-        return [f"{torch.cuda.get_device_name(index)} has compute capability {capability}; at least {MIN_CAPABILITY} is needed"]
+        return [
+            (
+                f"{torch.cuda.get_device_name(index)} has compute capability {capability}; at "
+                f"least {MIN_CAPABILITY} is needed"
+            )
+        ]
     return []
 
 
-def load(device: str = "cuda", *, is_invariant: bool = True, attention_module: str | None = None) -> TritonKernels:
-    """The back end for one device; ConfigError says why it cannot run there. See `TritonKernels` for `is_invariant`, and
-    `library_attention` for the module whose attention takes the place of the kernels'."""
+def load(
+    device: str = "cuda", *, is_invariant: bool = True, attention_module: str | None = None
+) -> TritonKernels:
+    """The back end for one device; ConfigError says why it cannot run there. See `TritonKernels`
+    for `is_invariant`, and `library_attention` for the module whose attention takes the place of
+    the kernels'.
+    """
     import torch
 
     reasons = reasons_against(device, torch.float32)
@@ -75,4 +90,6 @@ def load(device: str = "cuda", *, is_invariant: bool = True, attention_module: s
         return TritonKernels(there, is_invariant=is_invariant)
     from quire.kernels.triton.library_attention import load_attention
 
-    return TritonKernels(there, is_invariant=is_invariant, library_attention=load_attention(attention_module, there))
+    return TritonKernels(
+        there, is_invariant=is_invariant, library_attention=load_attention(attention_module, there)
+    )

@@ -1,4 +1,5 @@
-"""Activations as Triton functions, in float32; used by the elementwise kernels and at the end of projections."""
+"""Activations as Triton functions, in float32;
+used by the elementwise kernels and at the end of projections."""
 
 from __future__ import annotations
 

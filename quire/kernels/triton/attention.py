@@ -1,17 +1,22 @@
-"""Paged attention of ragged batches in Triton: prefill chunks and decodes in one launch. It has not run on a GPU yet.
+"""Paged attention of ragged batches in Triton: prefill chunks and decodes in one launch. It has not
+run on a GPU yet.
 
-A program computes a tile of rows, a row being one query of one head; the query heads that share a KV head lie in
-the same tile. Keys come in tiles of `block_n` absolute positions, gathered through the block table, so that the block size
-decides nothing; an online softmax (Milakov and Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135) runs over the
-tiles of a *split* of `split_len` positions, and splits are merged in ascending order. What a row does not see changes nothing
-of it, not even a bit: masked positions weigh zero, and merging with an empty split multiplies by one and adds zero.
+A program computes a tile of rows, a row being one query of one head; the query heads that share a
+KV head lie in the same tile. Keys come in tiles of `block_n` absolute positions, gathered through
+the block table, so that the block size decides nothing; an online softmax (Milakov and Gimelshein,
+arXiv:1805.02867; Dao et al., arXiv:2205.14135) runs over the tiles of a *split* of `split_len`
+positions, and splits are merged in ascending order. What a row does not see changes nothing of it,
+not even a bit: masked positions weigh zero, and merging with an empty split multiplies by one and
+adds zero.
 
-So the same numbers come out whether the splits of a row are computed by one program, one after the other, or side by side by
-several (`IS_PARTIAL`) and merged by `merge_kernel`: which of the two runs depends on how many programs there would be.
-And a run of sequences that share their first splits (`SharedPrefixes`, aligned to splits) can be computed as one sequence over
-those, before each goes on over its own: cascade attention, after Hydragen (Juravsky et al., arXiv:2402.05099), but with the
+So the same numbers come out whether the splits of a row are computed by one program, one after the
+other, or side by side by several (`IS_PARTIAL`) and merged by `merge_kernel`: which of the two runs
+depends on how many programs there would be. And a run of sequences that share their first splits
+(`SharedPrefixes`, aligned to splits) can be computed as one sequence over those, before each goes
+on over its own: cascade attention, after Hydragen (Juravsky et al., arXiv:2402.05099), but with the
 bits of attention without it.
-A query that is not finite, or such keys, can reach rows of the same sequence in the same tile, none of another sequence.
+A query that is not finite, or such keys, can reach rows of the same sequence in the same tile, none
+of another sequence.
 """
 
 from __future__ import annotations
@@ -33,15 +38,18 @@ from quire.kernels.triton.tuning import AttentionTuning, Tile, Tuning
 LOG2_E = tl.constexpr(1.4426950408889634)
 MAX_HEAD_SIZE = 256
 PROGRAMS_AT_ONCE = 2
-"""Programs of attention that a multiprocessor holds, with low tiles: 80 KiB of shared memory each."""
+"""Programs of attention that a multiprocessor holds, with low tiles:
+80 KiB of shared memory each."""
 _ALL, _BELOW, _FROM = 0, 1, 2
 
 
 @triton.jit
 def find_sequence(query_start, num_sequences, tile, BLOCK_Q: tl.constexpr):
-    """The last sequence whose tiles begin at `tile` or before: those of sequence s begin at query_start[s] // BLOCK_Q + s.
+    """The last sequence whose tiles begin at `tile` or before: those of sequence s begin at
+    query_start[s] // BLOCK_Q + s.
 
-    Each sequence has room for at least as many tiles as it needs, whatever the batch, so that the grid needs no list.
+    Each sequence has room for at least as many tiles as it needs, whatever the batch, so that the
+    grid needs no list.
     """
     low = 0
     high = num_sequences
@@ -56,7 +64,8 @@ def find_sequence(query_start, num_sequences, tile, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def merge(peak, total, sums, other_peak, other_total, other_sums):
-    """Two partial softmaxes to one: peaks and totals [M], sums [M, D]. An empty one has peak -inf and changes nothing."""
+    """Two partial softmaxes to one: peaks and totals [M], sums [M, D].
+    An empty one has peak -inf and changes nothing."""
     top = tl.maximum(peak, other_peak)
     base = tl.where(top == float("-inf"), 0.0, top)
     weight = tl.exp2(peak - base)
@@ -67,10 +76,20 @@ def merge(peak, total, sums, other_peak, other_total, other_sums):
 
 
 @triton.jit
-def places_of(table, first, end, block_stride, ROW_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the rows of positions [first, first + BLOCK_N) begin in a cache, int64 [BLOCK_N]; those from `end` on in block 0.
+def places_of(
+    table,
+    first,
+    end,
+    block_stride,
+    ROW_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Where the rows of positions [first, first + BLOCK_N) begin in a cache, int64 [BLOCK_N]; those
+    from `end` on in block 0.
 
-    `first` is a multiple of BLOCK_N. Where tiles are whole blocks, a position's place in its block is the same in every tile.
+    `first` is a multiple of BLOCK_N. Where tiles are whole blocks, a position's place in its block
+    is the same in every tile.
     """
     steps = tl.arange(0, BLOCK_N)
     if BLOCK_N % BLOCK_SIZE == 0:
@@ -85,7 +104,8 @@ def places_of(table, first, end, block_stride, ROW_SIZE: tl.constexpr, BLOCK_SIZ
 
 @triton.jit
 def cached_rows(cache, rows, dims, is_there, HEAD_SIZE: tl.constexpr, IS_MASKED: tl.constexpr):
-    """Rows [N, D] of a cache as they are stored; zero beyond HEAD_SIZE and, if IS_MASKED, where not `is_there`."""
+    """Rows [N, D] of a cache as they are stored; zero beyond HEAD_SIZE and, if IS_MASKED,
+    where not `is_there`."""
     pointers = cache + rows[:, None] + dims[None, :]
     if IS_MASKED:
         found = tl.load(pointers, mask=is_there[:, None] & (dims < HEAD_SIZE)[None, :], other=0)
@@ -98,22 +118,28 @@ def cached_rows(cache, rows, dims, is_there, HEAD_SIZE: tl.constexpr, IS_MASKED:
 
 @triton.jit
 def attend_tile(
-    peak, total, sums, queries, key_cache, value_cache, key_scales, value_scales, table, places, first, end, scale, soft_cap,
-    block_stride, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr, FORMAT: tl.constexpr, IS_MASKED: tl.constexpr,
+    peak, total, sums, queries, key_cache, value_cache, key_scales, value_scales, table, places,
+    first, end, scale, soft_cap, block_stride, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, FORMAT: tl.constexpr,
+    IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The softmax so far and BLOCK_N positions from `first` on. Without IS_MASKED, all queries see all of them; no query sees
-    one from `end` on, if it lies in a tile that begins before.
+    """The softmax so far and BLOCK_N positions from `first` on. Without IS_MASKED, all queries see
+    all of them; no query sees one from `end` on, if it lies in a tile that begins before.
 
-    exp2 takes the place of exp: its exponent is the score times `factor` minus the peak, in one operation.
+    exp2 takes the place of exp: its exponent is the score times `factor` minus the peak, in one
+    operation.
     """
     ROW_SIZE: tl.constexpr = HEAD_SIZE if FORMAT == FLOAT_FORMAT else HEAD_SIZE + 4
     dims = tl.arange(0, queries.shape[1])
     positions = first + tl.arange(0, BLOCK_N)
     is_there = positions < end
     rows = places_of(table, first, end, block_stride, ROW_SIZE, BLOCK_SIZE, BLOCK_N)
-    keys = row_elements(cached_rows(key_cache, rows, dims, is_there, HEAD_SIZE, IS_MASKED), queries.dtype, FORMAT)
-    values = row_elements(cached_rows(value_cache, rows, dims, is_there, HEAD_SIZE, IS_MASKED), queries.dtype, FORMAT)
+    keys = row_elements(
+        cached_rows(key_cache, rows, dims, is_there, HEAD_SIZE, IS_MASKED), queries.dtype, FORMAT
+    )
+    values = row_elements(
+        cached_rows(value_cache, rows, dims, is_there, HEAD_SIZE, IS_MASKED), queries.dtype, FORMAT
+    )
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     if FORMAT != FLOAT_FORMAT:
         scores = scores * row_scales(key_scales, rows, is_there, HEAD_SIZE, FORMAT)[None, :]
@@ -128,7 +154,9 @@ def attend_tile(
         scores = tl.where(is_seen, scores, float("-inf"))
     top = tl.maximum(peak, tl.max(scores, axis=1) * factor)
     base = tl.where(top == float("-inf"), 0.0, top)
-    weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, 1.0, tl.float32) * factor, -base[:, None]))
+    weights = tl.exp2(
+        tl.fma(scores, tl.full(scores.shape, 1.0, tl.float32) * factor, -base[:, None])
+    )
     fade = tl.exp2(peak - base)
     total = total * fade + tl.sum(weights, axis=1)
     if FORMAT != FLOAT_FORMAT:
@@ -139,40 +167,45 @@ def attend_tile(
 
 @triton.jit
 def attend_split(
-    queries, key_cache, value_cache, key_scales, value_scales, table, places, begin, clear_end, end, scale, soft_cap,
-    block_stride, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr, FORMAT: tl.constexpr,
+    queries, key_cache, value_cache, key_scales, value_scales, table, places, begin, clear_end, end,
+    scale, soft_cap, block_stride, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax of queries [M, D] at absolute `places` [M] over positions [begin, end): peak, total [M], sums [M, D].
+    """Online softmax of queries [M, D] at absolute `places` [M] over positions [begin, end): peak,
+    total [M], sums [M, D].
 
-    `begin` and `clear_end` are multiples of BLOCK_N; all queries see all positions in [begin, clear_end). Peaks are in units of
-    log2. Scales of a quantized cache are applied to scores and to weights, so that its elements enter the products as they are,
-    unrounded.
+    `begin` and `clear_end` are multiples of BLOCK_N; all queries see all positions in [begin,
+    clear_end). Peaks are in units of log2. Scales of a quantized cache are applied to scores and to
+    weights, so that its elements enter the products as they are, unrounded.
     """
     peak = tl.full([queries.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([queries.shape[0]], tl.float32)
     sums = tl.zeros([queries.shape[0], queries.shape[1]], tl.float32)
     for first in range(begin, clear_end, BLOCK_N):
         peak, total, sums = attend_tile(
-            peak, total, sums, queries, key_cache, value_cache, key_scales, value_scales, table, places, first, end, scale,
-            soft_cap, block_stride, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFT_CAP, FORMAT, False,
+            peak, total, sums, queries, key_cache, value_cache, key_scales, value_scales, table,
+            places, first, end, scale, soft_cap, block_stride, HEAD_SIZE, BLOCK_SIZE, BLOCK_N,
+            WINDOW, HAS_SOFT_CAP, FORMAT, False,
         )  # fmt: skip
     for first in range(tl.maximum(begin, clear_end), end, BLOCK_N):
         peak, total, sums = attend_tile(
-            peak, total, sums, queries, key_cache, value_cache, key_scales, value_scales, table, places, first, end, scale,
-            soft_cap, block_stride, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFT_CAP, FORMAT, True,
+            peak, total, sums, queries, key_cache, value_cache, key_scales, value_scales, table,
+            places, first, end, scale, soft_cap, block_stride, HEAD_SIZE, BLOCK_SIZE, BLOCK_N,
+            WINDOW, HAS_SOFT_CAP, FORMAT, True,
         )  # fmt: skip
     return peak, total, sums
 
 
 @triton.jit(do_not_specialize=["num_sequences", "num_splits", "table_stride"])
 def attention_kernel(
-    query, key_cache, value_cache, key_scales, value_scales, out, partial_sums, partial_stats, query_start, context_len,
-    block_tables, bounds, num_sequences, num_splits, query_stride, table_stride, block_stride, head_stride, scale, soft_cap,
-    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    HEAD_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLIT_LEN: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, IS_PARTIAL: tl.constexpr,
-    HAS_ONE_SPLIT: tl.constexpr, FORMAT: tl.constexpr, PART: tl.constexpr,
+    query, key_cache, value_cache, key_scales, value_scales, out, partial_sums, partial_stats,
+    query_start, context_len, block_tables, bounds, num_sequences, num_splits, query_stride,
+    table_stride, block_stride, head_stride, scale, soft_cap, NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    HEAD_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLIT_LEN: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr, IS_PARTIAL: tl.constexpr, HAS_ONE_SPLIT: tl.constexpr,
+    FORMAT: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles, KV heads times tiles of their group, splits (one unless IS_PARTIAL).
 
@@ -202,7 +235,11 @@ def attention_kernel(
     places = context - query_len + query_index
     dims = tl.arange(0, HEAD_PADDED)
     is_element = is_row[:, None] & (dims < HEAD_SIZE)[None, :]
-    queries = tl.load(query + (token * query_stride + head * HEAD_SIZE)[:, None] + dims[None, :], mask=is_element, other=0.0)
+    queries = tl.load(
+        query + (token * query_stride + head * HEAD_SIZE)[:, None] + dims[None, :],
+        mask=is_element,
+        other=0.0,
+    )
 
     first_place = context - query_len + first_query
     end = tl.minimum(context, first_place + BLOCK_Q)
@@ -222,18 +259,22 @@ def attention_kernel(
         split_begin = tl.maximum(begin, split * SPLIT_LEN)
         split_end = tl.minimum(end, (split + 1) * SPLIT_LEN)
         peak, total, sums = attend_split(
-            queries, keys, values, of_keys, of_values, table, places, split_begin, tl.minimum(clear_end, split_end), split_end,
-            scale, soft_cap, block_stride, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFT_CAP, FORMAT,
+            queries, keys, values, of_keys, of_values, table, places, split_begin,
+            tl.minimum(clear_end, split_end), split_end, scale, soft_cap, block_stride, HEAD_SIZE,
+            BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFT_CAP, FORMAT,
         )  # fmt: skip
         tl.store(partial_stats + where * 2, peak, mask=is_row)
         tl.store(partial_stats + where * 2 + 1, total, mask=is_row)
         if split_begin < split_end:
-            tl.store(partial_sums + where[:, None] * HEAD_SIZE + dims[None, :], sums, mask=is_element)
+            tl.store(
+                partial_sums + where[:, None] * HEAD_SIZE + dims[None, :], sums, mask=is_element
+            )
     else:
         if HAS_ONE_SPLIT:
             peak, total, sums = attend_split(
-                queries, keys, values, of_keys, of_values, table, places, begin, clear_end, end, scale, soft_cap, block_stride,
-                HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFT_CAP, FORMAT,
+                queries, keys, values, of_keys, of_values, table, places, begin, clear_end, end,
+                scale, soft_cap, block_stride, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFT_CAP,
+                FORMAT,
             )  # fmt: skip
         else:
             peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -242,9 +283,10 @@ def attention_kernel(
             for split in range(begin // SPLIT_LEN, (end + SPLIT_LEN - 1) // SPLIT_LEN):
                 split_end = tl.minimum(end, (split + 1) * SPLIT_LEN)
                 split_peak, split_total, split_sums = attend_split(
-                    queries, keys, values, of_keys, of_values, table, places, tl.maximum(begin, split * SPLIT_LEN),
-                    tl.minimum(clear_end, split_end), split_end, scale, soft_cap, block_stride,
-                    HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFT_CAP, FORMAT,
+                    queries, keys, values, of_keys, of_values, table, places,
+                    tl.maximum(begin, split * SPLIT_LEN), tl.minimum(clear_end, split_end),
+                    split_end, scale, soft_cap, block_stride, HEAD_SIZE, BLOCK_SIZE, BLOCK_N,
+                    WINDOW, HAS_SOFT_CAP, FORMAT,
                 )  # fmt: skip
                 peak, total, sums = merge(peak, total, sums, split_peak, split_total, split_sums)
         total = tl.where(is_row, total, 1.0)
@@ -258,8 +300,8 @@ def attention_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def merge_kernel(
-    partial_sums, partial_stats, out, num_rows, num_splits, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    partial_sums, partial_stats, out, num_rows, num_splits, HEAD_SIZE: tl.constexpr,
+    HEAD_PADDED: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Merges the splits of BLOCK_M rows, a row being a token's head, in ascending order."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -274,11 +316,17 @@ def merge_kernel(
         split_peak = tl.load(partial_stats + where * 2, mask=is_row, other=float("-inf"))
         split_total = tl.load(partial_stats + where * 2 + 1, mask=is_row, other=0.0)
         is_filled = is_element & (split_peak != float("-inf"))[:, None]  # NaN counts as filled
-        split_sums = tl.load(partial_sums + where[:, None] * HEAD_SIZE + dims[None, :], mask=is_filled, other=0.0)
+        split_sums = tl.load(
+            partial_sums + where[:, None] * HEAD_SIZE + dims[None, :], mask=is_filled, other=0.0
+        )
         peak, total, sums = merge(peak, total, sums, split_peak, split_total, split_sums)
     total = tl.where(is_row, total, 1.0)
     result = tl.div_rn(sums, tl.broadcast_to(total[:, None], sums.shape))
-    tl.store(out + row[:, None] * HEAD_SIZE + dims[None, :], result.to(out.dtype.element_ty), mask=is_element)
+    tl.store(
+        out + row[:, None] * HEAD_SIZE + dims[None, :],
+        result.to(out.dtype.element_ty),
+        mask=is_element,
+    )
 
 
 def paged_attention(
@@ -293,7 +341,8 @@ def paged_attention(
     soft_cap: float | None = None,
     has_fp8: bool = False,
 ) -> Tensor:
-    """See `Kernels.paged_attention`. Head sizes up to 256; any block size; the cache may be of another dtype.
+    """See `Kernels.paged_attention`. Head sizes up to 256; any block size; the cache may be of
+    another dtype.
 
     `has_fp8`: the device has instructions for e4m3.
     """
@@ -304,9 +353,12 @@ def paged_attention(
     launch = _Launch(query, key_cache, value_cache, out, tuning, scale, window, soft_cap, has_fp8)
     num_splits = triton.cdiv(batch.max_context_len, launch.figures.split_len)
     can_be_apart = num_splits > 1 and _partial_bytes(query, num_splits) <= MAX_PARTIAL_BYTES
-    # A batch with very many new tokens shares the reading of a prefix anyway, among those of one sequence.
+    # A batch with very many new tokens shares the reading of a prefix anyway, among those of one
+    # sequence.
     shared = batch.shared if window is None and can_be_apart else None
-    is_idle = launch.num_programs(batch.context_len.numel()) < PROGRAMS_AT_ONCE * tuning.num_programs
+    is_idle = (
+        launch.num_programs(batch.context_len.numel()) < PROGRAMS_AT_ONCE * tuning.num_programs
+    )
     if can_be_apart and (shared is not None or is_idle):
         partials = _partials(query, num_splits)
         if shared is None:
@@ -346,7 +398,8 @@ class _Launch:
         return self.query.shape[1] // self.key_cache.shape[1]
 
     def tile(self, num_sequences: int) -> Tile:
-        """A tall one where sequences, on average, have the rows to fill it: what is computed of a row is the same in both."""
+        """A tall one where sequences, on average, have the rows to fill it:
+        what is computed of a row is the same in both."""
         tall, num_rows = self.figures.tall, self.query.shape[0] * triton.next_power_of_2(self.group)
         return tall if num_rows >= num_sequences * tall.block_m else self.figures.low
 
@@ -372,7 +425,8 @@ class _Launch:
         partials: tuple[Tensor, Tensor] | None = None,
         part: tuple[Tensor, int] | None = None,
     ) -> None:
-        """Results to `out`, or of each split to `partials`; of a part of the splits, given bounds."""
+        """Results to `out`, or of each split to `partials`; of a part of the splits,
+        given bounds."""
         query, figures, num_sequences = self.query, self.figures, batch.context_len.numel()
         tile = self.tile(num_sequences)
         num_heads, head_size = query.shape[1:]
@@ -381,20 +435,28 @@ class _Launch:
             kernel_view(cache, has_fp8=self.has_fp8) for cache in (self.key_cache, self.value_cache)
         )
         attention_kernel[(*self.grid(num_sequences), 1 if partials is None else num_splits)](
-            query, keys, values, key_scales, value_scales, self.out, *(partials or (self.out, self.out)), batch.query_start,
-            batch.context_len, batch.block_tables, bounds, num_sequences, num_splits, query.stride(0),
-            batch.block_tables.stride(0), keys.stride(0), keys.stride(1), self.scale, self.soft_cap or 0.0,
-            NUM_HEADS=num_heads, GROUP=self.group, TILE_HEADS=self.tile_heads(tile), HEAD_SIZE=head_size,
+            query, keys, values, key_scales, value_scales, self.out,
+            *(partials or (self.out, self.out)), batch.query_start, batch.context_len,
+            batch.block_tables, bounds, num_sequences, num_splits, query.stride(0),
+            batch.block_tables.stride(0), keys.stride(0), keys.stride(1), self.scale,
+            self.soft_cap or 0.0, NUM_HEADS=num_heads, GROUP=self.group,
+            TILE_HEADS=self.tile_heads(tile), HEAD_SIZE=head_size,
             HEAD_PADDED=max(16, triton.next_power_of_2(head_size)), BLOCK_SIZE=keys.shape[2],
-            BLOCK_M=tile.block_m, BLOCK_N=figures.block_n, SPLIT_LEN=figures.split_len, WINDOW=self.window or 0,
-            HAS_SOFT_CAP=self.soft_cap is not None, IS_PARTIAL=partials is not None, HAS_ONE_SPLIT=num_splits == 1,
-            FORMAT=form, PART=which, **launch_options(num_warps=tile.num_warps, num_stages=figures.num_stages),
+            BLOCK_M=tile.block_m, BLOCK_N=figures.block_n, SPLIT_LEN=figures.split_len,
+            WINDOW=self.window or 0, HAS_SOFT_CAP=self.soft_cap is not None,
+            IS_PARTIAL=partials is not None, HAS_ONE_SPLIT=num_splits == 1, FORMAT=form, PART=which,
+            **launch_options(num_warps=tile.num_warps, num_stages=figures.num_stages),
         )  # fmt: skip
 
 
 def shared_prefix_unit(tuning: Tuning) -> int:
     """See `Kernels.shared_prefix_unit`: whole splits of whichever figures a layer has."""
-    return math.lcm(*(each.split_len for each in (tuning.attention, tuning.wide_attention, tuning.float_attention)))
+    return math.lcm(
+        *(
+            each.split_len
+            for each in (tuning.attention, tuning.wide_attention, tuning.float_attention)
+        )
+    )
 
 
 def _partial_bytes(query: Tensor, num_splits: int) -> int:
@@ -404,7 +466,8 @@ def _partial_bytes(query: Tensor, num_splits: int) -> int:
 
 
 def _partials(query: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
-    """Room for every row's splits: sums [T, heads, splits, D], peaks and totals [T, heads, splits, 2]."""
+    """Room for every row's splits: sums [T, heads, splits, D], peaks and totals [T, heads, splits,
+    2]."""
     num_tokens, num_heads, head_size = query.shape
     shape = (num_tokens, num_heads, num_splits, head_size)
     sums = torch.empty(shape, dtype=torch.float32, device=query.device)
@@ -415,6 +478,7 @@ def _merge(out: Tensor, partials: tuple[Tensor, Tensor], num_splits: int) -> Non
     num_rows, head_size = out.shape[0] * out.shape[1], out.shape[2]
     block_m = 4
     merge_kernel[(triton.cdiv(num_rows, block_m),)](
-        *partials, out, num_rows, num_splits, HEAD_SIZE=head_size, HEAD_PADDED=max(16, triton.next_power_of_2(head_size)),
-        BLOCK_M=block_m, **launch_options(num_warps=4),
+        *partials, out, num_rows, num_splits, HEAD_SIZE=head_size,
+        HEAD_PADDED=max(16, triton.next_power_of_2(head_size)), BLOCK_M=block_m,
+        **launch_options(num_warps=4),
     )  # fmt: skip

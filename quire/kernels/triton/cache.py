@@ -1,8 +1,10 @@
-"""RoPE and the movement of keys and values into and within the paged cache, in Triton. Not run on a GPU yet.
+"""RoPE and the movement of keys and values into and within the paged cache, in Triton. Not run on a
+GPU yet.
 
-`rope_kernel` and `write_kernel` are the operations one by one; `enter_kernel` does all that stands between the projection and
-attention in one pass (norms of single heads, RoPE, the cache write) with the very same rounding, so the same bits. Rows of
-int8 and fp8 are quantized where they are written (`kv_rows`).
+`rope_kernel` and `write_kernel` are the operations one by one; `enter_kernel` does all that stands
+between the projection and attention in one pass (norms of single heads, RoPE, the cache write) with
+the very same rounding, so the same bits. Rows of int8 and fp8 are quantized where they are written
+(`kv_rows`).
 """
 
 from __future__ import annotations
@@ -14,7 +16,13 @@ from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch, Weights
 from quire.kernels.kv_cache import head_size_of
-from quire.kernels.triton.checks import check_caches, check_heads, check_indices, launch_options, require
+from quire.kernels.triton.checks import (
+    check_caches,
+    check_heads,
+    check_indices,
+    launch_options,
+    require,
+)
 from quire.kernels.triton.gemm import finished
 from quire.kernels.triton.kv_rows import kernel_view, store_row
 from quire.kernels.triton.unfinished import PartialSums, source_of
@@ -37,8 +45,8 @@ def turned(first, second, cos_sin, position, pairs, is_pair, NUM_PAIRS: tl.const
 
 @triton.jit
 def rope_kernel(
-    x, positions, cos_sin, stride, num_heads, HEAD_SIZE: tl.constexpr, NUM_PAIRS: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_P: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
+    x, positions, cos_sin, stride, num_heads, HEAD_SIZE: tl.constexpr, NUM_PAIRS: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Token program_id(0), BLOCK_H heads at program_id(1): rotates in place."""
     token = tl.program_id(0).to(tl.int64)
@@ -52,15 +60,18 @@ def rope_kernel(
         first_at, second_at = start + pairs, start + NUM_PAIRS + pairs
     first = tl.load(first_at, mask=is_pair, other=0.0).to(tl.float32)
     second = tl.load(second_at, mask=is_pair, other=0.0).to(tl.float32)
-    first, second = turned(first, second, cos_sin, tl.load(positions + token), pairs, pairs < NUM_PAIRS, NUM_PAIRS)
+    first, second = turned(
+        first, second, cos_sin, tl.load(positions + token), pairs, pairs < NUM_PAIRS, NUM_PAIRS
+    )
     tl.store(first_at, first.to(x.dtype.element_ty), mask=is_pair)
     tl.store(second_at, second.to(x.dtype.element_ty), mask=is_pair)
 
 
 @triton.jit
 def write_kernel(
-    key, value, key_cache, value_cache, key_scales, value_scales, slots, key_stride, value_stride, num_kv_heads,
-    BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr, FORMAT: tl.constexpr,
+    key, value, key_cache, value_cache, key_scales, value_scales, slots, key_stride, value_stride,
+    num_kv_heads, BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Token program_id(0), KV head program_id(1)."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -76,14 +87,17 @@ def write_kernel(
 
 @triton.jit(do_not_specialize=["stride"])
 def enter_kernel(
-    qkv, qkv_bias, query, key_cache, value_cache, key_scales, value_scales, query_norm, key_norm, cos_sin, positions, slots,
-    stride, query_eps, key_eps, norm_offset, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    NUM_PAIRS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr, HAS_NORM: tl.constexpr,
+    qkv, qkv_bias, query, key_cache, value_cache, key_scales, value_scales, query_norm, key_norm,
+    cos_sin, positions, slots, stride, query_eps, key_eps, norm_offset, NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, NUM_PAIRS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr, HAS_NORM: tl.constexpr,
     FORMAT: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Token program_id(0), head program_id(1) of qkv [T, heads + 2 * KV heads, D]: queries are normed and rotated into
-    `query` [T, heads, D], keys normed and rotated into the cache, values copied there. Halves are paired; NUM_PAIRS of 0: no
-    RoPE. qkv may be an unfinished product of NUM_SPLITS stretches: see `gemm.finished`."""
+    """Token program_id(0), head program_id(1) of qkv [T, heads + 2 * KV heads, D]: queries are
+    normed and rotated into `query` [T, heads, D], keys normed and rotated into the cache, values
+    copied there. Halves are paired; NUM_PAIRS of 0: no RoPE. qkv may be an unfinished product of
+    NUM_SPLITS stretches: see `gemm.finished`.
+    """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dims = tl.arange(0, HEAD_PADDED)
     is_dim = dims < HEAD_SIZE
@@ -91,19 +105,42 @@ def enter_kernel(
     is_value = head >= NUM_HEADS + NUM_KV_HEADS
     dtype: tl.constexpr = query.dtype.element_ty
     row, first = token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_SIZE), head * HEAD_SIZE
-    x = finished(qkv, qkv_bias, row + first + dims, first + dims, is_dim, stride, dtype, NUM_SPLITS, HAS_BIAS)
+    x = finished(
+        qkv, qkv_bias, row + first + dims, first + dims, is_dim, stride, dtype, NUM_SPLITS, HAS_BIAS
+    )
     if NUM_PAIRS > 0:  # each element's partner, so that no element has to move between threads
         partner = tl.where(dims < NUM_PAIRS, dims + NUM_PAIRS, dims - NUM_PAIRS)
         is_turned = dims < 2 * NUM_PAIRS
-        other = finished(qkv, qkv_bias, row + first + partner, first + partner, is_turned, stride, dtype, NUM_SPLITS, HAS_BIAS)
+        other = finished(
+            qkv,
+            qkv_bias,
+            row + first + partner,
+            first + partner,
+            is_turned,
+            stride,
+            dtype,
+            NUM_SPLITS,
+            HAS_BIAS,
+        )
     if HAS_NORM:
         weight = query_norm if is_query else key_norm
         eps = query_eps if is_query else key_eps
         scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(x * x, axis=0), HEAD_SIZE * 1.0) + eps))
-        y = x * scale * (tl.load(weight + dims, mask=is_dim, other=0.0).to(tl.float32) + norm_offset)
+        y = (
+            x
+            * scale
+            * (tl.load(weight + dims, mask=is_dim, other=0.0).to(tl.float32) + norm_offset)
+        )
         x = tl.where(is_value, x, y.to(dtype).to(tl.float32))
         if NUM_PAIRS > 0:
-            z = other * scale * (tl.load(weight + partner, mask=is_turned, other=0.0).to(tl.float32) + norm_offset)
+            z = (
+                other
+                * scale
+                * (
+                    tl.load(weight + partner, mask=is_turned, other=0.0).to(tl.float32)
+                    + norm_offset
+                )
+            )
             other = tl.where(is_value, other, z.to(dtype).to(tl.float32))
     if NUM_PAIRS > 0:
         angles = cos_sin + tl.load(positions + token) * (2 * NUM_PAIRS)
@@ -119,14 +156,19 @@ def enter_kernel(
         slot = tl.load(slots + token)
         place = (slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
         if is_value:
-            store_row(value_cache, value_scales, place, x.to(dtype), dims, is_dim, HEAD_SIZE, FORMAT)
+            store_row(
+                value_cache, value_scales, place, x.to(dtype), dims, is_dim, HEAD_SIZE, FORMAT
+            )
         else:
             store_row(key_cache, key_scales, place, x.to(dtype), dims, is_dim, HEAD_SIZE, FORMAT)
 
 
 @triton.jit(do_not_specialize=["num_copies"])
-def move_kernel(addresses, held, blocks, num_copies, num_words, IS_WRITE: tl.constexpr, BLOCK: tl.constexpr):
-    """A stretch of words of block `blocks[program_id(0)]` of the cache at `addresses[program_id(1)]` to `held`, or back."""
+def move_kernel(
+    addresses, held, blocks, num_copies, num_words, IS_WRITE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """A stretch of words of block `blocks[program_id(0)]` of the cache at
+    `addresses[program_id(1)]` to `held`, or back."""
     copy, cache = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     words = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     is_word = words < num_words
@@ -140,10 +182,12 @@ def move_kernel(addresses, held, blocks, num_copies, num_words, IS_WRITE: tl.con
 
 
 def enter(
-    projected: Tensor | PartialSums, operation: PrepareHeads, weights: Weights, batch: AttentionBatch,
+    projected: Tensor | PartialSums, operation: PrepareHeads, weights: Weights,
+    batch: AttentionBatch,
     caches: tuple[Tensor, Tensor],
 ) -> Tensor:  # fmt: skip
-    """Norms, RoPE and the cache write of `projected` [T, (heads + 2 * KV heads) * D]; gives the queries [T, heads * D].
+    """Norms, RoPE and the cache write of `projected` [T, (heads + 2 * KV heads) * D]; gives the
+    queries [T, heads * D].
 
     Norms are RMS norms of single heads, both there or neither, with one offset.
     """
@@ -151,21 +195,29 @@ def enter(
     key_cache, value_cache = caches
     check_caches(key_cache, value_cache)
     num_tokens = projected.shape[0]
-    query = torch.empty((num_tokens, heads.query_width), dtype=projected.dtype, device=source.values.device)
+    query = torch.empty(
+        (num_tokens, heads.query_width), dtype=projected.dtype, device=source.values.device
+    )
     query_norm, key_norm = operation.norm_of("queries"), operation.norm_of("keys")
     rope = None if operation.table is None else weights.ropes[operation.table]
-    (keys, key_scales, form), (values, value_scales, _) = kernel_view(key_cache), kernel_view(value_cache)
+    (keys, key_scales, form), (values, value_scales, _) = (
+        kernel_view(key_cache),
+        kernel_view(value_cache),
+    )
     if num_tokens:
         enter_kernel[(num_tokens, heads.num_queries + 2 * heads.num_keys)](
             source.values, source.bias, query, keys, values, key_scales, value_scales,
             query if query_norm is None else weights.vectors[query_norm.weight],
             query if key_norm is None else weights.vectors[key_norm.weight],
-            query if rope is None else rope, batch.positions, batch.slots, num_tokens * projected.shape[1],
-            0.0 if query_norm is None else query_norm.eps, 0.0 if key_norm is None else key_norm.eps,
+            query if rope is None else rope, batch.positions, batch.slots,
+            num_tokens * projected.shape[1],
+            0.0 if query_norm is None else query_norm.eps,
+            0.0 if key_norm is None else key_norm.eps,
             0.0 if key_norm is None else key_norm.weight_offset,
             NUM_HEADS=heads.num_queries, NUM_KV_HEADS=heads.num_keys, HEAD_SIZE=heads.head_dim,
             NUM_PAIRS=0 if rope is None else rope.shape[-1], BLOCK_SIZE=key_cache.shape[2],
-            HEAD_PADDED=triton.next_power_of_2(heads.head_dim), HAS_NORM=query_norm is not None, FORMAT=form,
+            HEAD_PADDED=triton.next_power_of_2(heads.head_dim), HAS_NORM=query_norm is not None,
+            FORMAT=form,
             NUM_SPLITS=source.num_splits, HAS_BIAS=source.has_bias, **launch_options(1),
         )  # fmt: skip
     return query
@@ -177,37 +229,61 @@ def rope(x: Tensor, positions: Tensor, cos_sin: Tensor, *, interleaved: bool = F
     check_indices(positions, "positions", x.shape[0])
     num_tokens, num_heads, head_size = x.shape
     num_pairs = cos_sin.shape[-1]
-    fits = cos_sin.dim() == 3 and cos_sin.shape[1] == 2 and 2 * num_pairs <= head_size and cos_sin.dtype == torch.float32
-    require(fits and cos_sin.is_contiguous(), f"rope: expected float32 [P, 2, R / 2], R at most {head_size}", cos_sin)
+    fits = (
+        cos_sin.dim() == 3
+        and cos_sin.shape[1] == 2
+        and 2 * num_pairs <= head_size
+        and cos_sin.dtype == torch.float32
+    )
+    require(
+        fits and cos_sin.is_contiguous(),
+        f"rope: expected float32 [P, 2, R / 2], R at most {head_size}",
+        cos_sin,
+    )
     if x.numel() and num_pairs:
         block_h = min(8, triton.next_power_of_2(num_heads))
         rope_kernel[(num_tokens, triton.cdiv(num_heads, block_h))](
-            x, positions, cos_sin, x.stride(0), num_heads, HEAD_SIZE=head_size, NUM_PAIRS=num_pairs, BLOCK_H=block_h,
-            BLOCK_P=triton.next_power_of_2(num_pairs), IS_INTERLEAVED=interleaved, **launch_options(2),
+            x, positions, cos_sin, x.stride(0), num_heads, HEAD_SIZE=head_size, NUM_PAIRS=num_pairs,
+            BLOCK_H=block_h, BLOCK_P=triton.next_power_of_2(num_pairs), IS_INTERLEAVED=interleaved,
+            **launch_options(2),
         )  # fmt: skip
 
 
-def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+def write_kv(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
+) -> None:
     """See `Kernels.write_kv`."""
     check_heads(key, "key")
     check_heads(value, "value")
     check_caches(key_cache, value_cache)
     num_tokens = key.shape[0]
     check_indices(slots, "slots", num_tokens)
-    num_kv_heads, block_size, head_size = key_cache.shape[1], key_cache.shape[2], head_size_of(key_cache)
-    (keys, key_scales, form), (values, value_scales, _) = kernel_view(key_cache), kernel_view(value_cache)
-    fits = key.shape == (num_tokens, num_kv_heads, head_size) and value.shape == key.shape and value.dtype == key.dtype
+    num_kv_heads, block_size, head_size = (
+        key_cache.shape[1],
+        key_cache.shape[2],
+        head_size_of(key_cache),
+    )
+    (keys, key_scales, form), (values, value_scales, _) = (
+        kernel_view(key_cache),
+        kernel_view(value_cache),
+    )
+    fits = (
+        key.shape == (num_tokens, num_kv_heads, head_size)
+        and value.shape == key.shape
+        and value.dtype == key.dtype
+    )
     require(fits, "write_kv: key and value do not fit the cache", key, value, key_cache)
     if key.numel():
         write_kernel[(num_tokens, num_kv_heads)](
-            key, value, keys, values, key_scales, value_scales, slots, key.stride(0), value.stride(0), num_kv_heads,
-            BLOCK_SIZE=block_size, HEAD_SIZE=head_size, HEAD_PADDED=triton.next_power_of_2(head_size), FORMAT=form,
-            **launch_options(1),
+            key, value, keys, values, key_scales, value_scales, slots, key.stride(0),
+            value.stride(0), num_kv_heads, BLOCK_SIZE=block_size, HEAD_SIZE=head_size,
+            HEAD_PADDED=triton.next_power_of_2(head_size), FORMAT=form, **launch_options(1),
         )  # fmt: skip
 
 
 def copy_blocks(caches: list[Tensor], sources: Tensor, destinations: Tensor) -> None:
-    """See `Kernels.copy_blocks`: many caches by two launches, one that reads and one that writes."""
+    """See `Kernels.copy_blocks`: many caches by two launches,
+    one that reads and one that writes."""
     num_copies = sources.numel()
     check_indices(sources, "sources", num_copies)
     check_indices(destinations, "destinations", num_copies)
@@ -221,15 +297,27 @@ def copy_blocks(caches: list[Tensor], sources: Tensor, destinations: Tensor) -> 
             _copy_alike(group[first : first + at_once], num_bytes, sources, destinations)
 
 
-def _copy_alike(caches: list[Tensor], num_bytes: int, sources: Tensor, destinations: Tensor) -> None:
+def _copy_alike(
+    caches: list[Tensor], num_bytes: int, sources: Tensor, destinations: Tensor
+) -> None:
     """Copy blocks of `num_bytes` each within each cache."""
     is_even = num_bytes % 4 == 0
     num_copies, num_words = sources.numel(), num_bytes // 4 if is_even else num_bytes
-    pinned = torch.tensor([cache.data_ptr() for cache in caches], dtype=torch.int64, pin_memory=sources.is_cuda)
-    addresses = pinned.to(sources.device, non_blocking=True)  # else the host would wait for the steps launched before
+    pinned = torch.tensor(
+        [cache.data_ptr() for cache in caches], dtype=torch.int64, pin_memory=sources.is_cuda
+    )
+    # else the host would wait for the steps launched before
+    addresses = pinned.to(sources.device, non_blocking=True)
     shape = (len(caches), num_copies, num_words)
     held = torch.empty(shape, dtype=torch.int32 if is_even else torch.uint8, device=sources.device)
     for is_write, blocks in ((False, sources), (True, destinations)):
         move_kernel[(num_copies, len(caches), triton.cdiv(num_words, _COPY_BLOCK))](
-            addresses, held, blocks, num_copies, num_words, IS_WRITE=is_write, BLOCK=_COPY_BLOCK, **launch_options(4)
+            addresses,
+            held,
+            blocks,
+            num_copies,
+            num_words,
+            IS_WRITE=is_write,
+            BLOCK=_COPY_BLOCK,
+            **launch_options(4),
         )

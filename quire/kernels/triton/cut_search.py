@@ -1,10 +1,12 @@
-"""The search for where filters cut rows of logits off, spread over rows and stretches of them. It has not run on a GPU yet.
+"""The search for where filters cut rows of logits off, spread over rows and stretches of them. It
+has not run on a GPU yet.
 
-Owns the order of tokens as integers, the sums by which a row's cut is found, and the launches, whose number is fixed: rounds of
-`tally_kernel`, which narrow down the logit of the last token kept; `gather_kernel`, which brings the few tokens together that
-may be the last one; and `settle_kernel`, which finds it among them. A row whose search is done, or that has none, is passed
-over. Sums are of integers, so nothing depends on the order of additions, nor on how a row is cut into stretches. It never
-reads anything back, never draws, and never writes logits.
+Owns the order of tokens as integers, the sums by which a row's cut is found, and the launches,
+whose number is fixed: rounds of `tally_kernel`, which narrow down the logit of the last token kept;
+`gather_kernel`, which brings the few tokens together that may be the last one; and `settle_kernel`,
+which finds it among them. A row whose search is done, or that has none, is passed over. Sums are of
+integers, so nothing depends on the order of additions, nor on how a row is cut into stretches. It
+never reads anything back, never draws, and never writes logits.
 """
 
 from __future__ import annotations
@@ -23,16 +25,20 @@ from quire.kernels.triton.noise import weigh
 BLOCK = 1024
 """Tokens that a program looks at together."""
 NUM_PROGRAMS = 2048
-"""Of a launch, at most, but for one for each row: enough to keep a GPU busy, and no more, as each has to look up its row."""
+"""Of a launch, at most, but for one for each row: enough to keep a GPU busy, and no more,
+as each has to look up its row."""
 CAPACITY = 2048
-"""Tokens of a row that can be gathered. Where more would have to be (thousands are equal, or a top-p comes after a top-k as
-large), one program bisects over the whole row: a millisecond or two, by reckoning."""
+"""Tokens of a row that can be gathered. Where more would have to be (thousands are equal, or a
+top-p comes after a top-k as large), one program bisects over the whole row: a millisecond or two,
+by reckoning.
+"""
 _NUM_WARPS = 8
 _NUM_ROUNDS = 3
 _ROUNDS = tl.constexpr(_NUM_ROUNDS)
 _WAYS = tl.constexpr(16)
 """Parts into which a round cuts the logits that are left."""
-# What a search knows of a row, all of it zero at first: the sums of each round, the worst place, the number gathered.
+# What a search knows of a row, all of it zero at first: the sums of each round, the worst place,
+# the number gathered.
 _WORST = tl.constexpr(_NUM_ROUNDS * 16)
 _NUM_GATHERED = tl.constexpr(_NUM_ROUNDS * 16 + 1)
 _STATE_LEN = tl.constexpr(_NUM_ROUNDS * 16 + 2)
@@ -78,7 +84,8 @@ def id_at(place):
 
 @triton.jit
 def append(places, is_in, there, counter, capacity):
-    """Store the places that are in wherever there is room, in any order; the counter also counts those without room."""
+    """Store the places that are in wherever there is room, in any order;
+    the counter also counts those without room."""
     count = tl.sum(is_in.to(tl.int32), axis=0)
     if count > 0:
         first = tl.atomic_add(counter, count.to(tl.int64), sem="relaxed")
@@ -88,7 +95,8 @@ def append(places, is_in, there, counter, capacity):
 
 @triton.jit
 def tokens_of(line, first, size, peak, scale, floor, BLOCK: tl.constexpr):
-    """Ids, keys and scaled distances of a block of a row, and which of its tokens are numbers and reach the floor."""
+    """Ids, keys and scaled distances of a block of a row,
+    and which of its tokens are numbers and reach the floor."""
     ids = first + tl.arange(0, BLOCK)
     x = tl.load(line + ids, mask=ids < size, other=float("-inf"))
     distance = (x - peak) * scale
@@ -103,7 +111,8 @@ def share_of(share, total):
 
 @triton.jit
 def goal_of(state, wanted, share, size):
-    """The number (with a top-k) or weight that the best have to reach, and whether a search can tell where they do."""
+    """The number (with a top-k) or weight that the best have to reach,
+    and whether a search can tell where they do."""
     everything = tl.load(state)
     goal = share_of(share, everything)
     is_open = (share < 1.0) & (goal <= everything)
@@ -115,8 +124,11 @@ def goal_of(state, wanted, share, size):
 
 @triton.jit
 def threshold_of(part, low, high, peak, ROUND: tl.constexpr):
-    """Keys from `low` on and below `high`. Results do not depend on them, only how few tokens a round leaves does."""
-    if ROUND == 0:  # two to an octave of the distance from the best, from 64 to 1/2: where the tail is, nobody knows yet
+    """Keys from `low` on and below `high`. Results do not depend on them,
+    only how few tokens a round leaves does."""
+    # two to an octave of the distance from the best, from 64 to 1/2: where the tail is, nobody
+    # knows yet
+    if ROUND == 0:
         distance = ((267 - part) << 22).to(tl.float32, bitcast=True)
         key = tl.where(part == 0, low, key_of(peak - distance))
     else:
@@ -127,26 +139,30 @@ def threshold_of(part, low, high, peak, ROUND: tl.constexpr):
 
 @triton.jit
 def bracket_of(state, peak, goal, ROUNDS: tl.constexpr):
-    """After some rounds: the last token's key is `low` or above and below `high`; those from `high` on sum up to `above`, and
-    those from `low` on to `held`."""
+    """After some rounds: the last token's key is `low` or above and below `high`; those from `high`
+    on sum up to `above`, and those from `low` on to `held`.
+    """
     low, high = tl.full([], _LEAST_KEY, tl.int32), key_of(peak) + 1
     above, held = tl.zeros([], tl.int64), tl.full([], NO_PLACE, tl.int64)
     for i in tl.static_range(ROUNDS):
         thresholds = threshold_of(tl.arange(0, _WAYS), low, high, peak, i)
         sums = tl.load(state + i * _WAYS + tl.arange(0, _WAYS)) + above
         is_enough = sums >= goal
-        is_known = tl.max(is_enough.to(tl.int32), axis=0) == 0  # the row has been left out of this round
+        # the row has been left out of this round
+        is_known = tl.max(is_enough.to(tl.int32), axis=0) == 0
         low = tl.maximum(low, tl.max(tl.where(is_enough, thresholds, _LEAST_KEY), axis=0))
         high = tl.minimum(high, tl.min(tl.where(is_enough | is_known, high, thresholds), axis=0))
         above = tl.max(tl.where(is_enough, above, sums), axis=0)
         held = tl.min(tl.where(is_enough, sums, held), axis=0)
-        low = tl.maximum(low, key_at(tl.load(state + _WORST)))  # the first round began with the least float32
+        # the first round began with the least float32
+        low = tl.maximum(low, key_at(tl.load(state + _WORST)))
     return low, high, above, held
 
 
 @triton.jit
 def add_sums(sums, keys, best_key, amounts, low, high, peak, ROUND: tl.constexpr):
-    """Adds what the tokens at each threshold or above sum up to; all thresholds at once would take too many registers."""
+    """Adds what the tokens at each threshold or above sum up to;
+    all thresholds at once would take too many registers."""
     for first in range(0, _WAYS, 4):
         part = first + tl.arange(0, 4)
         thresholds = threshold_of(part, low, high, peak, ROUND)
@@ -158,10 +174,11 @@ def add_sums(sums, keys, best_key, amounts, low, high, peak, ROUND: tl.constexpr
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def tally_kernel(
-    logits, row, peaks, scales, top_k, top_p, floors, states, size, num_blocks, ROUND: tl.constexpr, CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits, row, peaks, scales, top_k, top_p, floors, states, size, num_blocks, ROUND: tl.constexpr,
+    CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Adds a stretch's share to the sums of a round, of asked row program_id(0); the first round finds the worst place, too."""
+    """Adds a stretch's share to the sums of a round, of asked row program_id(0);
+    the first round finds the worst place, too."""
     asked, begin = tl.program_id(0), tl.program_id(1) * num_blocks * BLOCK
     line = logits + tl.load(row + asked) * size
     peak, scale, floor = tl.load(peaks + asked), tl.load(scales + asked), tl.load(floors + asked)
@@ -187,19 +204,29 @@ def tally_kernel(
                 if wanted < size:
                     add_sums(sums, keys, best_key, is_in.to(tl.int32), low, high, peak, ROUND)
                 else:
-                    add_sums(sums, keys, best_key, tl.where(is_in, weigh(distance), 0), low, high, peak, ROUND)
+                    add_sums(
+                        sums,
+                        keys,
+                        best_key,
+                        tl.where(is_in, weigh(distance), 0),
+                        low,
+                        high,
+                        peak,
+                        ROUND,
+                    )
     if ROUND == 0:
         tl.atomic_max(state + _WORST, worst, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def gather_kernel(
-    logits, row, peaks, scales, top_k, top_p, floors, states, size, num_blocks, gathered, CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits, row, peaks, scales, top_k, top_p, floors, states, size, num_blocks, gathered,
+    CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Appends the places of a stretch's tokens that may be the last, of asked row program_id(0).
 
-    Where a top-p comes after a top-k, those of all better tokens, too: what they weigh has not been looked at.
+    Where a top-p comes after a top-k, those of all better tokens, too: what they weigh has not been
+    looked at.
     """
     asked, begin = tl.program_id(0), tl.program_id(1) * num_blocks * BLOCK
     line = logits + tl.load(row + asked) * size
@@ -219,7 +246,8 @@ def gather_kernel(
 
 @triton.jit
 def nearest(places, amounts, best, worst, goal):
-    """Of places from `best` to `worst`, the first up to which amounts sum up to the goal, as they do up to the worst."""
+    """Of places from `best` to `worst`, the first up to which amounts sum up to the goal,
+    as they do up to the worst."""
     while best < worst:
         middle = best + ((worst - best) >> 1)
         is_before = places <= middle
@@ -230,7 +258,9 @@ def nearest(places, amounts, best, worst, goal):
 
 
 @triton.jit
-def last_gathered(gathered, num_gathered, above, goal, share, peak, scale, is_by_count, CAPACITY: tl.constexpr):
+def last_gathered(
+    gathered, num_gathered, above, goal, share, peak, scale, is_by_count, CAPACITY: tl.constexpr
+):
     """The place of the last token, if it is among those gathered."""
     number = tl.arange(0, CAPACITY)
     places = tl.load(gathered + number, mask=number < num_gathered, other=NO_PLACE)
@@ -250,7 +280,8 @@ def last_gathered(gathered, num_gathered, above, goal, share, peak, scale, is_by
 
 @triton.jit
 def parted(line, size, peak, scale, floor, place, is_by_count, BLOCK: tl.constexpr):
-    """Number, or weight, of a row's tokens up to a place, the last place among these, and the first one beyond."""
+    """Number, or weight, of a row's tokens up to a place, the last place among these,
+    and the first one beyond."""
     sums = tl.zeros([BLOCK], tl.int64)
     before, beyond = tl.zeros([BLOCK], tl.int64), tl.full([BLOCK], NO_PLACE, tl.int64)
     for first in range(0, size, BLOCK):
@@ -264,7 +295,9 @@ def parted(line, size, peak, scale, floor, place, is_by_count, BLOCK: tl.constex
 
 
 @triton.jit
-def nearest_in_row(line, size, peak, scale, floor, best, worst, goal, is_by_count, BLOCK: tl.constexpr):
+def nearest_in_row(
+    line, size, peak, scale, floor, best, worst, goal, is_by_count, BLOCK: tl.constexpr
+):
     """As `nearest`, of all tokens of a row."""
     while best < worst:
         middle = best + ((worst - best) >> 1)
@@ -275,15 +308,22 @@ def nearest_in_row(line, size, peak, scale, floor, best, worst, goal, is_by_coun
 
 
 @triton.jit
-def last_in_row(line, size, peak, scale, floor, low, high, worst, goal, share, is_by_count, BLOCK: tl.constexpr):
-    """As `last_gathered`, by passes over the whole row: for rows of which too many tokens may be the last."""
+def last_in_row(
+    line, size, peak, scale, floor, low, high, worst, goal, share, is_by_count, BLOCK: tl.constexpr
+):
+    """As `last_gathered`, by passes over the whole row:
+    for rows of which too many tokens may be the last."""
     lowest = tl.minimum(worst, place_of(low, ID_BITS))
-    last = nearest_in_row(line, size, peak, scale, floor, place_of(high - 1, 0), lowest, goal, is_by_count, BLOCK)
+    last = nearest_in_row(
+        line, size, peak, scale, floor, place_of(high - 1, 0), lowest, goal, is_by_count, BLOCK
+    )
     if is_by_count & (share < 1.0):
         total, _before, _beyond = parted(line, size, peak, scale, floor, last, False, BLOCK)
         goal = share_of(share, total)
         if goal <= total:
-            last = nearest_in_row(line, size, peak, scale, floor, place_of(key_of(peak), 0), last, goal, False, BLOCK)
+            last = nearest_in_row(
+                line, size, peak, scale, floor, place_of(key_of(peak), 0), last, goal, False, BLOCK
+            )
     return last
 
 
@@ -305,9 +345,13 @@ def settle_kernel(
         low, high, above, _held = bracket_of(state, peak, goal, _ROUNDS)
         if num_gathered <= CAPACITY:
             there = gathered + asked.to(tl.int64) * CAPACITY
-            last = last_gathered(there, num_gathered, above, goal, share, peak, scale, wanted < size, CAPACITY)
+            last = last_gathered(
+                there, num_gathered, above, goal, share, peak, scale, wanted < size, CAPACITY
+            )
         else:
-            last = last_in_row(line, size, peak, scale, floor, low, high, worst, goal, share, wanted < size, BLOCK)
+            last = last_in_row(
+                line, size, peak, scale, floor, low, high, worst, goal, share, wanted < size, BLOCK
+            )
     tl.store(cut_value + asked, value_of(key_at(last)))
     tl.store(cut_id + asked, tl.where(last == worst, size - 1, id_at(last)))
 
@@ -327,7 +371,8 @@ def find_cuts(logits: Tensor, rows: ScaledRows, filters: Filters) -> Cuts:
     states = torch.zeros((num_rows, _STATE_LEN.value), dtype=torch.int64, device=logits.device)
     gathered = torch.empty((num_rows, CAPACITY), dtype=torch.int64, device=logits.device)
     asked = (
-        logits, rows.row, rows.peak, rows.scale, filters.top_k, filters.top_p, filters.floor, states, size,
+        logits, rows.row, rows.peak, rows.scale, filters.top_k, filters.top_p, filters.floor,
+        states, size,
     )  # fmt: skip
     block = min(BLOCK, triton.next_power_of_2(size))
     num_blocks, grid = spread(num_rows, size, block)

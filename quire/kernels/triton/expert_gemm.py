@@ -1,8 +1,10 @@
-"""Triton kernels of mixtures of experts: choosing, sorting, the grouped products, and their sum. Not run on a GPU yet.
+"""Triton kernels of mixtures of experts: choosing, sorting, the grouped products, and their sum.
+Not run on a GPU yet.
 
-A *pair* of token and choice is numbered token * k + choice. Pairs are put in the order of their experts, those of one expert
-in the order of their numbers; then an expert's pairs are rows of ordinary products, in tiles of one size (see `gemm`), so
-that the bits of a pair do not depend on the others, nor on its place among them. The grid follows from the number of pairs
+A *pair* of token and choice is numbered token * k + choice. Pairs are put in the order of their
+experts, those of one expert in the order of their numbers; then an expert's pairs are rows of
+ordinary products, in tiles of one size (see `gemm`), so that the bits of a pair do not depend on
+the others, nor on its place among them. The grid follows from the number of pairs
 alone: nothing is read back from the device.
 """
 
@@ -18,14 +20,20 @@ from quire.kernels.triton.gemm import columns_of, halves_of, sum_stretch
 
 @triton.jit
 def choose_kernel(
-    logits, ids, weights, num_experts, COUNT: tl.constexpr, COUNT_PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    logits, ids, weights, num_experts, COUNT: tl.constexpr, COUNT_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
     IS_NORMALISED: tl.constexpr,
 ):  # fmt: skip
     """The COUNT best of row program_id(0) of logits [T, E], and what they weigh."""
     token = tl.program_id(0).to(tl.int64)
     lanes, places = tl.arange(0, BLOCK), tl.arange(0, COUNT_PADDED)
-    row = tl.load(logits + token * num_experts + lanes, mask=lanes < num_experts, other=float("-inf"))
-    is_broken = tl.max(((lanes < num_experts) & ((tl.abs(row) < float("inf")) == 0)).to(tl.int32), axis=0) > 0
+    row = tl.load(
+        logits + token * num_experts + lanes, mask=lanes < num_experts, other=float("-inf")
+    )
+    is_broken = (
+        tl.max(((lanes < num_experts) & ((tl.abs(row) < float("inf")) == 0)).to(tl.int32), axis=0)
+        > 0
+    )
     row = tl.where(is_broken & (lanes < num_experts), 0.0, row)
     shares = tl.exp(row - tl.max(row, axis=0))
     chosen_ids = tl.zeros([COUNT_PADDED], tl.int32)
@@ -56,9 +64,12 @@ def count_kernel(ids, counts, num_pairs, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def place_kernel(ids, counts, starts, order, num_pairs, num_experts, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Writes the pairs of expert program_id(0) to `order`, ascending, behind those of lower experts; `starts` [E + 1] says
-    where each expert's begin."""
+def place_kernel(
+    ids, counts, starts, order, num_pairs, num_experts, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Writes the pairs of expert program_id(0) to `order`, ascending, behind those of lower
+    experts; `starts` [E + 1] says where each expert's begin.
+    """
     expert = tl.program_id(0)
     others = tl.arange(0, EXPERTS)
     held = tl.load(counts + others, mask=others < num_experts, other=0)
@@ -79,9 +90,10 @@ def expert_kernel(
     x, weight, out, order, starts, num_experts, num_columns, num_inputs, NUM_CHOICES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of pairs (`find_sequence`), tiles of columns. With an ACTIVATION of 0 or more: x [T, K], weight [E, 2 N, K],
-    and out [P, N] is a gated product in the order of experts. Else x [P, K] is in that order, weight [E, N, K], and out [P, N],
-    float32, in the order of pairs."""
+    """Grid: tiles of pairs (`find_sequence`), tiles of columns. With an ACTIVATION of 0 or more: x
+    [T, K], weight [E, 2 N, K], and out [P, N] is a gated product in the order of experts. Else x
+    [P, K] is in that order, weight [E, N, K], and out [P, N], float32, in the order of pairs.
+    """
     tile = tl.program_id(0)
     expert = find_sequence(starts, num_experts, tile, BLOCK_M)
     start, end = tl.load(starts + expert), tl.load(starts + expert + 1)
@@ -99,18 +111,29 @@ def expert_kernel(
     if IS_PAIR:
         rows, targets = pairs // NUM_CHOICES, places.to(tl.int64)
     zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    sums = sum_stretch(x, base, rows, is_row, columns, is_column, 0, num_inputs, num_inputs, zeros, BLOCK_K)
+    sums = sum_stretch(
+        x, base, rows, is_row, columns, is_column, 0, num_inputs, num_inputs, zeros, BLOCK_K
+    )
     if IS_PAIR:
         gate, up = halves_of(sums, BLOCK_M, BLOCK_N)
         sums = activated(gate, ACTIVATION) * up
-    there, is_there = columns_of(tl.program_id(1), num_columns, BLOCK_N // 2 if IS_PAIR else BLOCK_N, False)
+    there, is_there = columns_of(
+        tl.program_id(1), num_columns, BLOCK_N // 2 if IS_PAIR else BLOCK_N, False
+    )
     is_element = is_row[:, None] & is_there[None, :]
-    tl.store(out + targets[:, None] * num_columns + there[None, :], sums.to(out.dtype.element_ty), mask=is_element)
+    tl.store(
+        out + targets[:, None] * num_columns + there[None, :],
+        sums.to(out.dtype.element_ty),
+        mask=is_element,
+    )
 
 
 @triton.jit
-def combine_kernel(partial, ids, weights, out, num_experts, width, NUM_CHOICES: tl.constexpr, BLOCK: tl.constexpr):
-    """Token program_id(0): its partial results [P, width], weighed, added in ascending order of choices."""
+def combine_kernel(
+    partial, ids, weights, out, num_experts, width, NUM_CHOICES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Token program_id(0): its partial results [P, width], weighed,
+    added in ascending order of choices."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -118,6 +141,8 @@ def combine_kernel(partial, ids, weights, out, num_experts, width, NUM_CHOICES: 
         pair = token * NUM_CHOICES + j
         expert = tl.load(ids + pair)
         is_here = (expert >= 0) & (expert < num_experts)
-        part = tl.load(partial + pair * width + columns, mask=is_here & (columns < width), other=0.0)
+        part = tl.load(
+            partial + pair * width + columns, mask=is_here & (columns < width), other=0.0
+        )
         total += part * tl.where(is_here, tl.load(weights + pair), 0.0)
     tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=columns < width)

@@ -1,13 +1,17 @@
-"""Triton kernels of projections of floating-point weights, and what follows a product. They have not run on a GPU yet.
+"""Triton kernels of projections of floating-point weights, and what follows a product. They have
+not run on a GPU yet.
 
-The sum of an output is cut into NUM_SPLITS stretches of SPLIT_LEN inputs, which depend on the weight's shape alone. A stretch
-is summed by matrix instructions over ascending inputs, BLOCK_K at a time, in float32; stretches are added in ascending order.
-One program may do all of them (many rows), or one each, stored and added by `finish_kernel`, or by the kernel that reads the
-product next (few rows, which would leave most of the device idle): the additions are the same, and so are the bits. Tiles
-have the same size for any number of rows, so that the same instructions compute a row in any company.
+The sum of an output is cut into NUM_SPLITS stretches of SPLIT_LEN inputs, which depend on the
+weight's shape alone. A stretch is summed by matrix instructions over ascending inputs, BLOCK_K at a
+time, in float32; stretches are added in ascending order. One program may do all of them (many
+rows), or one each, stored and added by `finish_kernel`, or by the kernel that reads the product
+next (few rows, which would leave most of the device idle): the additions are the same, and so are
+the bits. Tiles have the same size for any number of rows, so that the same instructions compute a
+row in any company.
 
-A *pair* is outputs j and N / 2 + j: gate and up. A tile of pairs has the two side by side, so that one product of the same
-width gives both, and each thread finds the two halves of its pairs in its own registers.
+A *pair* is outputs j and N / 2 + j: gate and up. A tile of pairs has the two side by side, so that
+one product of the same width gives both, and each thread finds the two halves of its pairs in its
+own registers.
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ from quire.kernels.triton.activation import activated
 
 @triton.jit
 def tile_of(num_rows, num_columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which tile a program computes: eight tiles of rows beside each other share a weight's tile while it is in the L2."""
+    """Which tile a program computes: eight tiles of rows beside each other share a weight's
+    tile while it is in the L2."""
     row_tiles = tl.cdiv(num_rows, BLOCK_M)
     column_tiles = tl.cdiv(num_columns, BLOCK_N)
     program = tl.program_id(0)
@@ -33,7 +38,8 @@ def tile_of(num_rows, num_columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr)
 
 @triton.jit
 def columns_of(tile, num_outputs, BLOCK_N: tl.constexpr, IS_PAIR: tl.constexpr):
-    """The outputs of a tile, int64 [BLOCK_N], and which of them there are. Those of a pair are neighbours: 0, N / 2, 1, ..."""
+    """The outputs of a tile, int64 [BLOCK_N], and which of them there are.
+    Those of a pair are neighbours: 0, N / 2, 1, ..."""
     lanes = tl.arange(0, BLOCK_N)
     if IS_PAIR:
         num_pairs = (num_outputs + 1) // 2
@@ -53,14 +59,23 @@ def halves_of(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def sum_stretch(x, weight, rows, is_row, columns, is_column, begin, end, num_inputs, sums, BLOCK_K: tl.constexpr):
-    """sums [M, N] plus x[rows] @ weight[columns].T over inputs [begin, end); x [T, K] and weight [N, K] row by row."""
+def sum_stretch(
+    x, weight, rows, is_row, columns, is_column, begin, end, num_inputs, sums, BLOCK_K: tl.constexpr
+):
+    """sums [M, N] plus x[rows] @ weight[columns].T over inputs [begin, end); x [T,
+    K] and weight [N, K] row by row."""
     for first in range(begin, end, BLOCK_K):
         inputs = first + tl.arange(0, BLOCK_K)
         is_input = inputs < end
-        a = tl.load(x + rows[:, None] * num_inputs + inputs[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0)
+        a = tl.load(
+            x + rows[:, None] * num_inputs + inputs[None, :],
+            mask=is_row[:, None] & is_input[None, :],
+            other=0.0,
+        )
         b = tl.load(
-            weight + columns[None, :] * num_inputs + inputs[:, None], mask=is_column[None, :] & is_input[:, None], other=0.0
+            weight + columns[None, :] * num_inputs + inputs[:, None],
+            mask=is_column[None, :] & is_input[:, None],
+            other=0.0,
         )
         sums = tl.dot(a, b, sums, input_precision="ieee")
     return sums
@@ -69,16 +84,21 @@ def sum_stretch(x, weight, rows, is_row, columns, is_column, begin, end, num_inp
 @triton.jit
 def sum_all(
     x, weight, rows, is_row, columns, is_column, num_inputs,
-    SPLIT_LEN: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT_LEN: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """All stretches, added in ascending order: float32 [M, N]."""
     zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     end = tl.minimum(SPLIT_LEN, num_inputs)
-    total = sum_stretch(x, weight, rows, is_row, columns, is_column, 0, end, num_inputs, zeros, BLOCK_K)
+    total = sum_stretch(
+        x, weight, rows, is_row, columns, is_column, 0, end, num_inputs, zeros, BLOCK_K
+    )
     for split in range(1, NUM_SPLITS):
         begin = split * SPLIT_LEN
         end = tl.minimum(begin + SPLIT_LEN, num_inputs)
-        total += sum_stretch(x, weight, rows, is_row, columns, is_column, begin, end, num_inputs, zeros, BLOCK_K)
+        total += sum_stretch(
+            x, weight, rows, is_row, columns, is_column, begin, end, num_inputs, zeros, BLOCK_K
+        )
     return total
 
 
@@ -93,10 +113,12 @@ def with_bias(sums, bias, columns, is_column, HAS_BIAS: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def linear_kernel(
     x, weight, bias, out, num_rows, num_outputs, num_inputs,
-    SPLIT_LEN: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ACTIVATION: tl.constexpr, IS_PARTIAL: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SPLIT_LEN: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, ACTIVATION: tl.constexpr, IS_PARTIAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles, splits (one unless IS_PARTIAL). With an ACTIVATION of 0 or more, pairs: out is [T, N / 2].
+    """Grid: tiles, splits (one unless IS_PARTIAL). With an ACTIVATION of 0 or more, pairs: out is
+    [T, N / 2].
 
     IS_PARTIAL stores a stretch alone to out [splits, T, N] in float32, without bias.
     """
@@ -111,12 +133,29 @@ def linear_kernel(
         begin = tl.program_id(1) * SPLIT_LEN
         end = tl.minimum(begin + SPLIT_LEN, num_inputs)
         zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        sums = sum_stretch(x, weight, rows, is_row, columns, is_column, begin, end, num_inputs, zeros, BLOCK_K)
+        sums = sum_stretch(
+            x, weight, rows, is_row, columns, is_column, begin, end, num_inputs, zeros, BLOCK_K
+        )
         base = out + tl.program_id(1).to(tl.int64) * num_rows * num_outputs
-        tl.store(base + rows[:, None] * num_outputs + columns[None, :], sums, mask=is_row[:, None] & is_column[None, :])
+        tl.store(
+            base + rows[:, None] * num_outputs + columns[None, :],
+            sums,
+            mask=is_row[:, None] & is_column[None, :],
+        )
     else:
         sums = sum_all(
-            x, weight, rows, is_row, columns, is_column, num_inputs, SPLIT_LEN, NUM_SPLITS, BLOCK_M, BLOCK_N, BLOCK_K
+            x,
+            weight,
+            rows,
+            is_row,
+            columns,
+            is_column,
+            num_inputs,
+            SPLIT_LEN,
+            NUM_SPLITS,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
         )
         sums = with_bias(sums, bias, columns, is_column, HAS_BIAS)
         if IS_PAIR:
@@ -124,7 +163,11 @@ def linear_kernel(
             sums = activated(gate, ACTIVATION) * up
         places, is_place = columns_of(column_tile, num_columns, WIDTH, False)
         is_element = is_row[:, None] & is_place[None, :]
-        tl.store(out + rows[:, None] * num_columns + places[None, :], sums.to(out.dtype.element_ty), mask=is_element)
+        tl.store(
+            out + rows[:, None] * num_columns + places[None, :],
+            sums.to(out.dtype.element_ty),
+            mask=is_element,
+        )
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -132,17 +175,30 @@ def finish_kernel(
     partial, bias, out, num_rows, num_outputs, NUM_SPLITS: tl.constexpr, BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Adds partial [splits, T, N] in ascending order, then bias, then activation and product of a pair."""
+    """Adds partial [splits, T, N] in ascending order, then bias,
+    then activation and product of a pair."""
     IS_PAIR: tl.constexpr = ACTIVATION >= 0
     num_columns = num_outputs // 2 if IS_PAIR else num_outputs
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < num_columns
     first, stride = row * num_outputs, num_rows * num_outputs
-    sums = finished(partial, bias, first + columns, columns, is_column, stride, tl.float32, NUM_SPLITS, HAS_BIAS)
+    sums = finished(
+        partial, bias, first + columns, columns, is_column, stride, tl.float32, NUM_SPLITS, HAS_BIAS
+    )
     if IS_PAIR:
         others = columns + num_columns
-        up = finished(partial, bias, first + others, others, is_column, stride, tl.float32, NUM_SPLITS, HAS_BIAS)
+        up = finished(
+            partial,
+            bias,
+            first + others,
+            others,
+            is_column,
+            stride,
+            tl.float32,
+            NUM_SPLITS,
+            HAS_BIAS,
+        )
         sums = activated(sums, ACTIVATION) * up
     tl.store(out + row * num_columns + columns, sums.to(out.dtype.element_ty), mask=is_column)
 
@@ -158,9 +214,21 @@ def add_partials(pointers, mask, stride, NUM_SPLITS: tl.constexpr):
 
 
 @triton.jit
-def finished(source, bias, there, columns, mask, stride, dtype: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Elements of a product, float32: those at `source + there`; or, of an unfinished one (NUM_SPLITS above 0), its stretches
-    there, a `stride` apart, added, with its bias, rounded to `dtype`."""
+def finished(
+    source,
+    bias,
+    there,
+    columns,
+    mask,
+    stride,
+    dtype: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """Elements of a product, float32: those at `source + there`; or, of an unfinished one
+    (NUM_SPLITS above 0), its stretches there, a `stride` apart, added, with its bias, rounded to
+    `dtype`.
+    """
     if NUM_SPLITS == 0:
         value = tl.load(source + there, mask=mask, other=0.0).to(tl.float32)
     else:
@@ -176,12 +244,26 @@ def peaks_kernel(
     x, weight, bias, values, ids, num_rows, num_outputs, num_inputs, num_tiles,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Each tile's largest output and its id, the lowest of equals, to values and ids [T, num_tiles]; NaN if there is one."""
+    """Each tile's largest output and its id, the lowest of equals, to values and ids [T,
+    num_tiles]; NaN if there is one."""
     row_tile, column_tile = tile_of(num_rows, num_outputs, BLOCK_M, BLOCK_N)
     rows = (row_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     columns, is_column = columns_of(column_tile, num_outputs, BLOCK_N, False)
     is_row = rows < num_rows
-    sums = sum_all(x, weight, rows, is_row, columns, is_column, num_inputs, 1 << 30, 1, BLOCK_M, BLOCK_N, BLOCK_K)
+    sums = sum_all(
+        x,
+        weight,
+        rows,
+        is_row,
+        columns,
+        is_column,
+        num_inputs,
+        1 << 30,
+        1,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+    )
     sums = with_bias(sums, bias, columns, is_column, HAS_BIAS)
     sums = tl.where(is_column[None, :], sums, float("-inf"))
     peak, place = tl.max(sums, axis=1, return_indices=True, return_indices_tie_break_left=True)

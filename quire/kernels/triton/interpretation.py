@@ -1,10 +1,12 @@
-"""Triton's interpreter put right where it computes something else than a GPU would. Compiled kernels never see this module.
+"""Triton's interpreter put right where it computes something else than a GPU would. Compiled
+kernels never see this module.
 
-Triton 3.6 keeps bfloat16 as 16-bit integers, multiplies those integers in `tl.dot`, and cuts float32 off where it should
-round to nearest even. It computes `tl.dot` with one matrix product, and a BLAS may sum a row in another order when more rows
-are multiplied with it (OpenBLAS does on processors with AVX2 only), where a GPU's matrix instructions do not. It takes numbers
-out of arrays of one element in a way that numpy 2.4 refuses. And it prepares the whole language anew at each call of a function
-within a kernel, which takes longer than all the rest; once is enough.
+Triton 3.6 keeps bfloat16 as 16-bit integers, multiplies those integers in `tl.dot`, and cuts
+float32 off where it should round to nearest even. It computes `tl.dot` with one matrix product, and
+a BLAS may sum a row in another order when more rows are multiplied with it (OpenBLAS does on
+processors with AVX2 only), where a GPU's matrix instructions do not. It takes numbers out of arrays
+of one element in a way that numpy 2.4 refuses. And it prepares the whole language anew at each call
+of a function within a kernel, which takes longer than all the rest; once is enough.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import numpy as np
 
 
 def is_interpreted() -> bool:
-    """Whether Triton will interpret kernels on the CPU: its own variable, read when a kernel is defined."""
+    """Whether Triton will interpret kernels on the CPU: its own variable,
+    read when a kernel is defined."""
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
@@ -37,7 +40,9 @@ def correct_interpreter() -> None:
         if each.dtype.scalar == tl.bfloat16:
             return bits_to_float32(each.data)
         if each.dtype.primitive_bitwidth == 8 and each.dtype.is_floating():
-            return interpreter._convert_float(each.data, each.dtype, tl.float16, None).view(np.float16)
+            return interpreter._convert_float(each.data, each.dtype, tl.float16, None).view(
+                np.float16
+            )
         return each.data
 
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
@@ -70,9 +75,13 @@ def correct_interpreter() -> None:
 def dot(a: Any, b: Any, sums: Any) -> Any:
     """`sums` [..., m, n] plus `a` [..., m, k] times `b` [..., k, n], in the dtype of `sums`.
 
-    Each row is multiplied in a BLAS call of its own, so that its bits do not depend on the other rows.
+    Each row is multiplied in a BLAS call of its own, so that its bits do not depend on the other
+    rows.
     """
-    rows, columns = np.ascontiguousarray(a)[..., :, None, :], np.ascontiguousarray(b)[..., None, :, :]
+    rows, columns = (
+        np.ascontiguousarray(a)[..., :, None, :],
+        np.ascontiguousarray(b)[..., None, :, :],
+    )
     return np.matmul(rows, columns, dtype=sums.dtype)[..., 0, :] + sums
 
 

@@ -1,4 +1,5 @@
-"""`TritonKernels`: this folder's functions as one object with the shape of the `Kernels` protocol. Not run on a GPU yet."""
+"""`TritonKernels`: this folder's functions as one object with the shape of the `Kernels` protocol.
+Not run on a GPU yet."""
 
 from __future__ import annotations
 
@@ -27,9 +28,11 @@ from quire.program.operations import Activation, Program
 
 
 class TritonKernels:
-    """The whole `Kernels` protocol for one device. Holds its tuning and what it may use, and nothing else.
+    """The whole `Kernels` protocol for one device. Holds its tuning and what it may use, and
+    nothing else.
 
-    `is_invariant`: a row's bits depend on nothing but the row. Without it, products of many rows may be a library's.
+    `is_invariant`: a row's bits depend on nothing but the row. Without it, products of many rows
+    may be a library's.
     """
 
     name = "triton"
@@ -47,7 +50,9 @@ class TritonKernels:
         self._library_attention = library_attention
         self.tuning = tuning_for(device) if tuning is None else tuning
         self.options = product_options(self.tuning, device, is_invariant=is_invariant)
-        self.shared_prefix_unit = None if library_attention is not None else attention.shared_prefix_unit(self.tuning)
+        self.shared_prefix_unit = (
+            None if library_attention is not None else attention.shared_prefix_unit(self.tuning)
+        )
 
     rms_norm = staticmethod(elementwise.rms_norm)
     add_rms_norm = staticmethod(elementwise.add_rms_norm)
@@ -74,18 +79,24 @@ class TritonKernels:
 
     def linear(self, x: Tensor, weight: PackedLinear, *, out_dtype: str | None = None) -> Tensor:
         """See `Kernels.linear`; x has the dtype that a floating-point weight has."""
-        return self._product(x, weight, NO_ACTIVATION, x.dtype if out_dtype is None else getattr(torch, out_dtype))
+        return self._product(
+            x, weight, NO_ACTIVATION, x.dtype if out_dtype is None else getattr(torch, out_dtype)
+        )
 
     def gated_linear(self, x: Tensor, weight: PackedLinear, activation: Activation) -> Tensor:
         """See `Kernels.gated_linear`."""
         return self._product(x, weight, linear.gated_code(weight, activation), x.dtype)
 
-    def _product(self, x: Tensor, weight: PackedLinear, activation: int, dtype: torch.dtype) -> Tensor:
+    def _product(
+        self, x: Tensor, weight: PackedLinear, activation: int, dtype: torch.dtype
+    ) -> Tensor:
         if isinstance(weight, FloatLinear):
             return linear.float_linear(x, weight, activation, dtype)
         if isinstance(weight, IntegerLinear):
             return integer_linear.integer_linear(x, weight, activation, dtype)
-        raise TypeError(f"linear: the weight was packed by another back end ({type(weight).__name__})")
+        raise TypeError(
+            f"linear: the weight was packed by another back end ({type(weight).__name__})"
+        )
 
     def unfinished_linear(self, x: Tensor, weight: PackedLinear) -> Tensor | PartialSums:
         """See `FinishingKernels`; of integers, `linear`."""
@@ -108,7 +119,9 @@ class TritonKernels:
     def embedding(self, token_ids: Tensor, table: EmbeddingTable) -> Tensor:
         """See `Kernels.embedding`; the tables of this back end are tensors."""
         if not isinstance(table, Tensor):
-            raise TypeError(f"embedding: the table belongs to another back end ({type(table).__name__})")
+            raise TypeError(
+                f"embedding: the table belongs to another back end ({type(table).__name__})"
+            )
         return elementwise.embedding(token_ids, table)
 
     def paged_attention(
@@ -125,9 +138,12 @@ class TritonKernels:
         """See `Kernels.paged_attention`."""
         if self._library_attention is not None and query.shape[0]:
             caches = (key_cache, value_cache)
-            return self._library_attention(query, caches, batch, scale=scale, window=window, soft_cap=soft_cap)
+            return self._library_attention(
+                query, caches, batch, scale=scale, window=window, soft_cap=soft_cap
+            )
         return attention.paged_attention(
-            query, key_cache, value_cache, batch, self.tuning, scale=scale, window=window, soft_cap=soft_cap,
+            query, key_cache, value_cache, batch, self.tuning, scale=scale, window=window,
+            soft_cap=soft_cap,
             has_fp8=self.options.has_fp8,
         )  # fmt: skip
 

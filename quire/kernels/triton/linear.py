@@ -1,8 +1,10 @@
-"""Projections: packed weights, and calls into the kernels of `gemm` and `integer_gemm`. They have not run on a GPU yet.
+"""Projections: packed weights, and calls into the kernels of `gemm` and `integer_gemm`. They have
+not run on a GPU yet.
 
-Owns how many stretches a sum is cut into (see `gemm`), which follows from the weight's shape and the tuning alone; and when
-torch's own product (cuBLAS) is used in place of the kernels, whose bits may depend on the number of rows: from so many rows on
-as the tuning file says, and only where the engine was told that results may depend on company.
+Owns how many stretches a sum is cut into (see `gemm`), which follows from the weight's shape and
+the tuning alone; and when torch's own product (cuBLAS) is used in place of the kernels, whose bits
+may depend on the number of rows: from so many rows on as the tuning file says, and only where the
+engine was told that results may depend on company.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from quire.kernels.triton.unfinished import PartialSums, source_of
 from quire.program.operations import Activation
 
 _MIN_SPLIT_BLOCKS = 4
-"""A stretch of a sum has at least so many steps of block_k, or its start and end would cost more than it."""
+"""A stretch of a sum has at least so many steps of block_k,
+or its start and end would cost more than it."""
 _FINISH_BLOCK = 1024
 
 
@@ -66,29 +69,46 @@ class FloatLinear:
 
 
 def split_inputs(
-    num_outputs: int, num_inputs: int, tuning: LinearTuning, num_programs: int, unit: int | None = None
+    num_outputs: int,
+    num_inputs: int,
+    tuning: LinearTuning,
+    num_programs: int,
+    unit: int | None = None,
 ) -> tuple[int, int]:
-    """(length of a stretch, number of stretches) so that one tile of rows makes about `num_programs` programs.
+    """(length of a stretch, number of stretches) so that one tile of rows makes about
+    `num_programs` programs.
 
     A stretch is whole units of inputs, those of one step unless it is said otherwise.
     """
     unit = unit or tuning.block_k
     num_units = triton.cdiv(num_inputs, unit)
     wanted = num_programs // triton.cdiv(num_outputs, tuning.block_n)
-    num_splits = max(1, min(wanted, num_units * unit // (tuning.block_k * _MIN_SPLIT_BLOCKS), num_units))
+    num_splits = max(
+        1, min(wanted, num_units * unit // (tuning.block_k * _MIN_SPLIT_BLOCKS), num_units)
+    )
     split_len = triton.cdiv(num_units, num_splits) * unit
     return split_len, triton.cdiv(num_inputs, split_len)
 
 
 def pack_linear(
-    weight: Tensor, bias: Tensor | None, tuning: Tuning, device: torch.device, options: ProductOptions
+    weight: Tensor,
+    bias: Tensor | None,
+    tuning: Tuning,
+    device: torch.device,
+    options: ProductOptions,
 ) -> FloatLinear:
     """To the device, as it is; ValueError unless weight is [N, K] and bias [N]."""
     require(
-        weight.dim() == 2 and (bias is None or bias.shape == weight.shape[:1]), "expected weight [N, K], bias [N]", weight, bias
+        weight.dim() == 2 and (bias is None or bias.shape == weight.shape[:1]),
+        "expected weight [N, K], bias [N]",
+        weight,
+        bias,
     )
     if weight.dtype not in FLOATS:
-        raise TypeError(f"pack_linear: the weight is {weight.dtype}; the Triton kernels take float32, bfloat16 and float16")
+        raise TypeError(
+            f"pack_linear: the weight is {weight.dtype}; the Triton kernels take float32, "
+            "bfloat16 and float16"
+        )
     figures = tuning.wide_linear if weight.dtype == torch.float32 else tuning.linear
     moved = None if bias is None else bias.to(device).contiguous()
     there = weight.to(device).contiguous()
@@ -103,7 +123,9 @@ def float_linear(x: Tensor, packed: FloatLinear, activation: int, dtype: torch.d
     if num_rows and _is_for_library(packed, num_rows):
         if activation == NO_ACTIVATION and packed.bias is None and dtype == x.dtype:
             return torch.mm(x, packed.weight.t())
-        return finish(PartialSums(library_sums(x, packed.weight).unsqueeze(0), packed.bias, dtype), activation)
+        return finish(
+            PartialSums(library_sums(x, packed.weight).unsqueeze(0), packed.bias, dtype), activation
+        )
     if num_rows and _is_apart(packed, num_rows):
         return finish(PartialSums(_stretches(x, packed), packed.bias, dtype), activation)
     out = torch.empty((num_rows, num_columns), dtype=dtype, device=x.device)
@@ -121,14 +143,16 @@ def unfinished_linear(x: Tensor, packed: FloatLinear) -> PartialSums | None:
 
 
 def finish(product: PartialSums, activation: int = NO_ACTIVATION) -> Tensor:
-    """Its stretches added in ascending order, then bias, then the activation and product of a pair; rounded once."""
+    """Its stretches added in ascending order, then bias,
+    then the activation and product of a pair; rounded once."""
     _, num_rows, num_outputs = product.partial.shape
     num_columns = num_outputs // 2 if activation >= 0 else num_outputs
     out = torch.empty((num_rows, num_columns), dtype=product.dtype, device=product.partial.device)
     source = source_of(product)
     finish_kernel[(num_rows, triton.cdiv(num_columns, _FINISH_BLOCK))](
         source.values, source.bias, out, num_rows, num_outputs, NUM_SPLITS=source.num_splits,
-        BLOCK=_FINISH_BLOCK, ACTIVATION=activation, HAS_BIAS=source.has_bias, **launch_options(num_warps=4),
+        BLOCK=_FINISH_BLOCK, ACTIVATION=activation, HAS_BIAS=source.has_bias,
+        **launch_options(num_warps=4),
     )  # fmt: skip
     return out
 
@@ -145,7 +169,9 @@ def _is_apart(packed: FloatLinear, num_rows: int) -> bool:
 
 def _stretches(x: Tensor, packed: FloatLinear) -> Tensor:
     """float32 [stretches, T, N]"""
-    partial = torch.empty((packed.num_splits, x.shape[0], packed.num_outputs), dtype=torch.float32, device=x.device)
+    partial = torch.empty(
+        (packed.num_splits, x.shape[0], packed.num_outputs), dtype=torch.float32, device=x.device
+    )
     _launch(x, packed, partial, NO_ACTIVATION, is_partial=True)
     return partial
 
@@ -157,13 +183,18 @@ def library_sums(x: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(x.float(), weight.float().t())
 
 
-def _launch(x: Tensor, packed: FloatLinear, out: Tensor, activation: int, *, is_partial: bool) -> None:
+def _launch(
+    x: Tensor, packed: FloatLinear, out: Tensor, activation: int, *, is_partial: bool
+) -> None:
     tuning, num_rows = packed.tuning, x.shape[0]
-    num_tiles = triton.cdiv(num_rows, tuning.block_m) * triton.cdiv(packed.num_outputs, tuning.block_n)
+    num_tiles = triton.cdiv(num_rows, tuning.block_m) * triton.cdiv(
+        packed.num_outputs, tuning.block_n
+    )
     linear_kernel[(num_tiles, packed.num_splits if is_partial else 1)](
         x, packed.weight, _bias(packed), out, num_rows, packed.num_outputs, packed.num_inputs,
-        SPLIT_LEN=packed.split_len, NUM_SPLITS=packed.num_splits, BLOCK_M=tuning.block_m, BLOCK_N=tuning.block_n,
-        BLOCK_K=tuning.block_k, ACTIVATION=activation, IS_PARTIAL=is_partial, HAS_BIAS=packed.bias is not None,
+        SPLIT_LEN=packed.split_len, NUM_SPLITS=packed.num_splits, BLOCK_M=tuning.block_m,
+        BLOCK_N=tuning.block_n, BLOCK_K=tuning.block_k, ACTIVATION=activation,
+        IS_PARTIAL=is_partial, HAS_BIAS=packed.bias is not None,
         **launch_options(tuning.num_warps, tuning.num_stages),
     )  # fmt: skip
 
@@ -180,8 +211,9 @@ def float_peaks(x: Tensor, packed: FloatLinear) -> tuple[Tensor, Tensor]:
     ids = torch.empty((num_rows, num_tiles), dtype=torch.int64, device=x.device)
     if num_rows:
         peaks_kernel[(triton.cdiv(num_rows, tuning.block_m) * num_tiles,)](
-            x, packed.weight, _bias(packed), values, ids, num_rows, packed.num_outputs, packed.num_inputs, num_tiles,
-            BLOCK_M=tuning.block_m, BLOCK_N=tuning.block_n, BLOCK_K=tuning.block_k, HAS_BIAS=packed.bias is not None,
+            x, packed.weight, _bias(packed), values, ids, num_rows, packed.num_outputs,
+            packed.num_inputs, num_tiles, BLOCK_M=tuning.block_m, BLOCK_N=tuning.block_n,
+            BLOCK_K=tuning.block_k, HAS_BIAS=packed.bias is not None,
             **launch_options(tuning.num_warps, tuning.num_stages),
         )  # fmt: skip
     return tile_peaks(values, ids)
@@ -195,7 +227,11 @@ def _bias(packed: FloatLinear) -> Tensor:
 def check_inputs(x: Tensor, packed: PackedLinear) -> None:
     """ValueError or TypeError unless x is contiguous [T, K] of floats."""
     check_floats(x, "linear: x")
-    require(x.dim() == 2 and x.shape[1] == packed.num_inputs, f"linear: the weight has {packed.num_inputs} inputs", x)
+    require(
+        x.dim() == 2 and x.shape[1] == packed.num_inputs,
+        f"linear: the weight has {packed.num_inputs} inputs",
+        x,
+    )
 
 
 def _check_alike(x: Tensor, packed: FloatLinear) -> None:
@@ -207,5 +243,8 @@ def _check_alike(x: Tensor, packed: FloatLinear) -> None:
 def gated_code(packed: PackedLinear, activation: Activation) -> int:
     """The activation's number; ValueError unless the weight is a pair."""
     if packed.num_outputs % 2:
-        raise ValueError(f"gated_linear: the weight has {packed.num_outputs} outputs; expected as many for gate as for up")
+        raise ValueError(
+            f"gated_linear: the weight has {packed.num_outputs} outputs; expected as many "
+            "for gate as for up"
+        )
     return activation_code(activation)

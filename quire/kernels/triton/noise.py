@@ -1,6 +1,8 @@
-"""Random words, Gumbel noise and integer weights as Triton functions: `reference.sampling` operation by operation.
+"""Random words, Gumbel noise and integer weights as Triton functions: `reference.sampling`
+operation by operation.
 
-Every operation is a single float32 or integer one and launches forbid contraction, so the bits are the reference's.
+Every operation is a single float32 or integer one and launches forbid contraction, so the bits are
+the reference's.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ EXP_3 = tl.constexpr(float.fromhex("0x1.555490p-3"))
 EXP_4 = tl.constexpr(float.fromhex("0x1.fffffcp-2"))
 SQRT_HALF_BITS = tl.constexpr(0x3F3504F3)
 ROUNDER = tl.constexpr(12582912.0)
-"""1.5 * 2**23: adding and subtracting it rounds a small float32 to the nearest integer, half to even."""
+"""1.5 * 2**23: adding and subtracting it rounds a small float32 to the nearest integer,
+half to even."""
 
 
 @triton.jit
@@ -45,7 +48,9 @@ def philox(c0, c1, c2, c3, k0, k1):
 @triton.jit
 def log_reduced(f, exponent):
     """log((1 + f) * 2**exponent)"""
-    power = ((((((LOG_0 * f + LOG_1) * f + LOG_2) * f + LOG_3) * f + LOG_4) * f + LOG_5) * f + LOG_6) * f + LOG_7
+    power = (
+        (((((LOG_0 * f + LOG_1) * f + LOG_2) * f + LOG_3) * f + LOG_4) * f + LOG_5) * f + LOG_6
+    ) * f + LOG_7
     square = f * f
     tail = (power * f) * square + exponent * LN2_LOW
     return (f + (tail - square * 0.5)) + exponent * LN2_HIGH
@@ -53,7 +58,8 @@ def log_reduced(f, exponent):
 
 @triton.jit
 def split_float(x):
-    """f and exponent of positive normal x = (1 + f) * 2**exponent, 1 + f from sqrt(1/2) up to sqrt(2)."""
+    """f and exponent of positive normal x = (1 + f) * 2**exponent, 1 + f from sqrt(1/2)
+    up to sqrt(2)."""
     shifted = x.to(tl.int32, bitcast=True) - SQRT_HALF_BITS
     mantissa = (shifted & 0x7FFFFF) + SQRT_HALF_BITS
     return mantissa.to(tl.float32, bitcast=True) - 1.0, (shifted >> 23).to(tl.float32)
@@ -63,7 +69,9 @@ def split_float(x):
 def gumbel(word):
     """Gumbel noise of uint32 words."""
     is_high = word >= 0x80000000
-    x = (tl.where(is_high, 0xFFFFFFFF - word, word).to(tl.int32).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    x = (
+        tl.where(is_high, 0xFFFFFFFF - word, word).to(tl.int32).to(tl.float32) + 0.5
+    ) * 2.3283064365386963e-10
     low_f, low_exponent = split_float(x)
     is_halved = x > 0.2928932188134524
     f = tl.where(is_high, tl.where(is_halved, 1.0 - (x + x), -x), low_f)

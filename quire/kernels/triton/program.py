@@ -1,8 +1,10 @@
-"""A program on the GPU: the operations of `quire.kernels.interpreter`, fused where a pass over memory is saved.
+"""A program on the GPU: the operations of `quire.kernels.interpreter`, fused where a pass over
+memory is saved.
 
-Between the projection and attention stands one kernel (`cache.enter_kernel`): norms of single heads, RoPE and the cache write.
-Of few rows it, and the norm that follows a sublayer, also add up the stretches of the projection before (`unfinished`).
-It rounds where the operations one by one round, so the bits are theirs. It has not run on a GPU yet.
+Between the projection and attention stands one kernel (`cache.enter_kernel`): norms of single
+heads, RoPE and the cache write. Of few rows it, and the norm that follows a sublayer, also add up
+the stretches of the projection before (`unfinished`). It rounds where the operations one by one
+round, so the bits are theirs. It has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -18,14 +20,20 @@ from quire.program.passes import fuse_add_norm, fuse_heads, select_wanted
 
 
 class TritonProgram(Interpreter):
-    """Implements `ForwardPass`. Its values are tensors, or partial sums that the next operation finishes."""
+    """Implements `ForwardPass`. Its values are tensors,
+    or partial sums that the next operation finishes."""
 
     def __init__(self, program: ops.Program, weights: Weights, kernels: FinishingKernels) -> None:
-        whole, wanted = (fuse_add_norm(fuse_heads(each, is_one_kernel)) for each in (program, select_wanted(program)))
+        whole, wanted = (
+            fuse_add_norm(fuse_heads(each, is_one_kernel))
+            for each in (program, select_wanted(program))
+        )
         super().__init__(whole, wanted, weights, kernels)
         self._finishing = kernels
 
-    def compute(self, operation: ops.Operation, step: StepTensors, x: Any = None, y: Any = None) -> Any:
+    def compute(
+        self, operation: ops.Operation, step: StepTensors, x: Any = None, y: Any = None
+    ) -> Any:
         """Of heads, the queries alone: no operation reads the others from here."""
         match operation:
             case ops.PrepareHeads(cache=int(cache)):
@@ -33,14 +41,21 @@ class TritonProgram(Interpreter):
             case ops.AddNorm(norm=norm) if norm.kind == "rms":
                 return super().compute(operation, step, x, y)
             case ops.Linear(weight=index):
-                return self._finishing.unfinished_linear(self._finishing.finish(x), self._weights.linears[index])
-        return super().compute(operation, step, *[self._finishing.finish(each) for each in (x, y) if each is not None])
+                return self._finishing.unfinished_linear(
+                    self._finishing.finish(x), self._weights.linears[index]
+                )
+        return super().compute(
+            operation, step, *[self._finishing.finish(each) for each in (x, y) if each is not None]
+        )
 
 
 def is_one_kernel(operation: ops.PrepareHeads) -> bool:
-    """Whether `enter` has all that happens to the heads: norms of single heads, both or neither, and the cache write."""
+    """Whether `enter` has all that happens to the heads: norms of single heads, both or neither,
+    and the cache write."""
     norms = [operation.norm_of("queries"), operation.norm_of("keys")]
     found = [norm for norm in norms if norm is not None]
-    are_of_heads = all(norm.kind == "rms" and norm.size == operation.heads.head_dim for norm in found)
+    are_of_heads = all(
+        norm.kind == "rms" and norm.size == operation.heads.head_dim for norm in found
+    )
     offsets = {norm.weight_offset for norm in found}
     return operation.cache is not None and len(found) != 1 and are_of_heads and len(offsets) <= 1

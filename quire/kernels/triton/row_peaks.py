@@ -17,8 +17,11 @@ _MAX_ID = tl.constexpr(9223372036854775807)
 
 
 @triton.jit
-def row_peaks_kernel(values, ids, best_values, best_ids, num_columns, HAS_IDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Row program_id(0) of values float32 [R, C]: its largest, and the lowest id of those as large (its column without ids).
+def row_peaks_kernel(
+    values, ids, best_values, best_ids, num_columns, HAS_IDS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Row program_id(0) of values float32 [R, C]: its largest, and the lowest id of those as large
+    (its column without ids).
 
     NaN where the row holds one.
     """

@@ -1,9 +1,11 @@
-"""Sampling in Triton, to the reference's bits: `SamplingKernels` for logits on a GPU. It has not run on a GPU yet.
+"""Sampling in Triton, to the reference's bits: `SamplingKernels` for logits on a GPU. It has not
+run on a GPU yet.
 
-Owns draws, scores, penalties and the best alternatives. Where filters cut a row off is found by `cut_search`, and so are the
-alternatives, which are what a top-k would keep; only they are sorted. To draw and to score, several programs share a row. What
-they bring together are integers (weights, and tokens in the order of their scores), so nothing depends on how a row is cut into
-stretches. It never judges logits.
+Owns draws, scores, penalties and the best alternatives. Where filters cut a row off is found by
+`cut_search`, and so are the alternatives, which are what a top-k would keep; only they are sorted.
+To draw and to score, several programs share a row. What they bring together are integers (weights,
+and tokens in the order of their scores), so nothing depends on how a row is cut into stretches. It
+never judges logits.
 """
 
 from __future__ import annotations
@@ -17,7 +19,16 @@ from torch import Tensor
 
 from quire.kernels.sampling import TOKEN_STREAM, Cuts, Filters, Keys, Penalties, ScaledRows, Scores
 from quire.kernels.triton.checks import launch_options
-from quire.kernels.triton.cut_search import ID_BITS, NO_PLACE, append, find_cuts, id_at, key_of, place_of, spread
+from quire.kernels.triton.cut_search import (
+    ID_BITS,
+    NO_PLACE,
+    append,
+    find_cuts,
+    id_at,
+    key_of,
+    place_of,
+    spread,
+)
 from quire.kernels.triton.noise import gumbel, philox, weigh
 from quire.kernels.triton.row_peaks import tile_peaks
 
@@ -28,7 +39,8 @@ _NUM_WARPS = 8
 _MAX_TOP = 1024
 """More alternatives than this (the whole vocabulary, say) are sorted with all others."""
 _LEAST_WIDTH = 32
-"""Alternatives that a program orders at least: one compiled kernel for all the usual numbers of them."""
+"""Alternatives that a program orders at least:
+one compiled kernel for all the usual numbers of them."""
 _SEEN = tl.constexpr(1 << 30)
 _COUNT_ELEMENTS = 1 << 25
 """Counts of penalised tokens held at once: 128 MiB."""
@@ -41,7 +53,9 @@ def is_kept(x, ids, value, last_id):
 
 
 @triton.jit(do_not_specialize=["count"])
-def collect_kernel(logits, row, cut_value, cut_id, counters, places, size, count, BLOCK: tl.constexpr):
+def collect_kernel(
+    logits, row, cut_value, cut_id, counters, places, size, count, BLOCK: tl.constexpr
+):
     """Appends the places of a stretch's tokens that a cut keeps, of asked row program_id(0)."""
     asked = tl.program_id(0)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -51,11 +65,15 @@ def collect_kernel(logits, row, cut_value, cut_id, counters, places, size, count
 
 
 @triton.jit(do_not_specialize=["count"])
-def order_kernel(logits, row, counters, places, found, size, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The ids of the places of asked row program_id(0), best first; where they are too few, the first of -inf follow."""
+def order_kernel(
+    logits, row, counters, places, found, size, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The ids of the places of asked row program_id(0), best first; where they are too few,
+    the first of -inf follow."""
     asked = tl.program_id(0)
     line = logits + tl.load(row + asked) * size
-    num_found = tl.minimum(tl.load(counters + asked), count).to(tl.int32)  # more only in rows that are not finite
+    # more only in rows that are not finite
+    num_found = tl.minimum(tl.load(counters + asked), count).to(tl.int32)
     number = tl.arange(0, WIDTH)
     own = tl.load(places + asked * count + number, mask=number < num_found, other=0)
     num_better = tl.zeros([WIDTH], tl.int32)
@@ -74,10 +92,11 @@ def order_kernel(logits, row, counters, places, found, size, count, WIDTH: tl.co
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def draw_kernel(
-    logits, row, peaks, scales, cut_value, cut_id, seeds, positions, best_places, size, num_blocks, STREAM: tl.constexpr,
-    HAS_CUTS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, row, peaks, scales, cut_value, cut_id, seeds, positions, best_places, size, num_blocks,
+    STREAM: tl.constexpr, HAS_CUTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The place of the best token of stretch program_id(1), with its noise, of asked row program_id(0)."""
+    """The place of the best token of stretch program_id(1), with its noise,
+    of asked row program_id(0)."""
     asked, begin = tl.program_id(0), tl.program_id(1) * num_blocks * BLOCK
     line = logits + tl.load(row + asked) * size
     peak, scale = tl.load(peaks + asked), tl.load(scales + asked)
@@ -106,10 +125,11 @@ def draw_kernel(
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def score_kernel(
-    logits, row, peaks, scales, cut_value, cut_id, token_ids, totals, ranks, size, num_blocks, HAS_CUTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits, row, peaks, scales, cut_value, cut_id, token_ids, totals, ranks, size, num_blocks,
+    HAS_CUTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Adds stretch program_id(1) of asked row program_id(0): to its total weight, and to the rank of one of its tokens."""
+    """Adds stretch program_id(1) of asked row program_id(0): to its total weight,
+    and to the rank of one of its tokens."""
     asked, begin = tl.program_id(0), tl.program_id(1) * num_blocks * BLOCK
     line = logits + tl.load(row + asked) * size
     peak, scale = tl.load(peaks + asked), tl.load(scales + asked)
@@ -133,9 +153,14 @@ def score_kernel(
 
 @triton.jit
 def count_kernel(token_ids, starts, output_starts, counts, size, BLOCK: tl.constexpr):
-    """Counts the output's tokens of asked row program_id(0) into counts [n, V], and marks all its tokens with _SEEN."""
+    """Counts the output's tokens of asked row program_id(0) into counts [n, V],
+    and marks all its tokens with _SEEN."""
     asked = tl.program_id(0)
-    begin, end, output = tl.load(starts + asked), tl.load(starts + asked + 1), tl.load(output_starts + asked)
+    begin, end, output = (
+        tl.load(starts + asked),
+        tl.load(starts + asked + 1),
+        tl.load(output_starts + asked),
+    )
     line = counts + asked.to(tl.int64) * size
     for first in range(begin, end, BLOCK):
         places = first + tl.arange(0, BLOCK)
@@ -146,7 +171,9 @@ def count_kernel(token_ids, starts, output_starts, counts, size, BLOCK: tl.const
 
 
 @triton.jit
-def penalise_kernel(logits, row, counts, repetitions, frequencies, presences, size, BLOCK: tl.constexpr):
+def penalise_kernel(
+    logits, row, counts, repetitions, frequencies, presences, size, BLOCK: tl.constexpr
+):
     """Penalises a stretch of asked row program_id(0) by its counts."""
     asked = tl.program_id(0)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -177,10 +204,17 @@ class TritonSampling:
             counts = torch.zeros((count, size), dtype=torch.int32, device=logits.device)
             starts = penalties.start[first : first + count + 1]
             count_kernel[(count,)](
-                penalties.token_ids, starts, penalties.output_start[rows], counts, size, BLOCK=_BLOCK, **_options()
+                penalties.token_ids,
+                starts,
+                penalties.output_start[rows],
+                counts,
+                size,
+                BLOCK=_BLOCK,
+                **_options(),
             )
             penalise_kernel[(count, triton.cdiv(size, _BLOCK))](
-                logits, penalties.row[rows], counts, penalties.repetition[rows], penalties.frequency[rows],
+                logits, penalties.row[rows], counts, penalties.repetition[rows],
+                penalties.frequency[rows],
                 penalties.presence[rows], size, BLOCK=_BLOCK, **_options(),
             )  # fmt: skip
 
@@ -194,18 +228,30 @@ class TritonSampling:
         num_blocks, grid = spread(rows.row.numel(), triton.cdiv(size, 4), block)
         best = torch.empty(grid, dtype=torch.int64, device=logits.device)
         draw_kernel[grid](
-            logits, rows.row, rows.peak, rows.scale, *_cut_tensors(cuts, rows), keys.seed, keys.position, best, size,
-            num_blocks, STREAM=TOKEN_STREAM, HAS_CUTS=cuts is not None, BLOCK=block, **_options(),
+            logits, rows.row, rows.peak, rows.scale, *_cut_tensors(cuts, rows), keys.seed,
+            keys.position, best, size, num_blocks, STREAM=TOKEN_STREAM, HAS_CUTS=cuts is not None,
+            BLOCK=block, **_options(),
         )  # fmt: skip
-        return best.amin(dim=1).bitwise_and_(ID_BITS.value).clamp_max_(size - 1)  # the last is for rows without a number
+        # the last is for rows without a number
+        return best.amin(dim=1).bitwise_and_(ID_BITS.value).clamp_max_(size - 1)
 
-    def score(self, logits: Tensor, rows: ScaledRows, cuts: Cuts | None, token_ids: Tensor, *, num_top: int = 0) -> Scores:
+    def score(
+        self,
+        logits: Tensor,
+        rows: ScaledRows,
+        cuts: Cuts | None,
+        token_ids: Tensor,
+        *,
+        num_top: int = 0,
+    ) -> Scores:
         totals, ranks = torch.zeros_like(rows.row), torch.ones_like(rows.row)
         if rows.row.numel():
             num_blocks, grid = spread(rows.row.numel(), _checked(logits).shape[1], _block(logits))
             score_kernel[grid](
-                logits, rows.row, rows.peak, rows.scale, *_cut_tensors(cuts, rows), token_ids, totals, ranks,
-                logits.shape[1], num_blocks, HAS_CUTS=cuts is not None, BLOCK=_block(logits), **_options(),
+                logits, rows.row, rows.peak, rows.scale, *_cut_tensors(cuts, rows), token_ids,
+                totals, ranks,
+                logits.shape[1], num_blocks, HAS_CUTS=cuts is not None, BLOCK=_block(logits),
+                **_options(),
             )  # fmt: skip
         return Scores(totals, ranks, best_ids(logits, rows, num_top))
 
@@ -215,23 +261,51 @@ def best_ids(logits: Tensor, rows: ScaledRows, count: int) -> Tensor:
     num_rows, size = rows.row.numel(), logits.shape[1]
     if count > _MAX_TOP:
         values = logits[rows.row] + 0.0  # one zero
-        return torch.sort(values, dim=1, descending=True, stable=True).indices[:, :count].contiguous()
+        return (
+            torch.sort(values, dim=1, descending=True, stable=True).indices[:, :count].contiguous()
+        )
     found = torch.zeros((num_rows, count), dtype=torch.int64, device=logits.device)
     if not found.numel():
         return found
-    best = find_cuts(_checked(logits), ScaledRows(rows.row, rows.peak, torch.ones_like(rows.peak)), _only_top_k(rows, count))
+    best = find_cuts(
+        _checked(logits),
+        ScaledRows(rows.row, rows.peak, torch.ones_like(rows.peak)),
+        _only_top_k(rows, count),
+    )
     counters, places, block = torch.zeros_like(rows.row), torch.empty_like(found), _block(logits)
     collect_kernel[(num_rows, triton.cdiv(size, block))](
-        logits, rows.row, best.value, best.token_id, counters, places, size, count, BLOCK=block, **_options()
+        logits,
+        rows.row,
+        best.value,
+        best.token_id,
+        counters,
+        places,
+        size,
+        count,
+        BLOCK=block,
+        **_options(),
     )
     width = max(_LEAST_WIDTH, triton.next_power_of_2(count))
-    order_kernel[(num_rows,)](logits, rows.row, counters, places, found, size, count, WIDTH=width, BLOCK=block, **_options())
+    order_kernel[(num_rows,)](
+        logits,
+        rows.row,
+        counters,
+        places,
+        found,
+        size,
+        count,
+        WIDTH=width,
+        BLOCK=block,
+        **_options(),
+    )
     return found
 
 
 def _only_top_k(rows: ScaledRows, count: int) -> Filters:
     keeps_all = torch.ones(rows.row.numel(), dtype=torch.float64, device=rows.row.device)
-    return Filters(torch.full_like(rows.row, count), keeps_all, torch.full_like(rows.peak, -math.inf))
+    return Filters(
+        torch.full_like(rows.row, count), keeps_all, torch.full_like(rows.peak, -math.inf)
+    )
 
 
 def _cut_tensors(cuts: Cuts | None, rows: ScaledRows) -> tuple[Tensor, Tensor]:
@@ -240,8 +314,16 @@ def _cut_tensors(cuts: Cuts | None, rows: ScaledRows) -> tuple[Tensor, Tensor]:
 
 
 def _checked(logits: Tensor) -> Tensor:
-    if logits.dtype is not torch.float32 or logits.dim() != 2 or logits.shape[1] == 0 or not logits.is_contiguous():
-        raise TypeError(f"logits are {logits.dtype} {list(logits.shape)}; expected contiguous float32 [R, V], V above 0")
+    if (
+        logits.dtype is not torch.float32
+        or logits.dim() != 2
+        or logits.shape[1] == 0
+        or not logits.is_contiguous()
+    ):
+        raise TypeError(
+            f"logits are {logits.dtype} {list(logits.shape)}; expected contiguous float32 "
+            "[R, V], V above 0"
+        )
     return logits
 
 

@@ -1,7 +1,8 @@
-"""Products of few rows whose stretches (see `gemm`) are still to be added: by the kernel that reads them next, as it reads.
+"""Products of few rows whose stretches (see `gemm`) are still to be added: by the kernel that reads
+them next, as it reads.
 
-So a decode step has one launch less for each projection that a norm, or the way into attention, follows. Owns nothing but the
-tensors of one product, until it is read.
+So a decode step has one launch less for each projection that a norm, or the way into attention,
+follows. Owns nothing but the tensors of one product, until it is read.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class FinishingKernels(Kernels, Protocol):
     """A back end whose projections may be left unfinished."""
 
     def unfinished_linear(self, x: Tensor, weight: PackedLinear) -> Tensor | PartialSums:
-        """`linear`, as far as it goes in one launch, for `add_rms_norm`, `cache.enter` or `finish`."""
+        """`linear`, as far as it goes in one launch, for `add_rms_norm`,
+        `cache.enter` or `finish`."""
         ...
 
     def finish(self, x: Tensor | PartialSums) -> Tensor:
@@ -61,7 +63,13 @@ class FinishingKernels(Kernels, Protocol):
         ...
 
     def add_rms_norm(
-        self, x: Tensor | PartialSums, residual: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0
+        self,
+        x: Tensor | PartialSums,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        weight_offset: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         """See `Kernels.add_rms_norm`."""
         ...

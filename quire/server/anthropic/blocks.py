@@ -1,4 +1,5 @@
-"""Blocks of /v1/messages: those that turns bring, as a chat's messages; and those that an answer brings, as they grow."""
+"""Blocks of /v1/messages: those that turns bring, as a chat's messages;
+and those that an answer brings, as they grow."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ from quire.engine.outputs import CompletionOutput
 from quire.server.anthropic.shapes import ContentBlock
 from quire.server.body import shape
 from quire.server.errors import ApiError, bad_request
-from quire.server.openai.messages import MAX_CALLS_OF_MESSAGE, arguments_of, part_text, string_field, text_of
+from quire.server.openai.messages import (
+    MAX_CALLS_OF_MESSAGE,
+    arguments_of,
+    part_text,
+    string_field,
+    text_of,
+)
 from quire.server.reading import Event, Reading
 from quire.server.responses import StreamEvent
 from quire.server.tools import call_id
@@ -28,10 +35,13 @@ class Turn(msgspec.Struct, kw_only=True):
     content: str | list[Annotated[Block, shape(ContentBlock)]]
 
 
-# -- what turns bring ----------------------------------------------------------------------------------------------------
+# -- what turns bring
+# --------------------------------------------------------------------------------------------------
 
 
-def messages_of(turns: Sequence[Turn], system: str | None, unread: list[str] | None = None) -> list[dict[str, Any]]:
+def messages_of(
+    turns: Sequence[Turn], system: str | None, unread: list[str] | None = None
+) -> list[dict[str, Any]]:
     """The turns as templates read them. Raises ApiError 400 naming the block that is wrong.
 
     `unread` is told where there are thoughts that only the service that made them can read.
@@ -46,9 +56,14 @@ def messages_of(turns: Sequence[Turn], system: str | None, unread: list[str] | N
         elif turn.role == "user":
             messages += _user_messages(turn.content, where)
         else:
-            messages.append(_assistant_message(turn.content, where, [] if unread is None else unread))
+            messages.append(
+                _assistant_message(turn.content, where, [] if unread is None else unread)
+            )
     if "tool_calls" in messages[-1]:
-        raise bad_request("messages: a turn with the results of the last one's tool_use is missing", param="messages")
+        raise bad_request(
+            "messages: a turn with the results of the last one's tool_use is missing",
+            param="messages",
+        )
     return messages
 
 
@@ -63,9 +78,17 @@ def _user_messages(blocks: Sequence[Block], where: str) -> list[dict[str, Any]]:
             continue
         content = block.get("content")
         if not isinstance(content, str | list | None):
-            raise bad_request(f"{place}.content: it must be a text, or a list of texts", param=f"{place}.content")
+            raise bad_request(
+                f"{place}.content: it must be a text, or a list of texts", param=f"{place}.content"
+            )
         text = text_of(content or "", f"{place}.content")
-        results.append({"role": "tool", "tool_call_id": string_field(block, "tool_use_id", place), "content": text})
+        results.append(
+            {
+                "role": "tool",
+                "tool_call_id": string_field(block, "tool_use_id", place),
+                "content": text,
+            }
+        )
     return [*results, {"role": "user", "content": "\n".join(texts)}] if texts else results
 
 
@@ -84,7 +107,9 @@ def _assistant_message(blocks: Sequence[Block], where: str, unread: list[str]) -
             texts["text"].append(part_text(block, place))
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts["text"])}
     if len(calls) > MAX_CALLS_OF_MESSAGE:
-        raise bad_request(f"{where}: it has more than {MAX_CALLS_OF_MESSAGE} blocks of type tool_use", param=where)
+        raise bad_request(
+            f"{where}: it has more than {MAX_CALLS_OF_MESSAGE} blocks of type tool_use", param=where
+        )
     if calls:
         message["tool_calls"] = calls
     if texts["thinking"]:
@@ -100,7 +125,8 @@ def _call(block: Block, place: str) -> dict[str, Any]:
     return {"id": string_field(block, "id", place), "type": "function", "function": function}
 
 
-# -- what an answer brings -----------------------------------------------------------------------------------------------
+# -- what an answer brings
+# -----------------------------------------------------------------------------------------------
 
 
 class ContentBlocks:
@@ -114,8 +140,10 @@ class ContentBlocks:
         self._is_open = False
         self._num_begun = 0
         self.content: list[Block] = []
-        """Blocks that are complete. A call whose input is no object, because it was cut or for want of a better model, is the
-        text that it is; a stream has begun it by then, and leaves it unfinished."""
+        """Blocks that are complete. A call whose input is no object, because it was cut or for want
+        of a better model, is the text that it is; a stream has begun it by then, and leaves it
+        unfinished.
+        """
 
     @property
     def has_calls(self) -> bool:
@@ -132,13 +160,18 @@ class ContentBlocks:
 
     def _grow(self, event: Event) -> list[StreamEvent]:
         kind = _KINDS[type(event)]
-        is_new = not self._is_open or self.content[-1]["type"] != kind or isinstance(event, CallBegin)
+        is_new = (
+            not self._is_open or self.content[-1]["type"] != kind or isinstance(event, CallBegin)
+        )
         events = self._begin(kind, event) if is_new else []
         if isinstance(event, CallBegin):
             return events
         self._parts.append(event.text)
         name, field = _DELTAS[kind]
-        return [*events, self._event("content_block_delta", delta={"type": name, field: event.text})]
+        return [
+            *events,
+            self._event("content_block_delta", delta={"type": name, field: event.text}),
+        ]
 
     def _begin(self, kind: str, event: Event) -> list[StreamEvent]:
         events = self._close() if self._is_open else []
@@ -147,7 +180,11 @@ class ContentBlocks:
         block: Block = {"type": kind}
         if isinstance(event, CallBegin):
             assert self._reading.tools is not None, "calls are read only where there are tools"
-            block |= {"id": call_id(self._reading.tools.form, "toolu"), "name": event.name, "input": {}}
+            block |= {
+                "id": call_id(self._reading.tools.form, "toolu"),
+                "name": event.name,
+                "input": {},
+            }
         else:
             block |= {"text": ""} if kind == "text" else {"thinking": "", "signature": ""}
         self.content.append(block)
@@ -160,7 +197,10 @@ class ContentBlocks:
             try:
                 block["input"] = arguments_of(text, "input")
             except ApiError:
-                self.content[-1] = {"type": "text", "text": f'{{"name": "{block["name"]}", "input": {text}'}
+                self.content[-1] = {
+                    "type": "text",
+                    "text": f'{{"name": "{block["name"]}", "input": {text}',
+                }
         else:
             block[block["type"]] = text
         return [self._event("content_block_stop")]
@@ -169,7 +209,12 @@ class ContentBlocks:
         return StreamEvent(kind, {"index": self._num_begun - 1, **fields})
 
 
-_KINDS: Mapping[type, str] = {Thought: "thinking", Text: "text", CallBegin: "tool_use", CallArguments: "tool_use"}
+_KINDS: Mapping[type, str] = {
+    Thought: "thinking",
+    Text: "text",
+    CallBegin: "tool_use",
+    CallArguments: "tool_use",
+}
 _DELTAS = {
     "thinking": ("thinking_delta", "thinking"),
     "text": ("text_delta", "text"),

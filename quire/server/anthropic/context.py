@@ -1,8 +1,10 @@
-"""`context_management` of /v1/messages: what is taken out of a long conversation before it becomes a prompt.
+"""`context_management` of /v1/messages: what is taken out of a long conversation before it becomes
+a prompt.
 
-Owns the two edits that only leave things out, old thoughts and old results of tools, and reports what each has cleared. The
-third, a summary, would have to be written by the model: it is accepted until its trigger is reached, and refused by name from
-there on. Turns are never changed in place, and tokens are counted only where an edit needs it.
+Owns the two edits that only leave things out, old thoughts and old results of tools, and reports
+what each has cleared. The third, a summary, would have to be written by the model: it is accepted
+until its trigger is reached, and refused by name from there on. Turns are never changed in place,
+and tokens are counted only where an edit needs it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class ClearThinking(msgspec.Struct, kw_only=True):
     """Leaves the thoughts of older turns out."""
 
     type: str
-    keep: Literal["all"] | _Counted = msgspec.field(default_factory=lambda: _Counted(type="thinking_turns", value=1))
+    keep: Literal["all"] | _Counted = msgspec.field(
+        default_factory=lambda: _Counted(type="thinking_turns", value=1)
+    )
 
     @property
     def num_kept(self) -> int | None:
@@ -46,7 +50,9 @@ class ClearToolUses(msgspec.Struct, kw_only=True):
     """Puts a remark in place of older results of tools, once there is enough of them."""
 
     type: str
-    trigger: _Counted = msgspec.field(default_factory=lambda: _Counted(type="input_tokens", value=100_000))
+    trigger: _Counted = msgspec.field(
+        default_factory=lambda: _Counted(type="input_tokens", value=100_000)
+    )
     keep: _Counted = msgspec.field(default_factory=lambda: _Counted(type="tool_uses", value=3))
     clear_at_least: _Counted | None = None
     exclude_tools: list[str] | None = None
@@ -93,7 +99,8 @@ class Edited:
 
 
 def read_edits(value: Any) -> list[Edit]:
-    """The edits that the request names, each kind at most once. Raises ApiError 400 naming the one that is wrong."""
+    """The edits that the request names, each kind at most once.
+    Raises ApiError 400 naming the one that is wrong."""
     if value is None:
         return []
     edits = value.get("edits") if isinstance(value, Mapping) else ()
@@ -106,11 +113,15 @@ def read_edits(value: Any) -> list[Edit]:
         where = f"{_PARAM}.edits[{number}]"
         kind = edit.get("type") if isinstance(edit, Mapping) else None
         if not isinstance(kind, str) or kind not in _KINDS:
-            raise unavailable_feature(f"{where}.type", f"the edits that are available are {', '.join(_KINDS)}")
+            raise unavailable_feature(
+                f"{where}.type", f"the edits that are available are {', '.join(_KINDS)}"
+            )
         try:
             made = convert(edit, _KINDS[kind])
         except ApiError as error:
-            raise bad_request(f"{where}.{error.message}", param=f"{where}.{error.param}", code=error.code) from None
+            raise bad_request(
+                f"{where}.{error.message}", param=f"{where}.{error.param}", code=error.code
+            ) from None
         if any(type(each) is type(made) for each in read):
             raise bad_request(f"{where}: there is another edit of the type {kind}", param=where)
         read.append(made)
@@ -118,7 +129,8 @@ def read_edits(value: Any) -> list[Edit]:
 
 
 async def apply_edits(turns: Sequence[Turn], edits: Sequence[Edit], count: CountTokens) -> Edited:
-    """What is left after the edits, in their order. Raises ApiError 400 where a summary would be due."""
+    """What is left after the edits, in their order.
+    Raises ApiError 400 where a summary would be due."""
     edited = Edited(turns)
     for edit in edits:
         if isinstance(edit, Compact):
@@ -137,21 +149,35 @@ async def _num_tokens(edited: Edited, count: CountTokens) -> int:
 async def _check_length(edited: Edited, edit: Compact, count: CountTokens) -> None:
     num_tokens = await _num_tokens(edited, count)
     if num_tokens >= edit.num_tokens:
-        message = f"the conversation has {num_tokens} tokens, of which {edit.type} would make a summary; this server makes none"
+        message = (
+            f"the conversation has {num_tokens} tokens, of which {edit.type} would make a "
+            "summary; this server makes none"
+        )
         raise unavailable_feature(f"{_PARAM}.edits", message)
 
 
 async def _clear_thinking(edited: Edited, edit: ClearThinking, count: CountTokens) -> Edited:
-    thinking = [number for number, turn in enumerate(edited.turns) if any(map(_is_thought, _blocks(turn)))]
-    older = set() if edit.num_kept is None else set(thinking[: max(0, len(thinking) - edit.num_kept)])
+    thinking = [
+        number for number, turn in enumerate(edited.turns) if any(map(_is_thought, _blocks(turn)))
+    ]
+    older = (
+        set() if edit.num_kept is None else set(thinking[: max(0, len(thinking) - edit.num_kept)])
+    )
     if not older:
         return edited
-    turns = [_without_thoughts(turn) if number in older else turn for number, turn in enumerate(edited.turns)]
-    return await _applied(edited, turns, count, {"type": edit.type, "cleared_thinking_turns": len(older)})
+    turns = [
+        _without_thoughts(turn) if number in older else turn
+        for number, turn in enumerate(edited.turns)
+    ]
+    return await _applied(
+        edited, turns, count, {"type": edit.type, "cleared_thinking_turns": len(older)}
+    )
 
 
 async def _clear_tool_uses(edited: Edited, edit: ClearToolUses, count: CountTokens) -> Edited:
-    uses = [block for turn in edited.turns for block in _blocks(turn) if block.get("type") == "tool_use"]
+    uses = [
+        block for turn in edited.turns for block in _blocks(turn) if block.get("type") == "tool_use"
+    ]
     is_counting_uses = edit.trigger.type == "tool_uses"
     num = len(uses) if is_counting_uses else await _num_tokens(edited, count)
     older = uses[: max(0, len(uses) - edit.keep.value)] if num > edit.trigger.value else []
@@ -161,12 +187,16 @@ async def _clear_tool_uses(edited: Edited, edit: ClearToolUses, count: CountToke
     ids = {_key(use, "id") for use in cleared}
     emptied = {_key(use, "id") for use in cleared if edit.clears_input(str(use.get("name")))}
     turns = [_with_cleared(turn, ids, emptied) for turn in edited.turns]
-    after = await _applied(edited, turns, count, {"type": edit.type, "cleared_tool_uses": len(cleared)})
+    after = await _applied(
+        edited, turns, count, {"type": edit.type, "cleared_tool_uses": len(cleared)}
+    )
     least = 0 if edit.clear_at_least is None else edit.clear_at_least.value
     return after if after.applied[-1]["cleared_input_tokens"] >= least else edited
 
 
-async def _applied(before: Edited, turns: Sequence[Turn], count: CountTokens, report: dict[str, Any]) -> Edited:
+async def _applied(
+    before: Edited, turns: Sequence[Turn], count: CountTokens, report: dict[str, Any]
+) -> Edited:
     """The conversation with these turns, and a report of what that has saved."""
     num_before, num_after = await _num_tokens(before, count), await count(turns)
     saved = {**report, "cleared_input_tokens": max(0, num_before - num_after)}
@@ -182,7 +212,9 @@ def _is_thought(block: Block) -> bool:
 
 
 def _without_thoughts(turn: Turn) -> Turn:
-    return Turn(role=turn.role, content=[block for block in _blocks(turn) if not _is_thought(block)] or "")
+    return Turn(
+        role=turn.role, content=[block for block in _blocks(turn) if not _is_thought(block)] or ""
+    )
 
 
 def _with_cleared(turn: Turn, ids: set[str | None], emptied: set[str | None]) -> Turn:

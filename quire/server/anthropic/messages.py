@@ -19,7 +19,14 @@ from quire.core.structure import StructuredOutputsParams
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.server.anthropic.blocks import Block, ContentBlocks, Turn, messages_of
 from quire.server.anthropic.context import apply_edits, read_edits
-from quire.server.anthropic.shapes import OfferedTool, OutputConfig, OutputFormat, TextBlock, Thinking, ToolChoice
+from quire.server.anthropic.shapes import (
+    OfferedTool,
+    OutputConfig,
+    OutputFormat,
+    TextBlock,
+    Thinking,
+    ToolChoice,
+)
 from quire.server.anthropic.tools import read_tools
 from quire.server.body import read_json, shape
 from quire.server.call import Call, call_of
@@ -49,7 +56,8 @@ _NOT_APART = "what this model thinks is not told apart from its answers"
 
 
 class MessagesQuery(msgspec.Struct, kw_only=True):
-    """What Anthropic's clients append to the URL; everything here is what it is with and without it."""
+    """What Anthropic's clients append to the URL;
+    everything here is what it is with and without it."""
 
     beta: Literal["true", "false"] = "false"
 
@@ -78,7 +86,9 @@ class CountRequest(msgspec.Struct, kw_only=True):
         """What `thinking.type` says. Raises ApiError 400."""
         kind = None if self.thinking is None else self.thinking.get("type")
         if self.thinking is not None and kind not in _THINKING:
-            raise bad_request(f"thinking.type: it must be one of {', '.join(_THINKING)}", param="thinking.type")
+            raise bad_request(
+                f"thinking.type: it must be one of {', '.join(_THINKING)}", param="thinking.type"
+            )
         return kind
 
 
@@ -98,9 +108,12 @@ class MessageRequest(CountRequest, kw_only=True):
     """The body of a request for an answer."""
 
     max_tokens: Count
-    stop_sequences: Annotated[list[Annotated[str, Meta(min_length=1, max_length=1024)]], Meta(max_length=MAX_STOPS)] | None = (
-        None
-    )
+    stop_sequences: (
+        Annotated[
+            list[Annotated[str, Meta(min_length=1, max_length=1024)]], Meta(max_length=MAX_STOPS)
+        ]
+        | None
+    ) = None
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
@@ -151,7 +164,11 @@ class _Prepared:
         if not self.request.timings:
             return {}
         num_tokens = usage.num_output_tokens
-        return {"timings": timings(output.metrics, prepare_s=self.prepare_s, num_output_tokens=num_tokens)}
+        return {
+            "timings": timings(
+                output.metrics, prepare_s=self.prepare_s, num_output_tokens=num_tokens
+            )
+        }
 
 
 class Messages:
@@ -169,14 +186,19 @@ class Messages:
         call.ignore((name for name in _HINTS if getattr(body, name) not in _NEUTRAL), NO_EFFECT)
         encoded = await self._encode(call, body)
         token_ids, reading = encoded.token_ids, encoded.reading
-        given = reading.constraints(encoded.form, "output_format" if body.output_format is not None else "output_config.format")
+        given = reading.constraints(
+            encoded.form,
+            "output_format" if body.output_format is not None else "output_config.format",
+        )
         params = self._params(body, len(token_ids), given | await self._budget(call, body, reading))
         job = GenerationJob(token_ids, params, None, body.cache_salt, body.priority)
         prepared = _Prepared(body, job, model, encoded, time.monotonic() - started_s)
         if not body.stream:
             return json_response(call, await self._create(call, prepared, request.receive))
         run = await self._api.generator.start(call, [prepared.job], is_stream=True)
-        return EventStream(call, run, _MessageEvents(call, prepared, run), self._api.config.keep_alive_s)
+        return EventStream(
+            call, run, _MessageEvents(call, prepared, run), self._api.config.keep_alive_s
+        )
 
     async def count_tokens(self, request: Request) -> Response:
         """How many tokens the prompt has."""
@@ -189,7 +211,8 @@ class Messages:
         return json_response(call_of(request), answer)
 
     async def _encode(self, call: Call, body: CountRequest) -> _Encoded:
-        """The prompt and how its answer is read. A last turn of the assistant's is one to go on with."""
+        """The prompt and how its answer is read. A last turn of the
+        assistant's is one to go on with."""
         api = self._api
         for name, reason in _UNAVAILABLE.items():
             if _asks_for_something(getattr(body, name)):
@@ -197,7 +220,9 @@ class Messages:
         size = call.num_body_bytes
         edits, asked = read_edits(body.context_management), _asked_form(body)
         functions, demand = await off_loop(size, lambda: read_tools(body.tools, body.tool_choice))
-        tools = await settle_tools(functions, demand, api.tool_notation, has_form=asks_for_json(asked))
+        tools = await settle_tools(
+            functions, demand, api.tool_notation, has_form=asks_for_json(asked)
+        )
         system = text_of(body.system or None, "system")
         is_continued = bool(body.messages) and body.messages[-1].role == "assistant"
         options = ChatOptions(
@@ -209,7 +234,9 @@ class Messages:
 
         async def encode(turns: Sequence[Turn]) -> tuple[list[dict[str, Any]], str, list[int]]:
             unread: list[str] = []
-            messages = await off_loop(call.num_body_bytes, lambda: messages_of(turns, system, unread))
+            messages = await off_loop(
+                call.num_body_bytes, lambda: messages_of(turns, system, unread)
+            )
             text, token_ids = await api.texts.encode_chat(messages, options)
             if turns is body.messages:
                 call.ignore(unread, "these thoughts can be read by those who made them only")
@@ -221,14 +248,21 @@ class Messages:
             return len((first if turns is body.messages else await encode(turns))[2])
 
         edited = await apply_edits(body.messages, edits, count)
-        messages, text, token_ids = first if edited.turns is body.messages else await encode(edited.turns)
+        messages, text, token_ids = (
+            first if edited.turns is body.messages else await encode(edited.turns)
+        )
         form = await settle(asked)
-        reading = api.reading(tools, form, text, str(messages[-1]["content"]) if is_continued else None)
-        report = None if body.context_management is None else {"applied_edits": list(edited.applied)}
+        reading = api.reading(
+            tools, form, text, str(messages[-1]["content"]) if is_continued else None
+        )
+        report = (
+            None if body.context_management is None else {"applied_edits": list(edited.applied)}
+        )
         return _Encoded(token_ids, reading, form, report, len(first[2]))
 
     def _template_kwargs(self, call: Call, body: CountRequest) -> dict[str, Any] | None:
-        """What the template is told of the thinking that is wanted; what it cannot be told is named in a header."""
+        """What the template is told of the thinking that is wanted;
+        what it cannot be told is named in a header."""
         source = self._api.texts.template_source
         kwargs: dict[str, Any] = {}
         kind, has_marks = body.thinking_kind, self._api.marks is not None
@@ -239,7 +273,10 @@ class Messages:
         elif kind not in (None, "disabled") and not has_marks:
             call.ignore(["thinking"], _NOT_APART)
         if has_marks and (body.thinking or {}).get("display") == "omitted":
-            call.ignore(["thinking.display"], "thoughts are shown as they come; disable them, or pass them over")
+            call.ignore(
+                ["thinking.display"],
+                "thoughts are shown as they come; disable them, or pass them over",
+            )
         effort = (body.output_config or {}).get("effort")
         if effort is not None and "reasoning_effort" in source:
             kwargs["reasoning_effort"] = effort
@@ -247,24 +284,35 @@ class Messages:
             call.ignore(["output_config.effort"], NOT_IN_TEMPLATE)
         return kwargs or None
 
-    def _params(self, body: MessageRequest, num_prompt_tokens: int, given: dict[str, Any]) -> SamplingParams:
-        values = {name: value for name, value in self._api.sampling_defaults.items() if name != "max_tokens"}
+    def _params(
+        self, body: MessageRequest, num_prompt_tokens: int, given: dict[str, Any]
+    ) -> SamplingParams:
+        values = {
+            name: value
+            for name, value in self._api.sampling_defaults.items()
+            if name != "max_tokens"
+        }
         for name in ("temperature", "top_k", "seed"):
             value = getattr(body, name)
             if value is not None:
                 values[name] = value
         if body.top_p is not None:
             values["top_p"] = body.top_p or 1e-9
-        max_tokens = self._api.texts.max_tokens(num_prompt_tokens, body.max_tokens, default=None, param="max_tokens")
+        max_tokens = self._api.texts.max_tokens(
+            num_prompt_tokens, body.max_tokens, default=None, param="max_tokens"
+        )
         return SamplingParams(**values, **given, max_tokens=max_tokens, stop=body.stop_sequences)
 
     async def _budget(self, call: Call, body: MessageRequest, reading: Reading) -> dict[str, Any]:
-        """The sampling parameters for `thinking.budget_tokens`; where nothing is to be thought there is none."""
+        """The sampling parameters for `thinking.budget_tokens`;
+        where nothing is to be thought there is none."""
         budget = (body.thinking or {}).get("budget_tokens")
         if budget is None or body.thinking_kind == "disabled":
             return {}
         if isinstance(budget, bool) or not isinstance(budget, int) or not 0 <= budget < 1 << 31:
-            raise bad_request("thinking.budget_tokens: it must be an integer, 0 or above", param="thinking")
+            raise bad_request(
+                "thinking.budget_tokens: it must be an integer, 0 or above", param="thinking"
+            )
         if self._api.marks is None:
             call.ignore(["thinking.budget_tokens"], _NOT_APART)
             return {}
@@ -276,24 +324,43 @@ class Messages:
         blocks = ContentBlocks(prepared.encoded.reading)
         await self._api.texts.work(answer_chars(output), lambda: blocks.take(completion))
         body = prepared.body(blocks.content, _usage(usage))
-        return {**body, **_stop(completion, blocks), **prepared.edits, **prepared.timings(output, usage)}
+        return {
+            **body,
+            **_stop(completion, blocks),
+            **prepared.edits,
+            **prepared.timings(output, usage),
+        }
 
 
 def _asks_for_something(value: Any) -> bool:
-    """As of any optional field; an object without anything in it is a way of leaving it out, too."""
-    return any(map(asks_for_something, value.values())) if isinstance(value, dict) else asks_for_something(value)
+    """As of any optional field; an object without anything in it is a way of leaving it out,
+    too."""
+    return (
+        any(map(asks_for_something, value.values()))
+        if isinstance(value, dict)
+        else asks_for_something(value)
+    )
 
 
 def _asked_form(body: CountRequest) -> list[Asked]:
     """What `output_config.format`, or its older name, asks for."""
     asked: list[Asked] = []
-    forms = {"output_format": body.output_format, "output_config.format": (body.output_config or {}).get("format")}
+    forms = {
+        "output_format": body.output_format,
+        "output_config.format": (body.output_config or {}).get("format"),
+    }
     for name, form in forms.items():
         if form is None:
             continue
-        schema = form.get("schema") if isinstance(form, dict) and form.get("type") == "json_schema" else None
+        schema = (
+            form.get("schema")
+            if isinstance(form, dict) and form.get("type") == "json_schema"
+            else None
+        )
         if not isinstance(schema, dict):
-            raise bad_request(f"{name}: it must have the type json_schema, and a schema", param=name)
+            raise bad_request(
+                f"{name}: it must have the type json_schema, and a schema", param=name
+            )
         asked.append((f"{name}.schema", {"json": schema}))
     return asked
 
@@ -312,7 +379,10 @@ def _stop(completion: CompletionOutput, blocks: ContentBlocks) -> dict[str, Any]
     if isinstance(completion.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop_reason}
     ended = "tool_use" if blocks.has_calls else "end_turn"
-    return {"stop_reason": "max_tokens" if completion.finish_reason == "length" else ended, "stop_sequence": None}
+    return {
+        "stop_reason": "max_tokens" if completion.finish_reason == "length" else ended,
+        "stop_sequence": None,
+    }
 
 
 class _MessageEvents:
@@ -332,7 +402,9 @@ class _MessageEvents:
             usage = {**_usage(self._run.usage), "output_tokens": 0}
             opening = _event("message_start", message=self._prepared.body([], usage))
         self._last = output
-        return opening + b"".join(_event(each.kind, **each.fields) for each in self._blocks.take(output.outputs[0]))
+        return opening + b"".join(
+            _event(each.kind, **each.fields) for each in self._blocks.take(output.outputs[0])
+        )
 
     def end(self) -> bytes:
         """See `Events`."""

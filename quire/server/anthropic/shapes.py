@@ -1,4 +1,5 @@
-"""Which fields the objects within Anthropic's requests have, where they are read by hand. See `openai.shapes`."""
+"""Which fields the objects within Anthropic's requests have, where they are read by hand.
+See `openai.shapes`."""
 
 from __future__ import annotations
 

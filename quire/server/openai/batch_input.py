@@ -1,6 +1,8 @@
-"""A batch's input file: judged line by line before anything runs, then read again one line at a time.
+"""A batch's input file: judged line by line before anything runs, then read again one line at a
+time.
 
-Nothing of it is held but the line that is wanted, and a digest of each `custom_id` while a file is judged. Blocking.
+Nothing of it is held but the line that is wanted, and a digest of each `custom_id` while a file is
+judged. Blocking.
 """
 
 from __future__ import annotations
@@ -39,15 +41,19 @@ class PlacedLine(NamedTuple):
 
 
 class BatchInput:
-    """One file. `open_content` opens it anew, so that a file that is deleted meanwhile is noticed, and not held."""
+    """One file. `open_content` opens it anew, so that a file that is deleted meanwhile is noticed,
+    and not held."""
 
-    def __init__(self, open_content: Callable[[], BinaryIO], endpoint: str, max_line_len: int) -> None:
+    def __init__(
+        self, open_content: Callable[[], BinaryIO], endpoint: str, max_line_len: int
+    ) -> None:
         self._open_content = open_content
         self._endpoint = endpoint
         self._max_line_len = max_line_len
 
     def check(self, is_wanted: Callable[[], bool]) -> int:
-        """The number of lines, all of which are valid. Raises ApiError whose `param` is the number of the line that is wrong.
+        """The number of lines, all of which are valid. Raises ApiError whose `param` is the number
+        of the line that is wrong.
 
         Ends early, with any number, where it `is_wanted` no more.
         """
@@ -66,7 +72,8 @@ class BatchInput:
         return len(seen)
 
     def line(self, offset: int, done: Set[bytes]) -> PlacedLine | None:
-        """The next line at or behind `offset` whose `custom_id` has no digest in `done`; None at the end. Raises ApiError."""
+        """The next line at or behind `offset` whose `custom_id` has no digest in `done`;
+        None at the end. Raises ApiError."""
         with self._open_content() as source:
             source.seek(offset)
             for number, begin, raw in self._lines(source):

@@ -1,7 +1,8 @@
 """One batch on its way through its states: it waits, is judged, sends its lines, and ends, once.
 
-Holds a line at a time of its input and no answer that has been written. What it writes survives its being cancelled; while the
-disk takes nothing, it keeps what it has, sends nothing new, and goes on when there is room again.
+Holds a line at a time of its input and no answer that has been written. What it writes survives its
+being cancelled; while the disk takes nothing, it keeps what it has, sends nothing new, and goes on
+when there is room again.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class BatchJob:
 
     @property
     def record(self) -> Record | None:
-        """The record as it is now, which may be ahead of the disk's; None where the disk's is right."""
+        """The record as it is now, which may be ahead of the disk's;
+        None where the disk's is right."""
         if not self._record:
             return None
         counts = self._record["request_counts"]
@@ -107,7 +109,8 @@ class BatchJob:
             await asyncio.wait([self._task])
         await self._stop_lines()
 
-    # -- from state to state -----------------------------------------------------------------------------------------
+    # -- from state to state
+    # -----------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
         try:
@@ -116,11 +119,17 @@ class BatchJob:
             await self._give_up(error)
         except Exception as error:
             log_failure(logger, f"batch {self.batch_id} failed", error)
-            await self._give_up(ApiError(500, "the server had an error while it ran this batch", code="internal_error"))
+            await self._give_up(
+                ApiError(
+                    500, "the server had an error while it ran this batch", code="internal_error"
+                )
+            )
 
     async def _run_or_cancel(self) -> None:
         try:
-            place = await self._shared.places.enter(self.tenant, self._left_s) if self._left_s else None
+            place = (
+                await self._shared.places.enter(self.tenant, self._left_s) if self._left_s else None
+            )
             if place is None:
                 await self._end("expired")
                 return
@@ -146,19 +155,31 @@ class BatchJob:
         self._results = BatchResults(self._store, self.tenant.name, self._record)
         self._done = await self._on_disk(self._results.recount)
         self._record["request_counts"] = {"total": total, "completed": 0, "failed": 0}
-        await self._update("in_progress", in_progress_at=self._record.get("in_progress_at") or int(time.time()))
+        await self._update(
+            "in_progress", in_progress_at=self._record.get("in_progress_at") or int(time.time())
+        )
         await self._end("completed" if await self._send_lines(source) else "expired")
 
     async def _give_up(self, error: ApiError) -> None:
         """Say why the batch cannot go on, if the disk takes that."""
         if error.code == STORAGE_FAILED:
-            logger.error("batch %s ends: the data folder could not be used for too long", self.batch_id)
+            logger.error(
+                "batch %s ends: the data folder could not be used for too long", self.batch_id
+            )
         try:
             line = int(error.param) if error.param is not None and error.param.isdigit() else None
-            problem = {"code": error.code or "invalid_input", "message": error.message, "param": None, "line": line}
+            problem = {
+                "code": error.code or "invalid_input",
+                "message": error.message,
+                "param": None,
+                "line": line,
+            }
             await self._end("failed", errors={"object": "list", "data": [problem]})
         except ApiError:
-            logger.error("the end of batch %s could not be written: the next server will take it up again", self.batch_id)
+            logger.error(
+                "the end of batch %s could not be written: the next server will take it up again",
+                self.batch_id,
+            )
 
     async def _end(self, status: str, **fields: Any) -> None:
         """Register what was answered and close the record, unless that has been done."""
@@ -172,7 +193,8 @@ class BatchJob:
         files = await self._on_disk(self._results.register)
         await self._update(status, **files, **fields, **{f"{status}_at": int(time.time())})
 
-    # -- lines -------------------------------------------------------------------------------------------------------
+    # -- lines
+    # ----------------------------------------------------------------------------------------------
 
     async def _send_lines(self, source: BatchInput) -> bool:
         """Have every line answered that has no answer yet; False where time ran out."""
@@ -196,10 +218,13 @@ class BatchJob:
         return self._has_read_all and not self._again and not self._lines
 
     async def _has_more(self) -> bool:
-        """Whether a line is left to be sent, and time for it; waits for those in flight where that may yet turn out, and for
-        the disk."""
+        """Whether a line is left to be sent, and time for it; waits for those in flight where that
+        may yet turn out, and for the disk.
+        """
         while self._has_read_all and not self._again and self._lines and self._left_s:
-            await asyncio.wait(self._lines, timeout=self._left_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                self._lines, timeout=self._left_s, return_when=asyncio.FIRST_COMPLETED
+            )
             self._check()
         async with self._writing:
             self._check()
@@ -219,7 +244,8 @@ class BatchJob:
         task = asyncio.create_task(self._run_line(line, turn))
         self._lines.add(task)
         task.add_done_callback(self._line_ended)
-        task.add_done_callback(lambda _: turn.release())  # also where it was cancelled before it began
+        # also where it was cancelled before it began
+        task.add_done_callback(lambda _: turn.release())
 
     async def _run_line(self, line: PlacedLine, turn: Lease) -> None:
         answer = await self._shared.lines.run(turn, self._record["endpoint"], line.body)
@@ -235,8 +261,17 @@ class BatchJob:
 
     def _keep(self, custom_id: str, answer: LineResult) -> None:
         assert self._results is not None
-        response = {"status_code": answer.status, "request_id": answer.request_id, "body": answer.body}
-        entry = {"id": answer.request_id, "custom_id": custom_id, "response": response, "error": None}
+        response = {
+            "status_code": answer.status,
+            "request_id": answer.request_id,
+            "body": answer.body,
+        }
+        entry = {
+            "id": answer.request_id,
+            "custom_id": custom_id,
+            "response": response,
+            "error": None,
+        }
         self._results.append(entry, is_good=answer.status == 200)
 
     async def _stop_lines(self) -> None:
@@ -251,7 +286,8 @@ class BatchJob:
         if self._failure is not None:
             raise self._failure
 
-    # -- the record and the disk ---------------------------------------------------------------------------------------
+    # -- the record and the disk
+    # ---------------------------------------------------------------------------------------
 
     @property
     def _left_s(self) -> float:
@@ -259,7 +295,9 @@ class BatchJob:
 
     async def _load(self) -> None:
         if not self._record:
-            record = await self._on_disk(partial(self._store.get, self.tenant.name, "batch", self.batch_id))
+            record = await self._on_disk(
+                partial(self._store.get, self.tenant.name, "batch", self.batch_id)
+            )
             if not self._record:
                 self._record = {f"_{kind}_file_id": new_id("file") for kind in RESULTS} | record
 
@@ -273,7 +311,8 @@ class BatchJob:
         return not (self._closing.is_set() or self._is_cancelled)
 
     async def _on_disk(self, operate: Callable[[], _T]) -> _T:
-        """Do it after what is being done, and to its end even where the one who wanted it is cancelled."""
+        """Do it after what is being done, and to its end even where the one
+        who wanted it is cancelled."""
         task = asyncio.create_task(self._operate(operate))
         self._writes.add(task)
         task.add_done_callback(self._written)
@@ -286,22 +325,34 @@ class BatchJob:
 
     async def _operate(self, operate: Callable[[], _T]) -> _T:
         """In a thread; where the disk fails, again and again, until it does not."""
-        pause_s, give_up_s = _FIRST_PAUSE_S, max(self._deadline_s, time.monotonic() + _LAST_WRITES_S)
+        pause_s, give_up_s = (
+            _FIRST_PAUSE_S,
+            max(self._deadline_s, time.monotonic() + _LAST_WRITES_S),
+        )
         async with self._writing:
             while True:
                 try:
                     value = await asyncio.to_thread(operate)
                     break
                 except ApiError as error:
-                    if error.code != STORAGE_FAILED or self._closing.is_set() or time.monotonic() > give_up_s:
+                    if (
+                        error.code != STORAGE_FAILED
+                        or self._closing.is_set()
+                        or time.monotonic() > give_up_s
+                    ):
                         raise
                     if pause_s == _FIRST_PAUSE_S:
-                        logger.warning("batch %s waits until the data folder can be written again", self.batch_id)
+                        logger.warning(
+                            "batch %s waits until the data folder can be written again",
+                            self.batch_id,
+                        )
                 try:
                     async with asyncio.timeout(pause_s):
                         await self._closing.wait()
                 except TimeoutError:
                     pause_s = min(_MAX_PAUSE_S, 2 * pause_s)
             if pause_s != _FIRST_PAUSE_S:
-                logger.warning("batch %s goes on: the data folder can be written again", self.batch_id)
+                logger.warning(
+                    "batch %s goes on: the data folder can be written again", self.batch_id
+                )
         return value

@@ -1,8 +1,9 @@
 """Requests of batches among everybody else's: when one may be sent, and what becomes of it.
 
-A line is a request like any other: it is admitted on its tenant's account, within its limits, and has deadlines. It yields to
-those that came by themselves: it is sent only while few requests wait, and takes no more than half of what its tenant may have
-in flight. What is refused for now is put back rather than held, and its tenant's batches rest.
+A line is a request like any other: it is admitted on its tenant's account, within its limits, and
+has deadlines. It yields to those that came by themselves: it is sent only while few requests wait,
+and takes no more than half of what its tenant may have in flight. What is refused for now is put
+back rather than held, and its tenant's batches rest.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class BatchLines:
         return self._turns.held.num_entries
 
     async def enter(self, tenant: Tenant, timeout_s: float) -> Lease | None:
-        """Wait until a line of a tenant may be read and sent; None where there was no room in time."""
+        """Wait until a line of a tenant may be read and sent;
+        None where there was no room in time."""
         return await self._turns.enter(tenant, timeout_s)
 
     async def run(self, turn: Lease, endpoint: str, body: bytes) -> LineResult | None:
@@ -96,8 +98,12 @@ class BatchLines:
 
     def _has_room(self, tenant: Tenant) -> bool:
         admission, turns = self._api.admission, self._turns
-        if admission.queue()[0] + turns.num_unadmitted() > MAX_WAITING or not admission.has_room(tenant):
+        if admission.queue()[0] + turns.num_unadmitted() > MAX_WAITING or not admission.has_room(
+            tenant
+        ):
             return False
         limit = tenant.max_concurrency
-        num_in_flight = admission.uses[tenant.name].num_in_flight + turns.num_unadmitted(tenant.name)
+        num_in_flight = admission.uses[tenant.name].num_in_flight + turns.num_unadmitted(
+            tenant.name
+        )
         return limit is None or num_in_flight < max(1, limit // 2)

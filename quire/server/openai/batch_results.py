@@ -1,6 +1,7 @@
 """A batch's answers, appended as they come to two files: those that were given, and the errors.
 
-The files are the progress: how many answers there are is counted, and never written anywhere else. Blocking.
+The files are the progress: how many answers there are is counted, and never written anywhere else.
+Blocking.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class BatchResults:
         self.num_good = self.num_bad = 0
 
     def recount(self) -> set[bytes]:
-        """Digests of the requests that have an answer. A last line that was not written to its end is cut off."""
+        """Digests of the requests that have an answer.
+        A last line that was not written to its end is cut off."""
         done: set[bytes] = set()
         counts: list[int] = []
         for file_id in self._file_ids.values():
@@ -63,7 +65,9 @@ class BatchResults:
         with self._store.open_content(self._tenant, file_id) as results:
             for raw in results:
                 try:
-                    answered = msgspec.json.decode(raw, type=_Answered) if raw.endswith(b"\n") else None
+                    answered = (
+                        msgspec.json.decode(raw, type=_Answered) if raw.endswith(b"\n") else None
+                    )
                 except msgspec.DecodeError:
                     answered = None
                 if answered is None:

@@ -1,8 +1,9 @@
-"""/v1/batches: the requests of a file, run in the background, their answers written to another file.
+"""/v1/batches: the requests of a file, run in the background, their answers written to another
+file.
 
-A batch's record and results lie in the data folder, and each answer is appended as it comes, so a server that starts again
-goes on where it was: lines whose `custom_id` has an answer are not run again. So many batches run at once, the others wait;
-`batch_job.py` has what becomes of one.
+A batch's record and results lie in the data folder, and each answer is appended as it comes, so a
+server that starts again goes on where it was: lines whose `custom_id` has an answer are not run
+again. So many batches run at once, the others wait; `batch_job.py` has what becomes of one.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ class Batches:
         call, store = call_of(request), self._files.store
         body = await read_json(request, BatchRequest, is_strict=self._api.config.strict_fields)
         if body.endpoint not in self._lines.endpoints:
-            raise bad_request(f"endpoint: batches can use {', '.join(self._lines.endpoints)}", param="endpoint")
+            raise bad_request(
+                f"endpoint: batches can use {', '.join(self._lines.endpoints)}", param="endpoint"
+            )
         self._check_number(call.tenant)
         await asyncio.to_thread(store.get, call.tenant.name, "file", body.input_file_id)
         now = int(time.time())
@@ -92,7 +95,9 @@ class Batches:
         call, store, query = call_of(request), self._files.store, query_of(request, Listing)
         records, has_more = await asyncio.to_thread(store.page, call.tenant.name, "batch", query)
         shown = [self._current(record) for record in records]
-        return json_response(call, list_object([public(record) for record in shown], has_more=has_more))
+        return json_response(
+            call, list_object([public(record) for record in shown], has_more=has_more)
+        )
 
     async def get(self, request: Request) -> Response:
         """A batch as it is now."""
@@ -117,7 +122,8 @@ class Batches:
         return json_response(call, {"id": batch_id, "object": "batch", "deleted": True})
 
     def resume(self) -> None:
-        """Go on with what an earlier server left unfinished. Batches of tenants that are gone stay as they are."""
+        """Go on with what an earlier server left unfinished.
+        Batches of tenants that are gone stay as they are."""
         self._resuming = asyncio.get_running_loop().create_task(self._resume())
 
     async def close(self) -> None:
@@ -142,10 +148,20 @@ class Batches:
             record = await asyncio.to_thread(store.get, tenant.name, "batch", batch_id)
             if batch_id not in self._jobs:
                 # The clock may have been set meanwhile, in either direction.
-                self._begin(tenant, batch_id, min(_LIFE_S, max(0.0, record.get("expires_at", 0) - time.time())))
+                self._begin(
+                    tenant,
+                    batch_id,
+                    min(_LIFE_S, max(0.0, record.get("expires_at", 0) - time.time())),
+                )
 
     def _begin(self, tenant: Tenant, batch_id: str, left_s: float) -> None:
-        shared = Surroundings(self._files.store, self._lines, self._places, self._judging, self._api.config.max_body_bytes)
+        shared = Surroundings(
+            self._files.store,
+            self._lines,
+            self._places,
+            self._judging,
+            self._api.config.max_body_bytes,
+        )
         job = self._jobs[batch_id] = BatchJob(shared, tenant, batch_id, left_s)
         job.start(lambda: self._forget(batch_id))
 
@@ -160,9 +176,15 @@ class Batches:
     async def _find(self, call: Call, batch_id: str) -> Record:
         """A batch of the asking tenant. Raises ApiError 404."""
         store, job = self._files.store, self._jobs.get(batch_id)
-        if job is not None and job.tenant.name == call.tenant.name and (record := job.record) is not None:
+        if (
+            job is not None
+            and job.tenant.name == call.tenant.name
+            and (record := job.record) is not None
+        ):
             return record  # which may not be on the disk yet, or any more
-        return self._current(await asyncio.to_thread(store.get, call.tenant.name, "batch", batch_id))
+        return self._current(
+            await asyncio.to_thread(store.get, call.tenant.name, "batch", batch_id)
+        )
 
     def _current(self, record: Record) -> Record:
         """A stored record, or what has become of it since."""

@@ -35,7 +35,15 @@ from quire.server.openai.messages import Message, check_continuation, for_templa
 from quire.server.openai.shapes import ChatTool, ResponseFormat, ToolChoice
 from quire.server.openai.tools import CHAT, read_tools
 from quire.server.reading import Reading
-from quire.server.responses import DONE, EventStream, TextEvent, answer_chars, data_event, json_response, timings
+from quire.server.responses import (
+    DONE,
+    EventStream,
+    TextEvent,
+    answer_chars,
+    data_event,
+    json_response,
+    timings,
+)
 from quire.server.state import Api
 from quire.server.structure import asks_for_json, from_guided, from_response_format, settle
 from quire.server.texts import NOT_IN_TEMPLATE, ChatOptions, effort_kwargs
@@ -91,14 +99,18 @@ class PreparedChat:
 
     def reader(self) -> ChoiceReader:
         """Of one choice."""
-        return ChoiceReader(self.reading, shows_thoughts=self.request.include_reasoning is not False)
+        return ChoiceReader(
+            self.reading, shows_thoughts=self.request.include_reasoning is not False
+        )
 
     def tracker(self) -> LogprobTracker | None:
         """Log-probabilities of one choice, where they are wanted."""
         request = self.request
         if not request.logprobs:
             return None
-        return LogprobTracker(self.names, request.top_logprobs or 0, asked=request.logprob_token_ids or ())
+        return LogprobTracker(
+            self.names, request.top_logprobs or 0, asked=request.logprob_token_ids or ()
+        )
 
 
 class ChatCompletions:
@@ -134,7 +146,9 @@ class ChatCompletions:
             size, lambda: read_tools(body.tools, body.tool_choice, body.parallel_tool_calls, CHAT)
         )
         asked = [*from_response_format(body.response_format), *from_guided(body)]
-        tools = await settle_tools(functions, demand, api.tool_notation, has_form=asks_for_json(asked))
+        tools = await settle_tools(
+            functions, demand, api.tool_notation, has_form=asks_for_json(asked)
+        )
         is_newer = body.max_completion_tokens is not None
         param = "max_completion_tokens" if is_newer else "max_tokens"
         wanted = body.max_completion_tokens if is_newer else body.max_tokens
@@ -151,7 +165,9 @@ class ChatCompletions:
         if not token_ids:
             raise bad_request("messages: the prompt is empty", param="messages")
         num_top = (body.top_logprobs or 0) if body.logprobs else None
-        num_others = len(body.logprob_token_ids) if body.logprobs and body.logprob_token_ids else num_top
+        num_others = (
+            len(body.logprob_token_ids) if body.logprobs and body.logprob_token_ids else num_top
+        )
         default = api.default_max_tokens(num_others, body.n or 1)
         max_tokens = api.texts.max_tokens(len(token_ids), wanted, default=default, param=param)
         given: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": num_top}
@@ -160,9 +176,13 @@ class ChatCompletions:
         given |= reading.constraints(form, "response_format")
         given |= await api.thinking(body.thinking_token_budget, reading)
         params = await off_loop(size, lambda: sampling_params(body, api.sampling_defaults, **given))
-        num_repeated = (body.n or 1) * len(echoed_text(body)) + (len(token_ids) if body.return_token_ids else 0)
+        num_repeated = (body.n or 1) * len(echoed_text(body)) + (
+            len(token_ids) if body.return_token_ids else 0
+        )
         prompt = text if body.echo else None
-        job = GenerationJob(token_ids, params, prompt, body.cache_salt, body.priority, num_repeated=num_repeated)
+        job = GenerationJob(
+            token_ids, params, prompt, body.cache_salt, body.priority, num_repeated=num_repeated
+        )
         names = TokenNames(
             api.client.tokenizer,
             as_ids=bool(body.return_tokens_as_token_ids),
@@ -181,9 +201,13 @@ class ChatCompletions:
             raise bad_request("stream: a batch's line is answered in one piece", param="stream")
         prepared = await self.prepare(call, request)
         output, usage = await self._generate(call, prepared, None)
-        return await self._api.texts.work(answer_chars(output), lambda: _answer(prepared, output, usage))
+        return await self._api.texts.work(
+            answer_chars(output), lambda: _answer(prepared, output, usage)
+        )
 
-    async def _generate(self, call: Call, prepared: PreparedChat, receive: Receive | None) -> tuple[RequestOutput, Usage]:
+    async def _generate(
+        self, call: Call, prepared: PreparedChat, receive: Receive | None
+    ) -> tuple[RequestOutput, Usage]:
         (output,), usage = await self._api.generator.answer(call, [prepared.job], receive)
         return output, usage
 
@@ -197,12 +221,16 @@ def _check(body: ChatRequest) -> None:
     if body.logprob_token_ids and not body.logprobs:
         raise bad_request("logprob_token_ids: only with logprobs=true", param="logprob_token_ids")
     if body.continue_final_message and body.messages and body.messages[-1].role != "assistant":
-        raise bad_request("continue_final_message: the last message must be the assistant's", param="continue_final_message")
+        raise bad_request(
+            "continue_final_message: the last message must be the assistant's",
+            param="continue_final_message",
+        )
     check_continuation(body.add_generation_prompt, body.continue_final_message)
 
 
 def _template_kwargs(body: ChatRequest, source: str, call: Call) -> dict[str, Any] | None:
-    """What the template gets besides the messages; a reasoning effort reaches those that know it."""
+    """What the template gets besides the messages;
+    a reasoning effort reaches those that know it."""
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         found = effort_kwargs(source, body.reasoning_effort)
@@ -217,7 +245,8 @@ def _continued(body: ChatRequest, messages: list[dict[str, Any]]) -> str | None:
     return joined_text(messages[-1]["content"]) if body.continue_final_message else None
 
 
-# -- the answer in one piece ---------------------------------------------------------------------------------------------
+# -- the answer in one piece
+# ---------------------------------------------------------------------------------------------
 
 
 def usage_body(usage: Usage, num_thought_tokens: int = 0) -> dict[str, Any]:
@@ -241,22 +270,38 @@ def _answer(prepared: PreparedChat, output: RequestOutput, usage: Usage) -> dict
     answer = prepared.envelope("chat.completion")
     completions = sorted(output.outputs, key=lambda each: each.index)
     readers = [prepared.reader() for _ in completions]
-    answer["choices"] = [_choice(prepared, *each) for each in zip(completions, readers, strict=True)]
+    answer["choices"] = [
+        _choice(prepared, *each) for each in zip(completions, readers, strict=True)
+    ]
     answer["usage"] = usage_body(usage, sum(reader.num_thought_tokens for reader in readers))
     answer["service_tier"] = None if request.service_tier is None else "default"
-    answer["prompt_logprobs"] = None if request.prompt_logprobs is None else prompt_logprobs(output.prompt_logprobs)
+    answer["prompt_logprobs"] = (
+        None if request.prompt_logprobs is None else prompt_logprobs(output.prompt_logprobs)
+    )
     answer["prompt_token_ids"] = output.prompt_token_ids if request.return_token_ids else None
     if request.timings:
-        answer["timings"] = timings(output.metrics, prepare_s=prepared.prepare_s, num_output_tokens=usage.num_output_tokens)
+        answer["timings"] = timings(
+            output.metrics, prepare_s=prepared.prepare_s, num_output_tokens=usage.num_output_tokens
+        )
     return answer
 
 
-def _choice(prepared: PreparedChat, completion: CompletionOutput, reader: ChoiceReader) -> dict[str, Any]:
+def _choice(
+    prepared: PreparedChat, completion: CompletionOutput, reader: ChoiceReader
+) -> dict[str, Any]:
     tracker = prepared.tracker()
     logprobs = None
     if tracker is not None:
-        logprobs = {"content": [token.encoded for token in tracker.take(completion)], "refusal": None}
-    message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None, "annotations": []}
+        logprobs = {
+            "content": [token.encoded for token in tracker.take(completion)],
+            "refusal": None,
+        }
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": "",
+        "refusal": None,
+        "annotations": [],
+    }
     message |= reader.message(completion.text, completion.token_ids)
     echoed = echoed_text(prepared.request)
     if echoed:
@@ -280,7 +325,8 @@ def echoed_text(request: ChatRequest) -> str:
     return joined_text(last["content"]) if request.continue_final_message else ""
 
 
-# -- the stream ----------------------------------------------------------------------------------------------------------
+# -- the stream
+# --------------------------------------------------------------------------------------------------
 
 
 class _ChatEvents:
@@ -293,10 +339,16 @@ class _ChatEvents:
         request = prepared.request
         options = request.stream_options
         self._has_usage = bool(options and options.include_usage)
-        self._has_running_usage = self._has_usage and bool(options and options.continuous_usage_stats)
+        self._has_running_usage = self._has_usage and bool(
+            options and options.continuous_usage_stats
+        )
         self._trackers = [prepared.tracker() for _ in range(request.n or 1)]
         self._readers = [prepared.reader() for _ in self._trackers]
-        has_more = bool(request.return_token_ids) or self._trackers[0] is not None or not prepared.reading.is_plain
+        has_more = (
+            bool(request.return_token_ids)
+            or self._trackers[0] is not None
+            or not prepared.reading.is_plain
+        )
         self._is_plain = not (has_more or self._has_running_usage)
         """Whether a choice's events differ by their text alone until it ends."""
         self._texts: dict[int, TextEvent] = {}
@@ -309,7 +361,9 @@ class _ChatEvents:
         """See `Events`."""
         opening = b"" if self._is_begun else b"".join(map(data_event, self._opening(output)))
         self._is_begun = True
-        return opening + b"".join([self._events(completion, output) for completion in output.outputs])
+        return opening + b"".join(
+            [self._events(completion, output) for completion in output.outputs]
+        )
 
     def end(self) -> bytes:
         """See `Events`."""
@@ -320,9 +374,13 @@ class _ChatEvents:
         return stream_error(error)
 
     def _opening(self, output: RequestOutput) -> list[dict[str, Any]]:
-        """The role of every choice, in order of index: the clients' accumulators rely on that, and on its being sent once."""
+        """The role of every choice, in order of index: the clients' accumulators rely on that,
+        and on its being sent once."""
         text = echoed_text(self._prepared.request)
-        opening = [self._delta(index, {"role": "assistant", "content": text}) for index in range(len(self._trackers))]
+        opening = [
+            self._delta(index, {"role": "assistant", "content": text})
+            for index in range(len(self._trackers))
+        ]
         if self._prepared.request.return_token_ids:
             opening[0]["prompt_token_ids"] = output.prompt_token_ids
         if self._prepared.request.prompt_logprobs is not None:
@@ -340,7 +398,8 @@ class _ChatEvents:
         if completion.finish_reason is not None:
             self._ended.add(completion.index)
             end = self._end(completion, output)
-            if self._has_running_usage and chunks:  # so that each chunk counts more tokens than the one before
+            # so that each chunk counts more tokens than the one before
+            if self._has_running_usage and chunks:
                 end["choices"][0] = {**chunks.pop()["choices"][0], **_told(end["choices"][0])}
             chunks.append(end)
         return b"".join(map(data_event, chunks))
@@ -348,7 +407,9 @@ class _ChatEvents:
     def _text_event(self, index: int, text: str) -> bytes:
         event = self._texts.get(index)
         if event is None:
-            event = self._texts[index] = TextEvent(lambda text: data_event(self._delta(index, {"content": text})))
+            event = self._texts[index] = TextEvent(
+                lambda text: data_event(self._delta(index, {"content": text}))
+            )
         return event.around(text)
 
     def _content(self, completion: CompletionOutput) -> Sequence[dict[str, Any]]:
@@ -360,7 +421,11 @@ class _ChatEvents:
         deltas = reader.deltas(completion.text, completion.token_ids, is_last=is_last)
         if not deltas and not tokens and not has_ids:
             return []
-        logprobs = {"content": [token.encoded for token in tokens], "refusal": None} if tracker is not None else None
+        logprobs = (
+            {"content": [token.encoded for token in tokens], "refusal": None}
+            if tracker is not None
+            else None
+        )
         first, *others = deltas or [{"content": ""}]
         chunks = [self._delta(completion.index, first, logprobs=logprobs)]
         if has_ids:
@@ -371,16 +436,32 @@ class _ChatEvents:
         reason = self._readers[completion.index].finish_reason(completion.finish_reason)
         chunk = self._delta(completion.index, {}, finish_reason=reason)
         chunk["choices"][0]["stop_reason"] = completion.stop_reason
-        if self._prepared.request.timings and output.finished and len(self._ended) == len(self._trackers):
+        if (
+            self._prepared.request.timings
+            and output.finished
+            and len(self._ended) == len(self._trackers)
+        ):
             chunk["timings"] = timings(
-                output.metrics, prepare_s=self._prepared.prepare_s, num_output_tokens=self._run.usage.num_output_tokens
+                output.metrics,
+                prepare_s=self._prepared.prepare_s,
+                num_output_tokens=self._run.usage.num_output_tokens,
             )
         return chunk
 
     def _delta(
-        self, index: int, delta: dict[str, Any], *, logprobs: Any = None, finish_reason: str | None = None
+        self,
+        index: int,
+        delta: dict[str, Any],
+        *,
+        logprobs: Any = None,
+        finish_reason: str | None = None,
     ) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
         return self._chunk([choice], usage=self._usage() if self._has_running_usage else None)
 
     def _usage(self) -> dict[str, Any]:

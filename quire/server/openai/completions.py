@@ -33,9 +33,23 @@ from quire.server.openai.fields import (
     ignored_hints,
     sampling_params,
 )
-from quire.server.openai.logprobs import LogprobTracker, ScoredToken, TokenNames, legacy_logprobs, prompt_logprobs
+from quire.server.openai.logprobs import (
+    LogprobTracker,
+    ScoredToken,
+    TokenNames,
+    legacy_logprobs,
+    prompt_logprobs,
+)
 from quire.server.openai.shapes import ResponseFormat
-from quire.server.responses import DONE, EventStream, TextEvent, answer_chars, data_event, json_response, timings
+from quire.server.responses import (
+    DONE,
+    EventStream,
+    TextEvent,
+    answer_chars,
+    data_event,
+    json_response,
+    timings,
+)
 from quire.server.state import Api
 from quire.server.structure import from_guided, from_response_format, settle
 
@@ -45,7 +59,8 @@ MAX_BEST_OF = 20
 _T = TypeVar("_T")
 Prompt = str | list[int]
 PromptField = str | list[Any]
-"""A text, token ids, or a list of either; checked by hand, since msgspec cannot tell the lists apart."""
+"""A text, token ids, or a list of either; checked by hand,
+since msgspec cannot tell the lists apart."""
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
@@ -76,7 +91,8 @@ class PreparedCompletion:
 
     @property
     def is_scoring(self) -> bool:
-        """Whether only the prompt is wanted: `max_tokens=0` with `echo`. One token is made and dropped."""
+        """Whether only the prompt is wanted: `max_tokens=0` with `echo`.
+        One token is made and dropped."""
         return self.request.max_tokens == 0
 
     def timings(self, output: RequestOutput, num_tokens: int) -> dict[str, Any]:
@@ -112,9 +128,13 @@ class Completions:
         body = await read_json(request, CompletionRequest, is_strict=self._api.config.strict_fields)
         prepared = await self.prepare(call, body)
         if not body.stream:
-            return await self._create(call, prepared, request.receive, lambda answer: json_response(call, answer))
+            return await self._create(
+                call, prepared, request.receive, lambda answer: json_response(call, answer)
+            )
         run = await self._api.generator.start(call, prepared.jobs, is_stream=True)
-        return EventStream(call, run, _CompletionEvents(prepared, run), self._api.config.keep_alive_s)
+        return EventStream(
+            call, run, _CompletionEvents(prepared, run), self._api.config.keep_alive_s
+        )
 
     async def prepare(self, call: Call, body: CompletionRequest) -> PreparedCompletion:
         """Check everything and encode the prompts. Raises ApiError or a RequestError."""
@@ -126,11 +146,15 @@ class Completions:
         call.ignore(ignored_hints(body), NO_EFFECT)
         most = api.config.max_prompts
         prompts = await off_loop(call.num_body_bytes, lambda: split_prompts(body.prompt, most))
-        check_sequences(api.config, len(prompts), len(prompts) * (body.best_of or body.n or 1), "prompt")
+        check_sequences(
+            api.config, len(prompts), len(prompts) * (body.best_of or body.n or 1), "prompt"
+        )
         params = await self._params(call, body)
         encoded = await self._encode(body, prompts)
         size = sum(map(len, encoded)) + SMALL * len(prompts) // 16
-        jobs, texts = await off_loop(size, lambda: self._jobs(body, params, list(zip(prompts, encoded, strict=True))))
+        jobs, texts = await off_loop(
+            size, lambda: self._jobs(body, params, list(zip(prompts, encoded, strict=True)))
+        )
         names = TokenNames(
             api.client.tokenizer,
             as_ids=bool(body.return_tokens_as_token_ids),
@@ -143,29 +167,44 @@ class Completions:
         return prepared
 
     async def _params(self, call: Call, body: CompletionRequest) -> SamplingParams:
-        """What the body says of all its prompts, read once; their limit of tokens is what it wants at most."""
+        """What the body says of all its prompts, read once;
+        their limit of tokens is what it wants at most."""
         wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
         scored = body.prompt_logprobs
         if body.echo and body.logprobs is not None:
             scored = -1 if -1 in (body.logprobs, scored) else max(body.logprobs, scored or 0)
-        given: dict[str, Any] = {"max_tokens": wanted, "logprobs": body.logprobs, "prompt_logprobs": scored}
-        given["structured_outputs"] = await settle([*from_response_format(body.response_format), *from_guided(body)])
+        given: dict[str, Any] = {
+            "max_tokens": wanted,
+            "logprobs": body.logprobs,
+            "prompt_logprobs": scored,
+        }
+        given["structured_outputs"] = await settle(
+            [*from_response_format(body.response_format), *from_guided(body)]
+        )
         given |= await self._api.thinking(body.thinking_token_budget)
         if body.max_tokens == 0:
             given |= {"min_tokens": 0, "stop": None}
         defaults = self._api.sampling_defaults
         return await off_loop(
-            call.num_body_bytes, lambda: sampling_params(body, defaults, **{"best_of": body.best_of, **given})
+            call.num_body_bytes,
+            lambda: sampling_params(body, defaults, **{"best_of": body.best_of, **given}),
         )
 
     async def _encode(self, body: CompletionRequest, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Every prompt's token ids, in order."""
         written = [prompt for prompt in prompts if isinstance(prompt, str)]
-        encoded = iter(await self._api.texts.encode_many(written, add_special_tokens=body.add_special_tokens is not False))
+        encoded = iter(
+            await self._api.texts.encode_many(
+                written, add_special_tokens=body.add_special_tokens is not False
+            )
+        )
         return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     def _jobs(
-        self, body: CompletionRequest, params: SamplingParams, prompts: Sequence[tuple[Prompt, list[int]]]
+        self,
+        body: CompletionRequest,
+        params: SamplingParams,
+        prompts: Sequence[tuple[Prompt, list[int]]],
     ) -> tuple[list[GenerationJob], list[str]]:
         """One job for each prompt and its ids, and the texts that are echoed."""
         made = [self._job(body, params, *each) for each in prompts]
@@ -188,7 +227,15 @@ class Completions:
             text = prompt if isinstance(prompt, str) and kept is token_ids else texts.text_of(kept)
         num_choices = body.n or 1
         num_repeated = num_choices * (len(text) + (len(kept) if body.return_token_ids else 0))
-        job = GenerationJob(kept, params.limited(max_tokens), None, body.cache_salt, body.priority, num_choices, num_repeated)
+        job = GenerationJob(
+            kept,
+            params.limited(max_tokens),
+            None,
+            body.cache_salt,
+            body.priority,
+            num_choices,
+            num_repeated,
+        )
         return job, text
 
     async def run_body(self, call: Call, body: bytes) -> dict[str, Any]:
@@ -196,10 +243,16 @@ class Completions:
         request, _ = await read_bytes(call, body, CompletionRequest)
         if request.stream:
             raise bad_request("stream: a batch's line is answered in one piece", param="stream")
-        return await self._create(call, await self.prepare(call, request), None, lambda answer: answer)
+        return await self._create(
+            call, await self.prepare(call, request), None, lambda answer: answer
+        )
 
     async def _create(
-        self, call: Call, prepared: PreparedCompletion, receive: Receive | None, shown: Callable[[dict[str, Any]], _T]
+        self,
+        call: Call,
+        prepared: PreparedCompletion,
+        receive: Receive | None,
+        shown: Callable[[dict[str, Any]], _T],
     ) -> _T:
         """The whole answer, as `shown` makes it."""
         outputs, usage = await self._api.generator.answer(call, prepared.jobs, receive)
@@ -209,7 +262,8 @@ class Completions:
 
 
 def split_prompts(prompt: PromptField, most: int) -> list[Prompt]:
-    """One entry per prompt. Raises ApiError 400 for what is neither text nor token ids, and for more than `most` of them."""
+    """One entry per prompt. Raises ApiError 400 for what is neither text nor token ids,
+    and for more than `most` of them."""
     if isinstance(prompt, str):
         return [_nonempty(prompt)]
     if not prompt:
@@ -217,13 +271,18 @@ def split_prompts(prompt: PromptField, most: int) -> list[Prompt]:
     if _are_ids(prompt):
         return [prompt]
     if len(prompt) > most:
-        raise bad_request(f"prompt: {len(prompt)} prompts are given; one request may have {most} prompts", param="prompt")
+        raise bad_request(
+            f"prompt: {len(prompt)} prompts are given; one request may have {most} prompts",
+            param="prompt",
+        )
     prompts: list[Prompt] = []
     for number, each in enumerate(prompt):
         is_ids = isinstance(each, list) and each and _are_ids(each)
         if not isinstance(each, str) and not is_ids:
             where = f"prompt[{number}]"
-            raise bad_request(f"{where}: a prompt is a text or a list of token ids, and not empty", param=where)
+            raise bad_request(
+                f"{where}: a prompt is a text or a list of token ids, and not empty", param=where
+            )
         prompts.append(_nonempty(each) if isinstance(each, str) else each)
     return prompts
 
@@ -248,18 +307,25 @@ def _check(body: CompletionRequest) -> None:
     if body.logprob_token_ids and body.logprobs is None:
         raise bad_request("logprob_token_ids: only with logprobs", param="logprob_token_ids")
     if body.max_tokens == 0 and not body.echo:
-        raise bad_request("max_tokens: 0 is possible only with echo=true; give at least 1", param="max_tokens")
+        raise bad_request(
+            "max_tokens: 0 is possible only with echo=true; give at least 1", param="max_tokens"
+        )
     if body.best_of is not None:
         if body.best_of < (body.n or 1):
             raise bad_request(f"best_of: {body.best_of} is less than n={body.n}", param="best_of")
         if body.stream and body.best_of > (body.n or 1):
-            raise bad_request("best_of: the best are known at the end only; not with stream=true", param="best_of")
+            raise bad_request(
+                "best_of: the best are known at the end only; not with stream=true", param="best_of"
+            )
 
 
-# -- the answer in one piece ---------------------------------------------------------------------------------------------
+# -- the answer in one piece
+# ---------------------------------------------------------------------------------------------
 
 
-def _answer(prepared: PreparedCompletion, outputs: Sequence[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
+def _answer(
+    prepared: PreparedCompletion, outputs: Sequence[RequestOutput], usage: dict[str, Any]
+) -> dict[str, Any]:
     request = prepared.request
     num_choices = request.n or 1
     choices = []
@@ -275,7 +341,8 @@ def _answer(prepared: PreparedCompletion, outputs: Sequence[RequestOutput], usag
 
 
 class _Echo:
-    """One prompt, as far as it is part of the answer: its text and its tokens' log-probabilities before the output's."""
+    """One prompt, as far as it is part of the answer:
+    its text and its tokens' log-probabilities before the output's."""
 
     def __init__(self, prepared: PreparedCompletion, number: int, output: RequestOutput) -> None:
         self.prepared = prepared
@@ -288,7 +355,9 @@ class _Echo:
             scorer = self._tracker(request.logprobs, 0)
             self.tokens = [
                 scorer.score(token_id, record)
-                for token_id, record in zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+                for token_id, record in zip(
+                    output.prompt_token_ids, output.prompt_logprobs, strict=True
+                )
             ]
 
     @cached_property
@@ -299,11 +368,17 @@ class _Echo:
     def tracker(self) -> LogprobTracker | None:
         """Of one choice's own tokens."""
         count = self.prepared.request.logprobs
-        return None if count is None else self._tracker(count, len(self.text) if self.prepared.request.echo else 0)
+        return (
+            None
+            if count is None
+            else self._tracker(count, len(self.text) if self.prepared.request.echo else 0)
+        )
 
     def _tracker(self, count: int, first_offset: int) -> LogprobTracker:
         asked = self.prepared.request.logprob_token_ids or ()
-        return LogprobTracker(self.prepared.names, count, first_offset, asked=asked, counts_sampled=False)
+        return LogprobTracker(
+            self.prepared.names, count, first_offset, asked=asked, counts_sampled=False
+        )
 
     def logprobs(self, tokens: Sequence[ScoredToken], *, has_prompt: bool) -> dict[str, Any] | None:
         """OpenAI's four lists."""
@@ -334,7 +409,8 @@ def _choice(echo: _Echo, completion: CompletionOutput, index: int) -> dict[str, 
     return choice
 
 
-# -- the stream ----------------------------------------------------------------------------------------------------------
+# -- the stream
+# --------------------------------------------------------------------------------------------------
 
 
 class _CompletionEvents:
@@ -345,7 +421,9 @@ class _CompletionEvents:
         self._prepared = prepared
         self._run = run
         self._has_usage = bool(options and options.include_usage)
-        self.has_running_usage = self._has_usage and bool(options and options.continuous_usage_stats)
+        self.has_running_usage = self._has_usage and bool(
+            options and options.continuous_usage_stats
+        )
         self._envelope = prepared.envelope()
         self._prompts: dict[int, _ChoiceStreams] = {}
         self._num_tokens = 0
@@ -355,7 +433,9 @@ class _CompletionEvents:
         """See `Events`."""
         prompt = self._prompts.get(number)
         if prompt is None:
-            prompt = self._prompts[number] = _ChoiceStreams(self, _Echo(self._prepared, number, output))
+            prompt = self._prompts[number] = _ChoiceStreams(
+                self, _Echo(self._prepared, number, output)
+            )
         return b"".join([prompt.event(completion, output) for completion in output.outputs])
 
     def end(self) -> bytes:
@@ -396,7 +476,8 @@ class _ChoiceStreams:
         self._trackers = [self._echo.tracker() for _ in range(count)]
         has_more = bool(request.return_token_ids) or request.logprobs is not None
         self._is_plain = not (has_more or self._prepared.is_scoring or events.has_running_usage)
-        """Whether a choice's events differ by their text alone, once it has begun and until it ends."""
+        """Whether a choice's events differ by their text alone,
+        once it has begun and until it ends."""
         self._texts: dict[int, TextEvent] = {}
         self._begun: set[int] = set()
         self._ended: set[int] = set()
@@ -412,7 +493,12 @@ class _ChoiceStreams:
                 return text.around(completion.text) if completion.text else b""
         choices = self._of(completion, output)
         more: dict[str, Any] = {}
-        if self._prepared.request.timings and choices and output.finished and len(self._ended) == len(self._trackers):
+        if (
+            self._prepared.request.timings
+            and choices
+            and output.finished
+            and len(self._ended) == len(self._trackers)
+        ):
             more["timings"] = self._prepared.timings(output, self._num_tokens)
         return b"".join([self._events.event(choice, **more) for choice in choices])
 
@@ -426,7 +512,9 @@ class _ChoiceStreams:
         if self._is_plain:
             self._texts[index] = TextEvent(partial(self._text_event, index))
         has_prompt = is_first and bool(request.echo)
-        text = (self._echo.text if has_prompt else "") + ("" if prepared.is_scoring else completion.text)
+        text = (self._echo.text if has_prompt else "") + (
+            "" if prepared.is_scoring else completion.text
+        )
         tokens = tracker.take(completion) if tracker is not None and not prepared.is_scoring else []
         ids = completion.token_ids if request.return_token_ids and not prepared.is_scoring else []
         is_end = completion.finish_reason is not None
@@ -451,4 +539,11 @@ class _ChoiceStreams:
         return [choice]
 
     def _text_event(self, index: int, text: str) -> bytes:
-        return self._events.event({"index": self._first_index + index, "text": text, "logprobs": None, "finish_reason": None})
+        return self._events.event(
+            {
+                "index": self._first_index + index,
+                "text": text,
+                "logprobs": None,
+                "finish_reason": None,
+            }
+        )

@@ -1,7 +1,9 @@
-"""The folder in which a server keeps what shall survive it: held by one server at a time, and written to in few ways.
+"""The folder in which a server keeps what shall survive it: held by one server at a time, and
+written to in few ways.
 
-Owns the lock, the knowledge whether the folder is still the one that was locked, and every write: a file is replaced whole, or
-grows at its known end, and what a disk takes only in part is taken back. Blocking: call it in a thread.
+Owns the lock, the knowledge whether the folder is still the one that was locked, and every write: a
+file is replaced whole, or grows at its known end, and what a disk takes only in part is taken back.
+Blocking: call it in a thread.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class DataFolder:
                 raise ConfigError("data_folder: it cannot be written; choose another")
             self._lock = self._take_lock()
         except BlockingIOError:
-            raise ConfigError("data_folder: another server uses it; give each server its own") from None
+            raise ConfigError(
+                "data_folder: another server uses it; give each server its own"
+            ) from None
         except OSError as error:
             raise ConfigError(f"data_folder: it cannot be used: {error.strerror}") from None
 
@@ -48,8 +52,9 @@ class DataFolder:
         self._lock.close()
 
     def is_another(self) -> bool:
-        """Whether there is another folder now in the place of the one that was locked; if so, it is locked from here on.
-        Raises ApiError 507 where there is none."""
+        """Whether there is another folder now in the place of the one that was locked; if so, it is
+        locked from here on. Raises ApiError 507 where there is none.
+        """
         try:
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat((self.root / _LOCK).stat(), os.fstat(self._lock.fileno())):
@@ -62,8 +67,9 @@ class DataFolder:
         return True
 
     def folder(self, *parts: str) -> Path:
-        """A folder below the root, made where it is missing. Never makes the root: it may be a disk that is not mounted.
-        Raises ApiError 507."""
+        """A folder below the root, made where it is missing. Never makes the root: it may be a disk
+        that is not mounted. Raises ApiError 507.
+        """
         folder = self.root
         for part in parts:
             folder = folder / part
@@ -87,8 +93,9 @@ class DataFolder:
         self._make(path, write)
 
     def append(self, path: Path, data: bytes, known_size: int) -> None:
-        """Write behind a file's known end, all of it or nothing. Raises ApiError 507, also where the file is not as it was
-        left."""
+        """Write behind a file's known end, all of it or nothing. Raises ApiError 507, also where
+        the file is not as it was left.
+        """
         try:
             with path.open("r+b" if known_size else "wb", buffering=0) as target:
                 if os.fstat(target.fileno()).st_size < known_size:
@@ -145,7 +152,10 @@ class DataFolder:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _NO_LOCKS:
-                logger.warning("the data folder's file system has no locks: see to it that no other server uses it")
+                logger.warning(
+                    "the data folder's file system has no locks: see to it that no other "
+                    "server uses it"
+                )
                 return lock
             lock.close()
             raise
@@ -153,7 +163,11 @@ class DataFolder:
 
 
 def storage_failed(error: OSError) -> ApiError:
-    """507 for a disk that is full, gone or may not be written: the operator's affair, and useless to repeat at once."""
-    logger.error("the data folder cannot be used: %s", errno.errorcode.get(error.errno or 0, type(error).__name__))
+    """507 for a disk that is full, gone or may not be written: the operator's affair,
+    and useless to repeat at once."""
+    logger.error(
+        "the data folder cannot be used: %s",
+        errno.errorcode.get(error.errno or 0, type(error).__name__),
+    )
     message = "the server cannot get at what it stores now: its disk is full, read-only or gone"
     return useless_to_retry(ApiError(507, message, code=STORAGE_FAILED))

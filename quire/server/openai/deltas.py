@@ -1,4 +1,5 @@
-"""An answer in the forms of a chat completion: as the deltas of a stream, and as a whole message, which is their sum."""
+"""An answer in the forms of a chat completion: as the deltas of a stream, and as a whole message,
+which is their sum."""
 
 from __future__ import annotations
 
@@ -27,16 +28,23 @@ class ChoiceReader:
     def deltas(self, text: str, token_ids: Sequence[int], *, is_last: bool) -> list[dict[str, Any]]:
         """What a piece of the answer brings."""
         events = self._reader.feed(text, token_ids, is_last=is_last)
-        return [self._delta(event) for event in events if self._shows_thoughts or not isinstance(event, Thought)]
+        return [
+            self._delta(event)
+            for event in events
+            if self._shows_thoughts or not isinstance(event, Thought)
+        ]
 
     def message(self, text: str, token_ids: Sequence[int]) -> dict[str, Any]:
-        """A whole answer: its `content`, and its thoughts and `tool_calls` where there are any. A content that is empty beside
-        either is null."""
+        """A whole answer: its `content`, and its thoughts and `tool_calls` where there are any. A
+        content that is empty beside either is null.
+        """
         calls: dict[int, dict[str, Any]] = {}
         texts = {"content": "", "reasoning": "", "reasoning_content": ""}
         for delta in self.deltas(text, token_ids, is_last=True):
             for part in delta.pop("tool_calls", ()):
-                call = calls.setdefault(part["index"], {key: value for key, value in part.items() if key != "index"})
+                call = calls.setdefault(
+                    part["index"], {key: value for key, value in part.items() if key != "index"}
+                )
                 if call["function"] is not part["function"]:
                     call["function"]["arguments"] += part["function"]["arguments"]
             for name, more in delta.items():
@@ -48,7 +56,9 @@ class ChoiceReader:
 
     def finish_reason(self, reason: str | None) -> str | None:
         """OpenAI's reasons: a call that was demanded by name ends with `stop`."""
-        has_called = self._tools is not None and self._tools.mode != "named" and self._reader.num_calls
+        has_called = (
+            self._tools is not None and self._tools.mode != "named" and self._reader.num_calls
+        )
         return "tool_calls" if reason == "stop" and has_called else reason
 
     def _delta(self, event: Event) -> dict[str, Any]:
@@ -60,5 +70,10 @@ class ChoiceReader:
             return {"tool_calls": [{"index": event.number, "function": {"arguments": event.text}}]}
         assert self._tools is not None, "calls are read only where there are tools"
         function = {"name": event.name, "arguments": ""}
-        begun = {"index": event.number, "id": call_id(self._tools.form), "type": "function", "function": function}
+        begun = {
+            "index": event.number,
+            "id": call_id(self._tools.form),
+            "type": "function",
+            "function": function,
+        }
         return {"tool_calls": [begun]}

@@ -1,8 +1,10 @@
-"""Fields that chat and legacy completions share: OpenAI's, and those that vLLM adds, each with its range.
+"""Fields that chat and legacy completions share: OpenAI's, and those that vLLM adds, each with its
+range.
 
-Three kinds. Most mean something here and become `SamplingParams`. Those of `UNAVAILABLE` are refused by name, with the reason,
-whenever they ask for something. Those of `HINTS` may be ignored without changing an answer. Any other field is unknown, and
-is named in a response header or refused, as the operator wishes.
+Three kinds. Most mean something here and become `SamplingParams`. Those of `UNAVAILABLE` are
+refused by name, with the reason, whenever they ask for something. Those of `HINTS` may be ignored
+without changing an answer. Any other field is unknown, and is named in a response header or
+refused, as the operator wishes.
 """
 
 from __future__ import annotations
@@ -36,12 +38,14 @@ Count = Annotated[int, Meta(ge=1, lt=1 << 31)]
 Budget = Annotated[int, Meta(ge=-1, lt=1 << 31)]
 """-1 is no limit."""
 TopLogprobs = Annotated[int, Meta(ge=-1, le=1 << 20)]
-"""-1 is the whole vocabulary. How many are allowed is for the operator to say: see `check_num_logprobs`."""
+"""-1 is the whole vocabulary. How many are allowed is for the operator to say:
+see `check_num_logprobs`."""
 
 _MetadataKey = Annotated[str, Meta(max_length=64)]
 _MetadataValue = Annotated[str, Meta(max_length=512)]
 Metadata = Annotated[dict[_MetadataKey, _MetadataValue], Meta(max_length=16)]
-"""What a client wants to find again beside an answer or a batch. Kept, so bounded, as OpenAI bounds it."""
+"""What a client wants to find again beside an answer or a batch. Kept, so bounded,
+as OpenAI bounds it."""
 UserMetadata = Annotated[dict[_MetadataKey, _MetadataValue | None], Meta(max_length=16)]
 """Anthropic's, within the same bounds: `user_id` may be null."""
 
@@ -58,14 +62,19 @@ UNAVAILABLE: Mapping[str, str] = {
     "ec_transfer_params": "encoder transfer is not available",
     "vllm_xargs": "custom processors are not available",
     "watermarking": "watermarks are not available: no detector would know this server's",
-    "return_token_offsets": "offsets come with log-probabilities (text_offset); /tokenize shows a prompt's tokens",
-    "return_weight_versions": "the weights of this server never change; system_fingerprint says which they are",
+    "return_token_offsets": (
+        "offsets come with log-probabilities (text_offset); /tokenize shows a prompt's tokens"
+    ),
+    "return_weight_versions": (
+        "the weights of this server never change; system_fingerprint says which they are"
+    ),
     "use_beam_search": "beam search is available in Python (LLM.beam_search), not over HTTP",
     "logits_processors": "code is never taken from a request",
 }
 NO_EFFECT = "this has no effect here"
 HINTS = ("store", "prediction", "verbosity", "length_penalty", "early_stopping", "session_id")
-"""Ignored, and named in a response header; `user`, `metadata` and the like ask for nothing and are not."""
+"""Ignored, and named in a response header; `user`,
+`metadata` and the like ask for nothing and are not."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -98,8 +107,13 @@ class CommonFields(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=1 << 18)] | None = None
-    bad_words: Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=256)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=1 << 18)] | None = (
+        None
+    )
+    bad_words: (
+        Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=256)]
+        | None
+    ) = None
     skip_reading_prefix_cache: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
@@ -193,26 +207,37 @@ def ignored_hints(request: SamplingFields) -> list[str]:
 def _check_stops(stop: str | list[str] | None) -> None:
     stops = [stop] if isinstance(stop, str) else stop or []
     if len(stops) > MAX_STOPS:
-        raise bad_request(f"stop: {len(stops)} stop strings are given, and at most {MAX_STOPS} are allowed", param="stop")
+        raise bad_request(
+            f"stop: {len(stops)} stop strings are given, and at most {MAX_STOPS} are allowed",
+            param="stop",
+        )
     for each in stops:
         if not 1 <= len(each) <= MAX_STOP_LEN:
-            raise bad_request(f"stop: a stop string must have 1 to {MAX_STOP_LEN} characters", param="stop")
+            raise bad_request(
+                f"stop: a stop string must have 1 to {MAX_STOP_LEN} characters", param="stop"
+            )
 
 
 def check_num_logprobs(param: str, wanted: int | None, model: ModelInfo) -> None:
-    """Refuse more alternatives than the operator allows; -1, as a wish and as a limit, is the whole vocabulary."""
+    """Refuse more alternatives than the operator allows; -1, as a wish and as a limit,
+    is the whole vocabulary."""
     most = model.max_logprobs
     if wanted is None or most < 0 or (model.vocab_size if wanted < 0 else wanted) <= most:
         return
     what = "-1, the whole vocabulary," if wanted < 0 else str(wanted)
     raise bad_request(
-        f"{param}: {what} is more than the {most} alternatives that this server gives (--max-logprobs)", param=param
+        f"{param}: {what} is more than the {most} alternatives that this server gives "
+        "(--max-logprobs)",
+        param=param,
     )
 
 
 def _check_logit_bias(biases: Mapping[str, float]) -> None:
     if len(biases) > MAX_LOGIT_BIASES:
-        message = f"logit_bias: {len(biases)} entries are given, and at most {MAX_LOGIT_BIASES} are allowed"
+        message = (
+            f"logit_bias: {len(biases)} entries are given, and at most {MAX_LOGIT_BIASES} are "
+            "allowed"
+        )
         raise bad_request(message, param="logit_bias")
     _refuse_keys([key for key in biases if not _TOKEN_ID.match(key)], "not token ids")
     beyond = [key for key, bias in biases.items() if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS]
@@ -227,8 +252,11 @@ def _refuse_keys(keys: Sequence[str], what: str) -> None:
         raise bad_request(f"logit_bias: {named}{more}: {what}", param="logit_bias")
 
 
-def sampling_params(request: CommonFields, defaults: Mapping[str, Any], **given: Any) -> SamplingParams:
-    """The engine's parameters: what the request says, else what the model's `generation_config.json` says, else the default.
+def sampling_params(
+    request: CommonFields, defaults: Mapping[str, Any], **given: Any
+) -> SamplingParams:
+    """The engine's parameters: what the request says, else what the model's
+    `generation_config.json` says, else the default.
 
     `given` are parameters that the kinds of request name differently; they win.
     """
@@ -245,8 +273,10 @@ def sampling_params(request: CommonFields, defaults: Mapping[str, Any], **given:
 
 
 _PASSED_ON = (
-    "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stop", "top_k", "min_p",
-    "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
-    "spaces_between_special_tokens", "allowed_token_ids", "bad_words", "logprob_token_ids", "logprobs_mode", "prompt_logprobs",
+    "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stop", "top_k",
+    "min_p",
+    "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos",
+    "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
+    "allowed_token_ids", "bad_words", "logprob_token_ids", "logprobs_mode", "prompt_logprobs",
     "skip_reading_prefix_cache", "repetition_detection",
 )  # fmt: skip

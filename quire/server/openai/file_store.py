@@ -1,9 +1,11 @@
-"""What /v1/files and /v1/batches keep: each tenant's records and contents, readable after a restart.
+"""What /v1/files and /v1/batches keep: each tenant's records and contents, readable after a
+restart.
 
-Owns the layout, the names and the account of every byte: `<tenant>/files/<id>.json` beside `<id>.data`, and
-`<tenant>/batches/<id>.json`. Ids are made here and matched against a pattern before they touch a path, and a tenant's name has
-no separators, so nothing outside the folder can be named. A tenant's share of the disk is taken before anything is written and
-given back where that fails. Blocking: call it in a thread; safe in several at once.
+Owns the layout, the names and the account of every byte: `<tenant>/files/<id>.json` beside
+`<id>.data`, and `<tenant>/batches/<id>.json`. Ids are made here and matched against a pattern
+before they touch a path, and a tenant's name has no separators, so nothing outside the folder can
+be named. A tenant's share of the disk is taken before anything is written and given back where that
+fails. Blocking: call it in a thread; safe in several at once.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ MAX_RECORD_BYTES = 1 << 18
 ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
 """Statuses of batches that change no more."""
 RESULTS = ("output", "error")
-"""Kinds of results; a record names the file of each, `_output_file_id` say, before that is registered."""
+"""Kinds of results; a record names the file of each, `_output_file_id` say,
+before that is registered."""
 
 Record = dict[str, Any]
 
@@ -65,7 +68,9 @@ class _Head(msgspec.Struct):
 class _Tenant:
     """What is known of one tenant's records."""
 
-    indexes: dict[Kind, RecordIndex] = field(default_factory=lambda: {"file": RecordIndex(), "batch": RecordIndex()})
+    indexes: dict[Kind, RecordIndex] = field(
+        default_factory=lambda: {"file": RecordIndex(), "batch": RecordIndex()}
+    )
 
 
 class FileStore:
@@ -84,14 +89,17 @@ class FileStore:
         """Leave the folder to other servers."""
         self._folder.close()
 
-    # -- records -----------------------------------------------------------------------------------------------------
+    # -- records
+    # ----------------------------------------------------------------------------------------------
 
     def add(self, tenant: str, kind: Kind, record: Record) -> Record:
-        """Keep a new record; the same with its id. Raises ApiError 400 where the tenant has too many, or no room left."""
+        """Keep a new record; the same with its id. Raises ApiError 400 where the tenant has
+        too many, or no room left."""
         return self._enter(tenant, kind, new_id(kind), record, is_bounded=True)
 
     def put(self, tenant: str, kind: Kind, record: Record) -> None:
-        """Replace a record. This is never refused for want of a tenant's room: what happens is to be known."""
+        """Replace a record. This is never refused for want of a tenant's room:
+        what happens is to be known."""
         index = self._index(tenant, kind)
         self._write(tenant, kind, record, is_bounded=False)
         with self._lock:
@@ -108,23 +116,35 @@ class FileStore:
             raise _missing(kind, record_id)
         return record
 
-    def page(self, tenant: str, kind: Kind, query: Listing | FileListing) -> tuple[list[Record], bool]:
-        """A part of the records, and whether there are more; no others are read. Raises ApiError 400."""
+    def page(
+        self, tenant: str, kind: Kind, query: Listing | FileListing
+    ) -> tuple[list[Record], bool]:
+        """A part of the records, and whether there are more; no others are read.
+        Raises ApiError 400."""
         index = self._index(tenant, kind)
         tag = query.purpose if isinstance(query, FileListing) else ""
         with self._lock:
             try:
-                ids, has_more = index.page(query.after, query.limit, is_ascending=query.order == "asc", tag=tag)
+                ids, has_more = index.page(
+                    query.after, query.limit, is_ascending=query.order == "asc", tag=tag
+                )
             except KeyError:
-                raise bad_request(f"after: there is no {kind} {query.after!r}", param="after") from None
+                raise bad_request(
+                    f"after: there is no {kind} {query.after!r}", param="after"
+                ) from None
         records = (self._read(self._path(tenant, kind, record_id, "json")) for record_id in ids)
         return [record for record in records if record is not None], has_more
 
     def delete(self, tenant: str, kind: Kind, record_id: str) -> None:
-        """Remove a record with its content: a file's, or results of a batch that are no files. Raises ApiError 404."""
+        """Remove a record with its content: a file's, or results of a batch that are no files.
+        Raises ApiError 404."""
         record, files = self.get(tenant, kind, record_id), self._index(tenant, "file")
         results = [record.get(f"_{each}_file_id") or "" for each in RESULTS]
-        for file_id in [record_id] if kind == "file" else [each for each in results if each and each not in files]:
+        for file_id in (
+            [record_id]
+            if kind == "file"
+            else [each for each in results if each and each not in files]
+        ):
             self._remove(tenant, self._path(tenant, "file", file_id, "data"))
         self._remove(tenant, self._path(tenant, kind, record_id, "json"))
         with self._lock:
@@ -141,7 +161,8 @@ class FileStore:
         except OSError as error:
             raise storage_failed(error) from error
 
-    # -- contents ----------------------------------------------------------------------------------------------------
+    # -- contents
+    # ----------------------------------------------------------------------------------------------
 
     def check_room(self, tenant: str) -> None:
         """Raise what `add_file` would raise of any file, however small."""
@@ -150,7 +171,8 @@ class FileStore:
             pass
 
     def add_file(self, tenant: str, name: str, source: BinaryIO) -> Record:
-        """A new file with the content of `source`. Raises ApiError 400 where the tenant has no room for it."""
+        """A new file with the content of `source`. Raises ApiError 400 where the
+        tenant has no room for it."""
         self._check_number(tenant, "file")
         file_id = new_id("file")
         path = self._path(tenant, "file", file_id, "data")
@@ -159,17 +181,26 @@ class FileStore:
         with self._booked(tenant, path.name, num_bytes):
             self._folder.copy(path, source)
         try:
-            return self._enter(tenant, "file", file_id, _file_record(name, num_bytes, "batch"), is_bounded=True)
+            return self._enter(
+                tenant, "file", file_id, _file_record(name, num_bytes, "batch"), is_bounded=True
+            )
         except BaseException:
             with contextlib.suppress(ApiError):
                 self._remove(tenant, path)
             raise
 
     def register_results(self, tenant: str, file_id: str, name: str) -> bool:
-        """Make a file of what was appended under an id, whatever room is left; False where that is nothing."""
+        """Make a file of what was appended under an id, whatever room is left;
+        False where that is nothing."""
         num_bytes = self.size(tenant, file_id)
         if num_bytes and file_id not in self._index(tenant, "file"):
-            self._enter(tenant, "file", file_id, _file_record(name, num_bytes, "batch_output"), is_bounded=False)
+            self._enter(
+                tenant,
+                "file",
+                file_id,
+                _file_record(name, num_bytes, "batch_output"),
+                is_bounded=False,
+            )
         return num_bytes > 0
 
     def open_file(self, tenant: str, file_id: str) -> BinaryIO:
@@ -187,7 +218,8 @@ class FileStore:
             raise storage_failed(error) from error
 
     def append(self, tenant: str, file_id: str, data: bytes) -> None:
-        """Add to what lies under an id, all of it or nothing. Raises ApiError 400 where the tenant has no room."""
+        """Add to what lies under an id, all of it or nothing.
+        Raises ApiError 400 where the tenant has no room."""
         path = self._path(tenant, "file", file_id, "data")
         known_size = self.size(tenant, file_id)
         with self._booked(tenant, path.name, known_size + len(data)):
@@ -206,10 +238,12 @@ class FileStore:
         self._index(tenant, "file")
         return self.ledger.size(tenant, f"{file_id}.data") or 0
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    # -- inside
+    # ----------------------------------------------------------------------------------------------
 
     def _index(self, tenant: str, kind: Kind) -> RecordIndex:
-        """A tenant's records, which are looked for when they are first needed. Raises ApiError 507."""
+        """A tenant's records, which are looked for when they are first needed.
+        Raises ApiError 507."""
         with self._lock:
             if self._folder.is_another():
                 self._tenants.clear()
@@ -247,14 +281,23 @@ class FileStore:
 
     def _check_number(self, tenant: str, kind: Kind) -> None:
         if len(self._index(tenant, kind)) >= MAX_RECORDS:
-            raise bad_request(f"there are {MAX_RECORDS} {_FOLDERS[kind]} already; delete some", code="too_many_records")
+            raise bad_request(
+                f"there are {MAX_RECORDS} {_FOLDERS[kind]} already; delete some",
+                code="too_many_records",
+            )
 
-    def _enter(self, tenant: str, kind: Kind, record_id: str, record: Record, *, is_bounded: bool) -> Record:
+    def _enter(
+        self, tenant: str, kind: Kind, record_id: str, record: Record, *, is_bounded: bool
+    ) -> Record:
         with self._lock:
             index = self._index(tenant, kind)
             if is_bounded:
                 self._check_number(tenant, kind)
-            record = {"id": record_id, **record, "_number": index.add(record_id, record[_TAGS[kind]])}
+            record = {
+                "id": record_id,
+                **record,
+                "_number": index.add(record_id, record[_TAGS[kind]]),
+            }
         try:
             self._write(tenant, kind, record, is_bounded=is_bounded)
         except BaseException:
@@ -270,14 +313,18 @@ class FileStore:
             self._folder.replace(path, data)
 
     @contextmanager
-    def _booked(self, tenant: str, name: str, num_bytes: int, *, is_bounded: bool = True) -> Iterator[None]:
-        """Take room for a file that becomes so large in the block; where that fails, all is as before. Raises ApiError 400."""
+    def _booked(
+        self, tenant: str, name: str, num_bytes: int, *, is_bounded: bool = True
+    ) -> Iterator[None]:
+        """Take room for a file that becomes so large in the block; where that fails,
+        all is as before. Raises ApiError 400."""
         with self._lock:
             before = self.ledger.size(tenant, name)
             held_bytes = self.ledger.bytes_of(tenant) - (before or 0)
             if is_bounded and held_bytes + num_bytes > self._max_bytes:
                 raise bad_request(
-                    f"the files kept here have {held_bytes} bytes already, and at most {self._max_bytes} are kept; delete some",
+                    f"the files kept here have {held_bytes} bytes already, and at most "
+                    f"{self._max_bytes} are kept; delete some",
                     param="file",
                     code="too_many_bytes",
                 )

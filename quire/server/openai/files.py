@@ -30,7 +30,8 @@ _MIN_UPLOAD_RATE = 64 << 10
 """Bytes a second that an upload must keep up with on average."""
 _MAX_FIELD_BYTES = 4096
 _MAX_UPLOADS_OF_ONE = 4
-"""Largest files of one tenant that may be on their way at once: each waits on the disk until it is complete."""
+"""Largest files of one tenant that may be on their way at once:
+each waits on the disk until it is complete."""
 _MAX_UPLOADS = 16
 
 
@@ -47,14 +48,19 @@ class Files:
     def store(self) -> FileStore:
         """The folder. Raises ApiError 400 where the operator gave none."""
         if self._store is None:
-            raise bad_request("files and batches are off on this server; its operator can set data_folder", code="files_off")
+            raise bad_request(
+                "files and batches are off on this server; its operator can set data_folder",
+                code="files_off",
+            )
         return self._store
 
     async def post(self, request: Request) -> Response:
         """Take an upload (multipart/form-data with `file` and `purpose`)."""
         call, store = call_of(request), self.store
         if not request.headers.get("content-type", "").startswith("multipart/form-data"):
-            raise ApiError(415, "a file is uploaded as multipart/form-data", code="unsupported_media_type")
+            raise ApiError(
+                415, "a file is uploaded as multipart/form-data", code="unsupported_media_type"
+            )
         await asyncio.to_thread(store.check_room, call.tenant.name)
         with self._room_for_upload(request):
             return json_response(call, public(await self._take(request, store)))
@@ -62,7 +68,9 @@ class Files:
     async def _take(self, request: Request, store: FileStore) -> Record:
         call, config = call_of(request), self._api.config
         timeout_s = config.body_timeout_s + config.max_file_bytes / _MIN_UPLOAD_RATE
-        bounded = Request(request.scope, _counted(request.receive, config.max_file_bytes + (64 << 10)))
+        bounded = Request(
+            request.scope, _counted(request.receive, config.max_file_bytes + (64 << 10))
+        )
         try:
             async with (
                 asyncio.timeout(timeout_s),
@@ -72,11 +80,18 @@ class Files:
                 if not isinstance(upload, UploadFile):
                     raise bad_request("file: it is missing", param="file")
                 if purpose != "batch":
-                    raise unavailable_feature("purpose", "only files for batches are kept here; give purpose='batch'")
+                    raise unavailable_feature(
+                        "purpose", "only files for batches are kept here; give purpose='batch'"
+                    )
                 name, source = upload.filename or "file", upload.file
                 return await asyncio.to_thread(store.add_file, call.tenant.name, name, source)
         except TimeoutError:
-            raise ApiError(408, "the upload took too long", code="body_timeout", headers={"connection": "close"}) from None
+            raise ApiError(
+                408,
+                "the upload took too long",
+                code="body_timeout",
+                headers={"connection": "close"},
+            ) from None
         except HTTPException as error:
             raise bad_request(f"the form is invalid: {error.detail}", code="invalid_form") from None
         except ClientDisconnect:
@@ -87,14 +102,24 @@ class Files:
     @contextmanager
     def _room_for_upload(self, request: Request) -> Iterator[None]:
         """Count what an upload says that it brings, or may bring at most. Raises ApiError 429."""
-        tenant, largest, name = call_of(request).tenant.name, self._api.config.max_file_bytes, object()
+        tenant, largest, name = (
+            call_of(request).tenant.name,
+            self._api.config.max_file_bytes,
+            object(),
+        )
         declared = request.headers.get("content-length", "")
-        num_bytes = min(largest, int(declared)) if declared.isascii() and declared.isdigit() else largest
+        num_bytes = (
+            min(largest, int(declared)) if declared.isascii() and declared.isdigit() else largest
+        )
         if (
             self._uploads.bytes_of(tenant) + num_bytes > _MAX_UPLOADS_OF_ONE * largest
             or self._uploads.num_bytes + num_bytes > _MAX_UPLOADS * largest
         ):
-            raise overloaded("too many uploads are on their way; try again later", code="too_many_uploads", retry_after_s=5)
+            raise overloaded(
+                "too many uploads are on their way; try again later",
+                code="too_many_uploads",
+                retry_after_s=5,
+            )
         self._uploads.put(tenant, name, num_bytes)
         try:
             yield
@@ -105,12 +130,16 @@ class Files:
         """All files, newest first."""
         call, store, query = call_of(request), self.store, query_of(request, FileListing)
         records, has_more = await asyncio.to_thread(store.page, call.tenant.name, "file", query)
-        return json_response(call, list_object([public(record) for record in records], has_more=has_more))
+        return json_response(
+            call, list_object([public(record) for record in records], has_more=has_more)
+        )
 
     async def get(self, request: Request) -> Response:
         """A file's record."""
         call, store, file_id = call_of(request), self.store, request.path_params["file_id"]
-        return json_response(call, public(await asyncio.to_thread(store.get, call.tenant.name, "file", file_id)))
+        return json_response(
+            call, public(await asyncio.to_thread(store.get, call.tenant.name, "file", file_id))
+        )
 
     async def content(self, request: Request) -> Response:
         """A file's bytes."""
@@ -134,7 +163,10 @@ class _FileResponse(Response):
         self._size = size
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        own = [(b"content-type", b"application/octet-stream"), (b"content-length", str(self._size).encode())]
+        own = [
+            (b"content-type", b"application/octet-stream"),
+            (b"content-length", str(self._size).encode()),
+        ]
         headers = [*(each for each in self.raw_headers if each[0] != b"content-length"), *own]
         try:
             await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -1,8 +1,10 @@
-"""Log-probabilities in OpenAI's forms: one entry for each token of an answer, as the engine gives them offline.
+"""Log-probabilities in OpenAI's forms: one entry for each token of an answer, as the engine gives
+them offline.
 
-An answer's list is as long as its `token_ids` and as `usage.completion_tokens`. It includes the token that ended the answer and
-those of a stop string, whose text is not shown. In a stream an entry comes with its token, also while the token's text is held
-back because it may be part of a stop string; a stream's parts add up to the whole answer's list.
+An answer's list is as long as its `token_ids` and as `usage.completion_tokens`. It includes the
+token that ended the answer and those of a stop string, whose text is not shown. In a stream an
+entry comes with its token, also while the token's text is held back because it may be part of a
+stop string; a stream's parts add up to the whole answer's list.
 """
 
 from __future__ import annotations
@@ -31,7 +33,11 @@ class Alternative(NamedTuple):
     @property
     def content(self) -> dict[str, Any]:
         """As chat completions show it."""
-        return {"token": self.name, "logprob": self.logprob, "bytes": None if self.data is None else list(self.data)}
+        return {
+            "token": self.name,
+            "logprob": self.logprob,
+            "bytes": None if self.data is None else list(self.data),
+        }
 
 
 class ScoredToken(NamedTuple):
@@ -43,7 +49,8 @@ class ScoredToken(NamedTuple):
     """The bytes that it contributes to the text; None for a special token that is not shown."""
     logprob: float
     top: tuple[Alternative, ...]
-    """The token itself first where alternatives were requested, then these: likeliest first, or in the request's order."""
+    """The token itself first where alternatives were requested, then these: likeliest first,
+    or in the request's order."""
     text_offset: int
     """Where its text begins, in characters."""
 
@@ -69,10 +76,13 @@ class TokenNames:
     def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool, shows_special: bool) -> None:
         self._tokenizer = tokenizer
         self._as_ids = as_ids
-        self._hidden = frozenset() if tokenizer is None or shows_special else tokenizer.special_token_ids
+        self._hidden = (
+            frozenset() if tokenizer is None or shows_special else tokenizer.special_token_ids
+        )
 
     def name(self, token_id: int) -> str:
-        """The token's text; `bytes:\\xe2\\x82` for a part of a character; `token_id:7` where ids are wanted."""
+        """The token's text; `bytes:\\xe2\\x82` for a part of a character;
+        `token_id:7` where ids are wanted."""
         if self._as_ids or self._tokenizer is None:
             return f"token_id:{token_id}"
         data = self._tokenizer.token_bytes(token_id)
@@ -83,14 +93,20 @@ class TokenNames:
 
     def data(self, token_id: int) -> bytes | None:
         """What the token contributes to the text."""
-        return None if self._tokenizer is None or token_id in self._hidden else self._tokenizer.token_bytes(token_id)
+        return (
+            None
+            if self._tokenizer is None or token_id in self._hidden
+            else self._tokenizer.token_bytes(token_id)
+        )
 
 
 class LogprobTracker:
     """Scores one sequence's tokens as they come.
 
-    num_top: alternatives to show, -1 for all that were computed. asked: token ids to show in their place. counts_sampled:
-    whether the token itself is one of the `num_top`, as in chats, or comes beside them, as in legacy completions.
+    num_top: alternatives to show, -1 for all that were computed. asked: token ids to show in their
+    place. counts_sampled:
+    whether the token itself is one of the `num_top`, as in chats, or comes beside them, as in
+    legacy completions.
     """
 
     def __init__(
@@ -117,7 +133,8 @@ class LogprobTracker:
         return [self.score(token_id, record) for token_id, record in pairs]
 
     def score(self, token_id: int, record: LogprobsByToken | None) -> ScoredToken:
-        """The next token of the text; `record` is None for a prompt's first, which nothing predicts."""
+        """The next token of the text; `record` is None for a prompt's first,
+        which nothing predicts."""
         names = self._names
         data = names.data(token_id)
         offset = self._num_chars
@@ -125,15 +142,22 @@ class LogprobTracker:
         record = record or {}
         mine = record.get(token_id)
         top = tuple(
-            Alternative(names.name(other), names.data(other), finite(logprob)) for other, logprob in self._top(token_id, record)
+            Alternative(names.name(other), names.data(other), finite(logprob))
+            for other, logprob in self._top(token_id, record)
         )
         return ScoredToken(
-            token_id, names.name(token_id), data, MIN_LOGPROB if mine is None else finite(mine.logprob), top, offset
+            token_id,
+            names.name(token_id),
+            data,
+            MIN_LOGPROB if mine is None else finite(mine.logprob),
+            top,
+            offset,
         )
 
     def _top(self, token_id: int, record: LogprobsByToken) -> Iterable[tuple[int, float]]:
-        """What of a record is shown. A record begins with the token itself; its others are in the order of their ranks, and
-        those without a rank were requested by id."""
+        """What of a record is shown. A record begins with the token itself; its others are in the
+        order of their ranks, and those without a rank were requested by id.
+        """
         if self._asked:
             wanted = dict.fromkeys((token_id, *self._asked))
             return [(other, record[other].logprob) for other in wanted if other in record]
@@ -147,7 +171,9 @@ class LogprobTracker:
         return islice(chosen, self._num_top) if self._counts_sampled else chosen
 
 
-def legacy_logprobs(tokens: Sequence[ScoredToken], *, is_first_unknown: bool = False) -> dict[str, Any]:
+def legacy_logprobs(
+    tokens: Sequence[ScoredToken], *, is_first_unknown: bool = False
+) -> dict[str, Any]:
     """As legacy completions show them: four lists of equal length."""
     logprobs: list[float | None] = [token.logprob for token in tokens]
     top: list[dict[str, float] | None] = [_legacy_top(token) for token in tokens]
@@ -161,11 +187,17 @@ def legacy_logprobs(tokens: Sequence[ScoredToken], *, is_first_unknown: bool = F
     }
 
 
-def prompt_logprobs(records: Iterable[LogprobsByToken | None] | None) -> list[dict[str, Any] | None] | None:
-    """As vLLM shows them: one map a prompt token, token id to log-probability, rank and text; null first."""
+def prompt_logprobs(
+    records: Iterable[LogprobsByToken | None] | None,
+) -> list[dict[str, Any] | None] | None:
+    """As vLLM shows them: one map a prompt token, token id to log-probability, rank and text;
+    null first."""
     if records is None:
         return None
-    return [None if record is None else {str(key): _shown(value) for key, value in record.items()} for record in records]
+    return [
+        None if record is None else {str(key): _shown(value) for key, value in record.items()}
+        for record in records
+    ]
 
 
 def finite(logprob: float) -> float:
@@ -182,4 +214,8 @@ def _legacy_top(token: ScoredToken) -> dict[str, float]:
 
 
 def _shown(value: Logprob) -> dict[str, Any]:
-    return {"logprob": finite(value.logprob), "rank": value.rank, "decoded_token": value.decoded_token}
+    return {
+        "logprob": finite(value.logprob),
+        "rank": value.rank,
+        "decoded_token": value.decoded_token,
+    }

@@ -1,7 +1,8 @@
 """A chat's messages: checked, and brought into the form that chat templates read.
 
-Lists of text parts stay lists, for templates that read them; others get them joined with line breaks (`template_needs`).
-What is not text is refused by name: this server takes text alone, and fetches nothing.
+Lists of text parts stay lists, for templates that read them; others get them joined with line
+breaks (`template_needs`). What is not text is refused by name: this server takes text alone, and
+fetches nothing.
 """
 
 from __future__ import annotations
@@ -55,7 +56,12 @@ class Message(msgspec.Struct, kw_only=True):
     content: str | list[Annotated[dict[str, Any], shape(Part)]] | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: Annotated[list[Annotated[dict[str, Any], shape(ToolCall)]], Meta(max_length=MAX_CALLS_OF_MESSAGE)] | None = None
+    tool_calls: (
+        Annotated[
+            list[Annotated[dict[str, Any], shape(ToolCall)]], Meta(max_length=MAX_CALLS_OF_MESSAGE)
+        ]
+        | None
+    ) = None
     refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -71,15 +77,23 @@ def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
     if not messages:
         raise bad_request("messages: at least one is needed", param="messages", code="empty_array")
     if len(messages) > MAX_MESSAGES:
-        raise bad_request(f"messages: {len(messages)} are given, and at most {MAX_MESSAGES} are allowed", param="messages")
-    return [_for_template(message, f"messages[{number}]") for number, message in enumerate(messages)]
+        raise bad_request(
+            f"messages: {len(messages)} are given, and at most {MAX_MESSAGES} are allowed",
+            param="messages",
+        )
+    return [
+        _for_template(message, f"messages[{number}]") for number, message in enumerate(messages)
+    ]
 
 
-def check_continuation(add_generation_prompt: bool | None, continue_final_message: bool | None) -> None:
+def check_continuation(
+    add_generation_prompt: bool | None, continue_final_message: bool | None
+) -> None:
     """Refuse what both begins a new message and continues the last. Raises ApiError 400."""
     if add_generation_prompt and continue_final_message:
         raise bad_request(
-            "continue_final_message: not together with add_generation_prompt=true; leave one of them out",
+            "continue_final_message: not together with add_generation_prompt=true; leave one "
+            "of them out",
             param="continue_final_message",
         )
 
@@ -89,12 +103,22 @@ def _for_template(message: Message, where: str) -> dict[str, Any]:
     if isinstance(content, list) and text_of(content, f"{where}.content") is not None:
         content = [_text_part(part) for part in content]
     if message.role == "tool" and not message.tool_call_id:
-        raise bad_request(f"{where}: a tool's message needs tool_call_id", param=f"{where}.tool_call_id")
-    if content is None and not (message.role == "assistant" and (message.tool_calls or message.refusal)):
+        raise bad_request(
+            f"{where}: a tool's message needs tool_call_id", param=f"{where}.tool_call_id"
+        )
+    if content is None and not (
+        message.role == "assistant" and (message.tool_calls or message.refusal)
+    ):
         raise bad_request(f"{where}: content is missing", param=f"{where}.content")
-    shown: dict[str, Any] = {"role": message.role, "content": message.refusal if content is None else content}
+    shown: dict[str, Any] = {
+        "role": message.role,
+        "content": message.refusal if content is None else content,
+    }
     if message.tool_calls:
-        shown["tool_calls"] = [_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(message.tool_calls)]
+        shown["tool_calls"] = [
+            _call(call, f"{where}.tool_calls[{number}]")
+            for number, call in enumerate(message.tool_calls)
+        ]
     for name in _PASSED_ON:
         if (value := getattr(message, name)) is not None:
             shown[name] = value
@@ -121,7 +145,8 @@ def text_of(content: str | Sequence[dict[str, Any]] | None, where: str) -> str |
 
 
 def part_text(part: object, where: str) -> str:
-    """The text of one part, whatever a body has in its place. Raises ApiError 400 for one that is no text."""
+    """The text of one part, whatever a body has in its place.
+    Raises ApiError 400 for one that is no text."""
     if not isinstance(part, Mapping):
         raise bad_request(f"{where}: a part must be an object", param=where)
     kind = part.get("type")
@@ -129,15 +154,20 @@ def part_text(part: object, where: str) -> str:
     if field is None:
         if not isinstance(kind, str):
             raise bad_request(f"{where}: a part needs a type", param=f"{where}.type")
-        raise unavailable_feature(where, f"parts of type {kind[:40]!r} are not possible: this model takes text alone")
+        raise unavailable_feature(
+            where, f"parts of type {kind[:40]!r} are not possible: this model takes text alone"
+        )
     text = part.get(field)
     if not isinstance(text, str):
         raise bad_request(f"{where}: its {field} must be a string", param=f"{where}.{field}")
     return text
 
 
-def string_field(fields: Mapping[str, Any], name: str, where: str, *, max_len: int | None = MAX_ID_LEN) -> str:
-    """A field that must be there as a text: of 1 to `max_len` characters, or with None of any length. Raises ApiError 400."""
+def string_field(
+    fields: Mapping[str, Any], name: str, where: str, *, max_len: int | None = MAX_ID_LEN
+) -> str:
+    """A field that must be there as a text: of 1 to `max_len` characters,
+    or with None of any length. Raises ApiError 400."""
     value = fields.get(name)
     if not isinstance(value, str) or not (max_len is None or 1 <= len(value) <= max_len):
         what = "a text" if max_len is None else f"a text of 1 to {max_len} characters"
@@ -153,7 +183,8 @@ def _call(given: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def arguments_of(text: str, param: str) -> dict[str, Any]:
-    """A call's arguments as an object: templates write it in the model's own way. Raises ApiError 400."""
+    """A call's arguments as an object: templates write it in the model's own way.
+    Raises ApiError 400."""
     try:
         arguments = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):

@@ -1,4 +1,5 @@
-"""GET /v1/models, and POST /v1/embeddings for models that can embed, of which this server has none yet."""
+"""GET /v1/models, and POST /v1/embeddings for models that can embed,
+of which this server has none yet."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class Models:
         body = await read_json(request, EmbeddingRequest, is_strict=self._api.config.strict_fields)
         name = self._api.check_model(body.model)
         raise bad_request(
-            f"the model {name!r} generates text and does not embed it; use /v1/chat/completions or /v1/completions",
+            f"the model {name!r} generates text and does not embed it; use "
+            "/v1/chat/completions or /v1/completions",
             param="model",
             code="model_not_supported",
         )

@@ -1,7 +1,8 @@
-"""The order of one tenant's records of one kind: enough to page through them without reading any that is not shown.
+"""The order of one tenant's records of one kind: enough to page through them without reading any
+that is not shown.
 
-Owns names, numbers and tags in memory, nothing on disk. Numbers only grow, whatever the clock of the machine does, so "newest
-first" is the order in which records came.
+Owns names, numbers and tags in memory, nothing on disk. Numbers only grow, whatever the clock of
+the machine does, so "newest first" is the order in which records came.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from itertools import islice
 
 
 class RecordIndex:
-    """Records by id: each has a number, by which they are ordered, and a tag, by which lists are narrowed."""
+    """Records by id: each has a number, by which they are ordered, and a tag,
+    by which lists are narrowed."""
 
     def __init__(self) -> None:
         self._tags: dict[str, str] = {}
@@ -25,7 +27,8 @@ class RecordIndex:
         return record_id in self._tags
 
     def add(self, record_id: str, tag: str, number: int | None = None) -> int:
-        """Enter a record as the newest; its number, which may be given where it is greater than all before."""
+        """Enter a record as the newest; its number,
+        which may be given where it is greater than all before."""
         assert record_id not in self._tags
         self._last_number = max(self._last_number + 1, number or 0)
         self._tags[record_id] = tag
@@ -44,9 +47,12 @@ class RecordIndex:
         """Records whose tag is none of those, oldest first."""
         return [record_id for record_id, tag in self._tags.items() if tag not in without]
 
-    def page(self, after: str, limit: int, *, is_ascending: bool, tag: str = "") -> tuple[list[str], bool]:
-        """(up to `limit` ids after that one, whether there are more). `after` "" is the beginning. Raises KeyError where there
-        is no record `after`."""
+    def page(
+        self, after: str, limit: int, *, is_ascending: bool, tag: str = ""
+    ) -> tuple[list[str], bool]:
+        """(up to `limit` ids after that one, whether there are more). `after` "" is the beginning.
+        Raises KeyError where there is no record `after`.
+        """
         if after and after not in self._tags:
             raise KeyError(after)
         found = list(islice(self._after(after, tag, is_ascending=is_ascending), limit + 1))

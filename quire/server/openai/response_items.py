@@ -1,4 +1,5 @@
-"""Items of /v1/responses: those that a request brings, as messages of a chat; and those that an answer brings, as they grow."""
+"""Items of /v1/responses: those that a request brings, as messages of a chat;
+and those that an answer brings, as they grow."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ from quire.engine.outputs import CompletionOutput
 from quire.server.body import convert
 from quire.server.errors import ApiError, bad_request, unavailable_feature
 from quire.server.openai.logprobs import ScoredToken
-from quire.server.openai.messages import MAX_CALLS_OF_MESSAGE, Message, arguments_of, string_field, text_of
+from quire.server.openai.messages import (
+    MAX_CALLS_OF_MESSAGE,
+    Message,
+    arguments_of,
+    string_field,
+    text_of,
+)
 from quire.server.reading import Event, Reading
 from quire.server.responses import StreamEvent
 from quire.server.tools import call_id
@@ -25,19 +32,23 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(16)}"
 
 
-# -- what a request brings -----------------------------------------------------------------------------------------------
+# -- what a request brings
+# -----------------------------------------------------------------------------------------------
 
 
 class InputReader:
-    """Reads what one request brings. `unseal` gives the thoughts of a text that this server has sealed (see `sealed`)."""
+    """Reads what one request brings. `unseal` gives the thoughts of a text that this server
+    has sealed (see `sealed`)."""
 
     def __init__(self, unseal: Callable[[str], str | None]) -> None:
         self._unseal = unseal
         self.unread: list[str] = []
-        """Where there were thoughts that cannot be read: sealed by another server, or before this one was started."""
+        """Where there were thoughts that cannot be read: sealed by another server,
+        or before this one was started."""
 
     def items(self, value: str | Sequence[Item]) -> list[Item]:
-        """The input as items with ids, as they are listed later. Raises ApiError 400 naming the item that is wrong."""
+        """The input as items with ids, as they are listed later.
+        Raises ApiError 400 naming the item that is wrong."""
         if isinstance(value, str):
             value = [{"role": "user", "content": value}]
         if not value:
@@ -46,14 +57,22 @@ class InputReader:
 
     def _item(self, item: Item, where: str) -> Item:
         if item.get("type") == "reasoning":
-            return {"id": new_id("rs"), "type": "reasoning", "summary": [], "content": self._thoughts(item, where)}
+            return {
+                "id": new_id("rs"),
+                "type": "reasoning",
+                "summary": [],
+                "content": self._thoughts(item, where),
+            }
         return _input_item(item, where)
 
     def _thoughts(self, item: Item, where: str) -> list[Item]:
-        """The thoughts of an earlier answer: what was sealed, where it can be verified, else what stands there."""
+        """The thoughts of an earlier answer: what was sealed, where it can be verified,
+        else what stands there."""
         sealed, content = item.get("encrypted_content"), item.get("content") or []
         if not isinstance(sealed, str | None):
-            raise bad_request(f"{where}.encrypted_content: it must be a text", param=f"{where}.encrypted_content")
+            raise bad_request(
+                f"{where}.encrypted_content: it must be a text", param=f"{where}.encrypted_content"
+            )
         text = None if sealed is None else self._unseal(sealed)
         if text is not None:
             return [{"type": "reasoning_text", "text": text}]
@@ -70,14 +89,28 @@ def _input_item(item: Item, where: str) -> Item:
         arguments = string_field(item, "arguments", where, max_len=1 << 20)
         arguments_of(arguments, f"{where}.arguments")
         names = {name: string_field(item, name, where) for name in ("call_id", "name")}
-        return {"id": new_id("fc"), "type": kind, **names, "arguments": arguments, "status": "completed"}
+        return {
+            "id": new_id("fc"),
+            "type": kind,
+            **names,
+            "arguments": arguments,
+            "status": "completed",
+        }
     if kind == "function_call_output":
         output = item.get("output")
         text = text_of(output, f"{where}.output") if isinstance(output, str | list) else None
         if text is None:
-            raise bad_request(f"{where}.output: it must be a text, or a list of texts", param=f"{where}.output")
+            raise bad_request(
+                f"{where}.output: it must be a text, or a list of texts", param=f"{where}.output"
+            )
         called = string_field(item, "call_id", where)
-        return {"id": new_id("fco"), "type": kind, "call_id": called, "output": text, "status": "completed"}
+        return {
+            "id": new_id("fco"),
+            "type": kind,
+            "call_id": called,
+            "output": text,
+            "status": "completed",
+        }
     raise unavailable_feature(where, f"items of type {str(kind)[:40]!r} are not possible here")
 
 
@@ -86,30 +119,47 @@ def _input_message(item: Item, where: str) -> Item:
     kind = "output_text" if message.role == "assistant" else "input_text"
     text = text_of(message.content, f"{where}.content")
     parts = [] if text is None else [{"type": kind, "text": text}]
-    return {"id": new_id("msg"), "type": "message", "role": message.role, "content": parts, "status": "completed"}
+    return {
+        "id": new_id("msg"),
+        "type": "message",
+        "role": message.role,
+        "content": parts,
+        "status": "completed",
+    }
 
 
 def _reasoning_parts(content: Any, where: str) -> list[Item]:
     """Thoughts in the clear."""
     param = f"{where}.content"
-    texts = [part.get("text") for part in content if isinstance(part, Mapping)] if isinstance(content, list) else [None]
+    texts = (
+        [part.get("text") for part in content if isinstance(part, Mapping)]
+        if isinstance(content, list)
+        else [None]
+    )
     if any(not isinstance(text, str) for text in texts):
         raise bad_request(f"{param}: it must be a list of parts with a text", param=param)
     return [{"type": "reasoning_text", "text": text} for text in texts]
 
 
 def messages_of(items: Sequence[Item]) -> list[Message]:
-    """Items as a chat's messages: an assistant's thoughts, text and calls that follow one another are one message."""
+    """Items as a chat's messages: an assistant's thoughts,
+    text and calls that follow one another are one message."""
     messages: list[dict[str, Any]] = []
     for item in items:
         kind = item["type"]
         if kind == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
+            messages.append(
+                {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
+            )
             continue
         if kind == "message" and item["role"] != "assistant":
             messages.append({"role": item["role"], "content": item["content"] or None})
             continue
-        if not messages or messages[-1]["role"] != "assistant" or not _continues(messages[-1], kind):
+        if (
+            not messages
+            or messages[-1]["role"] != "assistant"
+            or not _continues(messages[-1], kind)
+        ):
             messages.append({"role": "assistant", "content": ""})
         _add(messages[-1], item)
     return [convert(message, Message) for message in messages]
@@ -133,7 +183,8 @@ def _add(message: dict[str, Any], item: Item) -> None:
         message.setdefault("tool_calls", []).append({"id": item["call_id"], "function": function})
 
 
-# -- what an answer brings -----------------------------------------------------------------------------------------------
+# -- what an answer brings
+# -----------------------------------------------------------------------------------------------
 
 
 class OutputItems:
@@ -156,8 +207,11 @@ class OutputItems:
         """As OpenAI's `reasoning_tokens` counts them."""
         return self._reader.num_thought_tokens
 
-    def take(self, completion: CompletionOutput, tokens: Sequence[ScoredToken]) -> list[StreamEvent]:
-        """What a piece of the answer brings. `tokens` have log-probabilities, and are only ever of text."""
+    def take(
+        self, completion: CompletionOutput, tokens: Sequence[ScoredToken]
+    ) -> list[StreamEvent]:
+        """What a piece of the answer brings. `tokens` have log-probabilities,
+        and are only ever of text."""
         is_last = completion.finish_reason is not None
         news = self._reader.feed(completion.text, completion.token_ids, is_last=is_last)
         if tokens and not news:
@@ -180,8 +234,15 @@ class OutputItems:
             return events
         self._parts.append(event.text)
         self._tokens += tokens
-        extra = {"logprobs": [_delta_logprob(token) for token in tokens]} if kind == "message" else {}
-        return [*events, StreamEvent(f"response.{_DELTAS[kind]}.delta", {**self._where, "delta": event.text, **extra})]
+        extra = (
+            {"logprobs": [_delta_logprob(token) for token in tokens]} if kind == "message" else {}
+        )
+        return [
+            *events,
+            StreamEvent(
+                f"response.{_DELTAS[kind]}.delta", {**self._where, "delta": event.text, **extra}
+            ),
+        ]
 
     @property
     def _where(self) -> dict[str, Any]:
@@ -195,13 +256,28 @@ class OutputItems:
         item: Item = {"id": new_id(_PREFIXES[kind]), "type": kind, "status": "in_progress"}
         if isinstance(event, CallBegin):
             assert self._reading.tools is not None, "calls are read only where there are tools"
-            item |= {"call_id": call_id(self._reading.tools.form), "name": event.name, "arguments": ""}
+            item |= {
+                "call_id": call_id(self._reading.tools.form),
+                "name": event.name,
+                "arguments": "",
+            }
         else:
-            item |= {"role": "assistant", "content": []} if kind == "message" else {"summary": [], "content": []}
+            item |= (
+                {"role": "assistant", "content": []}
+                if kind == "message"
+                else {"summary": [], "content": []}
+            )
         self.items.append(item)
-        events.append(StreamEvent("response.output_item.added", {"output_index": len(self.items) - 1, "item": dict(item)}))
+        events.append(
+            StreamEvent(
+                "response.output_item.added",
+                {"output_index": len(self.items) - 1, "item": dict(item)},
+            )
+        )
         if kind != "function_call":
-            events.append(StreamEvent("response.content_part.added", {**self._where, "part": self._part("")}))
+            events.append(
+                StreamEvent("response.content_part.added", {**self._where, "part": self._part("")})
+            )
         return events
 
     def _close(self, *, is_cut: bool) -> list[StreamEvent]:
@@ -213,23 +289,41 @@ class OutputItems:
             num_before = sum(each["type"] == "function_call" for each in self.items[:-1])
             item["status"] = "completed" if self._reader.num_calls > num_before else "incomplete"
             item["arguments"] = text
-            events = [StreamEvent("response.function_call_arguments.done", {**where, "name": item["name"], "arguments": text})]
+            events = [
+                StreamEvent(
+                    "response.function_call_arguments.done",
+                    {**where, "name": item["name"], "arguments": text},
+                )
+            ]
         else:
             part = self._part(text)
             item["content"] = [part]
             if item["type"] == "reasoning" and self._seal is not None:
                 item["encrypted_content"] = self._seal(text)
-            extra = {"logprobs": [_delta_logprob(token) for token in self._tokens]} if item["type"] == "message" else {}
+            extra = (
+                {"logprobs": [_delta_logprob(token) for token in self._tokens]}
+                if item["type"] == "message"
+                else {}
+            )
             events = [
-                StreamEvent(f"response.{_DELTAS[item['type']]}.done", {**where, "text": text, **extra}),
+                StreamEvent(
+                    f"response.{_DELTAS[item['type']]}.done", {**where, "text": text, **extra}
+                ),
                 StreamEvent("response.content_part.done", {**where, "part": part}),
             ]
-        return [*events, StreamEvent("response.output_item.done", {"output_index": len(self.items) - 1, "item": item})]
+        return [
+            *events,
+            StreamEvent(
+                "response.output_item.done", {"output_index": len(self.items) - 1, "item": item}
+            ),
+        ]
 
     def _part(self, text: str) -> Item:
         if self.items[-1]["type"] == "reasoning":
             return {"type": "reasoning_text", "text": text}
-        logprobs = [{**token.content, "bytes": token.content["bytes"] or []} for token in self._tokens]
+        logprobs = [
+            {**token.content, "bytes": token.content["bytes"] or []} for token in self._tokens
+        ]
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
@@ -240,7 +334,11 @@ _KINDS: Mapping[type, str] = {
     CallArguments: "function_call",
 }
 _PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
-_DELTAS = {"reasoning": "reasoning_text", "message": "output_text", "function_call": "function_call_arguments"}
+_DELTAS = {
+    "reasoning": "reasoning_text",
+    "message": "output_text",
+    "function_call": "function_call_arguments",
+}
 
 
 def _delta_logprob(token: ScoredToken) -> dict[str, Any]:
@@ -249,7 +347,8 @@ def _delta_logprob(token: ScoredToken) -> dict[str, Any]:
 
 
 def is_whole(item: Item) -> bool:
-    """Whether an answer's item can be a part of the conversation that goes on: a call that was cut cannot."""
+    """Whether an answer's item can be a part of the conversation that goes on:
+    a call that was cut cannot."""
     if item["type"] != "function_call":
         return True
     return bool(item["status"] == "completed") and _is_object(item["arguments"])

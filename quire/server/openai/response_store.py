@@ -1,7 +1,8 @@
 """Answers of /v1/responses that may be continued: kept in memory, within bounds, each tenant's own.
 
-They are kept as JSON, so that what is counted is what is held. Where there is no room, the tenant that holds most gives up the
-answer that it has not used for longest. Nothing survives a restart; clients are told by a 404 for an id that is gone.
+They are kept as JSON, so that what is counted is what is held. Where there is no room, the tenant
+that holds most gives up the answer that it has not used for longest. Nothing survives a restart;
+clients are told by a 404 for an id that is gone.
 """
 
 from __future__ import annotations
@@ -16,14 +17,22 @@ from quire.server.ledger import Ledger
 
 
 class StoredResponse:
-    """One answer, what was asked, and the conversation as templates read it, the answer included."""
+    """One answer, what was asked, and the conversation as templates read it,
+    the answer included."""
 
     __slots__ = ("_body", "_input_items", "_messages", "id")
 
-    def __init__(self, body: dict[str, Any], input_items: Sequence[dict[str, Any]], messages: Sequence[dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        body: dict[str, Any],
+        input_items: Sequence[dict[str, Any]],
+        messages: Sequence[dict[str, Any]],
+    ) -> None:
         self.id: str = body["id"]
         """Made by this server: a client that chose it could replace what is kept under it."""
-        self._body, self._input_items, self._messages = map(msgspec.json.encode, (body, input_items, messages))
+        self._body, self._input_items, self._messages = map(
+            msgspec.json.encode, (body, input_items, messages)
+        )
 
     @property
     def body(self) -> Any:
@@ -72,16 +81,23 @@ class ResponseStore:
         self._ledger.put(tenant, response.id, response.num_bytes)
         self._entries[tenant, response.id] = response
         while self._ledger.num_entries > self._max_responses:
-            self._drop_oldest(max(self._ledger.owners(), key=self._ledger.entries_of), (tenant, response.id))
+            self._drop_oldest(
+                max(self._ledger.owners(), key=self._ledger.entries_of), (tenant, response.id)
+            )
         while self._ledger.num_bytes > self._max_bytes:
-            self._drop_oldest(max(self._ledger.owners(), key=self._ledger.bytes_of), (tenant, response.id))
+            self._drop_oldest(
+                max(self._ledger.owners(), key=self._ledger.bytes_of), (tenant, response.id)
+            )
 
     def get(self, tenant: str, response_id: str, *, param: str = "response_id") -> StoredResponse:
-        """One of the tenant's. Raises ApiError 404 for one that it never had, or that was dropped."""
+        """One of the tenant's. Raises ApiError 404 for one that it never had,
+        or that was dropped."""
         entry = self._entries.get((tenant, response_id))
         if entry is None:
             raise ApiError(
-                404, f"there is no response {response_id[:80]!r}; it may have been dropped to make room", param=param
+                404,
+                f"there is no response {response_id[:80]!r}; it may have been dropped to make room",
+                param=param,
             )
         self._ledger.touch(tenant, response_id)
         return entry
@@ -92,9 +108,13 @@ class ResponseStore:
         self._drop(tenant, response_id)
 
     def _drop_oldest(self, tenant: str, newest: tuple[str, str]) -> None:
-        """Make room at a tenant's expense; where all it has is the newest of all, at that of the others."""
+        """Make room at a tenant's expense; where all it has is the newest of all,
+        at that of the others."""
         if (tenant, self._ledger.oldest(tenant)) == newest and self._ledger.num_entries > 1:
-            tenant = max((each for each in self._ledger.owners() if each != tenant), key=self._ledger.bytes_of)
+            tenant = max(
+                (each for each in self._ledger.owners() if each != tenant),
+                key=self._ledger.bytes_of,
+            )
         self._drop(tenant, self._ledger.oldest(tenant))
 
     def _drop(self, tenant: str, response_id: str) -> None:

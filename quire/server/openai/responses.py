@@ -1,4 +1,5 @@
-"""POST /v1/responses and what belongs to it: answers of thoughts, text and calls, continued by `previous_response_id`."""
+"""POST /v1/responses and what belongs to it: answers of thoughts, text and calls,
+continued by `previous_response_id`."""
 
 from __future__ import annotations
 
@@ -36,16 +37,36 @@ from quire.server.openai.fields import (
 from quire.server.openai.listing import Listing, page_of
 from quire.server.openai.logprobs import LogprobTracker, TokenNames
 from quire.server.openai.messages import for_template
-from quire.server.openai.response_items import InputReader, Item, OutputItems, is_whole, messages_of, new_id
+from quire.server.openai.response_items import (
+    InputReader,
+    Item,
+    OutputItems,
+    is_whole,
+    messages_of,
+    new_id,
+)
 from quire.server.openai.response_store import ResponseStore, StoredResponse
 from quire.server.openai.sealed import Sealer
-from quire.server.openai.shapes import InputItem, Reasoning, ResponseStreamOptions, ResponseTool, TextOptions, ToolChoice
+from quire.server.openai.shapes import (
+    InputItem,
+    Reasoning,
+    ResponseStreamOptions,
+    ResponseTool,
+    TextOptions,
+    ToolChoice,
+)
 from quire.server.openai.tools import RESPONSES, read_tools
 from quire.server.query import query_of
 from quire.server.reading import Reading
 from quire.server.responses import EventStream, answer_chars, json_response, named_event, timings
 from quire.server.state import Api
-from quire.server.structure import Asked, asks_for_json, from_named_schema, from_response_format, settle
+from quire.server.structure import (
+    Asked,
+    asks_for_json,
+    from_named_schema,
+    from_response_format,
+    settle,
+)
 from quire.server.texts import NOT_IN_TEMPLATE, ChatOptions, effort_kwargs
 from quire.server.tools import Function, settle_tools
 
@@ -59,10 +80,12 @@ _HINTS = ("max_tool_calls", "prompt_cache_retention")
 _LOGPROBS = "message.output_text.logprobs"
 _SEALED = "reasoning.encrypted_content"
 _INCLUDABLE = (
-    _LOGPROBS, _SEALED, "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
-    "message.input_image.image_url", "computer_call_output.output.image_url", "code_interpreter_call.outputs",
+    _LOGPROBS, _SEALED, "file_search_call.results", "web_search_call.results",
+    "web_search_call.action.sources", "message.input_image.image_url",
+    "computer_call_output.output.image_url", "code_interpreter_call.outputs",
 )  # fmt: skip
-"""All that OpenAI documents. Those besides the first two belong to tools and images, which no answer of this server has."""
+"""All that OpenAI documents. Those besides the first two belong to tools and images,
+which no answer of this server has."""
 
 
 class ResponseRequest(CommonFields, kw_only=True):
@@ -114,7 +137,9 @@ class InputTokensRequest(msgspec.Struct, kw_only=True):
 
     def whole(self) -> ResponseRequest:
         """The request for an answer that has this prompt."""
-        return ResponseRequest(**{**msgspec.structs.asdict(self), "input": [] if self.input is None else self.input})
+        return ResponseRequest(
+            **{**msgspec.structs.asdict(self), "input": [] if self.input is None else self.input}
+        )
 
 
 class _Prompt(NamedTuple):
@@ -150,13 +175,19 @@ class _Prepared:
         """Where the time went, if that was asked for."""
         if self.request.timings:
             num_tokens = usage.num_output_tokens
-            answer["timings"] = timings(output.metrics, prepare_s=self.prepare_s, num_output_tokens=num_tokens)
+            answer["timings"] = timings(
+                output.metrics, prepare_s=self.prepare_s, num_output_tokens=num_tokens
+            )
 
     def output_items(self) -> OutputItems:
         return OutputItems(self.prompt.reading, self.seal)
 
     def tracker(self) -> LogprobTracker | None:
-        return LogprobTracker(self.names, self.request.top_logprobs or 0) if self.has_logprobs else None
+        return (
+            LogprobTracker(self.names, self.request.top_logprobs or 0)
+            if self.has_logprobs
+            else None
+        )
 
 
 class Responses:
@@ -182,16 +213,22 @@ class Responses:
     async def input_tokens(self, request: Request) -> Response:
         """How many tokens the prompt of such a request has."""
         call = call_of(request)
-        body = (await read_json(request, InputTokensRequest, is_strict=self._api.config.strict_fields)).whole()
+        body = (
+            await read_json(request, InputTokensRequest, is_strict=self._api.config.strict_fields)
+        ).whole()
         self._api.check_model(body.model)
         _check(body)
         prompt = await self._prompt(call, body)
-        return json_response(call, {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
+        return json_response(
+            call, {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
+        )
 
     async def get(self, request: Request) -> Response:
         """An answer that was kept."""
         call = call_of(request)
-        return json_response(call, self._store.get(call.tenant.name, request.path_params["response_id"]).body)
+        return json_response(
+            call, self._store.get(call.tenant.name, request.path_params["response_id"]).body
+        )
 
     async def input_items(self, request: Request) -> Response:
         """The input items of a kept answer, newest first by default."""
@@ -208,7 +245,9 @@ class Responses:
     async def cancel(self, request: Request) -> Response:
         """Only answers in the background can be cancelled, and there are none."""
         self._store.get(call_of(request).tenant.name, request.path_params["response_id"])
-        raise bad_request("only responses with background=true can be cancelled; close the connection instead")
+        raise bad_request(
+            "only responses with background=true can be cancelled; close the connection instead"
+        )
 
     async def _prepare(self, call: Call, body: ResponseRequest) -> _Prepared:
         api = self._api
@@ -220,28 +259,45 @@ class Responses:
             call.ignore(["request_id"], "what is stored is stored under ids of this server's own")
         prompt = await self._prompt(call, body)
         reading = prompt.reading
-        given = reading.constraints(prompt.form, "text.format") | await api.thinking(body.thinking_token_budget, reading)
+        given = reading.constraints(prompt.form, "text.format") | await api.thinking(
+            body.thinking_token_budget, reading
+        )
         num_prompt = len(prompt.token_ids)
-        params = await off_loop(call.num_body_bytes, lambda: self._params(body, num_prompt, reading, given))
+        params = await off_loop(
+            call.num_body_bytes, lambda: self._params(body, num_prompt, reading, given)
+        )
         job = GenerationJob(prompt.token_ids, params, None, body.cache_salt, body.priority)
         names = TokenNames(api.client.tokenizer, as_ids=False, shows_special=False)
-        seal = partial(self._sealer.seal, call.tenant.name) if _SEALED in (body.include or ()) else None
+        seal = (
+            partial(self._sealer.seal, call.tenant.name)
+            if _SEALED in (body.include or ())
+            else None
+        )
         return _Prepared(body, job, model, prompt, names, seal, time.monotonic() - started_s)
 
     async def _prompt(self, call: Call, body: ResponseRequest) -> _Prompt:
         api = self._api
         functions, demand = await off_loop(
-            call.num_body_bytes, lambda: read_tools(body.tools, body.tool_choice, body.parallel_tool_calls, RESPONSES)
+            call.num_body_bytes,
+            lambda: read_tools(body.tools, body.tool_choice, body.parallel_tool_calls, RESPONSES),
         )
         forms = _asked_form(body)
-        tools = await settle_tools(functions, demand, api.tool_notation, has_form=asks_for_json(forms))
+        tools = await settle_tools(
+            functions, demand, api.tool_notation, has_form=asks_for_json(forms)
+        )
         history: list[dict[str, Any]] = []
         if body.previous_response_id is not None:
-            previous = self._store.get(call.tenant.name, body.previous_response_id, param="previous_response_id")
+            previous = self._store.get(
+                call.tenant.name, body.previous_response_id, param="previous_response_id"
+            )
             history = list(previous.messages)
         items, asked = await self._read_input(call, body) if body.input or not history else ([], [])
         messages = [*history, *asked]
-        shown = [{"role": "system", "content": body.instructions}, *messages] if body.instructions else messages
+        shown = (
+            [{"role": "system", "content": body.instructions}, *messages]
+            if body.instructions
+            else messages
+        )
         options = ChatOptions(
             template_kwargs=_effort(body, api.texts.template_source, call),
             tools=None if tools is None else tools.shown,
@@ -249,11 +305,15 @@ class Responses:
         )
         text, token_ids = await api.texts.encode_chat(shown, options)
         if body.truncation == "auto":
-            token_ids = api.texts.truncate(token_ids, api.texts.max_model_len - (body.max_output_tokens or 1))
+            token_ids = api.texts.truncate(
+                token_ids, api.texts.max_model_len - (body.max_output_tokens or 1)
+            )
         form = await settle(forms)
         return _Prompt(token_ids, messages, items, api.reading(tools, form, text), functions, form)
 
-    async def _read_input(self, call: Call, body: ResponseRequest) -> tuple[list[Item], list[dict[str, Any]]]:
+    async def _read_input(
+        self, call: Call, body: ResponseRequest
+    ) -> tuple[list[Item], list[dict[str, Any]]]:
         """The input's items, and the same as messages for the template."""
         reader = InputReader(partial(self._sealer.unseal, call.tenant.name))
 
@@ -262,38 +322,55 @@ class Responses:
             return items, for_template(messages_of(items))
 
         found = await off_loop(call.num_body_bytes, read)
-        call.ignore(reader.unread, "it was sealed by another server, or before this one was started; send its content")
+        call.ignore(
+            reader.unread,
+            "it was sealed by another server, or before this one was started; send its content",
+        )
         return found
 
-    def _params(self, body: ResponseRequest, num_prompt_tokens: int, reading: Reading, given: dict[str, Any]) -> SamplingParams:
+    def _params(
+        self, body: ResponseRequest, num_prompt_tokens: int, reading: Reading, given: dict[str, Any]
+    ) -> SamplingParams:
         api = self._api
         check_num_logprobs("top_logprobs", body.top_logprobs, api.client.model)
         wants_logprobs = body.top_logprobs is not None or _LOGPROBS in (body.include or ())
         if wants_logprobs and not reading.is_plain:
             param = "include" if body.top_logprobs is None else "top_logprobs"
-            raise unavailable_feature(param, "log-probabilities are only given of answers without tools and thoughts")
+            raise unavailable_feature(
+                param, "log-probabilities are only given of answers without tools and thoughts"
+            )
         num_top = (body.top_logprobs or 0) if wants_logprobs else None
         default = api.default_max_tokens(num_top, 1)
-        max_tokens = api.texts.max_tokens(num_prompt_tokens, body.max_output_tokens, default=default, param="max_output_tokens")
-        return sampling_params(body, api.sampling_defaults, **given, max_tokens=max_tokens, logprobs=num_top)
+        max_tokens = api.texts.max_tokens(
+            num_prompt_tokens, body.max_output_tokens, default=default, param="max_output_tokens"
+        )
+        return sampling_params(
+            body, api.sampling_defaults, **given, max_tokens=max_tokens, logprobs=num_top
+        )
 
     async def run_body(self, call: Call, body: bytes) -> dict[str, Any]:
-        """The answer to a body that did not come by HTTP (a batch's line); never a stream, and not kept to be continued."""
+        """The answer to a body that did not come by HTTP (a batch's line); never a stream,
+        and not kept to be continued."""
         request, _ = await read_bytes(call, body, ResponseRequest)
         if request.stream:
             raise bad_request("stream: a batch's line is answered in one piece", param="stream")
         request.store = False
         return await self._create(call, await self._prepare(call, request), None)
 
-    async def _create(self, call: Call, prepared: _Prepared, receive: Receive | None) -> dict[str, Any]:
+    async def _create(
+        self, call: Call, prepared: _Prepared, receive: Receive | None
+    ) -> dict[str, Any]:
         (output,), usage = await self._api.generator.answer(call, [prepared.job], receive)
         completion = output.outputs[0]
         tracker = prepared.tracker()
         items = prepared.output_items()
         await self._api.texts.work(
-            answer_chars(output), lambda: items.take(completion, tracker.take(completion) if tracker is not None else [])
+            answer_chars(output),
+            lambda: items.take(completion, tracker.take(completion) if tracker is not None else []),
         )
-        answer = _body(prepared, _status(completion), _usage(usage, items.num_thought_tokens), items.items)
+        answer = _body(
+            prepared, _status(completion), _usage(usage, items.num_thought_tokens), items.items
+        )
         prepared.add_timings(answer, output, usage)
         self._keep(call, prepared, answer)
         return answer
@@ -313,7 +390,9 @@ def _check(body: ResponseRequest) -> None:
             raise unavailable_feature(name, reason)
     unknown = [each for each in body.include or () if each not in _INCLUDABLE]
     if unknown:
-        raise bad_request(f"include: {unknown[0][:80]!r} is none of {', '.join(_INCLUDABLE)}", param="include")
+        raise bad_request(
+            f"include: {unknown[0][:80]!r} is none of {', '.join(_INCLUDABLE)}", param="include"
+        )
 
 
 def _asked_form(body: ResponseRequest) -> list[Asked]:
@@ -339,7 +418,9 @@ def _status(completion: CompletionOutput) -> str:
     return "incomplete" if completion.finish_reason == "length" else "completed"
 
 
-def _body(prepared: _Prepared, status: str, usage: dict[str, Any] | None, output: Sequence[Item]) -> dict[str, Any]:
+def _body(
+    prepared: _Prepared, status: str, usage: dict[str, Any] | None, output: Sequence[Item]
+) -> dict[str, Any]:
     """OpenAI's response object."""
     request, params = prepared.request, prepared.job.params
     return {
@@ -357,7 +438,9 @@ def _body(prepared: _Prepared, status: str, usage: dict[str, Any] | None, output
         "max_output_tokens": request.max_output_tokens,
         "model": prepared.model,
         "output": list(output),
-        "parallel_tool_calls": True if request.parallel_tool_calls is None else request.parallel_tool_calls,
+        "parallel_tool_calls": True
+        if request.parallel_tool_calls is None
+        else request.parallel_tool_calls,
         "previous_response_id": request.previous_response_id,
         "reasoning": {"effort": (request.reasoning or {}).get("effort"), "summary": None},
         "store": request.store is not False,
@@ -375,7 +458,12 @@ def _body(prepared: _Prepared, status: str, usage: dict[str, Any] | None, output
 
 def _shown(function: Function) -> dict[str, Any]:
     fields = {"name": function.name, "description": function.description}
-    return {"type": "function", **fields, "parameters": function.parameters, "strict": function.strict}
+    return {
+        "type": "function",
+        **fields,
+        "parameters": function.parameters,
+        "strict": function.strict,
+    }
 
 
 def _usage(usage: Usage, num_thought_tokens: int) -> dict[str, Any]:
@@ -389,7 +477,8 @@ def _usage(usage: Usage, num_thought_tokens: int) -> dict[str, Any]:
 
 
 class _ResponseEvents:
-    """The events of one answer, from `response.created` to `response.completed` or `response.incomplete`."""
+    """The events of one answer, from `response.created` to
+    `response.completed` or `response.incomplete`."""
 
     def __init__(self, prepared: _Prepared, run: GenerationRun, keep: Any) -> None:
         self._prepared = prepared
@@ -420,12 +509,16 @@ class _ResponseEvents:
     def _opening(self) -> bytes:
         prepared = self._prepared
         body = _body(prepared, "in_progress", None, [])
-        return self._event("response.created", response=body) + self._event("response.in_progress", response=body)
+        return self._event("response.created", response=body) + self._event(
+            "response.in_progress", response=body
+        )
 
     def _delta(self, output: RequestOutput) -> bytes:
         completion = output.outputs[0]
         tokens = self._tracker.take(completion) if self._tracker is not None else []
-        return b"".join(self._event(each.kind, **each.fields) for each in self._items.take(completion, tokens))
+        return b"".join(
+            self._event(each.kind, **each.fields) for each in self._items.take(completion, tokens)
+        )
 
     def _closing(self, last: RequestOutput) -> bytes:
         usage = self._run.usage

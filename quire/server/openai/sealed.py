@@ -1,9 +1,11 @@
-"""Thoughts as clients carry them from one answer to the next: `reasoning.encrypted_content` of /v1/responses.
+"""Thoughts as clients carry them from one answer to the next: `reasoning.encrypted_content` of
+/v1/responses.
 
-A client that keeps its conversation itself sends an answer's reasoning items back, often with nothing in them but this text. It
-is signed for the tenant that got it, so that what comes back is known to be what the model wrote. It is not encrypted: the same
-thoughts stand readable beside it in the item's `content`, and hiding them here would protect nothing. The key is made when the
-server starts and leaves it in no form; what an earlier process signed cannot be verified any more.
+A client that keeps its conversation itself sends an answer's reasoning items back, often with
+nothing in them but this text. It is signed for the tenant that got it, so that what comes back is
+known to be what the model wrote. It is not encrypted: the same thoughts stand readable beside it in
+the item's `content`, and hiding them here would protect nothing. The key is made when the server
+starts and leaves it in no form; what an earlier process signed cannot be verified any more.
 """
 
 from __future__ import annotations
@@ -34,12 +36,15 @@ class Sealer:
         if not sealed.startswith(_PREFIX):
             return None
         try:
-            data = base64.b64decode(sealed[len(_PREFIX) :].encode("ascii"), altchars=b"-_", validate=True)
+            data = base64.b64decode(
+                sealed[len(_PREFIX) :].encode("ascii"), altchars=b"-_", validate=True
+            )
         except (binascii.Error, UnicodeEncodeError):
             return None
         mac, text = data[:_MAC_BYTES], data[_MAC_BYTES:]
         return text.decode() if compare_digest(mac, self._mac(tenant, text)) else None
 
     def _mac(self, tenant: str, data: bytes) -> bytes:
-        name = hashlib.blake2b(tenant.encode(), digest_size=32).digest()  # of one length, so that names cannot shift
+        # of one length, so that names cannot shift
+        name = hashlib.blake2b(tenant.encode(), digest_size=32).digest()
         return hashlib.blake2b(name + data, key=self._key, digest_size=_MAC_BYTES).digest()

@@ -13,7 +13,9 @@ CHAT = ToolShape(within="function")
 RESPONSES = ToolShape()
 
 
-def read_tools(tools: Any, choice: Any, is_parallel: bool | None, shape: ToolShape) -> tuple[list[Function], Demand]:
+def read_tools(
+    tools: Any, choice: Any, is_parallel: bool | None, shape: ToolShape
+) -> tuple[list[Function], Demand]:
     """What `tools`, `tool_choice` and `parallel_tool_calls` say. Raises ApiError 400."""
     functions = functions_of(tools, shape)
     return functions, replace(_demand(choice, functions), is_parallel=is_parallel is not False)
@@ -38,7 +40,10 @@ def _demand(choice: Any, functions: Sequence[Function]) -> Demand:
         mode, listed = inner.get("mode", "auto"), inner.get("tools")
         if mode in ("auto", "required") and isinstance(listed, list) and listed:
             return Demand(mode=mode, names=_known(listed, names))
-    message = "tool_choice: it must be none, auto, required, a function, or allowed_tools with a mode and tools"
+    message = (
+        "tool_choice: it must be none, auto, required, a function, or allowed_tools with a mode "
+        "and tools"
+    )
     raise bad_request(message, param="tool_choice")
 
 
@@ -49,6 +54,8 @@ def _known(chosen: Sequence[Any], names: set[str]) -> set[str]:
         function = each.get("function", each) if isinstance(each, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or name not in names:
-            raise bad_request("tool_choice: it names a function that is not among the tools", param="tool_choice")
+            raise bad_request(
+                "tool_choice: it names a function that is not among the tools", param="tool_choice"
+            )
         found.add(name)
     return found

@@ -1,8 +1,8 @@
 """The GGUF container (versions 2 and 3, little endian), read from the format's public description.
 
-Owns bounds: every length, count, offset and product is checked with unbounded integers against the file's size before
-anything is allocated, and metadata may take `_MAX_HEADER_BYTES`. Imports no torch and executes nothing. Tensor data is
-never read here; a `GgufTensor` says where it lies.
+Owns bounds: every length, count, offset and product is checked with unbounded integers against the
+file's size before anything is allocated, and metadata may take `_MAX_HEADER_BYTES`. Imports no
+torch and executes nothing. Tensor data is never read here; a `GgufTensor` says where it lies.
 """
 
 from __future__ import annotations
@@ -56,7 +56,18 @@ _MAX_ARRAY_LEN: Final = 1 << 22
 _MAX_DIMS: Final = 4
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 # Type numbers to codes that `struct` and `array` share; 6 and 12 are floats.
-_NUMBERS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
+_NUMBERS: Final = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +111,17 @@ class _Header:
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path = path
-        self._file = file  # not mapped: touching a page of a file that is cut short meanwhile would kill the process
+        # not mapped: touching a page of a file that is cut short meanwhile would kill the process
+        self._file = file
         self._state = FileState.of(os.fstat(file.fileno()))
         self._size = self._state.size
         self._limit = min(self._size, _MAX_HEADER_BYTES)
         self._at = 0
-        self._readers: dict[int, Callable[[], Value]] = {_STRING: self._string, _ARRAY: self._array, _BOOL: self._bool}
+        self._readers: dict[int, Callable[[], Value]] = {
+            _STRING: self._string,
+            _ARRAY: self._array,
+            _BOOL: self._bool,
+        }
 
     def read(self) -> GgufFile:
         if self._take(4) != _MAGIC:
@@ -135,7 +151,11 @@ class _Header:
 
     def _take(self, num_bytes: int) -> bytes:
         if num_bytes > self._limit - self._at:
-            where = "is truncated" if self._limit == self._size else f"has a header of more than {_MAX_HEADER_BYTES} bytes"
+            where = (
+                "is truncated"
+                if self._limit == self._size
+                else f"has a header of more than {_MAX_HEADER_BYTES} bytes"
+            )
             raise self._error(f"{where}: {num_bytes} bytes are wanted at {self._at}")
         self._at += num_bytes
         data = self._file.read(num_bytes)
@@ -172,7 +192,9 @@ class _Header:
     def _array(self) -> Value:
         kind, length = int(self._number("I")), int(self._number("Q"))
         if length > _MAX_ARRAY_LEN:
-            raise self._error(f"has an array of {length} values; at most {_MAX_ARRAY_LEN} are allowed")
+            raise self._error(
+                f"has an array of {length} values; at most {_MAX_ARRAY_LEN} are allowed"
+            )
         if kind == _STRING:
             return [self._string() for _ in range(length)]
         code = "B" if kind == _BOOL else _NUMBERS.get(kind)
@@ -194,7 +216,9 @@ class _Header:
         number, offset = int(self._number("I")), int(self._number("Q"))
         if number not in ENCODINGS:
             known = ", ".join(each.name for each in ENCODINGS.values())
-            raise self._error(f"has the tensor {name!r} in the encoding {number}; supported: {known}")
+            raise self._error(
+                f"has the tensor {name!r} in the encoding {number}; supported: {known}"
+            )
         return GgufTensor(name, shape, ENCODINGS[number], offset)
 
     def _data_start(self, metadata: Mapping[str, Value]) -> int:
@@ -206,10 +230,14 @@ class _Header:
     def _placed(self, tensor: GgufTensor, start: int) -> GgufTensor:
         placed = GgufTensor(tensor.name, tensor.shape, tensor.encoding, start + tensor.offset)
         if min(tensor.shape) < 1 or tensor.shape[-1] % tensor.encoding.block_len:
-            raise self._error(f"has the tensor {tensor.name!r} {list(tensor.shape)}, which {tensor.encoding.name} cannot hold")
+            raise self._error(
+                f"has the tensor {tensor.name!r} {list(tensor.shape)}, which "
+                f"{tensor.encoding.name} cannot hold"
+            )
         if placed.offset + placed.num_bytes > self._size:
             raise self._error(
-                f"is truncated: the tensor {tensor.name!r} takes {placed.num_bytes} bytes at {placed.offset}, and the file has "
+                f"is truncated: the tensor {tensor.name!r} takes {placed.num_bytes} bytes at "
+                f"{placed.offset}, and the file has "
                 f"{self._size}"
             )
         return placed
@@ -218,5 +246,7 @@ class _Header:
         end, before = 0, ""
         for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
             if tensor.offset < end:
-                raise self._error(f"has the tensors {before!r} and {tensor.name!r} in the same place")
+                raise self._error(
+                    f"has the tensors {before!r} and {tensor.name!r} in the same place"
+                )
             end, before = tensor.offset + tensor.num_bytes, tensor.name

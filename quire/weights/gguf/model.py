@@ -1,7 +1,9 @@
-"""From a GGUF file's metadata to the config and the weight names that Quire's declarations speak of.
+"""From a GGUF file's metadata to the config and the weight names that Quire's declarations speak
+of.
 
-Owns the differences between llama.cpp's conventions and Hugging Face's: names, baked-in RoPE factors, rows of queries and
-keys reordered for neighbouring pairs (Llama), norm weights stored around one (Gemma). Imports no torch.
+Owns the differences between llama.cpp's conventions and Hugging Face's: names, baked-in RoPE
+factors, rows of queries and keys reordered for neighbouring pairs (Llama), norm weights stored
+around one (Gemma). Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,21 +27,28 @@ ARCHITECTURES: Final[Mapping[str, str]] = {
     "qwen3": "Qwen3ForCausalLM",
 }
 _NAMES: Final = {
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "self_attn.qkv_proj": "attn_qkv", "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "self_attn.qkv_proj": "attn_qkv", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
 }  # fmt: skip
 _GEMMA_NAMES: Final = _NAMES | {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
-_TOP_NAMES: Final = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_TOP_NAMES: Final = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _FREQUENCIES: Final = "rope_freqs.weight"
 _UNUSED: Final = frozenset({_FREQUENCIES})
 _FLOAT_NAMES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-# Gemma 2 27B and Gemma 3 27B scale queries by hidden_size / heads; the files do not say so, llama.cpp knows it by depth.
+# Gemma 2 27B and Gemma 3 27B scale queries by hidden_size / heads; the files do not say so,
+# llama.cpp knows it by depth.
 _GEMMA_SCALED_BY_WIDTH: Final = {"gemma2": 46, "gemma3": 62}
 
 
@@ -56,7 +65,10 @@ class GgufModel:
         """Raises UnsupportedModelError for another architecture than `ARCHITECTURES`."""
         name = file.metadata.get("general.architecture")
         if not isinstance(name, str) or name not in ARCHITECTURES:
-            raise UnsupportedModelError(f"{file.path} has general.architecture={name!r}; supported: {', '.join(ARCHITECTURES)}")
+            raise UnsupportedModelError(
+                f"{file.path} has general.architecture={name!r}; supported: "
+                f"{', '.join(ARCHITECTURES)}"
+            )
         return cls(file, name)
 
     @property
@@ -86,20 +98,28 @@ class GgufModel:
 
     def is_reordered(self, tensor: TensorSpec) -> bool:
         """Whether each head's rows alternate between the two halves that RoPE pairs."""
-        return self.architecture == "llama" and re.search(r"\.self_attn\.[qk]_proj\.", tensor.name) is not None
+        return (
+            self.architecture == "llama"
+            and re.search(r"\.self_attn\.[qk]_proj\.", tensor.name) is not None
+        )
 
     def check(self, spec: DecoderSpec) -> None:
-        """The file has the declaration's tensors in their shapes, and no others. Raises CheckpointError."""
+        """The file has the declaration's tensors in their shapes, and no others.
+        Raises CheckpointError."""
         expected = {self.stored_name(tensor): tensor.stored_shape for tensor in spec.tensors}
         tensors = self.file.tensors
-        wrong = [f"lacks {name} {list(shape)}" for name, shape in expected.items() if name not in tensors]
+        wrong = [
+            f"lacks {name} {list(shape)}" for name, shape in expected.items() if name not in tensors
+        ]
         wrong += [
             f"has {name} {list(tensors[name].shape)}, its metadata implies {list(shape)}"
             for name, shape in expected.items()
             if name in tensors and tensors[name].shape != shape
         ]
         wrong += [
-            f"has {name}, which {spec.architecture} does not use" for name in tensors if name not in {*expected, *_UNUSED}
+            f"has {name}, which {spec.architecture} does not use"
+            for name in tensors
+            if name not in {*expected, *_UNUSED}
         ]
         if wrong:
             more = f" (and {len(wrong) - 4} more such things)" if len(wrong) > 4 else ""
@@ -131,7 +151,10 @@ class GgufModel:
         """Keys that one family has alone."""
         if self.architecture == "llama":
             has = self.file.tensors.__contains__
-            return {"attention_bias": has("blk.0.attn_q.bias"), "mlp_bias": has("blk.0.ffn_up.bias")}
+            return {
+                "attention_bias": has("blk.0.attn_q.bias"),
+                "mlp_bias": has("blk.0.ffn_up.bias"),
+            }
         window = self.file.metadata.get(f"{self.architecture}.attention.sliding_window")
         if self.architecture == "phi3":
             return {} if not window else {"sliding_window": window}
@@ -139,7 +162,11 @@ class GgufModel:
             return {}
         is_wide = self._integer("block_count") == _GEMMA_SCALED_BY_WIDTH[self.architecture]
         width = self._integer("embedding_length") // max(1, self._integer("attention.head_count"))
-        caps = ("attn_logit_softcapping", "final_logit_softcapping") if self.architecture == "gemma2" else ()
+        caps = (
+            ("attn_logit_softcapping", "final_logit_softcapping")
+            if self.architecture == "gemma2"
+            else ()
+        )
         return {
             "query_pre_attn_scalar": width if is_wide else self._integer("attention.key_length"),
             "sliding_window": self._integer("attention.sliding_window"),
@@ -149,7 +176,10 @@ class GgufModel:
     def _rope(self) -> dict[str, object]:
         theta: dict[str, object] = {"rope_theta": self._number("rope.freq_base", 10000.0)}
         head_dim = self._sizes()["head_dim"]
-        if self._integer("rope.dimension_count", head_dim if isinstance(head_dim, int) else 1) != head_dim:
+        if (
+            self._integer("rope.dimension_count", head_dim if isinstance(head_dim, int) else 1)
+            != head_dim
+        ):
             raise self._refuse("rope.dimension_count", f"the head size, {head_dim}")
         if _FREQUENCIES in self.file.tensors:
             return theta | {"rope_scaling": self._baked_rope()}
@@ -158,25 +188,40 @@ class GgufModel:
             return theta
         if kind not in ("linear", "yarn"):
             raise self._refuse("rope.scaling.type", "none, linear or yarn")
-        scaling: dict[str, object] = {"rope_type": kind, "factor": self._number("rope.scaling.factor")}
+        scaling: dict[str, object] = {
+            "rope_type": kind,
+            "factor": self._number("rope.scaling.factor"),
+        }
         if kind == "yarn":
-            scaling["original_max_position_embeddings"] = self._integer("rope.scaling.original_context_length")
+            scaling["original_max_position_embeddings"] = self._integer(
+                "rope.scaling.original_context_length"
+            )
         return theta | {"rope_scaling": scaling}
 
     def _baked_rope(self) -> dict[str, object]:
-        """A divisor of every frequency, which is what LongRoPE is with one list for all lengths (Llama 3.1's scaling)."""
+        """A divisor of every frequency, which is what LongRoPE is with one list for all
+        lengths (Llama 3.1's scaling)."""
         tensor = self.file.tensors[_FREQUENCIES]
         half = self._integer("rope.dimension_count") // 2
         if tensor.encoding.name != "F32" or tensor.shape != (half,):
-            raise CheckpointError(f"{self.file.path} has {_FREQUENCIES} {list(tensor.shape)}; expected F32 [{half}]")
+            raise CheckpointError(
+                f"{self.file.path} has {_FREQUENCIES} {list(tensor.shape)}; expected F32 [{half}]"
+            )
         try:
             with self.file.path.open("rb") as file:
                 file.seek(tensor.offset)
                 factors = list(struct.unpack(f"<{half}f", file.read(tensor.num_bytes)))
         except (OSError, struct.error) as error:
-            raise CheckpointError(f"{self.file.path}: {_FREQUENCIES} cannot be read: {error}") from None
+            raise CheckpointError(
+                f"{self.file.path}: {_FREQUENCIES} cannot be read: {error}"
+            ) from None
         length = self._integer("context_length")
-        lists = {"short_factor": factors, "long_factor": factors, "attention_factor": 1.0, "factor": 1.0}
+        lists = {
+            "short_factor": factors,
+            "long_factor": factors,
+            "attention_factor": 1.0,
+            "factor": 1.0,
+        }
         return {"rope_type": "longrope", "original_max_position_embeddings": length, **lists}
 
     def _integer(self, key: str, default: int | None = None) -> int:

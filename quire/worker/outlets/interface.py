@@ -1,7 +1,8 @@
 """The protocol of outlets, and how a step's tasks are divided among them.
 
-The worker computes hidden states and knows no task. An outlet takes those of its tasks, of all rows together, and returns what
-the plan's `WorkResult` has for them. A row's result never depends on which other rows are in the batch.
+The worker computes hidden states and knows no task. An outlet takes those of its tasks, of all rows
+together, and returns what the plan's `WorkResult` has for them. A row's result never depends on
+which other rows are in the batch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class HiddenStates(NamedTuple):
 
     work: Sequence[RowWork]
     states: Tensor
-    """[T, H], valid until the next forward pass is launched. Of each row the last `RowWork.num_wanted` are defined."""
+    """[T, H], valid until the next forward pass is launched.
+    Of each row the last `RowWork.num_wanted` are defined."""
     query_start: list[int]
     """Where each work's tokens begin, and the end: length work + 1."""
 
@@ -44,7 +46,9 @@ class TaskBatch(NamedTuple):
         states, query_start = self.hidden.states, self.hidden.query_start
         if len(self.places) == len(states):
             return states
-        (ends,) = stage((np.array([query_start[place + 1] - 1 for place in self.places], np.int64),))
+        (ends,) = stage(
+            (np.array([query_start[place + 1] - 1 for place in self.places], np.int64),)
+        )
         return states.index_select(0, ends)
 
 
@@ -66,21 +70,32 @@ class Outlet(Protocol):
         ...
 
     def launch(self, batch: TaskBatch) -> list[WorkResult]:
-        """Return one result for each task, with the fields that come of it. What fails for one row is that row's error."""
+        """Return one result for each task, with the fields that come of it.
+        What fails for one row is that row's error."""
         ...
 
     def launch_unread(self, batch: TaskBatch) -> Unread | None:
-        """Do the same without a wait for the device; None where some task needs one. Changes nothing."""
+        """Do the same without a wait for the device; None where some task needs one.
+        Changes nothing."""
         ...
 
 
-def batches(outlets: Iterable[Outlet], hidden: HiddenStates, places: Iterable[int]) -> list[tuple[Outlet, TaskBatch]]:
+def batches(
+    outlets: Iterable[Outlet], hidden: HiddenStates, places: Iterable[int]
+) -> list[tuple[Outlet, TaskBatch]]:
     """Divide the tasks of the work at `places` among the outlets, in the order of the outlets."""
     pairs = [(place, task) for place in places for task in hidden.work[place].tasks]
     found: list[tuple[Outlet, TaskBatch]] = []
     for outlet in outlets:
         mine = [pair for pair in pairs if type(pair[1]) in outlet.tasks]
         if mine:
-            found.append((outlet, TaskBatch(hidden, [place for place, _ in mine], [task for _, task in mine])))
-    assert sum(len(batch.tasks) for _, batch in found) == len(pairs), "a task without an outlet, or with two"
+            found.append(
+                (
+                    outlet,
+                    TaskBatch(hidden, [place for place, _ in mine], [task for _, task in mine]),
+                )
+            )
+    assert sum(len(batch.tasks) for _, batch in found) == len(pairs), (
+        "a task without an outlet, or with two"
+    )
     return found

@@ -1,4 +1,5 @@
-"""The outlet for prompts whose tokens are scored: the log-probability of each by the logits of the position before it."""
+"""The outlet for prompts whose tokens are scored:
+the log-probability of each by the logits of the position before it."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from quire.worker.rows import RowTable
 
 
 class PromptScoreOutlet:
-    """Implements `Outlet`. Logits of at most `MAX_SCORED_ROWS` positions are in memory at a time."""
+    """Implements `Outlet`. Logits of at most `MAX_SCORED_ROWS`
+    positions are in memory at a time."""
 
     tasks = (ScorePrompt,)
 
@@ -38,7 +40,8 @@ class PromptScoreOutlet:
         work = batch.hidden.work[place]
         end = min(work.start + work.num_tokens + 1, int(self._rows.num_prompt_tokens[work.row]))
         tokens, sampling = self._rows.tokens(work.row), self._rows.sampling[work.row]
-        shift = batch.hidden.query_start[place] - work.start - 1  # from a token's position to where its logits are made of
+        # from a token's position to where its logits are made of
+        shift = batch.hidden.query_start[place] - work.start - 1
         records: list[TokenLogprobs] = []
         for start in range(first, end, MAX_SCORED_ROWS):
             stop = min(end, start + MAX_SCORED_ROWS)

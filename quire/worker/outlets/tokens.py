@@ -1,11 +1,13 @@
 """The outlet for tokens: samples, and the candidates of a beam search.
 
-Owns the choice of the shortest way from hidden states to tokens. All ways give the same tokens and the same errors:
+Owns the choice of the shortest way from hidden states to tokens. All ways give the same tokens and
+the same errors:
 
     greedy     no row is edited or drawn from: the head and the largest logit in one kernel
     unfiltered drawn from all of the model's own logits: the head and the draw in one kernel
     sampler    everything else, with logits in memory (`quire.sampling.Sampler`)
-    unread     as the sampler does for plain rows, but nothing is read back from the device (`quire.sampling.plain`)
+    unread     as the sampler does for plain rows, but nothing is read back from the device
+    (`quire.sampling.plain`)
 """
 
 from __future__ import annotations
@@ -37,13 +39,19 @@ class TokenOutlet:
         self._plain: list[tuple[RowSampling | None, bool]] = [(None, False)] * len(rows.sampling)
 
     def launch(self, batch: TaskBatch) -> list[WorkResult]:
-        hidden, counts, samplings = batch.last_states(self._stage), self._plain_counts(batch), self._samplings(batch)
+        hidden, counts, samplings = (
+            batch.last_states(self._stage),
+            self._plain_counts(batch),
+            self._samplings(batch),
+        )
         if counts is not None and _are_greedy(samplings):
             best = self.model.best_tokens(hidden)
             if best is not None:
                 return greedy_results(best, counts)
         rows = self._sampled_rows(batch)
-        if counts is not None and not any(has_filters(each, self.model.head.num_outputs) for each in samplings):
+        if counts is not None and not any(
+            has_filters(each, self.model.head.num_outputs) for each in samplings
+        ):
             drawn = self.model.drawn_tokens(hidden, draws_of(rows))
             if drawn is not None:
                 return drawn_results(drawn, rows)
@@ -56,21 +64,28 @@ class TokenOutlet:
         hidden = batch.last_states(self._stage)
         chosen = self.model.best_tokens(hidden) if _are_greedy(self._samplings(batch)) else None
         if chosen is None:
-            chosen = choose_plain(self.sampler.kernels, self.model.logits(hidden), self._sampled_rows(batch), self._stage)
+            chosen = choose_plain(
+                self.sampler.kernels,
+                self.model.logits(hidden),
+                self._sampled_rows(batch),
+                self._stage,
+            )
         return Unread(chosen, _one_each)
 
     def _samplings(self, batch: TaskBatch) -> list[RowSampling]:
         return [self._rows.sampling[work.row] for work in batch.work]
 
     def _plain_counts(self, batch: TaskBatch) -> list[int] | None:
-        """Tokens to sample for each task; None where some row is edited, reported on, or searches with beams."""
+        """Tokens to sample for each task; None where some row is edited, reported on,
+        or searches with beams."""
         if not all(self._is_plain(work.row) for work in batch.work):
             return None
         counts = [task.count for task in batch.tasks if isinstance(task, Sample)]
         return counts if len(counts) == len(batch.tasks) else None
 
     def _is_plain(self, row: int) -> bool:
-        """Remembered for as long as the row keeps its sampling parameters, which is one object for the row's life."""
+        """Remembered for as long as the row keeps its sampling parameters,
+        which is one object for the row's life."""
         sampling = self._rows.sampling[row]
         known, found = self._plain[row]
         if known is not sampling:
@@ -79,10 +94,16 @@ class TokenOutlet:
         return found
 
     def _sampled_rows(self, batch: TaskBatch) -> list[SampledRow]:
-        return [self._sampled_row(work, task) for work, task in zip(batch.work, batch.tasks, strict=True)]
+        return [
+            self._sampled_row(work, task)
+            for work, task in zip(batch.work, batch.tasks, strict=True)
+        ]
 
     def _sampled_row(self, work: RowWork, task: Task) -> SampledRow:
-        tokens, num_prompt = self._rows.tokens(work.row), int(self._rows.num_prompt_tokens[work.row])
+        tokens, num_prompt = (
+            self._rows.tokens(work.row),
+            int(self._rows.num_prompt_tokens[work.row]),
+        )
         return SampledRow(
             sampling=self._rows.sampling[work.row],
             position=work.start + work.num_tokens,

@@ -16,8 +16,12 @@ def gaps(arrivals: Arrivals, count: int = 20_000) -> list[float]:
     return [later - earlier for earlier, later in itertools.pairwise(arrivals.times(count, 1))]
 
 
-@pytest.mark.parametrize(("burstiness", "variation"), [(1.0, 1.0), (0.25, 2.0), (16.0, 0.25), (math.inf, 0.0)])
-def test_gaps_have_the_rates_mean_and_the_burstinesss_variation(burstiness: float, variation: float) -> None:
+@pytest.mark.parametrize(
+    ("burstiness", "variation"), [(1.0, 1.0), (0.25, 2.0), (16.0, 0.25), (math.inf, 0.0)]
+)
+def test_gaps_have_the_rates_mean_and_the_burstinesss_variation(
+    burstiness: float, variation: float
+) -> None:
     found = gaps(Arrivals(5.0, burstiness=burstiness))
     mean = statistics.fmean(found)
     assert mean == pytest.approx(0.2, rel=0.05)
@@ -39,7 +43,9 @@ def test_seeds_and_bursts_at_once() -> None:
     assert replayed([10.0, 12.0, 16.0], 4.0) == [0.0, 0.5, 1.5]
 
 
-@pytest.mark.parametrize("bad", [(0.0,), (-1.0,), (1.0, 0.0), (math.inf, 2.0), (1.0, None, 0.0), (math.nan,)])
+@pytest.mark.parametrize(
+    "bad", [(0.0,), (-1.0,), (1.0, 0.0), (math.inf, 2.0), (1.0, None, 0.0), (math.nan,)]
+)
 def test_what_is_no_pattern_is_refused(bad: tuple[float, ...]) -> None:
     with pytest.raises(ConfigError):
         Arrivals(*bad)

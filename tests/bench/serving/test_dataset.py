@@ -34,10 +34,22 @@ def num_shared(first: list[int], second: list[int]) -> int:
 
 
 def test_made_up_prompts_have_the_lengths_asked_for_in_ids_and_in_words() -> None:
-    numbers, words = random_dataset(SIZES, PromptWriter(1000), 3), random_dataset(SIZES, PromptWriter(None), 3)
-    assert all(5 <= len(prompt) <= 9 and all(16 <= each < 984 for each in prompt) for prompt in ids(numbers))
-    assert [len(str(each.prompt).split()) for each in words.requests] == [len(prompt) for prompt in ids(numbers)]
-    assert numbers == random_dataset(SIZES, PromptWriter(1000), 3) != random_dataset(SIZES, PromptWriter(1000), 4)
+    numbers, words = (
+        random_dataset(SIZES, PromptWriter(1000), 3),
+        random_dataset(SIZES, PromptWriter(None), 3),
+    )
+    assert all(
+        5 <= len(prompt) <= 9 and all(16 <= each < 984 for each in prompt)
+        for prompt in ids(numbers)
+    )
+    assert [len(str(each.prompt).split()) for each in words.requests] == [
+        len(prompt) for prompt in ids(numbers)
+    ]
+    assert (
+        numbers
+        == random_dataset(SIZES, PromptWriter(1000), 3)
+        != random_dataset(SIZES, PromptWriter(1000), 4)
+    )
     assert {each.num_output for each in numbers.requests} <= {2, 3, 4}
 
 
@@ -75,8 +87,15 @@ def test_files_of_every_kind(tmp_path: Path) -> None:
     plain, rich = tmp_path / "p.txt", tmp_path / "p.jsonl"
     plain.write_text("one\n\ntwo\n")
     asked = file_dataset(plain, output_len=(7, 7), num_requests=3, seed=0)
-    assert [(each.prompt, each.num_output) for each in asked.requests] == [("one", 7), ("two", 7), ("one", 7)]
-    rich.write_text('"a"\n{"prompt": "b", "max_tokens": 2}\n{"turns": ["c", "d"]}\n{"messages": [{"role": "user"}]}\n')
+    assert [(each.prompt, each.num_output) for each in asked.requests] == [
+        ("one", 7),
+        ("two", 7),
+        ("one", 7),
+    ]
+    rich.write_text(
+        '"a"\n{"prompt": "b", "max_tokens": 2}\n{"turns": ["c", "d"]}\n{"messages": '
+        '[{"role": "user"}]}\n'
+    )
     requests = file_dataset(rich, output_len=(7, 7), num_requests=4, seed=0).requests
     assert [each.prompt for each in requests[:3]] == ["a", "b", "c"] and requests[1].num_output == 2
     assert requests[3].messages == [{"role": "user"}]
@@ -87,7 +106,9 @@ def test_files_of_every_kind(tmp_path: Path) -> None:
         check_endpoint(random_dataset(SIZES, PromptWriter(1000), 0).requests, is_chat=True)
 
 
-@pytest.mark.parametrize("text", ["{", "{}", "3", '{"prompt": 3}', '{"turns": []}', '{"prompt_token_ids": ["a"]}'])
+@pytest.mark.parametrize(
+    "text", ["{", "{}", "3", '{"prompt": 3}', '{"turns": []}', '{"prompt_token_ids": ["a"]}']
+)
 def test_lines_that_ask_nothing_are_refused_by_name(tmp_path: Path, text: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(text)

@@ -1,4 +1,5 @@
-"""The KV bookkeeping against a model of the memory: whatever is done in whatever order, every table reads back its tokens.
+"""The KV bookkeeping against a model of the memory: whatever is done in whatever order, every table
+reads back its tokens.
 
 The model writes tokens into slots as a worker would and knows nothing of references or digests.
 """
@@ -32,11 +33,17 @@ class _Owner:
 class AllocatorMachine(RuleBasedStateMachine):
     """Tables come, grow, fork, publish and go, in a pool of a few blocks."""
 
-    @initialize(num_blocks=st.integers(1, 12), size=st.integers(1, 4), digest=st.sampled_from(("keyed", "colliding")))
+    @initialize(
+        num_blocks=st.integers(1, 12),
+        size=st.integers(1, 4),
+        digest=st.sampled_from(("keyed", "colliding")),
+    )
     def start(self, num_blocks: int, size: int, digest: str) -> None:
         self.manager = KVCacheManager(num_blocks, size)
         if digest == "colliding":
-            self.manager.index = PrefixIndex(size, lambda parent, content: bytes([sum(parent + content) % 3]) * 16)
+            self.manager.index = PrefixIndex(
+                size, lambda parent, content: bytes([sum(parent + content) % 3]) * 16
+            )
         self.memory: list[list[int | None]] = [[None] * size for _ in range(num_blocks)]
         self.owners: list[_Owner] = []
 
@@ -83,7 +90,9 @@ class AllocatorMachine(RuleBasedStateMachine):
     def fork(self, data: st.DataObject) -> None:
         owner = self._pick(data)
         self.manager.publish(owner.table, owner.keys, owner.tokens, len(owner.tokens))
-        self.owners.append(_Owner(self.manager.fork(owner.table), owner.keys.copy(), owner.tokens.copy()))
+        self.owners.append(
+            _Owner(self.manager.fork(owner.table), owner.keys.copy(), owner.tokens.copy())
+        )
 
     @precondition(lambda self: self.owners)
     @rule(data=st.data(), keep=st.booleans())

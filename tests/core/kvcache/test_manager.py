@@ -71,7 +71,11 @@ def test_a_match_is_shared_and_a_partly_matching_block_copied() -> None:
     match = manager.match(keys, [*range(9), 99, 99], 10)
     assert match.num_tokens == 9 and len(match.nodes) == 2 and match.partial is not None
     copy = manager.adopt(table, match)
-    assert copy is not None and copy.source == match.partial.block and copy.destination == table.blocks[2]
+    assert (
+        copy is not None
+        and copy.source == match.partial.block
+        and copy.destination == table.blocks[2]
+    )
     audit_manager(manager, [table])
 
 
@@ -94,7 +98,10 @@ def test_at_most_the_asked_for_tokens_are_matched() -> None:
     match = manager.match(manager.index.keys(()), tokens, 7)
     assert match.num_tokens == 7 and len(match.nodes) == 1
     assert manager.match(manager.index.keys(()), tokens, 0).num_tokens == 0
-    assert KVCacheManager(8, SIZE, caching=False).match(manager.index.keys(()), tokens, 7).num_tokens == 0
+    assert (
+        KVCacheManager(8, SIZE, caching=False).match(manager.index.keys(()), tokens, 7).num_tokens
+        == 0
+    )
 
 
 def test_identical_blocks_computed_twice_are_merged() -> None:
@@ -167,7 +174,10 @@ def test_a_collision_ends_publishing_and_nothing_else() -> None:
     one, _ = _filled(manager, list(range(8)))
     assert one.chain is None and len(manager.index) == 1
     two, _ = _filled(manager, list(range(50, 58)))
-    assert two.chain is None and manager.match(manager.index.keys(()), list(range(50, 58)), 8).num_tokens == 0
+    assert (
+        two.chain is None
+        and manager.match(manager.index.keys(()), list(range(50, 58)), 8).num_tokens == 0
+    )
     audit_manager(manager, [one, two])
     manager.release(two, list(range(50, 58)), 8)
     audit_manager(manager, [one])

@@ -9,7 +9,9 @@ from quire.core.kvcache.prefix import PrefixIndex, PrefixNode, common_prefix_len
 SIZE = 4
 
 
-def _publish(index: PrefixIndex, tokens: list[int], blocks: list[int], namespace: tuple[str, ...] = ()) -> PrefixNode:
+def _publish(
+    index: PrefixIndex, tokens: list[int], blocks: list[int], namespace: tuple[str, ...] = ()
+) -> PrefixNode:
     keys = index.keys(namespace)
     keys.extend_to(tokens)
     node = keys.root
@@ -76,7 +78,9 @@ def test_a_collision_costs_a_miss_and_never_returns_other_content() -> None:
 def test_the_same_tokens_after_another_prefix_collide_without_harm() -> None:
     index = PrefixIndex(SIZE, lambda parent, content: content[:16])
     _publish(index, [1, 2, 3, 4], [0])
-    node = index.child(index.root(()), (1, 2, 3, 4), index.digest(b"", array("i", (1, 2, 3, 4)).tobytes()))
+    node = index.child(
+        index.root(()), (1, 2, 3, 4), index.digest(b"", array("i", (1, 2, 3, 4)).tobytes())
+    )
     assert node is not None
     assert index.child(node, node.tokens, node.digest) is None, "found under the wrong parent"
 
@@ -86,7 +90,8 @@ def test_hits_are_counted_to_the_token(index: PrefixIndex) -> None:
     index.insert_partial(index.root(()), (1, 2, 7), 1)
     root = index.root(())
     for tokens, block, length in (
-        ((1, 2, 3, 9), 0, 3), ((1, 2, 7, 7), 1, 3), ((1, 2), 0, 2), ((1, 9), 0, 1), ((1, 2, 5), 0, 2), ((0,), -1, 0),
+        ((1, 2, 3, 9), 0, 3), ((1, 2, 7, 7), 1, 3), ((1, 2), 0, 2), ((1, 9), 0, 1),
+        ((1, 2, 5), 0, 2), ((0,), -1, 0),
     ):  # fmt: skip
         node, found = index.closest_child(root, tokens)
         assert found == length
@@ -111,7 +116,9 @@ def test_removing_a_block_removes_what_continued_it(index: PrefixIndex) -> None:
     assert len(index) == 0 and not index._roots, "an empty namespace is remembered"
 
 
-def test_a_root_that_was_dropped_and_made_anew_still_works_for_old_holders(index: PrefixIndex) -> None:
+def test_a_root_that_was_dropped_and_made_anew_still_works_for_old_holders(
+    index: PrefixIndex,
+) -> None:
     old = index.keys(())
     _publish(index, [1, 2, 3, 4], [0])
     index.remove(0)

@@ -1,4 +1,5 @@
-"""A scheduler with a null executor, audited at every step, whose answers are compared with the oracle's."""
+"""A scheduler with a null executor, audited at every step,
+whose answers are compared with the oracle's."""
 
 from __future__ import annotations
 
@@ -26,14 +27,19 @@ class Harness:
 
     def __init__(self, **changes: Any) -> None:
         defaults: dict[str, Any] = {
-            "num_blocks": 64, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128,
-            "watermark": 0.0,
+            "num_blocks": 64, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64,
+            "max_model_len": 128, "watermark": 0.0,
         }  # fmt: skip
-        pace, resources, prerequisites, companions = (changes.pop(name, default) for name, default in _PARTS.items())
+        pace, resources, prerequisites, companions = (
+            changes.pop(name, default) for name, default in _PARTS.items()
+        )
         self.limits = SchedulerLimits(**(defaults | changes))
-        self.scheduler = Scheduler(self.limits, resources=resources, prerequisites=prerequisites, pace=pace)
+        self.scheduler = Scheduler(
+            self.limits, resources=resources, prerequisites=prerequisites, pace=pace
+        )
         self.executor = NullExecutor(
-            self.limits.max_num_seqs, self.limits.num_blocks, self.limits.block_size, vocab_size=_VOCAB_SIZE,
+            self.limits.max_num_seqs, self.limits.num_blocks, self.limits.block_size,
+            vocab_size=_VOCAB_SIZE,
             companions=companions,
         )  # fmt: skip
         self.oracle = Oracle(0, _VOCAB_SIZE)
@@ -41,13 +47,20 @@ class Harness:
         self.progress: list[Progress] = []
         self.num_steps = 0
 
-    def add(self, request_id: str, prompt: int | Iterable[int], max_tokens: int = 4, **changes: Any) -> Request:
-        """Add a request; a number as prompt stands for that many tokens that no other request has."""
+    def add(
+        self, request_id: str, prompt: int | Iterable[int], max_tokens: int = 4, **changes: Any
+    ) -> Request:
+        """Add a request; a number as prompt stands for that many tokens
+        that no other request has."""
         if isinstance(prompt, int):
             prompt = [1000 + sum(map(ord, request_id)), *range(1, prompt)]
         sampling = changes.pop("sampling", RowSampling(temperature=0.0))
         spec = RequestSpec(
-            request_id=request_id, prompt_token_ids=tuple(prompt), max_tokens=max_tokens, sampling=sampling, **changes
+            request_id=request_id,
+            prompt_token_ids=tuple(prompt),
+            max_tokens=max_tokens,
+            sampling=sampling,
+            **changes,
         )
         request = self.scheduler.add(fit(spec, self.limits))
         self.specs[request_id] = spec
@@ -68,7 +81,8 @@ class Harness:
         return plan
 
     def run(self, max_steps: int = 1000) -> None:
-        """Run until nothing is left, then compare every finished sampled request with the oracle."""
+        """Run until nothing is left, then compare every finished
+        sampled request with the oracle."""
         for _ in range(max_steps):
             if not self.scheduler.has_work:
                 break
@@ -83,7 +97,11 @@ class Harness:
             answer = self.oracle.sample(spec, sequence.index, request.max_tokens)
             assert sequence.output_token_ids == answer.token_ids
             assert sequence.finish_reason is answer.finish_reason
-            records = [each.logprobs for each in self.progress if each.sequence is sequence and each.logprobs is not None]
+            records = [
+                each.logprobs
+                for each in self.progress
+                if each.sequence is sequence and each.logprobs is not None
+            ]
             assert records == answer.logprobs
         if request.scoring is not None:
             assert request.prompt_logprobs == self.oracle.score_prompt(spec)
@@ -94,7 +112,9 @@ class Harness:
 
         def spoil(plan: StepPlan, result: StepResult) -> StepResult:
             results = tuple(
-                outcome._replace(token_ids=(), logprobs=(), error="non-finite") if work.row == row else outcome
+                outcome._replace(token_ids=(), logprobs=(), error="non-finite")
+                if work.row == row
+                else outcome
                 for work, outcome in zip(plan.work, result.results, strict=True)
             )
             return replace(result, results=results)

@@ -42,27 +42,52 @@ def _set(run: Any, path: str, value: Any) -> None:
 
 
 _BREAKS: dict[str, tuple[Break, str]] = {
-    "count too high": (lambda r: r.scheduler.manager.pool.ref_counts.__setitem__(_block_0(r), 9), "owners counted"),
-    "freed in use": (lambda r: r.scheduler.manager.pool._link(_block_0(r), before=24), "is free and has 2 owners"),
+    "count too high": (
+        lambda r: r.scheduler.manager.pool.ref_counts.__setitem__(_block_0(r), 9),
+        "owners counted",
+    ),
+    "freed in use": (
+        lambda r: r.scheduler.manager.pool._link(_block_0(r), before=24),
+        "is free and has 2 owners",
+    ),
     "link broken": (lambda r: r.scheduler.manager.pool._prev.__setitem__(24, 0), "comes after"),
     "num_free": (lambda r: _set(r, "manager.pool.num_free", 3), "num_free=3"),
     "leak": (lambda r: r.scheduler.manager.pool.take(), "1 owners counted, 0 tables"),
-    "twice in a table": (lambda r: r.scheduler.running[0].table.blocks.append(_block_0(r)), "names a block twice"),
+    "twice in a table": (
+        lambda r: r.scheduler.running[0].table.blocks.append(_block_0(r)),
+        "names a block twice",
+    ),
     "unused slots": (lambda r: _set(r, "manager.num_unused_slots", 77), "77 unused slots counted"),
-    "filled beyond": (lambda r: setattr(r.scheduler.running[0].table, "num_filled", 99), "99 tokens in"),
+    "filled beyond": (
+        lambda r: setattr(r.scheduler.running[0].table, "num_filled", 99),
+        "99 tokens in",
+    ),
     "unpublished": (lambda r: r.scheduler.manager.index.remove(_block_0(r)), "is not cached"),
-    "other tokens": (lambda r: r.scheduler.running[0].token_ids.__setitem__(0, 7), "published with tokens"),
-    "other digest": (lambda r: setattr(next(iter(r.scheduler.manager.index.nodes())), "digest", b"x"), "digest"),
+    "other tokens": (
+        lambda r: r.scheduler.running[0].token_ids.__setitem__(0, 7),
+        "published with tokens",
+    ),
+    "other digest": (
+        lambda r: setattr(next(iter(r.scheduler.manager.index.nodes())), "digest", b"x"),
+        "digest",
+    ),
     "unrecorded row": (lambda r: r.scheduler.rows._free.pop(), "rows"),
     "reservation": (lambda r: _set(r, "blocks.num_reserved", 1), "blocks reserved"),
     "order": (lambda r: r.scheduler.running.reverse(), "running list"),
     "parked count": (lambda r: _set(r, "admission.num_parked", 5), "num_parked=5"),
     "lost": (lambda r: r.scheduler.waiting.remove(r.scheduler.waiting.head()), "should be"),
-    "computed": (lambda r: setattr(r.scheduler.running[0], "num_computed", 99), "99 tokens computed of"),
+    "computed": (
+        lambda r: setattr(r.scheduler.running[0], "num_computed", 99),
+        "99 tokens computed of",
+    ),
     "holding": (lambda r: setattr(r.scheduler.waiting.head(), "row", 0), "holds something"),
-    "stale root": (lambda r: r.scheduler.manager.index._roots.update({("x",): r.scheduler.manager.index.root(("x",))}),
-                   "stale root"),
-}  # fmt: skip
+    "stale root": (
+        lambda r: r.scheduler.manager.index._roots.update(
+            {("x",): r.scheduler.manager.index.root(("x",))}
+        ),
+        "stale root",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", _BREAKS)
@@ -89,7 +114,9 @@ def test_a_finished_request_that_is_still_known_is_found(harness: Harness) -> No
     run = _busy(harness)
     for sequence in run.scheduler.abort("queued").sequences:
         assert sequence.status is SequenceStatus.FINISHED
-    run.scheduler.requests["queued"] = next(iter(run.scheduler.requests.values())).sequences[0].request
+    run.scheduler.requests["queued"] = (
+        next(iter(run.scheduler.requests.values())).sequences[0].request
+    )
     with pytest.raises(AssertionError):
         audit(run.scheduler)
 

@@ -1,4 +1,5 @@
-"""Tokens are shared among tenants in the proportion of their weights, whatever each of them sends."""
+"""Tokens are shared among tenants in the proportion of their weights,
+whatever each of them sends."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ Harness = Callable[..., Any]
 
 
 def _saturate(run: Any, tenants: dict[str, tuple[float, int, int]], num_steps: int) -> Counter[str]:
-    """Keep ten requests of each tenant waiting (weight, prompt length, output length); tokens computed per tenant."""
+    """Keep ten requests of each tenant waiting (weight, prompt length, output length);
+    tokens computed per tenant."""
     computed: Counter[str] = Counter()
     number = 0
     for step in range(num_steps):
@@ -41,7 +43,9 @@ def _saturate(run: Any, tenants: dict[str, tuple[float, int, int]], num_steps: i
     [((20, 6), (20, 6)), ((60, 2), (5, 20))],
     ids=["alike", "long prompts against long answers"],
 )
-def test_shares_are_as_the_weights(harness: Harness, a: tuple[int, int], b: tuple[int, int]) -> None:
+def test_shares_are_as_the_weights(
+    harness: Harness, a: tuple[int, int], b: tuple[int, int]
+) -> None:
     run = harness(policy="fair", num_blocks=256, max_num_seqs=16, max_num_batched_tokens=32)
     computed = _saturate(run, {"a": (3.0, *a), "b": (1.0, *b)}, 500)
     assert computed["a"] / computed["b"] == pytest.approx(3.0, rel=0.05)
@@ -54,7 +58,9 @@ def test_first_come_first_served_would_not_share(harness: Harness) -> None:
 
 
 def test_a_short_request_among_many_long_ones_is_served_within_two_steps(harness: Harness) -> None:
-    run = harness(policy="fair", num_blocks=512, max_num_seqs=8, max_num_batched_tokens=32, max_model_len=256)
+    run = harness(
+        policy="fair", num_blocks=512, max_num_seqs=8, max_num_batched_tokens=32, max_model_len=256
+    )
     for number in range(200):
         run.add(f"long{number}", 100, 100, tenant="crowd")
     for _ in range(60):
@@ -90,7 +96,9 @@ def test_a_more_urgent_class_goes_first_whatever_was_served(harness: Harness) ->
 def test_absent_tenants_are_forgotten_in_the_end() -> None:
     queue = FairQueue()
     for number in range(MAX_ABSENT_TENANTS + 50):
-        request = Request(RequestSpec(prompt_token_ids=(1,), tenant=str(number)), SamplingStrategy())
+        request = Request(
+            RequestSpec(prompt_token_ids=(1,), tenant=str(number)), SamplingStrategy()
+        )
         queue.arrived(request)
         queue.accounts[request.tenant].served = number
         queue.departed(request)

@@ -1,4 +1,5 @@
-"""Waiting for grammars: nobody runs before its form is ready, nobody else waits, and nobody waits for ever."""
+"""Waiting for grammars: nobody runs before its form is ready, nobody else waits,
+and nobody waits for ever."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ Spoil = Callable[[StepPlan, StepResult], StepResult]
 
 
 class Silent:
-    """A companion that takes orders and answers none: what becomes of grammars is each test's to say."""
+    """A companion that takes orders and answers none:
+    what becomes of grammars is each test's to say."""
 
     name = GRAMMARS
 
@@ -92,7 +94,10 @@ def test_a_grammar_that_cannot_be_compiled_ends_who_waits_for_it(run: Any) -> No
     run.step(verdicts())
     run.step(verdicts(GrammarVerdict(WORD, "no good"), GrammarVerdict(NUMBER)))
     assert all("no good" in _error(request) for request in bad)
-    assert {each.sequence.request.request_id for each in run.progress if each.token_id is None} == {"a", "b"}
+    assert {each.sequence.request.request_id for each in run.progress if each.token_id is None} == {
+        "a",
+        "b",
+    }
     run.run()
     run.check(good)
     again = run.add("d", 5, sampling=formed(WORD))

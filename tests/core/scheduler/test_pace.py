@@ -1,4 +1,5 @@
-"""Steps bounded by time: running streams go on beside long prompts, short prompts beside long ones, and no prompt starves."""
+"""Steps bounded by time: running streams go on beside long prompts,
+short prompts beside long ones, and no prompt starves."""
 
 from __future__ import annotations
 
@@ -23,13 +24,16 @@ def _tokens(plan: StepPlan, row: int) -> int:
     return sum(work.num_tokens for work in plan.work if work.row == row)
 
 
-def test_a_long_prompt_takes_what_the_target_leaves_beside_a_stream(harness: Callable[..., Any]) -> None:
+def test_a_long_prompt_takes_what_the_target_leaves_beside_a_stream(
+    harness: Callable[..., Any],
+) -> None:
     h = harness(max_num_batched_tokens=128, max_model_len=256, num_blocks=128, pace=_pace(0.050))
     stream = h.add("stream", 8, max_tokens=60)
     h.step()
     long = h.add("long", 200)
     plans = [h.step() for _ in range(4)]
-    # There are 50 ms for all: 2 for the step, 1 for the stream, and 44 tokens of the prompt, a multiple of 4.
+    # There are 50 ms for all: 2 for the step, 1 for the stream, and 44 tokens of the prompt, a
+    # multiple of 4.
     assert [plan.num_tokens - 1 for plan in plans] == [44, 44, 44, 44]
     assert all(h.scheduler.pace.model.seconds(work_of(plan.work)) <= 0.050 for plan in plans)
     h.run()
@@ -70,13 +74,19 @@ def test_decodes_that_take_the_whole_target_leave_prompts_a_quarter() -> None:
 
 def test_steps_are_not_so_short_that_they_only_read_weights() -> None:
     costs, decodes = _COSTS._replace(step_s=0.005), [RowWork(0, 5, 1, ONE_SAMPLE)]
-    assert _pace(0.020, costs).prompt_s(decodes, 0) == pytest.approx(0.030), "one and a half targets at most"
+    assert _pace(0.020, costs).prompt_s(decodes, 0) == pytest.approx(0.030), (
+        "one and a half targets at most"
+    )
     assert _pace(0.040, costs).prompt_s(decodes, 0) == pytest.approx(0.040), "eight times 5 ms"
     costs = costs._replace(context_s=1e-5)
-    assert _pace(0.040, costs).prompt_s(decodes, 0, context_len=100) == pytest.approx(0.048), "and of 1 ms of keys and values"
+    assert _pace(0.040, costs).prompt_s(decodes, 0, context_len=100) == pytest.approx(0.048), (
+        "and of 1 ms of keys and values"
+    )
 
 
-def test_every_step_brings_a_prompt_forward_however_slow_the_machine(harness: Callable[..., Any]) -> None:
+def test_every_step_brings_a_prompt_forward_however_slow_the_machine(
+    harness: Callable[..., Any],
+) -> None:
     h = harness(pace=_pace(0.001, UnitCosts(1.0, 1.0, 1.0, 1.0, 1.0, 1.0)))
     request = h.add("prompt", 30)
     assert h.step().num_tokens == 4
@@ -113,7 +123,9 @@ def test_short_prompts_leave_a_long_one_half_of_each_step(harness: Callable[...,
     h.run()
 
 
-def test_with_one_partial_prefill_prompts_are_served_strictly_in_order(harness: Callable[..., Any]) -> None:
+def test_with_one_partial_prefill_prompts_are_served_strictly_in_order(
+    harness: Callable[..., Any],
+) -> None:
     h = harness(max_num_batched_tokens=32, max_num_partial_prefills=1)
     h.add("long", 100)
     h.add("short", 10)
@@ -128,7 +140,9 @@ def test_long_prompts_share_a_step_where_they_may(harness: Callable[..., Any]) -
 
 
 def test_a_threshold_says_which_prompts_are_long(harness: Callable[..., Any]) -> None:
-    h = harness(max_num_batched_tokens=32, max_num_partial_prefills=2, long_prefill_token_threshold=5)
+    h = harness(
+        max_num_batched_tokens=32, max_num_partial_prefills=2, long_prefill_token_threshold=5
+    )
     h.add("a", 100)
     h.add("b", 10)
     assert [work.num_tokens for work in h.step().work] == [32]
@@ -155,7 +169,9 @@ def test_durations_are_predicted_measured_and_counted(harness: Callable[..., Any
     h.add("a", 10, max_tokens=3)
     h.run()
     stats = h.scheduler.stats
-    assert sum(stats.num_steps_by_duration) == stats.num_steps == h.scheduler.pace.model.num_observed
+    assert (
+        sum(stats.num_steps_by_duration) == stats.num_steps == h.scheduler.pace.model.num_observed
+    )
     assert stats.predicted_s == pytest.approx(stats.measured_s) and stats.predicted_s > 0.0
 
 

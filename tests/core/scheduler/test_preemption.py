@@ -12,14 +12,21 @@ Harness = Any
 def _running(harness: Harness, *lengths: int, **changes: Any) -> Any:
     run = harness(policy="priority", **changes)
     for number, length in enumerate(lengths):
-        run.add(f"r{number}", length, max_tokens=20, priority=changes.get("priorities", {}).get(number, 0))
+        run.add(
+            f"r{number}",
+            length,
+            max_tokens=20,
+            priority=changes.get("priorities", {}).get(number, 0),
+        )
     run.step()
     run.step()
     return run
 
 
 def _choose(run: Any) -> Any:
-    return choose_victim(run.scheduler.running, None, run.scheduler.manager.pool, run.limits.block_size)
+    return choose_victim(
+        run.scheduler.running, None, run.scheduler.manager.pool, run.limits.block_size
+    )
 
 
 def test_the_cheapest_goes_and_the_youngest_among_equals(harness: Harness) -> None:
@@ -52,5 +59,7 @@ def test_shared_blocks_are_neither_freed_nor_computed_again(harness: Harness) ->
     pool, sequence = run.scheduler.manager.pool, run.scheduler.running[0]
     preemption = assess(sequence, run.scheduler.running[1], pool, 4)
     assert preemption.num_freed_blocks == 1 and preemption.num_recomputed_tokens == 4
-    assert preemption.reason() == ("preempted a (1 blocks freed, at most 4 tokens to compute again): a#1 needs memory")
+    assert preemption.reason() == (
+        "preempted a (1 blocks freed, at most 4 tokens to compute again): a#1 needs memory"
+    )
     assert "nothing else could run" in assess(sequence, None, pool, 4).reason()

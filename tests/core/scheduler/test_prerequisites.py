@@ -1,4 +1,5 @@
-"""Features that a scheduler does not know: what sequences lack is ordered, waited for aside from the queue, and has an end."""
+"""Features that a scheduler does not know: what sequences lack is ordered,
+waited for aside from the queue, and has an end."""
 
 from __future__ import annotations
 
@@ -71,7 +72,10 @@ class Fetcher:
         self._done: list[Fetched] = []
 
     def begin(self, plan: StepPlan) -> None:
-        self._done = [Fetched(tenant, "no such tenant" if tenant == "nobody" else None) for tenant in self._todo]
+        self._done = [
+            Fetched(tenant, "no such tenant" if tenant == "nobody" else None)
+            for tenant in self._todo
+        ]
         self._todo = [tenant for (tenant,) in plan.orders.get(self.name, ())]
 
     def take_news(self, wait_s: float) -> tuple[Record, ...]:
@@ -85,13 +89,22 @@ class Fetcher:
 @pytest.fixture
 def run(harness: Any) -> Any:
     names = ("keys", "files")
-    return harness(prerequisites=[TenantData(name) for name in names], companions=[Fetcher(name) for name in names])
+    return harness(
+        prerequisites=[TenantData(name) for name in names],
+        companions=[Fetcher(name) for name in names],
+    )
 
 
 def test_a_sequence_runs_once_every_prerequisite_is_there(run: Any) -> None:
     first, second = run.add("a", 5, tenant="acme"), run.add("b", 5, tenant="acme")
     plans = [run.step() for _ in range(5)]
-    assert [plan.orders for plan in plans] == [{"keys": (("acme",),)}, {}, {"files": (("acme",),)}, {}, {}]
+    assert [plan.orders for plan in plans] == [
+        {"keys": (("acme",),)},
+        {},
+        {"files": (("acme",),)},
+        {},
+        {},
+    ]
     assert [len(plan.new_rows) for plan in plans] == [0, 0, 0, 0, 2]
     run.run()
     run.check(first)

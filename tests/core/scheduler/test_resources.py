@@ -65,7 +65,9 @@ def test_prompt_scores_come_with_the_blocks(harness: Harness) -> None:
         run.run()
     for request in requests:
         run.check(request)
-    assert requests[-1].metrics.num_prefix_hit_tokens == 11, "three blocks, less the token that scores the next one"
+    assert requests[-1].metrics.num_prefix_hit_tokens == 11, (
+        "three blocks, less the token that scores the next one"
+    )
 
 
 def test_scores_of_another_kind_are_not_reused(harness: Harness) -> None:
@@ -79,7 +81,9 @@ def test_scores_of_another_kind_are_not_reused(harness: Harness) -> None:
         run.check(request)
 
 
-def test_a_prompt_that_is_scored_computes_even_a_cached_prefix_without_scores(harness: Harness) -> None:
+def test_a_prompt_that_is_scored_computes_even_a_cached_prefix_without_scores(
+    harness: Harness,
+) -> None:
     run = harness()
     run.add("plain", range(12))
     run.run()
@@ -90,7 +94,9 @@ def test_a_prompt_that_is_scored_computes_even_a_cached_prefix_without_scores(ha
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4])
-def test_scores_survive_preemption_beside_a_prompt_that_parts_ways(harness: Harness, block_size: int) -> None:
+def test_scores_survive_preemption_beside_a_prompt_that_parts_ways(
+    harness: Harness, block_size: int
+) -> None:
     """The other prompt's blocks carry scores of tokens that this one does not have."""
     for steps in range(1, 8):
         run = harness(block_size=block_size, max_num_batched_tokens=3, max_num_seqs=3)
@@ -126,7 +132,8 @@ def test_an_answer_that_equals_a_scored_prompt_is_not_scored(harness: Harness) -
 
 
 def test_scores_that_are_gone_from_the_first_block_leave_no_hole(harness: Harness) -> None:
-    """The second block still has them, and the request itself those of the first, since it was preempted in between."""
+    """The second block still has them, and the request itself those of the first,
+    since it was preempted in between."""
     run = harness(block_size=4, max_num_batched_tokens=6, max_num_seqs=2)
     prompt = list(range(12))
     run.add("kind2", prompt, sampling=_scored(2))

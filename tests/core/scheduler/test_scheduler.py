@@ -1,4 +1,5 @@
-"""What the scheduler promises: order, budget, sharing, refusal, preemption, and failures that stay with one request."""
+"""What the scheduler promises: order, budget, sharing, refusal, preemption,
+and failures that stay with one request."""
 
 from __future__ import annotations
 
@@ -22,16 +23,21 @@ def _rows(harness: Any, plan: Any) -> list[tuple[str, int, int]]:
     return [(names.get(work.row, "?"), work.start, work.num_tokens) for work in plan.work]
 
 
-# -- chunks and budget -----------------------------------------------------------------------------------------------
+# -- chunks and budget
+# -----------------------------------------------------------------------------------------------
 
 
 def test_a_long_prompt_is_computed_in_chunks_of_the_budget(harness: Harness) -> None:
     run = harness(max_num_batched_tokens=10, max_num_seqs=4)
     request = run.add("a", 25, max_tokens=3)
     plans = [run.step() for _ in range(3)]
-    assert [(plan.work[0].start, plan.work[0].num_tokens, plan.work[0].num_samples) for plan in plans] == [
-        (0, 10, 0), (10, 10, 0), (20, 5, 1),
-    ]  # fmt: skip
+    assert [
+        (plan.work[0].start, plan.work[0].num_tokens, plan.work[0].num_samples) for plan in plans
+    ] == [
+        (0, 10, 0),
+        (10, 10, 0),
+        (20, 5, 1),
+    ]
     run.run()
     run.check(request)
     assert request.metrics.num_prefill_chunks == 3
@@ -59,7 +65,9 @@ def test_without_chunked_prefill_a_prompt_is_computed_whole(harness: Harness) ->
         run.check(request)
 
 
-def test_a_prompt_of_one_token_gets_work_once_per_step_without_chunked_prefill(harness: Harness) -> None:
+def test_a_prompt_of_one_token_gets_work_once_per_step_without_chunked_prefill(
+    harness: Harness,
+) -> None:
     run = harness(max_num_batched_tokens=40, max_model_len=40, enable_chunked_prefill=False)
     request = run.add("a", 1)
     assert len(run.step().work) == 1
@@ -70,13 +78,17 @@ def test_a_prompt_of_one_token_gets_work_once_per_step_without_chunked_prefill(h
 @pytest.mark.parametrize("budget", [1, 2, 3, 5, 8, 13, 64])
 def test_answers_do_not_depend_on_the_budget(harness: Harness, budget: int) -> None:
     run = harness(max_num_batched_tokens=budget, max_num_seqs=min(budget, 4))
-    requests = [run.add(name, length, max_tokens=6) for name, length in (("a", 17), ("b", 1), ("c", 8), ("d", 9))]
+    requests = [
+        run.add(name, length, max_tokens=6)
+        for name, length in (("a", 17), ("b", 1), ("c", 8), ("d", 9))
+    ]
     run.run()
     for request in requests:
         run.check(request)
 
 
-# -- order -------------------------------------------------------------------------------------------------------------
+# -- order
+# --------------------------------------------------------------------------------------------------
 
 
 def test_first_come_first_served_whatever_the_priority(harness: Harness) -> None:
@@ -126,13 +138,17 @@ def test_rows_bound_how_many_run(harness: Harness) -> None:
     run.run()
 
 
-# -- the door ----------------------------------------------------------------------------------------------------------
+# -- the door
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_request_that_never_fits_the_pool_is_refused_with_the_numbers(harness: Harness) -> None:
     run = harness(num_blocks=5, block_size=4, max_model_len=100)
     neighbour = run.add("ok", 10, max_tokens=11)  # 20 slots: the last token needs none
-    with pytest.raises(PromptTooLongError, match=r"10 tokens and up to 12 new ones need 6 KV blocks of 4.* pool has 5"):
+    with pytest.raises(
+        PromptTooLongError,
+        match=r"10 tokens and up to 12 new ones need 6 KV blocks of 4.* pool has 5",
+    ):
         run.add("big", 10, max_tokens=12)
     run.run()
     run.check(neighbour)
@@ -160,7 +176,8 @@ def test_empty_prompts_and_ids_in_use_are_refused(harness: Harness) -> None:
     run.run()
 
 
-# -- sharing -----------------------------------------------------------------------------------------------------------
+# -- sharing
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_second_request_with_the_same_prefix_computes_only_the_rest(harness: Harness) -> None:
@@ -182,21 +199,29 @@ def test_prompts_of_equal_tokens_share_only_what_has_the_same_content(harness: H
     text, padding = list(range(6)), [3] * 6
 
     def add(name: str, content: list[int]) -> Request:
-        request: Request = run.add(name, [*text, *padding, *text], content_ids=(*text, *content, *text))
+        request: Request = run.add(
+            name, [*text, *padding, *text], content_ids=(*text, *content, *text)
+        )
         run.run()
         run.check(request)
         return request
 
     add("a", image)
     assert add("the same", image).metrics.num_prefix_hit_tokens == 17
-    assert add("another", other).metrics.num_prefix_hit_tokens == 11, "up to where the contents differ"
+    assert add("another", other).metrics.num_prefix_hit_tokens == 11, (
+        "up to where the contents differ"
+    )
     plain = run.add("plain", [*text, *padding, *text])
-    first = run.add("further", [*text, *padding, *text, 20, 21], content_ids=(*text, *image, *text, 20, 21))
+    first = run.add(
+        "further", [*text, *padding, *text, 20, 21], content_ids=(*text, *image, *text, 20, 21)
+    )
     run.run()
     assert plain.metrics.num_prefix_hit_tokens == 6 and first.metrics.num_prefix_hit_tokens >= 18
 
 
-def test_hits_are_counted_to_the_token_and_the_last_token_is_always_computed(harness: Harness) -> None:
+def test_hits_are_counted_to_the_token_and_the_last_token_is_always_computed(
+    harness: Harness,
+) -> None:
     run = harness()
     prompt = list(range(14))
     run.add("a", prompt)
@@ -217,7 +242,10 @@ def test_a_request_waits_for_a_prefix_that_another_is_computing(harness: Harness
     plan = run.step()
     assert _rows(run, plan) == [("a", 0, 10)]
     plan = run.step()
-    assert second.sequences[0].waits_for == "waits for a shared prefix that another request is computing"
+    assert (
+        second.sequences[0].waits_for
+        == "waits for a shared prefix that another request is computing"
+    )
     assert _rows(run, plan) == [("a", 10, 7), ("c", 0, 3)], "the others do not wait with it"
     run.run()
     assert second.metrics.num_prefix_hit_tokens == 16
@@ -227,7 +255,9 @@ def test_a_request_waits_for_a_prefix_that_another_is_computing(harness: Harness
 
 
 @pytest.mark.parametrize("ending", ["abort", "fail", "preempt"])
-def test_whoever_waits_for_a_prefix_takes_over_when_its_owner_stops(harness: Harness, ending: str) -> None:
+def test_whoever_waits_for_a_prefix_takes_over_when_its_owner_stops(
+    harness: Harness, ending: str
+) -> None:
     run = harness(max_num_batched_tokens=8)
     prefix = list(range(40))
     run.add("a", prefix)
@@ -271,14 +301,21 @@ def test_namespaces_do_not_share(harness: Harness) -> None:
 def test_parallel_samples_share_the_prompts_blocks(harness: Harness) -> None:
     def peak(num_sequences: int, copies: int) -> int:
         run = harness(
-            num_blocks=2000, block_size=16, max_num_seqs=64, max_num_batched_tokens=4096, max_model_len=400,
+            num_blocks=2000, block_size=16, max_num_seqs=64, max_num_batched_tokens=4096,
+            max_model_len=400,
             enable_prefix_caching=False,
         )  # fmt: skip
         requests = [
-            run.add(f"p{prompt}.{copy}", [prompt, *range(255)], max_tokens=64, num_sequences=num_sequences,
-                    sampling=RowSampling(seed=prompt))
-            for prompt in range(8) for copy in range(copies)
-        ]  # fmt: skip
+            run.add(
+                f"p{prompt}.{copy}",
+                [prompt, *range(255)],
+                max_tokens=64,
+                num_sequences=num_sequences,
+                sampling=RowSampling(seed=prompt),
+            )
+            for prompt in range(8)
+            for copy in range(copies)
+        ]
         run.run()
         if num_sequences > 1:
             run.check(requests[0])
@@ -311,7 +348,8 @@ def test_forks_without_a_free_row_wait_and_find_the_prompt_in_the_cache(harness:
     assert len(request.sequences) == 5
 
 
-# -- preemption --------------------------------------------------------------------------------------------------------
+# -- preemption
+# --------------------------------------------------------------------------------------------------
 
 
 def test_growth_beyond_the_pool_preempts_the_youngest_and_loses_nothing(harness: Harness) -> None:
@@ -319,7 +357,9 @@ def test_growth_beyond_the_pool_preempts_the_youngest_and_loses_nothing(harness:
     requests = [run.add(name, 6, max_tokens=20) for name in ("a", "b", "c")]
     run.run()
     assert run.scheduler.stats.num_preemptions > 0
-    assert requests[0].metrics.num_preemptions == 0, "the oldest is never preempted for a younger one"
+    assert requests[0].metrics.num_preemptions == 0, (
+        "the oldest is never preempted for a younger one"
+    )
     for request in requests:
         run.check(request)
 
@@ -327,13 +367,19 @@ def test_growth_beyond_the_pool_preempts_the_youngest_and_loses_nothing(harness:
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("position", range(1, 9))
 @pytest.mark.parametrize("times", [1, 3])
-def test_preemption_at_any_token_changes_nothing(harness: Harness, caching: bool, position: int, times: int) -> None:
+def test_preemption_at_any_token_changes_nothing(
+    harness: Harness, caching: bool, position: int, times: int
+) -> None:
     sampling = RowSampling(temperature=1.0, seed=3, num_logprobs=2, num_prompt_logprobs=1)
     run = harness(enable_prefix_caching=caching, max_num_batched_tokens=16)
     request = run.add("a", 7, max_tokens=9, num_sequences=2, sampling=sampling)
     run.add("b", 11, max_tokens=12)
     while run.scheduler.has_work:
-        for sequence in [s for s in run.scheduler.running if s.request is request and s.num_output_tokens == position]:
+        for sequence in [
+            s
+            for s in run.scheduler.running
+            if s.request is request and s.num_output_tokens == position
+        ]:
             if request.metrics.num_preemptions < times * 2:
                 force_preemption(run.scheduler, sequence)
         run.step()
@@ -341,7 +387,9 @@ def test_preemption_at_any_token_changes_nothing(harness: Harness, caching: bool
     run.check(request)
 
 
-def test_nobody_is_preempted_twice_without_a_token_in_between(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_is_preempted_twice_without_a_token_in_between(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = harness(num_blocks=6, block_size=2, max_num_batched_tokens=8)
     requests = [run.add(f"r{number}", 3, max_tokens=9) for number in range(5)]
     lengths: dict[Any, int] = {}
@@ -360,7 +408,8 @@ def test_nobody_is_preempted_twice_without_a_token_in_between(harness: Harness, 
         run.check(request)
 
 
-# -- endings -----------------------------------------------------------------------------------------------------------
+# -- endings
+# --------------------------------------------------------------------------------------------------
 
 
 def test_stop_tokens_count_only_after_min_tokens(harness: Harness) -> None:
@@ -376,12 +425,20 @@ def test_stop_tokens_count_only_after_min_tokens(harness: Harness) -> None:
         run.check(request)
         sequence = request.sequences[0]
         if sequence.finish_reason is FinishReason.STOP:
-            assert sequence.stop_reason == STOP_TOKEN and sequence.num_output_tokens > request.sampling.min_tokens
-    assert {request.sequences[0].finish_reason for request in requests} == {FinishReason.STOP, FinishReason.LENGTH}
+            assert (
+                sequence.stop_reason == STOP_TOKEN
+                and sequence.num_output_tokens > request.sampling.min_tokens
+            )
+    assert {request.sequences[0].finish_reason for request in requests} == {
+        FinishReason.STOP,
+        FinishReason.LENGTH,
+    }
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
-def test_an_abort_frees_everything_at_once_wherever_the_request_is(harness: Harness, steps: int) -> None:
+def test_an_abort_frees_everything_at_once_wherever_the_request_is(
+    harness: Harness, steps: int
+) -> None:
     run = harness(max_num_batched_tokens=8, max_num_seqs=2)
     request = run.add("a", 20, max_tokens=8, num_sequences=3)
     other = run.add("b", 5)
@@ -410,7 +467,9 @@ def test_an_abort_while_the_step_runs_is_honoured(harness: Harness) -> None:
     run.check(late)
 
 
-def test_a_failing_row_ends_its_request_alone_and_leaves_nothing_in_the_cache(harness: Harness) -> None:
+def test_a_failing_row_ends_its_request_alone_and_leaves_nothing_in_the_cache(
+    harness: Harness,
+) -> None:
     run = harness()
     prompt = [7] * 9
     bad = run.add("bad", prompt)
@@ -433,7 +492,9 @@ def test_one_failing_sample_ends_its_siblings_too(harness: Harness) -> None:
     request = run.add("a", 6, max_tokens=9, num_sequences=3)
     run.step()
     run.step(run.fail_row("a#1"))
-    assert request.is_finished and {s.finish_reason for s in request.sequences} == {FinishReason.ERROR}
+    assert request.is_finished and {s.finish_reason for s in request.sequences} == {
+        FinishReason.ERROR
+    }
     assert not run.scheduler.has_work
 
 
@@ -455,11 +516,14 @@ def test_the_times_of_a_request_are_in_order(harness: Harness) -> None:
     assert metrics.last_token_s == metrics.finished_s == 5.0
 
 
-# -- caches do not change answers --------------------------------------------------------------------------------------
+# -- caches do not change answers
+# --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 7, 8, 9, 12])
-def test_cold_warm_partly_evicted_and_disabled_caches_give_the_same(harness: Harness, length: int) -> None:
+def test_cold_warm_partly_evicted_and_disabled_caches_give_the_same(
+    harness: Harness, length: int
+) -> None:
     sampling = RowSampling(temperature=1.0, seed=5, num_logprobs=3, num_prompt_logprobs=2)
     prompt = list(range(length))
     run = harness(num_blocks=10)
@@ -495,7 +559,8 @@ def test_resetting_the_cache_makes_the_next_prompt_cold(harness: Harness) -> Non
     assert request.metrics.num_prefix_hit_tokens == 0
 
 
-# -- cost ----------------------------------------------------------------------------------------------------------------
+# -- cost
+# --------------------------------------------------------------------------------------------------
 
 
 def _num_calls(run: Any) -> int:
@@ -536,13 +601,20 @@ def test_a_step_costs_what_it_schedules_and_not_what_waits(harness: Harness) -> 
     assert costs[1] <= costs[0] + 5, f"{costs[0]} calls with 10 waiting, {costs[1]} with 10,000"
 
 
-def test_a_request_that_did_not_fit_comes_in_once_its_prefix_is_there_to_share(harness: Harness) -> None:
+def test_a_request_that_did_not_fit_comes_in_once_its_prefix_is_there_to_share(
+    harness: Harness,
+) -> None:
     run = harness(num_blocks=10, block_size=4)
-    first, second = run.add("a", range(28), max_tokens=6), run.add("b", [*range(24), 9, 9], max_tokens=4)
+    first, second = (
+        run.add("a", range(28), max_tokens=6),
+        run.add("b", [*range(24), 9, 9], max_tokens=4),
+    )
     run.step()
     assert "blocks" in (second.sequences[0].waits_for or "")
     run.step()
-    assert second.sequences[0].status is SequenceStatus.RUNNING, "the prefix of six blocks is shared now"
+    assert second.sequences[0].status is SequenceStatus.RUNNING, (
+        "the prefix of six blocks is shared now"
+    )
     run.run()
     run.check(first)
     run.check(second)
@@ -551,15 +623,27 @@ def test_a_request_that_did_not_fit_comes_in_once_its_prefix_is_there_to_share(h
 def test_a_blocked_long_prompt_is_not_matched_again_in_every_step(harness: Harness) -> None:
     costs = []
     for length in (100, 3_000):
-        run = harness(num_blocks=800, block_size=4, max_num_seqs=4, max_num_batched_tokens=4096, max_model_len=4000)
+        run = harness(
+            num_blocks=800,
+            block_size=4,
+            max_num_seqs=4,
+            max_num_batched_tokens=4096,
+            max_model_len=4000,
+        )
         run.add("cached", length, max_tokens=2)
         run.run()
         run.add("big", [5] * 2500, max_tokens=600)
         run.step()
-        run.add("blocked", [1000 + sum(map(ord, "cached")), *range(1, length), *([3] * (3100 - length))], max_tokens=4)
+        run.add(
+            "blocked",
+            [1000 + sum(map(ord, "cached")), *range(1, length), *([3] * (3100 - length))],
+            max_tokens=4,
+        )
         run.step()
         costs.append(max(_num_calls(run) for _ in range(9)))
-    assert costs[1] < 2 * costs[0], f"{costs[0]} calls behind 100 cached tokens, {costs[1]} behind 3,000"
+    assert costs[1] < 2 * costs[0], (
+        f"{costs[0]} calls behind 100 cached tokens, {costs[1]} behind 3,000"
+    )
 
 
 def test_aborted_requests_do_not_pile_up_behind_a_long_queue(harness: Harness) -> None:

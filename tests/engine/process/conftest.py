@@ -27,7 +27,12 @@ def make_client(tiny_config: Path) -> MakeClient:
 
     @asynccontextmanager
     async def make(**watch: Any) -> AsyncIterator[Client]:
-        options: dict[str, Any] = {"load_format": "dummy", "kv_cache_memory": "2MiB", "num_threads": 1, "max_num_seqs": 64}
+        options: dict[str, Any] = {
+            "load_format": "dummy",
+            "kv_cache_memory": "2MiB",
+            "num_threads": 1,
+            "max_num_seqs": 64,
+        }
         prepared = prepare_model(EngineConfig(model=str(tiny_config), **options), is_for_here=False)
         client = Client(prepared, supervised(prepared, WatchConfig(**watch), command=NULL_ENGINE))
         client.link.start()

@@ -117,11 +117,14 @@ def test_the_end_is_told_after_the_last_message(pair: Pair) -> None:
 
 
 def test_an_engine_ends_itself_on_nonsense_and_when_its_server_goes(tmp_path: Path) -> None:
-    """Pickled bytes, and the end of the connection, both end the process: it keeps no connection that it cannot trust."""
+    """Pickled bytes, and the end of the connection, both end the process:
+    it keeps no connection that it cannot trust."""
     for data in (pickle.dumps(print), b""):
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-c", _ENGINE, str(theirs.fileno())]
-        with subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.DEVNULL) as process:
+        with subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stderr=subprocess.DEVNULL
+        ) as process:
             theirs.close()
             ours.sendall(data)
             if not data:
@@ -132,4 +135,7 @@ def test_an_engine_ends_itself_on_nonsense_and_when_its_server_goes(tmp_path: Pa
         ours.close()
 
 
-_ENGINE = "import os, sys; from quire.engine.process.host import main; sys.exit(main(int(sys.argv[1]), os.getppid()))"
+_ENGINE = (
+    "import os, sys; from quire.engine.process.host import main; sys.exit(main(int(sys.argv[1]), "
+    "os.getppid()))"
+)

@@ -1,4 +1,5 @@
-"""Requests in an engine process: they outlive it, the guilty ones end alone, and nobody waits for ever."""
+"""Requests in an engine process: they outlive it, the guilty ones end alone,
+and nobody waits for ever."""
 
 from __future__ import annotations
 
@@ -40,14 +41,22 @@ Request = tuple[str, list[int], SamplingParams]
 
 def _request(name: str, first: int = 3, *, prompt_len: int = 20, **params: Any) -> Request:
     rng = random.Random(f"prompt {name.split('/')[0]}")
-    options = {"max_tokens": 40, "ignore_eos": True, "output_kind": RequestOutputKind.DELTA, "seed": len(name), **params}
+    options = {
+        "max_tokens": 40,
+        "ignore_eos": True,
+        "output_kind": RequestOutputKind.DELTA,
+        "seed": len(name),
+        **params,
+    }
     prompt = [first, *(rng.randrange(9, 250) for _ in range(prompt_len - 1))]
     return name, prompt, SamplingParams(**options)
 
 
 async def _generate(client: Client, request: Request) -> Stream:
     name, prompt, params = request
-    return await client.generate(client.prepare(name, ParsedPrompt(None, prompt), client.digest(params)))
+    return await client.generate(
+        client.prepare(name, ParsedPrompt(None, prompt), client.digest(params))
+    )
 
 
 async def _answer(client: Client, request: Request) -> Answer:
@@ -89,7 +98,9 @@ def _state(client: Client) -> EngineState:
     return client.status().state
 
 
-def test_requests_are_taken_while_the_engine_loads_and_refused_when_they_never_fit(make_client: MakeClient) -> None:
+def test_requests_are_taken_while_the_engine_loads_and_refused_when_they_never_fit(
+    make_client: MakeClient,
+) -> None:
     async def scenario() -> None:
         async with make_client() as client:
             assert _state(client) == "loading"
@@ -104,27 +115,39 @@ def test_requests_are_taken_while_the_engine_loads_and_refused_when_they_never_f
     _run(scenario)
 
 
-def test_streams_survive_kills_at_random_moments_with_the_same_tokens(make_client: MakeClient) -> None:
-    """32 streams, the engine killed again and again: no token lost, doubled or changed. QUIRE_TEST_KILLS asks for more."""
+def test_streams_survive_kills_at_random_moments_with_the_same_tokens(
+    make_client: MakeClient,
+) -> None:
+    """32 streams, the engine killed again and again: no token lost, doubled or changed.
+    QUIRE_TEST_KILLS asks for more."""
     num_kills = int(os.environ.get("QUIRE_TEST_KILLS", "3"))
     rng = random.Random(11)
     kinds: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"n": 3}, {"logprobs": 2}]
 
     def requests(round_: str) -> list[Request]:
-        return [_request(f"r{i}/{round_}", max_tokens=200, **{"seed": i, **kinds[i % 4]}) for i in range(32)]
+        return [
+            _request(f"r{i}/{round_}", max_tokens=200, **{"seed": i, **kinds[i % 4]})
+            for i in range(32)
+        ]
 
     async def scenario() -> None:
         async with make_client() as client:
-            undisturbed = await asyncio.gather(*(_answer(client, each) for each in requests("calm")))
+            undisturbed = await asyncio.gather(
+                *(_answer(client, each) for each in requests("calm"))
+            )
             num_done = 0
             while num_done < num_kills:
-                streams = [asyncio.create_task(_answer(client, each)) for each in requests(str(num_done))]
+                streams = [
+                    asyncio.create_task(_answer(client, each)) for each in requests(str(num_done))
+                ]
                 while num_done < num_kills and not all(stream.done() for stream in streams):
                     await asyncio.sleep(rng.uniform(0.0, 0.4))
                     if client.status().is_ready and client.status().num_requests:
                         os.kill(_pid(client), signal.SIGKILL)
                         num_done += 1
-                        await _until(lambda: not client.status().is_ready or not client.status().num_requests)
+                        await _until(
+                            lambda: not client.status().is_ready or not client.status().num_requests
+                        )
                 assert await asyncio.gather(*streams) == undisturbed
             await _until(lambda: client.status().num_restarts == num_kills)
 
@@ -156,7 +179,9 @@ def test_a_frozen_engine_is_not_ready_and_is_replaced(make_client: MakeClient) -
             outputs = [await anext(stream)]
             frozen = _pid(client)
             os.kill(frozen, signal.SIGSTOP)
-            await _until(lambda: not client.status().is_ready or client.status().engine_pid != frozen)
+            await _until(
+                lambda: not client.status().is_ready or client.status().engine_pid != frozen
+            )
             outputs += [output async for output in stream]
             assert _joined(outputs).token_ids == undisturbed.token_ids
             await _until(lambda: client.status().is_ready and _pid(client) != frozen)
@@ -166,7 +191,9 @@ def test_a_frozen_engine_is_not_ready_and_is_replaced(make_client: MakeClient) -
     _run(scenario)
 
 
-def test_a_step_that_never_ends_is_no_progress_though_the_process_lives(make_client: MakeClient) -> None:
+def test_a_step_that_never_ends_is_no_progress_though_the_process_lives(
+    make_client: MakeClient,
+) -> None:
     async def scenario() -> None:
         async with make_client(step_timeout_s=0.6) as client:
             endless = asyncio.create_task(_answer(client, _request("endless", ENDLESS_TOKEN)))
@@ -190,9 +217,14 @@ def test_an_idle_engine_is_never_lost(make_client: MakeClient) -> None:
 def test_a_poisonous_request_fails_alone(make_client: MakeClient) -> None:
     async def scenario() -> None:
         async with make_client() as client:
-            calm = [await _answer(client, _request(f"r{place}", max_tokens=300)) for place in range(6)]
+            calm = [
+                await _answer(client, _request(f"r{place}", max_tokens=300)) for place in range(6)
+            ]
             streams = [
-                asyncio.create_task(_answer(client, _request(f"r{place}/x", max_tokens=300, seed=2))) for place in range(6)
+                asyncio.create_task(
+                    _answer(client, _request(f"r{place}/x", max_tokens=300, seed=2))
+                )
+                for place in range(6)
             ]
             await asyncio.sleep(0.05)
             poison = asyncio.create_task(_answer(client, _request("poison", DEADLY_TOKEN)))
@@ -203,13 +235,17 @@ def test_a_poisonous_request_fails_alone(make_client: MakeClient) -> None:
     _run(scenario)
 
 
-def test_an_engine_that_never_lives_is_given_up_and_says_so(make_client: MakeClient, tiny_config: Path) -> None:
+def test_an_engine_that_never_lives_is_given_up_and_says_so(
+    make_client: MakeClient, tiny_config: Path
+) -> None:
     from quire.config.engine import EngineConfig
     from quire.engine.builder import prepare_model
     from quire.engine.process.watch import WatchConfig
 
     async def scenario() -> None:
-        prepared = prepare_model(EngineConfig(model=str(tiny_config), load_format="dummy", kv_cache_memory="1MiB"))
+        prepared = prepare_model(
+            EngineConfig(model=str(tiny_config), load_format="dummy", kv_cache_memory="1MiB")
+        )
         watch = WatchConfig(max_restarts=2, first_pause_s=0.05)
         client = Client(prepared, supervised(prepared, watch, command=("/bin/false",)))
         client.link.start()
@@ -236,7 +272,9 @@ def test_leaving_and_aborting_free_the_engine_in_every_phase(make_client: MakeCl
             await client.abort("aborted")
             last = [output async for output in aborted][-1]
             assert last.finished and last.outputs[0].finish_reason == "abort"
-            await _until(lambda: client.status().kv_usage == 0.0 and client.status().num_running == 0)
+            await _until(
+                lambda: client.status().kv_usage == 0.0 and client.status().num_running == 0
+            )
             assert client.status().num_requests == 0
 
     _run(scenario)
@@ -292,7 +330,13 @@ def test_merging_deltas_keeps_their_order() -> None:
     from quire.engine.outputs import CompletionOutput
 
     def delta(text: str, token_id: int, *, finished: bool = False) -> RequestOutput:
-        return RequestOutput("a", None, [1], [CompletionOutput(0, text, [token_id])], finished=finished)
+        return RequestOutput(
+            "a", None, [1], [CompletionOutput(0, text, [token_id])], finished=finished
+        )
 
     merged = merge_deltas(merge_deltas(delta("a", 1), delta("b", 2)), delta("c", 3, finished=True))
-    assert (merged.outputs[0].text, merged.outputs[0].token_ids, merged.finished) == ("abc", [1, 2, 3], True)
+    assert (merged.outputs[0].text, merged.outputs[0].token_ids, merged.finished) == (
+        "abc",
+        [1, 2, 3],
+        True,
+    )

@@ -1,4 +1,5 @@
-"""A request that goes on with another engine answers what it would have answered, to the last bit."""
+"""A request that goes on with another engine answers what it would have answered,
+to the last bit."""
 
 from __future__ import annotations
 
@@ -31,18 +32,40 @@ LOOP = {"max_pattern_size": 2, "min_count": 3}
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "hot": {"seed": 3, "temperature": 2.0, "top_k": 40, "min_p": 0.01},
-    "penalties": {"seed": 4, "presence_penalty": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
+    "penalties": {
+        "seed": 4,
+        "presence_penalty": 0.7,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.3,
+    },
     "biased": {"seed": 5, "logit_bias": {5: 6.0}, "min_tokens": 9, "stop_token_ids": [5]},
     "scored": {"seed": 6, "logprobs": 3, "prompt_logprobs": 2},
     "forked": {"seed": 7, "n": 3, "logprobs": 1},
     "best": {"seed": 8, "n": 2, "best_of": 4, "stop_token_ids": [17, 33, 60]},
     "unseeded": {},
     "looping": {"seed": 4, "n": 2, "allowed_token_ids": [5, 6], "repetition_detection": LOOP},
-    "thinking": {"seed": 5, "n": 2, "thinking_token_budget": 2, "thinking_marks": ThinkingMarks("<th>", "</th>", True)},
-    "listed": {"seed": 10, "n": 2, "allowed_token_ids": [*range(5, 200)], "logit_bias": {n: 0.1 * n for n in range(9, 40)},
-               "bad_words": ["q", "Z", "the"], "min_tokens": 5, "stop_token_ids": [*range(90, 200)]},
-    "formed": {"seed": 9, "n": 2, "ignore_eos": False, "structured_outputs": {"regex": "[a-d]{4,}[0-9]{3}"}},
-}  # fmt: skip
+    "thinking": {
+        "seed": 5,
+        "n": 2,
+        "thinking_token_budget": 2,
+        "thinking_marks": ThinkingMarks("<th>", "</th>", True),
+    },
+    "listed": {
+        "seed": 10,
+        "n": 2,
+        "allowed_token_ids": [*range(5, 200)],
+        "logit_bias": {n: 0.1 * n for n in range(9, 40)},
+        "bad_words": ["q", "Z", "the"],
+        "min_tokens": 5,
+        "stop_token_ids": [*range(90, 200)],
+    },
+    "formed": {
+        "seed": 9,
+        "n": 2,
+        "ignore_eos": False,
+        "structured_outputs": {"regex": "[a-d]{4,}[0-9]{3}"},
+    },
+}
 
 
 @pytest.fixture
@@ -59,7 +82,10 @@ def make_relay(make_engine: MakeEngine, tiny_config: Path) -> MakeRelay:
         options.setdefault("num_threads", 1)
         options.setdefault("tokenizer", "quire-storyteller")
         config = EngineConfig(
-            model=str(tiny_config), load_format="dummy", kv_cache_memory="512KiB", tokenizer=options["tokenizer"]
+            model=str(tiny_config),
+            load_format="dummy",
+            kv_cache_memory="512KiB",
+            tokenizer=options["tokenizer"],
         )
         prepared = prepare_model(config)
         requests = RequestBuilder(prepared.planned.plan, prepared.tokenizer, prepared.eos_token_ids)
@@ -68,10 +94,18 @@ def make_relay(make_engine: MakeEngine, tiny_config: Path) -> MakeRelay:
     return make
 
 
-def _request(name: str, kind: str, prompt_len: int, **params: Any) -> tuple[str, list[int], SamplingParams]:
+def _request(
+    name: str, kind: str, prompt_len: int, **params: Any
+) -> tuple[str, list[int], SamplingParams]:
     rng = random.Random(f"{name} {prompt_len}")
     prompt = [rng.randrange(3, 250) for _ in range(prompt_len)]
-    options = {"max_tokens": 10, "ignore_eos": True, "output_kind": RequestOutputKind.DELTA, **KINDS[kind], **params}
+    options = {
+        "max_tokens": 10,
+        "ignore_eos": True,
+        "output_kind": RequestOutputKind.DELTA,
+        **KINDS[kind],
+        **params,
+    }
     return name, prompt, SamplingParams(**options)
 
 
@@ -82,10 +116,26 @@ def _joined(outputs: list[RequestOutput]) -> list[tuple[Any, ...]]:
     assert last.error is None
     return [
         (
-            [token for each in outputs for one in each.outputs[place : place + 1] for token in one.token_ids],
-            [record for each in outputs for one in each.outputs[place : place + 1] for record in one.logprobs or ()],
+            [
+                token
+                for each in outputs
+                for one in each.outputs[place : place + 1]
+                for token in one.token_ids
+            ],
+            [
+                record
+                for each in outputs
+                for one in each.outputs[place : place + 1]
+                for record in one.logprobs or ()
+            ],
             "".join(one.text for each in outputs for one in each.outputs[place : place + 1]),
-            (final.index, final.cumulative_logprob, final.finish_reason, final.stop_reason, last.prompt_logprobs),
+            (
+                final.index,
+                final.cumulative_logprob,
+                final.finish_reason,
+                final.stop_reason,
+                last.prompt_logprobs,
+            ),
         )
         for place, final in enumerate(last.outputs)
     ]
@@ -100,20 +150,27 @@ def _answers(relay: Relay, *, without: str = "", **run: int) -> dict[str, list[t
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"enable_prefix_caching": False, "max_num_batched_tokens": 16}], ids=["plain", "chunked"]
+    "options",
+    [{}, {"enable_prefix_caching": False, "max_num_batched_tokens": 16}],
+    ids=["plain", "chunked"],
 )
 @pytest.mark.parametrize("replace_every", [1, 2, 5])
 def test_another_engine_goes_on_where_the_last_one_was(
     make_relay: MakeRelay, options: dict[str, Any], replace_every: int
 ) -> None:
-    without = "formed" if replace_every == 1 else ""  # a grammar takes a step to be ready, and then somebody must use it
+    # a grammar takes a step to be ready, and then somebody must use it
+    without = "formed" if replace_every == 1 else ""
     undisturbed = _answers(make_relay(), without=without)
     if "max_num_batched_tokens" in options:
         replace_every += 20  # a prompt in pieces must have its time, or nobody ever gets anywhere
-    assert _answers(make_relay(**options), replace_every=replace_every, without=without) == undisturbed
+    assert (
+        _answers(make_relay(**options), replace_every=replace_every, without=without) == undisturbed
+    )
 
 
-def test_the_server_needs_of_an_engine_only_what_the_engine_alone_gives(make_relay: MakeRelay, make_engine: MakeEngine) -> None:
+def test_the_server_needs_of_an_engine_only_what_the_engine_alone_gives(
+    make_relay: MakeRelay, make_engine: MakeEngine
+) -> None:
     """Through messages or not, the outputs are the same objects in content."""
     relayed = _answers(make_relay())
     engine = make_engine(tokenizer="quire-storyteller")
@@ -128,7 +185,9 @@ def test_the_server_needs_of_an_engine_only_what_the_engine_alone_gives(make_rel
     assert relayed == {name: _joined(each) for name, each in outputs.items()}
 
 
-def test_an_aborted_request_ends_with_what_it_has_and_frees_its_engine(make_relay: MakeRelay) -> None:
+def test_an_aborted_request_ends_with_what_it_has_and_frees_its_engine(
+    make_relay: MakeRelay,
+) -> None:
     relay = make_relay()
     relay.add(*_request("a", "greedy", 20, max_tokens=100))
     for _ in range(5):
@@ -162,7 +221,9 @@ def test_late_words_about_ended_requests_are_ignored(make_relay: MakeRelay) -> N
     assert relay.journal.take(deltas) == []
 
 
-def test_an_engine_that_starts_over_ends_its_requests_with_the_reason(make_relay: MakeRelay) -> None:
+def test_an_engine_that_starts_over_ends_its_requests_with_the_reason(
+    make_relay: MakeRelay,
+) -> None:
     relay = make_relay()
     relay.add(*_request("a", "forked", 20))
     relay.step()
@@ -173,7 +234,11 @@ def test_an_engine_that_starts_over_ends_its_requests_with_the_reason(make_relay
     relay.service.loop.scheduler.schedule = fail  # type: ignore[method-assign,assignment]
     relay.run()
     last = relay.outputs["a"][-1]
-    assert last.error is not None and "RuntimeError" in last.error and last.outputs[0].finish_reason == "error"
+    assert (
+        last.error is not None
+        and "RuntimeError" in last.error
+        and last.outputs[0].finish_reason == "error"
+    )
 
 
 def test_messages_are_smaller_than_json(make_relay: MakeRelay) -> None:

@@ -26,7 +26,9 @@ sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), build, has_json_logs=JSON_LOGS
 
 
 @pytest.mark.parametrize("has_json_logs", [True, False])
-def test_an_engine_logs_as_its_server_does(capfd: pytest.CaptureFixture[str], has_json_logs: bool) -> None:
+def test_an_engine_logs_as_its_server_does(
+    capfd: pytest.CaptureFixture[str], has_json_logs: bool
+) -> None:
     command = (sys.executable, "-W", "default", "-c", _ENGINE)
     process = EngineProcess(Start("a", {}), command, has_json_logs=has_json_logs)
     try:

@@ -21,11 +21,15 @@ def entries(tiny_config: Path) -> list[JournalEntry]:
     prepared = prepare_model(EngineConfig(model=str(tiny_config), **options))  # type: ignore[arg-type]
     requests = RequestBuilder(prepared.planned.plan, prepared.tokenizer, prepared.eos_token_ids)
     digest = requests.digest(SamplingParams())
-    return [JournalEntry(number, requests.sampling(str(number), ParsedPrompt(None, [3]), digest)) for number in range(8)]
+    return [
+        JournalEntry(number, requests.sampling(str(number), ParsedPrompt(None, [3]), digest))
+        for number in range(8)
+    ]
 
 
 def _run_engine(entries: list[JournalEntry], poisonous: set[int]) -> JournalEntry | None:
-    """One engine: it takes what is chosen, everyone gains, until a poisonous request is let in; then it dies."""
+    """One engine: it takes what is chosen, everyone gains, until a poisonous request is let in;
+    then it dies."""
     for _ in range(100):
         chosen = choose(entries)
         if not chosen:
@@ -44,7 +48,9 @@ def _run_engine(entries: list[JournalEntry], poisonous: set[int]) -> JournalEntr
 
 
 @pytest.mark.parametrize("guilty", [{0}, {3}, {7}, {2, 5}])
-def test_the_guilty_are_found_and_nobody_else(entries: list[JournalEntry], guilty: set[int]) -> None:
+def test_the_guilty_are_found_and_nobody_else(
+    entries: list[JournalEntry], guilty: set[int]
+) -> None:
     found: set[int] = set()
     for _ in range(4 * len(guilty) + 2):
         convicted = _run_engine(entries, guilty - found)

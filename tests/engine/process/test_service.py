@@ -64,5 +64,7 @@ def test_a_sequence_that_met_its_stop_string_ends_and_its_siblings_go_on(service
     service.handle(Finish(1, 1))
     deltas = [delta for _ in range(10) for delta in getattr(service.step(), "deltas", ())]
     assert {delta.index for delta in deltas if delta.token_ids} == {0}
-    assert [(delta.index, delta.finish_reason) for delta in deltas if delta.finish_reason] == [(0, "length")], "it was told"
+    assert [(delta.index, delta.finish_reason) for delta in deltas if delta.finish_reason] == [
+        (0, "length")
+    ], "it was told"
     assert not service.has_work

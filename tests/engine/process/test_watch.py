@@ -51,7 +51,9 @@ def test_restarts_come_at_once_then_slower_then_never() -> None:
     assert watch.pause_s() == 0.0
 
 
-@pytest.mark.parametrize("options", [{"silence_timeout_s": 0.0}, {"step_timeout_s": -1.0}, {"max_restarts": -1}])
+@pytest.mark.parametrize(
+    "options", [{"silence_timeout_s": 0.0}, {"step_timeout_s": -1.0}, {"max_restarts": -1}]
+)
 def test_senseless_patience_is_refused(options: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         WatchConfig(**options)  # type: ignore[arg-type]

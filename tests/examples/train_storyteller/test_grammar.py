@@ -25,12 +25,18 @@ def _tales() -> tuple[GrammarTale, ...]:
 
 def test_the_same_seed_gives_the_same_tales() -> None:
     grammar = StoryGrammar()
-    first, second, other = ([grammar.draw(rng) for _ in range(20)] for rng in map(random.Random, (5, 5, 6)))
+    first, second, other = (
+        [grammar.draw(rng) for _ in range(20)] for rng in map(random.Random, (5, 5, 6))
+    )
     assert first == second != other
 
 
 def test_every_tale_names_all_that_its_topic_asks_for() -> None:
-    missed = [(tale.topic, tale.plot) for tale in _tales() if not tale.named or not tale.is_named_in(tale.text)]
+    missed = [
+        (tale.topic, tale.plot)
+        for tale in _tales()
+        if not tale.named or not tale.is_named_in(tale.text)
+    ]
     assert not missed
 
 
@@ -55,7 +61,11 @@ def test_the_first_sentences_name_the_hero_of_the_topic() -> None:
     ],
 )
 def test_no_tale_has(fault: str, pattern: str) -> None:
-    found = [(tale.plot, match.group(), tale.text) for tale in _tales() if (match := re.search(pattern, tale.text))]
+    found = [
+        (tale.plot, match.group(), tale.text)
+        for tale in _tales()
+        if (match := re.search(pattern, tale.text))
+    ]
     assert not found, f"{fault}: {found[0]}"
 
 

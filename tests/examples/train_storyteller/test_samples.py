@@ -1,4 +1,5 @@
-"""Samples of the story grammar: the request is read, the tale is learnt, and the mix has the share that was asked for."""
+"""Samples of the story grammar: the request is read, the tale is learnt,
+and the mix has the share that was asked for."""
 
 import random
 from functools import cache
@@ -21,9 +22,13 @@ def _source() -> tuple[GrammarSource, Tokenizer]:
 def test_only_the_tale_and_its_end_are_learnt() -> None:
     source, tokenizer = _source()
     sample = source.draw(random.Random(3))
-    learnt = [token for token, is_target in zip(sample.ids, sample.is_target, strict=True) if is_target]
+    learnt = [
+        token for token, is_target in zip(sample.ids, sample.is_target, strict=True) if is_target
+    ]
     read = tokenizer.decode(sample.ids[: sample.is_target.index(True)], skip_special_tokens=False)
-    assert read.startswith("<|im_start|>user\n") and read.endswith("<|im_end|>\n<|im_start|>assistant\n")
+    assert read.startswith("<|im_start|>user\n") and read.endswith(
+        "<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert tokenizer.decode(learnt[-1:], skip_special_tokens=False) == "<|im_end|>"
     assert len(tokenizer.decode(learnt).split()) > 90
 
@@ -33,7 +38,8 @@ def test_whole_tales_fit_the_context() -> None:
     rng = random.Random(4)
     samples = [source.draw(rng) for _ in range(200)]
     assert all(len(sample.ids) == len(sample.is_target) <= MAX_LEN for sample in samples)
-    assert sum(len(sample.ids) == MAX_LEN for sample in samples) < 6  # only pairs of long tales are cut
+    # only pairs of long tales are cut
+    assert sum(len(sample.ids) == MAX_LEN for sample in samples) < 6
 
 
 def test_the_mix_has_the_share_of_the_grammar() -> None:
@@ -46,10 +52,14 @@ def test_the_mix_has_the_share_of_the_grammar() -> None:
 
 def test_strange_heroes_are_in_no_tale() -> None:
     grammar, rng = StoryGrammar(), random.Random(6)
-    text = " ".join(f"{tale.topic} {tale.text}".lower() for tale in (grammar.draw(rng) for _ in range(800)))
+    text = " ".join(
+        f"{tale.topic} {tale.text}".lower() for tale in (grammar.draw(rng) for _ in range(800))
+    )
     assert not [hero for hero in STRANGE_HEROES if hero in text]
 
 
 def test_answers_are_counted_by_what_they_name() -> None:
     tales = strange_tales()[:2]
-    assert count(tales, ["A pineapple sang.", "A drum sang."]) == {"a hero that was never seen": (1, 2)}
+    assert count(tales, ["A pineapple sang.", "A drum sang."]) == {
+        "a hero that was never seen": (1, 2)
+    }

@@ -12,7 +12,9 @@ def _expand(text: str, seed: int = 0, **values: str) -> str:
 
 
 def test_slots_are_filled_and_capitalised() -> None:
-    assert _expand("{Hero} saw {other}.", hero="the fox", other="the moon") == "The fox saw the moon."
+    assert (
+        _expand("{Hero} saw {other}.", hero="the fox", other="the moon") == "The fox saw the moon."
+    )
 
 
 def test_choices_nest_may_be_empty_and_all_come_up() -> None:
@@ -31,7 +33,10 @@ def test_broken_templates_are_refused(text: str) -> None:
     [
         ("a owl met an fox and a unicorn.", "An owl met a fox and a unicorn."),
         ("a honest man waited a hour.", "An honest man waited an hour."),
-        ('he ran. the end! "who?" asked tom. "me." so it was.', 'He ran. The end! "who?" asked tom. "me." So it was.'),
+        (
+            'he ran. the end! "who?" asked tom. "me." so it was.',
+            'He ran. The end! "who?" asked tom. "me." So it was.',
+        ),
         ("one  fox , two .\n\n the end", "One fox, two.\n\nThe end"),
         ("and then ... nothing", "And then... nothing"),
         ('"why?. no!." said x', '"why? No!" said x'),

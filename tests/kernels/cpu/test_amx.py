@@ -1,4 +1,5 @@
-"""Products of tiles and of pairs, acted out: against what Intel's manual says that the instruction computes, stated anew.
+"""Products of tiles and of pairs, acted out: against what Intel's manual says that the instruction
+computes, stated anew.
 
 And the instructions themselves, where the processor has them, against what is acted out.
 """
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 NAME = "amxemulated"
 pytestmark = pytest.mark.skipif(
-    cpu.IMPORT_ERROR is not None or NAME not in cpu.emulated_isas(), reason="needs native kernels and AVX512-VNNI"
+    cpu.IMPORT_ERROR is not None or NAME not in cpu.emulated_isas(),
+    reason="needs native kernels and AVX512-VNNI",
 )
 
 Doubles = npt.NDArray[np.float64]
@@ -45,13 +47,16 @@ def _flushed(x: Doubles) -> Doubles:
 def _rounded_sum(a: Doubles, b: Doubles) -> Doubles:
     """a + b rounded once to float32, without subnormal numbers.
 
-    The sum in float64 is rounded to odd (the error of it is exact, by Knuth's two-sum), so that rounding it again is harmless.
+    The sum in float64 is rounded to odd (the error of it is exact, by Knuth's two-sum), so that
+    rounding it again is harmless.
     """
     total = a + b
     part = total - a
     error = (a - (total - part)) + (b - part)
     is_even = (total.view(np.int64) & 1) == 0
-    odd = np.where((error != 0) & is_even, np.nextafter(total, np.where(error > 0, np.inf, -np.inf)), total)
+    odd = np.where(
+        (error != 0) & is_even, np.nextafter(total, np.where(error > 0, np.inf, -np.inf)), total
+    )
     return _flushed(odd.astype(np.float32).astype(np.float64))
 
 
@@ -65,12 +70,15 @@ def _tdpbf16ps(sums: Doubles, x: Doubles, w: Doubles) -> Doubles:
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T, cut at the words where the kernel cuts: 16 to a tile, or fewer that divide all inputs evenly."""
+    """x @ weight.T, cut at the words where the kernel cuts: 16 to a tile,
+    or fewer that divide all inputs evenly."""
     num_words = -(-x.shape[1] // 2)
     steps = -(-num_words // 16)
     depth = num_words // steps if num_words % steps == 0 else 16
     padding = (0, 2 * steps * depth - x.shape[1])
-    left, right = (_flushed(torch.nn.functional.pad(each, padding).double().numpy()) for each in (x, weight))
+    left, right = (
+        _flushed(torch.nn.functional.pad(each, padding).double().numpy()) for each in (x, weight)
+    )
     sums = np.zeros((x.shape[0], weight.shape[0]))
     for k in range(0, left.shape[1], 2 * depth):
         sums = _tdpbf16ps(sums, left[:, k : k + 2 * depth], right[:, k : k + 2 * depth].T)
@@ -83,10 +91,16 @@ def _draw(*shape: int, exponents: int) -> Tensor:
     return torch.ldexp(torch.randn(shape, generator=generator), scales).bfloat16()
 
 
-@pytest.mark.parametrize("exponents", [1, 75])  # 75: products and sums, some inputs too, are often subnormal
+# 75: products and sums, some inputs too, are often subnormal
+@pytest.mark.parametrize("exponents", [1, 75])
 @pytest.mark.parametrize("num_inputs", [1, 31, 32, 33, 40, 130, 301])
-def test_pairs_are_multiplied_as_the_manual_says(amx: Kernels, num_inputs: int, exponents: int) -> None:
-    x, weight = _draw(37, num_inputs, exponents=exponents), _draw(50, num_inputs, exponents=exponents)
+def test_pairs_are_multiplied_as_the_manual_says(
+    amx: Kernels, num_inputs: int, exponents: int
+) -> None:
+    x, weight = (
+        _draw(37, num_inputs, exponents=exponents),
+        _draw(50, num_inputs, exponents=exponents),
+    )
     if exponents > 1:
         x[:, ::5] *= 2.0**-60
     want, packed = _product(x, weight), amx.pack_linear(weight)
@@ -104,7 +118,9 @@ def test_the_instruction_is_used_for_one_row(amx: Kernels) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [14, 15, 16, 17, 33])
-def test_sums_of_bytes_may_leave_32_bits_on_the_way(amx: Kernels, reference: Kernels, num_rows: int) -> None:
+def test_sums_of_bytes_may_leave_32_bits_on_the_way(
+    amx: Kernels, reference: Kernels, num_rows: int
+) -> None:
     """Unsigned weights' sums exceed 2^31 where the signed ones' do not."""
     num_inputs = 70_000
     values = torch.full((3, num_inputs), 127, dtype=torch.int8)
@@ -120,8 +136,11 @@ def test_sums_of_bytes_may_leave_32_bits_on_the_way(amx: Kernels, reference: Ker
 
 @pytest.mark.parametrize("group_size", [96, 32])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_integers_are_the_same_in_tiles_of_any_height(amx: Kernels, reference: Kernels, bits: int, group_size: int) -> None:
-    """Through VNNI up to some rows, then in tiles of even height, the last one with rows that mean nothing."""
+def test_integers_are_the_same_in_tiles_of_any_height(
+    amx: Kernels, reference: Kernels, bits: int, group_size: int
+) -> None:
+    """Through VNNI up to some rows, then in tiles of even height,
+    the last one with rows that mean nothing."""
     generator = torch.Generator().manual_seed(bits)
     values = torch.randint(-8, 8, (70, 96), generator=generator, dtype=torch.int8)
     scales = torch.rand(70, 96 // group_size, generator=generator)
@@ -134,14 +153,23 @@ def test_integers_are_the_same_in_tiles_of_any_height(amx: Kernels, reference: K
 
 @pytest.mark.parametrize("num_outputs", [2048, 2080, 2072])
 @pytest.mark.parametrize("is_integer", [False, True])
-def test_outputs_past_the_caches_are_the_same(amx: Kernels, is_integer: bool, num_outputs: int) -> None:
-    """An even and an odd number of whole lines to a row, and rows that end within one, which are stored as ever."""
+def test_outputs_past_the_caches_are_the_same(
+    amx: Kernels, is_integer: bool, num_outputs: int
+) -> None:
+    """An even and an odd number of whole lines to a row, and rows that end within one,
+    which are stored as ever."""
     x = _draw(1056, 32, exponents=4).to(torch.bfloat16)
-    weight, bias = _draw(num_outputs, 32, exponents=4).to(torch.bfloat16), _draw(num_outputs, exponents=2).float()
-    values = torch.randint(-127, 128, (num_outputs, 32), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
+    weight, bias = (
+        _draw(num_outputs, 32, exponents=4).to(torch.bfloat16),
+        _draw(num_outputs, exponents=2).float(),
+    )
+    values = torch.randint(
+        -127, 128, (num_outputs, 32), generator=torch.Generator().manual_seed(1), dtype=torch.int8
+    )
     quantized = QuantizedWeight(values, torch.rand(num_outputs, 1) + 0.5, None, 8, 32, "int8")
     packed = amx.pack_quantized(quantized, bias) if is_integer else amx.pack_linear(weight, bias)
-    few = torch.cat([amx.linear(part, packed) for part in torch.split(x, 176)])  # so many stay in the caches
+    # so many stay in the caches
+    few = torch.cat([amx.linear(part, packed) for part in torch.split(x, 176)])
     assert few.nbytes >= 4 << 20
     assert torch.equal(amx.linear(x, packed).view(torch.int16), few.view(torch.int16))
 
@@ -149,7 +177,9 @@ def test_outputs_past_the_caches_are_the_same(amx: Kernels, is_integer: bool, nu
 def _bits(kernels: Kernels, num_rows: int, num_inputs: int) -> list[Tensor]:
     """What products of several kinds come to."""
     x, weight = _draw(num_rows, num_inputs, exponents=75), _draw(70, num_inputs, exponents=40)
-    values = torch.randint(-8, 8, (70, num_inputs), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
+    values = torch.randint(
+        -8, 8, (70, num_inputs), generator=torch.Generator().manual_seed(1), dtype=torch.int8
+    )
     results = [kernels.linear(x, kernels.pack_linear(weight), out_dtype="float32")]
     for bits, size in ((8, num_inputs), (4, num_inputs), (4, 32)):
         scales = torch.rand(70, num_inputs // size, generator=torch.Generator().manual_seed(2))
@@ -160,7 +190,9 @@ def _bits(kernels: Kernels, num_rows: int, num_inputs: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", ["avx512bf16", "amx"])
 @pytest.mark.parametrize(("num_rows", "num_inputs"), [(1, 64), (17, 96), (40, 1344), (300, 160)])
-def test_a_processor_gives_the_bits_of_the_twin(amx: Kernels, name: str, num_rows: int, num_inputs: int) -> None:
+def test_a_processor_gives_the_bits_of_the_twin(
+    amx: Kernels, name: str, num_rows: int, num_inputs: int
+) -> None:
     if name not in cpu.supported_isas():
         pytest.skip(f"this processor has no {name}")
     cpu.set_isa(f"{name}emulated")
@@ -176,7 +208,10 @@ def test_outputs_that_the_instruction_does_not_round(amx: Kernels, name: str, sc
     """It takes subnormal numbers as zero and leaves what a not-a-number says."""
     if name not in cpu.supported_isas() + cpu.emulated_isas():
         pytest.skip(f"this processor has no {name}")
-    x, values = _draw(40, 64, exponents=1), torch.arange(70 * 64, dtype=torch.int32).remainder(255).sub(127).to(torch.int8)
+    x, values = (
+        _draw(40, 64, exponents=1),
+        torch.arange(70 * 64, dtype=torch.int32).remainder(255).sub(127).to(torch.int8),
+    )
     x[7, 3], x[20, 5] = torch.inf, torch.nan
     weight = QuantizedWeight(values.view(70, 64), torch.full((70, 1), scale), None, 8, 64, "int8")
     results = []
@@ -190,7 +225,8 @@ def test_outputs_that_the_instruction_does_not_round(amx: Kernels, name: str, sc
 @pytest.mark.parametrize("exponents", [1, 75])
 @pytest.mark.parametrize("kv_format", ["bfloat16", "int8", "fp8"])
 @pytest.mark.parametrize(
-    ("lens", "heads", "head_size"), [(((70, 150), (1, 90), (2, 33)), (4, 2), 64), (((40, 40),), (9, 1), 80)]
+    ("lens", "heads", "head_size"),
+    [(((70, 150), (1, 90), (2, 33)), (4, 2), 64), (((40, 40),), (9, 1), 80)],
 )
 def test_a_processor_attends_as_the_twin_does(
     amx: Kernels,
@@ -213,7 +249,11 @@ def test_a_processor_attends_as_the_twin_does(
     bits = []
     for isa in (f"{name}emulated", name):
         cpu.set_isa(isa)
-        bits.append(amx.paged_attention(query, key_cache, value_cache, batch, scale=head_size**-0.5).view(torch.int16))
+        bits.append(
+            amx.paged_attention(query, key_cache, value_cache, batch, scale=head_size**-0.5).view(
+                torch.int16
+            )
+        )
     assert torch.equal(*bits)
 
 
@@ -234,7 +274,10 @@ def test_a_row_alone_has_the_bits_that_it_has_among_many(
     want = amx.paged_attention(query, key_cache, value_cache, batch, scale=0.125)
     for position in (0, 63, 64, 100, 149):
         alone = replace(
-            case, lens=((1, position + 1),), keys=(case.keys[0][: position + 1],), values=(case.values[0][: position + 1],)
+            case,
+            lens=((1, position + 1),),
+            keys=(case.keys[0][: position + 1],),
+            values=(case.values[0][: position + 1],),
         )
         key_cache, value_cache, batch = alone.pages(16, kv_format)
         row = query[position : position + 1].contiguous()

@@ -1,4 +1,5 @@
-"""Native paged attention and cache movement against the reference, and the bits that nothing may change."""
+"""Native paged attention and cache movement against the reference,
+and the bits that nothing may change."""
 
 from __future__ import annotations
 
@@ -30,10 +31,17 @@ def draw_query(paged: Paged, num_heads: int) -> Tensor:
 
 
 def attend(
-    kernels: Kernels, paged: Paged, query: Tensor, block_size: int = 16, kv_format: str | None = None, **options: Any
+    kernels: Kernels,
+    paged: Paged,
+    query: Tensor,
+    block_size: int = 16,
+    kv_format: str | None = None,
+    **options: Any,
 ) -> Tensor:
     key_cache, value_cache, batch = paged.pages(block_size, kv_format)
-    return kernels.paged_attention(query, key_cache, value_cache, batch, scale=query.shape[2] ** -0.5, **options)
+    return kernels.paged_attention(
+        query, key_cache, value_cache, batch, scale=query.shape[2] ** -0.5, **options
+    )
 
 
 def assert_near(got: Tensor, want: Tensor) -> None:
@@ -66,16 +74,24 @@ def test_every_cache_format_agrees_with_the_reference(
     """With one, few and many query rows, which take different ways through the kernel."""
     case = paged.random(((1, 1), (30, 70), (1, 90), (3, 100)), 2, head_size)
     query = draw_query(case, 6)
-    assert_near(attend(native_isa, case, query, kv_format=kv_format), attend(reference, case, query, kv_format=kv_format))
+    assert_near(
+        attend(native_isa, case, query, kv_format=kv_format),
+        attend(reference, case, query, kv_format=kv_format),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kv_format", ["float32", "bfloat16", "int8", "fp8"])
 @pytest.mark.parametrize("options", [{}, {"window": 70}, {"soft_cap": 3.0}])
 def test_chunks_blocks_and_company_change_no_bit_in_any_format(
-    native_isa: Kernels, paged: type[Paged], kv_format: str, options: dict[str, Any], dtype: torch.dtype
+    native_isa: Kernels,
+    paged: type[Paged],
+    kv_format: str,
+    options: dict[str, Any],
+    dtype: torch.dtype,
 ) -> None:
-    """Prefill in one piece and in pieces of every width of register tile, decodes, alone and together."""
+    """Prefill in one piece and in pieces of every width of register tile, decodes,
+    alone and together."""
     whole = paged.random(((200, 200),), 2, 40, dtype)
     query = draw_query(whole, 4)
     want = attend(native_isa, whole, query, kv_format=kv_format, **options)
@@ -92,18 +108,30 @@ def test_chunks_blocks_and_company_change_no_bit_in_any_format(
         assert torch.equal(got.view(torch.int16), want.view(torch.int16)), block_size
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 40}, {"window": 1}, {"soft_cap": 5.0}, {"window": 33, "soft_cap": 2.0}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 40}, {"window": 1}, {"soft_cap": 5.0}, {"window": 33, "soft_cap": 2.0}],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_options_agree_with_the_reference(
-    native_isa: Kernels, reference: Kernels, paged: type[Paged], options: dict[str, Any], dtype: torch.dtype
+    native_isa: Kernels,
+    reference: Kernels,
+    paged: type[Paged],
+    options: dict[str, Any],
+    dtype: torch.dtype,
 ) -> None:
     case = paged.random(RAGGED, 2, 32, dtype)
     query = draw_query(case, 6)
-    got, want = attend(native_isa, case, query, **options), attend(reference, case, query, **options)
+    got, want = (
+        attend(native_isa, case, query, **options),
+        attend(reference, case, query, **options),
+    )
     assert_near(got, want)
 
 
-def test_more_query_heads_than_one_task_holds(native_isa: Kernels, reference: Kernels, paged: type[Paged]) -> None:
+def test_more_query_heads_than_one_task_holds(
+    native_isa: Kernels, reference: Kernels, paged: type[Paged]
+) -> None:
     case = paged.random(((3, 40),), 1, 16)
     query = draw_query(case, 200)
     assert_near(attend(native_isa, case, query), attend(reference, case, query))
@@ -111,24 +139,38 @@ def test_more_query_heads_than_one_task_holds(native_isa: Kernels, reference: Ke
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 50])
-def test_the_block_size_changes_no_bit(native_isa: Kernels, paged: type[Paged], dtype: torch.dtype, window: int | None) -> None:
+def test_the_block_size_changes_no_bit(
+    native_isa: Kernels, paged: type[Paged], dtype: torch.dtype, window: int | None
+) -> None:
     case = paged.random(RAGGED, 1, 48, dtype)
     query = draw_query(case, 2)
-    results = [attend(native_isa, case, query, block_size, window=window) for block_size in (1, 8, 16, 32, 5)]
+    results = [
+        attend(native_isa, case, query, block_size, window=window)
+        for block_size in (1, 8, 16, 32, 5)
+    ]
     for other in results[1:]:
         assert torch.equal(results[0], other)
 
 
 @pytest.mark.parametrize("window", [None, 45])
 @pytest.mark.parametrize("chunk", [1, 7, 32, 64])
-def test_chunking_changes_no_bit(native_isa: Kernels, paged: type[Paged], chunk: int, window: int | None) -> None:
+def test_chunking_changes_no_bit(
+    native_isa: Kernels, paged: type[Paged], chunk: int, window: int | None
+) -> None:
     whole = paged.random(((150, 150),), 2, 32)
     query = draw_query(whole, 6)
     want = attend(native_isa, whole, query, window=window)
     for start in range(0, 150, chunk):
         end = min(150, start + chunk)
-        part = replace(whole, lens=((end - start, end),), keys=(whole.keys[0][:end],), values=(whole.values[0][:end],))
-        assert torch.equal(attend(native_isa, part, query[start:end], window=window), want[start:end]), start
+        part = replace(
+            whole,
+            lens=((end - start, end),),
+            keys=(whole.keys[0][:end],),
+            values=(whole.values[0][:end],),
+        )
+        assert torch.equal(
+            attend(native_isa, part, query[start:end], window=window), want[start:end]
+        ), start
 
 
 def test_chunking_a_long_context_changes_no_bit(native: Kernels, paged: type[Paged]) -> None:
@@ -136,7 +178,12 @@ def test_chunking_a_long_context_changes_no_bit(native: Kernels, paged: type[Pag
     query = draw_query(whole, 1)
     want = attend(native, whole, query)
     for start, end in ((2099, 2100), (1000, 1100), (1023, 1025), (2040, 2050), (0, 1)):
-        part = replace(whole, lens=((end - start, end),), keys=(whole.keys[0][:end],), values=(whole.values[0][:end],))
+        part = replace(
+            whole,
+            lens=((end - start, end),),
+            keys=(whole.keys[0][:end],),
+            values=(whole.values[0][:end],),
+        )
         assert torch.equal(attend(native, part, query[start:end]), want[start:end]), start
 
 
@@ -151,7 +198,8 @@ def test_scores_that_grow_are_rescaled_alike(
     kv_format: str,
     options: dict[str, Any],
 ) -> None:
-    """Over several runs of tiles and a split: some rows find far higher scores than before, some never, some at once."""
+    """Over several runs of tiles and a split: some rows find far higher scores than before,
+    some never, some at once."""
     whole = paged.random(((75, 1150),), 1, 48, dtype)
     whole.keys[0][500::160] *= 8
     whole.keys[0][1000:] *= torch.linspace(1, 12, 150).to(dtype)[:, None, None]
@@ -172,10 +220,16 @@ def test_scores_that_grow_are_rescaled_alike(
 
 
 @pytest.mark.parametrize("kv_format", ["bfloat16", "int8", "fp8"])
-def test_queries_of_any_size_are_divided_alike(native_isa: Kernels, paged: type[Paged], kv_format: str) -> None:
-    """In one piece and row by row, from scores that are as good as zero to such as leave one weight alone."""
+def test_queries_of_any_size_are_divided_alike(
+    native_isa: Kernels, paged: type[Paged], kv_format: str
+) -> None:
+    """In one piece and row by row, from scores that are as good as zero to such
+    as leave one weight alone."""
     whole = paged.random(((48, 150),), 1, 72, torch.bfloat16)
-    query = draw_query(whole, 2) * torch.exp2(torch.linspace(-100, 14, 48)).to(torch.bfloat16)[:, None, None]
+    query = (
+        draw_query(whole, 2)
+        * torch.exp2(torch.linspace(-100, 14, 48)).to(torch.bfloat16)[:, None, None]
+    )
     want = attend(native_isa, whole, query, kv_format=kv_format)
     lens = tuple((1, end) for end in range(103, 151))
     rows = replace(
@@ -193,15 +247,20 @@ def test_company_changes_no_bit(native_isa: Kernels, paged: type[Paged]) -> None
     query = draw_query(case, 6)
     together, start = attend(native_isa, case, query), 0
     for index, (count, context) in enumerate(RAGGED):
-        alone = replace(case, lens=((count, context),), keys=(case.keys[index],), values=(case.values[index],))
-        assert torch.equal(attend(native_isa, alone, query[start : start + count]), together[start : start + count]), index
+        alone = replace(
+            case, lens=((count, context),), keys=(case.keys[index],), values=(case.values[index],)
+        )
+        assert torch.equal(
+            attend(native_isa, alone, query[start : start + count]), together[start : start + count]
+        ), index
         start += count
 
 
 def forks(
     paged: type[Paged], families: Sequence[tuple[int, Sequence[tuple[int, int]]]], **form: Any
 ) -> tuple[Paged, list[int]]:
-    """Sequences of which each family begins with as many tokens of its first; and where each one's family begins."""
+    """Sequences of which each family begins with as many tokens of its first;
+    and where each one's family begins."""
     lens = tuple(each for _, members in families for each in members)
     case = paged.random(lens, **form)
     leaders: list[int] = []
@@ -215,7 +274,10 @@ def forks(
 
 
 def share(
-    batch: AttentionBatch, families: Sequence[tuple[int, Sequence[Any]]], leaders: list[int], block_size: int
+    batch: AttentionBatch,
+    families: Sequence[tuple[int, Sequence[Any]]],
+    leaders: list[int],
+    block_size: int,
 ) -> AttentionBatch:
     """The same batch, with one copy of what a family shares."""
     tables = batch.block_tables.clone()
@@ -238,9 +300,16 @@ FAMILIES = (
 @pytest.mark.usefixtures("restore_threads")
 @pytest.mark.parametrize("soft_cap", [None, 20.0])
 @pytest.mark.parametrize("window", [None, 1320])
-@pytest.mark.parametrize(("block_size", "kv_format"), [(16, "float32"), (8, "int8"), (64, "bfloat16"), (40, "fp8")])
+@pytest.mark.parametrize(
+    ("block_size", "kv_format"), [(16, "float32"), (8, "int8"), (64, "bfloat16"), (40, "fp8")]
+)
 def test_shared_blocks_change_no_bit(
-    native_isa: Kernels, paged: type[Paged], block_size: int, kv_format: str, window: int | None, soft_cap: float | None
+    native_isa: Kernels,
+    paged: type[Paged],
+    block_size: int,
+    kv_format: str,
+    window: int | None,
+    soft_cap: float | None,
 ) -> None:
     case, leaders = forks(paged, FAMILIES, num_kv_heads=2, head_size=24)
     query = draw_query(case, 6)
@@ -249,7 +318,9 @@ def test_shared_blocks_change_no_bit(
     for threads in (1, 2):
         cpu.set_num_threads(threads)
         outputs = [
-            native_isa.paged_attention(query, keys, values, each, scale=0.2, window=window, soft_cap=soft_cap)
+            native_isa.paged_attention(
+                query, keys, values, each, scale=0.2, window=window, soft_cap=soft_cap
+            )
             for each in (batch, shared)
         ]
         assert torch.equal(*outputs)
@@ -269,13 +340,27 @@ def test_what_is_not_finite_stays_with_its_member(native_isa: Kernels, paged: ty
     assert torch.equal(got, clean)
 
 
-def found_prefixes(tables: Tensor, contexts: list[int], window: int = 0, max_members: int = 99) -> list[tuple[int, list[int]]]:
+def found_prefixes(
+    tables: Tensor, contexts: list[int], window: int = 0, max_members: int = 99
+) -> list[tuple[int, list[int]]]:
     """Groups of decoding sequences, blocks of 16."""
     from quire.kernels.cpu import _native
 
-    starts, lens = torch.arange(len(contexts) + 1, dtype=torch.int32), torch.tensor(contexts, dtype=torch.int32)
-    pointers = (starts.data_ptr(), lens.data_ptr(), len(contexts), tables.data_ptr(), tables.shape[1], 16)
-    return sorted((end, sorted(each)) for end, each in _native.shared_prefixes(*pointers, window, max_members))
+    starts, lens = (
+        torch.arange(len(contexts) + 1, dtype=torch.int32),
+        torch.tensor(contexts, dtype=torch.int32),
+    )
+    pointers = (
+        starts.data_ptr(),
+        lens.data_ptr(),
+        len(contexts),
+        tables.data_ptr(),
+        tables.shape[1],
+        16,
+    )
+    return sorted(
+        (end, sorted(each)) for end, each in _native.shared_prefixes(*pointers, window, max_members)
+    )
 
 
 def test_those_who_share_are_found_wherever_they_stand(native: Kernels) -> None:
@@ -291,10 +376,14 @@ def test_those_who_share_are_found_wherever_they_stand(native: Kernels) -> None:
     assert found_prefixes(tables, [320, 320, 120, 100, 300, 63]) == [(128, [0, 4])]
 
 
-@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=2, max_size=7), st.integers(2, 4))
+@given(
+    st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=2, max_size=7),
+    st.integers(2, 4),
+)
 @settings(max_examples=60)
 def test_no_other_division_into_runs_reads_less(paths: list[list[int]], max_members: int) -> None:
-    """Sequences as paths in a tree: the groups found save as many tiles as the best division of the sorted ones does."""
+    """Sequences as paths in a tree: the groups found save as many tiles as the best
+    division of the sorted ones does."""
     if cpu.IMPORT_ERROR is not None:
         pytest.skip(cpu.IMPORT_ERROR)
     nodes: dict[tuple[int, ...], int] = {}
@@ -304,23 +393,35 @@ def test_no_other_division_into_runs_reads_less(paths: list[list[int]], max_memb
             number = 4 * nodes.setdefault(tuple(path[: depth + 1]), len(nodes))
             tables[index, 4 * depth : 4 * depth + 4] = torch.arange(number, number + 4)
     groups = found_prefixes(tables, [64 * len(path) for path in paths], max_members=max_members)
-    by_block = sorted([nodes[tuple(path[: depth + 1])] for depth in range(len(path))] for path in paths)
+    by_block = sorted(
+        [nodes[tuple(path[: depth + 1])] for depth in range(len(path))] for path in paths
+    )
     for end, members in groups:
         assert 2 <= len(members) <= max_members
         assert len({tuple(paths[each][: end // 64]) for each in members}) == 1
         assert all(64 * len(paths[each]) >= end for each in members)
-    assert len({each for _, members in groups for each in members}) == sum(len(members) for _, members in groups)
-    assert sum((len(members) - 1) * end // 64 for end, members in groups) == _most_saved(by_block, max_members)
+    assert len({each for _, members in groups for each in members}) == sum(
+        len(members) for _, members in groups
+    )
+    assert sum((len(members) - 1) * end // 64 for end, members in groups) == _most_saved(
+        by_block, max_members
+    )
 
 
 def _most_saved(paths: list[list[int]], max_members: int) -> int:
     """By trying every length of the first run."""
     lengths = range(1, min(max_members, len(paths)) + 1)
-    return max(((n - 1) * _shared_len(paths[:n]) + _most_saved(paths[n:], max_members) for n in lengths), default=0)
+    return max(
+        ((n - 1) * _shared_len(paths[:n]) + _most_saved(paths[n:], max_members) for n in lengths),
+        default=0,
+    )
 
 
 def _shared_len(paths: list[list[int]]) -> int:
-    return next((depth for depth, nodes in enumerate(zip(*paths, strict=False)) if len(set(nodes)) > 1), min(map(len, paths)))
+    return next(
+        (depth for depth, nodes in enumerate(zip(*paths, strict=False)) if len(set(nodes)) > 1),
+        min(map(len, paths)),
+    )
 
 
 @pytest.mark.usefixtures("restore_threads")
@@ -332,14 +433,17 @@ def test_threads_and_splits_change_no_bit(
     case = paged.random(lens, 1, 64)
     query = draw_query(case, 3)
     results = []
-    for count in (1, 2, 3):  # one thread goes through the splits in order; more compute them apart and merge
+    # one thread goes through the splits in order; more compute them apart and merge
+    for count in (1, 2, 3):
         cpu.set_num_threads(count)
         results.append(attend(native, case, query, window=window))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 
 
-def test_non_finite_values_stay_with_the_rows_that_see_them(native_isa: Kernels, paged: type[Paged]) -> None:
+def test_non_finite_values_stay_with_the_rows_that_see_them(
+    native_isa: Kernels, paged: type[Paged]
+) -> None:
     case = paged.random(((40, 40), (40, 40)), 1, 16)
     query = draw_query(case, 2)
     clean = attend(native_isa, case, query)
@@ -350,7 +454,9 @@ def test_non_finite_values_stay_with_the_rows_that_see_them(native_isa: Kernels,
     assert torch.equal(got[40:], clean[40:])
 
 
-def test_large_scores_do_not_overflow(native_isa: Kernels, reference: Kernels, paged: type[Paged]) -> None:
+def test_large_scores_do_not_overflow(
+    native_isa: Kernels, reference: Kernels, paged: type[Paged]
+) -> None:
     case = paged.random(((8, 80),), 1, 32)
     query = draw_query(case, 2) * 300
     got = attend(native_isa, case, query)
@@ -366,16 +472,28 @@ def test_the_query_may_be_a_view_and_the_cache_of_another_dtype(
     got = attend(native_isa, case, query)
     assert got.dtype == torch.float32
     key_cache, value_cache, batch = case.pages(16)
-    want = reference.paged_attention(query.contiguous(), key_cache.float(), value_cache.float(), batch, scale=0.25)
+    want = reference.paged_attention(
+        query.contiguous(), key_cache.float(), value_cache.float(), batch, scale=0.25
+    )
     torch.testing.assert_close(got, want, atol=3e-6, rtol=1e-4)
 
 
 def test_an_empty_batch(native: Kernels) -> None:
     cache, none = torch.zeros(2, 1, 16, 8), torch.zeros(0, dtype=torch.int32)
     batch = AttentionBatch(
-        torch.zeros(1, dtype=torch.int32), none, torch.zeros(0, 1, dtype=torch.int32), none.long(), none.long(), 0, 0
+        torch.zeros(1, dtype=torch.int32),
+        none,
+        torch.zeros(0, 1, dtype=torch.int32),
+        none.long(),
+        none.long(),
+        0,
+        0,
     )
-    assert native.paged_attention(torch.empty(0, 1, 8), cache, cache, batch, scale=1.0).shape == (0, 1, 8)
+    assert native.paged_attention(torch.empty(0, 1, 8), cache, cache, batch, scale=1.0).shape == (
+        0,
+        1,
+        8,
+    )
 
 
 def test_wrong_batches_are_refused(native: Kernels, paged: type[Paged]) -> None:
@@ -427,12 +545,15 @@ def test_write_kv_agrees_with_the_reference_to_the_byte(
 def test_every_rounding_of_a_quantized_row_agrees_with_the_reference(
     native_isa: Kernels, reference: Kernels, kv_format: str
 ) -> None:
-    """Rows whose scale is one hold every representable number, every tie between two, and their neighbours."""
+    """Rows whose scale is one hold every representable number, every tie between two,
+    and their neighbours."""
     largest = {"int8": 127.0, "fp8": 448.0}[kv_format]
     codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     numbers = codes if kv_format == "fp8" else torch.arange(128.0)
     ties = (numbers[1:] + numbers[:-1]) / 2
-    x = torch.cat([numbers, ties, ties.nextafter(torch.tensor(0.0)), ties.nextafter(torch.tensor(1e9))])
+    x = torch.cat(
+        [numbers, ties, ties.nextafter(torch.tensor(0.0)), ties.nextafter(torch.tensor(1e9))]
+    )
     x = torch.nn.functional.pad(torch.cat([x, -x]), (0, 1022 - 2 * len(x)), value=0.25).view(2, 511)
     x = torch.cat([x, torch.full((2, 1), largest)], dim=1)[:, None]
     caches = [empty_cache(1, 1, 2, 512, kv_format) for _ in range(4)]
@@ -478,7 +599,8 @@ def test_copy_blocks_reads_before_it_writes(name: str, request: pytest.FixtureRe
     kernels: Kernels = request.getfixturevalue(name)
     caches = [torch.arange(24.0).view(6, 2, 2), torch.arange(24.0).bfloat16().view(6, 4)]
     before = [cache.clone() for cache in caches]
-    kernels.copy_blocks(caches, torch.tensor([0, 1, 5]), torch.tensor([1, 2, 4]))  # 0 to 1 while 1 goes to 2
+    # 0 to 1 while 1 goes to 2
+    kernels.copy_blocks(caches, torch.tensor([0, 1, 5]), torch.tensor([1, 2, 4]))
     for cache, old in zip(caches, before, strict=True):
         assert torch.equal(cache, old[[0, 0, 1, 3, 5, 5]])
 

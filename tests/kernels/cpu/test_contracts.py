@@ -1,7 +1,8 @@
-"""The extension refuses what is outside its contract before it reads or writes: codes, sizes, addresses, indices, numbers.
+"""The extension refuses what is outside its contract before it reads or writes: codes, sizes,
+addresses, indices, numbers.
 
-Each function is called with the arguments of a call that works, of which one is wrong. Through `_native` itself, since the
-checks in Python stand before it and would refuse most of this.
+Each function is called with the arguments of a call that works, of which one is wrong. Through
+`_native` itself, since the checks in Python stand before it and would refuse most of this.
 """
 
 from __future__ import annotations
@@ -40,7 +41,11 @@ SUMS = torch.zeros(4, 48)
 LOGITS = torch.randn(4, 50)
 VALUES = torch.zeros(4)
 PEAKS, SCALES = LOGITS.max(dim=1).values, torch.ones(4)
-SHARES, FLOORS, TOP = torch.ones(4, dtype=torch.float64), torch.full((4,), float("-inf")), torch.full((4,), 5)
+SHARES, FLOORS, TOP = (
+    torch.ones(4, dtype=torch.float64),
+    torch.full((4,), float("-inf")),
+    torch.full((4,), 5),
+)
 SEVEN = torch.zeros(7, dtype=torch.int32)
 STARTS64 = torch.zeros(5, dtype=torch.int64)
 ROWS = (LOGITS, 4, 50, IDS, PEAKS, SCALES, 4)
@@ -55,20 +60,59 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "write_kv": (HEADS, HEADS, *CACHES, SLOTS, 0, 0, 4, 32, 32, 2, 16, 3, 8),
     "copy_blocks": (CACHES[0], 3, 1024, torch.tensor([0]), torch.tensor([1]), 1),
     "paged_attention": (
-        HEADS, torch.zeros(4, 2, 16), 0, *CACHES, 0, 4, 32, 2, 2, 16, 3, 8, STARTS, LENGTHS, 1, TABLE, 1, 0.25, 0, 0.0,
+        HEADS,
+        torch.zeros(4, 2, 16),
+        0,
+        *CACHES,
+        0,
+        4,
+        32,
+        2,
+        2,
+        16,
+        3,
+        8,
+        STARTS,
+        LENGTHS,
+        1,
+        TABLE,
+        1,
+        0.25,
+        0,
+        0.0,
     ),
     "linear": (PACKED.native, X, 0, 4, SUMS, 0),
     "linear_gated": (PACKED.native, 0, X, 0, 4, torch.zeros(4, 24), 0),
     "linear_peaks": (PACKED.native, X, 0, 4, torch.zeros(4, dtype=torch.int64), VALUES),
     "sampling_peaks": (LOGITS, 4, 50, torch.zeros(4, dtype=torch.int64), VALUES),
-    "sampling_penalise": (LOGITS.clone(), 4, 50, IDS, 4, SEVEN, 7, STARTS64, STARTS64[:4], SCALES, VALUES, VALUES),
-    "sampling_cuts": (*ROWS, TOP, SHARES, FLOORS, torch.zeros(4), torch.zeros(4, dtype=torch.int64)),
+    "sampling_penalise": (
+        LOGITS.clone(),
+        4,
+        50,
+        IDS,
+        4,
+        SEVEN,
+        7,
+        STARTS64,
+        STARTS64[:4],
+        SCALES,
+        VALUES,
+        VALUES,
+    ),
+    "sampling_cuts": (
+        *ROWS,
+        TOP,
+        SHARES,
+        FLOORS,
+        torch.zeros(4),
+        torch.zeros(4, dtype=torch.int64),
+    ),
     "sampling_draw": (*ROWS, 0, 0, IDS, IDS, torch.zeros(4, dtype=torch.int64)),
     "sampling_score": (*ROWS, 0, 0, IDS, 1, *(torch.zeros(4, dtype=torch.int64) for _ in range(3))),
     "sampling_noise": (1, 2, 50, torch.zeros(50)),
     "probe_floats": (1,),
     "shared_prefixes": (STARTS, LENGTHS, 1, TABLE, 1, 8, 0, 4),
-}  # fmt: skip
+}
 
 
 ANY_NUMBER = {
@@ -91,7 +135,8 @@ def test_the_calls_themselves_work(name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_wrong_numbers_and_addresses_are_refused(name: str) -> None:
-    """A number, whatever it means, cannot be negative or astronomical; an address cannot be null or odd where it is needed."""
+    """A number, whatever it means, cannot be negative or astronomical;
+    an address cannot be null or odd where it is needed."""
     right = CALLS[name]
     for at, each in enumerate(right):
         if isinstance(each, Tensor):
@@ -121,7 +166,8 @@ def test_numbers_that_must_be_finite_and_positive(bad: float) -> None:
 
 
 def test_a_peak_below_its_row_s_largest_logit_is_refused() -> None:
-    """Distances above zero have no bucket and no weight: before, they were written in front of the histogram."""
+    """Distances above zero have no bucket and no weight: before,
+    they were written in front of the histogram."""
     native = NativeSampling()
     for vocab_size in (5, 64, 200, 4099):
         logits = make_logits(3, vocab_size)
@@ -132,7 +178,8 @@ def test_a_peak_below_its_row_s_largest_logit_is_refused() -> None:
             native.cuts(logits, low, make_filters(count, vocab_size, 1))
         with pytest.raises(ValueError, match="peak is below"):
             native.score(logits, low, None, torch.zeros(count, dtype=torch.int64))
-        native.draw(logits, low, None, make_keys(count))  # the best by distance and noise is the same from any peak
+        # the best by distance and noise is the same from any peak
+        native.draw(logits, low, None, make_keys(count))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
@@ -170,7 +217,12 @@ def test_outputs_that_overlap_with_inputs_are_refused() -> None:
 def test_rows_and_blocks_named_twice_are_refused() -> None:
     with pytest.raises(ValueError, match="named twice"):
         _call(
-            "sampling_penalise", [*CALLS["sampling_penalise"][:3], torch.tensor([0, 1, 1, 2]), *CALLS["sampling_penalise"][4:]]
+            "sampling_penalise",
+            [
+                *CALLS["sampling_penalise"][:3],
+                torch.tensor([0, 1, 1, 2]),
+                *CALLS["sampling_penalise"][4:],
+            ],
         )
     with pytest.raises(ValueError, match="two go to block 1"):
         _call("copy_blocks", [CACHES[0], 3, 1024, torch.tensor([0, 2]), torch.tensor([1, 1]), 2])
@@ -200,7 +252,9 @@ def test_scales_that_are_not_finite_are_refused() -> None:
 
 
 def _norm(width: int = 32) -> _native.NormWeight:
-    return _native.NormWeight(weight=W.data_ptr(), bias=0, dtype=0, width=width, eps=1e-5, offset=0.0, is_layer=False)
+    return _native.NormWeight(
+        weight=W.data_ptr(), bias=0, dtype=0, width=width, eps=1e-5, offset=0.0, is_layer=False
+    )
 
 
 KEPT: list[CpuLinear] = []
@@ -215,7 +269,9 @@ def _lookup() -> _native.Lookup:
     return _native.Lookup(W.data_ptr(), 0, 2, 16)
 
 
-EMBED, SCALE, ADD, NORM, LINEAR, GATED_LINEAR, ACTIVATE, PREPARE_HEADS, ATTEND, SELECT, SCATTER = range(11)
+EMBED, SCALE, ADD, NORM, LINEAR, GATED_LINEAR, ACTIVATE, PREPARE_HEADS, ATTEND, SELECT, SCATTER = (
+    range(11)
+)
 Places = list[tuple[int, int]]
 OPERATIONS: dict[int, tuple[Places, Places, dict[str, Any]]] = {
     EMBED: ([], [(0, 16)], {"table": _lookup()}),
@@ -232,24 +288,29 @@ OPERATIONS: dict[int, tuple[Places, Places, dict[str, Any]]] = {
 }
 WRONG_FIELDS: list[tuple[int, dict[str, Any]]] = [
     *((PREPARE_HEADS, wrong) for wrong in (
-        {"heads": (3, 1, 16)}, {"heads": (2, 2, 16)}, {"heads": (2, 1, 0)}, {"heads": (2, 1, 513)}, {"rope_half": 9},
-        {"cache": -2}, {"rope": 3, "rope_half": 4}, {"norm": _norm(5)}, {"key_norm": _norm()},
+        {"heads": (3, 1, 16)}, {"heads": (2, 2, 16)}, {"heads": (2, 1, 0)}, {"heads": (2, 1, 513)},
+        {"rope_half": 9}, {"cache": -2}, {"rope": 3, "rope_half": 4}, {"norm": _norm(5)},
+        {"key_norm": _norm()},
     )),
     *((ATTEND, wrong) for wrong in (
-        {"heads": (2, 0, 16)}, {"heads": (3, 2, 16)}, {"scale": float("nan")}, {"soft_cap": -1.0}, {"window": -1},
-        {"cache": -1},
+        {"heads": (2, 0, 16)}, {"heads": (3, 2, 16)}, {"scale": float("nan")}, {"soft_cap": -1.0},
+        {"window": -1}, {"cache": -1},
     )),
-    (EMBED, {"table": None}), (SCALE, {"factor": float("inf")}), (NORM, {"norm": None}), (NORM, {"norm": _norm(16)}),
-    (LINEAR, {"weight": None}), (LINEAR, {"first_output": 8}), (LINEAR, {"first_output": 48}), (ACTIVATE, {"activation": 3}),
+    (EMBED, {"table": None}), (SCALE, {"factor": float("inf")}), (NORM, {"norm": None}),
+    (NORM, {"norm": _norm(16)}), (LINEAR, {"weight": None}), (LINEAR, {"first_output": 8}),
+    (LINEAR, {"first_output": 48}), (ACTIVATE, {"activation": 3}),
     (GATED_LINEAR, {"weight": _weight(48, 32)}),
 ]  # fmt: skip
 WRONG_VALUES: list[tuple[int, Places, Places]] = [
-    (EMBED, [], [(0, 32)]), (EMBED, [(0, 16)], [(16, 16)]), (SCALE, [(0, 16)], [(8, 16)]), (ADD, [(0, 16)], [(0, 16)]),
-    (ADD, [(0, 16), (16, 16)], [(8, 16)]), (NORM, [(0, 32), (32, 32)], [(0, 32), (0, 32)]), (NORM, [(0, 16)], [(0, 16)]),
-    (LINEAR, [(0, 32)], [(16, 32)]), (LINEAR, [(0, 16)], [(32, 32)]), (LINEAR, [(0, 32)], [(32, 65)]),
-    (GATED_LINEAR, [(0, 32)], [(16, 32)]), (ACTIVATE, [(0, 16)], [(0, 8)]), (PREPARE_HEADS, [(0, 64)], [(64, 64)]),
-    (PREPARE_HEADS, [(-2, 64)], [(-2, 64)]), (ATTEND, [(0, 31)], [(64, 32)]), (ATTEND, [(0, 64)], [(32, 32)]),
-    (ATTEND, [(0, 64)], [(-1, 32)]), (SELECT, [(0, 16)], [(8, 16)]), (SCATTER, [(0, 16), (16, 16)], [(16, 16)]), (11, [], []),
+    (EMBED, [], [(0, 32)]), (EMBED, [(0, 16)], [(16, 16)]), (SCALE, [(0, 16)], [(8, 16)]),
+    (ADD, [(0, 16)], [(0, 16)]), (ADD, [(0, 16), (16, 16)], [(8, 16)]),
+    (NORM, [(0, 32), (32, 32)], [(0, 32), (0, 32)]), (NORM, [(0, 16)], [(0, 16)]),
+    (LINEAR, [(0, 32)], [(16, 32)]), (LINEAR, [(0, 16)], [(32, 32)]),
+    (LINEAR, [(0, 32)], [(32, 65)]), (GATED_LINEAR, [(0, 32)], [(16, 32)]),
+    (ACTIVATE, [(0, 16)], [(0, 8)]), (PREPARE_HEADS, [(0, 64)], [(64, 64)]),
+    (PREPARE_HEADS, [(-2, 64)], [(-2, 64)]), (ATTEND, [(0, 31)], [(64, 32)]),
+    (ATTEND, [(0, 64)], [(32, 32)]), (ATTEND, [(0, 64)], [(-1, 32)]),
+    (SELECT, [(0, 16)], [(8, 16)]), (SCATTER, [(0, 16), (16, 16)], [(16, 16)]), (11, [], []),
 ]  # fmt: skip
 
 
@@ -263,7 +324,9 @@ def test_operations_that_would_leave_their_values_are_refused() -> None:
             operations.add(kind, False, inputs, outputs, **NO_FIELDS | fields | wrong)
     for kind, inputs, outputs in WRONG_VALUES:
         with pytest.raises(ValueError, match="Operations"):
-            operations.add(kind, False, inputs, outputs, **NO_FIELDS | OPERATIONS.get(kind, ([], [], {}))[2])
+            operations.add(
+                kind, False, inputs, outputs, **NO_FIELDS | OPERATIONS.get(kind, ([], [], {}))[2]
+            )
     with pytest.raises(ValueError, match="rows that are wanted alone"):
         narrow = _native.Operations(dtype=0, width=16)
         narrow.add(SELECT, True, *OPERATIONS[SELECT][:2], **NO_FIELDS)

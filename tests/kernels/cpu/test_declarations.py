@@ -1,4 +1,5 @@
-"""The stub file of the extension says what is in it, and a module of another build is told apart."""
+"""The stub file of the extension says what is in it,
+and a module of another build is told apart."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ def test_the_stub_file_is_true() -> None:
     import quire.kernels.cpu._native as native
 
     assert differences(native, STUB) == []
-    assert {name for name in dir(native) if not name.startswith("_")} <= set(STUB.replace("(", " ").replace(":", " ").split())
+    assert {name for name in dir(native) if not name.startswith("_")} <= set(
+        STUB.replace("(", " ").replace(":", " ").split()
+    )
 
 
 @pytest.mark.usefixtures("native")
@@ -26,7 +29,10 @@ def test_the_stub_file_is_true() -> None:
     [
         ("def tomorrow(x: int, /) -> None: ...", ["no tomorrow"]),
         ("MAX_TOMORROW: int", ["no MAX_TOMORROW"]),
-        ("class Tomorrow:\n    def __init__(self, x: int) -> None: ...", ["no Tomorrow", "no Tomorrow.__init__"]),
+        (
+            "class Tomorrow:\n    def __init__(self, x: int) -> None: ...",
+            ["no Tomorrow", "no Tomorrow.__init__"],
+        ),
         ("class KVCache:\n    def tomorrow(self) -> None: ...", ["no KVCache.tomorrow"]),
     ],
 )
@@ -42,6 +48,6 @@ def test_another_number_of_parameters_is_noticed() -> None:
 
     line = "def is_finite(x: int, dtype: int, count: int, /) -> bool: ..."
     assert line in STUB
-    assert differences(native, STUB.replace(line, line.replace("count: int", "count: int, stride: int"))) == [
-        "another is_finite"
-    ]
+    assert differences(
+        native, STUB.replace(line, line.replace("count: int", "count: int, stride: int"))
+    ) == ["another is_finite"]

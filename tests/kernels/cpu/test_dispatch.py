@@ -35,14 +35,23 @@ def test_instruction_sets() -> None:
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs /proc")
 def test_tiles_of_matrices_need_a_processor_that_has_them() -> None:
     flags = Path("/proc/cpuinfo").read_text().split()
-    assert "amx" not in cpu.supported_isas() or {"amx_tile", "amx_bf16", "amx_int8", "avx512_bf16"} <= set(flags)
+    assert "amx" not in cpu.supported_isas() or {
+        "amx_tile",
+        "amx_bf16",
+        "amx_int8",
+        "avx512_bf16",
+    } <= set(flags)
 
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
 def test_one_openmp_runtime_is_loaded() -> None:
     maps = Path("/proc/self/maps").read_text().splitlines()
-    runtimes = {line.split()[-1] for line in maps if "libgomp" in line or "libomp" in line or "libiomp" in line}
+    runtimes = {
+        line.split()[-1]
+        for line in maps
+        if "libgomp" in line or "libomp" in line or "libiomp" in line
+    }
     assert len(runtimes) == 1, f"two pools of threads would fight over the cores: {runtimes}"
 
 
@@ -62,7 +71,10 @@ def test_an_extension_of_other_sources_is_told_apart(monkeypatch: pytest.MonkeyP
     monkeypatch.delattr("quire.kernels.cpu._native.is_finite")
     cpu._differences.cache_clear()
     try:
-        with pytest.raises(ConfigError, match=r"built from other sources \(no is_finite\); rebuild it with `pip install -e .`"):
+        with pytest.raises(
+            ConfigError,
+            match=r"built from other sources \(no is_finite\); rebuild it with `pip install -e .`",
+        ):
             load("cpu")
     finally:
         cpu._differences.cache_clear()

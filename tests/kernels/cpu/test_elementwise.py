@@ -1,4 +1,5 @@
-"""Native norms, activations, rotary embedding and lookup against the reference, and their rows' bits."""
+"""Native norms, activations, rotary embedding and lookup against the reference,
+and their rows' bits."""
 
 from __future__ import annotations
 
@@ -38,19 +39,28 @@ def test_rms_norm(native_isa: Kernels, reference: Kernels, width: int, dtype: to
     want_normed, want_total = reference.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(total, want_total)
     assert_near(normed, want_normed)
-    assert torch.equal(normed, native_isa.rms_norm(total, weight, 1e-5))  # fused and apart are the same bits
+    # fused and apart are the same bits
+    assert torch.equal(normed, native_isa.rms_norm(total, weight, 1e-5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_layer_norm(native_isa: Kernels, reference: Kernels, width: int, dtype: torch.dtype) -> None:
-    x, weight, bias = draw(9, width, dtype=dtype) + 3, draw(width, dtype=dtype), draw(width, dtype=dtype)
+def test_layer_norm(
+    native_isa: Kernels, reference: Kernels, width: int, dtype: torch.dtype
+) -> None:
+    x, weight, bias = (
+        draw(9, width, dtype=dtype) + 3,
+        draw(width, dtype=dtype),
+        draw(width, dtype=dtype),
+    )
     for own_bias in (None, bias):
         got, want = (each.layer_norm(x, weight, own_bias, 1e-5) for each in (native_isa, reference))
         assert_near(got, want)
 
 
-def test_norm_weights_may_be_float32_beside_bfloat16(native_isa: Kernels, reference: Kernels) -> None:
+def test_norm_weights_may_be_float32_beside_bfloat16(
+    native_isa: Kernels, reference: Kernels
+) -> None:
     x, weight = draw(2, 3, 40, dtype=torch.bfloat16), draw(40)
     got = native_isa.rms_norm(x, weight, 1e-6)
     assert got.shape == x.shape
@@ -59,8 +69,12 @@ def test_norm_weights_may_be_float32_beside_bfloat16(native_isa: Kernels, refere
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations(native_isa: Kernels, reference: Kernels, activation: Activation, dtype: torch.dtype) -> None:
-    x = torch.cat([torch.linspace(-120, 120, 999), torch.linspace(-6, 6, 4001), torch.tensor([0.0, 1e-30])]).to(dtype)
+def test_activations(
+    native_isa: Kernels, reference: Kernels, activation: Activation, dtype: torch.dtype
+) -> None:
+    x = torch.cat(
+        [torch.linspace(-120, 120, 999), torch.linspace(-6, 6, 4001), torch.tensor([0.0, 1e-30])]
+    ).to(dtype)
     got = native_isa.activate(x, activation)
     assert_near(got, reference.activate(x, activation))
     gate_up = torch.stack([draw(7, 33), draw(33, 7).T], dim=1).reshape(7, 66).to(dtype)
@@ -69,7 +83,9 @@ def test_activations(native_isa: Kernels, reference: Kernels, activation: Activa
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations_pass_on_what_is_not_finite(native_isa: Kernels, activation: Activation) -> None:
+def test_activations_pass_on_what_is_not_finite(
+    native_isa: Kernels, activation: Activation
+) -> None:
     x = torch.tensor([float("nan"), float("inf"), 1.0])
     got = native_isa.activate(x, activation)
     assert got[0].isnan()
@@ -80,12 +96,18 @@ def test_activations_pass_on_what_is_not_finite(native_isa: Kernels, activation:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("head_size", "half"), [(16, 8), (64, 32), (80, 13), (64, 16)])
 def test_rope(
-    native_isa: Kernels, reference: Kernels, head_size: int, half: int, interleaved: bool, dtype: torch.dtype
+    native_isa: Kernels,
+    reference: Kernels,
+    head_size: int,
+    half: int,
+    interleaved: bool,
+    dtype: torch.dtype,
 ) -> None:
     cos_sin, positions = draw(50, 2, half), torch.tensor([0, 49, 7, 7, 31])
     wide = draw(5, 4, head_size, dtype=dtype)
     got, want = wide.clone(), wide.clone()
-    native_isa.rope(got[:, 1:3], positions, cos_sin, interleaved=interleaved)  # a strided view: queries within QKV
+    # a strided view: queries within QKV
+    native_isa.rope(got[:, 1:3], positions, cos_sin, interleaved=interleaved)
     reference.rope(want[:, 1:3], positions, cos_sin, interleaved=interleaved)
     assert_near(got, want)
     assert torch.equal(got[:, [0, 3]], wide[:, [0, 3]])
@@ -119,7 +141,9 @@ def test_rows_are_had_back_from_a_packed_weight(
 
 def test_rows_of_integers_cannot_be_had_back(native: Kernels, reference: Kernels) -> None:
     values = torch.ones(4, 8, dtype=torch.int8)
-    weight = QuantizedWeight(values, torch.ones(4, 1), None, bits=8, group_size=8, activations="int8")
+    weight = QuantizedWeight(
+        values, torch.ones(4, 1), None, bits=8, group_size=8, activations="int8"
+    )
     for kernels in (native, reference):
         assert kernels.table_of(kernels.pack_quantized(weight)) is None
 
@@ -131,7 +155,13 @@ def run_all(kernels: Kernels, x: Tensor, cos_sin: Tensor) -> list[Tensor]:
     kernels.rope(heads, torch.arange(x.shape[0]) % 5, cos_sin)
     fused = kernels.add_rms_norm(x, x, weight, 1e-5)
     norms = [kernels.rms_norm(x, weight, 1e-5), kernels.layer_norm(x, weight, weight, 1e-5)]
-    return [heads, *fused, *norms, *(kernels.gated(x, each) for each in ACTIVATIONS), kernels.activate(x, "gelu")]
+    return [
+        heads,
+        *fused,
+        *norms,
+        *(kernels.gated(x, each) for each in ACTIVATIONS),
+        kernels.activate(x, "gelu"),
+    ]
 
 
 @pytest.mark.usefixtures("restore_threads")
@@ -140,7 +170,9 @@ def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads(native_isa: Ker
     cpu.set_num_threads(1)
     whole = run_all(native_isa, x, cos_sin)
     for count in (1, 5, 35):
-        for part, want in zip(run_all(native_isa, x[:count].contiguous(), cos_sin), whole, strict=True):
+        for part, want in zip(
+            run_all(native_isa, x[:count].contiguous(), cos_sin), whole, strict=True
+        ):
             assert torch.equal(part, want[:count])
     for threads in (2, 3):
         cpu.set_num_threads(threads)
@@ -165,21 +197,41 @@ def test_empty_tensors(native: Kernels) -> None:
         (ValueError, "bias", lambda k: k.layer_norm(draw(2, 8), draw(8), draw(7), 1e-5)),
         (ValueError, "'relu' is not one of", lambda k: k.activate(draw(2, 8), "relu")),
         (ValueError, r"2 \* F", lambda k: k.gated(draw(2, 7), "silu")),
-        (ValueError, "position 5 is outside", lambda k: k.rope(draw(1, 1, 8), torch.tensor([5]), draw(5, 2, 4))),
-        (ValueError, "10 rotated", lambda k: k.rope(draw(1, 1, 8), torch.tensor([1]), draw(5, 2, 5))),
-        (TypeError, "int64", lambda k: k.rope(draw(1, 1, 8), torch.tensor([1]).int(), draw(5, 2, 4))),
-        (ValueError, "not contiguous", lambda k: k.rope(draw(1, 8, 2).transpose(1, 2), torch.tensor([1]), draw(5, 2, 4))),
+        (
+            ValueError,
+            "position 5 is outside",
+            lambda k: k.rope(draw(1, 1, 8), torch.tensor([5]), draw(5, 2, 4)),
+        ),
+        (
+            ValueError,
+            "10 rotated",
+            lambda k: k.rope(draw(1, 1, 8), torch.tensor([1]), draw(5, 2, 5)),
+        ),
+        (
+            TypeError,
+            "int64",
+            lambda k: k.rope(draw(1, 1, 8), torch.tensor([1]).int(), draw(5, 2, 4)),
+        ),
+        (
+            ValueError,
+            "not contiguous",
+            lambda k: k.rope(draw(1, 8, 2).transpose(1, 2), torch.tensor([1]), draw(5, 2, 4)),
+        ),
         (TypeError, "int64", lambda k: k.embedding(torch.tensor([1]).int(), draw(3, 4))),
     ],
 )
-def test_wrong_arguments_are_refused(native: Kernels, error: type[Exception], match: str, call: Any) -> None:
+def test_wrong_arguments_are_refused(
+    native: Kernels, error: type[Exception], match: str, call: Any
+) -> None:
     with pytest.raises(error, match=match):
         call(native)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (7, 100), (40, 4099)])
-def test_is_finite_finds_a_single_culprit(native_isa: Kernels, reference: Kernels, shape: tuple[int, int], dtype: Any) -> None:
+def test_is_finite_finds_a_single_culprit(
+    native_isa: Kernels, reference: Kernels, shape: tuple[int, int], dtype: Any
+) -> None:
     largest = torch.finfo(dtype).max
     for place in (0, shape[0] * shape[1] // 2, -1):
         x = torch.full(shape, largest, dtype=dtype)

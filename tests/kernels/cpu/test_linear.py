@@ -1,4 +1,5 @@
-"""The native projection against the reference, and a row's bits against everything that must not change them."""
+"""The native projection against the reference,
+and a row's bits against everything that must not change them."""
 
 from __future__ import annotations
 
@@ -20,7 +21,15 @@ from quire.program.operations import Activation
 
 ACTIVATIONS = get_args(Activation)
 
-SHAPES = [(1, 64, 64), (3, 7, 5), (6, 100, 130), (7, 33, 17), (13, 1, 1), (130, 300, 200), (481, 65, 80)]
+SHAPES = [
+    (1, 64, 64),
+    (3, 7, 5),
+    (6, 100, 130),
+    (7, 33, 17),
+    (13, 1, 1),
+    (130, 300, 200),
+    (481, 65, 80),
+]
 
 
 @pytest.fixture
@@ -38,16 +47,23 @@ def test_it_agrees_with_the_reference(
     native_isa: Kernels, reference: Kernels, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     num_rows, num_inputs, num_outputs = shape
-    x, weight, bias = draw(num_rows, num_inputs, dtype=dtype), draw(num_outputs, num_inputs, dtype=dtype), draw(num_outputs)
+    x, weight, bias = (
+        draw(num_rows, num_inputs, dtype=dtype),
+        draw(num_outputs, num_inputs, dtype=dtype),
+        draw(num_outputs),
+    )
     for own_bias in (None, bias.to(dtype)):
         want = reference.linear(x, reference.pack_linear(weight, own_bias), out_dtype="float32")
         packed = native_isa.pack_linear(weight, own_bias)
         wide = native_isa.linear(x, packed, out_dtype="float32")
         torch.testing.assert_close(wide, want, atol=1e-4, rtol=1e-4)
-        assert torch.equal(native_isa.linear(x, packed), wide.to(dtype))  # rounded once, to nearest even
+        # rounded once, to nearest even
+        assert torch.equal(native_isa.linear(x, packed), wide.to(dtype))
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
 def test_x_and_the_weight_may_differ_in_dtype(
     native_isa: Kernels, reference: Kernels, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
@@ -59,15 +75,20 @@ def test_x_and_the_weight_may_differ_in_dtype(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_inputs", [64, 301, 600])
-def test_a_row_has_the_same_bits_in_any_batch(native_isa: Kernels, dtype: torch.dtype, num_inputs: int) -> None:
+def test_a_row_has_the_same_bits_in_any_batch(
+    native_isa: Kernels, dtype: torch.dtype, num_inputs: int
+) -> None:
     x = draw(130, num_inputs, dtype=dtype)
     packed = native_isa.pack_linear(draw(150, num_inputs, dtype=dtype), draw(150))
     whole = native_isa.linear(x, packed, out_dtype="float32")
-    for count in (*range(1, 16), 27, 29, 121, 127):  # every height of a tile, and one row more than a block
+    # every height of a tile, and one row more than a block
+    for count in (*range(1, 16), 27, 29, 121, 127):
         part = native_isa.linear(x[:count].contiguous(), packed, out_dtype="float32")
         assert torch.equal(part, whole[:count]), f"batch of {count}"
     for row in (1, 5, 6, 13, 14, 125, 126, 129):
-        assert torch.equal(native_isa.linear(x[row : row + 1], packed, out_dtype="float32")[0], whole[row]), f"row {row}"
+        assert torch.equal(
+            native_isa.linear(x[row : row + 1], packed, out_dtype="float32")[0], whole[row]
+        ), f"row {row}"
 
 
 @pytest.mark.usefixtures("restore_threads")
@@ -94,7 +115,9 @@ def test_an_output_does_not_depend_on_the_other_outputs(native_isa: Kernels) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 16, 50, 64, 100])
-def test_a_gated_projection_is_rounded_once(native_isa: Kernels, reference: Kernels, width: int, dtype: torch.dtype) -> None:
+def test_a_gated_projection_is_rounded_once(
+    native_isa: Kernels, reference: Kernels, width: int, dtype: torch.dtype
+) -> None:
     weight, bias = draw(2 * width, 40, dtype=dtype), draw(2 * width)
     for own_bias in (None, bias):
         packed = native_isa.pack_linear(weight, own_bias)
@@ -102,20 +125,40 @@ def test_a_gated_projection_is_rounded_once(native_isa: Kernels, reference: Kern
             x = draw(num_rows, 40, dtype=dtype)
             for activation in ACTIVATIONS:
                 got = native_isa.gated_linear(x, packed, activation)
-                apart = native_isa.gated(native_isa.linear(x, packed, out_dtype="float32"), activation)
+                apart = native_isa.gated(
+                    native_isa.linear(x, packed, out_dtype="float32"), activation
+                )
                 assert torch.equal(got, apart.to(dtype)), f"{num_rows} rows, {activation}"
-                want = reference.gated_linear(x, reference.pack_linear(weight, own_bias), activation)
-                torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-2 if dtype is torch.bfloat16 else 1e-3)
+                want = reference.gated_linear(
+                    x, reference.pack_linear(weight, own_bias), activation
+                )
+                torch.testing.assert_close(
+                    got, want, atol=1e-3, rtol=1e-2 if dtype is torch.bfloat16 else 1e-3
+                )
 
 
 # ---- integers ----
 
-QUANTIZED = [(8, 96, 96), (8, 512, 32), (8, 2560, 2560), (8, 45, 15), (4, 128, 32), (4, 256, 128), (4, 60, 20), (4, 21, 3)]
+QUANTIZED = [
+    (8, 96, 96),
+    (8, 512, 32),
+    (8, 2560, 2560),
+    (8, 45, 15),
+    (4, 128, 32),
+    (4, 256, 128),
+    (4, 60, 20),
+    (4, 21, 3),
+]
 """(bits, inputs, group size)"""
 
 
 def quantized(
-    bits: Literal[4, 8], shape: tuple[int, int], size: int, activations: Literal["int8", "float"], *, offsets: bool = False
+    bits: Literal[4, 8],
+    shape: tuple[int, int],
+    size: int,
+    activations: Literal["int8", "float"],
+    *,
+    offsets: bool = False,
 ) -> QuantizedWeight:
     low, high = (-8, 8) if bits == 4 else (-128, 128)
     generator = torch.Generator().manual_seed(shape[0] + size)
@@ -131,7 +174,12 @@ def quantized(
 @pytest.mark.parametrize("offsets", [False, True])
 @pytest.mark.parametrize(("bits", "num_inputs", "size"), QUANTIZED)
 def test_int8_inputs_give_the_bits_of_the_reference(
-    native_isa: Kernels, reference: Kernels, bits: Literal[4, 8], num_inputs: int, size: int, offsets: bool
+    native_isa: Kernels,
+    reference: Kernels,
+    bits: Literal[4, 8],
+    num_inputs: int,
+    size: int,
+    offsets: bool,
 ) -> None:
     weight = quantized(bits, (70, num_inputs), size, "int8", offsets=offsets)
     x, bias = draw(130, num_inputs), draw(70)
@@ -154,36 +202,58 @@ def test_float_inputs_give_the_bits_of_the_dequantized_weight(
 ) -> None:
     weight = quantized(bits, (70, num_inputs), size, "float", offsets=offsets)
     x = draw(130, num_inputs, dtype=torch.bfloat16)
-    plain, packed = native_isa.pack_linear(dequantized(weight), draw(70)), native_isa.pack_quantized(weight, draw(70))
+    plain, packed = (
+        native_isa.pack_linear(dequantized(weight), draw(70)),
+        native_isa.pack_quantized(weight, draw(70)),
+    )
     for count in (1, 6, 7, 130):
-        assert torch.equal(native_isa.linear(x[:count], packed), native_isa.linear(x[:count], plain)), f"batch of {count}"
+        assert torch.equal(
+            native_isa.linear(x[:count], packed), native_isa.linear(x[:count], plain)
+        ), f"batch of {count}"
 
 
 @pytest.mark.usefixtures("restore_threads")
 @pytest.mark.parametrize("num_rows", [1, 6, 250])
-def test_the_number_of_threads_changes_no_bit_of_integers(native_isa: Kernels, num_rows: int) -> None:
-    x, packed = draw(num_rows, 512), native_isa.pack_quantized(quantized(4, (500, 512), 64, "int8", offsets=True))
+def test_the_number_of_threads_changes_no_bit_of_integers(
+    native_isa: Kernels, num_rows: int
+) -> None:
+    x, packed = (
+        draw(num_rows, 512),
+        native_isa.pack_quantized(quantized(4, (500, 512), 64, "int8", offsets=True)),
+    )
     results = []
     for count in (1, 2, 3):
         cpu.set_num_threads(count)
-        results.append(torch.cat([native_isa.linear(x, packed), native_isa.gated_linear(x, packed, "silu")], dim=1))
+        results.append(
+            torch.cat(
+                [native_isa.linear(x, packed), native_isa.gated_linear(x, packed, "silu")], dim=1
+            )
+        )
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 
 
-def test_short_inputs_of_any_magnitude_are_quantized_exactly(native_isa: Kernels, reference: Kernels) -> None:
+def test_short_inputs_of_any_magnitude_are_quantized_exactly(
+    native_isa: Kernels, reference: Kernels
+) -> None:
     x = (draw(138, 256) * torch.logspace(-36, 36, 138)[:, None]).to(torch.bfloat16)
-    unit = QuantizedWeight(torch.eye(256, dtype=torch.int8), torch.ones(256, 1), None, 8, 256, "int8")
+    unit = QuantizedWeight(
+        torch.eye(256, dtype=torch.int8), torch.ones(256, 1), None, 8, 256, "int8"
+    )
     want = reference.linear(x, reference.pack_quantized(unit))
     assert torch.equal(native_isa.linear(x, native_isa.pack_quantized(unit)), want)
 
 
-def test_integers_take_rows_of_zeros_tiny_and_non_finite_values(native_isa: Kernels, reference: Kernels) -> None:
+def test_integers_take_rows_of_zeros_tiny_and_non_finite_values(
+    native_isa: Kernels, reference: Kernels
+) -> None:
     weight = quantized(8, (20, 32), 32, "int8")
     x = draw(6, 32)
     x[0], x[1], x[2, 3], x[3, 4], x[4] = 0.0, 1e-40, torch.inf, torch.nan, x[4] * 1e-37
     got = native_isa.linear(x, native_isa.pack_quantized(weight))
-    torch.testing.assert_close(got, reference.linear(x, reference.pack_quantized(weight)), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        got, reference.linear(x, reference.pack_quantized(weight)), rtol=0, atol=0, equal_nan=True
+    )
     assert got[:2].eq(0).all()
     assert got[2:4].isnan().all()
     assert got[4:].isfinite().all()
@@ -197,7 +267,8 @@ def test_a_packed_weight_is_restored_from_its_bytes(native: Kernels) -> None:
     assert isinstance(packed, CpuLinear)
     again = CpuLinear(PackedLayout(**asdict(packed.layout)), packed.data.clone(), packed.bias)
     assert torch.equal(native.linear(x, again), native.linear(x, packed))
-    assert packed.data.nbytes == 3 * 2 * (2 * 16 * 4 + 16 * 32 // 2)  # panels, groups; scales and offsets, half bytes
+    # panels, groups; scales and offsets, half bytes
+    assert packed.data.nbytes == 3 * 2 * (2 * 16 * 4 + 16 * 32 // 2)
     with pytest.raises(ValueError, match=f"expected {packed.data.nbytes} bytes"):
         CpuLinear(packed.layout, packed.data[1:], packed.bias)
     with pytest.raises(ValueError, match=r"bias float32 \[40\]"):
@@ -224,10 +295,17 @@ def test_wrong_integers_are_refused(native: Kernels) -> None:
         native.pack_quantized(good, draw(7))
     with pytest.raises(ValueError, match="as many for gate as for up"):
         native.gated_linear(draw(1, 32), native.pack_linear(draw(5, 32)), "silu")
-    big = QuantizedWeight(torch.zeros(1, 140_000, dtype=torch.int8), torch.ones(1, 1), None, 8, 140_000, "int8")
+    big = QuantizedWeight(
+        torch.zeros(1, 140_000, dtype=torch.int8), torch.ones(1, 1), None, 8, 140_000, "int8"
+    )
     with pytest.raises(ConfigError, match="too large for exact sums"):
         native.pack_quantized(big)
-    assert native.linear(torch.ones(1, 140_000), native.pack_quantized(replace(big, activations="float"))).item() == 0
+    assert (
+        native.linear(
+            torch.ones(1, 140_000), native.pack_quantized(replace(big, activations="float"))
+        ).item()
+        == 0
+    )
 
 
 def test_no_rows_and_no_outputs(native: Kernels) -> None:
@@ -263,7 +341,9 @@ def test_a_packed_weight_serves_every_instruction_set(native_isa: Kernels) -> No
     packed = native_isa.pack_linear(draw(20, 31, dtype=torch.bfloat16))
     plain = native_isa.linear(x, packed, out_dtype="float32")
     cpu.set_isa(mine)
-    torch.testing.assert_close(native_isa.linear(x, packed, out_dtype="float32"), plain, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        native_isa.linear(x, packed, out_dtype="float32"), plain, atol=1e-5, rtol=1e-5
+    )
 
 
 def test_wrong_arguments_are_refused(native: Kernels, reference: Kernels) -> None:
@@ -286,7 +366,9 @@ def test_wrong_arguments_are_refused(native: Kernels, reference: Kernels) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [1, 3, 600])
-def test_peaks_are_those_of_the_products(native_isa: Kernels, num_rows: int, dtype: torch.dtype) -> None:
+def test_peaks_are_those_of_the_products(
+    native_isa: Kernels, num_rows: int, dtype: torch.dtype
+) -> None:
     """Over several slices of outputs, with outputs that tie and rows that are not finite."""
     x, weight = draw(num_rows, 24, dtype=dtype), draw(1300, 24, dtype=dtype)
     weight[1100:] = weight[:200]  # the lower id wins
@@ -310,8 +392,11 @@ def test_the_lowest_of_equal_peaks_wins_across_slices(native: Kernels) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [3, 600])
-def test_draws_are_those_from_the_products(native_isa: Kernels, num_rows: int, dtype: torch.dtype) -> None:
-    """Over several slices, in which the largest output grows, at any temperature; most rows are drawn from twice."""
+def test_draws_are_those_from_the_products(
+    native_isa: Kernels, num_rows: int, dtype: torch.dtype
+) -> None:
+    """Over several slices, in which the largest output grows, at any temperature;
+    most rows are drawn from twice."""
     x, weight = draw(num_rows, 24, dtype=dtype), draw(2900, 24, dtype=dtype)
     weight *= torch.linspace(0.1, 2.0, 2900, dtype=dtype)[:, None]
     x[0] = torch.nan
@@ -333,22 +418,38 @@ def test_draws_are_those_from_the_products(native_isa: Kernels, num_rows: int, d
 def test_draws_from_rows_that_are_not_there_are_refused(native: Kernels) -> None:
     one = torch.tensor([2])
     with pytest.raises(ValueError, match="row 2 of 2"):
-        native.linear_draws(draw(2, 8), native.pack_linear(draw(5, 8)), Draws(one, torch.ones(1), Keys(one, one)))
+        native.linear_draws(
+            draw(2, 8), native.pack_linear(draw(5, 8)), Draws(one, torch.ones(1), Keys(one, one))
+        )
 
 
-@pytest.mark.skipif(not cpu.emulated_isas() and "avx512bf16" not in cpu.supported_isas(), reason="needs AVX512-VNNI at least")
+@pytest.mark.skipif(
+    not cpu.emulated_isas() and "avx512bf16" not in cpu.supported_isas(),
+    reason="needs AVX512-VNNI at least",
+)
 @pytest.mark.parametrize("num_rows", [1, 6, 7, 130])
-def test_pairs_of_bfloat16_are_multiplied_as_the_instruction_does(native: Kernels, num_rows: int) -> None:
-    """Two fused multiply-adds, the later input first. Every instruction set that has it gives these bits."""
+def test_pairs_of_bfloat16_are_multiplied_as_the_instruction_does(
+    native: Kernels, num_rows: int
+) -> None:
+    """Two fused multiply-adds, the later input first.
+    Every instruction set that has it gives these bits."""
     x, weight = draw(num_rows, 33, dtype=torch.bfloat16), draw(20, 33, dtype=torch.bfloat16)
     expected = torch.zeros(num_rows, 20, dtype=torch.float64)
     for k in range(0, 34, 2):
         for each in (k + 1, k):
-            if each < 33:  # the product of two bfloat16 is exact in float64, so that only the sum is rounded
-                expected = (expected + x[:, each, None].double() * weight[:, each].double()).float().double()
+            # the product of two bfloat16 is exact in float64, so that only the sum is rounded
+            if each < 33:
+                expected = (
+                    (expected + x[:, each, None].double() * weight[:, each].double())
+                    .float()
+                    .double()
+                )
     before, plain = cpu.isa(), native.linear(x, native.pack_linear(weight), out_dtype="float32")
     try:
-        for isa in {"avx512bf16emulated", "avx512bf16"} & {*cpu.emulated_isas(), *cpu.supported_isas()}:
+        for isa in {"avx512bf16emulated", "avx512bf16"} & {
+            *cpu.emulated_isas(),
+            *cpu.supported_isas(),
+        }:
             cpu.set_isa(isa)
             got = native.linear(x, native.pack_linear(weight), out_dtype="float32")
             assert torch.equal(got.double(), expected)
@@ -365,7 +466,11 @@ def test_pairs_with_subnormal_numbers_count_as_zero(native: Kernels, isa: str) -
     cpu.set_isa(isa)
     try:
         assert native.linear(x, native.pack_linear(weight)).item() == 3.0
-        tiny = native.linear(x[:, 2:].contiguous(), native.pack_linear(weight[:, 2:].contiguous()), out_dtype="float32")
+        tiny = native.linear(
+            x[:, 2:].contiguous(),
+            native.pack_linear(weight[:, 2:].contiguous()),
+            out_dtype="float32",
+        )
         assert tiny.item() == 0.0
     finally:
         cpu.set_isa(before)

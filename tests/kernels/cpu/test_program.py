@@ -1,4 +1,5 @@
-"""Native programs: the bits of their operations one by one (family by family in tests/nn), caches, threads, refusals."""
+"""Native programs: the bits of their operations one by one (family by family in tests/nn), caches,
+threads, refusals."""
 
 from __future__ import annotations
 
@@ -7,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from program_cases import SPECS, WANTED, Caches, are_equal, build, one_by_one, run_ragged, wanted_rows
+from program_cases import (
+    SPECS,
+    WANTED,
+    Caches,
+    are_equal,
+    build,
+    one_by_one,
+    run_ragged,
+    wanted_rows,
+)
 from torch import Tensor
 
 from quire.errors import ConfigError
@@ -22,7 +32,9 @@ from quire.nn.decoder import DecoderModel
 from quire.program.operations import Operation
 from quire.weights.dummy import DummyWeights
 
-pytestmark = pytest.mark.skipif(cpu.IMPORT_ERROR is not None, reason=f"no native kernels: {cpu.IMPORT_ERROR}")
+pytestmark = pytest.mark.skipif(
+    cpu.IMPORT_ERROR is not None, reason=f"no native kernels: {cpu.IMPORT_ERROR}"
+)
 
 LLAMA: dict[str, object] = {
     "architectures": ["LlamaForCausalLM"],
@@ -39,10 +51,14 @@ BLOCK_SIZE, NUM_BLOCKS = 4, 8
 
 @pytest.fixture(scope="module")
 def model() -> DecoderModel:
-    return build_decoder(declare(LLAMA), DummyWeights(), load("cpu"), dtype="bfloat16", max_model_len=64)
+    return build_decoder(
+        declare(LLAMA), DummyWeights(), load("cpu"), dtype="bfloat16", max_model_len=64
+    )
 
 
-def _caches(dtype: torch.dtype = torch.bfloat16, num_kv_heads: int = 2, head_size: int = 16) -> Caches:
+def _caches(
+    dtype: torch.dtype = torch.bfloat16, num_kv_heads: int = 2, head_size: int = 16
+) -> Caches:
     shape = (NUM_BLOCKS, num_kv_heads, BLOCK_SIZE, head_size)
     return [(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(2)]
 
@@ -66,10 +82,19 @@ def _run(model: DecoderModel, caches: Caches, start: int = 0, num_tokens: int = 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("head_size", [16, 64, 128, 256])
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
-def test_heads_have_the_bits_of_their_operations(native_isa: Kernels, architecture: str, head_size: int, dtype: str) -> None:
-    """With and without norms of heads, for sizes that stay in registers and one that does not, more tokens than go at once."""
-    config = LLAMA | {"architectures": [architecture], "head_dim": head_size, "num_hidden_layers": 1}
-    model = build_decoder(declare(config), DummyWeights(), native_isa, dtype=dtype, max_model_len=64)
+def test_heads_have_the_bits_of_their_operations(
+    native_isa: Kernels, architecture: str, head_size: int, dtype: str
+) -> None:
+    """With and without norms of heads, for sizes that stay in registers and one that does not,
+    more tokens than go at once."""
+    config = LLAMA | {
+        "architectures": [architecture],
+        "head_dim": head_size,
+        "num_hidden_layers": 1,
+    }
+    model = build_decoder(
+        declare(config), DummyWeights(), native_isa, dtype=dtype, max_model_len=64
+    )
     results = []
     for each in (model, one_by_one(model)):
         caches = _caches(model.dtype, head_size=head_size)[:1]
@@ -115,7 +140,9 @@ def test_some_hidden_states_of_a_ragged_batch(
         ((1, 1), "num_wanted"),
     ],
 )
-def test_hidden_states_that_there_are_not_are_refused(model: DecoderModel, num_wanted: tuple[int, ...], message: str) -> None:
+def test_hidden_states_that_there_are_not_are_refused(
+    model: DecoderModel, num_wanted: tuple[int, ...], message: str
+) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         run_ragged(model, num_wanted)
 
@@ -127,7 +154,11 @@ def test_each_call_uses_the_caches_that_it_is_given(model: DecoderModel) -> None
     assert torch.equal(_run(model, ours), first)
     _run(model, others, num_tokens=20)
     assert torch.equal(_run(model, ours, start=9, num_tokens=1), second)
-    assert all(torch.equal(a, b) for pair, own in zip(alone, ours, strict=True) for a, b in zip(pair, own, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for pair, own in zip(alone, ours, strict=True)
+        for a, b in zip(pair, own, strict=True)
+    )
 
 
 def test_results_outlive_the_next_call(model: DecoderModel) -> None:
@@ -186,7 +217,10 @@ def test_weights_that_do_not_fit_are_refused(model: DecoderModel) -> None:
 
 def test_what_cannot_be_run_has_reasons(native: Kernels) -> None:
     config = LLAMA | {"head_dim": 520, "num_attention_heads": 1, "num_key_value_heads": 1}
-    with pytest.raises(ConfigError, match="cpu kernels cannot run LlamaForCausalLM: has heads of at most 512, not of 520"):
+    with pytest.raises(
+        ConfigError,
+        match="cpu kernels cannot run LlamaForCausalLM: has heads of at most 512, not of 520",
+    ):
         build(declare(config), native)
     program, _ = lower(SPECS["qwen3"])
     assert native.reasons_against(program) == []

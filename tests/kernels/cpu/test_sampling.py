@@ -1,4 +1,5 @@
-"""The native sampling kernels give the reference's bits: on every instruction set, at 1 and 2 threads, for any batch."""
+"""The native sampling kernels give the reference's bits: on every instruction set,
+at 1 and 2 threads, for any batch."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.mark.parametrize(("seed", "position"), [(0, 0), (2**64 - 1, 2**40 + 3), (12345, 77)])
 def test_noise(seed: int, position: int) -> None:
     signed = seed - 2**64 if seed >> 63 else seed
-    expected = gumbel(random_words(Keys(torch.tensor([signed]), torch.tensor([position])), 40_003))[0]
+    expected = gumbel(random_words(Keys(torch.tensor([signed]), torch.tensor([position])), 40_003))[
+        0
+    ]
     assert torch.equal(gumbel_noise(seed, position, 40_003), expected)
 
 
@@ -53,7 +56,9 @@ def test_peaks(vocab_size: int) -> None:
     logits[3, -1] = math.nan
     logits[4, 0], logits[4, -1] = math.nan, math.inf
     (ids, values), (expected_ids, expected) = NATIVE.peaks(logits), REFERENCE.peaks(logits)
-    assert torch.equal(values.nan_to_num(nan=123.0, posinf=1e38), expected.nan_to_num(nan=123.0, posinf=1e38))
+    assert torch.equal(
+        values.nan_to_num(nan=123.0, posinf=1e38), expected.nan_to_num(nan=123.0, posinf=1e38)
+    )
     sound = expected.isfinite()
     assert torch.equal(ids[sound], expected_ids[sound])
 
@@ -77,29 +82,44 @@ def make_case(num_rows: int, vocab_size: int, seed: int) -> Case:
     count = len(rows.row)
     filters, keys = make_filters(count, vocab_size, seed), make_keys(count, seed)
     cuts = REFERENCE.cuts(logits, rows, filters)
-    drawn, freely = REFERENCE.draw(logits, rows, cuts, keys), REFERENCE.draw(logits, rows, None, keys)
+    drawn, freely = (
+        REFERENCE.draw(logits, rows, cuts, keys),
+        REFERENCE.draw(logits, rows, None, keys),
+    )
     return Case(logits, rows, filters, keys, cuts, drawn, freely)
 
 
 @cache
-def reference_scores(num_rows: int, vocab_size: int, seed: int, has_cuts: bool, num_top: int) -> Scores:
+def reference_scores(
+    num_rows: int, vocab_size: int, seed: int, has_cuts: bool, num_top: int
+) -> Scores:
     case = make_case(num_rows, vocab_size, seed)
-    return REFERENCE.score(case.logits, case.rows, case.cuts if has_cuts else None, case.drawn, num_top=num_top)
+    return REFERENCE.score(
+        case.logits, case.rows, case.cuts if has_cuts else None, case.drawn, num_top=num_top
+    )
 
 
-@pytest.mark.parametrize("shape", [(12, 1), (12, 5), (12, 63), (12, 64), (12, 65), (12, 1000), (5, 4099), (1, 151_936)])
+@pytest.mark.parametrize(
+    "shape", [(12, 1), (12, 5), (12, 63), (12, 64), (12, 65), (12, 1000), (5, 4099), (1, 151_936)]
+)
 def test_cuts_draws_and_scores(shape: tuple[int, int]) -> None:
     for seed in (1, 2) if shape[1] < 100_000 else (1,):
         case = make_case(*shape, seed)
         cuts = NATIVE.cuts(case.logits, case.rows, case.filters)
-        assert torch.equal(cuts.value, case.cuts.value) and torch.equal(cuts.token_id, case.cuts.token_id)
+        assert torch.equal(cuts.value, case.cuts.value) and torch.equal(
+            cuts.token_id, case.cuts.token_id
+        )
         assert torch.equal(NATIVE.draw(case.logits, case.rows, cuts, case.keys), case.drawn)
         assert torch.equal(NATIVE.draw(case.logits, case.rows, None, case.keys), case.freely_drawn)
-        for has_cuts, num_top in itertools.product((True, False), {min(n, shape[1]) for n in (0, 1, 20, 200)}):
+        for has_cuts, num_top in itertools.product(
+            (True, False), {min(n, shape[1]) for n in (0, 1, 20, 200)}
+        ):
             some_cuts = case.cuts if has_cuts else None
             scores = NATIVE.score(case.logits, case.rows, some_cuts, case.drawn, num_top=num_top)
             expected = reference_scores(*shape, seed, has_cuts, num_top)
-            assert all(torch.equal(ours, theirs) for ours, theirs in zip(scores, expected, strict=True))
+            assert all(
+                torch.equal(ours, theirs) for ours, theirs in zip(scores, expected, strict=True)
+            )
 
 
 def test_penalties() -> None:
@@ -108,14 +128,22 @@ def test_penalties() -> None:
     for _ in range(2):  # the second time shows that nothing was left behind
         NATIVE.penalise(ours, penalties)
         REFERENCE.penalise(theirs, penalties)
-    assert torch.equal(ours, theirs) and torch.equal(ours[4], logits[4]) and not torch.equal(ours, logits)
+    assert (
+        torch.equal(ours, theirs)
+        and torch.equal(ours[4], logits[4])
+        and not torch.equal(ours, logits)
+    )
     with pytest.raises(ValueError, match="outside"):
         NATIVE.penalise(ours[:5], penalties)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
-    values=st.lists(st.sampled_from([-math.inf, -3e38, -60.0, -1.0, 0.0, 0.5, 3.0]), min_size=1, max_size=150),
+    values=st.lists(
+        st.sampled_from([-math.inf, -3e38, -60.0, -1.0, 0.0, 0.5, 3.0]), min_size=1, max_size=150
+    ),
     scale=st.sampled_from([1e-4, 0.5, 1.0, 1e5]),
     seed=st.integers(0, 2**31),
 )
@@ -127,13 +155,20 @@ def test_odd_rows(values: list[float], scale: float, seed: int) -> None:
     cuts, expected = NATIVE.cuts(logits, rows, filters), REFERENCE.cuts(logits, rows, filters)
     assert torch.equal(cuts.value, expected.value) and torch.equal(cuts.token_id, expected.token_id)
     keys = make_keys(1, seed)
-    assert torch.equal(NATIVE.draw(logits, rows, cuts, keys), REFERENCE.draw(logits, rows, cuts, keys))
+    assert torch.equal(
+        NATIVE.draw(logits, rows, cuts, keys), REFERENCE.draw(logits, rows, cuts, keys)
+    )
 
 
 def test_threads_and_company_change_nothing() -> None:
     logits = make_logits(16, 5000)
     rows = [
-        SampledRow(RowSampling(seed=i, temperature=(i % 4) / 2, top_k=i % 3 * 10, top_p=1 - i / 64, num_logprobs=4), i)
+        SampledRow(
+            RowSampling(
+                seed=i, temperature=(i % 4) / 2, top_k=i % 3 * 10, top_p=1 - i / 64, num_logprobs=4
+            ),
+            i,
+        )
         for i in range(16)
     ]
     results = []

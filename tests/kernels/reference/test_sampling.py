@@ -1,4 +1,5 @@
-"""The reference sampling kernels: published Philox vectors, accuracy of the noise and the weights, and naive searches."""
+"""The reference sampling kernels: published Philox vectors, accuracy of the noise and the weights,
+and naive searches."""
 
 from __future__ import annotations
 
@@ -50,13 +51,17 @@ def test_words_are_laid_out_by_token_position_and_seed() -> None:
 
 def test_noise_is_accurate_at_both_tails() -> None:
     ends = torch.arange(2000)
-    words = torch.cat([ends, (1 << 31) - 1000 + ends, (1 << 32) - 1 - ends, torch.randint(0, 1 << 32, (200_000,))])
+    words = torch.cat(
+        [ends, (1 << 31) - 1000 + ends, (1 << 32) - 1 - ends, torch.randint(0, 1 << 32, (200_000,))]
+    )
     low, high = (words.double() + 0.5) / 2**32, ((1 << 32) - 1 - words.double() + 0.5) / 2**32
     exact = -torch.log(torch.where(words < 1 << 31, -torch.log(low), -torch.log1p(-high)))
     noise = gumbel(words)
     assert noise.dtype is torch.float32
     assert torch.all((noise - exact).abs() <= 2e-7 * exact.abs().clamp(min=1))
-    assert (float(noise.min()), float(noise.max())) == pytest.approx((-math.log(33 * math.log(2)), 33 * math.log(2)))
+    assert (float(noise.min()), float(noise.max())) == pytest.approx(
+        (-math.log(33 * math.log(2)), 33 * math.log(2))
+    )
 
 
 def test_noise_has_the_moments_of_a_gumbel_distribution() -> None:
@@ -67,7 +72,9 @@ def test_noise_has_the_moments_of_a_gumbel_distribution() -> None:
 
 
 def test_weights_are_accurate_integers() -> None:
-    distance = torch.cat([torch.linspace(-40, 0, 100_001), torch.tensor([-torch.inf, -1e30, -80.5])])
+    distance = torch.cat(
+        [torch.linspace(-40, 0, 100_001), torch.tensor([-torch.inf, -1e30, -80.5])]
+    )
     exact = distance.double().exp() * WEIGHT_ONE
     assert weights(distance).dtype is torch.int64
     assert torch.all((weights(distance) - exact).abs() <= 1 + 2e-7 * exact)
@@ -75,8 +82,11 @@ def test_weights_are_accurate_integers() -> None:
     assert int(weights(torch.tensor([-torch.inf]))) == 0
 
 
-LEVELS = st.sampled_from([-torch.inf, -50.0, -2.0, -0.5, 0.0, 0.25, 1.0, 1.5, 3.0])  # few, so that there are ties
-some_logits = st.lists(LEVELS, min_size=1, max_size=40).filter(lambda values: max(values) > -torch.inf)
+# few, so that there are ties
+LEVELS = st.sampled_from([-torch.inf, -50.0, -2.0, -0.5, 0.0, 0.25, 1.0, 1.5, 3.0])
+some_logits = st.lists(LEVELS, min_size=1, max_size=40).filter(
+    lambda values: max(values) > -torch.inf
+)
 
 
 def one_row(values: list[float], scale: float = 1.0) -> tuple[Tensor, ScaledRows]:
@@ -98,15 +108,25 @@ def test_best_first_order(values: list[float], data: st.DataObject) -> None:
     top_p=st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.25, 1e-9]),
     min_p=st.sampled_from([0.0, 1e-3, 0.2, 1.0]),
 )
-def test_cuts_keep_what_a_full_sort_keeps(values: list[float], top_k: int, top_p: float, min_p: float) -> None:
+def test_cuts_keep_what_a_full_sort_keeps(
+    values: list[float], top_k: int, top_p: float, min_p: float
+) -> None:
     logits, rows = one_row(values, 0.7)
     floor = math.log(min_p) if min_p else -math.inf
-    filters = Filters(torch.tensor([top_k]), torch.tensor([top_p], dtype=torch.float64), torch.tensor([floor]))
+    filters = Filters(
+        torch.tensor([top_k]), torch.tensor([top_p], dtype=torch.float64), torch.tensor([floor])
+    )
     cuts = ReferenceSampling().cuts(logits, rows, filters)
     value, last = float(cuts.value), int(cuts.token_id)
-    kept = [i for i, v in enumerate(values) if v > -math.inf and (v > value or (v == value and i <= last))]
+    kept = [
+        i
+        for i, v in enumerate(values)
+        if v > -math.inf and (v > value or (v == value and i <= last))
+    ]
 
-    order = sorted((i for i, v in enumerate(values) if v > -math.inf), key=lambda i: (-values[i], i))
+    order = sorted(
+        (i for i, v in enumerate(values) if v > -math.inf), key=lambda i: (-values[i], i)
+    )
     distance = (logits[0] - logits.max()) * 0.7
     order = [i for i in order if float(distance[i]) >= float(torch.tensor(floor))][:top_k]
     weight = {i: int(weights(distance[i : i + 1])) for i in order}
@@ -133,6 +153,7 @@ def test_scores() -> None:
     exact = sum(math.exp(v - 2.0) for v in (1.0, 2.0, 1.0, 0.0))
     assert int(scores.total) / WEIGHT_ONE == pytest.approx(exact, rel=1e-7)
     assert (int(scores.rank), scores.top_ids.tolist()) == (2, [[1, 0, 2, 4]])
-    cut = Cuts(torch.tensor([1.0]), torch.tensor([1]))  # keeps ids 1 and 0; id 2 comes after the last one kept
+    # keeps ids 1 and 0; id 2 comes after the last one kept
+    cut = Cuts(torch.tensor([1.0]), torch.tensor([1]))
     kept = ReferenceSampling().score(logits, rows, cut, torch.tensor([0]))
     assert int(kept.total) / WEIGHT_ONE == pytest.approx(1 + math.exp(-1.0), rel=1e-7)

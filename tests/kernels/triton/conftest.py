@@ -1,4 +1,5 @@
-"""The Triton kernels under test: interpreted on the CPU, or with QUIRE_TEST_DEVICE=cuda on a GPU (`make gpu-test`).
+"""The Triton kernels under test: interpreted on the CPU, or with QUIRE_TEST_DEVICE=cuda on a GPU
+(`make gpu-test`).
 
 Triton decides when it is first imported whether to interpret kernels: see `tests/conftest.py`.
 """
@@ -52,7 +53,11 @@ def kernels(device: torch.device) -> Kernels:
 
 def moved(batch: Any, device: torch.device) -> Any:
     """A record of tensors, with its tensors on the device."""
-    tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if isinstance(getattr(batch, f.name), Tensor)}
+    tensors = {
+        f.name: getattr(batch, f.name)
+        for f in fields(batch)
+        if isinstance(getattr(batch, f.name), Tensor)
+    }
     return replace(batch, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
 
@@ -64,14 +69,22 @@ def move(device: torch.device) -> Callable[[Any], Any]:
 
 @pytest.fixture
 def attend(device: torch.device) -> Callable[..., Tensor]:
-    """Attention of a back end over a `Paged` case: results on the CPU, wherever they were computed."""
+    """Attention of a back end over a `Paged` case: results on the CPU,
+    wherever they were computed."""
 
-    def run(kernels: Kernels, case: Paged, query: Tensor, block_size: int = 16, **options: Any) -> Tensor:
+    def run(
+        kernels: Kernels, case: Paged, query: Tensor, block_size: int = 16, **options: Any
+    ) -> Tensor:
         where = torch.device("cpu") if kernels.name == "reference" else device
         keys, values, batch = case.pages(block_size, options.pop("kv_format", None))
         scale = query.shape[2] ** -0.5
         out = kernels.paged_attention(
-            query.to(where), keys.to(where), values.to(where), moved(batch, where), scale=scale, **options
+            query.to(where),
+            keys.to(where),
+            values.to(where),
+            moved(batch, where),
+            scale=scale,
+            **options,
         )
         return out.cpu()
 

@@ -36,7 +36,9 @@ def draw_query(case: Paged, num_heads: int) -> Tensor:
 
 
 def assert_near(got: Tensor, want: Tensor) -> None:
-    near = {torch.float32: (3e-6, 1e-4), torch.bfloat16: (2e-2, 2e-2), torch.float16: (3e-3, 3e-3)}[want.dtype]
+    near = {torch.float32: (3e-6, 1e-4), torch.bfloat16: (2e-2, 2e-2), torch.float16: (3e-3, 3e-3)}[
+        want.dtype
+    ]
     torch.testing.assert_close(got, want, atol=near[0], rtol=near[1])
 
 
@@ -51,16 +53,28 @@ def assert_near(got: Tensor, want: Tensor) -> None:
     ],
 )
 def test_it_agrees_with_the_reference(
-    kernels: Kernels, reference: Kernels, paged: type[Paged], attend: Attend, heads: Any, head_size: int, dtype: torch.dtype
+    kernels: Kernels,
+    reference: Kernels,
+    paged: type[Paged],
+    attend: Attend,
+    heads: Any,
+    head_size: int,
+    dtype: torch.dtype,
 ) -> None:
     case = paged.random(RAGGED, heads[1], head_size, dtype)
     query = draw_query(case, heads[0])
     assert_near(attend(kernels, case, query), attend(reference, case, query))
 
 
-@pytest.mark.parametrize("options", [{"window": 40}, {"window": 1}, {"soft_cap": 5.0}, {"window": 33, "soft_cap": 2.0}])
+@pytest.mark.parametrize(
+    "options", [{"window": 40}, {"window": 1}, {"soft_cap": 5.0}, {"window": 33, "soft_cap": 2.0}]
+)
 def test_options_agree_with_the_reference(
-    kernels: Kernels, reference: Kernels, paged: type[Paged], attend: Attend, options: dict[str, Any]
+    kernels: Kernels,
+    reference: Kernels,
+    paged: type[Paged],
+    attend: Attend,
+    options: dict[str, Any],
 ) -> None:
     case = paged.random(RAGGED, 2, 32)
     query = draw_query(case, 6)
@@ -70,7 +84,12 @@ def test_options_agree_with_the_reference(
 @pytest.mark.parametrize("kv_format", ["int8", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, thorough(torch.bfloat16)])
 def test_quantized_caches_agree_with_the_reference(
-    kernels: Kernels, reference: Kernels, paged: type[Paged], attend: Attend, kv_format: str, dtype: torch.dtype
+    kernels: Kernels,
+    reference: Kernels,
+    paged: type[Paged],
+    attend: Attend,
+    kv_format: str,
+    dtype: torch.dtype,
 ) -> None:
     case = paged.random(((3, 5), (1, 90)), 2, 20, dtype)
     query = draw_query(case, 4)
@@ -81,7 +100,11 @@ def test_quantized_caches_agree_with_the_reference(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_instructions_for_fp8_give_the_bits_of_integers(
-    kernels: Kernels, paged: type[Paged], attend: Attend, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    kernels: Kernels,
+    paged: type[Paged],
+    attend: Attend,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert isinstance(kernels, TritonKernels)
     if kernels.device.type == "cuda" and not kernels.options.has_fp8:
@@ -94,14 +117,18 @@ def test_instructions_for_fp8_give_the_bits_of_integers(
     assert torch.equal(*results) and results[0].isfinite().all()
 
 
-def test_more_query_heads_than_one_tile_holds(kernels: Kernels, reference: Kernels, paged: type[Paged], attend: Attend) -> None:
+def test_more_query_heads_than_one_tile_holds(
+    kernels: Kernels, reference: Kernels, paged: type[Paged], attend: Attend
+) -> None:
     case = paged.random(((3, 40),), 1, 16)
     query = draw_query(case, 71)
     assert_near(attend(kernels, case, query), attend(reference, case, query))
 
 
 @pytest.mark.parametrize("window", [thorough(None), 50])
-def test_the_block_size_changes_no_bit(kernels: Kernels, paged: type[Paged], attend: Attend, window: int | None) -> None:
+def test_the_block_size_changes_no_bit(
+    kernels: Kernels, paged: type[Paged], attend: Attend, window: int | None
+) -> None:
     case = paged.random(RAGGED, 1, 32)
     query = draw_query(case, 2)
     results = [attend(kernels, case, query, size, window=window) for size in (4, 16, 128, 5)]
@@ -110,23 +137,38 @@ def test_the_block_size_changes_no_bit(kernels: Kernels, paged: type[Paged], att
 
 
 @pytest.mark.parametrize(("chunk", "window"), [(1, None), (7, 45), thorough(32, None)])
-def test_chunking_changes_no_bit(kernels: Kernels, paged: type[Paged], attend: Attend, chunk: int, window: int | None) -> None:
+def test_chunking_changes_no_bit(
+    kernels: Kernels, paged: type[Paged], attend: Attend, chunk: int, window: int | None
+) -> None:
     """Chunks of one are decodes: their splits are computed side by side and merged."""
     whole = paged.random(((100, 100),), 1, 32)
     query = draw_query(whole, 2)
     want = attend(kernels, whole, query, window=window)
     for start in range(0, 100, chunk * max(1, 12 // chunk)):
         end = min(100, start + chunk)
-        part = replace(whole, lens=((end - start, end),), keys=(whole.keys[0][:end],), values=(whole.values[0][:end],))
-        assert torch.equal(attend(kernels, part, query[start:end], window=window), want[start:end]), start
+        part = replace(
+            whole,
+            lens=((end - start, end),),
+            keys=(whole.keys[0][:end],),
+            values=(whole.values[0][:end],),
+        )
+        assert torch.equal(
+            attend(kernels, part, query[start:end], window=window), want[start:end]
+        ), start
 
 
 @pytest.mark.parametrize(("heads", "head_size"), [((12, 3), 32), thorough((8, 2), 256)])
 @pytest.mark.parametrize("kv_format", [None, thorough("fp8")])
 def test_neither_height_of_tile_nor_splits_side_by_side_change_a_bit(
-    kernels: Kernels, paged: type[Paged], attend: Attend, heads: tuple[int, int], head_size: int, kv_format: str | None
+    kernels: Kernels,
+    paged: type[Paged],
+    attend: Attend,
+    heads: tuple[int, int],
+    head_size: int,
+    kv_format: str | None,
 ) -> None:
-    """A prompt of several splits in one piece fills tall tiles, whose programs go through them; its end comes in chunks."""
+    """A prompt of several splits in one piece fills tall tiles, whose programs go through them;
+    its end comes in chunks."""
     assert isinstance(kernels, TritonKernels)
     tuning = kernels.tuning
     figures = tuning.wide_attention if head_size > 128 else tuning.attention
@@ -134,10 +176,21 @@ def test_neither_height_of_tile_nor_splits_side_by_side_change_a_bit(
     whole = paged.random(((length, length),), heads[1], head_size, torch.bfloat16)
     query = draw_query(whole, heads[0])
     num_programs = length * (heads[0] // heads[1]) // figures.tall.block_m * heads[1]
-    assert num_programs >= attention.PROGRAMS_AT_ONCE * tuning.num_programs, "the whole prompt is to be computed without splits"
+    assert num_programs >= attention.PROGRAMS_AT_ONCE * tuning.num_programs, (
+        "the whole prompt is to be computed without splits"
+    )
     want = attend(kernels, whole, query, kv_format=kv_format)
-    for count, end in ((1, length), (1, length - figures.split_len), (figures.low.block_m // 2 + 3, length)):
-        part = replace(whole, lens=((count, end),), keys=(whole.keys[0][:end],), values=(whole.values[0][:end],))
+    for count, end in (
+        (1, length),
+        (1, length - figures.split_len),
+        (figures.low.block_m // 2 + 3, length),
+    ):
+        part = replace(
+            whole,
+            lens=((count, end),),
+            keys=(whole.keys[0][:end],),
+            values=(whole.values[0][:end],),
+        )
         got = attend(kernels, part, query[end - count : end], kv_format=kv_format)
         assert torch.equal(got, want[end - count : end]), (count, end)
 
@@ -147,14 +200,22 @@ def test_company_changes_no_bit(kernels: Kernels, paged: type[Paged], attend: At
     query = draw_query(case, 6)
     together, start = attend(kernels, case, query), 0
     for index, (count, context) in enumerate(RAGGED):
-        alone = replace(case, lens=((count, context),), keys=(case.keys[index],), values=(case.values[index],))
-        assert torch.equal(attend(kernels, alone, query[start : start + count]), together[start : start + count]), index
+        alone = replace(
+            case, lens=((count, context),), keys=(case.keys[index],), values=(case.values[index],)
+        )
+        assert torch.equal(
+            attend(kernels, alone, query[start : start + count]), together[start : start + count]
+        ), index
         start += count
 
 
 @pytest.mark.parametrize("kv_format", ["float32", thorough("int8")])
 def test_a_shared_prefix_read_once_changes_no_bit(
-    kernels: Kernels, paged: type[Paged], move: Callable[[Any], Any], kv_format: str, monkeypatch: pytest.MonkeyPatch
+    kernels: Kernels,
+    paged: type[Paged],
+    move: Callable[[Any], Any],
+    kv_format: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of three sequences, the second and third begin with the same blocks."""
     unit = kernels.shared_prefix_unit
@@ -170,14 +231,17 @@ def test_a_shared_prefix_read_once_changes_no_bit(
     keys, values, batch = keys.to(kernels.device), values.to(kernels.device), move(batch)
     want = kernels.paged_attention(query, keys, values, batch, scale=0.25)
     too_much = replace(batch, shared=shared, block_tables=batch.block_tables.clone())
-    batch.block_tables[2, :num_blocks] = batch.block_tables[0, 0]  # the run's own table is read there
+    # the run's own table is read there
+    batch.block_tables[2, :num_blocks] = batch.block_tables[0, 0]
     got = kernels.paged_attention(query, keys, values, replace(batch, shared=shared), scale=0.25)
     assert torch.equal(got, want)
     monkeypatch.setattr("quire.kernels.triton.attention.MAX_PARTIAL_BYTES", 1)
     assert torch.equal(kernels.paged_attention(query, keys, values, too_much, scale=0.25), want)
 
 
-def test_non_finite_values_stay_with_their_sequence(kernels: Kernels, paged: type[Paged], attend: Attend) -> None:
+def test_non_finite_values_stay_with_their_sequence(
+    kernels: Kernels, paged: type[Paged], attend: Attend
+) -> None:
     case = paged.random(((20, 20), (20, 20)), 1, 16)
     query = draw_query(case, 2)
     clean = attend(kernels, case, query)
@@ -187,10 +251,14 @@ def test_non_finite_values_stay_with_their_sequence(kernels: Kernels, paged: typ
     assert torch.equal(got[20:], clean[20:])
 
 
-def test_large_scores_do_not_overflow(kernels: Kernels, reference: Kernels, paged: type[Paged], attend: Attend) -> None:
+def test_large_scores_do_not_overflow(
+    kernels: Kernels, reference: Kernels, paged: type[Paged], attend: Attend
+) -> None:
     case = paged.random(((8, 80),), 1, 32)
     query = draw_query(case, 2) * 300
-    torch.testing.assert_close(attend(kernels, case, query), attend(reference, case, query), atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        attend(kernels, case, query), attend(reference, case, query), atol=1e-3, rtol=1e-3
+    )
 
 
 def test_the_query_may_be_a_view_and_the_cache_of_another_dtype(
@@ -201,15 +269,22 @@ def test_the_query_may_be_a_view_and_the_cache_of_another_dtype(
     got = attend(kernels, case, wide[:, 1:5])
     assert got.dtype == torch.float32
     keys, values, batch = case.pages(16)
-    want = reference.paged_attention(wide[:, 1:5].cpu().contiguous(), keys.float(), values.float(), batch, scale=0.25)
+    want = reference.paged_attention(
+        wide[:, 1:5].cpu().contiguous(), keys.float(), values.float(), batch, scale=0.25
+    )
     torch.testing.assert_close(got, want, atol=3e-6, rtol=1e-4)
 
 
 def test_an_empty_batch(kernels: Kernels, device: torch.device) -> None:
-    cache, none = torch.zeros(2, 1, 16, 8, device=device), torch.zeros(0, dtype=torch.int32, device=device)
+    cache, none = (
+        torch.zeros(2, 1, 16, 8, device=device),
+        torch.zeros(0, dtype=torch.int32, device=device),
+    )
     zero, tables = torch.zeros(1, dtype=torch.int32), torch.zeros(0, 1, dtype=torch.int32)
     batch = AttentionBatch(zero.to(device), none, tables.to(device), none.long(), none.long(), 0, 0)
-    assert kernels.paged_attention(torch.empty(0, 1, 8, device=device), cache, cache, batch, scale=1.0).shape == (0, 1, 8)
+    assert kernels.paged_attention(
+        torch.empty(0, 1, 8, device=device), cache, cache, batch, scale=1.0
+    ).shape == (0, 1, 8)
 
 
 def test_wrong_batches_are_refused(kernels: Kernels, paged: type[Paged]) -> None:
@@ -217,7 +292,9 @@ def test_wrong_batches_are_refused(kernels: Kernels, paged: type[Paged]) -> None
     query = draw_query(case, 2)
     keys, values, batch = case.pages(16)
     with pytest.raises(TypeError, match="expected int32"):
-        kernels.paged_attention(query, keys, values, replace(batch, context_len=torch.tensor([20])), scale=1.0)
+        kernels.paged_attention(
+            query, keys, values, replace(batch, context_len=torch.tensor([20])), scale=1.0
+        )
     with pytest.raises(ValueError, match="does not fit a cache"):
         kernels.paged_attention(torch.zeros(2, 2, 8), keys, values, batch, scale=1.0)
     with pytest.raises(TypeError, match="use bfloat16"):

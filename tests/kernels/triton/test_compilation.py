@@ -1,4 +1,5 @@
-"""What a GPU would be given, read from the compiler's output for 9.0: no GPU is needed, nor is the interpreter used."""
+"""What a GPU would be given, read from the compiler's output for 9.0: no GPU is needed,
+nor is the interpreter used."""
 
 from __future__ import annotations
 
@@ -21,24 +22,39 @@ def compiled() -> dict[str, Any]:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = f"{ROOT / 'tests' / 'support'}:{ROOT}"
     command = [sys.executable, str(ROOT / "tests" / "support" / "gpu_variants.py")]
-    found: dict[str, Any] = json.loads(subprocess.run(command, env=env, capture_output=True, check=True, timeout=300).stdout)
+    found: dict[str, Any] = json.loads(
+        subprocess.run(command, env=env, capture_output=True, check=True, timeout=300).stdout
+    )
     return found
 
 
 def test_no_batch_needs_a_kernel_of_its_own(compiled: dict[str, Any]) -> None:
     """A compilation takes a second, in which every request waits."""
-    most = {"attention_kernel": 3, "merge_kernel": 1, "linear_kernel": 3, "finish_kernel": 2, "norm_kernel": 1}
-    assert compiled["variants"] == most, "attention in one split, in several, and side by side; projections likewise"
+    most = {
+        "attention_kernel": 3,
+        "merge_kernel": 1,
+        "linear_kernel": 3,
+        "finish_kernel": 2,
+        "norm_kernel": 1,
+    }
+    assert compiled["variants"] == most, (
+        "attention in one split, in several, and side by side; projections likewise"
+    )
 
 
 def test_a_row_meets_the_same_instructions_in_any_company(compiled: dict[str, Any]) -> None:
-    """Tiles of either height, one split or several; projections of few rows and of many, gated or not. And no row of attention
-    is spread over warps, whose sums would be added in another order."""
+    """Tiles of either height, one split or several; projections of few rows and of many, gated or
+    not. And no row of attention is spread over warps, whose sums would be added in another
+    order.
+    """
     found = compiled["instructions"]
     for height in ("low", "tall"):
         spread = found[f"{height}, columns of warps"]
         assert len(spread) > 1 and all(each == ["1"] for each in spread)
-    for one, other, kernel in (("low", "tall", "HGMMA.64x64x16"), ("few rows", "many rows", "HGMMA.64x128x16")):
+    for one, other, kernel in (
+        ("low", "tall", "HGMMA.64x64x16"),
+        ("few rows", "many rows", "HGMMA.64x128x16"),
+    ):
         shapes = [each for kind in (one, other) for each in found[kind]]
         assert len(shapes) > 2 and all(each == shapes[0] for each in shapes)
         assert any(shape.startswith(kernel) for shape in shapes[0])

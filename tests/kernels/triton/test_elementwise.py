@@ -26,17 +26,31 @@ def assert_near(got: Tensor, want: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 96, 1030])
-def test_norms(kernels: Kernels, reference: Kernels, device: torch.device, dtype: torch.dtype, width: int) -> None:
+def test_norms(
+    kernels: Kernels, reference: Kernels, device: torch.device, dtype: torch.dtype, width: int
+) -> None:
     x, residual = draw(5, width, dtype=dtype), draw(5, width, dtype=dtype).flip(0)
     weight, bias = draw(width), draw(width).flip(0)
     there = (x.to(device), residual.to(device), weight.to(device), bias.to(device))
     offset = {"weight_offset": 1.0}
-    assert_near(kernels.rms_norm(there[0], there[2], 1e-6, **offset), reference.rms_norm(x, weight, 1e-6, **offset))
-    got, want = kernels.add_rms_norm(*there[:3], 1e-5), reference.add_rms_norm(x, residual, weight, 1e-5)
+    assert_near(
+        kernels.rms_norm(there[0], there[2], 1e-6, **offset),
+        reference.rms_norm(x, weight, 1e-6, **offset),
+    )
+    got, want = (
+        kernels.add_rms_norm(*there[:3], 1e-5),
+        reference.add_rms_norm(x, residual, weight, 1e-5),
+    )
     assert torch.equal(got[1].cpu(), want[1])
     assert_near(got[0], want[0])
-    assert_near(kernels.layer_norm(there[0], there[2], there[3], 1e-6), reference.layer_norm(x, weight, bias, 1e-6))
-    assert_near(kernels.layer_norm(there[0], there[2], None, 1e-6), reference.layer_norm(x, weight, None, 1e-6))
+    assert_near(
+        kernels.layer_norm(there[0], there[2], there[3], 1e-6),
+        reference.layer_norm(x, weight, bias, 1e-6),
+    )
+    assert_near(
+        kernels.layer_norm(there[0], there[2], None, 1e-6),
+        reference.layer_norm(x, weight, None, 1e-6),
+    )
 
 
 def test_norms_of_a_row_do_not_depend_on_others(kernels: Kernels, device: torch.device) -> None:
@@ -47,7 +61,9 @@ def test_norms_of_a_row_do_not_depend_on_others(kernels: Kernels, device: torch.
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-def test_activations(kernels: Kernels, reference: Kernels, device: torch.device, dtype: torch.dtype, activation: Any) -> None:
+def test_activations(
+    kernels: Kernels, reference: Kernels, device: torch.device, dtype: torch.dtype, activation: Any
+) -> None:
     x = torch.cat([draw(3, 70) * 3, torch.tensor([[-90.0, 0.0, 90.0] + [0.5] * 67])]).to(dtype)
     assert_near(kernels.activate(x.to(device), activation), reference.activate(x, activation))
     assert_near(kernels.gated(x.to(device), activation), reference.gated(x, activation))
@@ -64,7 +80,9 @@ def test_embedding(kernels: Kernels, device: torch.device, dtype: torch.dtype) -
     assert torch.equal(kernels.embedding(ids.to(device), table.to(device)).cpu(), table[ids])
 
 
-def test_an_id_outside_the_table_gives_numbers_that_are_not_finite(kernels: Kernels, device: torch.device) -> None:
+def test_an_id_outside_the_table_gives_numbers_that_are_not_finite(
+    kernels: Kernels, device: torch.device
+) -> None:
     table = draw(11, 20).to(device)
     got = kernels.embedding(torch.tensor([3, 11, -1], device=device), table)
     assert not kernels.is_finite(got)
@@ -81,7 +99,9 @@ def test_is_finite(kernels: Kernels, device: torch.device, bad: float) -> None:
     assert not kernels.is_finite(x)
     assert kernels.finite_rows(x).tolist() == [True, True, False]
     assert kernels.finite_rows(x[:0]).shape == (0,)
-    assert kernels.is_finite(x[:, :0]) and kernels.is_finite(x[0, 0]) and not kernels.is_finite(x[2])
+    assert (
+        kernels.is_finite(x[:, :0]) and kernels.is_finite(x[0, 0]) and not kernels.is_finite(x[2])
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -105,8 +125,15 @@ def test_rope(
     assert torch.equal(got.cpu(), want)
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.float32, torch.bfloat16)])
-def test_write_kv(kernels: Kernels, reference: Kernels, device: torch.device, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.float32, torch.bfloat16)]
+)
+def test_write_kv(
+    kernels: Kernels,
+    reference: Kernels,
+    device: torch.device,
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> None:
     both, slots = draw(6, 4, 20, dtype=dtypes[0]), torch.tensor([11, 0, 7, 19, 3, 8])
     want = [torch.zeros(5, 2, 4, 20, dtype=dtypes[1]) for _ in range(2)]
     got = [cache.to(device, copy=True) for cache in want]
@@ -122,8 +149,15 @@ def test_quantized_rows_have_the_references_bits(
     kernels: Kernels, reference: Kernels, device: torch.device, kv_format: str
 ) -> None:
     generator = torch.Generator().manual_seed(3)
-    both = torch.randn(9, 4, 20, generator=generator) * torch.rand(9, 4, 1, generator=generator).mul(30).exp()
-    both[0, 0], both[1, 1], both[2, 2] = 0.0, torch.arange(20.0) * 2.0**-128, torch.linspace(-448, 448, 20)
+    both = (
+        torch.randn(9, 4, 20, generator=generator)
+        * torch.rand(9, 4, 1, generator=generator).mul(30).exp()
+    )
+    both[0, 0], both[1, 1], both[2, 2] = (
+        0.0,
+        torch.arange(20.0) * 2.0**-128,
+        torch.linspace(-448, 448, 20),
+    )
     slots = torch.randperm(12, generator=generator)[:9]
     want = [empty_cache(3, 2, 4, 20, kv_format) for _ in range(2)]
     for cache in want:
@@ -152,7 +186,9 @@ def test_chains_of_block_copies_read_the_old_blocks(kernels: Kernels, device: to
     narrow = cache.to(torch.float8_e4m3fn)
     odd = cache[:, :1, :1, :1].to(torch.int8).contiguous()
     kernels.copy_blocks(
-        [cache, narrow, odd, cache[:0]], torch.tensor([0, 1], device=device), torch.tensor([1, 2], device=device)
+        [cache, narrow, odd, cache[:0]],
+        torch.tensor([0, 1], device=device),
+        torch.tensor([1, 2], device=device),
     )
     assert odd.flatten().tolist() == [0, 0, 1, 3]
     assert cache[:, 0, 0, 0].tolist() == [0.0, 0.0, 1.0, 3.0]

@@ -1,4 +1,5 @@
-"""The whole engine on the Triton kernels: the reference's greedy tokens, and one sequence's results in any company."""
+"""The whole engine on the Triton kernels: the reference's greedy tokens,
+and one sequence's results in any company."""
 
 from __future__ import annotations
 
@@ -45,8 +46,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def generate(model: str, prompts: list[list[int]], params: SamplingParams, **options: Any) -> list[tuple[int, ...]]:
-    llm = LLM(model, load_format="dummy", kv_cache_memory="1MiB", max_num_seqs=4, block_size=8, **options)
+def generate(
+    model: str, prompts: list[list[int]], params: SamplingParams, **options: Any
+) -> list[tuple[int, ...]]:
+    llm = LLM(
+        model, load_format="dummy", kv_cache_memory="1MiB", max_num_seqs=4, block_size=8, **options
+    )
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return [tuple(output.outputs[0].token_ids) for output in outputs]
 
@@ -57,10 +62,15 @@ def ours(device: torch.device) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("quantization", [None, "int4"])
-def test_greedy_tokens_are_the_references(model: str, device: torch.device, quantization: str | None) -> None:
+def test_greedy_tokens_are_the_references(
+    model: str, device: torch.device, quantization: str | None
+) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
     prompts = PROMPTS if quantization is None else PROMPTS[1:2]
-    options = {"quantization": quantization, "kv_cache_dtype": "auto" if quantization is None else "int8"}
+    options = {
+        "quantization": quantization,
+        "kv_cache_dtype": "auto" if quantization is None else "int8",
+    }
     got = generate(model, prompts, params, **options, **ours(device))
     assert got == generate(model, prompts, params, **options, kernels="reference")
 
@@ -69,7 +79,9 @@ def test_greedy_tokens_are_the_references(model: str, device: torch.device, quan
 def test_company_and_chunks_change_no_token(model: str, device: torch.device) -> None:
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=2, ignore_eos=True)
     together = generate(model, PROMPTS[1:], params, dtype="bfloat16", **ours(device))
-    alone = generate(model, PROMPTS[2:], params, dtype="bfloat16", max_num_batched_tokens=8, **ours(device))
+    alone = generate(
+        model, PROMPTS[2:], params, dtype="bfloat16", max_num_batched_tokens=8, **ours(device)
+    )
     assert alone == together[1:]
 
 
@@ -79,9 +91,16 @@ def test_the_back_end_knows_its_device(kernels: Kernels, device: torch.device) -
 
 @pytest.mark.usefixtures("kernels")
 def test_padded_and_replayed_steps_give_the_same_bits(model: str, device: torch.device) -> None:
-    """Decodes beside pieces of prompts, with attention launched for longer contexts than there are."""
+    """Decodes beside pieces of prompts, with attention launched for
+    longer contexts than there are."""
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-    options = {"kv_cache_memory": "64KiB", "max_num_seqs": 3, "block_size": 8, "max_num_batched_tokens": 5, **ours(device)}
+    options = {
+        "kv_cache_memory": "64KiB",
+        "max_num_seqs": 3,
+        "block_size": 8,
+        "max_num_batched_tokens": 5,
+        **ours(device),
+    }
     answers = []
     for is_replayed in (False, True):
         llm = LLM(model, load_format="dummy", **options)
@@ -98,11 +117,21 @@ def test_padded_and_replayed_steps_give_the_same_bits(model: str, device: torch.
 
 @pytest.mark.usefixtures("kernels")
 def test_tokens_that_stay_on_the_device_are_the_same(model: str, device: torch.device) -> None:
-    """Where there is no GPU, on a stand-in whose results are late; padded steps fill in tokens as they were recorded."""
-    params = [SamplingParams(temperature=float(seed > 1), seed=seed, max_tokens=3, ignore_eos=True) for seed in (1, 2)]
+    """Where there is no GPU, on a stand-in whose results are late;
+    padded steps fill in tokens as they were recorded."""
+    params = [
+        SamplingParams(temperature=float(seed > 1), seed=seed, max_tokens=3, ignore_eos=True)
+        for seed in (1, 2)
+    ]
     answers = []
     for overlap in ("off", "on"):
-        options = {"max_num_seqs": 2, "block_size": 8, "kv_cache_memory": "64KiB", "overlap": overlap, **ours(device)}
+        options = {
+            "max_num_seqs": 2,
+            "block_size": 8,
+            "kv_cache_memory": "64KiB",
+            "overlap": overlap,
+            **ours(device),
+        }
         llm = LLM(model, load_format="dummy", **options)
         late = LateDevice(llm.engine) if overlap == "on" and device.type == "cpu" else None
         if overlap == "on":

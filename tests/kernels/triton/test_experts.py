@@ -55,10 +55,18 @@ def test_choices(experts: ExpertKernels, device: torch.device, is_normalised: bo
     ],
 )
 def test_it_agrees_with_the_reference_and_company_changes_no_bit(
-    experts: ExpertKernels, device: torch.device, num_tokens: int, sizes: tuple[int, int, int], count: int, dtype: Any
+    experts: ExpertKernels,
+    device: torch.device,
+    num_tokens: int,
+    sizes: tuple[int, int, int],
+    count: int,
+    dtype: Any,
 ) -> None:
     num_experts, hidden, inner = sizes
-    up, down = (draw(num_experts, 2 * inner, hidden) / hidden**0.5).to(dtype), (draw(num_experts, hidden, inner) / 4).to(dtype)
+    up, down = (
+        (draw(num_experts, 2 * inner, hidden) / hidden**0.5).to(dtype),
+        (draw(num_experts, hidden, inner) / 4).to(dtype),
+    )
     x, logits = draw(num_tokens, hidden).to(dtype), draw(num_tokens, num_experts)
     logits[:, -2] -= 50.0  # hardly anyone's choice
     choice = REFERENCE.choose(logits, count, is_normalised=True)
@@ -96,4 +104,9 @@ def test_what_does_not_fit_is_refused(experts: ExpertKernels, device: torch.devi
     with pytest.raises(ValueError, match=r"expected ids and weights \[T, k\]"):
         experts.apply(draw(2, 4).to(device), packed, choice, "silu")
     with pytest.raises(TypeError, match="another back end"):
-        experts.apply(draw(3, 4).to(device), REFERENCE.pack_experts(draw(2, 8, 4), draw(2, 4, 4)), choice, "silu")
+        experts.apply(
+            draw(3, 4).to(device),
+            REFERENCE.pack_experts(draw(2, 8, 4), draw(2, 4, 4)),
+            choice,
+            "silu",
+        )

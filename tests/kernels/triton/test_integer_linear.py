@@ -1,4 +1,5 @@
-"""Triton's projections of integers: the reference's bits with int8 inputs, near it with floating-point inputs."""
+"""Triton's projections of integers: the reference's bits with int8 inputs,
+near it with floating-point inputs."""
 
 from __future__ import annotations
 
@@ -25,21 +26,42 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def make(shape: tuple[int, int], bits: int, group: int, activations: str, *, has_offsets: bool) -> QuantizedWeight:
+def make(
+    shape: tuple[int, int], bits: int, group: int, activations: str, *, has_offsets: bool
+) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(bits * 1000 + group)
     most = 8 if bits == 4 else 128
     values = torch.randint(-most, most, shape, generator=generator).to(torch.int8)
     grid = (shape[0], shape[1] // group)
     scales, offsets = torch.rand(grid, generator=generator), torch.randn(grid, generator=generator)
-    return QuantizedWeight(values, scales, offsets if has_offsets else None, bits, group, activations)  # type: ignore[arg-type]
+    return QuantizedWeight(
+        values,
+        scales,
+        offsets if has_offsets else None,
+        bits,  # type: ignore[arg-type]
+        group,
+        activations,  # type: ignore[arg-type]
+    )
 
 
 @pytest.mark.parametrize(
     ("bits", "group", "num_outputs", "has_offsets"),
-    [(8, 128, 70, False), (8, 32, 71, True), (4, 32, 70, False), (4, 64, 71, True), (4, 16, 34, False)],
+    [
+        (8, 128, 70, False),
+        (8, 32, 71, True),
+        (4, 32, 70, False),
+        (4, 64, 71, True),
+        (4, 16, 34, False),
+    ],
 )
 def test_int8_inputs_give_the_references_bits(
-    kernels: Kernels, reference: Kernels, device: torch.device, bits: int, group: int, num_outputs: int, has_offsets: bool
+    kernels: Kernels,
+    reference: Kernels,
+    device: torch.device,
+    bits: int,
+    group: int,
+    num_outputs: int,
+    has_offsets: bool,
 ) -> None:
     weight = make((num_outputs, 128), bits, group, "int8", has_offsets=has_offsets)
     x, bias = draw(19, 128), draw(num_outputs)
@@ -52,17 +74,27 @@ def test_int8_inputs_give_the_references_bits(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("bits", "group"), [(8, 96), (4, 32)])
 def test_floating_point_inputs_agree_with_the_reference(
-    kernels: Kernels, reference: Kernels, device: torch.device, bits: int, group: int, dtype: torch.dtype
+    kernels: Kernels,
+    reference: Kernels,
+    device: torch.device,
+    bits: int,
+    group: int,
+    dtype: torch.dtype,
 ) -> None:
     weight = make((70, 192), bits, group, "float", has_offsets=True)
     x = draw(19, 192).to(dtype)
     ours, theirs = kernels.pack_quantized(weight), reference.pack_quantized(weight)
-    got, want = kernels.linear(x.to(device), ours, out_dtype="float32"), reference.linear(x, theirs, out_dtype="float32")
+    got, want = (
+        kernels.linear(x.to(device), ours, out_dtype="float32"),
+        reference.linear(x, theirs, out_dtype="float32"),
+    )
     torch.testing.assert_close(got.cpu(), want, atol=2e-5 * float(want.abs().max()), rtol=1e-4)
 
 
 @pytest.mark.parametrize(("bits", "activations"), [(8, "int8"), (4, "int8"), (4, "float")])
-def test_gated_products(kernels: Kernels, reference: Kernels, device: torch.device, bits: int, activations: str) -> None:
+def test_gated_products(
+    kernels: Kernels, reference: Kernels, device: torch.device, bits: int, activations: str
+) -> None:
     weight, bias = make((72, 64), bits, 32, activations, has_offsets=False), draw(72)
     x = draw(5, 64)
     got = kernels.gated_linear(x.to(device), kernels.pack_quantized(weight, bias), "silu")
@@ -90,9 +122,16 @@ def test_company_changes_no_bit(kernels: Kernels, device: torch.device) -> None:
     ],
 )
 def test_stretches_side_by_side_change_no_bit(
-    kernels: Kernels, reference: Kernels, device: torch.device, bits: int, group: int, activations: Any, has_offsets: bool
+    kernels: Kernels,
+    reference: Kernels,
+    device: torch.device,
+    bits: int,
+    group: int,
+    activations: Any,
+    has_offsets: bool,
 ) -> None:
-    """Of parts of the only group, or of whole groups; many rows have theirs added in one program."""
+    """Of parts of the only group, or of whole groups;
+    many rows have theirs added in one program."""
     weight, bias = make((72, 1024), bits, group, activations, has_offsets=has_offsets), draw(72)
     if activations == "fp8":
         values, scales = draw(72, 1024).to(torch.float8_e4m3fn), draw(72, 1024 // group).abs()
@@ -122,15 +161,23 @@ def test_rows_are_quantized_as_the_reference_does(kernels: Kernels, device: torc
     values, scales = quantize_rows(x.to(device))
     want = [quantize_row(row) for row in x]
     assert torch.equal(values.cpu().int(), torch.stack([each for each, _ in want]))
-    assert torch.equal(scales.cpu().nan_to_num(-1.0), torch.stack([scale for _, scale in want]).nan_to_num(-1.0))
+    assert torch.equal(
+        scales.cpu().nan_to_num(-1.0), torch.stack([scale for _, scale in want]).nan_to_num(-1.0)
+    )
 
 
 def make_fp8(num_outputs: int, group: int, activations: Any) -> QuantizedWeight:
-    values, scales = draw(num_outputs, 128).to(torch.float8_e4m3fn), draw(num_outputs, 128 // group).abs()
+    values, scales = (
+        draw(num_outputs, 128).to(torch.float8_e4m3fn),
+        draw(num_outputs, 128 // group).abs(),
+    )
     return QuantizedWeight(values, scales, None, 8, group, activations)
 
 
-@pytest.mark.parametrize(("group", "activations"), [thorough(128, "fp8"), (32, "fp8"), thorough(128, "float"), (32, "float")])
+@pytest.mark.parametrize(
+    ("group", "activations"),
+    [thorough(128, "fp8"), (32, "fp8"), thorough(128, "float"), (32, "float")],
+)
 def test_fp8_weights_agree_with_the_reference(
     kernels: Kernels, reference: Kernels, device: torch.device, group: int, activations: Any
 ) -> None:
@@ -142,7 +189,9 @@ def test_fp8_weights_agree_with_the_reference(
     near = (1e-5 if device.type == "cpu" else 1e-3) * float(want.nan_to_num().abs().max())
     torch.testing.assert_close(got.cpu(), want, atol=near, rtol=1e-4, equal_nan=True)
     gated = kernels.gated_linear(x.to(device), ours, "gelu_tanh").cpu()
-    torch.testing.assert_close(gated, reference.gated_linear(x, theirs, "gelu_tanh"), atol=near, rtol=2e-2, equal_nan=True)
+    torch.testing.assert_close(
+        gated, reference.gated_linear(x, theirs, "gelu_tanh"), atol=near, rtol=2e-2, equal_nan=True
+    )
     alone = kernels.linear(x[16:17].to(device), ours, out_dtype="float32")
     assert torch.equal(alone, got[16:17])
 
@@ -157,7 +206,11 @@ def test_instructions_for_fp8_weights_give_the_bits_of_integers(
     x, results = draw(5, 128).to(torch.bfloat16).to(device), []
     for has_fp8 in (False, True):
         monkeypatch.setattr(kernels, "options", replace(kernels.options, has_fp8=has_fp8))
-        results.append(kernels.linear(x, kernels.pack_quantized(make_fp8(32, 32, "float")), out_dtype="float32"))
+        results.append(
+            kernels.linear(
+                x, kernels.pack_quantized(make_fp8(32, 32, "float")), out_dtype="float32"
+            )
+        )
     assert torch.equal(*results)
 
 
@@ -166,17 +219,25 @@ def test_rows_become_fp8_as_the_reference_does(kernels: Kernels, device: torch.d
     x[1], x[2, 5], x[3] = 0.0, torch.inf, 1e-39
     values, scales = quantize_rows(x.to(device), "fp8")
     want = [quantize_row_fp8(row) for row in x]
-    assert torch.equal(values.cpu().view(torch.float8_e4m3fn).float(), torch.stack([each for each, _ in want]))
-    assert torch.equal(scales.cpu().nan_to_num(-1.0), torch.stack([scale for _, scale in want]).nan_to_num(-1.0))
+    assert torch.equal(
+        values.cpu().view(torch.float8_e4m3fn).float(), torch.stack([each for each, _ in want])
+    )
+    assert torch.equal(
+        scales.cpu().nan_to_num(-1.0), torch.stack([scale for _, scale in want]).nan_to_num(-1.0)
+    )
 
 
-def test_a_librarys_sums_of_fp8_are_scaled_here(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_librarys_sums_of_fp8_are_scaled_here(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the CPU, torch's product is acted out; on a GPU it is torch's own."""
     from quire.kernels.triton import integer_linear, tuning
     from quire.kernels.triton.linear import ProductOptions
 
     def product(inputs: Tensor, values: Tensor) -> Tensor:
-        return inputs.view(torch.float8_e4m3fn).float() @ values.view(torch.float8_e4m3fn).float().t()
+        return (
+            inputs.view(torch.float8_e4m3fn).float() @ values.view(torch.float8_e4m3fn).float().t()
+        )
 
     if device.type == "cpu":
         monkeypatch.setattr(integer_linear, "library_sums", product)
@@ -186,7 +247,9 @@ def test_a_librarys_sums_of_fp8_are_scaled_here(device: torch.device, monkeypatc
     figures, results = tuning.tuning_for(device), []
     for options in (ProductOptions(), ProductOptions(min_scaled_rows=6, has_fp8=True)):
         packed = integer_linear.pack_quantized(weight, bias, figures, device, options)
-        results.append([integer_linear.integer_linear(x, packed, code, torch.float32) for code in (-1, 0)])
+        results.append(
+            [integer_linear.integer_linear(x, packed, code, torch.float32) for code in (-1, 0)]
+        )
         assert not integer_linear.is_for_library(packed, 5)
     for own, librarys in zip(*results, strict=True):
         torch.testing.assert_close(librarys, own, atol=2e-3, rtol=1e-3)
@@ -194,7 +257,9 @@ def test_a_librarys_sums_of_fp8_are_scaled_here(device: torch.device, monkeypatc
 
 @pytest.mark.parametrize("num_outputs", [1, 6, 7])
 def test_nibbles_hold_both_halves(num_outputs: int) -> None:
-    values = torch.randint(-8, 8, (num_outputs, 5), generator=torch.Generator().manual_seed(1)).to(torch.int8)
+    values = torch.randint(-8, 8, (num_outputs, 5), generator=torch.Generator().manual_seed(1)).to(
+        torch.int8
+    )
     packed = pack_nibbles(values)
     assert packed.shape == ((num_outputs + 1) // 2, 5)
     unpacked = torch.cat([(packed << 4) >> 4, packed >> 4])[:num_outputs]
@@ -210,8 +275,12 @@ def test_wrong_weights_are_refused(kernels: Kernels) -> None:
     with pytest.raises(ValueError, match="fp8 need a weight of e4m3"):
         kernels.pack_quantized(QuantizedWeight(good.values, good.scales, None, 8, 32, "fp8"))
     with pytest.raises(ValueError, match="e4m3 values have 8 bits"):
-        kernels.pack_quantized(QuantizedWeight(good.values.to(torch.float8_e4m3fn), good.scales, None, 8, 32, "int8"))
+        kernels.pack_quantized(
+            QuantizedWeight(good.values.to(torch.float8_e4m3fn), good.scales, None, 8, 32, "int8")
+        )
     with pytest.raises(ValueError, match="does not divide"):
         kernels.pack_quantized(QuantizedWeight(good.values, good.scales, None, 4, 48, "int8"))
     with pytest.raises(ValueError, match="expected float32"):
-        kernels.pack_quantized(QuantizedWeight(good.values, good.scales.half(), None, 4, 32, "int8"))
+        kernels.pack_quantized(
+            QuantizedWeight(good.values, good.scales.half(), None, 4, 32, "int8")
+        )

@@ -1,4 +1,5 @@
-"""The interpreter's own arithmetic, with the BLAS kernels of several processors: what holds here must hold on any machine.
+"""The interpreter's own arithmetic, with the BLAS kernels of several processors: what holds here
+must hold on any machine.
 
 OpenBLAS reads `OPENBLAS_CORETYPE` when numpy is imported, so each case is a process of its own.
 """
@@ -37,7 +38,13 @@ for inner, columns in ((16, 16), (32, 128), (64, 64), (100, 24), (128, 64)):
 def _run(core_type: str, *command: str) -> None:
     environment = os.environ | {"OPENBLAS_CORETYPE": core_type}
     done = subprocess.run(
-        [sys.executable, *command], env=environment, cwd=_ROOT, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, *command],
+        env=environment,
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 

@@ -45,16 +45,30 @@ def assert_near(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     ],
 )
 def test_it_agrees_with_the_reference(
-    kernels: Kernels, reference: Kernels, device: torch.device, shape: tuple[int, int], num_rows: int, dtype: torch.dtype
+    kernels: Kernels,
+    reference: Kernels,
+    device: torch.device,
+    shape: tuple[int, int],
+    num_rows: int,
+    dtype: torch.dtype,
 ) -> None:
-    weight, bias, x = draw(*shape, dtype=dtype), draw(shape[0], dtype=dtype), draw(num_rows, shape[1], dtype=dtype)
+    weight, bias, x = (
+        draw(*shape, dtype=dtype),
+        draw(shape[0], dtype=dtype),
+        draw(num_rows, shape[1], dtype=dtype),
+    )
     ours, theirs = kernels.pack_linear(weight, bias), reference.pack_linear(weight, bias)
     assert (ours.num_outputs, ours.num_inputs) == shape
     there = x.to(device)
     assert_near(kernels.linear(there, ours), reference.linear(x, theirs), dtype)
-    got, want = kernels.linear(there, ours, out_dtype="float32"), reference.linear(x, theirs, out_dtype="float32")
+    got, want = (
+        kernels.linear(there, ours, out_dtype="float32"),
+        reference.linear(x, theirs, out_dtype="float32"),
+    )
     torch.testing.assert_close(got.cpu(), want, atol=1e-3, rtol=1e-3)
-    assert_near(kernels.gated_linear(there, ours, "silu"), reference.gated_linear(x, theirs, "silu"), dtype)
+    assert_near(
+        kernels.gated_linear(there, ours, "silu"), reference.gated_linear(x, theirs, "silu"), dtype
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,8 +80,11 @@ def test_it_agrees_with_the_reference(
         ((96, 64), torch.float32),
     ],
 )
-def test_company_changes_no_bit(kernels: Kernels, device: torch.device, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """All rows together are so many that one program adds up their stretches; few rows' are computed side by side."""
+def test_company_changes_no_bit(
+    kernels: Kernels, device: torch.device, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """All rows together are so many that one program adds up their stretches;
+    few rows' are computed side by side."""
     packed = kernels.pack_linear(draw(*shape, dtype=dtype), draw(shape[0], dtype=dtype))
     assert isinstance(kernels, TritonKernels)
     count = kernels.tuning.linear.max_partial_rows + 15
@@ -80,7 +97,9 @@ def test_company_changes_no_bit(kernels: Kernels, device: torch.device, shape: t
             assert torch.equal(kernels.gated_linear(part, packed, "gelu"), gated[rows]), rows
 
 
-def test_without_invariance_many_rows_are_a_librarys(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_invariance_many_rows_are_a_librarys(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernels = load("triton", str(device), is_invariant=False)
     assert isinstance(kernels, TritonKernels) and not kernels.is_invariant
     assert load("triton", str(device)).options == ProductOptions(has_fp8=kernels.options.has_fp8)  # type: ignore[attr-defined]
@@ -107,7 +126,9 @@ def test_without_invariance_many_rows_are_a_librarys(device: torch.device, monke
 
 
 @pytest.mark.parametrize("shape", [(300, 64), (20, WIDE)])
-def test_peaks_are_the_largest_products(kernels: Kernels, device: torch.device, shape: tuple[int, int]) -> None:
+def test_peaks_are_the_largest_products(
+    kernels: Kernels, device: torch.device, shape: tuple[int, int]
+) -> None:
     weight = draw(*shape)
     weight[17] = weight[3]  # a tie
     packed, x = kernels.pack_linear(weight), draw(19, shape[1]).to(device)
@@ -129,7 +150,9 @@ def test_no_rows(kernels: Kernels, device: torch.device) -> None:
     assert kernels.linear_peaks(none, packed)[0].shape == (0,)
 
 
-def test_what_does_not_fit_is_refused(kernels: Kernels, reference: Kernels, device: torch.device) -> None:
+def test_what_does_not_fit_is_refused(
+    kernels: Kernels, reference: Kernels, device: torch.device
+) -> None:
     packed = kernels.pack_linear(draw(8, 16))
     with pytest.raises(ValueError, match="16 inputs"):
         kernels.linear(draw(2, 8).to(device), packed)
@@ -144,7 +167,13 @@ def test_what_does_not_fit_is_refused(kernels: Kernels, reference: Kernels, devi
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
 def test_stretches_cover_the_inputs(path: Path) -> None:
     tuning = Tuning.read(path)
-    for num_outputs, num_inputs in ((1, 1), (128, 4096), (4096, 14336), (150_000, 1024), (640, 100)):
+    for num_outputs, num_inputs in (
+        (1, 1),
+        (128, 4096),
+        (4096, 14336),
+        (150_000, 1024),
+        (640, 100),
+    ):
         length, count = split_inputs(num_outputs, num_inputs, tuning.linear, tuning.num_programs)
         assert length % tuning.linear.block_k == 0
         assert (count - 1) * length < num_inputs <= count * length

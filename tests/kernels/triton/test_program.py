@@ -1,4 +1,5 @@
-"""The fused step gives the bits of the operations one by one, for each kind of block, prefills and decodes mixed."""
+"""The fused step gives the bits of the operations one by one, for each kind of block,
+prefills and decodes mixed."""
 
 from __future__ import annotations
 
@@ -42,9 +43,11 @@ SIZES = {
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], **SIZES},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], **SIZES},  # norms of heads
-    "olmo2": {"architectures": ["Olmo2ForCausalLM"], **SIZES},  # norms of all heads together: one by one
+    # norms of all heads together: one by one
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"], **SIZES},
     "gpt2": {  # layer norms, biases, learned positions, no RoPE
-        "architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": 61,
+        "architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_layer": 1, "n_head": 2,
+        "n_positions": 64, "vocab_size": 61,
     },
 }  # fmt: skip
 BLOCK_SIZE = 4
@@ -57,8 +60,13 @@ def make_batch(device: torch.device) -> AttentionBatch:
     tables[0, 1] = 5
     rows = torch.tensor([0, 0, 0, 0, 0, 1])
     slots = tables[rows, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
-    starts, lengths = torch.tensor([0, 5, 6], dtype=torch.int32), torch.tensor([5, 9], dtype=torch.int32)
-    starts, lengths, tables, slots, positions = (each.to(device) for each in (starts, lengths, tables, slots, positions))
+    starts, lengths = (
+        torch.tensor([0, 5, 6], dtype=torch.int32),
+        torch.tensor([5, 9], dtype=torch.int32),
+    )
+    starts, lengths, tables, slots, positions = (
+        each.to(device) for each in (starts, lengths, tables, slots, positions)
+    )
     return AttentionBatch(starts, lengths, tables, slots, positions, 5, 9)
 
 
@@ -72,15 +80,21 @@ def make_batch(device: torch.device) -> AttentionBatch:
         thorough("qwen3", "float32", "float32"),
     ],
 )
-def test_fused_is_one_by_one(kernels: Kernels, device: torch.device, family: str, dtype: str, kv_format: str) -> None:
-    model = build_decoder(declare(CONFIGS[family]), DummyWeights(), kernels, dtype=dtype, max_model_len=64)
+def test_fused_is_one_by_one(
+    kernels: Kernels, device: torch.device, family: str, dtype: str, kv_format: str
+) -> None:
+    model = build_decoder(
+        declare(CONFIGS[family]), DummyWeights(), kernels, dtype=dtype, max_model_len=64
+    )
     batch, results = make_batch(device), []
     token_ids = torch.tensor([7, 8, 9, 10, 60, 3], device=device)
     for each in (model, one_by_one(model)):
         generator = torch.Generator().manual_seed(1)
         caches = []
         for layer in model.spec.kv_layers:
-            caches.append(tuple(random_cache(layer, kv_format, generator).to(device) for _ in range(2)))
+            caches.append(
+                tuple(random_cache(layer, kv_format, generator).to(device) for _ in range(2))
+            )
         hidden = each.forward(token_ids, batch.positions, StepContext(batch, caches))  # type: ignore[arg-type]
         results.append((hidden, *(cache for pair in caches for cache in pair)))
     for fused, single in zip(*results, strict=True):
@@ -89,16 +103,30 @@ def test_fused_is_one_by_one(kernels: Kernels, device: torch.device, family: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["Qwen2ForCausalLM", thorough("Qwen3ForCausalLM"), thorough("Gemma2ForCausalLM")])
+@pytest.mark.parametrize(
+    "family", ["Qwen2ForCausalLM", thorough("Qwen3ForCausalLM"), thorough("Gemma2ForCausalLM")]
+)
 def test_products_that_the_next_kernel_finishes_are_one_by_one_the_same(
     kernels: Kernels, device: torch.device, family: str
 ) -> None:
-    """Into attention (with a bias, or norms of heads), behind it, and behind the MLP; behind these a norm of its own."""
+    """Into attention (with a bias, or norms of heads), behind it, and behind the MLP;
+    behind these a norm of its own."""
     assert isinstance(kernels, TritonKernels)
-    config = {"architectures": [family], **SIZES, "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 16}
-    of_family = {"query_pre_attn_scalar": 16, "sliding_window": 64} if family.startswith("Gemma") else {}
+    config = {
+        "architectures": [family],
+        **SIZES,
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_attention_heads": 16,
+    }
+    of_family = (
+        {"query_pre_attn_scalar": 16, "sliding_window": 64} if family.startswith("Gemma") else {}
+    )
     spec = declare({**config, "num_key_value_heads": 2, "head_dim": 16, **of_family})
-    many = TritonKernels(device, replace(kernels.tuning, num_programs=64, linear=replace(kernels.tuning.linear, block_k=32)))
+    many = TritonKernels(
+        device,
+        replace(kernels.tuning, num_programs=64, linear=replace(kernels.tuning.linear, block_k=32)),
+    )
     model = build_decoder(spec, DummyWeights(), many, dtype="bfloat16", max_model_len=64)
     x = torch.zeros(6, 256, dtype=torch.bfloat16, device=device)
     qkv, output, _, down = model.weights.linears[:4]
@@ -108,10 +136,14 @@ def test_products_that_the_next_kernel_finishes_are_one_by_one_the_same(
     token_ids = torch.tensor([7, 8, 9, 10, 60, 3], device=device)
     for each in (model, one_by_one(model)):
         caches = [(_empty(layer, device), _empty(layer, device)) for layer in spec.kv_layers]
-        results.append((each.forward(token_ids, batch.positions, StepContext(batch, caches)), caches))
+        results.append(
+            (each.forward(token_ids, batch.positions, StepContext(batch, caches)), caches)
+        )
     (fused, ours), (single, theirs) = results
     assert torch.equal(fused, single) and fused.isfinite().all() and fused.any()
-    assert torch.equal(torch.stack([*itertools.chain(*ours)]), torch.stack([*itertools.chain(*theirs)]))
+    assert torch.equal(
+        torch.stack([*itertools.chain(*ours)]), torch.stack([*itertools.chain(*theirs)])
+    )
 
 
 def random_cache(layer: KVLayerSpec, kv_format: str, generator: torch.Generator) -> Tensor:
@@ -127,8 +159,11 @@ def random_cache(layer: KVLayerSpec, kv_format: str, generator: torch.Generator)
 def test_tokens_that_nobody_asks_about_stop_at_the_last_layer(
     kernels: Kernels, device: torch.device, family: str, num_wanted: tuple[int, int]
 ) -> None:
-    """The others have the bits of the whole pass, and so has every key and value; these, what the layer before it left."""
-    model = build_decoder(declare(CONFIGS[family]), DummyWeights(), kernels, dtype="bfloat16", max_model_len=64)
+    """The others have the bits of the whole pass, and so has every key and value; these,
+    what the layer before it left."""
+    model = build_decoder(
+        declare(CONFIGS[family]), DummyWeights(), kernels, dtype="bfloat16", max_model_len=64
+    )
     below = one_by_one(model, num_blocks=len(model.spec.blocks) - 1)
     batch, token_ids = make_batch(device), torch.tensor([7, 8, 9, 10, 60, 3], device=device)
     asked = torch.tensor(num_wanted, dtype=torch.int32)
@@ -138,11 +173,16 @@ def test_tokens_that_nobody_asks_about_stop_at_the_last_layer(
         hidden = which.forward(token_ids, batch.positions, StepContext(batch, caches, counts))
         results.append((hidden, caches))
     (whole, whole_caches), (before, _), (found, found_caches) = results
-    assert torch.equal(torch.stack([*itertools.chain(*found_caches)]), torch.stack([*itertools.chain(*whole_caches)]))
+    assert torch.equal(
+        torch.stack([*itertools.chain(*found_caches)]),
+        torch.stack([*itertools.chain(*whole_caches)]),
+    )
     is_wanted = [index >= 5 - num_wanted[0] for index in range(5)] + [num_wanted[1] > 0]
     for row, is_asked in enumerate(is_wanted):
         assert torch.equal(found[row], (whole if is_asked else before)[row]), row
 
 
 def _empty(layer: KVLayerSpec, device: torch.device) -> Tensor:
-    return empty_cache(6, layer.num_kv_heads, BLOCK_SIZE, layer.head_dim, "bfloat16", device).zero_()
+    return empty_cache(
+        6, layer.num_kv_heads, BLOCK_SIZE, layer.head_dim, "bfloat16", device
+    ).zero_()

@@ -48,17 +48,31 @@ def test_peaks(sampling: SamplingKernels, device: torch.device) -> None:
     logits[1] = -math.inf
     logits[2, 2049] = math.inf
     logits[3, -1] = math.nan
-    (ids, values), (expected_ids, expected) = sampling.peaks(logits.to(device)), REFERENCE.peaks(logits)
-    assert torch.equal(values.cpu().nan_to_num(nan=123.0, posinf=1e38), expected.nan_to_num(nan=123.0, posinf=1e38))
+    (ids, values), (expected_ids, expected) = (
+        sampling.peaks(logits.to(device)),
+        REFERENCE.peaks(logits),
+    )
+    assert torch.equal(
+        values.cpu().nan_to_num(nan=123.0, posinf=1e38), expected.nan_to_num(nan=123.0, posinf=1e38)
+    )
     sound = expected.isfinite()
     assert torch.equal(ids.cpu()[sound], expected_ids[sound])
 
 
-CASES = [((2, 5), 2), ((1, 2051), 5), thorough((1, 4099), 5), thorough((1, 1), 1), thorough((2, 65), 3), thorough((1, 1000), 4)]
+CASES = [
+    ((2, 5), 2),
+    ((1, 2051), 5),
+    thorough((1, 4099), 5),
+    thorough((1, 1), 1),
+    thorough((2, 65), 3),
+    thorough((1, 1000), 4),
+]
 
 
 @pytest.mark.parametrize(("shape", "seed"), CASES)
-def test_cuts_draws_and_scores(sampling: SamplingKernels, device: torch.device, shape: tuple[int, int], seed: int) -> None:
+def test_cuts_draws_and_scores(
+    sampling: SamplingKernels, device: torch.device, shape: tuple[int, int], seed: int
+) -> None:
     logits = make_logits(*shape, seed)
     rows = make_rows(logits, seed)
     count = len(rows.row)
@@ -66,14 +80,18 @@ def test_cuts_draws_and_scores(sampling: SamplingKernels, device: torch.device, 
     args = (there(logits, device), there(rows, device))
     expected = REFERENCE.cuts(logits, rows, filters)
     cuts = sampling.cuts(*args, there(filters, device))
-    assert torch.equal(cuts.value.cpu(), expected.value) and torch.equal(cuts.token_id.cpu(), expected.token_id)
+    assert torch.equal(cuts.value.cpu(), expected.value) and torch.equal(
+        cuts.token_id.cpu(), expected.token_id
+    )
     for limit, ours in ((expected, cuts), (None, None)):
         drawn = REFERENCE.draw(logits, rows, limit, keys)
         assert torch.equal(sampling.draw(*args, ours, there(keys, device)).cpu(), drawn)
         num_top = min(20, shape[1])
         scores = sampling.score(*args, ours, drawn.to(device), num_top=num_top)
         wanted = REFERENCE.score(logits, rows, limit, drawn, num_top=num_top)
-        assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(scores, wanted, strict=True))
+        assert all(
+            torch.equal(mine.cpu(), theirs) for mine, theirs in zip(scores, wanted, strict=True)
+        )
 
 
 @pytest.mark.slow
@@ -93,23 +111,41 @@ def test_draws_and_scores_do_not_depend_on_stretches(
         monkeypatch.setattr(cut_search, "NUM_PROGRAMS", num_programs)
         assert torch.equal(sampling.draw(*args, there(keys, device)).cpu(), drawn)
         scores = sampling.score(*args, drawn.to(device), num_top=3)
-        assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(scores, wanted, strict=True))
+        assert all(
+            torch.equal(mine.cpu(), theirs) for mine, theirs in zip(scores, wanted, strict=True)
+        )
 
 
-def check_cuts(sampling: SamplingKernels, device: torch.device, logits: Tensor, rows: ScaledRows, filters: Filters) -> None:
+def check_cuts(
+    sampling: SamplingKernels,
+    device: torch.device,
+    logits: Tensor,
+    rows: ScaledRows,
+    filters: Filters,
+) -> None:
     """Cuts have the reference's bits; what is not a number is never kept."""
     cuts = sampling.cuts(there(logits, device), there(rows, device), there(filters, device))
     expected = REFERENCE.cuts(logits.masked_fill(logits.isnan(), -math.inf), rows, filters)
-    assert torch.equal(cuts.token_id.cpu(), expected.token_id) and torch.equal(cuts.value.cpu(), expected.value)
+    assert torch.equal(cuts.token_id.cpu(), expected.token_id) and torch.equal(
+        cuts.value.cpu(), expected.value
+    )
 
 
-ODD_ROWS = [([0.0, -0.0, 1.0, -0.0, 1.0], 1.0), ([-math.inf, 3.0, -math.inf], 1e5), ([-3e38, 0.5, 0.5, 0.5, 0.25], 1e-4)]
+ODD_ROWS = [
+    ([0.0, -0.0, 1.0, -0.0, 1.0], 1.0),
+    ([-math.inf, 3.0, -math.inf], 1e5),
+    ([-3e38, 0.5, 0.5, 0.5, 0.25], 1e-4),
+]
 
 
 @pytest.mark.parametrize(("values", "scale"), ODD_ROWS)
-def test_odd_rows(sampling: SamplingKernels, device: torch.device, values: list[float], scale: float) -> None:
+def test_odd_rows(
+    sampling: SamplingKernels, device: torch.device, values: list[float], scale: float
+) -> None:
     logits = torch.tensor([values])
-    rows = ScaledRows(torch.zeros(2, dtype=torch.int64), logits.max().repeat(2), torch.full((2,), scale))
+    rows = ScaledRows(
+        torch.zeros(2, dtype=torch.int64), logits.max().repeat(2), torch.full((2,), scale)
+    )
     top_k = torch.tensor([2, 5]).clamp(max=len(values))
     filters = Filters(top_k, torch.tensor([1.0, 0.6]).double(), torch.full((2,), -math.inf))
     check_cuts(sampling, device, logits, rows, filters)
@@ -122,7 +158,9 @@ def test_a_top_p_of_nothing_keeps_the_best(
     logits = torch.zeros(1, 90)
     logits[0, 0] = -1.0
     rows = ScaledRows(torch.zeros(2, dtype=torch.int64), torch.zeros(2), torch.ones(2))
-    filters = Filters(torch.tensor([90, 10]), torch.zeros(2, dtype=torch.float64), torch.full((2,), -math.inf))
+    filters = Filters(
+        torch.tensor([90, 10]), torch.zeros(2, dtype=torch.float64), torch.full((2,), -math.inf)
+    )
     for capacity in (2048, 16):
         monkeypatch.setattr(cut_search, "CAPACITY", capacity)
         check_cuts(sampling, device, logits, rows, filters)
@@ -152,16 +190,38 @@ def make_shapes() -> Tensor:
 
 
 KINDS = [  # top-k, top-p, floor
-    *((SIZE, 1.0, -math.inf), (1, 1.0, -math.inf), (1, 0.5, -math.inf), (SIZE - 1, 1.0, -math.inf), (SIZE, 1e-9, -math.inf)),
-    *((SIZE, 1.0 - 2.0**-53, -math.inf), (SIZE, 0.9, -math.inf), (SIZE, 0.5, -5.0), (20, 0.9, -math.inf), (20, 1.0, -5.0)),
-    *((150, 0.999, -math.inf), (150, 0.9, -5.0), (SIZE, 1.0, -5.0), (SIZE, 1.0, 0.0), (20, 1e-9, 0.0), (70, 1.0, -math.inf)),
+    *(
+        (SIZE, 1.0, -math.inf),
+        (1, 1.0, -math.inf),
+        (1, 0.5, -math.inf),
+        (SIZE - 1, 1.0, -math.inf),
+        (SIZE, 1e-9, -math.inf),
+    ),
+    *(
+        (SIZE, 1.0 - 2.0**-53, -math.inf),
+        (SIZE, 0.9, -math.inf),
+        (SIZE, 0.5, -5.0),
+        (20, 0.9, -math.inf),
+        (20, 1.0, -5.0),
+    ),
+    *(
+        (150, 0.999, -math.inf),
+        (150, 0.9, -5.0),
+        (SIZE, 1.0, -5.0),
+        (SIZE, 1.0, 0.0),
+        (20, 1e-9, 0.0),
+        (70, 1.0, -math.inf),
+    ),
 ]
 SPREADS = [(2048, 1024), (16, 1)]
-"""Room for all candidates and a program for each block of a row; room for a few and a program for all blocks."""
+"""Room for all candidates and a program for each block of a row;
+room for a few and a program for all blocks."""
 
 
 @pytest.fixture(params=SPREADS)
-def stretches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, sampling: SamplingKernels) -> None:
+def stretches(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, sampling: SamplingKernels
+) -> None:
     """Small blocks, so that small rows have several."""
     capacity, num_programs = request.param
     monkeypatch.setattr(cut_search, "BLOCK", 64)
@@ -177,7 +237,9 @@ def test_cuts_in_stretches(sampling: SamplingKernels, device: torch.device, step
     logits = make_shapes()
     asked = list(product(range(len(logits)), KINDS))[::step]
     top_k, top_p, floor = zip(*(kind for _, kind in asked), strict=True)
-    filters = Filters(torch.tensor(top_k), torch.tensor(top_p, dtype=torch.float64), torch.tensor(floor))
+    filters = Filters(
+        torch.tensor(top_k), torch.tensor(top_p, dtype=torch.float64), torch.tensor(floor)
+    )
     row = torch.tensor([place for place, _ in asked])
     scale = torch.tensor([1.0, 0.3, 2.0]).repeat(len(asked))[: len(asked)]
     peak = logits.masked_fill(logits.isnan(), -math.inf).max(dim=1).values
@@ -189,21 +251,34 @@ def test_cuts_in_stretches(sampling: SamplingKernels, device: torch.device, step
 def test_the_best_in_stretches(sampling: SamplingKernels, device: torch.device, count: int) -> None:
     logits = make_shapes()
     row = torch.tensor([0, 2, 3, 4, 6, 7, 8])
-    rows, chosen = ScaledRows(row, logits.max(dim=1).values[row], torch.full((len(row),), 0.5)), torch.zeros_like(row)
-    got = sampling.score(there(logits, device), there(rows, device), None, chosen.to(device), num_top=count)
-    assert torch.equal(got.top_ids.cpu(), REFERENCE.score(logits, rows, None, chosen, num_top=count).top_ids)
+    rows, chosen = (
+        ScaledRows(row, logits.max(dim=1).values[row], torch.full((len(row),), 0.5)),
+        torch.zeros_like(row),
+    )
+    got = sampling.score(
+        there(logits, device), there(rows, device), None, chosen.to(device), num_top=count
+    )
+    assert torch.equal(
+        got.top_ids.cpu(), REFERENCE.score(logits, rows, None, chosen, num_top=count).top_ids
+    )
 
 
 @pytest.mark.parametrize("count", [1, 5, 9])
-def test_the_best_where_most_tokens_are_masked(sampling: SamplingKernels, device: torch.device, count: int) -> None:
+def test_the_best_where_most_tokens_are_masked(
+    sampling: SamplingKernels, device: torch.device, count: int
+) -> None:
     logits = torch.full((3, 9), -math.inf)
     logits[0, [2, 7, 4]] = torch.tensor([1.0, 1.0, 3.0])
     logits[1, 8], logits[2] = 0.0, -0.0
     logits[2, 5] = 0.0
     rows = ScaledRows(torch.tensor([2, 0, 1]), torch.tensor([0.0, 3.0, 0.0]), torch.ones(3))
     chosen = torch.tensor([5, 4, 8])
-    got = sampling.score(there(logits, device), there(rows, device), None, chosen.to(device), num_top=count)
-    assert torch.equal(got.top_ids.cpu(), REFERENCE.score(logits, rows, None, chosen, num_top=count).top_ids)
+    got = sampling.score(
+        there(logits, device), there(rows, device), None, chosen.to(device), num_top=count
+    )
+    assert torch.equal(
+        got.top_ids.cpu(), REFERENCE.score(logits, rows, None, chosen, num_top=count).top_ids
+    )
 
 
 def test_penalties(sampling: SamplingKernels, device: torch.device) -> None:
@@ -224,15 +299,26 @@ def test_it_is_chosen_beside_the_triton_kernels(kernels: Kernels, device: torch.
 
 
 @pytest.mark.slow
-def test_plain_rows_are_chosen_without_a_look_from_the_host(sampling: SamplingKernels, device: torch.device) -> None:
+def test_plain_rows_are_chosen_without_a_look_from_the_host(
+    sampling: SamplingKernels, device: torch.device
+) -> None:
     """Rows that are not finite end in some token, not in a kernel that never ends."""
     logits = make_logits(12, 65)
     logits[3:6, 5], logits[6:9, 5], logits[9:] = math.nan, math.inf, -math.inf
-    kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.7}, {"top_k": 7, "top_p": 0.8, "min_p": 0.01}]
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.7},
+        {"top_k": 7, "top_p": 0.8, "min_p": 0.01},
+    ]
     rows = [SampledRow(RowSampling(seed=i, **kinds[i % 3]), position=i) for i in range(12)]
     token_ids, peaks = choose_plain(
-        sampling, logits.clone().to(device), rows, lambda arrays: [torch.from_numpy(array).to(device) for array in arrays]
+        sampling,
+        logits.clone().to(device),
+        rows,
+        lambda arrays: [torch.from_numpy(array).to(device) for array in arrays],
     )
     expected = Sampler(REFERENCE).sample(logits, rows)
-    assert greedy_results((token_ids, peaks), [1] * 12) == expected and all(each.token_ids for each in expected[:3])
+    assert greedy_results((token_ids, peaks), [1] * 12) == expected and all(
+        each.token_ids for each in expected[:3]
+    )
     assert ((token_ids >= 0) & (token_ids < 65)).all()

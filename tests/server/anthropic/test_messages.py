@@ -31,7 +31,11 @@ def claude(server: RunningServer) -> Iterator[anthropic.Anthropic]:
 
 
 def ask(client: anthropic.Anthropic, messages: Any = CAT, **fields: Any) -> Any:
-    fields = {"max_tokens": 6, **fields, "extra_body": {"temperature": 0, **fields.get("extra_body", {})}}
+    fields = {
+        "max_tokens": 6,
+        **fields,
+        "extra_body": {"temperature": 0, **fields.get("extra_body", {})},
+    }
     return client.messages.create(model=MODEL, messages=messages, **fields)
 
 
@@ -49,7 +53,12 @@ def test_an_answer(claude: anthropic.Anthropic) -> None:
 
 def test_stop_sequences_and_system(claude: anthropic.Anthropic) -> None:
     text = ask(claude, system="Be kind.", max_tokens=12).content[0].text
-    stopped = ask(claude, system=[{"type": "text", "text": "Be kind."}], max_tokens=12, stop_sequences=[text[4:8]])
+    stopped = ask(
+        claude,
+        system=[{"type": "text", "text": "Be kind."}],
+        max_tokens=12,
+        stop_sequences=[text[4:8]],
+    )
     assert stopped.content[0].text == text[: text.index(text[4:8])]
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", text[4:8])
 
@@ -60,7 +69,9 @@ def test_a_last_turn_of_the_assistant_is_continued(claude: anthropic.Anthropic) 
 
 
 def test_a_stream(claude: anthropic.Anthropic) -> None:
-    with claude.messages.stream(model=MODEL, max_tokens=6, messages=CAT, extra_body={"temperature": 0}) as stream:
+    with claude.messages.stream(
+        model=MODEL, max_tokens=6, messages=CAT, extra_body={"temperature": 0}
+    ) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_message()
     assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
@@ -74,14 +85,40 @@ def test_a_stream(claude: anthropic.Anthropic) -> None:
         {"tools": [{"name": "bad name", "input_schema": {}}]},
         {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
         {"tools": [{"name": "f", "input_schema": {"not": {}}, "strict": True}]},
-        {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "tool", "name": "g"}},
+        {
+            "tools": [{"name": "f", "input_schema": {}}],
+            "tool_choice": {"type": "tool", "name": "g"},
+        },
         {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": "any"},
         {"tool_choice": {"type": "any"}},
         {"output_format": {"type": "json_object"}},
-        {"messages": [*CAT, {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]},
-        {"messages": [*CAT, {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": 1}]}]},
+        {
+            "messages": [
+                *CAT,
+                {
+                    "role": "assistant",
+                    "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}],
+                },
+            ]
+        },
+        {
+            "messages": [
+                *CAT,
+                {
+                    "role": "assistant",
+                    "content": [{"type": "tool_use", "id": "a", "name": "f", "input": 1}],
+                },
+            ]
+        },
         {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
-        {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [1, None]}]}]},
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": "a", "content": [1, None]}],
+                }
+            ]
+        },
         {"thinking": {"type": "hard", "budget_tokens": 1024}},
         {"thinking": {"type": "enabled", "budget_tokens": "many"}},
         {"context_management": {"edits": [{"type": "forget_everything"}]}},
@@ -107,7 +144,9 @@ def test_what_is_refused(claude: anthropic.Anthropic, fields: dict[str, Any]) ->
 
 def call(client: anthropic.Anthropic, messages: Any = CAT, **fields: Any) -> Any:
     choice = {"type": "any", "disable_parallel_tool_use": True}
-    return ask(client, messages, **{"tools": TOOLS, "tool_choice": choice, "max_tokens": 100, **fields})
+    return ask(
+        client, messages, **{"tools": TOOLS, "tool_choice": choice, "max_tokens": 100, **fields}
+    )
 
 
 def test_a_call_and_what_follows_it(claude: anthropic.Anthropic) -> None:
@@ -115,12 +154,19 @@ def test_a_call_and_what_follows_it(claude: anthropic.Anthropic) -> None:
     (block,) = answer.content
     assert (block.type, block.name, answer.stop_reason) == ("tool_use", "weather", "tool_use")
     assert block.input["city"] in ("Oslo", "Rome")
-    result = {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "Sun"}]}
+    result = {
+        "type": "tool_result",
+        "tool_use_id": block.id,
+        "content": [{"type": "text", "text": "Sun"}],
+    }
     messages = [*CAT, {"role": "assistant", "content": answer.content}]
     said = [*messages, {"role": "user", "content": [result, {"type": "text", "text": "So?"}]}]
     assert ask(claude, said).content[0].text
     none: dict[str, Any] = {"tools": TOOLS, "tool_choice": {"type": "none"}}
-    counts = [claude.messages.count_tokens(model=MODEL, messages=CAT, **each).input_tokens for each in ({}, none)]
+    counts = [
+        claude.messages.count_tokens(model=MODEL, messages=CAT, **each).input_tokens
+        for each in ({}, none)
+    ]
     assert counts[0] == counts[1]
     assert ask(claude, tools=TOOLS, tool_choice={"type": "none"}).content[0].type == "text"
     named = call(claude, tool_choice={"type": "tool", "name": "weather"})
@@ -131,12 +177,21 @@ def test_a_stream_of_a_call(claude: anthropic.Anthropic) -> None:
     whole = call(claude).content[0]
     choice: Any = {"type": "any", "disable_parallel_tool_use": True}
     with claude.messages.stream(
-        model=MODEL, max_tokens=100, messages=CAT, tools=TOOLS, tool_choice=choice, extra_body={"temperature": 0}
+        model=MODEL,
+        max_tokens=100,
+        messages=CAT,
+        tools=TOOLS,
+        tool_choice=choice,
+        extra_body={"temperature": 0},
     ) as stream:
         parts = [event.partial_json for event in stream if event.type == "input_json"]
         final = stream.get_final_message()
     (block,) = final.content
-    assert block.type == "tool_use" and block.input == whole.input == json.loads("".join(parts)) and len(parts) > 1
+    assert (
+        block.type == "tool_use"
+        and block.input == whole.input == json.loads("".join(parts))
+        and len(parts) > 1
+    )
     assert final.stop_reason == "tool_use"
 
 
@@ -152,14 +207,26 @@ def test_an_answer_of_a_form(claude: anthropic.Anthropic) -> None:
         assert json.loads(answer.content[0].text)["city"] in ("Oslo", "Rome")
 
 
-PIECES = ["<think>\nHm", "m</think>\n", "\nYes", '<tool_call>{"name": "weather", "arg', 'uments": {"a": 1}}', "</tool_call>"]
+PIECES = [
+    "<think>\nHm",
+    "m</think>\n",
+    "\nYes",
+    '<tool_call>{"name": "weather", "arg',
+    'uments": {"a": 1}}',
+    "</tool_call>",
+]
 
 
 def test_thoughts_text_and_calls_are_blocks_of_their_own() -> None:
     config = ApiConfig(reasoning_parser="think")
     with serve(FakeClient(Script(pieces=PIECES)), config) as server:
         client = anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0)
-        fields: dict[str, Any] = {"model": "fake", "max_tokens": 50, "messages": CAT, "tools": TOOLS}
+        fields: dict[str, Any] = {
+            "model": "fake",
+            "max_tokens": 50,
+            "messages": CAT,
+            "tools": TOOLS,
+        }
         fields["thinking"] = {"type": "enabled", "budget_tokens": 1024}
         with client:
             raw = client.messages.with_raw_response.create(**fields)
@@ -167,41 +234,66 @@ def test_thoughts_text_and_calls_are_blocks_of_their_own() -> None:
             whole: Any = raw.parse()
             thought, text, called = whole.content
             assert (thought.type, thought.thinking, text.text) == ("thinking", "Hmm", "Yes")
-            assert (called.name, called.input, whole.stop_reason) == ("weather", {"a": 1}, "tool_use")
+            assert (called.name, called.input, whole.stop_reason) == (
+                "weather",
+                {"a": 1},
+                "tool_use",
+            )
             with client.messages.stream(**fields) as stream:
                 kinds = [event.type for event in stream]
                 final: Any = stream.get_final_message()
             assert [each.type for each in final.content] == ["thinking", "text", "tool_use"]
             assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 3
-            assert (final.content[0].thinking, final.content[1].text, final.content[2].input) == ("Hmm", "Yes", {"a": 1})
+            assert (final.content[0].thinking, final.content[1].text, final.content[2].input) == (
+                "Hmm",
+                "Yes",
+                {"a": 1},
+            )
             said = [*CAT, {"role": "assistant", "content": whole.content}]
             result = {"type": "tool_result", "tool_use_id": called.id}
-            again: Any = client.messages.create(**{**fields, "messages": [*said, {"role": "user", "content": [result]}]})
+            again: Any = client.messages.create(
+                **{**fields, "messages": [*said, {"role": "user", "content": [result]}]}
+            )
             assert again.content[1].text == "Yes"
 
 
 @pytest.mark.parametrize("kind", ["enabled", "adaptive", "between_tools", "disabled"])
-def test_a_model_that_does_not_think_answers_and_says_that_thinking_had_no_effect(http: httpx.Client, kind: str) -> None:
-    thinking = {"type": kind, **({"budget_tokens": 1024} if kind == "enabled" else {}), "display": "omitted"}
+def test_a_model_that_does_not_think_answers_and_says_that_thinking_had_no_effect(
+    http: httpx.Client, kind: str
+) -> None:
+    thinking = {
+        "type": kind,
+        **({"budget_tokens": 1024} if kind == "enabled" else {}),
+        "display": "omitted",
+    }
     body = {"messages": CAT, "max_tokens": 6, "temperature": 0, "model": MODEL}
     plain = http.post("/v1/messages", json=body).json()
     for more in ({}, {"stream": True}):
         answer = http.post("/v1/messages", json={**body, **more, "thinking": thinking})
         assert answer.status_code == 200
         assert answer.headers.get("x-quire-ignored-fields") == (
-            None if kind == "disabled" else "thinking" + (", thinking.budget_tokens" if kind == "enabled" else "")
+            None
+            if kind == "disabled"
+            else "thinking" + (", thinking.budget_tokens" if kind == "enabled" else "")
         )
         if not more:
             assert answer.json()["content"] == plain["content"] and len(plain["content"]) == 1
-    count = http.post("/v1/messages/count_tokens", json={"messages": CAT, "model": MODEL, "thinking": thinking}).json()
-    assert count["input_tokens"] == plain["usage"]["input_tokens"] + plain["usage"]["cache_read_input_tokens"]
+    count = http.post(
+        "/v1/messages/count_tokens", json={"messages": CAT, "model": MODEL, "thinking": thinking}
+    ).json()
+    assert (
+        count["input_tokens"]
+        == plain["usage"]["input_tokens"] + plain["usage"]["cache_read_input_tokens"]
+    )
 
 
 def test_what_agents_send_by_default_changes_nothing(claude: anthropic.Anthropic) -> None:
     neutral: dict[str, Any] = {
-        "metadata": {"user_id": "u"}, "service_tier": "auto", "mcp_servers": [], "container": None, "stop_sequences": [],
-        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}, "speed": "standard",
-        "cache_control": {"type": "ephemeral"}, "system": [], "output_config": {}, "user_profile_id": "p",
+        "metadata": {"user_id": "u"}, "service_tier": "auto", "mcp_servers": [], "container": None,
+        "stop_sequences": [],
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "speed": "standard", "cache_control": {"type": "ephemeral"}, "system": [],
+        "output_config": {}, "user_profile_id": "p",
     }  # fmt: skip
     cached = {"type": "text", "text": "Tell me of a cat.", "cache_control": {"type": "ephemeral"}}
     tools = [{**TOOLS[0], "type": "custom", "cache_control": {"type": "ephemeral", "ttl": "1h"}}]
@@ -225,12 +317,21 @@ def test_what_agents_send_by_default_changes_nothing(claude: anthropic.Anthropic
 def test_instructions_between_turns_and_thoughts_of_others(http: httpx.Client) -> None:
     turns = [
         *CAT,
-        {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "A cat."}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "text", "text": "A cat."},
+            ],
+        },
         {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
         {"role": "user", "content": "And?"},
     ]
     answer = http.post("/v1/messages", json={"messages": turns, "max_tokens": 2, "model": MODEL})
-    assert answer.status_code == 200 and answer.headers["x-quire-ignored-fields"] == "messages[1].content[0]"
+    assert (
+        answer.status_code == 200
+        and answer.headers["x-quire-ignored-fields"] == "messages[1].content[0]"
+    )
 
 
 def test_a_stream_that_fails_ends_with_an_error() -> None:

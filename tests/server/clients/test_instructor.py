@@ -1,6 +1,8 @@
-"""instructor's modes for OpenAI's and Anthropic's APIs, on a model that was never taught any of them.
+"""instructor's modes for OpenAI's and Anthropic's APIs, on a model that was never taught any of
+them.
 
-Modes that only ask for JSON in words, or leave the call to the model, are for models that can do so.
+Modes that only ask for JSON in words, or leave the call to the model, are for models that can do
+so.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import pytest
 from servers import MODEL, RunningServer
 
 instructor = pytest.importorskip("instructor")
-pytestmark = pytest.mark.filterwarnings("ignore:Mode:DeprecationWarning")  # of modes that programs go on using
+# of modes that programs go on using
+pytestmark = pytest.mark.filterwarnings("ignore:Mode:DeprecationWarning")
 
 ASK = [{"role": "user", "content": "Which city, and for how many days?"}]
 
@@ -33,7 +36,9 @@ def ask(client: Any, **fields: Any) -> Any:
     return client.chat.completions.create(model=MODEL, messages=ASK, **fields)
 
 
-@pytest.mark.parametrize("mode", ["FUNCTIONS", "TOOLS", "TOOLS_STRICT", "JSON_SCHEMA", "RESPONSES_TOOLS"])
+@pytest.mark.parametrize(
+    "mode", ["FUNCTIONS", "TOOLS", "TOOLS_STRICT", "JSON_SCHEMA", "RESPONSES_TOOLS"]
+)
 def test_modes_of_openai(server: RunningServer, mode: str) -> None:
     with openai.OpenAI(base_url=server.v1, api_key="none", max_retries=0, timeout=60) as plain:
         stay = ask(instructor.from_openai(plain, mode=instructor.Mode[mode]), temperature=0.0)
@@ -50,9 +55,13 @@ def test_a_stream_of_parts(server: RunningServer) -> None:
 
 @pytest.mark.parametrize("mode", ["ANTHROPIC_TOOLS", "ANTHROPIC_PARALLEL_TOOLS"])
 def test_modes_of_anthropic(server: RunningServer, mode: str) -> None:
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60) as plain:
+    with anthropic.Anthropic(
+        base_url=server.url, api_key="none", max_retries=0, timeout=60
+    ) as plain:
         client = instructor.from_anthropic(plain, mode=instructor.Mode[mode])
         if mode == "ANTHROPIC_TOOLS":
             assert ask(client).city in ("Oslo", "Rome")
         else:  # where the model may call or not
-            assert all(isinstance(each, Stay) for each in ask(client, response_model=Iterable[Stay]))
+            assert all(
+                isinstance(each, Stay) for each in ask(client, response_model=Iterable[Stay])
+            )

@@ -17,17 +17,29 @@ ASK = "Tell me of a cat."
 @pytest.fixture
 def llm(server: RunningServer) -> Any:
     return langchain_openai.ChatOpenAI(
-        base_url=server.v1, api_key="none", model=MODEL, temperature=0.7, max_tokens=8, seed=7, max_retries=0, timeout=30
+        base_url=server.v1,
+        api_key="none",
+        model=MODEL,
+        temperature=0.7,
+        max_tokens=8,
+        seed=7,
+        max_retries=0,
+        timeout=30,
     )
 
 
 def test_an_answer_its_stream_and_their_counts(llm: Any) -> None:
     answer = llm.invoke([("system", "Be brief."), ("user", ASK)])
     assert answer.content and answer.usage_metadata["output_tokens"] == 8
-    assert answer.response_metadata["finish_reason"] == "length" and answer.response_metadata["model_name"] == MODEL
+    assert (
+        answer.response_metadata["finish_reason"] == "length"
+        and answer.response_metadata["model_name"] == MODEL
+    )
     pieces = list(llm.stream([("system", "Be brief."), ("user", ASK)], stream_usage=True))
     assert "".join(piece.content for piece in pieces) == answer.content
-    assert sum(piece.usage_metadata["output_tokens"] for piece in pieces if piece.usage_metadata) == 8
+    assert (
+        sum(piece.usage_metadata["output_tokens"] for piece in pieces if piece.usage_metadata) == 8
+    )
 
 
 def test_batches_and_asyncio_give_the_same(llm: Any) -> None:
@@ -53,7 +65,9 @@ def test_stops_and_log_probabilities(llm: Any) -> None:
 
 def test_a_mistake_is_an_exception_with_our_words(server: RunningServer, llm: Any) -> None:
     with pytest.raises(Exception, match="is not served here"):
-        langchain_openai.ChatOpenAI(base_url=server.v1, api_key="none", model="other", max_retries=0).invoke(ASK)
+        langchain_openai.ChatOpenAI(
+            base_url=server.v1, api_key="none", model="other", max_retries=0
+        ).invoke(ASK)
     with pytest.raises(Exception, match="temperature"):
         llm.bind(temperature=9).invoke(ASK)
 
@@ -69,7 +83,9 @@ class Stay(pydantic.BaseModel):
 @pytest.mark.parametrize("strict", [True, None])
 @pytest.mark.parametrize("method", ["function_calling", "json_schema"])
 def test_structured_output(llm: Any, method: str, strict: bool | None) -> None:
-    stay = llm.with_structured_output(Stay, method=method, strict=strict).invoke(ASK, max_tokens=200)
+    stay = llm.with_structured_output(Stay, method=method, strict=strict).invoke(
+        ASK, max_tokens=200
+    )
     assert stay.city in ("Oslo", "Rome") and abs(stay.days) < 1 << 53
 
 
@@ -77,4 +93,8 @@ def test_bound_tools_with_and_without_strict(llm: Any) -> None:
     for strict in (True, None):
         bound = llm.bind_tools([Stay], tool_choice="Stay", strict=strict)
         [call] = bound.invoke(ASK, max_tokens=200).tool_calls
-        assert call["name"] == "Stay" and set(call["args"]) <= {"city", "days", "company"} and Stay(**call["args"])
+        assert (
+            call["name"] == "Stay"
+            and set(call["args"]) <= {"city", "days", "company"}
+            and Stay(**call["args"])
+        )

@@ -15,8 +15,17 @@ ASK = "Tell me of a cat."
 
 
 def _llm(server: RunningServer, **options: Any) -> Any:
-    chosen = {"model": MODEL, "is_chat_model": True, "temperature": 0.0, "max_tokens": 8, "max_retries": 0, "timeout": 30.0}
-    return openai_like.OpenAILike(api_base=server.v1, api_key="none", context_window=512, **{**chosen, **options})
+    chosen = {
+        "model": MODEL,
+        "is_chat_model": True,
+        "temperature": 0.0,
+        "max_tokens": 8,
+        "max_retries": 0,
+        "timeout": 30.0,
+    }
+    return openai_like.OpenAILike(
+        api_base=server.v1, api_key="none", context_window=512, **{**chosen, **options}
+    )
 
 
 def test_completions_of_both_kinds_and_their_streams(server: RunningServer) -> None:

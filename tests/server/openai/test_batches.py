@@ -1,4 +1,5 @@
-"""Batches with the official client: run, resumed, cancelled, deleted; bounded; whatever clocks and disks do."""
+"""Batches with the official client: run, resumed, cancelled, deleted; bounded;
+whatever clocks and disks do."""
 
 from __future__ import annotations
 
@@ -67,21 +68,38 @@ def test_every_endpoint_that_generates_can_be_run_in_a_batch(server: RunningServ
             batch = wait(client, begin(client, "\n".join(lines), url).id, "completed")
             assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 2)
             answer = results(client, batch.output_file_id)["good"]["response"]["body"]
-            assert {entry["response"]["status_code"] for entry in results(client, batch.error_file_id).values()} == {400}
-        assert answer["object"] == "response" and answer["output"][0]["content"][0]["text"] == "one two three"
-        with pytest.raises(openai.NotFoundError):  # a batch's answers are in its file, and take nothing else's room
+            assert {
+                entry["response"]["status_code"]
+                for entry in results(client, batch.error_file_id).values()
+            } == {400}
+        assert (
+            answer["object"] == "response"
+            and answer["output"][0]["content"][0]["text"] == "one two three"
+        )
+        # a batch's answers are in its file, and take nothing else's room
+        with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(answer["id"])
 
 
 def test_a_batch_is_run(server: RunningServer) -> None:
     with client_of(server) as client:
-        text = "\n".join([line("one"), line("two", n=2), "", line("bad", temperature=9), line("stream", stream=True)])
+        text = "\n".join(
+            [
+                line("one"),
+                line("two", n=2),
+                "",
+                line("bad", temperature=9),
+                line("stream", stream=True),
+            ]
+        )
         batch = wait(client, begin(client, text).id, "completed")
         counts = batch.request_counts
         assert (counts.total, counts.completed, counts.failed) == (4, 2, 2)
         good, bad = results(client, batch.output_file_id), results(client, batch.error_file_id)
         assert set(good) == {"one", "two"} and set(bad) == {"bad", "stream"}
-        assert good["one"]["response"]["body"]["choices"][0]["message"]["content"] == "one two three"
+        assert (
+            good["one"]["response"]["body"]["choices"][0]["message"]["content"] == "one two three"
+        )
         assert len(good["two"]["response"]["body"]["choices"]) == 2
         assert bad["bad"]["response"]["status_code"] == 400
         assert bad["bad"]["response"]["body"]["error"]["param"] == "temperature"
@@ -97,7 +115,9 @@ def test_a_batch_is_run(server: RunningServer) -> None:
         (line("a", url="/v1/completions"), "mismatched_url"),
     ],
 )
-def test_an_input_that_makes_no_sense_fails_the_batch(server: RunningServer, text: str, code: str) -> None:
+def test_an_input_that_makes_no_sense_fails_the_batch(
+    server: RunningServer, text: str, code: str
+) -> None:
     with client_of(server) as client:
         batch = wait(client, begin(client, text).id, "failed")
         assert batch.errors.data[0].code == code
@@ -110,13 +130,21 @@ def test_a_batch_goes_on_after_a_restart_without_repeating_a_line(tmp_path: Path
         wait(client, batch.id, "in_progress")
     record = json.loads((tmp_path / "a" / "batches" / f"{batch.id}.json").read_bytes())
     output = tmp_path / "a" / "files" / f"{record['_output_file_id']}.data"
-    answered = {"id": "x", "custom_id": "r0", "response": {"status_code": 200, "body": "from before"}, "error": None}
-    output.write_text(json.dumps(answered) + "\n" + '{"custom_id": "r1", "resp')  # and a line that was not finished
+    answered = {
+        "id": "x",
+        "custom_id": "r0",
+        "response": {"status_code": 200, "body": "from before"},
+        "error": None,
+    }
+    # and a line that was not finished
+    output.write_text(json.dumps(answered) + "\n" + '{"custom_id": "r1", "resp')
     second = FakeClient()
     with serve(second, config(tmp_path), KEYS) as server, client_of(server) as client:
         batch = wait(client, batch.id, "completed")
         good = results(client, batch.output_file_id)
-    assert set(good) == {f"r{number}" for number in range(6)} and batch.request_counts.completed == 6
+    assert (
+        set(good) == {f"r{number}" for number in range(6)} and batch.request_counts.completed == 6
+    )
     assert good["r0"]["response"]["body"] == "from before" and len(second.requests) == 5
 
 
@@ -130,26 +158,45 @@ def test_a_batch_is_cancelled(tmp_path: Path) -> None:
         assert fake.streams == []
 
 
-# -- bounds --------------------------------------------------------------------------------------------------------------
+# -- bounds
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/batches", {"input_file_id": "file-x", "endpoint": "/v1/completions", "completion_window": "24h"}),
+        (
+            "/v1/batches",
+            {"input_file_id": "file-x", "endpoint": "/v1/completions", "completion_window": "24h"},
+        ),
         ("/v1/responses", {"input": "x"}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
         ("/v1/completions", {"prompt": "x"}),
-        ("/v1/messages", {"model": "fake", "max_tokens": 3, "messages": [{"role": "user", "content": "x"}]}),
+        (
+            "/v1/messages",
+            {"model": "fake", "max_tokens": 3, "messages": [{"role": "user", "content": "x"}]},
+        ),
     ],
 )
-def test_metadata_are_bounded_wherever_they_are_taken(server: RunningServer, path: str, body: dict[str, Any]) -> None:
+def test_metadata_are_bounded_wherever_they_are_taken(
+    server: RunningServer, path: str, body: dict[str, Any]
+) -> None:
     largest = {f"{number:x}" + "ä" * 63: "\1" * 512 for number in range(16)}
-    too_large: list[Any] = [largest | {"x": ""}, {"x" * 65: ""}, {"x": "y" * 513}, {"x": 5}, {"x": {}}, ["x"], "x"]
+    too_large: list[Any] = [
+        largest | {"x": ""},
+        {"x" * 65: ""},
+        {"x": "y" * 513},
+        {"x": 5},
+        {"x": {}},
+        ["x"],
+        "x",
+    ]
     with httpx.Client(base_url=server.url, headers={"x-api-key": "key-of-a"}) as http:
         for metadata in too_large:
             answer = http.post(path, json={**body, "metadata": metadata})
-            assert answer.status_code == 400 and answer.json()["error"]["param"] == "metadata", answer.text
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "metadata", (
+                answer.text
+            )
         answer = http.post(path, json={**body, "metadata": largest})
         assert answer.status_code == (404 if path == "/v1/batches" else 200), answer.text
 
@@ -159,15 +206,26 @@ def test_a_batch_keeps_its_metadata(server: RunningServer) -> None:
         file = client.files.create(file=line("one").encode(), purpose="batch")
         metadata = {f"{number:x}" + "ä" * 63: "\1" * 512 for number in range(16)}
         batch = client.batches.create(
-            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", metadata=metadata
+            input_file_id=file.id,
+            endpoint="/v1/chat/completions",
+            completion_window="24h",
+            metadata=metadata,
         )
-        assert wait(client, batch.id, "completed").metadata == metadata == client.batches.list().data[0].metadata
+        assert (
+            wait(client, batch.id, "completed").metadata
+            == metadata
+            == client.batches.list().data[0].metadata
+        )
 
 
 def test_so_many_run_at_once_and_the_others_wait(tmp_path: Path) -> None:
     fake = FakeClient(Script(begins=False))
     limits = config(tmp_path, max_running_batches=2, max_batch_lines=5)
-    with serve(fake, limits, KEYS) as server, client_of(server) as client, client_of(server, "key-of-b") as other:
+    with (
+        serve(fake, limits, KEYS) as server,
+        client_of(server) as client,
+        client_of(server, "key-of-b") as other,
+    ):
         made = [begin(client, lines(20)).id for _ in range(4)]
         until(lambda: statuses(client) == ["in_progress"] * 2 + ["validating"] * 2)
         theirs = begin(other, lines(20)).id
@@ -184,7 +242,11 @@ def test_so_many_run_at_once_and_the_others_wait(tmp_path: Path) -> None:
 def test_lines_of_a_long_batch_do_not_hold_up_those_of_another_tenant(tmp_path: Path) -> None:
     fake = FakeClient(Script(pause_s=0.01))
     limits = config(tmp_path, max_batch_lines=2)
-    with serve(fake, limits, KEYS) as server, client_of(server) as client, client_of(server, "key-of-b") as other:
+    with (
+        serve(fake, limits, KEYS) as server,
+        client_of(server) as client,
+        client_of(server, "key-of-b") as other,
+    ):
         long = begin(client, lines(300))
         until(lambda: counts_of(client, long.id).completed > 0)
         wait(other, begin(other, lines(5)).id, "completed")
@@ -193,7 +255,9 @@ def test_lines_of_a_long_batch_do_not_hold_up_those_of_another_tenant(tmp_path: 
         assert wait(client, long.id, "cancelled").request_counts.completed < 300
 
 
-def test_what_waits_and_runs_takes_little_memory_however_large_the_files_are(tmp_path: Path) -> None:
+def test_what_waits_and_runs_takes_little_memory_however_large_the_files_are(
+    tmp_path: Path,
+) -> None:
     fake = FakeClient(Script(begins=False))
     limits = config(tmp_path, max_file_bytes=50 << 20, max_running_batches=20)
     filler = "x" * 20_000
@@ -203,7 +267,9 @@ def test_what_waits_and_runs_takes_little_memory_however_large_the_files_are(tmp
         del text
         before = resident_bytes(os.getpid())
         for _ in range(12):
-            client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+            client.batches.create(
+                input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+            )
         until(lambda: set(statuses(client)) == {"in_progress"})
         until(lambda: len(fake.streams) > 0)
         assert resident_bytes(os.getpid()) - before < 60 << 20, "the inputs are 12 times 10 MB"
@@ -213,7 +279,9 @@ def test_what_waits_and_runs_takes_little_memory_however_large_the_files_are(tmp
         assert fake.streams == []
 
 
-def test_an_answer_is_appended_and_nothing_else_is_written(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_is_appended_and_nothing_else_is_written(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written: list[str] = []
     replace = DataFolder.replace
 
@@ -236,7 +304,9 @@ def test_a_batch_leaves_its_tenant_half_of_what_it_may_have_in_flight(tmp_path: 
         batch = begin(client, lines(9))
         until(lambda: len(fake.streams) == 2)
         fake.script = Script()
-        answer = client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "x"}])
+        answer = client.chat.completions.create(
+            model="fake", messages=[{"role": "user", "content": "x"}]
+        )
         assert answer.choices[0].message.content == "one two three" and len(fake.streams) == 2
         gate.set()
         assert wait(client, batch.id, "completed").request_counts.completed == 9
@@ -249,7 +319,9 @@ def test_what_can_never_be_served_is_an_error_and_what_cannot_be_now_is_tried_ag
     keys = key_ring([(Tenant("a", tokens_per_minute=50), ["key-of-a"])])
     fake = FakeClient(Script(raises=UnavailableError("not now", state="draining")))
     with serve(fake, config(tmp_path), keys) as server, client_of(server) as client:
-        text = "\n".join([line("good"), line("long", messages=[{"role": "user", "content": "word " * 200}])])
+        text = "\n".join(
+            [line("good"), line("long", messages=[{"role": "user", "content": "word " * 200}])]
+        )
         batch = begin(client, text)
         wait(client, batch.id, "in_progress")
         until(lambda: counts_of(client, batch.id).failed == 1)
@@ -257,7 +329,10 @@ def test_what_can_never_be_served_is_an_error_and_what_cannot_be_now_is_tried_ag
         batch = wait(client, batch.id, "completed")
         assert set(results(client, batch.output_file_id)) == {"good"}
         [error] = results(client, batch.error_file_id).values()
-        assert error["response"]["status_code"] == 429 and error["response"]["body"]["error"]["code"] == "tenant_rate"
+        assert (
+            error["response"]["status_code"] == 429
+            and error["response"]["body"]["error"]["code"] == "tenant_rate"
+        )
 
 
 def test_a_batch_that_has_ended_can_be_deleted(tmp_path: Path) -> None:
@@ -268,25 +343,36 @@ def test_a_batch_that_has_ended_can_be_deleted(tmp_path: Path) -> None:
             batch = begin(client, lines(3))
             url = f"/v1/batches/{batch.id}"
             refused = http.delete(url, headers=mine)
-            assert (refused.status_code, refused.json()["error"]["code"]) == (409, "batch_not_ended")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (
+                409,
+                "batch_not_ended",
+            )
             client.batches.cancel(batch.id)
             wait(client, batch.id, "cancelled")
             assert http.delete(url, headers=theirs).status_code == 404
             until(lambda: http.delete(url, headers=mine).status_code == 200)
-            assert http.get(url, headers=mine).status_code == http.delete(url, headers=mine).status_code == 404
+            assert (
+                http.get(url, headers=mine).status_code
+                == http.delete(url, headers=mine).status_code
+                == 404
+            )
             assert list(client.batches.list()) == []
             client.files.delete(batch.input_file_id)
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [".lock"]
 
 
-def test_so_many_of_a_tenant_may_wait(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_many_of_a_tenant_may_wait(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(batches, "MAX_UNENDED", 0)
     with client_of(server) as client, pytest.raises(openai.RateLimitError) as caught:
         begin(client, lines(1))
     assert caught.value.code == "too_many_batches"
 
 
-def test_an_input_that_is_deleted_meanwhile_ends_its_batch_and_what_was_answered_stays(tmp_path: Path) -> None:
+def test_an_input_that_is_deleted_meanwhile_ends_its_batch_and_what_was_answered_stays(
+    tmp_path: Path,
+) -> None:
     gate = threading.Event()
     fake = FakeClient(Script(gate=gate))
     limits = config(tmp_path, max_batch_lines=2)
@@ -300,7 +386,8 @@ def test_an_input_that_is_deleted_meanwhile_ends_its_batch_and_what_was_answered
         assert len(results(client, batch.output_file_id)) == batch.request_counts.completed >= 2
 
 
-# -- clocks --------------------------------------------------------------------------------------------------------------
+# -- clocks
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_clock_that_is_set_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,24 +407,37 @@ def test_a_clock_that_is_set_ends_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_after_a_restart_a_batch_has_a_day_at_most_whatever_the_clock_says(tmp_path: Path) -> None:
-    with serve(FakeClient(Script(begins=False)), config(tmp_path), KEYS) as server, client_of(server) as client:
+    with (
+        serve(FakeClient(Script(begins=False)), config(tmp_path), KEYS) as server,
+        client_of(server) as client,
+    ):
         made = [begin(client, lines(2)).id for _ in range(2)]
         for batch_id in made:
             wait(client, batch_id, "in_progress")
-    for batch_id, expires_at in zip(made, (5, 1 << 40), strict=True):  # the clock was set forward, or back
+    # the clock was set forward, or back
+    for batch_id, expires_at in zip(made, (5, 1 << 40), strict=True):
         path = tmp_path / "a" / "batches" / f"{batch_id}.json"
         path.write_text(json.dumps(json.loads(path.read_bytes()) | {"expires_at": expires_at}))
-    with serve(FakeClient(Script(begins=False)), config(tmp_path), KEYS) as server, client_of(server) as client:
+    with (
+        serve(FakeClient(Script(begins=False)), config(tmp_path), KEYS) as server,
+        client_of(server) as client,
+    ):
         wait(client, made[0], "expired")
         wait(client, made[1], "in_progress")
         [app] = [server.server.config.loaded_app]
         while not hasattr(app, "routes"):
             app = app._app
-        [owner] = {route.endpoint.__wrapped__.__self__ for route in app.routes if route.path == "/v1/batches"}
+        [owner] = {
+            route.endpoint.__wrapped__.__self__
+            for route in app.routes
+            if route.path == "/v1/batches"
+        }
         assert owner._jobs[made[1]]._left_s <= 24 * 3600
 
 
-def test_batches_expire_whether_they_run_or_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_expire_whether_they_run_or_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(batches, "_LIFE_S", 1)
     fake = FakeClient(Script(begins=False))
     limits = config(tmp_path, max_running_batches=1, max_batch_lines=1)
@@ -348,7 +448,8 @@ def test_batches_expire_whether_they_run_or_wait(tmp_path: Path, monkeypatch: py
         assert fake.streams == []
 
 
-# -- disks ---------------------------------------------------------------------------------------------------------------
+# -- disks
+# --------------------------------------------------------------------------------------------------
 
 
 def test_while_the_disk_takes_nothing_a_batch_waits_and_nobody_else_notices(
@@ -363,7 +464,9 @@ def test_while_the_disk_takes_nothing_a_batch_waits_and_nobody_else_notices(
         gate.set()
         until(lambda: disk.num_refused > 2)
         assert client.batches.retrieve(batch.id).status == "in_progress"
-        answer = client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "x"}])
+        answer = client.chat.completions.create(
+            model="fake", messages=[{"role": "user", "content": "x"}]
+        )
         assert answer.choices[0].message.content == "one two three"
         with pytest.raises(openai.InternalServerError) as caught:
             client.files.create(file=b"x", purpose="batch")
@@ -373,8 +476,13 @@ def test_while_the_disk_takes_nothing_a_batch_waits_and_nobody_else_notices(
         disk.room_bytes = None
         batch = wait(client, batch.id, "completed")
         assert set(results(client, batch.output_file_id)) == {f"r{number}" for number in range(40)}
-        assert num_asked < 40 == len(fake.requests) - 1, "nothing was sent meanwhile, and nothing twice"
-    assert "waits until the data folder can be written again" in caplog.text and "goes on" in caplog.text
+        assert num_asked < 40 == len(fake.requests) - 1, (
+            "nothing was sent meanwhile, and nothing twice"
+        )
+    assert (
+        "waits until the data folder can be written again" in caplog.text
+        and "goes on" in caplog.text
+    )
     assert str(tmp_path) not in caplog.text
 
 
@@ -410,7 +518,9 @@ def test_a_folder_that_is_deleted_under_the_server_costs_what_was_in_it(tmp_path
             with pytest.raises(openai.InternalServerError) as caught:
                 ask()
             assert caught.value.status_code == 507 and caught.value.code == "storage_failed"
-        assert client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "x"}]).choices
+        assert client.chat.completions.create(
+            model="fake", messages=[{"role": "user", "content": "x"}]
+        ).choices
         assert httpx.get(f"{server.url}/livez").status_code == 200
         folder.mkdir()
         assert list(client.files.list()) == [] and list(client.batches.list()) == []

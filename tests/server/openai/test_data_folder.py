@@ -1,4 +1,5 @@
-"""One server has a folder, notices when it is another one, and what a disk takes in part is taken back."""
+"""One server has a folder, notices when it is another one,
+and what a disk takes in part is taken back."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def test_a_folder_that_is_gone_or_another_is_noticed(folder: DataFolder) -> None
 
 
 @pytest.mark.parametrize("room_bytes", [0, 1, 9])
-def test_what_is_written_in_part_is_taken_back(folder: DataFolder, monkeypatch: pytest.MonkeyPatch, room_bytes: int) -> None:
+def test_what_is_written_in_part_is_taken_back(
+    folder: DataFolder, monkeypatch: pytest.MonkeyPatch, room_bytes: int
+) -> None:
     path, disk = folder.root / "x", FaultyDisk(monkeypatch)
     folder.replace(path, b"before")
     writes: tuple[Callable[[], None], ...] = (
@@ -73,7 +76,9 @@ def test_what_is_written_in_part_is_taken_back(folder: DataFolder, monkeypatch: 
     assert path.read_bytes() == b"before" + b"x" * 10
 
 
-def test_what_lies_behind_the_known_end_is_written_over_and_what_is_missing_is_noticed(folder: DataFolder) -> None:
+def test_what_lies_behind_the_known_end_is_written_over_and_what_is_missing_is_noticed(
+    folder: DataFolder,
+) -> None:
     path = folder.root / "x"
     path.write_bytes(b"one\ntw")
     folder.append(path, b"two\n", 4)

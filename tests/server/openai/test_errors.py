@@ -87,7 +87,9 @@ def test_01_03_10_16_every_error_has_the_same_shape(
         ({"stop": 5}, "stop"),
     ],
 )
-def test_04_a_wrong_type_names_the_field(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
+def test_04_a_wrong_type_names_the_field(
+    client: openai.OpenAI, fields: dict[str, Any], param: str
+) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.post(CHAT.removeprefix("/v1"), body={**HELLO, **fields}, cast_to=object)
     assert caught.value.param == param
@@ -101,13 +103,17 @@ def test_05_an_unknown_model_is_404(client: openai.OpenAI) -> None:
 
 def test_07_a_prompt_that_is_too_long_says_both_numbers(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "cat " * 600}])
+        client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "cat " * 600}]
+        )
     assert caught.value.code == "context_length_exceeded"
     numbers = [int(number) for number in re.findall(r"[0-9]+", caught.value.message)]
     assert 512 in numbers and max(numbers) > 600
 
 
-def test_08_max_tokens_is_clamped_when_left_out_and_refused_when_explicit(client: openai.OpenAI) -> None:
+def test_08_max_tokens_is_clamped_when_left_out_and_refused_when_explicit(
+    client: openai.OpenAI,
+) -> None:
     messages = [{"role": "user", "content": "cat " * 495}]
     answer = client.chat.completions.create(model=MODEL, messages=messages)  # type: ignore[arg-type]
     assert answer.usage is not None and answer.usage.total_tokens <= 512
@@ -126,7 +132,10 @@ def test_09_empty_prompts_and_messages_are_refused(client: openai.OpenAI, prompt
 
 
 def test_11_a_body_that_is_too_large_is_413_and_the_server_lives_on() -> None:
-    with serve(FakeClient(), ApiConfig(max_body_bytes=2000)) as server, httpx.Client(base_url=server.url) as http:
+    with (
+        serve(FakeClient(), ApiConfig(max_body_bytes=2000)) as server,
+        httpx.Client(base_url=server.url) as http,
+    ):
         for content in (b"x" * 3000, (b"x" * 1000 for _ in range(3))):
             response = http.post(CHAT, content=content)
             assert response.status_code == 413
@@ -138,7 +147,11 @@ def test_11_a_body_that_is_too_large_is_413_and_the_server_lives_on() -> None:
     ("error", "status", "kind"),
     [
         (UnavailableError("full", state="overloaded", retry_after_s=7), 429, openai.RateLimitError),
-        (UnavailableError("leaving", state="draining", retry_after_s=900), 503, openai.InternalServerError),
+        (
+            UnavailableError("leaving", state="draining", retry_after_s=900),
+            503,
+            openai.InternalServerError,
+        ),
         (EngineError("the engine died"), 503, openai.InternalServerError),
         (RuntimeError("secret /root/path 0x7f"), 500, openai.InternalServerError),
     ],
@@ -148,14 +161,23 @@ def test_02_12_14_statuses_headers_and_silence_on_our_own_failures(
 ) -> None:
     with serve(FakeClient(Script(raises=error))) as server:
         for stream in (False, True):
-            with openai.OpenAI(base_url=server.v1, api_key="x", max_retries=0) as client, pytest.raises(kind) as caught:
-                client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "x"}], stream=stream)
+            with (
+                openai.OpenAI(base_url=server.v1, api_key="x", max_retries=0) as client,
+                pytest.raises(kind) as caught,
+            ):
+                client.chat.completions.create(
+                    model="fake", messages=[{"role": "user", "content": "x"}], stream=stream
+                )
             response = caught.value.response
             assert response.status_code == status
             error_of(response)
             if status in (429, 503):
                 assert 1 <= int(response.headers["retry-after"]) <= 120
-            assert "secret" not in response.text and "/root" not in response.text and "0x" not in response.text
+            assert (
+                "secret" not in response.text
+                and "/root" not in response.text
+                and "0x" not in response.text
+            )
 
 
 def test_06_a_missing_or_wrong_key_is_401() -> None:
@@ -187,12 +209,18 @@ def test_13_what_killed_three_engines_is_not_to_be_asked_again() -> None:
             openai.OpenAI(base_url=server.v1, api_key="x") as client,
             pytest.raises(openai.InternalServerError),
         ):
-            client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "x"}])
+            client.chat.completions.create(
+                model="fake", messages=[{"role": "user", "content": "x"}]
+            )
         assert len(engine.requests) == (1 if is_useless else 3)
 
 
-def test_15_unknown_fields_are_named_in_a_header_or_refused_in_strict_mode(server: RunningServer) -> None:
-    response = httpx.post(server.url + CHAT, json={**HELLO, "sparkle": 1, "store": True}, timeout=60)
+def test_15_unknown_fields_are_named_in_a_header_or_refused_in_strict_mode(
+    server: RunningServer,
+) -> None:
+    response = httpx.post(
+        server.url + CHAT, json={**HELLO, "sparkle": 1, "store": True}, timeout=60
+    )
     assert response.status_code == 200
     assert response.headers["x-quire-ignored-fields"] == "sparkle, store"
     for names, shown in (
@@ -201,14 +229,21 @@ def test_15_unknown_fields_are_named_in_a_header_or_refused_in_strict_mode(serve
         (("x ", "a, b", "\r\ny: z", "\u0416"), "x%20, a%2C%20b, %0D%0Ay:%20z, %D0%96"),
         (("a" * 1000, "b" * 100), "a" * 1000),
     ):  # each of the first three was no answer at all, but a closed connection
-        odd = httpx.post(f"{server.url}/detokenize", json={"tokens": [5], **dict.fromkeys(names, 1)})
+        odd = httpx.post(
+            f"{server.url}/detokenize", json={"tokens": [5], **dict.fromkeys(names, 1)}
+        )
         assert odd.status_code == 200 and odd.headers["x-quire-ignored-fields"] == shown
     with serve(FakeClient(), ApiConfig(strict_fields=True)) as strict:
         response = httpx.post(strict.url + CHAT, json={"messages": HELLO["messages"], "sparkle": 1})
         assert response.status_code == 400
         assert error_of(response)["param"] == "sparkle"
-        for name, value in (("store", True), ("reasoning_effort", "low")):  # known, and without effect
-            response = httpx.post(strict.url + CHAT, json={"messages": HELLO["messages"], name: value})
+        # known, and without effect
+        for name, value in (("store", True), ("reasoning_effort", "low")):
+            response = httpx.post(
+                strict.url + CHAT, json={"messages": HELLO["messages"], name: value}
+            )
             assert response.status_code == 400 and error_of(response)["param"] == name
-        response = httpx.post(strict.url + CHAT, json={"messages": HELLO["messages"], "store": False, "user": "x"})
+        response = httpx.post(
+            strict.url + CHAT, json={"messages": HELLO["messages"], "store": False, "user": "x"}
+        )
         assert response.status_code == 200 and "x-quire-ignored-fields" not in response.headers

@@ -1,4 +1,5 @@
-"""Fields of a chat in random company: what each promises holds beside the others, and a stream says what the answer says.
+"""Fields of a chat in random company: what each promises holds beside the others, and a stream says
+what the answer says.
 
 QUIRE_TEST_EXAMPLES asks for more than the suite's few.
 """
@@ -20,14 +21,22 @@ from quire.config.api import ApiConfig
 
 NUM_EXAMPLES = int(os.environ.get("QUIRE_TEST_EXAMPLES", "20"))
 TEMPLATE = (
-    "{% for each in messages %}{{ each.content }} {% if each.role == 'user' %}And then: {% endif %}{% endfor %}"
-    "{% if add_generation_prompt and enable_thinking is not false %}<think>{% endif %}{# </think> #}"
+    "{% for each in messages %}{{ each.content }} {% if each.role == 'user' %}And then: {% "
+    "endif %}{% endfor %}"
+    "{% if add_generation_prompt and enable_thinking is not false %}<think>{% endif %}{# "
+    "</think> #}"
 )
 END = "</think>"
 USER = {"role": "user", "content": "Once upon a <think>time"}
 NAME = {"type": "string", "maxLength": 8}
-PERSON = {"name": "p", "schema": {"type": "object", "properties": {"name": NAME}, "required": ["name"]}}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+PERSON = {
+    "name": "p",
+    "schema": {"type": "object", "properties": {"name": NAME}, "required": ["name"]},
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+}
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "max_tokens": st.integers(1, 40),
     "n": st.integers(1, 3),
@@ -48,19 +57,25 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "skip_special_tokens": st.booleans(),
     "thinking_token_budget": st.sampled_from([-1, 0, 1, 3, 12]),
     "repetition_detection": st.fixed_dictionaries(
-        {"max_pattern_size": st.integers(0, 4), "min_pattern_size": st.integers(0, 2), "min_count": st.integers(2, 4)}
+        {
+            "max_pattern_size": st.integers(0, 4),
+            "min_pattern_size": st.integers(0, 2),
+            "min_count": st.integers(2, 4),
+        }
     ),
     "include_reasoning": st.booleans(),
     "reasoning_effort": st.sampled_from(["none", "high"]),
     "chat_template_kwargs": st.sampled_from([{"enable_thinking": False}, {}]),
-    "response_format": st.sampled_from([{"type": "json_object"}, {"type": "json_schema", "json_schema": PERSON}]),
+    "response_format": st.sampled_from(
+        [{"type": "json_object"}, {"type": "json_schema", "json_schema": PERSON}]
+    ),
     "structured_outputs": st.sampled_from([{"regex": "[a-e]{2,9}"}, {"choice": ["yes", "no"]}]),
     "truncate_prompt_tokens": st.integers(1, 9),
     "continue_final_message": st.booleans(),
     "echo": st.booleans(),
     "tools": st.just([TOOL]),
     "tool_choice": st.sampled_from(["auto", "none", "required"]),
-}  # fmt: skip
+}
 BODIES = st.lists(st.sampled_from(sorted(FIELDS)), max_size=9, unique=True).flatmap(
     lambda names: st.fixed_dictionaries({name: FIELDS[name] for name in names})
 )
@@ -86,7 +101,8 @@ def whole(answer: dict[str, Any]) -> dict[int, dict[str, Any]]:
             "content": message["content"] or "",
             "reasoning": message.get("reasoning") or "",
             "calls": "".join(
-                each["function"]["name"] + each["function"]["arguments"] for each in message.get("tool_calls", ())
+                each["function"]["name"] + each["function"]["arguments"]
+                for each in message.get("tool_calls", ())
             ),
             "logprobs": [(each["token"], each["logprob"]) for each in logprobs],
             "ended": (choice["finish_reason"], choice["stop_reason"]),
@@ -113,7 +129,9 @@ def streamed(text: str) -> dict[int, dict[str, Any]]:
             mine["content"] += delta.get("content") or ""
             mine["reasoning"] += delta.get("reasoning") or ""
             for each in delta.get("tool_calls") or ():
-                mine["calls"] += (each["function"].get("name") or "") + each["function"]["arguments"]
+                mine["calls"] += (each["function"].get("name") or "") + each["function"][
+                    "arguments"
+                ]
             entries = (choice.get("logprobs") or {}).get("content") or []
             mine["logprobs"] += [(each["token"], each["logprob"]) for each in entries]
             if choice["finish_reason"] is not None:
@@ -136,7 +154,9 @@ def check(http: httpx.Client, body: dict[str, Any], choice: dict[str, Any]) -> N
     rule = body.get("repetition_detection")
     if rule is not None and rule["max_pattern_size"]:
         looping = [
-            size for size in range(max(1, body.get("min_tokens", 0)), len(token_ids) + 1) if repeats(token_ids[:size], rule)
+            size
+            for size in range(max(1, body.get("min_tokens", 0)), len(token_ids) + 1)
+            if repeats(token_ids[:size], rule)
         ]
         assert not looping or looping == [len(token_ids)], "it ends at the first repetition"
         assert (reason == "repetition") <= bool(looping)
@@ -146,7 +166,11 @@ def check(http: httpx.Client, body: dict[str, Any], choice: dict[str, Any]) -> N
     kwargs = {"enable_thinking": effort != "none", **body.get("chat_template_kwargs", {})}
     is_open = kwargs["enable_thinking"] and not body.get("continue_final_message")
     if budget >= 0 and is_open and "structured_outputs" not in body:
-        room = budget + len(END) + (3 if "response_format" in body or body.get("tool_choice") == "required" else 0)
+        room = (
+            budget
+            + len(END)
+            + (3 if "response_format" in body or body.get("tool_choice") == "required" else 0)
+        )
         text = http.post("/detokenize", json={"tokens": token_ids[:room] or [3]}).json()["prompt"]
         assert END in text or len(token_ids) < room, "thoughts have an end"
     if "response_format" in body and reason == "stop" and stop is None and not choice["calls"]:
@@ -162,12 +186,21 @@ def check(http: httpx.Client, body: dict[str, Any], choice: dict[str, Any]) -> N
     suppress_health_check=list(HealthCheck),
 )
 @given(fields=BODIES)
-def test_fields_keep_their_promises_in_any_company(thinker: httpx.Client, fields: dict[str, Any]) -> None:
+def test_fields_keep_their_promises_in_any_company(
+    thinker: httpx.Client, fields: dict[str, Any]
+) -> None:
     messages: list[dict[str, Any]] = [USER]
     if fields.get("continue_final_message"):
         messages.append({"role": "assistant", "content": "Well"})
         fields["add_generation_prompt"] = False
-    body = {"model": MODEL, "messages": messages, "max_tokens": 20, "seed": 1, "return_token_ids": True, **fields}
+    body = {
+        "model": MODEL,
+        "messages": messages,
+        "max_tokens": 20,
+        "seed": 1,
+        "return_token_ids": True,
+        **fields,
+    }
     answer = thinker.post("/v1/chat/completions", json=body)
     assert answer.status_code in (200, 400), answer.text
     stream = thinker.post("/v1/chat/completions", json={**body, "stream": True})

@@ -51,7 +51,9 @@ def accounted(store: FileStore, tenant: str = "a") -> dict[str, int]:
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["add_file", "add_batch", "put", "append", "register", "cut", "delete", "reopen"]),
+        st.sampled_from(
+            ["add_file", "add_batch", "put", "append", "register", "cut", "delete", "reopen"]
+        ),
         st.integers(0, 5),
         st.integers(0, 300),
         st.sampled_from([None, None, 0, 1, 50, 200]),
@@ -60,7 +62,9 @@ STEPS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(steps=STEPS)
 def test_the_account_is_what_lies_on_the_disk(
     steps: list[tuple[str, int, int, int | None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -78,7 +82,9 @@ def test_the_account_is_what_lies_on_the_disk(
                 assert error.status in (400, 404, 507)
             disk.room_bytes = None
             assert accounted(world.store) == on_disk(tmp_path)
-            assert world.store.ledger.bytes_of("a") <= 2000 + 6 * 300, "records of what was taken are always kept"
+            assert world.store.ledger.bytes_of("a") <= 2000 + 6 * 300, (
+                "records of what was taken are always kept"
+            )
         world.store.close()
 
 
@@ -98,9 +104,15 @@ class _World:
         if what == "add_file":
             self._files.append(store.add_file("a", "x", io.BytesIO(b"x" * size))["id"])
         elif what == "add_batch":
-            self._batches.append(store.add("a", "batch", batch(_output_file_id=result, text="x" * (size // 3))))
+            self._batches.append(
+                store.add("a", "batch", batch(_output_file_id=result, text="x" * (size // 3)))
+            )
         elif what == "put" and self._batches:
-            store.put("a", "batch", self._batches[which % len(self._batches)] | {"status": "x" * (size // 10)})
+            store.put(
+                "a",
+                "batch",
+                self._batches[which % len(self._batches)] | {"status": "x" * (size // 10)},
+            )
         elif what == "append" and any(each["_output_file_id"] == result for each in self._batches):
             store.append("a", result, b"y" * size)
         elif what == "register":
@@ -132,7 +144,9 @@ def test_a_tenants_share_is_taken_before_anything_is_written(tmp_path: Path) -> 
     store.close()
 
 
-def test_what_is_refused_in_part_leaves_nothing(store: FileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused_in_part_leaves_nothing(
+    store: FileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = FaultyDisk(monkeypatch)
     for room_bytes in (0, 5):
         disk.room_bytes = room_bytes
@@ -141,7 +155,9 @@ def test_what_is_refused_in_part_leaves_nothing(store: FileStore, tmp_path: Path
         assert on_disk(tmp_path) == {} == accounted(store)
 
 
-def test_a_list_reads_no_record_that_it_does_not_show(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_reads_no_record_that_it_does_not_show(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = [store.add("a", "batch", batch(number=number))["id"] for number in range(50)]
     num_read = 0
     read = Path.read_bytes
@@ -159,7 +175,9 @@ def test_a_list_reads_no_record_that_it_does_not_show(store: FileStore, monkeypa
     assert (caught.value.status, caught.value.param) == (400, "after")
 
 
-def test_newest_first_is_the_order_in_which_they_came_whatever_the_clock_said(tmp_path: Path) -> None:
+def test_newest_first_is_the_order_in_which_they_came_whatever_the_clock_said(
+    tmp_path: Path,
+) -> None:
     made = []
     for created_at in (100, 100, 5, 7, 90_000, 1):  # a clock that is set, and a restart after each
         store = open_store(tmp_path)
@@ -181,7 +199,9 @@ def test_what_a_server_that_broke_off_left_behind_is_removed(tmp_path: Path) -> 
     (files / f"{lost}.0123.tmp").write_bytes(b"a write without an end")
     store = open_store(tmp_path)
     assert store.unended("a") and accounted(store) == on_disk(tmp_path)
-    assert sorted(path.name for path in files.iterdir()) == sorted([f"{kept}.data", f"{file['id']}.data", f"{file['id']}.json"])
+    assert sorted(path.name for path in files.iterdir()) == sorted(
+        [f"{kept}.data", f"{file['id']}.data", f"{file['id']}.json"]
+    )
     store.close()
 
 
@@ -193,7 +213,9 @@ def test_records_of_an_earlier_version_are_found_and_what_is_none_is_left_out(
     batches.mkdir(parents=True)
     ids = [new_id("batch") for _ in range(3)]
     for number, batch_id in enumerate(ids):
-        (batches / f"{batch_id}.json").write_text(json.dumps({"id": batch_id, "status": "completed", "created_at": number}))
+        (batches / f"{batch_id}.json").write_text(
+            json.dumps({"id": batch_id, "status": "completed", "created_at": number})
+        )
     huge = {"id": new_id("batch"), "status": "completed", "metadata": {"x": "x" * 7_000_000}}
     (batches / f"{huge['id']}.json").write_text(json.dumps(huge))
     (batches / "batch_x.json").write_text("{")
@@ -205,7 +227,9 @@ def test_records_of_an_earlier_version_are_found_and_what_is_none_is_left_out(
     store.close()
 
 
-def test_a_deleted_batch_takes_results_that_are_no_files_with_it(store: FileStore, tmp_path: Path) -> None:
+def test_a_deleted_batch_takes_results_that_are_no_files_with_it(
+    store: FileStore, tmp_path: Path
+) -> None:
     kept, dropped = new_id("file"), new_id("file")
     record = store.add("a", "batch", batch("failed", _output_file_id=kept, _error_file_id=dropped))
     for file_id in (kept, dropped):
@@ -219,7 +243,9 @@ def test_a_deleted_batch_takes_results_that_are_no_files_with_it(store: FileStor
     assert on_disk(tmp_path) == {} == accounted(store)
 
 
-def test_the_number_of_records_is_bounded_but_for_results(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_records_is_bounded_but_for_results(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(file_store, "MAX_RECORDS", 3)
     made = [store.add_file("a", "x", io.BytesIO(b"x"))["id"] for _ in range(3)]
     for add in (lambda: store.add_file("a", "x", io.BytesIO(b"x")), lambda: store.check_room("a")):

@@ -1,4 +1,5 @@
-"""Files and batches with the official client: run, resumed after a restart, cancelled, each tenant's own."""
+"""Files and batches with the official client: run, resumed after a restart, cancelled,
+each tenant's own."""
 
 from __future__ import annotations
 
@@ -44,7 +45,11 @@ def test_files(server: RunningServer) -> None:
         assert [each.id for each in client.files.list()] == [file.id]
         assert client.files.content(file.id).content == b"{}\n"
         assert list(other.files.list()) == []
-        for stranger, file_id in ((other, file.id), (client, "file-" + "0" * 24), (client, "..%2f..")):
+        for stranger, file_id in (
+            (other, file.id),
+            (client, "file-" + "0" * 24),
+            (client, "..%2f.."),
+        ):
             with pytest.raises(openai.NotFoundError):
                 stranger.files.content(file_id)
         assert client.files.delete(file.id).deleted
@@ -59,12 +64,17 @@ def test_files(server: RunningServer) -> None:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT])
 def test_a_disk_that_takes_nothing_is_said_and_leaves_nothing_behind(
-    server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, caplog: pytest.LogCaptureFixture
+    server: RunningServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     disk = FaultyDisk(monkeypatch)
     disk.number = number
     with client_of(server) as client:
-        for room_bytes in (0, 1, 150):  # nothing, a part of the content, all of it and a part of its record
+        # nothing, a part of the content, all of it and a part of its record
+        for room_bytes in (0, 1, 150):
             disk.room_bytes = room_bytes
             with pytest.raises(openai.InternalServerError) as caught:
                 client.files.create(file=b"x" * 100, purpose="batch")
@@ -86,7 +96,9 @@ def test_what_the_system_lets_nobody_write_is_answered_and_survived(served: Serv
     """As above, where it is the kernel that refuses, in the middle of a file."""
     pid = served.process.pid
     limits = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key=served.headers["x-api-key"], max_retries=0) as client:
+    with openai.OpenAI(
+        base_url=f"{served.url}/v1", api_key=served.headers["x-api-key"], max_retries=0
+    ) as client:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (20_000, limits[1]))
         try:
             with pytest.raises(openai.InternalServerError) as caught:
@@ -132,7 +144,11 @@ def stored_in(folder: Path) -> list[Path]:
 
 def test_a_tenants_files_are_bounded_together(tmp_path: Path) -> None:
     limits = ApiConfig(data_folder=str(tmp_path), max_stored_file_bytes=1000)
-    with serve(FakeClient(), limits, KEYS) as server, client_of(server) as client, client_of(server, "key-of-b") as other:
+    with (
+        serve(FakeClient(), limits, KEYS) as server,
+        client_of(server) as client,
+        client_of(server, "key-of-b") as other,
+    ):
         first = client.files.create(file=b"x" * 600, purpose="batch")
         with pytest.raises(openai.BadRequestError) as caught:
             client.files.create(file=b"x" * 600, purpose="batch")
@@ -152,7 +168,14 @@ def test_t17_nothing_outside_the_folder_can_be_named(tmp_path: Path) -> None:
     (tmp_path / "secret.json").write_text("{}")
     folder = DataFolder(tmp_path / "data")
     store = FileStore(folder)
-    for name in ("../secret", "/etc/passwd", "file-../../secret", "file-" + "0" * 23 + "\n", "file-" + "\uff10" * 24, ""):
+    for name in (
+        "../secret",
+        "/etc/passwd",
+        "file-../../secret",
+        "file-" + "0" * 23 + "\n",
+        "file-" + "\uff10" * 24,
+        "",
+    ):
         with pytest.raises(ApiError):
             store.get("a", "file", name)
         with pytest.raises(ApiError):

@@ -21,19 +21,32 @@ def test_17_every_answer_has_a_request_id(client: openai.OpenAI, http: httpx.Cli
         client.models.retrieve("none")
     assert caught.value.request_id
     body = {"messages": MESSAGES, "max_tokens": 1, "stream": True}
-    for response in (http.post("/v1/chat/completions", json=body), http.get("/nowhere"), http.get("/livez")):
+    for response in (
+        http.post("/v1/chat/completions", json=body),
+        http.get("/nowhere"),
+        http.get("/livez"),
+    ):
         assert response.headers["x-request-id"]
 
 
 @pytest.mark.parametrize("name", ["x-request-id", "X-Client-Request-Id"])
 @pytest.mark.parametrize(
     ("value", "is_echoed"),
-    [("abc-1_2.3:4", True), ("a" * 128, True), ("a" * 129, False), ("a b", False), ("a\tb", False), ("<script>", False)],
+    [
+        ("abc-1_2.3:4", True),
+        ("a" * 128, True),
+        ("a" * 129, False),
+        ("a b", False),
+        ("a\tb", False),
+        ("<script>", False),
+    ],
 )
 def test_18_a_clients_request_id_is_echoed_only_if_it_is_safe(
     http: httpx.Client, name: str, value: str, is_echoed: bool
 ) -> None:
-    assert (http.get("/v1/models", headers={name: value}).headers["x-request-id"] == value) is is_echoed
+    assert (
+        http.get("/v1/models", headers={name: value}).headers["x-request-id"] == value
+    ) is is_echoed
 
 
 def test_19_20_content_types(http: httpx.Client) -> None:
@@ -76,7 +89,10 @@ def test_23_models_are_listed(client: openai.OpenAI) -> None:
 
 def test_24_26_ids_with_slashes_and_aliases() -> None:
     config = ApiConfig(served_model_name="org/model, alias")
-    with serve(FakeClient(), config) as server, openai.OpenAI(base_url=server.v1, api_key="x") as client:
+    with (
+        serve(FakeClient(), config) as server,
+        openai.OpenAI(base_url=server.v1, api_key="x") as client,
+    ):
         assert [model.id for model in client.models.list()] == ["org/model", "alias"]
         assert client.models.retrieve("org/model").id == "org/model"
         for name in ("org/model", "alias"):
@@ -95,10 +111,16 @@ def test_90_connections_are_used_again_and_bodies_may_be_announced(server: Runni
         assert http.post("/v1/completions", content=b"{").status_code == 400
         pool = http._transport._pool  # type: ignore[attr-defined]
         before = list(pool.connections)
-        response = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers={"expect": "100-continue"})
+        response = http.post(
+            "/v1/completions",
+            json={"prompt": "a", "max_tokens": 1},
+            headers={"expect": "100-continue"},
+        )
         assert response.status_code == 200
         assert list(pool.connections) == before
-        response = http.post("/v1/completions", content=b"\x1f\x8b", headers={"content-encoding": "gzip"})
+        response = http.post(
+            "/v1/completions", content=b"\x1f\x8b", headers={"content-encoding": "gzip"}
+        )
         assert response.status_code == 415
 
 

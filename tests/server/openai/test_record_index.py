@@ -1,4 +1,5 @@
-"""Lists in parts are the list, whichever way they are walked, and narrowing them leaves nothing out."""
+"""Lists in parts are the list, whichever way they are walked,
+and narrowing them leaves nothing out."""
 
 from __future__ import annotations
 
@@ -10,8 +11,13 @@ from quire.server.openai.record_index import RecordIndex
 
 
 @settings(deadline=None)
-@given(st.lists(st.sampled_from(["p", "q"]), max_size=30), st.sets(st.integers(0, 29)), st.integers(1, 7), st.booleans(),
-       st.sampled_from(["", "p", "q"]))  # fmt: skip
+@given(
+    st.lists(st.sampled_from(["p", "q"]), max_size=30),
+    st.sets(st.integers(0, 29)),
+    st.integers(1, 7),
+    st.booleans(),
+    st.sampled_from(["", "p", "q"]),
+)
 def test_walking_in_parts_gives_everything_once(
     tags: list[str], dropped: set[int], limit: int, is_ascending: bool, tag: str
 ) -> None:
@@ -20,11 +26,17 @@ def test_walking_in_parts_gives_everything_once(
         index.add(f"r{number}", each)
     for number in dropped:
         index.drop(f"r{number}")
-    wanted = [f"r{number}" for number, each in enumerate(tags) if number not in dropped and tag in ("", each)]
+    wanted = [
+        f"r{number}"
+        for number, each in enumerate(tags)
+        if number not in dropped and tag in ("", each)
+    ]
     found: list[str] = []
     has_more = True
     while has_more:
-        ids, has_more = index.page(found[-1] if found else "", limit, is_ascending=is_ascending, tag=tag)
+        ids, has_more = index.page(
+            found[-1] if found else "", limit, is_ascending=is_ascending, tag=tag
+        )
         assert len(ids) <= limit and (len(ids) == limit or not has_more)
         found += ids
     assert found == (wanted if is_ascending else wanted[::-1])

@@ -19,16 +19,23 @@ MAX_RESPONSES, MAX_BYTES = 5, 2000
 
 
 def response(name: str, num_chars: int = 1) -> StoredResponse:
-    return StoredResponse({"id": name, "text": "x" * num_chars}, [{"id": "item"}], [{"role": "user"}])
+    return StoredResponse(
+        {"id": name, "text": "x" * num_chars}, [{"id": "item"}], [{"role": "user"}]
+    )
 
 
 WHAT = st.sampled_from(["put", "get", "delete"])
-STEPS = st.lists(st.tuples(WHAT, st.sampled_from("ab"), st.sampled_from("xyz"), st.integers(0, 2500)), max_size=30)
+STEPS = st.lists(
+    st.tuples(WHAT, st.sampled_from("ab"), st.sampled_from("xyz"), st.integers(0, 2500)),
+    max_size=30,
+)
 
 
 @settings(deadline=None)
 @given(STEPS)
-def test_the_bounds_hold_and_what_is_held_is_what_is_counted(steps: list[tuple[str, str, str, int]]) -> None:
+def test_the_bounds_hold_and_what_is_held_is_what_is_counted(
+    steps: list[tuple[str, str, str, int]],
+) -> None:
     store = ResponseStore(MAX_RESPONSES, MAX_BYTES)
     for what, tenant, name, num_chars in steps:
         if what == "put":
@@ -56,13 +63,17 @@ def test_whoever_holds_most_makes_room() -> None:
 
 
 def test_a_client_cannot_choose_under_which_id_an_answer_is_kept() -> None:
-    """The same id twice replaced an answer and left its size on the account, until nothing was kept any more, of anybody."""
+    """The same id twice replaced an answer and left its size on the account,
+    until nothing was kept any more, of anybody."""
     config = ApiConfig(max_stored_bytes=20_000)
     with serve(FakeClient(), config) as server, httpx.Client(base_url=server.url) as http:
         answers: list[dict[str, Any]] = []
         for _ in range(40):
             answer = http.post("/v1/responses", json={"input": "x", "request_id": "mine"})
-            assert answer.status_code == 200 and answer.headers["x-quire-ignored-fields"] == "request_id"
+            assert (
+                answer.status_code == 200
+                and answer.headers["x-quire-ignored-fields"] == "request_id"
+            )
             answers.append(answer.json())
         assert len({answer["id"] for answer in answers}) == 40
         assert http.get(f"/v1/responses/{answers[-1]['id']}").json() == answers[-1]
@@ -77,7 +88,11 @@ def test_what_was_asked_is_listed_in_parts() -> None:
         texts = [item["content"][0]["text"] for item in whole["data"]]
         assert texts == [f"part {number}" for number in range(5)] and not whole["has_more"]
         first = http.get(path, params={"limit": 2}).json()
-        assert [item["id"] for item in first["data"]] == [item["id"] for item in whole["data"]][:2:-1] and first["has_more"]
+        assert [item["id"] for item in first["data"]] == [item["id"] for item in whole["data"]][
+            :2:-1
+        ] and first["has_more"]
         rest = http.get(path, params={"limit": 3, "after": first["last_id"]}).json()
-        assert [item["id"] for item in rest["data"]] == [item["id"] for item in whole["data"]][2::-1] and not rest["has_more"]
+        assert [item["id"] for item in rest["data"]] == [item["id"] for item in whole["data"]][
+            2::-1
+        ] and not rest["has_more"]
         assert http.get(path, params={"after": "msg_nowhere"}).status_code == 400

@@ -26,7 +26,9 @@ CAT = [{"role": "user", "content": "Tell me of a cat."}]
 def registry(path: Path) -> Registry[Any]:
     """The document, under a name that references can be made to."""
     document = _with_nulls(json.loads(gzip.decompress(path.read_bytes())))
-    registered: Registry[Any] = Registry().with_resource("urn:openai", DRAFT202012.create_resource(document))
+    registered: Registry[Any] = Registry().with_resource(
+        "urn:openai", DRAFT202012.create_resource(document)
+    )
     return registered
 
 
@@ -52,7 +54,9 @@ def check(shared: Path) -> Any:
     return validate
 
 
-@pytest.mark.parametrize("fields", [{}, {"n": 2, "logprobs": True, "top_logprobs": 2}, {"service_tier": "auto"}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"n": 2, "logprobs": True, "top_logprobs": 2}, {"service_tier": "auto"}]
+)
 def test_chat_completions(http: httpx.Client, check: Any, fields: dict[str, Any]) -> None:
     body = {"messages": CAT, "max_tokens": 3, **fields}
     check(http.post("/v1/chat/completions", json=body).json(), "CreateChatCompletionResponse")
@@ -66,7 +70,9 @@ def test_completions(http: httpx.Client, check: Any) -> None:
     check(http.post("/v1/completions", json=body).json(), "CreateCompletionResponse")
 
 
-@pytest.mark.parametrize("fields", [{}, {"logprobs": 2, "n": 2}, {"stream_options": {"include_usage": True}}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"logprobs": 2, "n": 2}, {"stream_options": {"include_usage": True}}]
+)
 def test_streams_of_completions(http: httpx.Client, check: Any, fields: dict[str, Any]) -> None:
     body = {"prompt": "Once upon", "max_tokens": 3, "stream": True, **fields}
     blocks = http.post("/v1/completions", json=body).text.split("\n\n")[:-2]
@@ -81,14 +87,21 @@ def test_streams_of_completions(http: httpx.Client, check: Any, fields: dict[str
 
 
 NOTHING = {"type": "object", "properties": {}}
-CHAT_TOOLS = [{"type": "function", "function": {"name": "f", "parameters": NOTHING, "strict": True}}]
+CHAT_TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": NOTHING, "strict": True}}
+]
 
 
 @pytest.mark.parametrize(
     "fields",
     [
         {"tools": CHAT_TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [1]}, "strict": True}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": {"enum": [1]}, "strict": True},
+            }
+        },
     ],
 )
 def test_calls_and_forms_of_chats(http: httpx.Client, check: Any, fields: dict[str, Any]) -> None:
@@ -97,7 +110,9 @@ def test_calls_and_forms_of_chats(http: httpx.Client, check: Any, fields: dict[s
     check(answer, "CreateChatCompletionResponse")
     message = answer["choices"][0]["message"]
     assert message.get("tool_calls") or message["content"] == "1"
-    for block in http.post("/v1/chat/completions", json={**body, "stream": True}).text.split("\n\n")[:-2]:
+    for block in http.post("/v1/chat/completions", json={**body, "stream": True}).text.split(
+        "\n\n"
+    )[:-2]:
         check(json.loads(block.removeprefix("data: ")), "CreateChatCompletionStreamResponse")
 
 
@@ -105,10 +120,17 @@ def test_files_and_batches(check: Any, tmp_path: Path) -> None:
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": [5]}}
     config = ApiConfig(data_folder=str(tmp_path))
     with serve(FakeClient(), config) as server, httpx.Client(base_url=server.v1) as http:
-        file = http.post("/files", files={"file": ("a.jsonl", json.dumps(line))}, data={"purpose": "batch"}).json()
+        file = http.post(
+            "/files", files={"file": ("a.jsonl", json.dumps(line))}, data={"purpose": "batch"}
+        ).json()
         check(file, "OpenAIFile")
         check(http.get("/files").json(), "ListFilesResponse")
-        wish = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h", "metadata": {"a": "b"}}
+        wish = {
+            "input_file_id": file["id"],
+            "endpoint": "/v1/completions",
+            "completion_window": "24h",
+            "metadata": {"a": "b"},
+        }
         batch = http.post("/batches", json=wish).json()
         check(batch, "Batch")
         until(lambda: http.get(f"/batches/{batch['id']}").json()["status"] == "completed")
@@ -139,7 +161,13 @@ TOOLS = [{"type": "function", "name": "f", "description": None, "parameters": No
         {},
         {"top_logprobs": 2},
         {"instructions": "Be brief.", "metadata": {"a": "b"}},
-        {"tools": TOOLS, "tool_choice": "required", "max_output_tokens": 60, "temperature": 1, "seed": 1},
+        {
+            "tools": TOOLS,
+            "tool_choice": "required",
+            "max_output_tokens": 60,
+            "temperature": 1,
+            "seed": 1,
+        },
     ],
 )
 def test_responses(http: httpx.Client, check: Any, fields: dict[str, Any]) -> None:

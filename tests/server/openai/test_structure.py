@@ -1,4 +1,5 @@
-"""OpenAI behaviours 48 to 53: answers of a given form, through the official client, and what cannot be enforced."""
+"""OpenAI behaviours 48 to 53: answers of a given form, through the official client,
+and what cannot be enforced."""
 
 from __future__ import annotations
 
@@ -45,7 +46,11 @@ PERSON = {
     "properties": {
         "name": {"type": "string", "maxLength": 10},
         "kind": {"enum": ["cat", "dog", 3, None]},
-        "tags": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{1,4}$"}, "maxItems": 2},
+        "tags": {
+            "type": "array",
+            "items": {"type": "string", "pattern": "^[a-z]{1,4}$"},
+            "maxItems": 2,
+        },
         "at": {"type": "string", "format": "date"},
     },
     "required": ["name", "kind", "tags", "at"],
@@ -54,7 +59,10 @@ PERSON = {
 
 
 def named(schema: Any, **changes: Any) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True, **changes}}
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": schema, "strict": True, **changes},
+    }
 
 
 def ask(client: openai.OpenAI, **fields: Any) -> Any:
@@ -79,12 +87,22 @@ def test_48_50_a_strict_schema_always_validates(client: openai.OpenAI) -> None:
 def test_48_a_json_object_is_one(client: openai.OpenAI) -> None:
     whole = [
         json.loads(choice.message.content)
-        for choice in ask(client, response_format={"type": "json_object"}, n=8, max_tokens=60, stop=["}"],
-                          extra_body={"include_stop_str_in_output": True}).choices
+        for choice in ask(
+            client,
+            response_format={"type": "json_object"},
+            n=8,
+            max_tokens=60,
+            stop=["}"],
+            extra_body={"include_stop_str_in_output": True},
+        ).choices
         if choice.message.content.count("{") == 1 and choice.finish_reason == "stop"
-    ]  # fmt: skip
+    ]
     assert all(isinstance(each, dict) for each in whole)
-    assert ask(client, response_format={"type": "json_object"}, max_tokens=1).choices[0].message.content.startswith("{")
+    assert (
+        ask(client, response_format={"type": "json_object"}, max_tokens=1)
+        .choices[0]
+        .message.content.startswith("{")
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,10 +114,15 @@ def test_48_a_json_object_is_one(client: openai.OpenAI) -> None:
         ({"structured_outputs": {"choice": ["Ä", "\n"]}}, "Ä|\n"),
         ({"guided_grammar": 'start: "(" start ")" | "x"'}, r"\(*x\)*"),
         ({"guided_json": {"type": "integer", "minimum": 10, "maximum": 99}}, "[1-9][0-9]"),
-        ({"structured_outputs": {"json": '{"const":{"a":[1]}}', "disable_any_whitespace": True}}, r'\{"a":\[1\]\}'),
+        (
+            {"structured_outputs": {"json": '{"const":{"a":[1]}}', "disable_any_whitespace": True}},
+            r'\{"a":\[1\]\}',
+        ),
     ],
 )
-def test_forms_that_vllm_adds(client: openai.OpenAI, http: httpx.Client, fields: dict[str, Any], pattern: str) -> None:
+def test_forms_that_vllm_adds(
+    client: openai.OpenAI, http: httpx.Client, fields: dict[str, Any], pattern: str
+) -> None:
     content = ask(client, extra_body=fields).choices[0].message.content
     assert re.fullmatch(pattern, content)
     body = {"prompt": "Once", "max_tokens": 60, "seed": 3, **fields}
@@ -109,7 +132,10 @@ def test_forms_that_vllm_adds(client: openai.OpenAI, http: httpx.Client, fields:
 
 @pytest.mark.parametrize("name", [None, "", "has space", "x" * 65, "ä", 5])
 def test_49_the_name_is_required(client: openai.OpenAI, name: Any) -> None:
-    assert refused(client, response_format=named({}, name=name)).param == "response_format.json_schema.name"
+    assert (
+        refused(client, response_format=named({}, name=name)).param
+        == "response_format.json_schema.name"
+    )
 
 
 def test_51_a_cut_answer_says_so_and_parse_raises(client: openai.OpenAI) -> None:
@@ -122,14 +148,37 @@ def test_51_a_cut_answer_says_so_and_parse_raises(client: openai.OpenAI) -> None
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"response_format": named({"type": "object", "not": {}})}, "response_format.json_schema.schema", "'not'"),
-        ({"response_format": named({"oneOf": [{"type": "integer"}, {"type": "number"}]})}, "response_format.json_schema.schema",
-         "oneOf"),
-        ({"response_format": named({"type": "strnig"})}, "response_format.json_schema.schema", "strnig"),
-        ({"response_format": named(False)}, "response_format.json_schema.schema", "accepts nothing"),
+        (
+            {"response_format": named({"type": "object", "not": {}})},
+            "response_format.json_schema.schema",
+            "'not'",
+        ),
+        (
+            {"response_format": named({"oneOf": [{"type": "integer"}, {"type": "number"}]})},
+            "response_format.json_schema.schema",
+            "oneOf",
+        ),
+        (
+            {"response_format": named({"type": "strnig"})},
+            "response_format.json_schema.schema",
+            "strnig",
+        ),
+        (
+            {"response_format": named(False)},
+            "response_format.json_schema.schema",
+            "accepts nothing",
+        ),
         ({"response_format": named([])}, "response_format.json_schema.schema", "list"),
-        ({"response_format": named({"$ref": "file:///etc/passwd"})}, "response_format.json_schema.schema", "fetched"),
-        ({"response_format": named({}, strict="yes")}, "response_format.json_schema.strict", "true or false"),
+        (
+            {"response_format": named({"$ref": "file:///etc/passwd"})},
+            "response_format.json_schema.schema",
+            "fetched",
+        ),
+        (
+            {"response_format": named({}, strict="yes")},
+            "response_format.json_schema.strict",
+            "true or false",
+        ),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "object"),
         ({"response_format": {"type": "structural_tag"}}, "response_format.type", "json_schema"),
         ({"response_format": "json"}, "response_format.type", "json_schema"),
@@ -137,7 +186,11 @@ def test_51_a_cut_answer_says_so_and_parse_raises(client: openai.OpenAI) -> None
         ({"guided_regex": "(a"}, "guided_regex", "cannot be compiled"),
         ({"guided_grammar": "root ::= 'a' b"}, "guided_grammar", "line 1, column 14"),
         ({"guided_grammar": "start: 'a'"}, "guided_grammar", "cannot be compiled"),
-        ({"structured_outputs": {"grammar": "root ::= [a"}}, "structured_outputs", "line 1, column 10"),
+        (
+            {"structured_outputs": {"grammar": "root ::= [a"}},
+            "structured_outputs",
+            "line 1, column 10",
+        ),
         ({"guided_choice": []}, "guided_choice", "strings"),
         ({"guided_json": "{"}, "guided_json", "JSON"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "together"),
@@ -147,7 +200,7 @@ def test_51_a_cut_answer_says_so_and_parse_raises(client: openai.OpenAI) -> None
         ({"guided_regex": "a", "min_tokens": 5}, "min_tokens", "contradicts"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "contradicts"),
     ],
-)  # fmt: skip
+)
 def test_52_what_cannot_be_enforced_is_refused_by_name(
     client: openai.OpenAI, fields: dict[str, Any], param: str, words: str
 ) -> None:
@@ -160,12 +213,24 @@ def test_53_parse_with_pydantic(client: openai.OpenAI) -> None:
         fields: dict[str, Any] = {"model": MODEL, "messages": CAT, "seed": seed, "max_tokens": 300}
         cat = client.chat.completions.parse(**fields, response_format=Cat).choices[0].message.parsed
         assert isinstance(cat, Cat) and cat.colour in Colour
-        tree = client.chat.completions.parse(**fields, response_format=Tree, temperature=0.3).choices[0].message.parsed
+        tree = (
+            client.chat.completions.parse(**fields, response_format=Tree, temperature=0.3)
+            .choices[0]
+            .message.parsed
+        )
         assert isinstance(tree, Tree)
 
 
-def test_53_parse_asynchronously_and_as_a_stream(server: RunningServer, client: openai.OpenAI) -> None:
-    fields: dict[str, Any] = {"model": MODEL, "messages": CAT, "seed": 5, "max_tokens": 300, "response_format": Cat}
+def test_53_parse_asynchronously_and_as_a_stream(
+    server: RunningServer, client: openai.OpenAI
+) -> None:
+    fields: dict[str, Any] = {
+        "model": MODEL,
+        "messages": CAT,
+        "seed": 5,
+        "max_tokens": 300,
+        "response_format": Cat,
+    }
 
     async def main() -> Any:
         async with openai.AsyncOpenAI(base_url=server.v1, api_key="x", max_retries=0) as client:
@@ -180,21 +245,41 @@ def test_53_parse_asynchronously_and_as_a_stream(server: RunningServer, client: 
 
 
 def test_logprobs_penalties_and_stop_strings_beside_a_form(client: openai.OpenAI) -> None:
-    fields: dict[str, Any] = {"response_format": named(PERSON), "presence_penalty": 1.5, "frequency_penalty": 1.0, "top_p": 0.9}
+    fields: dict[str, Any] = {
+        "response_format": named(PERSON),
+        "presence_penalty": 1.5,
+        "frequency_penalty": 1.0,
+        "top_p": 0.9,
+    }
     answer = ask(client, **fields, logprobs=True, top_logprobs=2).choices[0]
     jsonschema.validate(json.loads(answer.message.content), PERSON)
-    assert b"".join(bytes(token.bytes or ()) for token in answer.logprobs.content).decode() == answer.message.content
+    assert (
+        b"".join(bytes(token.bytes or ()) for token in answer.logprobs.content).decode()
+        == answer.message.content
+    )
     stopped = ask(client, **fields, stop='"kind"').choices[0]
-    assert stopped.message.content == answer.message.content[: answer.message.content.index('"kind"')]
+    assert (
+        stopped.message.content == answer.message.content[: answer.message.content.index('"kind"')]
+    )
 
 
 def test_responses_with_a_form(client: openai.OpenAI) -> None:
-    text: Any = {"format": {"type": "json_schema", "name": "person", "schema": PERSON, "strict": True}}
-    response = client.responses.create(model=MODEL, input="A cat?", text=text, max_output_tokens=200, temperature=0.8)
+    text: Any = {
+        "format": {"type": "json_schema", "name": "person", "schema": PERSON, "strict": True}
+    }
+    response = client.responses.create(
+        model=MODEL, input="A cat?", text=text, max_output_tokens=200, temperature=0.8
+    )
     assert response.status == "completed"
     jsonschema.validate(json.loads(response.output_text), PERSON)
-    assert response.text is not None and response.text.format is not None and response.text.format.type == "json_schema"
-    parsed = client.responses.parse(model=MODEL, input="A cat?", text_format=Cat, max_output_tokens=300).output_parsed
+    assert (
+        response.text is not None
+        and response.text.format is not None
+        and response.text.format.type == "json_schema"
+    )
+    parsed = client.responses.parse(
+        model=MODEL, input="A cat?", text_format=Cat, max_output_tokens=300
+    ).output_parsed
     assert isinstance(parsed, Cat)
     unfit: Any = {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}
     with pytest.raises(openai.BadRequestError) as caught:
@@ -206,7 +291,9 @@ def test_a_form_changes_nothing_for_the_neighbours(client: openai.OpenAI) -> Non
     plain = [ask(client, max_tokens=12, seed=seed).choices[0].message.content for seed in range(3)]
 
     async def main() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=str(client.base_url), api_key="x", max_retries=0) as many:
+        async with openai.AsyncOpenAI(
+            base_url=str(client.base_url), api_key="x", max_retries=0
+        ) as many:
             jobs = [
                 many.chat.completions.create(
                     model=MODEL, messages=CAT, seed=seed % 3, temperature=1.0, max_tokens=12,

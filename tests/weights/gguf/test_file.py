@@ -24,7 +24,10 @@ METADATA = {
     "tokenizer.ggml.scores": [0.0, -1.5, 2.0],
     "tokenizer.ggml.token_type": [1, 3, 6],
 }
-TENSORS = {"token_embd.weight": ((4, 32), 8, bytes(4 * 34)), "output_norm.weight": ((8,), 0, bytes(32))}
+TENSORS = {
+    "token_embd.weight": ((4, 32), 8, bytes(4 * 34)),
+    "output_norm.weight": ((8,), 0, bytes(32)),
+}
 
 
 @pytest.fixture
@@ -34,7 +37,10 @@ def path(tmp_path: Path) -> Path:
 
 def test_the_header_is_read_as_it_was_written(path: Path) -> None:
     file = read_gguf(path)
-    read = {key: value if isinstance(value, str | int | float) else list(value) for key, value in file.metadata.items()}
+    read = {
+        key: value if isinstance(value, str | int | float) else list(value)
+        for key, value in file.metadata.items()
+    }
     assert read == METADATA
     embedding, norm = file.tensors.values()
     assert (embedding.shape, embedding.encoding.name, embedding.num_bytes) == ((4, 32), "Q8_0", 136)
@@ -77,7 +83,10 @@ HUGE = 2**63
         (_file(0, HUGE, b""), "announces 9223372036854775808 metadata values"),
         (_file(0, 1, struct.pack("<Q", HUGE)), "string of 9223372036854775808 bytes"),
         (_file(0, 1, struct.pack("<Q1sIQ", 1, b"k", 8, 1 << 27)), "truncated"),
-        (_file(0, 1, struct.pack("<Q1sIIQ", 1, b"k", 9, 8, HUGE)), "array of 9223372036854775808 values"),
+        (
+            _file(0, 1, struct.pack("<Q1sIIQ", 1, b"k", 9, 8, HUGE)),
+            "array of 9223372036854775808 values",
+        ),
         (_file(0, 1, struct.pack("<Q1sIIQ", 1, b"k", 9, 12, 1 << 22)), "truncated"),
         (_file(0, 1, struct.pack("<Q1sIIQ", 1, b"k", 9, 9, 1)), "array of values of the type 9"),
         (_file(0, 1, struct.pack("<Q1sI", 1, b"k", 77)), "unknown type 77"),
@@ -90,8 +99,14 @@ HUGE = 2**63
         (_file(1, 0, _info(b"t", (8,), 16, 0)), "in the encoding 16; supported: F32, F16, Q4_0"),
         (_file(1, 0, _info(b"t", (8,), 0, HUGE)), "is truncated"),
         (_file(2, 0, _info(b"t", (8,), 0, 0) * 2) + bytes(99), "tensor 't' twice"),
-        (_file(2, 0, _info(b"t", (8,), 0, 0) + _info(b"u", (8,), 0, 16)) + bytes(99), "'t' and 'u' in the same place"),
-        (_file(0, 1, struct.pack("<Q17sII", 17, b"general.alignment", 4, 0)), "general.alignment=0"),
+        (
+            _file(2, 0, _info(b"t", (8,), 0, 0) + _info(b"u", (8,), 0, 16)) + bytes(99),
+            "'t' and 'u' in the same place",
+        ),
+        (
+            _file(0, 1, struct.pack("<Q17sII", 17, b"general.alignment", 4, 0)),
+            "general.alignment=0",
+        ),
     ],
 )
 def test_malformed_files_are_refused(data: bytes, message: str, tmp_path: Path) -> None:
@@ -153,7 +168,9 @@ def test_random_bytes_are_refused_or_read(tmp_path: Path) -> None:
     assert num_refused > NUM_DAMAGED // 2
 
 
-def test_a_file_that_is_cut_short_while_it_is_read_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_cut_short_while_it_is_read_is_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Reading a mapped file would end in SIGBUS."""
     whole = os.fstat
 
@@ -169,7 +186,8 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_refused(path: Path, monkey
 
 
 def test_no_damage_does_harm(path: Path, tmp_path: Path) -> None:
-    """Either a file whose tensors lie inside it, or CheckpointError; and no allocation beyond twice the file and a little."""
+    """Either a file whose tensors lie inside it, or CheckpointError;
+    and no allocation beyond twice the file and a little."""
     data, rng = path.read_bytes(), random.Random(5)
     num_refused = 0
     target = tmp_path / "damaged.gguf"
@@ -182,7 +200,9 @@ def test_no_damage_does_harm(path: Path, tmp_path: Path) -> None:
             before = tracemalloc.get_traced_memory()[0]
             try:
                 file = read_gguf(target)
-                assert all(tensor.offset + tensor.num_bytes <= size for tensor in file.tensors.values())
+                assert all(
+                    tensor.offset + tensor.num_bytes <= size for tensor in file.tensors.values()
+                )
             except CheckpointError:
                 num_refused += 1
             assert tracemalloc.get_traced_memory()[1] - before < 2 * size + (256 << 10)

@@ -1,4 +1,5 @@
-"""A step's tasks are divided among the outlets, whatever these are, and put together again by row."""
+"""A step's tasks are divided among the outlets, whatever these are,
+and put together again by row."""
 
 from __future__ import annotations
 
@@ -43,7 +44,11 @@ def _hidden(work: tuple[RowWork, ...] = WORK) -> HiddenStates:
 def test_each_outlet_gets_its_tasks_of_all_rows_in_order() -> None:
     (first, tokens), (second, scores) = batches((TOKENS, SCORES), _hidden(), range(4))
     assert first is TOKENS and tokens.places == [0, 1] and tokens.tasks == [Sample(), Candidates(4)]
-    assert second is SCORES and scores.places == [0, 3] and [work.row for work in scores.work] == [4, 1]
+    assert (
+        second is SCORES
+        and scores.places == [0, 3]
+        and [work.row for work in scores.work] == [4, 1]
+    )
 
 
 def test_rows_left_out_and_outlets_without_tasks_have_no_batch() -> None:
@@ -73,5 +78,8 @@ def test_a_row_needs_the_hidden_states_of_its_greediest_task() -> None:
 
 def test_an_error_stands_for_all_tasks_of_a_row() -> None:
     sampled, failed = WorkResult(token_ids=(3,)), WorkResult(error="no")
-    assert sampled.join(WorkResult(prompt_logprobs=("score",))) == WorkResult((3,), prompt_logprobs=("score",))  # type: ignore[arg-type]
+    assert sampled.join(WorkResult(prompt_logprobs=("score",))) == WorkResult(  # type: ignore[arg-type]
+        (3,),
+        prompt_logprobs=("score",),  # type: ignore[arg-type]
+    )
     assert sampled.join(failed) == failed.join(sampled) == failed
