@@ -43,7 +43,7 @@ from benchmarks.tables import render, summarize
 from benchmarks.variants import ENGINES, Engines, PeerProcess, Seat, Variant, installed
 from quire.bench.record import describe_machine, describe_versions, timestamp
 from quire.bench.workload import WORKLOADS, BenchRequest, totals
-from quire.engine.machine import Machine
+from quire.engine.plan.machine import Machine
 from quire.errors import QuireError
 from quire.kernels import cpu
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from benchmarks.gpu_parts import PARTS, Figure, Subject
 from benchmarks.models import CONFIGS
 from quire.bench.record import describe_versions, timestamp
-from quire.engine.gpu import inspect_gpu
+from quire.engine.plan.gpu import inspect_gpu
 from quire.errors import QuireError
 
 _FAILED = 3

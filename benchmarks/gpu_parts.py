@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from quire.bench.gpu_kernels import GpuLimits
-    from quire.engine.engine import Engine
+    from quire.engine.loop.engine import Engine
 
 MAX_MODEL_LEN, PADDED_BATCH = 8192, 32
 START_S = 600.0
@@ -212,7 +212,7 @@ def limits_of(device: torch.device) -> GpuLimits:
 def open_engine(subject: Subject) -> Engine:
     """With made-up weights."""
     from quire.config.engine import EngineConfig
-    from quire.engine.builder import build_engine
+    from quire.engine.assembly.builder import build_engine
 
     gc.collect()
     options: dict[str, Any] = {

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench import record as records
-from quire.engine.machine import Machine
+from quire.engine.plan.machine import Machine
 
 READY_S = 900.0
 """vLLM compiles for minutes on a slow machine."""

@@ -23,7 +23,7 @@ from benchmarks.servers import Launch, Server, cpu_s, descendants, running
 from benchmarks.serving import Target, run_clients
 from quire.bench import record as records
 from quire.bench.workload import WORKLOADS, random_workload
-from quire.engine.machine import Machine
+from quire.engine.plan.machine import Machine
 
 SCHEMA = "quire-serving-compare/1"
 _WARM_UP = random_workload(4, (40, 48), (8, 8), name="warm-up")

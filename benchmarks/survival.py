@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 from quire.bench.record import timestamp
 from quire.config.engine import EngineConfig
 from quire.core.params import RequestOutputKind, SamplingParams
-from quire.engine.builder import prepare_model
-from quire.engine.client import Client
-from quire.engine.machine import Machine
+from quire.engine.assembly.builder import prepare_model
+from quire.engine.front.client import Client
+from quire.engine.front.prompts import ParsedPrompt
+from quire.engine.plan.machine import Machine
 from quire.engine.process.link import supervised
-from quire.engine.prompts import ParsedPrompt
 from quire.errors import ConfigError
 
 NUM_STREAMS = 32

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from quire.core.params import BeamSearchParams, RequestOutputKind, SamplingParams
     from quire.core.repetition import RepetitionDetectionParams
     from quire.core.structure import GuidedDecodingParams, StructuredOutputsParams
-    from quire.engine.absent import (
+    from quire.engine.arg_utils import AsyncEngineArgs, EngineArgs
+    from quire.engine.front.absent import (
         ClassificationRequestOutput,
         EmbeddingRequestOutput,
         LoRARequest,
@@ -26,11 +27,9 @@ if TYPE_CHECKING:
         PoolingRequestOutput,
         ScoringRequestOutput,
     )
-    from quire.engine.arg_utils import AsyncEngineArgs, EngineArgs
-    from quire.engine.async_llm import AsyncLLM
-    from quire.engine.async_llm import AsyncLLM as AsyncLLMEngine
-    from quire.engine.llm_engine import LLMEngine
-    from quire.engine.outputs import (
+    from quire.engine.front.async_llm import AsyncLLM
+    from quire.engine.front.async_llm import AsyncLLM as AsyncLLMEngine
+    from quire.engine.front.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
         CompletionOutput,
@@ -38,39 +37,40 @@ if TYPE_CHECKING:
         Logprob,
         RequestOutput,
     )
+    from quire.engine.llm_engine import LLMEngine
     from quire.errors import NotAvailableError, QuireError
     from quire.inputs import PromptType, TextPrompt, TokensPrompt
     from quire.llm import LLM
 
 _HOMES = {
     "AsyncEngineArgs": "quire.engine.arg_utils",
-    "AsyncLLM": "quire.engine.async_llm",
-    "AsyncLLMEngine": "quire.engine.async_llm",
-    "BeamSearchOutput": "quire.engine.outputs",
+    "AsyncLLM": "quire.engine.front.async_llm",
+    "AsyncLLMEngine": "quire.engine.front.async_llm",
+    "BeamSearchOutput": "quire.engine.front.outputs",
     "BeamSearchParams": "quire.core.params",
-    "BeamSearchSequence": "quire.engine.outputs",
-    "ClassificationRequestOutput": "quire.engine.absent",
-    "CompletionOutput": "quire.engine.outputs",
-    "EmbeddingRequestOutput": "quire.engine.absent",
+    "BeamSearchSequence": "quire.engine.front.outputs",
+    "ClassificationRequestOutput": "quire.engine.front.absent",
+    "CompletionOutput": "quire.engine.front.outputs",
+    "EmbeddingRequestOutput": "quire.engine.front.absent",
     "EngineArgs": "quire.engine.arg_utils",
     "EngineConfig": "quire.config.engine",
-    "FlatLogprobs": "quire.engine.outputs",
+    "FlatLogprobs": "quire.engine.front.outputs",
     "GuidedDecodingParams": "quire.core.structure",
     "LLM": "quire.llm",
     "LLMEngine": "quire.engine.llm_engine",
-    "LoRARequest": "quire.engine.absent",
-    "Logprob": "quire.engine.outputs",
-    "ModelRegistry": "quire.engine.absent",
+    "LoRARequest": "quire.engine.front.absent",
+    "Logprob": "quire.engine.front.outputs",
+    "ModelRegistry": "quire.engine.front.absent",
     "NotAvailableError": "quire.errors",
-    "PoolingParams": "quire.engine.absent",
-    "PoolingRequestOutput": "quire.engine.absent",
+    "PoolingParams": "quire.engine.front.absent",
+    "PoolingRequestOutput": "quire.engine.front.absent",
     "PromptType": "quire.inputs",
     "QuireError": "quire.errors",
     "RepetitionDetectionParams": "quire.core.repetition",
-    "RequestOutput": "quire.engine.outputs",
+    "RequestOutput": "quire.engine.front.outputs",
     "RequestOutputKind": "quire.core.params",
     "SamplingParams": "quire.core.params",
-    "ScoringRequestOutput": "quire.engine.absent",
+    "ScoringRequestOutput": "quire.engine.front.absent",
     "StructuredOutputsParams": "quire.core.structure",
     "TextPrompt": "quire.inputs",
     "TokensPrompt": "quire.inputs",

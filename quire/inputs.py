@@ -1,6 +1,6 @@
 """The forms of a prompt."""
 
-from quire.engine.prompts import Prompt, PromptDict, TextPrompt, TokensPrompt
+from quire.engine.front.prompts import Prompt, PromptDict, TextPrompt, TokensPrompt
 
 PromptType = Prompt
 SingletonPrompt = Prompt

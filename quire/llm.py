@@ -10,15 +10,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from quire.core.params import BeamSearchParams, RequestOutputKind, SamplingParams
-from quire.engine import absent as without
-from quire.engine.absent import absent
-from quire.engine.digest import Digest
-from quire.engine.engine import Engine, Output
+from quire.engine.front import absent as without
+from quire.engine.front.absent import absent
+from quire.engine.front.digest import Digest
+from quire.engine.front.metrics import Metric
+from quire.engine.front.outputs import BeamSearchOutput, RequestOutput
+from quire.engine.front.prompts import Prompt, as_prompts, with_truncation
 from quire.engine.llm_engine import LLMEngine
-from quire.engine.metrics import Metric
-from quire.engine.outputs import BeamSearchOutput, RequestOutput
-from quire.engine.prompts import Prompt, as_prompts, with_truncation
-from quire.engine.sharing import Session, is_last
+from quire.engine.loop.engine import Engine, Output
+from quire.engine.loop.sharing import Session, is_last
 from quire.errors import ConfigError, InvalidParameterError
 from quire.grammar.judge import judge
 from quire.text.chat import ChatTemplate, encode_chat

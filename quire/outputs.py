@@ -1,12 +1,12 @@
 """What `generate`, `chat` and `beam_search` return."""
 
-from quire.engine.absent import (
+from quire.engine.front.absent import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from quire.engine.outputs import (
+from quire.engine.front.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
     CompletionOutput,

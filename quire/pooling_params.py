@@ -1,5 +1,5 @@
 """The name of the parameters of embedding models, which this version does not have."""
 
-from quire.engine.absent import PoolingParams
+from quire.engine.front.absent import PoolingParams
 
 __all__ = ["PoolingParams"]

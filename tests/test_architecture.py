@@ -131,7 +131,9 @@ FEATURES = {
 }  # fmt: skip
 
 # R9. A public class has a name of its own, so that a name says which one is meant.
-SHARED_CLASS_NAMES = {"ToolChoice": {"quire.server.anthropic.shapes", "quire.server.openai.shapes"}}
+SHARED_CLASS_NAMES = {
+    "ToolChoice": {"quire.server.api.anthropic.shapes", "quire.server.api.openai.shapes"}
+}
 """Only bodies of different APIs, where the published document calls them so."""
 
 FORBIDDEN_MODULES = {
@@ -164,7 +166,7 @@ MAX_LINES = {
     "quire/common": 1_100, "quire/config": 1_000, "quire/core": 5_500, "quire/engine": 8_400,
     "quire/executor": 500, "quire/grammar": 1_500, "quire/kernels": 7_700, "quire/models": 1_800,
     "quire/nn": 400, "quire/observe": 200, "quire/program": 500, "quire/quant": 1_900,
-    "quire/sampling": 1_300, "quire/server": 12_400, "quire/sim": 1_100, "quire/text": 4_100,
+    "quire/sampling": 1_300, "quire/server": 12_500, "quire/sim": 1_100, "quire/text": 4_100,
     "quire/utils": 100, "quire/weights": 1_800, "quire/worker": 1_500,
 }  # fmt: skip
 

@@ -13,8 +13,8 @@ from engines import run_all
 
 import quire
 from quire import LLM, BeamSearchParams, SamplingParams
-from quire.engine.outputs import RequestOutput
-from quire.engine.prompts import Prompt
+from quire.engine.front.outputs import RequestOutput
+from quire.engine.front.prompts import Prompt
 from quire.errors import ConfigError, InvalidParameterError
 
 OPTIONS: dict[str, Any] = {"kv_cache_memory": "16MiB", "num_threads": 1, "max_num_seqs": 8}

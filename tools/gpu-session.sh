@@ -19,7 +19,7 @@ for folder in shared .shared; do
 done
 status=0
 
-"$PYTHON" -c 'from quire.engine.gpu import require_gpu; print(require_gpu())'
+"$PYTHON" -c 'from quire.engine.plan.gpu import require_gpu; print(require_gpu())'
 
 run_tests() {
   "$PYTHON" -c 'import pytest' || { echo "pytest is missing: the tests are left out" >&2; return 1; }

@@ -15,7 +15,7 @@ from quire.config.limits import SchedulerLimits
 from quire.core.plan import StepPlan, StepResult, WorkResult
 from quire.core.request_spec import RequestSpec
 from quire.core.scheduler.scheduler import Scheduler
-from quire.engine.recorder import StepRecorder
+from quire.engine.loop.recorder import StepRecorder
 
 BLOCK_SIZE = 16
 PROMPT_LEN = 128

@@ -17,7 +17,7 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from quire.engine.attention import MODULES, AttentionNeeds, module_for, reasons_against
+from quire.engine.plan.attention import MODULES, AttentionNeeds, module_for, reasons_against
 
 if TYPE_CHECKING:
     import torch

@@ -27,7 +27,7 @@ from statistics import median
 from typing import NamedTuple
 
 from quire.bench.roofline import Peaks
-from quire.engine.machine import instruction_sets
+from quire.engine.plan.machine import instruction_sets
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from quire.bench.workload import BenchRequest
 from quire.core.params import RequestOutputKind, SamplingParams
 from quire.core.plan import RowWork, StepPlan, StepResult
 from quire.core.scheduler.stats import SchedulerStats
-from quire.engine.engine import Engine
-from quire.engine.outputs import RequestOutput
-from quire.engine.step_loop import PlainLoop
+from quire.engine.front.outputs import RequestOutput
+from quire.engine.loop.engine import Engine
+from quire.engine.loop.step_loop import PlainLoop
 from quire.errors import EngineError
 from quire.executor.interface import Launched
 

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from quire.engine.engine import Engine
-from quire.engine.step_loop import PlainLoop
+from quire.engine.loop.engine import Engine
+from quire.engine.loop.step_loop import PlainLoop
 from quire.kernels.cpu import kernel_times
 
 FORWARD_KERNELS = ("linear", "attention", "elementwise")

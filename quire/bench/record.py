@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from quire import __version__
-from quire.engine.machine import Machine
-from quire.engine.planning import EnginePlan
+from quire.engine.plan.machine import Machine
+from quire.engine.plan.planning import EnginePlan
 
 SCHEMA = "quire-bench/3"
 

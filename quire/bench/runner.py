@@ -15,8 +15,14 @@ from quire.bench.measure import measure, medians, results
 from quire.bench.profiling import OUTER_PHASES, StepProfile
 from quire.bench.roofline import attained
 from quire.bench.workload import Workload, random_workload, totals
-from quire.engine.builder import PreparedModel, assemble, build_executor, machine_for, select
-from quire.engine.engine import Engine
+from quire.engine.assembly.builder import (
+    PreparedModel,
+    assemble,
+    build_executor,
+    machine_for,
+    select,
+)
+from quire.engine.loop.engine import Engine
 from quire.errors import ConfigError
 
 _WARMUP = random_workload(4, (8, 32), (4, 8), name="warm-up")

@@ -28,8 +28,8 @@ from quire.errors import RequestError
 
 if TYPE_CHECKING:
     from quire.core.params import SamplingParams
-    from quire.engine.engine import Engine
-    from quire.engine.outputs import RequestOutput
+    from quire.engine.front.outputs import RequestOutput
+    from quire.engine.loop.engine import Engine
 
 EXAMPLES = """\
 examples:
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args)
     from quire.cli.session import PromptJob, check, load
     from quire.core.params import RequestOutputKind
-    from quire.engine.builder import prepare_model
+    from quire.engine.assembly.builder import prepare_model
 
     prepared = prepare_model(config)
     params = sampling_params(

@@ -23,7 +23,7 @@ from quire.common.numbers import format_bytes
 from quire.errors import QuireError
 
 if TYPE_CHECKING:
-    from quire.engine.machine import Machine
+    from quire.engine.plan.machine import Machine
 
 Status = Literal["ok", "warning", "failure"]
 
@@ -137,7 +137,7 @@ def _check_packages() -> Iterator[Finding]:
 
 
 def _check_machine() -> Iterator[Finding]:
-    from quire.engine.machine import Machine
+    from quire.engine.plan.machine import Machine
 
     machine = Machine.inspect()
     yield Finding("cpu", "ok", machine.cpu_name)
@@ -213,7 +213,7 @@ def _check_kernels() -> Iterator[Finding]:
 def _check_gpu() -> Iterator[Finding]:
     """A GPU that could be used is told of; one that is there and cannot is a warning;
     none is as usual."""
-    from quire.engine.gpu import inspect_gpu, reasons_against
+    from quire.engine.plan.gpu import inspect_gpu, reasons_against
 
     try:
         gpu = inspect_gpu()

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from quire.cli.session import PromptJob
     from quire.cli.terminal import StatusLine
     from quire.core.params import SamplingParams
-    from quire.engine.builder import PreparedModel
-    from quire.engine.engine import Engine
-    from quire.engine.outputs import CompletionOutput, RequestOutput
+    from quire.engine.assembly.builder import PreparedModel
+    from quire.engine.front.outputs import CompletionOutput, RequestOutput
+    from quire.engine.loop.engine import Engine
 
 EXAMPLES = """\
 examples:
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args)
     from quire.cli.session import PromptJob, check, load
     from quire.cli.terminal import status_line
-    from quire.engine.builder import prepare_model
+    from quire.engine.assembly.builder import prepare_model
 
     prepared = prepare_model(config)
     params = _params(args, prepared)

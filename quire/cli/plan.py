@@ -14,8 +14,8 @@ from quire.core.step_cost import StepCostModel, StepWork
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quire.engine.machine import Machine
-    from quire.engine.planning import EnginePlan
+    from quire.engine.plan.machine import Machine
+    from quire.engine.plan.planning import EnginePlan
 
 _CHUNK = 512
 """Tokens of the prompt whose speed is estimated."""
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     config = engine_config(args)
-    from quire.engine.builder import machine_for, plan_engine
+    from quire.engine.assembly.builder import machine_for, plan_engine
 
     machine = machine_for(config)
     plan = plan_engine(config, machine).plan
@@ -166,7 +166,7 @@ def render(record: dict[str, Any]) -> str:
 
 def _kernels(plan: EnginePlan) -> dict[str, Any]:
     """The back end that would run, and what speaks against a better one."""
-    from quire.engine.builder import select
+    from quire.engine.assembly.builder import select
 
     try:
         selection = select(plan)

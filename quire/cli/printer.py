@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from quire.engine.outputs import RequestOutput
+from quire.engine.front.outputs import RequestOutput
 
 _HEADING_CHARS = 70
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.cli.parser import UsageError
-from quire.engine.prompts import Prompt
+from quire.engine.front.prompts import Prompt
 from quire.errors import ConfigError
 from quire.text.tokenizer import Tokenizer
 

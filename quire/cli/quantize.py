@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    from quire.engine.quantization import quantize_model
+    from quire.engine.assembly.quantization import quantize_model
     from quire.quant.writer import Recipe
 
     output = Path(args.output)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.core.params import SamplingParams
-from quire.engine.builder import PreparedModel, assemble, build_executor
-from quire.engine.outputs import RequestOutput
-from quire.engine.prompts import Prompt
+from quire.engine.assembly.builder import PreparedModel, assemble, build_executor
+from quire.engine.front.outputs import RequestOutput
+from quire.engine.front.prompts import Prompt
 
 if TYPE_CHECKING:
-    from quire.engine.engine import Engine
+    from quire.engine.loop.engine import Engine
 
 
 class PromptJob(NamedTuple):

@@ -1,8 +1,8 @@
 """What the user wishes of an engine: one frozen record, checked as far as it can be without looking
 at the model.
 
-`None` and "auto" mean "you decide"; `quire.engine.planning` turns wishes into decisions, each with
-its reason. Nothing is read from the environment.
+`None` and "auto" mean "you decide"; `quire.engine.plan.planning` turns wishes into decisions, each
+with its reason. Nothing is read from the environment.
 """
 
 from __future__ import annotations

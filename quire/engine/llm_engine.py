@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from quire.config.engine import EngineConfig
 from quire.core.params import BeamSearchParams, SamplingParams
-from quire.engine.absent import NO_SLEEP, absent, refuse_adapters
-from quire.engine.builder import build_engine
-from quire.engine.engine import Engine, Output
-from quire.engine.metrics import Metric, snapshot
-from quire.engine.model_view import ModelView
-from quire.engine.prompts import Prompt, with_truncation
-from quire.engine.sharing import Session, SharedEngine
+from quire.engine.assembly.builder import build_engine
+from quire.engine.front.absent import NO_SLEEP, absent, refuse_adapters
+from quire.engine.front.metrics import Metric, snapshot
+from quire.engine.front.model_view import ModelView
+from quire.engine.front.prompts import Prompt, with_truncation
+from quire.engine.loop.engine import Engine, Output
+from quire.engine.loop.sharing import Session, SharedEngine
 from quire.text.pretrained import PretrainedTokenizer
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from quire.core.scheduler.stats import SchedulerStats
-from quire.engine.outputs import RequestOutput
+from quire.engine.front.outputs import RequestOutput
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,28 +15,33 @@ from starlette.types import ASGIApp
 
 from quire.common.loop_lag import LoopLagProbe
 from quire.config.api import ApiConfig
-from quire.engine.client import Client
-from quire.server import static_page
-from quire.server.anthropic.messages import CountRequest, MessageRequest, Messages, MessagesQuery
-from quire.server.door import Door
-from quire.server.gate import Gate
-from quire.server.generation import Tracer
-from quire.server.inspector import BlockQuery, Inspector, StepsQuery
-from quire.server.openai.batches import Batches, BatchRequest
-from quire.server.openai.chat import ChatCompletions, ChatRequest
-from quire.server.openai.completions import CompletionRequest, Completions
-from quire.server.openai.data_folder import DataFolder
-from quire.server.openai.file_store import FileStore
-from quire.server.openai.files import Files
-from quire.server.openai.listing import FileListing, Listing
-from quire.server.openai.models import EmbeddingRequest, Models
-from quire.server.openai.responses import InputTokensRequest, ResponseRequest, Responses
-from quire.server.openapi import UPLOAD, ApiRoute, Endpoint, document
-from quire.server.operations import Operations
-from quire.server.query import NoQuery
+from quire.engine.front.client import Client
+from quire.server.api.anthropic.messages import (
+    CountRequest,
+    MessageRequest,
+    Messages,
+    MessagesQuery,
+)
+from quire.server.api.generation import Tracer
+from quire.server.api.openai.batches import Batches, BatchRequest
+from quire.server.api.openai.chat import ChatCompletions, ChatRequest
+from quire.server.api.openai.completions import CompletionRequest, Completions
+from quire.server.api.openai.data_folder import DataFolder
+from quire.server.api.openai.file_store import FileStore
+from quire.server.api.openai.files import Files
+from quire.server.api.openai.listing import FileListing, Listing
+from quire.server.api.openai.models import EmbeddingRequest, Models
+from quire.server.api.openai.responses import InputTokensRequest, ResponseRequest, Responses
+from quire.server.api.tokens import DetokenizeRequest, TokenizeRequest, Tokens
+from quire.server.http.door import Door
+from quire.server.http.gate import Gate
+from quire.server.http.query import NoQuery
+from quire.server.ops import static_page
+from quire.server.ops.inspector import BlockQuery, Inspector, StepsQuery
+from quire.server.ops.openapi import UPLOAD, ApiRoute, Endpoint, document
+from quire.server.ops.operations import Operations
+from quire.server.quota.tenants import KeyRing
 from quire.server.state import Api
-from quire.server.tenants import KeyRing
-from quire.server.tokens import DetokenizeRequest, TokenizeRequest, Tokens
 
 
 def build_app(

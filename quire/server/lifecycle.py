@@ -28,18 +28,18 @@ from quire.common import garbage
 from quire.common.failures import log_failure
 from quire.config.api import ApiConfig
 from quire.config.serve import ServeConfig
-from quire.engine.builder import PreparedModel
-from quire.engine.client import Client
+from quire.engine.assembly.builder import PreparedModel
+from quire.engine.front.client import Client
 from quire.engine.process.link import supervised
 from quire.engine.process.watch import WatchConfig
 from quire.errors import ConfigError, EngineError
-from quire.server.exhaustion import ExhaustionLog
-from quire.server.openai.data_folder import DataFolder
-from quire.server.tenants import KeyRing, read_keys
-from quire.server.texts import read_template
+from quire.server.api.openai.data_folder import DataFolder
+from quire.server.api.texts import read_template
+from quire.server.http.exhaustion import ExhaustionLog
+from quire.server.quota.tenants import KeyRing, read_keys
 
 if TYPE_CHECKING:
-    from quire.server.tracing import RequestTracer
+    from quire.server.ops.tracing import RequestTracer
 
 logger = logging.getLogger(__name__)
 
@@ -130,8 +130,8 @@ def _tracer(config: ApiConfig, model: str) -> RequestTracer | None:
     """A tracer, where OpenTelemetry's environment asks for one. Raises ConfigError."""
     if not any(name.startswith("OTEL_") for name in os.environ):
         return None  # nothing is imported before the model is being loaded
+    from quire.server.ops.tracing import tracer_of
     from quire.server.state import model_names
-    from quire.server.tracing import tracer_of
 
     return tracer_of(os.environ, model_names(config, model)[0])
 
@@ -251,7 +251,7 @@ class Lifecycle:
 
     def _server(self, client: Client) -> uvicorn.Server:
         from quire.server.app import build_app
-        from quire.server.protocol import uvicorn_config
+        from quire.server.http.protocol import uvicorn_config
 
         config = self._settings.api
         app = build_app(config, client, self._keys, self._tracer)

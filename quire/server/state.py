@@ -10,17 +10,17 @@ from typing import Any
 from quire.config.api import ApiConfig
 from quire.core.params import ThinkingMarks, generation_defaults
 from quire.core.structure import StructuredOutputsParams
-from quire.engine.client import Client
-from quire.engine.spelling import spell_marks
-from quire.server.admission import AdmissionControl
-from quire.server.cost import Bounds, room_for_logprobs
-from quire.server.errors import ApiError, unavailable_feature
-from quire.server.generation import Generator, Tracer
-from quire.server.metrics import Metrics
-from quire.server.reading import Marks, Reading, is_json
-from quire.server.tenants import KeyRing
-from quire.server.texts import Texts, read_template
-from quire.server.tools import ToolUse
+from quire.engine.front.client import Client
+from quire.engine.front.spelling import spell_marks
+from quire.server.api.generation import Generator, Tracer
+from quire.server.api.reading import Marks, Reading, is_json
+from quire.server.api.texts import Texts, read_template
+from quire.server.api.tools import ToolUse
+from quire.server.http.errors import ApiError, unavailable_feature
+from quire.server.ops.metrics import Metrics
+from quire.server.quota.admission import AdmissionControl
+from quire.server.quota.cost import Bounds, room_for_logprobs
+from quire.server.quota.tenants import KeyRing
 from quire.text.reasoning import REASONING_FORMATS, is_thinking, reasoning_of_template
 from quire.text.tools import FORMATS, ToolFormat, format_of_template
 

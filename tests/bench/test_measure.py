@@ -13,10 +13,10 @@ from quire.bench.measure import RunClock, measure, medians
 from quire.bench.profiling import FORWARD_KERNELS, PHASES, StepProfile
 from quire.bench.workload import parallel_workload, prefix_workload, random_workload
 from quire.config.engine import EngineConfig
-from quire.engine.builder import build_engine
-from quire.engine.engine import Engine
-from quire.engine.launchers import DirectLauncher
-from quire.engine.step_loop import OverlappedLoop
+from quire.engine.assembly.builder import build_engine
+from quire.engine.loop.engine import Engine
+from quire.engine.loop.launchers import DirectLauncher
+from quire.engine.loop.step_loop import OverlappedLoop
 from quire.errors import EngineError
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from quire.cli import doctor
 from quire.cli.main import main
-from quire.engine import gpu
-from quire.engine.machine import Machine
+from quire.engine.plan import gpu
+from quire.engine.plan.machine import Machine
 
 
 def test_exit_code_says_whether_a_check_failed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.cli.printer import StreamPrinter
-from quire.engine.outputs import CompletionOutput, RequestOutput
+from quire.engine.front.outputs import CompletionOutput, RequestOutput
 
 
 def output(request: int, *texts: str, finished: bool = False) -> RequestOutput:

@@ -33,7 +33,7 @@ from quire import (
     TextPrompt,
     TokensPrompt,
 )
-from quire.engine.metrics import Counter, Gauge, Histogram, Vector
+from quire.engine.front.metrics import Counter, Gauge, Histogram, Vector
 from quire.errors import InvalidParameterError, NotAvailableError, QuireError
 from quire.sampling_params import GuidedDecodingParams, RequestOutputKind, StructuredOutputsParams
 from quire.utils import FlexibleArgumentParser

@@ -12,8 +12,8 @@ import pytest
 
 from quire.common.kv_formats import KV_FORMATS
 from quire.config.engine import EngineConfig
-from quire.engine.builder import build_engine
-from quire.engine.engine import Engine
+from quire.engine.assembly.builder import build_engine
+from quire.engine.loop.engine import Engine
 
 VOCAB_SIZE = 256
 DEVICE = os.environ.get("QUIRE_TEST_DEVICE", "cpu")

@@ -14,7 +14,7 @@ from engines import run_all
 from quire.core.kvcache.audit import audit_manager
 from quire.core.kvcache.pool import BlockPool
 from quire.core.params import SamplingParams
-from quire.engine.engine import Engine
+from quire.engine.loop.engine import Engine
 
 PREFIX = list(range(3, 24))
 PROMPTS = [PREFIX, [*PREFIX, 40, 41], [50, 51, 52], [*PREFIX[:13], 60], list(range(100, 130))]

@@ -12,8 +12,8 @@ import pytest
 from engines import hold_after
 
 from quire.core.params import RequestOutputKind, SamplingParams
-from quire.engine.async_llm import AsyncLLM
-from quire.engine.outputs import RequestOutput
+from quire.engine.front.async_llm import AsyncLLM
+from quire.engine.front.outputs import RequestOutput
 from quire.errors import EngineError, InvalidParameterError
 from quire.llm import LLM
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.attention import AttentionNeeds, choose, module_for, reasons_against
+from quire.engine.plan.attention import AttentionNeeds, choose, module_for, reasons_against
 from quire.errors import ConfigError
 
 NEEDS = AttentionNeeds("bfloat16", "bfloat16", 256, frozenset({128}), (9, 0), is_invariant=False)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quire.core.params import BeamSearchParams
-from quire.engine.prompts import Prompt
+from quire.engine.front.prompts import Prompt
 from quire.llm import LLM
 
 pytestmark = pytest.mark.slow

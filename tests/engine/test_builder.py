@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from quire.engine.builder import _eos_token_ids
+from quire.engine.assembly.builder import _eos_token_ids
 
 pytestmark = pytest.mark.slow
 

@@ -15,12 +15,12 @@ from engines import hold_after
 
 from quire.config.engine import EngineConfig
 from quire.core.params import RequestOutputKind, SamplingParams
-from quire.engine.builder import build_engine, prepare_model
-from quire.engine.client import Client, model_info
-from quire.engine.engine_thread import EngineThread
-from quire.engine.outputs import RequestOutput
-from quire.engine.prompts import ParsedPrompt
-from quire.engine.streams import Stream
+from quire.engine.assembly.builder import build_engine, prepare_model
+from quire.engine.front.client import Client, model_info
+from quire.engine.front.outputs import RequestOutput
+from quire.engine.front.prompts import ParsedPrompt
+from quire.engine.front.streams import Stream
+from quire.engine.loop.engine_thread import EngineThread
 from quire.errors import InvalidParameterError, PromptTooLongError, UnavailableError
 from quire.weights.folder import resolve_model
 
@@ -134,15 +134,15 @@ def test_the_fingerprint_changes_with_the_weights_the_tokenizer_and_the_processo
     assert fingerprint(same) == alone != fingerprint(other)
     (same / "tokenizer.json").write_text((same / "tokenizer.json").read_text() + "\n")
     assert fingerprint(same) != alone
-    monkeypatch.setattr("quire.engine.fingerprint.instruction_sets", lambda: "x86_64+avx2")
+    monkeypatch.setattr("quire.engine.assembly.fingerprint.instruction_sets", lambda: "x86_64+avx2")
     assert fingerprint(model) != alone
 
 
 def test_the_server_side_imports_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "import quire.engine.client, quire.engine.process.link, "
-        "quire.engine.output_processor; print('ok')"
+        "import quire.engine.front.client, quire.engine.process.link, "
+        "quire.engine.front.output_processor; print('ok')"
     )
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout

@@ -15,14 +15,14 @@ from quire.config.limits import SchedulerLimits
 from quire.core import params as parameters
 from quire.core.params import SamplingParams
 from quire.core.request import FinishReason
-from quire.engine.builder import prepare_model
-from quire.engine.engine import Engine
+from quire.engine.assembly.builder import prepare_model
+from quire.engine.front.prompts import ParsedPrompt
+from quire.engine.front.requests import PreparedRequest, RequestBuilder
+from quire.engine.loop.engine import Engine
+from quire.engine.loop.step_loop import StepLoop
 from quire.engine.process.journal import Journal
 from quire.engine.process.messages import Abort, AddRequest, Forget, Lists
 from quire.engine.process.service import Service
-from quire.engine.prompts import ParsedPrompt
-from quire.engine.requests import PreparedRequest, RequestBuilder
-from quire.engine.step_loop import StepLoop
 from quire.errors import InvalidParameterError
 from quire.executor.null import NullExecutor
 
@@ -116,7 +116,7 @@ def test_words_that_the_model_has_no_tokens_for_forbid_nothing(builder: RequestB
 def test_words_with_too_many_tokens_are_refused_by_name(
     builder: RequestBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.engine.digest.MAX_BAD_WORD_TOKENS", 20)
+    monkeypatch.setattr("quire.engine.front.digest.MAX_BAD_WORD_TOKENS", 20)
     with pytest.raises(
         InvalidParameterError, match="bad_words: their spellings have more than 20 tokens"
     ) as caught:

@@ -16,9 +16,9 @@ from quire.core.params import BeamSearchParams, RequestOutputKind, SamplingParam
 from quire.core.plan import NOT_FINITE, StepPlan, StepResult
 from quire.core.request import Request
 from quire.core.request import Sequence as TokenSequence
-from quire.engine.engine import Engine
-from quire.engine.outputs import BeamSearchOutput, RequestOutput
-from quire.engine.prompts import Prompt, PromptDict
+from quire.engine.front.outputs import BeamSearchOutput, RequestOutput
+from quire.engine.front.prompts import Prompt, PromptDict
+from quire.engine.loop.engine import Engine
 from quire.errors import EngineError, InvalidParameterError, PromptTooLongError, RequestError
 
 MakeEngine = Callable[..., Engine]

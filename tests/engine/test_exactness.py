@@ -26,10 +26,10 @@ from quire.common.seeds import derive_seed
 from quire.config.engine import EngineConfig
 from quire.core.params import SamplingParams, ThinkingMarks
 from quire.core.scheduler.preemption import assess
-from quire.engine.async_llm import AsyncLLM
-from quire.engine.builder import build_engine
-from quire.engine.engine import Engine
-from quire.engine.outputs import RequestOutput
+from quire.engine.assembly.builder import build_engine
+from quire.engine.front.async_llm import AsyncLLM
+from quire.engine.front.outputs import RequestOutput
+from quire.engine.loop.engine import Engine
 from quire.kernels import cpu
 
 MakeEngine = Callable[..., Engine]

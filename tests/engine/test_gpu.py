@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from timing import timed
 
-from quire.engine import gpu
-from quire.engine.gpu import inspect_gpu, reasons_against, require_gpu
+from quire.engine.plan import gpu
+from quire.engine.plan.gpu import inspect_gpu, reasons_against, require_gpu
 from quire.errors import ConfigError
 
 UUID = bytes(range(16))

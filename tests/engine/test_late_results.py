@@ -24,9 +24,9 @@ from replayed import replay_steps
 from quire.config.engine import EngineConfig
 from quire.core.params import BeamSearchParams, SamplingParams
 from quire.core.scheduler.audit import audit
-from quire.engine.builder import build_engine
-from quire.engine.engine import Engine
-from quire.engine.outputs import RequestOutput
+from quire.engine.assembly.builder import build_engine
+from quire.engine.front.outputs import RequestOutput
+from quire.engine.loop.engine import Engine
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("QUIRE_TEST_DEVICE", "cpu") != "cpu",

@@ -25,10 +25,10 @@ from quire.core.plan import NOT_FINITE, RowSampling, RowWork, StepPlan, StepResu
 from quire.core.request import Request
 from quire.core.request_spec import BeamSettings, RequestSpec
 from quire.core.scheduler.audit import audit, audit_plan
-from quire.engine.builder import build_engine
-from quire.engine.engine import Engine
-from quire.engine.launchers import DirectLauncher, Launcher, StepThread
-from quire.engine.step_loop import OverlappedLoop, PlainLoop, StepLoop
+from quire.engine.assembly.builder import build_engine
+from quire.engine.loop.engine import Engine
+from quire.engine.loop.launchers import DirectLauncher, Launcher, StepThread
+from quire.engine.loop.step_loop import OverlappedLoop, PlainLoop, StepLoop
 from quire.errors import EngineError
 from quire.executor.interface import Launched
 from quire.executor.null import NullExecutor
@@ -280,7 +280,7 @@ def test_starting_over_waits_for_what_is_in_flight(
 
 
 def test_a_thread_that_died_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.launchers._LOOK_S", 0.01)
+    monkeypatch.setattr("quire.engine.loop.launchers._LOOK_S", 0.01)
     thread = StepThread()
     monkeypatch.setattr(thread, "_run", lambda: None)
     thread.submit(lambda plan: lambda: StepResult(plan.step_id), StepPlan(1))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.machine import Machine, instruction_sets
+from quire.engine.plan.machine import Machine, instruction_sets
 
 GIB = 1 << 30
 MEMINFO = (

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from quire.config.engine import EngineConfig
-from quire.engine import gpu
-from quire.engine.builder import plan_engine
-from quire.engine.gpu import Gpu, inspect_gpu
-from quire.engine.machine import Machine
-from quire.engine.planning import EnginePlan
+from quire.engine.assembly.builder import plan_engine
+from quire.engine.plan import gpu
+from quire.engine.plan.gpu import Gpu, inspect_gpu
+from quire.engine.plan.machine import Machine
+from quire.engine.plan.planning import EnginePlan
 from quire.engine.process.link import start_message
 from quire.errors import CapacityError, ConfigError, ModelNotFoundError, UnsupportedModelError
 

@@ -12,9 +12,9 @@ from quire.config.limits import SchedulerLimits
 from quire.core.plan import StepPlan, StepResult, WorkResult
 from quire.core.request_spec import RequestSpec, fit
 from quire.core.scheduler.scheduler import Scheduler
-from quire.engine import recorder as module
-from quire.engine.inspection import Inspection
-from quire.engine.recorder import StepRecorder
+from quire.engine.loop import recorder as module
+from quire.engine.loop.inspection import Inspection
+from quire.engine.loop.recorder import StepRecorder
 
 BLOCK_SIZE = 4
 

@@ -15,12 +15,12 @@ from quire.core.grammars import Grammar
 from quire.core.params import SamplingParams, ThinkingMarks
 from quire.core.plan import MarkSpelling, RowSampling, ThinkingBudget
 from quire.core.request_spec import BeamSettings, RequestSpec, fit
-from quire.engine.digest import Digest
+from quire.engine.front.digest import Digest
+from quire.engine.front.requests import PreparedRequest
+from quire.engine.loop.step_loop import StepLoop
 from quire.engine.process.journal import Journal
 from quire.engine.process.messages import Down
 from quire.engine.process.service import Service
-from quire.engine.requests import PreparedRequest
-from quire.engine.step_loop import StepLoop
 from quire.errors import PromptTooLongError
 from quire.executor.null import NullExecutor
 
@@ -86,7 +86,7 @@ def test_a_field_is_named_where_it_is_declared_where_it_is_made_and_where_it_is_
     }
     assert named - {"sim/scenario.py"} == {
         "core/request_spec.py",
-        "engine/digest.py",
+        "engine/front/digest.py",
         "core/scheduler/resources.py",
     }
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, AsyncLLM, BeamSearchParams, LLMEngine, SamplingParams, TokensPrompt
-from quire.engine.outputs import RequestOutput
+from quire.engine.front.outputs import RequestOutput
 from quire.errors import EngineError, InvalidParameterError
 
 OPTIONS: dict[str, Any] = {

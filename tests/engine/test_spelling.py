@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 
 from quire.core.plan import ThinkingBudget
-from quire.engine.spelling import spell_marks
+from quire.engine.front.spelling import spell_marks
 from quire.errors import InvalidParameterError
 from quire.sampling.thinking import ThinkingWatch
 from quire.text.files import TextConfig

@@ -13,9 +13,9 @@ from quire.config.engine import EngineConfig
 from quire.core.plan import RowWork
 from quire.core.scheduler.pace import StepPace
 from quire.core.step_cost import StepCostModel, UnitCosts, work_of
-from quire.engine.builder import pace_of, plan_engine
-from quire.engine.machine import Machine
-from quire.engine.step_costs import StepCostFile
+from quire.engine.assembly.builder import pace_of, plan_engine
+from quire.engine.plan.machine import Machine
+from quire.engine.plan.step_costs import StepCostFile
 
 _AVX2 = Machine(1 << 34, 1 << 33, 2, "a processor", instruction_sets="x86_64+avx2+f16c+fma")
 _AMX = replace(

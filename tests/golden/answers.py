@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire import BeamSearchParams, SamplingParams
-from quire.engine.outputs import BeamSearchOutput, LogprobsByToken, RequestOutput
+from quire.engine.front.outputs import BeamSearchOutput, LogprobsByToken, RequestOutput
 from quire.kernels import cpu
 from quire.kernels.triton.interpretation import is_interpreted
 from tests.golden.cases import Case, Requests, start

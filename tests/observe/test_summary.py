@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.core.request import RequestMetrics
 from quire.core.scheduler.stats import SchedulerStats
-from quire.engine.outputs import CompletionOutput, RequestOutput
+from quire.engine.front.outputs import CompletionOutput, RequestOutput
 from quire.observe.summary import describe, summarize
 
 

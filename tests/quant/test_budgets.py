@@ -19,7 +19,7 @@ from quantized_checkpoints import Pack, awq, byte_integers, fp8, gptq, packed_in
 from torch import Tensor
 
 from quire import LLM, SamplingParams
-from quire.engine.quantization import quantize_model
+from quire.engine.assembly.quantization import quantize_model
 from quire.quant.writer import Recipe
 from quire.sampling.sampler import Sampler
 from quire.weights.folder import resolve_model

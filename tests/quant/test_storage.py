@@ -26,7 +26,7 @@ from torch import Tensor
 
 from quire import LLM, SamplingParams
 from quire.config.engine import EngineConfig
-from quire.engine.builder import plan_engine
+from quire.engine.assembly.builder import plan_engine
 from quire.errors import CheckpointError, ConfigError
 from quire.models.registry import declare
 from quire.quant.storage import read_storage
@@ -227,7 +227,7 @@ def test_fp8_is_kept_where_there_are_kernels(
         group = config["config_groups"]["group_0"] | {"input_activations": None}
         config = config | {"config_groups": {"group_0": group}}
     quantized, plain = write(tmp_path, pack, config)
-    monkeypatch.setattr("quire.engine.model_files.read_storage", kept)
+    monkeypatch.setattr("quire.engine.assembly.model_files.read_storage", kept)
     plan = plan_engine(EngineConfig(model=str(quantized), skip_tokenizer_init=True)).plan
     assert f"fp8 weights, activations {'float' if is_float else 'fp8'}" in plan.formats.summary
     error = (logprobs(quantized, kernels="reference") - logprobs(plain)).square().mean().sqrt()

@@ -17,9 +17,9 @@ from servers import serve
 from timing import timed
 
 from quire.config.api import ApiConfig
-from quire.server.admission import AdmissionControl, Ticket
-from quire.server.errors import ApiError
-from quire.server.tenants import EVERYBODY, Tenant, key_ring
+from quire.server.http.errors import ApiError
+from quire.server.quota.admission import AdmissionControl, Ticket
+from quire.server.quota.tenants import EVERYBODY, Tenant, key_ring
 
 pytestmark = timed
 

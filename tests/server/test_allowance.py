@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.server.allowance import Allowance, duration
+from quire.server.quota.allowance import Allowance, duration
 
 
 @given(

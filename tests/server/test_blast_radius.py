@@ -23,14 +23,14 @@ from served import until
 from servers import MODEL, RunningServer, serve
 
 from quire.config.engine import EngineConfig
-from quire.engine.builder import prepare_model
-from quire.engine.client import Client
-from quire.engine.output_processor import OutputProcessor
+from quire.engine.assembly.builder import prepare_model
+from quire.engine.front.client import Client
+from quire.engine.front.output_processor import OutputProcessor
+from quire.engine.front.text_stream import TextStream
 from quire.engine.process.journal import JournalEntry
 from quire.engine.process.link import supervised
-from quire.engine.text_stream import TextStream
-from quire.server.generation import GenerationRun
-from quire.server.responses import data_event
+from quire.server.api.generation import GenerationRun
+from quire.server.http.responses import data_event
 from quire.text.chat import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
@@ -251,7 +251,7 @@ def _mark_streams(monkeypatch: pytest.MonkeyPatch) -> None:
             create(self, tokenizer, prompt, params, stop)
             self.is_victim = _has_mark(params)
 
-    monkeypatch.setattr("quire.engine.output_processor.TextStream", MarkedStream)
+    monkeypatch.setattr("quire.engine.front.output_processor.TextStream", MarkedStream)
 
 
 def test_t15_what_fails_while_a_stream_is_written(
@@ -266,7 +266,7 @@ def test_t15_what_fails_while_a_stream_is_written(
         written += is_victims
         return _fail() if is_victims and written == 3 else data_event(body)
 
-    monkeypatch.setattr("quire.server.openai.completions.data_event", encode)
+    monkeypatch.setattr("quire.server.api.openai.completions.data_event", encode)
     victim = {"prompt": "A cat", "n": 3, "stream": True}
     [answer], neighbours = _ask_together(server, [(COMPLETIONS, victim)])
     _assert_failed(answer)

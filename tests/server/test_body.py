@@ -11,8 +11,8 @@ import pytest
 from servers import MODEL, serve_model
 
 from quire.config.api import ApiConfig
-from quire.server.body import decode
-from quire.server.openai.chat import ChatRequest
+from quire.server.api.openai.chat import ChatRequest
+from quire.server.http.body import decode
 
 FUNCTION = {
     "name": "f",

@@ -6,8 +6,8 @@ import h11
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.server.call import Call
-from quire.server.tenants import EVERYBODY
+from quire.server.http.call import Call
+from quire.server.quota.tenants import EVERYBODY
 
 
 @given(

@@ -21,7 +21,7 @@ from quire.cli.serve import add_arguments
 from quire.config.api import ApiConfig
 from quire.errors import ConfigError
 from quire.server.app import build_app
-from quire.server.tenants import Tenant, key_ring
+from quire.server.quota.tenants import Tenant, key_ring
 
 PAGE = "https://page.example"
 OTHER = "http://localhost:3000"

@@ -20,8 +20,8 @@ from timing import timed
 
 from quire.config.api import ApiConfig
 from quire.core.params import SamplingParams
-from quire.server.cost import Bounds, Piece, room_for_logprobs
-from quire.server.errors import ApiError
+from quire.server.http.errors import ApiError
+from quire.server.quota.cost import Bounds, Piece, room_for_logprobs
 
 pytestmark = pytest.mark.slow
 

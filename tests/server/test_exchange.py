@@ -16,8 +16,8 @@ from uvicorn.server import ServerState
 
 from quire.config.api import ApiConfig
 from quire.server.app import build_app
-from quire.server.protocol import IDLE_S, BoundedProtocol, uvicorn_config
-from quire.server.tenants import key_ring
+from quire.server.http.protocol import IDLE_S, BoundedProtocol, uvicorn_config
+from quire.server.quota.tenants import key_ring
 
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from served import Served, cpu_s, serving, until
 
-from quire.server.exhaustion import ExhaustionLog
+from quire.server.http.exhaustion import ExhaustionLog
 
 MESSAGE = "socket.accept() out of system resource"
 

@@ -18,7 +18,7 @@ from quire.common.json_logs import JsonFormatter
 from quire.config.api import ApiConfig
 from quire.errors import UnavailableError
 from quire.server.app import build_app
-from quire.server.tenants import Tenant, key_ring
+from quire.server.quota.tenants import Tenant, key_ring
 
 pytestmark = timed
 

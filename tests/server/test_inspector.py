@@ -10,7 +10,7 @@ import pytest
 from fake_client import FakeClient
 from servers import RunningServer, serve, serve_model
 
-from quire.engine.inspection import (
+from quire.engine.loop.inspection import (
     Base,
     BlockContent,
     EnteredRow,
@@ -19,7 +19,7 @@ from quire.engine.inspection import (
     RowState,
     StepRecord,
 )
-from quire.server.tenants import Tenant, key_ring
+from quire.server.quota.tenants import Tenant, key_ring
 
 KEYS = key_ring(
     [(Tenant("boss", is_admin=True), ["sk-admin-key"]), (Tenant("other"), ["sk-other-key"])]

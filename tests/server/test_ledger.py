@@ -7,7 +7,7 @@ from collections import OrderedDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.server.ledger import Ledger
+from quire.server.quota.ledger import Ledger
 
 OWNERS = st.sampled_from(["a", "b", "c"])
 NAMES = st.sampled_from(["x", "y", "z"])

@@ -274,8 +274,8 @@ def _target(fd: Path) -> str:
 
 
 def test_t18_the_data_folder_is_nobody_elses(tmp_path: Path) -> None:
-    from quire.server.openai.data_folder import DataFolder
-    from quire.server.openai.file_store import FileStore
+    from quire.server.api.openai.data_folder import DataFolder
+    from quire.server.api.openai.file_store import FileStore
 
     folder = DataFolder(tmp_path / "data")
     FileStore(folder).add_file("a", "x", io.BytesIO(b"x"))

@@ -14,14 +14,14 @@ from fake_client import FakeClient, Script
 from servers import RunningServer, serve
 
 from quire.core.params import SamplingParams
-from quire.engine.digest import Digest
-from quire.server import body as bodies
-from quire.server.body import decode
-from quire.server.errors import ApiError
-from quire.server.off_loop import SMALL, off_loop
-from quire.server.openai import completions, logprobs
-from quire.server.openai import fields as fields_module
-from quire.server.openai.completions import CompletionRequest, split_prompts
+from quire.engine.front.digest import Digest
+from quire.server.api.openai import completions, logprobs
+from quire.server.api.openai import fields as fields_module
+from quire.server.api.openai.completions import CompletionRequest, split_prompts
+from quire.server.http import body as bodies
+from quire.server.http.body import decode
+from quire.server.http.errors import ApiError
+from quire.server.http.off_loop import SMALL, off_loop
 
 NUM_PROMPTS = 100
 

@@ -7,10 +7,10 @@ from fake_client import FakeClient
 from servers import routes_of, serve
 
 from quire.config.api import ApiConfig
+from quire.server.api.openai.chat import ChatRequest
 from quire.server.app import build_app
-from quire.server.openai.chat import ChatRequest
-from quire.server.static_page import PATHS as PAGE_PATHS
-from quire.server.tenants import key_ring
+from quire.server.ops.static_page import PATHS as PAGE_PATHS
+from quire.server.quota.tenants import key_ring
 
 
 def test_it_describes_what_is_served() -> None:

@@ -14,7 +14,7 @@ import pytest
 from browser import Page, find_chromium, open_page
 from servers import RunningServer, serve_model
 
-from quire.server.tenants import Tenant, key_ring
+from quire.server.quota.tenants import Tenant, key_ring
 
 CHROMIUM = find_chromium()
 pytestmark = pytest.mark.skipif(

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from quire.errors import RequestError
-from quire.server.anthropic.tools import read_tools as read_anthropic_tools
-from quire.server.openai.messages import Message, for_template
-from quire.server.openai.tools import CHAT, RESPONSES, read_tools
-from quire.server.tools import Demand, settle_tools
+from quire.server.api.anthropic.tools import read_tools as read_anthropic_tools
+from quire.server.api.openai.messages import Message, for_template
+from quire.server.api.openai.tools import CHAT, RESPONSES, read_tools
+from quire.server.api.tools import Demand, settle_tools
 from quire.text.chat import ChatTemplate
 from quire.text.files import read_text_config
 from quire.text.tools import HERMES

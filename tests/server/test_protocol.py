@@ -20,7 +20,7 @@ from servers import RunningServer, serve
 from timing import timed
 
 from quire.config.api import ApiConfig
-from quire.server.tenants import Tenant, key_ring
+from quire.server.quota.tenants import Tenant, key_ring
 
 pytestmark = timed
 

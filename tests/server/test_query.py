@@ -18,11 +18,11 @@ from servers import RunningServer, routes_of, serve
 
 from quire.config.api import ApiConfig
 from quire.server.app import build_app
-from quire.server.call import Call, attach
-from quire.server.errors import ApiError
-from quire.server.openapi import ApiRoute
-from quire.server.query import read_query
-from quire.server.tenants import EVERYBODY, key_ring
+from quire.server.http.call import Call, attach
+from quire.server.http.errors import ApiError
+from quire.server.http.query import read_query
+from quire.server.ops.openapi import ApiRoute
+from quire.server.quota.tenants import EVERYBODY, key_ring
 
 
 class Asked(msgspec.Struct, kw_only=True):

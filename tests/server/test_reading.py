@@ -8,9 +8,9 @@ import pytest
 
 from quire.core.structure import StructuredOutputsParams
 from quire.grammar.backend import NativeVocabulary, Vocabulary, compile_grammar
-from quire.server.errors import ApiError
-from quire.server.reading import Marks, Reading
-from quire.server.tools import Demand, Function, Mode, ToolUse, settle_tools
+from quire.server.api.reading import Marks, Reading
+from quire.server.api.tools import Demand, Function, Mode, ToolUse, settle_tools
+from quire.server.http.errors import ApiError
 from quire.text.reasoning import MISTRAL_THINK, THINK
 from quire.text.tools import HERMES
 

@@ -11,12 +11,19 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from quire.engine.outputs import CompletionOutput, RequestOutput
-from quire.server.call import Call
-from quire.server.errors import ApiError
-from quire.server.generation import PassOn
-from quire.server.responses import KEEP_ALIVE, WRITER, Events, EventStream, TextEvent, data_event
-from quire.server.tenants import EVERYBODY
+from quire.engine.front.outputs import CompletionOutput, RequestOutput
+from quire.server.api.generation import PassOn
+from quire.server.http.call import Call
+from quire.server.http.errors import ApiError
+from quire.server.http.responses import (
+    KEEP_ALIVE,
+    WRITER,
+    Events,
+    EventStream,
+    TextEvent,
+    data_event,
+)
+from quire.server.quota.tenants import EVERYBODY
 
 CALL = Call("req_1", EVERYBODY)
 

@@ -10,12 +10,12 @@ import httpx
 from fake_client import FakeClient
 from servers import serve
 
-import quire.server
+import quire.server.ops
 from quire.config.api import ApiConfig
-from quire.server.static_page import PATHS
-from quire.server.tenants import Tenant, key_ring
+from quire.server.ops.static_page import PATHS
+from quire.server.quota.tenants import Tenant, key_ring
 
-FOLDER = Path(quire.server.__file__).parent / "page"
+FOLDER = Path(quire.server.ops.__file__).parent / "page"
 
 
 def test_the_page_needs_no_key_and_has_a_strict_policy() -> None:

@@ -11,7 +11,7 @@ from fake_client import FakeClient
 from servers import serve
 
 from quire.errors import ConfigError
-from quire.server.tenants import EVERYBODY, Tenant, key_ring, keys_from_text, read_keys_file
+from quire.server.quota.tenants import EVERYBODY, Tenant, key_ring, keys_from_text, read_keys_file
 
 
 def test_a_keys_file(tmp_path: Path) -> None:

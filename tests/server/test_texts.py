@@ -11,9 +11,9 @@ import pytest
 from fake_client import FakeClient
 from servers import serve
 
-from quire.server import texts
-from quire.server.anthropic import messages as anthropic_messages
-from quire.server.openai import chat, responses
+from quire.server.api import texts
+from quire.server.api.anthropic import messages as anthropic_messages
+from quire.server.api.openai import chat, responses
 from quire.text.chat import ChatTemplate
 
 SMALL: Any = {}

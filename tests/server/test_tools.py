@@ -9,8 +9,8 @@ import pytest
 from quire.core.grammars import Grammar
 from quire.grammar.backend import NativeVocabulary, Vocabulary, compile_grammar
 from quire.grammar.judge import judge
-from quire.server.errors import ApiError
-from quire.server.tools import Demand, Function, settle_tools
+from quire.server.api.tools import Demand, Function, settle_tools
+from quire.server.http.errors import ApiError
 from quire.text.tools import HERMES, LLAMA3, MISTRAL, ToolFormat
 
 BYTES = Vocabulary([*(bytes([byte]) for byte in range(256)), b"<end>"], frozenset({256}), (256,))

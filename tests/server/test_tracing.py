@@ -12,8 +12,8 @@ from fake_client import FakeClient, Script
 from servers import serve, serve_model
 
 from quire.errors import ConfigError
-from quire.server.tenants import Tenant, key_ring
-from quire.server.tracing import RequestTracer, is_wanted, provider_of
+from quire.server.ops.tracing import RequestTracer, is_wanted, provider_of
+from quire.server.quota.tenants import Tenant, key_ring
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace")
 CHAT = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from quire.server.tenants import Tenant
-from quire.server.turns import Lease, Turns
+from quire.server.quota.tenants import Tenant
+from quire.server.quota.turns import Lease, Turns
 
 A, B = Tenant("a"), Tenant("b", weight=2.0)
 

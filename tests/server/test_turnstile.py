@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from quire.server.turnstile import Turnstile
+from quire.server.http.turnstile import Turnstile
 
 
 def test_a_crowd_passes_in_order_one_a_round() -> None:

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from quire.engine.engine import Engine
-from quire.engine.outputs import RequestOutput
+from quire.engine.front.outputs import RequestOutput
+from quire.engine.loop.engine import Engine
 
 MAX_STEPS = 5000
 

@@ -12,13 +12,13 @@ from typing import Any
 from quire.core.params import RequestOutputKind, SamplingParams
 from quire.core.request import RequestMetrics
 from quire.core.request_spec import RequestSpec
-from quire.engine.client import Client, EngineState, EngineStatus, ModelInfo
-from quire.engine.digest import Digest
-from quire.engine.inspection import BlockContent, Inspection
-from quire.engine.outputs import CompletionOutput, RequestOutput
-from quire.engine.prompts import ParsedPrompt
-from quire.engine.requests import PreparedRequest
-from quire.engine.streams import Stream
+from quire.engine.front.client import Client, EngineState, EngineStatus, ModelInfo
+from quire.engine.front.digest import Digest
+from quire.engine.front.outputs import CompletionOutput, RequestOutput
+from quire.engine.front.prompts import ParsedPrompt
+from quire.engine.front.requests import PreparedRequest
+from quire.engine.front.streams import Stream
+from quire.engine.loop.inspection import BlockContent, Inspection
 from quire.text.tokenizer import Tokenizer
 from quire.weights.folder import resolve_model
 

@@ -9,7 +9,7 @@ from typing import IO
 
 import pytest
 
-from quire.server.openai.data_folder import DataFolder
+from quire.server.api.openai.data_folder import DataFolder
 
 
 class FaultyDisk:

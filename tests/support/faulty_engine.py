@@ -16,8 +16,8 @@ import torch
 
 from quire.config.engine import EngineConfig
 from quire.core.plan import StepPlan, StepResult
+from quire.engine.loop.step_loop import StepLoop
 from quire.engine.process.host import build_loop, main
-from quire.engine.step_loop import StepLoop
 from quire.executor.interface import Launched
 
 FAULTS = {

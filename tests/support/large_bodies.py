@@ -26,13 +26,13 @@ from msgspec.inspect import (
     type_info,
 )
 
-from quire.server.anthropic.messages import CountRequest, MessageRequest
-from quire.server.openai.batches import BatchRequest
-from quire.server.openai.chat import ChatRequest
-from quire.server.openai.completions import CompletionRequest
-from quire.server.openai.models import EmbeddingRequest
-from quire.server.openai.responses import ResponseRequest
-from quire.server.tokens import DetokenizeRequest, TokenizeRequest
+from quire.server.api.anthropic.messages import CountRequest, MessageRequest
+from quire.server.api.openai.batches import BatchRequest
+from quire.server.api.openai.chat import ChatRequest
+from quire.server.api.openai.completions import CompletionRequest
+from quire.server.api.openai.models import EmbeddingRequest
+from quire.server.api.openai.responses import ResponseRequest
+from quire.server.api.tokens import DetokenizeRequest, TokenizeRequest
 
 MODEL = "quire-storyteller"
 VOCAB_SIZE = 400

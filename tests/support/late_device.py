@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from quire.core.plan import StepPlan
-from quire.engine.engine import Engine
-from quire.engine.step_loop import OverlappedLoop
+from quire.engine.loop.engine import Engine
+from quire.engine.loop.step_loop import OverlappedLoop
 from quire.worker.last_tokens import Arrival
 
 DEADLINE_S = 20.0

@@ -12,8 +12,8 @@ from typing import Any
 from quire.config.engine import EngineConfig
 from quire.config.limits import SchedulerLimits
 from quire.core.plan import StepPlan, StepResult
+from quire.engine.loop.step_loop import StepLoop
 from quire.engine.process.host import main
-from quire.engine.step_loop import StepLoop
 from quire.executor.null import NullExecutor
 
 VOCAB_SIZE = 256

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 
 from quire.core.params import SamplingParams
-from quire.engine.outputs import RequestOutput
+from quire.engine.front.outputs import RequestOutput
+from quire.engine.front.prompts import ParsedPrompt
+from quire.engine.front.requests import RequestBuilder
+from quire.engine.loop.step_loop import StepLoop
 from quire.engine.process.journal import Journal
 from quire.engine.process.messages import Down, StepDeltas, Up
 from quire.engine.process.service import Service
-from quire.engine.prompts import ParsedPrompt
-from quire.engine.requests import RequestBuilder
-from quire.engine.step_loop import StepLoop
 
 MAX_STEPS = 20_000
 

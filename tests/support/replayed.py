@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from quire.engine.engine import Engine
+from quire.engine.loop.engine import Engine
 from quire.worker.graphs import GraphSettings, StepGraphs
 from quire.worker.memory import KVMemory, PoolShape
 

@@ -17,13 +17,13 @@ import uvicorn
 
 from quire.config.api import ApiConfig
 from quire.config.engine import EngineConfig
-from quire.engine.builder import build_engine, prepare_model
-from quire.engine.client import Client
-from quire.engine.engine_thread import EngineThread
+from quire.engine.assembly.builder import build_engine, prepare_model
+from quire.engine.front.client import Client
+from quire.engine.loop.engine_thread import EngineThread
+from quire.server.api.generation import Tracer
 from quire.server.app import build_app
-from quire.server.generation import Tracer
-from quire.server.protocol import uvicorn_config
-from quire.server.tenants import KeyRing, key_ring
+from quire.server.http.protocol import uvicorn_config
+from quire.server.quota.tenants import KeyRing, key_ring
 
 MODEL = "quire-storyteller"
 

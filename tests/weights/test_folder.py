@@ -161,7 +161,7 @@ def watch(event, args):
         seen.append((event, repr(args)[:200]))
 sys.addaudithook(watch)
 from quire.config.engine import EngineConfig
-from quire.engine.builder import build_engine
+from quire.engine.assembly.builder import build_engine
 engine = build_engine(EngineConfig(model=str(folder), load_format="dummy", kv_cache_memory=1 << 20, num_threads=1))
 engine.close()
 print(seen)

@@ -158,7 +158,7 @@ def test_giving_up_is_quick_and_safe(tmp_path: Path) -> None:
 
 def test_torch_is_not_imported_for_it() -> None:
     script = (
-        "import sys, quire.weights.head_start, quire.engine.builder; sys.exit('torch' in "
+        "import sys, quire.weights.head_start, quire.engine.assembly.builder; sys.exit('torch' in "
         "sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -16,8 +16,8 @@ from torch import Tensor
 from quire.common.graph_shapes import StepShape
 from quire.config.engine import EngineConfig
 from quire.core.params import SamplingParams
-from quire.engine.builder import build_engine
-from quire.engine.engine import Engine
+from quire.engine.assembly.builder import build_engine
+from quire.engine.loop.engine import Engine
 from quire.worker.batch import StepArrays, StepInputs
 from quire.worker.graphs import GraphSettings, ScratchBlock, StepGraphs, padded
 from quire.worker.prefixes import PrefixRun

@@ -22,8 +22,8 @@ from quire.core.plan import (
     RowWork,
     StepPlan,
 )
-from quire.engine.builder import build_engine
-from quire.engine.engine import Engine
+from quire.engine.assembly.builder import build_engine
+from quire.engine.loop.engine import Engine
 from quire.errors import EngineError
 from quire.kernels import cpu
 from quire.sampling import Sampler, select_sampling

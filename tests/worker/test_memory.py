@@ -13,7 +13,7 @@ import torch
 from quire.common.kv_formats import KV_FORMATS
 from quire.config.engine import EngineConfig
 from quire.core.plan import BlockCopy, NewRow, RowSampling, RowWork, StepPlan
-from quire.engine.builder import build_engine
+from quire.engine.assembly.builder import build_engine
 from quire.kernels import load
 from quire.models.declaration import KVLayerSpec
 from quire.nn.context import StepContext

@@ -19,7 +19,7 @@ from quire.bench.serving.exchange import RequestTimeline, Target
 from quire.bench.serving.load import LoadOptions, run_load
 from quire.bench.serving.results import requests_table, results, series
 from quire.common.http_client import HttpClient, HttpError, HttpRequest
-from quire.engine.machine import Machine
+from quire.engine.plan.machine import Machine
 from quire.errors import ConfigError, EngineError
 
 BUSY_CLIENT_SHARE = 0.5

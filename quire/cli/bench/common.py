@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from quire.bench.workload import Workload
-    from quire.engine.planning import EnginePlan
+    from quire.engine.plan.planning import EnginePlan
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +56,7 @@ def run_workload(
     from quire.bench.measure import params_of
     from quire.bench.runner import BenchOptions, render, run_benchmark
     from quire.cli.session import PromptJob, check
-    from quire.engine.builder import prepare_model
+    from quire.engine.assembly.builder import prepare_model
 
     prepared = prepare_model(config)
     plan = prepared.planned.plan

@@ -125,7 +125,7 @@ def run_on_gpu(args: argparse.Namespace) -> int:
     for name in ("weights", "num_threads", "isa"):
         if getattr(args, name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} applies to the CPU's kernels only")
-    from quire.engine.gpu import require_gpu
+    from quire.engine.plan.gpu import require_gpu
 
     gpu = require_gpu()
     if args.tune is not None:

@@ -23,7 +23,14 @@ from quire.common.failures import log_failure
 from quire.common.file_states import check_unchanged
 from quire.common.json_logs import use_json_logs
 from quire.config.engine import EngineConfig
-from quire.engine.builder import PREREQUISITES, begin_loading, build_executor, pace_of, plan_engine
+from quire.engine.assembly.builder import (
+    PREREQUISITES,
+    begin_loading,
+    build_executor,
+    pace_of,
+    plan_engine,
+)
+from quire.engine.loop.step_loop import StepLoop, loop_of
 from quire.engine.process.channel import Channel, ChannelClosed, FrameTooLarge, ProtocolError, wait
 from quire.engine.process.messages import (
     PROTOCOL_VERSION,
@@ -35,7 +42,6 @@ from quire.engine.process.messages import (
     StepDeltas,
 )
 from quire.engine.process.service import Service
-from quire.engine.step_loop import StepLoop, loop_of
 from quire.errors import CapacityError, EngineError, QuireError
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterator
 from quire.common.failures import log_failure
 from quire.core.request import FinishReason, RequestRecord, SequenceRecord, SequenceStatus
 from quire.core.request_spec import ResumedSequence
-from quire.engine.output_processor import Happening, OutputProcessor
-from quire.engine.outputs import RequestOutput
+from quire.engine.front.output_processor import Happening, OutputProcessor
+from quire.engine.front.outputs import RequestOutput
+from quire.engine.front.requests import PreparedRequest
 from quire.engine.process.messages import (
     NO_LISTS,
     Abort,
@@ -34,7 +35,6 @@ from quire.engine.process.messages import (
     TokenDelta,
 )
 from quire.engine.process.shared_lists import SharedLists, without_lists
-from quire.engine.requests import PreparedRequest
 from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ import msgspec
 from quire.core.grammars import Grammar
 from quire.core.plan import MarkSpelling, TokenLogprobs
 from quire.core.request_spec import RequestSpec, ResumedSequence
-from quire.engine.counters import EngineCounters
-from quire.engine.inspection import BlockContent, Inspection
+from quire.engine.loop.counters import EngineCounters
+from quire.engine.loop.inspection import BlockContent, Inspection
 
 PROTOCOL_VERSION = 6
 """Both ends come from one installation; a difference means that it was

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from quire.core.request import FinishReason, Request, Sequence
 from quire.core.scheduler.scheduler import Progress
-from quire.engine.counters import count
+from quire.engine.loop.counters import count
+from quire.engine.loop.step_loop import StepLoop
 from quire.engine.process.messages import (
     NO_LISTS,
     Abort,
@@ -26,7 +27,6 @@ from quire.engine.process.messages import (
     TokenDelta,
 )
 from quire.engine.process.shared_lists import with_lists
-from quire.engine.step_loop import StepLoop
 from quire.errors import RequestError
 
 

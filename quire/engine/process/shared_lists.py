@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from quire.core.plan import MarkSpelling
 from quire.core.request_spec import RequestSpec
-from quire.engine.digest import Digest
+from quire.engine.front.digest import Digest
 from quire.engine.process.messages import NO_LISTS, Forget, Lists
 
 _FEW_IDS = 64

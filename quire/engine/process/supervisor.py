@@ -19,8 +19,10 @@ from typing import Any
 
 from quire.common.failures import log_failure
 from quire.core.request import FinishReason
-from quire.engine.client import EngineState, EngineStatus, Question, Seen
-from quire.engine.outputs import RequestOutput
+from quire.engine.front.client import EngineState, EngineStatus, Question, Seen
+from quire.engine.front.outputs import RequestOutput
+from quire.engine.front.requests import PreparedRequest
+from quire.engine.front.streams import Post, Stream
 from quire.engine.process.channel import ChannelClosed, FrameTooLarge, ProtocolError, wait
 from quire.engine.process.journal import Journal, JournalEntry
 from quire.engine.process.launcher import EngineProcess
@@ -36,8 +38,6 @@ from quire.engine.process.messages import (
 )
 from quire.engine.process.quarantine import choose, judge
 from quire.engine.process.watch import Watch, WatchConfig
-from quire.engine.requests import PreparedRequest
-from quire.engine.streams import Post, Stream
 from quire.errors import EngineError
 
 logger = logging.getLogger(__name__)

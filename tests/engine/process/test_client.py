@@ -17,12 +17,12 @@ from null_engine import DEADLY_TOKEN, ENDLESS_TOKEN, SLOW_TOKEN
 from timing import timed
 
 from quire.core.params import RequestOutputKind, SamplingParams
-from quire.engine.client import Client, EngineState
-from quire.engine.outputs import RequestOutput
+from quire.engine.front.client import Client, EngineState
+from quire.engine.front.outputs import RequestOutput
+from quire.engine.front.prompts import ParsedPrompt
+from quire.engine.front.streams import Stream, merge_deltas
 from quire.engine.process.link import supervised
 from quire.engine.process.supervisor import CONVICTED
-from quire.engine.prompts import ParsedPrompt
-from quire.engine.streams import Stream, merge_deltas
 from quire.errors import InvalidParameterError, PromptTooLongError, UnavailableError
 
 pytestmark = [timed, pytest.mark.slow]
@@ -239,7 +239,7 @@ def test_an_engine_that_never_lives_is_given_up_and_says_so(
     make_client: MakeClient, tiny_config: Path
 ) -> None:
     from quire.config.engine import EngineConfig
-    from quire.engine.builder import prepare_model
+    from quire.engine.assembly.builder import prepare_model
     from quire.engine.process.watch import WatchConfig
 
     async def scenario() -> None:
@@ -327,7 +327,7 @@ def test_a_drain_that_takes_too_long_gives_everyone_a_last_word(make_client: Mak
 
 
 def test_merging_deltas_keeps_their_order() -> None:
-    from quire.engine.outputs import CompletionOutput
+    from quire.engine.front.outputs import CompletionOutput
 
     def delta(text: str, token_id: int, *, finished: bool = False) -> RequestOutput:
         return RequestOutput(

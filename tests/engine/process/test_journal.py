@@ -16,11 +16,11 @@ from relay import Relay
 from quire.config.engine import EngineConfig
 from quire.core.params import RequestOutputKind, SamplingParams, ThinkingMarks
 from quire.core.request import FinishReason, RequestRecord, SequenceRecord
-from quire.engine.builder import prepare_model
-from quire.engine.engine import Engine
-from quire.engine.outputs import RequestOutput
+from quire.engine.assembly.builder import prepare_model
+from quire.engine.front.outputs import RequestOutput
+from quire.engine.front.requests import RequestBuilder
+from quire.engine.loop.engine import Engine
 from quire.engine.process.journal import Journal
-from quire.engine.requests import RequestBuilder
 
 pytestmark = pytest.mark.slow
 

@@ -8,11 +8,11 @@ import pytest
 
 from quire.config.engine import EngineConfig
 from quire.core.params import SamplingParams
-from quire.engine.builder import prepare_model
+from quire.engine.assembly.builder import prepare_model
+from quire.engine.front.prompts import ParsedPrompt
+from quire.engine.front.requests import RequestBuilder
 from quire.engine.process.journal import JournalEntry
 from quire.engine.process.quarantine import MIN_DELIVERED, choose, judge
-from quire.engine.prompts import ParsedPrompt
-from quire.engine.requests import RequestBuilder
 
 
 @pytest.fixture

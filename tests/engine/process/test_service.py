@@ -9,9 +9,9 @@ from quire.config.limits import SchedulerLimits
 from quire.core.plan import RowSampling
 from quire.core.request import Request, Sequence
 from quire.core.request_spec import RequestSpec
+from quire.engine.loop.step_loop import StepLoop
 from quire.engine.process.messages import Abort, AddRequest, Finish
 from quire.engine.process.service import Service
-from quire.engine.step_loop import StepLoop
 from quire.executor.null import NullExecutor
 
 

@@ -23,9 +23,9 @@ from servers import RunningServer, serve
 
 from quire.config.api import ApiConfig
 from quire.errors import UnavailableError
-from quire.server.openai import batch_lines, batches
-from quire.server.openai.data_folder import DataFolder
-from quire.server.tenants import Tenant, key_ring
+from quire.server.api.openai import batch_lines, batches
+from quire.server.api.openai.data_folder import DataFolder
+from quire.server.quota.tenants import Tenant, key_ring
 
 KEYS = key_ring([(Tenant("a"), ["key-of-a"]), (Tenant("b"), ["key-of-b"])])
 

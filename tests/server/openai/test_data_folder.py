@@ -13,8 +13,8 @@ import pytest
 from faulty_disk import FaultyDisk
 
 from quire.errors import ConfigError
-from quire.server.errors import ApiError
-from quire.server.openai.data_folder import DataFolder
+from quire.server.api.openai.data_folder import DataFolder
+from quire.server.http.errors import ApiError
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from timing import timed
 from quire.config.api import ApiConfig
 from quire.engine.process.supervisor import CONVICTED
 from quire.errors import EngineError, UnavailableError
-from quire.server.tenants import Tenant, key_ring
+from quire.server.quota.tenants import Tenant, key_ring
 
 pytestmark = timed
 

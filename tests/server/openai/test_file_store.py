@@ -15,11 +15,11 @@ from faulty_disk import FaultyDisk
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quire.server.errors import ApiError
-from quire.server.openai import file_store
-from quire.server.openai.data_folder import DataFolder
-from quire.server.openai.file_store import FileStore, new_id
-from quire.server.openai.listing import FileListing, Listing
+from quire.server.api.openai import file_store
+from quire.server.api.openai.data_folder import DataFolder
+from quire.server.api.openai.file_store import FileStore, new_id
+from quire.server.api.openai.listing import FileListing, Listing
+from quire.server.http.errors import ApiError
 
 EVERYTHING = Listing(limit=100, order="asc")
 

@@ -20,10 +20,10 @@ from served import Served, until
 from servers import RunningServer, serve
 
 from quire.config.api import ApiConfig
-from quire.server.errors import ApiError
-from quire.server.openai.data_folder import DataFolder
-from quire.server.openai.file_store import FileStore
-from quire.server.tenants import Tenant, key_ring
+from quire.server.api.openai.data_folder import DataFolder
+from quire.server.api.openai.file_store import FileStore
+from quire.server.http.errors import ApiError
+from quire.server.quota.tenants import Tenant, key_ring
 
 KEYS = key_ring([(Tenant("a"), ["key-of-a"]), (Tenant("b"), ["key-of-b"])])
 

@@ -9,7 +9,7 @@ from fake_client import FakeClient
 from servers import MODEL, RunningServer, serve
 
 from quire.config.api import ApiConfig
-from quire.server.tenants import Tenant, key_ring
+from quire.server.quota.tenants import Tenant, key_ring
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 

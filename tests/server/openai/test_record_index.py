@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.server.openai.record_index import RecordIndex
+from quire.server.api.openai.record_index import RecordIndex
 
 
 @settings(deadline=None)

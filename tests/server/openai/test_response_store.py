@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from servers import serve
 
 from quire.config.api import ApiConfig
-from quire.server.errors import ApiError
-from quire.server.openai.response_store import ResponseStore, StoredResponse
+from quire.server.api.openai.response_store import ResponseStore, StoredResponse
+from quire.server.http.errors import ApiError
 
 MAX_RESPONSES, MAX_BYTES = 5, 2000
 

@@ -15,9 +15,9 @@ from fake_client import FakeClient, Script
 from servers import MODEL, RunningServer, serve
 
 from quire.config.api import ApiConfig
-from quire.server.errors import ApiError
-from quire.server.openai.response_store import ResponseStore, StoredResponse
-from quire.server.tenants import KeyRing, Tenant, key_ring
+from quire.server.api.openai.response_store import ResponseStore, StoredResponse
+from quire.server.http.errors import ApiError
+from quire.server.quota.tenants import KeyRing, Tenant, key_ring
 
 TOOLS: list[Any] = [
     {

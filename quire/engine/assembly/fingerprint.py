@@ -1,0 +1,88 @@
+"""What decides a model's numbers, as digests: for clients that compare answers, and for files that
+keep packed weights.
+
+Both cover every input that may change a bit; limits, threads and block size are left out, since no
+answer depends on them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import quire.quant
+from quire.common.version import __version__
+from quire.engine.assembly.model_files import ModelFiles
+from quire.engine.plan.machine import instruction_sets
+from quire.engine.plan.planning import EnginePlan
+from quire.weights.packed_cache import CacheName
+
+_NUM_SAMPLES = 256
+_SAMPLE_BYTES = 4096
+"""Of each file: a megabyte, which takes a millisecond where it was read before. Weights that were
+trained further differ almost everywhere, and of a change to a twentieth of a file the samples miss
+one in half a million.
+"""
+
+
+def fingerprint(plan: EnginePlan, files: ModelFiles) -> str:
+    """Changes whenever answers may: Quire's version, the model's declaration and files, dtypes,
+    kernels, and what this machine's processor makes them compute with. The same files on a machine
+    of the same class have the same.
+    """
+    where = [
+        plan.device,
+        plan.config.kernels,
+        plan.attention_module,
+        plan.config.batch_invariant,
+        instruction_sets(),
+    ]
+    tokenizer = Path(plan.config.tokenizer or files.folder) / "tokenizer.json"
+    read = [*_weight_files(files), *([tokenizer] if tokenizer.is_file() else [])]
+    samples = [(path.name, *_samples(path)) for path in read]
+    return _digest([*_forms(plan), dict(files.config), plan.kv_format, where, samples])
+
+
+def _samples(path: Path) -> tuple[int, str]:
+    """A file's size, and a digest of pieces all over it: the whole of a small one."""
+    digest = hashlib.blake2b(digest_size=12)
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        for place in range(0, size, max(_SAMPLE_BYTES, size // _NUM_SAMPLES)):
+            file.seek(place)
+            digest.update(file.read(_SAMPLE_BYTES))
+    return size, digest.hexdigest()
+
+
+def cache_name(plan: EnginePlan, files: ModelFiles) -> CacheName:
+    """The packed weights of a model: one name for each form of it,
+    one digest for each state of its files and of the code."""
+    path = files.folder if files.gguf is None else Path(files.gguf.file.path)
+    form = plan.config.quantize_to or "stored"
+    label = f"{path.stem}-{_digest([str(path.resolve())])[:8]}-{plan.dtype}-{form}"
+    states = [
+        (each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in _weight_files(files)
+    ]
+    code = [each.read_text() for each in sorted(Path(quire.quant.__path__[0]).glob("*.py"))]
+    return CacheName(label, _digest([*_forms(plan), dict(files.config), states, _digest(code)]))
+
+
+def _forms(plan: EnginePlan) -> list[Any]:
+    config = plan.config
+    seed = config.seed if config.load_format == "dummy" else None
+    return [__version__, plan.dtype, config.quantize_to, config.load_format, seed]
+
+
+def _weight_files(files: ModelFiles) -> list[Path]:
+    return sorted(
+        files.folder.glob("*.safetensors") if files.gguf is None else [Path(files.gguf.file.path)]
+    )
+
+
+def _digest(decisive: list[Any]) -> str:
+    return hashlib.blake2b(
+        json.dumps(decisive, sort_keys=True, default=str).encode(), digest_size=12
+    ).hexdigest()

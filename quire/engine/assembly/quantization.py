@@ -1,0 +1,65 @@
+"""`quire quantize` without its command line: a model folder in, a quantized model folder out.
+
+Owns what lies around the weights: which folder is read, which small files go along, and that
+nothing incomplete is ever found under the output's name.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.config.engine import EngineConfig
+from quire.engine.assembly.model_files import ModelFiles, find_model
+from quire.errors import CheckpointError, ConfigError
+from quire.models.registry import declare
+
+if TYPE_CHECKING:
+    from quire.quant.writer import Recipe
+
+_COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*")
+_NOT_COPIED = ("config.json", "*.safetensors.index.json")
+
+
+def quantize_model(model: str, recipe: Recipe, output: Path) -> None:
+    """Write the floating-point `model`, quantized, as the new folder `output`.
+
+    Raises ConfigError for a model that is quantized already or an output that exists,
+    CheckpointError for weights that cannot be read or files that cannot be written.
+    """
+    from safetensors import SafetensorError
+
+    files = find_model(EngineConfig(model=model))
+    if files.gguf is not None or files.config.get("quantization_config") is not None:
+        raise ConfigError(
+            f"model={model!r} is quantized already, or a GGUF file; give a folder of "
+            "floating-point weights"
+        )
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"{output} exists already; name a new folder")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as temporary:
+            made = Path(temporary) / "model"
+            made.mkdir()
+            _write(files, recipe, made)
+            made.rename(output)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{output} cannot be written: {error}") from error
+
+
+def _write(files: ModelFiles, recipe: Recipe, folder: Path) -> None:
+    from quire.quant.writer import write_checkpoint
+    from quire.weights.checkpoint import SafetensorsCheckpoint
+
+    spec = declare(files.config)
+    with SafetensorsCheckpoint(files.folder, spec) as weights:
+        changes = write_checkpoint(folder, spec, weights, recipe)
+    (folder / "config.json").write_text(json.dumps({**files.config, **changes}, indent=2) + "\n")
+    excluded = {path for pattern in _NOT_COPIED for path in files.folder.glob(pattern)}
+    for path in {path for pattern in _COPIED for path in files.folder.glob(pattern)} - excluded:
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)

@@ -1,0 +1,1 @@
+"""What users call: requests and prompts in, texts and token deltas out."""

@@ -1,0 +1,244 @@
+"""`AsyncLLM`: the engine for asyncio programs. Requests stream; the engine runs in a thread of its
+own.
+
+The event loop never computes and never waits for a step: that is left to `EngineThread`, where
+prompts are tokenized, too. Every wait ends with the engine: if its thread dies, all streams raise
+EngineError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
+
+from quire.config.engine import EngineConfig
+from quire.core.params import SamplingParams
+from quire.core.scheduler.scheduler import Scheduler
+from quire.engine.assembly.builder import build_engine
+from quire.engine.front.absent import (
+    NO_EMBEDDINGS,
+    NO_PROFILE,
+    NO_RPC,
+    NO_SLEEP,
+    absent,
+    refuse_adapters,
+)
+from quire.engine.front.digest import Digest
+from quire.engine.front.metrics import Metric, snapshot
+from quire.engine.front.model_view import ModelView
+from quire.engine.front.outputs import RequestOutput
+from quire.engine.front.prompts import Prompt, with_truncation
+from quire.engine.front.streams import Stream
+from quire.engine.loop.engine import Engine
+from quire.engine.loop.engine_thread import EngineThread
+from quire.errors import InvalidParameterError
+from quire.grammar.judge import judge
+from quire.text.pretrained import PretrainedTokenizer
+
+if TYPE_CHECKING:
+    from quire.engine.arg_utils import EngineArgs
+
+_PAUSE_POLL_S = 0.01
+PauseMode = Literal["abort", "wait", "keep"]
+"""What becomes of the requests in flight."""
+
+_T = TypeVar("_T")
+
+
+class AsyncLLM:
+    """A model in this process, for asyncio. Safe to use from several threads, each with an event
+    loop of its own.
+
+    `options` are the fields of `EngineConfig`; an unknown one raises ConfigError with what it may
+    have meant.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self.config = EngineConfig.from_options(model, options)
+        self._engine = build_engine(self.config, is_streaming=True)
+        self._link = EngineThread(self._engine)
+        self._request_numbers = itertools.count()
+        self._link.start()
+
+    @classmethod
+    def from_engine_args(
+        cls, engine_args: EngineArgs, usage_context: object = None, **ignored: object
+    ) -> Self:
+        """A model of parsed arguments."""
+        return cls(**engine_args.options())
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | Digest | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: object = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """Stream one request's outputs, cumulative unless `sampling_params.output_kind` says
+        otherwise.
+
+        With a digest of the engine's, what the parameters list is read and held once for all
+        prompts that are given it. Leaving the loop early aborts the request. Raises a RequestError
+        if it cannot be served. `trace_headers` have no effect.
+        """
+        refuse_adapters(lora_request)
+        self._engine.refuse_nested_call()
+        params = sampling_params if sampling_params is not None else self._engine.default_params()
+        if not isinstance(params, SamplingParams | Digest):
+            raise InvalidParameterError(
+                f"AsyncLLM takes SamplingParams, not {type(params).__name__}",
+                param="sampling_params",
+            )
+        params = (
+            with_truncation(params.clone(), tokenization_kwargs)
+            if isinstance(params, SamplingParams)
+            else params
+        )
+        asked = params.params if isinstance(params, Digest) else params
+        if asked.structured_outputs is not None:
+            await judge.check_async(asked.structured_outputs.wire)
+        request_id = (
+            request_id if request_id is not None else f"async-{next(self._request_numbers)}"
+        )
+        stream = Stream()
+        self._link.begin(
+            request_id,
+            lambda engine: engine.add_request(request_id, prompt, params, priority=priority),
+            stream,
+        )
+        is_finished = False
+        try:
+            async for output in stream:
+                is_finished = output.finished
+                yield output
+        finally:
+            if not is_finished:
+                self._link.leave(request_id, stream)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End a request, or several; their streams end with what there is."""
+        for each in [request_id] if isinstance(request_id, str) else list(request_id):
+            self._link.abort(each)
+
+    async def pause_generation(
+        self, *, mode: PauseMode = "abort", clear_cache: bool = True
+    ) -> None:
+        """Compute nothing more until `resume_generation`; requests that come meanwhile wait.
+
+        Those in flight are ended ("abort"), finished first ("wait"), or kept to go on later
+        ("keep"). Unless they are kept, `clear_cache` forgets the cached KV.
+        """
+        if mode not in get_args(PauseMode):
+            raise InvalidParameterError(
+                f"mode={mode!r} is unknown; choose one of {', '.join(get_args(PauseMode))}",
+                param="mode",
+            )
+        while (
+            mode == "wait"
+            and not self._link.is_paused
+            and await self._do(lambda engine: engine.has_work)
+        ):
+            await asyncio.sleep(_PAUSE_POLL_S)
+        await self._do(lambda engine: self._pause(engine, mode, clear_cache))
+
+    async def resume_generation(self) -> None:
+        """Go on after `pause_generation`."""
+        self._link.is_paused = False
+        await self._do(lambda engine: None)
+
+    async def is_paused(self) -> bool:
+        """Whether `pause_generation` holds the engine."""
+        return self._link.is_paused
+
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget the cached KV of finished requests; see `LLMEngine.reset_prefix_cache`."""
+        return await self._do(
+            lambda engine: engine.reset_prefix_cache(preempts=reset_running_requests)
+        )
+
+    async def check_health(self) -> None:
+        """Raises EngineError where the engine is closed or has died."""
+        await self._do(lambda engine: None)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests can be taken."""
+        return self._link.is_running
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine has died."""
+        return self._link.failure is not None
+
+    @property
+    def model_config(self) -> ModelView:
+        """The model's limits, and what its `config.json` says."""
+        return self._engine.model
+
+    def get_metrics(self) -> list[Metric]:
+        """The engine's counters, under the names that vLLM gives them."""
+        return snapshot(self._engine.scheduler, self.config.model)
+
+    async def _do(self, command: Callable[[Engine], _T]) -> _T:
+        """Have the engine's thread do something between two steps;
+        raises EngineError where the engine ends before it."""
+        done: concurrent.futures.Future[_T] = concurrent.futures.Future()
+
+        def run(engine: Engine) -> None:
+            try:
+                done.set_result(command(engine))
+            except Exception as error:
+                done.set_exception(error)
+
+        self._link.submit(run)
+        return await asyncio.wrap_future(done)
+
+    def _pause(self, engine: Engine, mode: PauseMode, clear_cache: bool) -> None:
+        self._link.is_paused = True
+        if mode == "abort":
+            self._link.abort_all(engine)
+        if mode != "keep" and clear_cache:
+            engine.reset_prefix_cache()
+
+    def get_tokenizer(self) -> PretrainedTokenizer:
+        """The model's tokenizer, with the methods that transformers' have;
+        ConfigError with `skip_tokenizer_init`."""
+        return self._engine.pretrained_tokenizer()
+
+    encode = absent("encode", NO_EMBEDDINGS)
+    sleep = absent("sleep", NO_SLEEP)
+    wake_up = absent("wake_up", NO_SLEEP)
+    start_profile = absent("start_profile", NO_PROFILE)
+    stop_profile = absent("stop_profile", NO_PROFILE)
+    collective_rpc = absent("collective_rpc", NO_RPC)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The control plane, to look at (it belongs to the engine's thread)."""
+        return self._engine.scheduler
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """End all requests and free the model. Waits for the step in flight, at most `timeout_s`.
+        Idempotent."""
+        self._link.close(timeout_s)
+
+    shutdown = close
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, self.close)
+
+
+AsyncLLMEngine = AsyncLLM
+"""Its older name."""

@@ -1,0 +1,371 @@
+"""An engine as a server sees it, wherever it runs: one client, over a link to an engine in this
+process or in another.
+
+Torch-free. `quire.engine.process.supervisor.Supervisor` is the link to an engine process, whose
+requests survive its death; `quire.engine.loop.engine_thread.EngineThread` the one to an engine in
+this process.
+
+How to use it: `prepare` judges a request and raises what is wrong with it (a RequestError) before
+anything is streamed; `stream = await client.generate(prepared)` accepts it, or raises an
+UnavailableError if nothing can be taken now; `async for output in stream` then yields outputs as
+`output_kind` says and always ends with one that is `finished`, also where the engine failed (its
+`error` says why). Leaving the loop early, or `await stream.aclose()`, aborts the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from quire.core.params import RequestOutputKind, SamplingParams
+from quire.engine.assembly.builder import PreparedModel
+from quire.engine.assembly.fingerprint import fingerprint
+from quire.engine.front.digest import Digest
+from quire.engine.front.outputs import RequestOutput
+from quire.engine.front.prompts import ParsedPrompt, check_token_ids
+from quire.engine.front.requests import PreparedRequest, RequestBuilder
+from quire.engine.front.streams import Stream, merge_deltas
+from quire.engine.loop.counters import EngineCounters
+from quire.engine.loop.inspection import BlockContent, Inspection
+from quire.engine.process.messages import Inspect, InspectBlock, Inspected, InspectedBlock
+from quire.errors import EngineError, InvalidParameterError, UnavailableError
+from quire.text.tokenizer import Tokenizer
+
+MAX_NUM_REQUESTS = 4096
+"""Requests in flight beyond which none is taken, whatever the server above allows:
+what the journal may hold."""
+MAX_QUESTIONS = 32
+"""Questions about the engine's state that may be unanswered at once."""
+SHUTTING_DOWN = "the server is shutting down"
+_ANSWER_TIMEOUT_S = 2.0
+"""Questions are answered between two steps;
+a step that takes longer than this is told of in the status."""
+_DRAIN_POLL_S = 0.02
+_LAST_WORDS_S = 2.0
+"""How long a drain that was cut short waits for the streams' last outputs."""
+
+EngineState = Literal["loading", "ready", "stalled", "restarting", "draining", "failed", "closed"]
+"""`stalled`: the engine shows no sign of progress and is about to be replaced. `failed`:
+given up for good."""
+Question = Inspect | InspectBlock
+Seen = Inspected | InspectedBlock
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of the model before its weights are loaded."""
+
+    name: str
+    """As given on the command line."""
+    folder: str
+    """Where its files lie; never to be shown to a client."""
+    max_model_len: int
+    vocab_size: int
+    max_logprobs: int
+    """Most alternatives a request may ask for; -1 allows the whole vocabulary."""
+    eos_token_ids: tuple[int, ...]
+    generation_config: dict[str, Any]
+    """For `SamplingParams.from_generation_config`."""
+    num_kv_slots: int
+    """Tokens that the KV cache holds."""
+    kv: dict[str, str] = {}
+    """What describes the KV cache: `block_size`, `num_gpu_blocks` (all blocks, wherever they are),
+    `cache_dtype`, ..."""
+    policy: str = "fcfs"
+    """The order of service, as the operator named it."""
+    fingerprint: str
+    """Changes whenever answers to the same request and seed may change;
+    for `system_fingerprint`."""
+
+
+class EngineStatus(EngineCounters, frozen=True, kw_only=True):
+    """A picture of the engine now. Times are ages in seconds."""
+
+    state: EngineState
+    reason: str = ""
+    """Why it is not ready, in words for an operator; empty where it is."""
+    num_requests: int = 0
+    """Requests in flight, wherever they are."""
+    num_prompt_tokens: int = 0
+    """Prompt tokens of all requests in flight."""
+    last_step_age_s: float | None = None
+    """Since the last step ended, while there is work; None while there is none."""
+    last_sign_of_life_age_s: float | None = None
+    num_restarts: int = 0
+    engine_pid: int | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a new request would be served now: what /readyz says."""
+        return self.state == "ready"
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether new requests are refused because the server is about to end."""
+        return self.state == "draining"
+
+
+class Link(Protocol):
+    """The way to an engine, with the thread that serves requests on it. For any thread;
+    nothing waits but `close`."""
+
+    show: Callable[[Seen], None]
+    """Called in the link's thread with each answer to a question."""
+
+    def start(self) -> None:
+        """Begin to serve; before that, nothing is computed."""
+        ...
+
+    def add(self, prepared: PreparedRequest, stream: Stream) -> None:
+        """Serve a request; its outputs go to `stream`."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its stream ends with what there is. Unknown ids are ignored."""
+        ...
+
+    def ask(self, question: Question) -> None:
+        """Put a question to the engine, to be answered between two steps, if it can be."""
+        ...
+
+    def end_all(self, message: str) -> None:
+        """End every request with an error."""
+        ...
+
+    def close(self, timeout_s: float = ...) -> None:
+        """End everything, the engine included. Idempotent."""
+        ...
+
+    def status(self, num_requests: int, num_prompt_tokens: int) -> EngineStatus:
+        """How the engine is doing, given what the client has in flight."""
+        ...
+
+
+class Client:
+    """An engine as a server sees it. All methods but `digest` and `prepare` are for one event
+    loop's thread.
+
+    Requests are accepted while the model is loading or the engine is restarting, and then wait.
+    """
+
+    def __init__(self, prepared: PreparedModel, link: Link) -> None:
+        plan = prepared.planned.plan
+        self._model = model_info(prepared)
+        self._tokenizer = prepared.tokenizer
+        self._builder = RequestBuilder(plan, prepared.tokenizer, prepared.eos_token_ids)
+        self.link = link
+        link.show = self._show
+        self._streams: dict[str, _ClientStream] = {}
+        self._num_prompt_tokens = 0
+        """Of all streams; kept, since every request reads the status."""
+        self._questions: dict[int, asyncio.Future[Seen]] = {}
+        self._num_questions = 0
+        self._is_draining = False
+        self._is_closed = False
+
+    @property
+    def model(self) -> ModelInfo:
+        """The model; known before it is loaded."""
+        return self._model
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer (None with `skip_tokenizer_init`). Encode long texts in a thread:
+        it releases the GIL."""
+        return self._tokenizer
+
+    def digest(self, params: SamplingParams) -> Digest:
+        """Read parameters once for any number of requests; they must not be changed afterwards.
+        Raises a RequestError.
+
+        For any thread: it takes as long as what they list is long.
+        """
+        return self._builder.digest(params)
+
+    def prepare(
+        self, request_id: str, prompt: ParsedPrompt, digest: Digest, **standing: Any
+    ) -> PreparedRequest:
+        """Make the spec of a request; see `RequestBuilder.sampling`. Raises a RequestError if it
+        can never be served.
+
+        The id is unique among the requests in flight, and appears in logs.
+        """
+        if digest.params.logits_processors:
+            raise InvalidParameterError(
+                "logits_processors are functions, which do not travel to an engine process",
+                param="logits_processors",
+            )
+        prompt = prompt._replace(token_ids=check_token_ids(prompt.token_ids, self.model.vocab_size))
+        return self._builder.sampling(request_id, prompt, digest, **standing)
+
+    async def generate(self, prepared: PreparedRequest) -> Stream:
+        """Accept a request. Raises UnavailableError where nothing can be taken now."""
+        self._check_available()
+        request_id = prepared.spec.request_id
+        if request_id in self._streams:
+            raise InvalidParameterError(
+                f"request id {request_id!r} is already in use", param="request_id"
+            )
+        stream = self._streams[request_id] = _ClientStream(prepared, self)
+        self._num_prompt_tokens += len(prepared.spec.prompt_token_ids)
+        try:
+            self.link.add(prepared, stream)
+        except EngineError as error:  # the engine has ended meanwhile
+            stream.fail(error)
+        return stream
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its stream ends with what there is and `finish_reason="abort"`.
+        Unknown ids are ignored."""
+        self.link.abort(request_id)
+
+    def status(self) -> EngineStatus:
+        """How the engine is doing. Never blocks."""
+        status = self.link.status(len(self._streams), self._num_prompt_tokens)
+        if self._is_closed or (self._is_draining and status.state != "failed"):
+            state: EngineState = "closed" if self._is_closed else "draining"
+            return msgspec.structs.replace(status, state=state, reason=SHUTTING_DOWN)
+        return status
+
+    async def inspect(self, engine: str, since: int) -> Inspection | None:
+        """The engine's steps after step `since` of `engine` (as an earlier inspection named it),
+        and its state now.
+
+        Everything that is kept, where that engine or step is not known. None where the engine
+        cannot be asked now.
+        """
+        self._num_questions += 1
+        answer = await self._ask(Inspect(self._num_questions, engine, since))
+        return answer.inspection if isinstance(answer, Inspected) else None
+
+    async def look_into(self, block: int, step: int) -> BlockContent | None:
+        """What a KV block held in a step; None where it is not known (any more),
+        or the engine cannot be asked now."""
+        self._num_questions += 1
+        answer = await self._ask(InspectBlock(self._num_questions, block, step))
+        return answer.content if isinstance(answer, InspectedBlock) else None
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for those in flight; True if all ended in time.
+
+        Those that did not end then with an error, so that every stream has a last output.
+        """
+        self._is_draining = True
+        has_finished = await self._wait_for_streams(timeout_s)
+        if not has_finished:
+            with contextlib.suppress(EngineError):  # it is over: the streams have heard
+                self.link.end_all(SHUTTING_DOWN)
+            await self._wait_for_streams(_LAST_WORDS_S)
+        await self.close()
+        return has_finished
+
+    async def close(self) -> None:
+        """End everything at once: streams end with an error. Idempotent."""
+        self._is_draining = self._is_closed = True
+        await asyncio.get_running_loop().run_in_executor(None, self.link.close)
+        await asyncio.sleep(0)  # what the link delivered last is taken in
+        for stream in list(self._streams.values()):
+            stream.fail(EngineError(SHUTTING_DOWN))
+
+    def forget(self, stream: _ClientStream, *, has_left: bool) -> None:
+        """A stream has ended; its request, too, unless its reader left."""
+        spec = stream.prepared.spec
+        del self._streams[spec.request_id]
+        self._num_prompt_tokens -= len(spec.prompt_token_ids)
+        if has_left:
+            with contextlib.suppress(EngineError):  # an engine that is over has no request to abort
+                self.link.abort(spec.request_id)
+
+    def _check_available(self) -> None:
+        if self._is_draining or self._is_closed:
+            raise UnavailableError(SHUTTING_DOWN, state="draining", retry_after_s=5)
+        status = self.status()
+        if status.state == "failed":
+            raise UnavailableError(f"the engine has failed: {status.reason}", state="failed")
+        if len(self._streams) >= MAX_NUM_REQUESTS:
+            raise UnavailableError(
+                f"{MAX_NUM_REQUESTS} requests are in flight already",
+                state="overloaded",
+                retry_after_s=1,
+            )
+
+    async def _wait_for_streams(self, timeout_s: float) -> bool:
+        deadline_s = time.monotonic() + timeout_s
+        while self._streams and not self._is_closed and time.monotonic() < deadline_s:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        return not self._streams
+
+    async def _ask(self, question: Question) -> Seen | None:
+        if self.status().state not in ("ready", "stalled") or len(self._questions) >= MAX_QUESTIONS:
+            return None
+        future: asyncio.Future[Seen] = asyncio.get_running_loop().create_future()
+        self._questions[question.number] = future
+        self.link.ask(question)
+        try:
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                return await future
+        except TimeoutError:
+            return None
+        finally:
+            del self._questions[question.number]
+
+    def _show(self, answer: Seen) -> None:
+        """Called by the link's thread."""
+        future = self._questions.get(answer.number)
+        if future is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the asker has gone
+                future.get_loop().call_soon_threadsafe(_answer, future, answer)
+
+
+def _answer(future: asyncio.Future[Seen], answer: Seen) -> None:
+    if not future.done():
+        future.set_result(answer)
+
+
+class _ClientStream(Stream):
+    """A stream whose reader hears of failures as a last output.
+    Deltas that wait for a slow reader are merged."""
+
+    def __init__(self, prepared: PreparedRequest, client: Client) -> None:
+        is_delta = prepared.params.output_kind is RequestOutputKind.DELTA
+        super().__init__(merge_deltas if is_delta else lambda earlier, later: later)
+        self.prepared = prepared
+        self._client = client
+
+    def fail(self, error: BaseException) -> None:
+        spec = self.prepared.spec
+        self.put(
+            RequestOutput(
+                spec.request_id, self.prepared.prompt, [], [], finished=True, error=str(error)
+            )
+        )
+
+    def ended(self, *, has_left: bool) -> None:
+        self._client.forget(self, has_left=has_left)
+
+
+def model_info(prepared: PreparedModel) -> ModelInfo:
+    """What a server may know of a model that is not loaded yet."""
+    plan = prepared.planned.plan
+    return ModelInfo(
+        name=plan.config.model,
+        folder=str(prepared.planned.folder),
+        max_model_len=plan.limits.max_model_len,
+        vocab_size=plan.spec.vocab_size,
+        max_logprobs=plan.config.max_logprobs,
+        eos_token_ids=tuple(sorted(prepared.eos_token_ids)),
+        generation_config=dict(prepared.generation_config),
+        num_kv_slots=plan.limits.num_slots,
+        kv={
+            "block_size": str(plan.limits.block_size),
+            "num_gpu_blocks": str(plan.limits.num_blocks),
+            "cache_dtype": plan.config.kv_cache_dtype,
+            "enable_prefix_caching": str(plan.limits.enable_prefix_caching),
+        },
+        policy=plan.limits.policy,
+        fingerprint=fingerprint(plan, prepared.planned.files),
+    )

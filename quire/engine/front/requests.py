@@ -1,0 +1,154 @@
+"""From what a user asked to what the scheduler serves: parameters are judged against the model,
+seeds are fixed.
+
+Torch-free and without state but a counter, so that a request can be judged wherever it arrives, in
+the engine's process or not. Owns the making of `RequestSpec`s: what would make an engine refuse a
+request is found out here, once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from quire.common.seeds import mix64
+from quire.core.kvcache.prefix import Namespace
+from quire.core.params import BeamSearchParams, SamplingParams
+from quire.core.plan import ThinkingBudget
+from quire.core.request_spec import BeamSettings, RequestSpec, fit
+from quire.engine.front.digest import Digest, Digester
+from quire.engine.front.prompts import ParsedPrompt
+from quire.engine.plan.planning import EnginePlan
+from quire.text.reasoning import ReasoningFormat, is_thinking
+from quire.text.tokenizer import Tokenizer
+
+_TAIL = 64
+"""Tokens at a prompt's end among which a mark that begins thoughts is looked for."""
+
+
+class PreparedRequest(NamedTuple):
+    """A request for samples that can be served: what travels to the scheduler,
+    and what its sender wants to see of it."""
+
+    spec: RequestSpec
+    digest: Digest
+    prompt: str | None
+    """The prompt's text, where it is known; only handed back."""
+
+    @property
+    def params(self) -> SamplingParams:
+        """Its parameters, as they were given."""
+        return self.digest.params
+
+
+class RequestBuilder:
+    """Builds the requests of one model."""
+
+    def __init__(
+        self,
+        plan: EnginePlan,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: frozenset[int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._plan = plan
+        self._tokenizer = tokenizer
+        self.eos_token_ids = eos_token_ids
+        self._clock = clock
+        self._digester = Digester(plan, tokenizer)
+        self._num_unseeded = 0
+
+    def digest(self, params: SamplingParams) -> Digest:
+        """Parameters, read once for all requests that `sampling` makes with them.
+        Safe in any thread. Raises a RequestError."""
+        return self._digester.digest(params, self.eos_token_ids)
+
+    def sampling(
+        self,
+        request_id: str,
+        prompt: ParsedPrompt,
+        digest: Digest,
+        *,
+        processors: tuple[str, ...] = (),
+        **standing: Any,
+    ) -> PreparedRequest:
+        """A request for samples. Raises a RequestError.
+
+        `processors` are the names of its logits processors, which only an executor can give;
+        `standing` are fields of the spec that say how it is served beside others (`priority`,
+        `tenant`, `weight`).
+        """
+        params = digest.params
+        prompt = self._truncated(prompt, params.truncate_prompt_tokens)
+        spec = replace(
+            digest.spec,
+            request_id=request_id,
+            prompt_token_ids=tuple(prompt.token_ids),
+            sampling=digest.sampling._replace(
+                seed=self._seed(params),
+                thinking=self._thinking(digest, prompt),
+                processors=processors,
+            ),
+            max_tokens=params.max_tokens or self._plan.limits.max_model_len,
+            namespace=_namespace(prompt),
+            arrival_s=self._clock(),
+            **standing,
+        )
+        return PreparedRequest(fit(spec, self._plan.limits), digest, prompt.text)
+
+    def _truncated(self, prompt: ParsedPrompt, keep: int | None) -> ParsedPrompt:
+        if keep is None:
+            return prompt
+        keep = self._plan.limits.max_model_len - 1 if keep < 0 else keep
+        return prompt._replace(token_ids=prompt.token_ids[-keep:]) if keep else prompt
+
+    def beam(
+        self, request_id: str, prompt: ParsedPrompt, params: BeamSearchParams, *, priority: int = 0
+    ) -> RequestSpec:
+        """A beam search. Raises a RequestError."""
+        params.check_vocabulary(self._plan.spec.vocab_size)
+        max_tokens = min(params.max_tokens, self._plan.limits.max_model_len - len(prompt.token_ids))
+        eos = frozenset() if params.ignore_eos else self.eos_token_ids
+        settings = BeamSettings(
+            beam_width=params.beam_width,
+            max_tokens=max_tokens,
+            eos_token_ids=eos | frozenset(params.stop_token_ids),
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+        )
+        spec = RequestSpec(
+            request_id=request_id,
+            prompt_token_ids=tuple(prompt.token_ids),
+            sampling=params.to_row_sampling(),
+            beam=settings,
+            max_tokens=max_tokens,
+            namespace=_namespace(prompt),
+            priority=priority,
+            arrival_s=self._clock(),
+        )
+        return fit(spec, self._plan.limits)
+
+    def _seed(self, params: SamplingParams) -> int:
+        if params.seed is not None:
+            return params.seed
+        self._num_unseeded += 1
+        return mix64(self._plan.config.seed ^ mix64(self._num_unseeded))
+
+    def _thinking(self, digest: Digest, prompt: ParsedPrompt) -> ThinkingBudget | None:
+        """The budget for thoughts, where there is one, behind this prompt."""
+        budget = digest.params.thinking_token_budget
+        if digest.marks is None or budget is None:
+            return None
+        marks, spelling = digest.marks
+        is_open = marks.is_open
+        if is_open is None:
+            assert self._tokenizer is not None
+            tail = self._tokenizer.decode(prompt.token_ids[-_TAIL:], skip_special_tokens=False)
+            is_open = is_thinking(ReasoningFormat("", marks.begin, marks.end), tail)
+        return ThinkingBudget(budget, is_open, spelling)
+
+
+def _namespace(prompt: ParsedPrompt) -> Namespace:
+    return () if prompt.cache_salt is None else ("salt", prompt.cache_salt)

@@ -1,0 +1,266 @@
+"""The engine: requests in, outputs out, one step at a time.
+
+Adds to the loop (`quire.engine.loop.step_loop`) what a program wants to see: prompts and parameters
+on the way in, texts and log-probabilities by token on the way out. Owns the life of per-request
+logits processors. Synchronous, and for one thread at a
+time: `LLM` drives it through `quire.engine.loop.sharing`, `AsyncLLM` from a thread of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from typing import Any
+
+from quire.core.params import BeamSearchParams, LogitsProcessor, SamplingParams
+from quire.core.scheduler.pace import StepPace
+from quire.core.scheduler.prerequisites import Prerequisite
+from quire.core.scheduler.scheduler import Progress
+from quire.engine.front.beam_output import BeamState, beam_output
+from quire.engine.front.digest import Digest
+from quire.engine.front.model_view import ModelView
+from quire.engine.front.output_processor import OutputProcessor
+from quire.engine.front.outputs import BeamSearchOutput, RequestOutput
+from quire.engine.front.prompts import ParsedPrompt, Prompt, parse_prompt
+from quire.engine.front.requests import PreparedRequest, RequestBuilder
+from quire.engine.loop.step_loop import StepLoop, loop_of
+from quire.engine.plan.planning import EnginePlan
+from quire.engine.plan.step_costs import StepCostFile
+from quire.errors import ConfigError, EngineError, InvalidParameterError
+from quire.executor.interface import Executor
+from quire.text.pretrained import PretrainedTokenizer
+from quire.text.tokenizer import Tokenizer
+
+Output = RequestOutput | BeamSearchOutput
+
+_NESTED = (
+    "this engine is computing a step, which called this function (from a logits processor, "
+    "say) and cannot end before it "
+    "returns: generate with another engine, or after the step"
+)
+
+
+class Engine(StepLoop):
+    """One model, served. Build it with `quire.engine.assembly.builder.build_engine`."""
+
+    def __init__(
+        self,
+        plan: EnginePlan,
+        executor: Executor,
+        *,
+        tokenizer: Tokenizer | None = None,
+        generation_config: Mapping[str, Any] | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
+        model_config: Mapping[str, object] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        prerequisites: Iterable[Callable[[], Prerequisite]] = (),
+        pace: StepPace | None = None,
+        cost_file: StepCostFile | None = None,
+    ) -> None:
+        super().__init__(
+            plan.limits,
+            executor,
+            clock,
+            loop_of(plan),
+            prerequisites=prerequisites,
+            pace=pace,
+            cost_file=cost_file,
+        )
+        self.plan = plan
+        self.tokenizer = tokenizer
+        self.generation_config = dict(generation_config or {})
+        self.model = ModelView.of(plan, model_config or {})
+        self._outputs = OutputProcessor(tokenizer, self)
+        self._beams: dict[str, BeamState] = {}
+        self._processors: dict[str, list[str]] = {}
+        self._in_processors: set[int] = set()
+        """Threads that are inside a logits processor now."""
+        self._lost: list[Output] = []
+        self.request_builder = RequestBuilder(plan, tokenizer, eos_token_ids, clock)
+        self._is_closed = False
+
+    # -- requests
+    # ----------------------------------------------------------------------------------------------
+
+    def default_params(self, **overrides: Any) -> SamplingParams:
+        """Sampling parameters as the model's `generation_config.json` wants them."""
+        return SamplingParams.from_generation_config(self.generation_config, **overrides)
+
+    def pretrained_tokenizer(self) -> PretrainedTokenizer:
+        """The tokenizer, with the methods that transformers' have.
+        ConfigError where there is none."""
+        if self.tokenizer is None:
+            raise ConfigError(
+                "this engine has no tokenizer (skip_tokenizer_init); load the model with one"
+            )
+        return PretrainedTokenizer(self.tokenizer, name=self.model.tokenizer)
+
+    def digest(self, params: SamplingParams) -> Digest:
+        """Read parameters once, for `add_request` with any number of prompts; later changes to
+        `params` do not count.
+
+        Safe in any thread. Raises a RequestError.
+        """
+        return self.request_builder.digest(params.clone())
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams | Digest,
+        *,
+        priority: int = 0,
+    ) -> None:
+        """Accept a request. Raises a RequestError, and changes nothing, if it cannot be served."""
+        if self._is_closed:
+            raise EngineError("the engine is closed")
+        parsed = parse_prompt(prompt, self.tokenizer, self.plan.spec.vocab_size)
+        if isinstance(params, BeamSearchParams):
+            spec = self.request_builder.beam(request_id, parsed, params, priority=priority)
+            self._beams[request_id] = BeamState(self.scheduler.add(spec), params, parsed.text)
+        elif isinstance(params, SamplingParams):
+            self._add_sampling(request_id, parsed, self.digest(params), priority)
+        elif isinstance(params, Digest):
+            self._add_sampling(request_id, parsed, params, priority)
+        else:
+            raise InvalidParameterError(
+                f"the parameters are of type {type(params).__name__}; give SamplingParams or "
+                "BeamSearchParams",
+                param="sampling_params",
+            )
+
+    def add(self, prepared: PreparedRequest) -> None:
+        """Accept a request that was prepared elsewhere.
+        Raises InvalidParameterError for an id that is in use."""
+        if self._is_closed:
+            raise EngineError("the engine is closed")
+        self._outputs.add(self.scheduler.add(prepared.spec), prepared)
+
+    def reset_prefix_cache(self, *, preempts: bool = False) -> bool:
+        """Forget the cached KV of finished requests; whether nothing that is still in use could be
+        found again.
+
+        With `preempts`, running requests give up their blocks, too, and are computed again: the
+        same answers.
+        """
+        if preempts and self.scheduler.has_work:
+            self.loop.forget()
+            self.rewind()
+        self.scheduler.reset_prefix_cache()
+        return not self.scheduler.running
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request at once; returns what there is of it.
+        Unknown and finished ids are ignored."""
+        request = self.scheduler.abort(request_id)
+        self._beams.pop(request_id, None)
+        self._forget_processors(request_id)
+        output = self._outputs.forget(request_id)
+        if request is not None:
+            request.release()
+        return output
+
+    # -- the loop
+    # ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._is_closed
+
+    def refuse_nested_call(self) -> None:
+        """Raises EngineError where this thread is inside a logits
+        processor of a step of this engine."""
+        if threading.get_ident() in self._in_processors:
+            raise self.nested_call()
+
+    @staticmethod
+    def nested_call() -> EngineError:
+        """What a call from inside a step is answered with."""
+        return EngineError(_NESTED)
+
+    def take_lost(self) -> list[Output]:
+        """The last outputs of the requests that an interrupted step has ended;
+        they are given once."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    def step(self) -> list[Output]:
+        """One step; returns an output for every request that something happened to, as each asked
+        for it.
+
+        Never raises for a bug or a broken executor: whoever was affected gets an output with an
+        error.
+        """
+        try:
+            return self._deliver(self.advance())
+        except BaseException:  # Ctrl-C: the requests are lost, the engine is not
+            self.start_over("interrupted")
+            self._lost = [
+                *self._outputs.end_all(),
+                *(beam_output(state, self.tokenizer) for state in self._beams.values()),
+            ]
+            self._beams.clear()
+            for request_id in list(self._processors):
+                self._forget_processors(request_id)
+            raise
+
+    def _deliver(self, progress: list[Progress]) -> list[Output]:
+        outputs: list[Output] = list(self._outputs.process(progress))
+        for sequence, token_id, _ in progress:
+            request_id = sequence.request.request_id
+            if token_id is None and sequence.request.is_finished:
+                self._forget_processors(request_id)
+                if request_id in self._beams:
+                    outputs.append(beam_output(self._beams.pop(request_id), self.tokenizer))
+                sequence.request.release()
+        return outputs
+
+    def close(self) -> None:
+        """End everything and free the memory. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            for request_id in list(self.scheduler.requests):
+                self.abort(request_id)
+            super().close()
+
+    # -- building requests
+    # -------------------------------------------------------------------------------------------
+
+    def _add_sampling(
+        self, request_id: str, prompt: ParsedPrompt, digest: Digest, priority: int
+    ) -> None:
+        names: list[str] = []
+        try:
+            for processor in digest.params.logits_processors or ():
+                names.append(self.executor.register_processor(self._noted(processor)))
+            prepared = self.request_builder.sampling(
+                request_id, prompt, digest, processors=tuple(names), priority=priority
+            )
+            self.add(prepared)
+        except BaseException:
+            for name in names:
+                self.executor.unregister_processor(name)
+            raise
+        self._processors[request_id] = names
+
+    def _noted(self, processor: LogitsProcessor) -> LogitsProcessor:
+        """A processor during whose calls `refuse_nested_call` refuses."""
+
+        @wraps(processor)
+        def call(*args: Any) -> Any:
+            me = threading.get_ident()
+            self._in_processors.add(me)
+            try:
+                return processor(*args)
+            finally:
+                self._in_processors.discard(me)
+
+        call.__name__ = getattr(processor, "__name__", type(processor).__name__)
+        return call
+
+    def _forget_processors(self, request_id: str) -> None:
+        for name in self._processors.pop(request_id, ()):
+            self.executor.unregister_processor(name)

@@ -1,0 +1,292 @@
+"""The loop of every engine: its three verbs, how they follow each other, and what happens when one
+of them fails.
+
+    plan = scheduler.schedule(now)          # control plane: which tokens of which sequences, in
+    which blocks result = executor.execute(plan)         # data plane: one forward pass and the
+    sampling progress = scheduler.update(plan, result, now)
+
+They follow each other one after the other, or with the next step planned while one runs:
+
+    plain       schedule 1, execute 1, update 1, schedule 2, execute 2, update 2, ...
+    overlapped  schedule 1, schedule 2, await 1, update 1, schedule 3, await 2, update 2, ...  while
+    1, 2, 3 are launched
+
+Both give the same tokens: the overlapped loop counts on what the step in flight will have computed,
+never on which tokens come of it. It takes in each outcome while the next step runs, so a sequence
+that ends has had a step too many, whose outcome is dropped, and a new one waits for a step more.
+
+Knows requests as token ids: texts are `Engine`'s business, messages to another process those of
+`quire.engine.process`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from quire.common.failures import log_failure
+from quire.config.limits import SchedulerLimits
+from quire.core.plan import StepPlan, StepResult, WorkResult
+from quire.core.request import FinishReason, Sequence, SequenceRecord
+from quire.core.scheduler.pace import StepPace
+from quire.core.scheduler.prerequisites import Prerequisite
+from quire.core.scheduler.scheduler import Progress, Scheduler
+from quire.engine.loop.launchers import DirectLauncher, Launcher, StepThread
+from quire.engine.loop.recorder import StepRecorder
+from quire.engine.plan.planning import EnginePlan
+from quire.engine.plan.step_costs import StepCostFile
+from quire.executor.interface import Executor, Launched
+
+logger = logging.getLogger(__name__)
+
+
+class StepLoop:
+    """A scheduler, an executor, and an order of the verbs between them,
+    by default the plain one."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        executor: Executor,
+        clock: Callable[[], float],
+        loop: Loop | None = None,
+        *,
+        prerequisites: Iterable[Callable[[], Prerequisite]] = (),
+        pace: StepPace | None = None,
+        cost_file: StepCostFile | None = None,
+    ) -> None:
+        """`prerequisites` make the halves whose others the executor has; `pace` bounds the duration
+        of steps, and `cost_file` keeps what it learns for the next run.
+        """
+        self.executor = executor
+        self.loop: Loop = PlainLoop() if loop is None else loop
+        self._limits = limits
+        self._clock = clock
+        self._prerequisites = tuple(prerequisites)
+        self._pace, self._cost_file = pace, cost_file
+        self.scheduler = self._new_scheduler()
+        self.recorder: StepRecorder | None = None
+
+    def record_steps(self) -> None:
+        """Keep the last steps to be looked at. Before the first step."""
+        self.recorder = StepRecorder(self.scheduler)
+
+    def now(self) -> float:
+        """Seconds on the engine's clock."""
+        return self._clock()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return self.scheduler.has_work
+
+    def advance(self) -> list[Progress]:
+        """Go on until one step has been taken in. Never raises for a bug or a broken executor.
+
+        An executor that fails costs the requests of that step; anything else that raises costs all
+        of them.
+        """
+        try:
+            return self.loop.advance(self)
+        except Exception as error:
+            log_failure(logger, "the engine failed outside of the executor and starts over", error)
+            return self.start_over(f"the engine failed on this step: {type(error).__name__}")
+
+    def idle(self) -> bool:
+        """Make use of a moment without requests, for some milliseconds; whether there may be more
+        to do. Never raises for a bug or a broken executor.
+        """
+        assert not self.has_work
+        if self.scheduler.flights:
+            self.advance()  # a step that was planned ahead for those who have ended
+            return True
+        try:
+            if self._cost_file is not None:
+                self._cost_file.save_if_due()
+            return self.executor.idle()
+        except Exception as error:
+            log_failure(logger, "the engine failed while it was idle", error)
+            return False
+
+    # -- the verbs
+    # ----------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        """Decide the next step, where none is in flight."""
+        now = self._clock()
+        return self._begun(self.scheduler.schedule(now), now)
+
+    def schedule_ahead(self) -> StepPlan | None:
+        """Decide the step after the one in flight; None where everyone has to wait for that one."""
+        now = self._clock()
+        plan = self.scheduler.schedule_ahead(now)
+        return None if plan is None else self._begun(plan, now)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute a step."""
+        return self.executor.execute(plan)
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Begin to compute a step. Safe to call in another thread, one step at a time;
+        so is the wait for what it gives."""
+        return self.executor.launch(plan)
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[Progress]:
+        """Take in the oldest step in flight."""
+        progress = self.scheduler.update(plan, result, self._clock())
+        if self.recorder is not None:
+            self.recorder.end(self._clock())
+        return progress
+
+    def abandon(self, plan: StepPlan, error: Exception) -> list[Progress]:
+        """End the requests of a step that was lost; nobody knows what the worker still holds,
+        so all others start anew."""
+        log_failure(logger, f"the executor failed on step {plan.step_id}", error)
+        message = f"the engine failed on this step: {type(error).__name__}"
+        progress = self.update(
+            plan, StepResult(plan.step_id, tuple(WorkResult(error=message) for _ in plan.work))
+        )
+        self.rewind()
+        return progress
+
+    def rewind(self) -> None:
+        """Forget the steps in flight and take everyone's blocks away, to be computed again."""
+        self.scheduler.lose_flights()
+        if self.recorder is not None:
+            self.recorder.forget_open()
+
+    def _begun(self, plan: StepPlan, now: float) -> StepPlan:
+        if self.recorder is not None:
+            self.recorder.begin(plan, now)
+        return plan
+
+    # -- for an output processor (`Ends`)
+    # ---------------------------------------------------------------------------
+
+    def stop(self, sequence: SequenceRecord, matched: str) -> None:
+        """End a sequence whose text has reached a stop string."""
+        assert isinstance(sequence, Sequence)
+        self.scheduler.finish(sequence, FinishReason.STOP, matched)
+
+    def fail(self, request_id: str, message: str) -> None:
+        """End a request whose output cannot be made."""
+        self.scheduler.fail(request_id, message)
+
+    # -- failures
+    # ----------------------------------------------------------------------------------------------
+
+    def start_over(self, message: str) -> list[Progress]:
+        """End every request and begin with an empty control plane: this one may be half-way through
+        a change.
+
+        The worker need not be told: a row begins anew with its next owner, and nothing in the new
+        pool counts as cached. Returns the ends of all sequences that were lost: also of requests
+        that the failed step has ended, untold.
+        """
+        self.loop.forget()
+        in_flight = [
+            sequence.request for flight in self.scheduler.flights for sequence in flight.sequences
+        ]
+        lost = dict.fromkeys([*self.scheduler.give_up(message), *in_flight])
+        for request in lost:
+            request.error = request.error or message
+        stats, self.scheduler = self.scheduler.stats, self._new_scheduler()
+        self.scheduler.stats = stats
+        if self.recorder is not None:
+            self.record_steps()
+        return [
+            Progress(sequence, None, None) for request in lost for sequence in request.sequences
+        ]
+
+    def close(self) -> None:
+        """End what computes, and free the memory. Idempotent."""
+        self.loop.close()
+        self.executor.close()
+        if self._cost_file is not None:
+            self._cost_file.save()
+
+    def _new_scheduler(self) -> Scheduler:
+        prerequisites = [make() for make in self._prerequisites]
+        return Scheduler(
+            self._limits, prerequisites=prerequisites, digest_key=os.urandom(16), pace=self._pace
+        )
+
+
+class Loop(Protocol):
+    """An order of the verbs."""
+
+    def advance(self, steps: StepLoop) -> list[Progress]:
+        """Go on until one step has been taken in."""
+        ...
+
+    def forget(self) -> None:
+        """Drop the outcomes of the steps in flight, once these are launched:
+        the control plane knows them no more."""
+        ...
+
+    def close(self) -> None:
+        """`forget`, and end what computes. Idempotent."""
+        ...
+
+
+class PlainLoop:
+    """One verb after the other."""
+
+    def advance(self, steps: StepLoop) -> list[Progress]:
+        plan = steps.schedule()
+        try:
+            result = steps.execute(plan)
+        except Exception as error:
+            return steps.abandon(plan, error)
+        return steps.update(plan, result)
+
+    def forget(self) -> None:
+        """Nothing is ever in flight between two calls."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class OverlappedLoop:
+    """Plans a step, and takes in another, while one is computed: by a device,
+    or by the thread that launches it."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._in_flight: deque[StepPlan] = deque()
+        self._launcher = launcher
+
+    def advance(self, steps: StepLoop) -> list[Progress]:
+        if not self._in_flight:
+            self._begin(steps, steps.schedule())
+        ahead = steps.schedule_ahead()
+        if ahead is not None:
+            self._begin(steps, ahead)
+        try:
+            result = self._launcher.collect()()
+        except Exception as error:
+            plan = self._in_flight.popleft()
+            self.forget()
+            return steps.abandon(plan, error)
+        return steps.update(self._in_flight.popleft(), result)
+
+    def forget(self) -> None:
+        self._in_flight.clear()
+        self._launcher.drain()
+
+    def close(self) -> None:
+        self.forget()
+        self._launcher.close()
+
+    def _begin(self, steps: StepLoop, plan: StepPlan) -> None:
+        self._in_flight.append(plan)
+        self._launcher.submit(steps.launch, plan)
+
+
+def loop_of(plan: EnginePlan) -> Loop:
+    """The order of the verbs that a plan has decided on."""
+    if not plan.is_overlapped:
+        return PlainLoop()
+    return OverlappedLoop(StepThread() if plan.device == "cpu" else DirectLauncher())

@@ -1,0 +1,557 @@
+"""From wishes to decisions: what an engine will use, computed before anything is allocated, each
+with its reason.
+
+`resolve` is a pure function of the user's config, the model's declaration and the machine. Its
+outcome is printed by `quire plan` and obeyed to the letter: no profiling run, no value that is
+filled in later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from quire.common.gpu_bounds import MAX_PARTIAL_BYTES
+from quire.common.graph_shapes import largest_size, num_shapes
+from quire.common.kv_formats import KV_FORMATS, OTHER_NAMES
+from quire.common.numbers import align_down, ceil_div, format_bytes, parse_bytes
+from quire.config.engine import EngineConfig
+from quire.config.limits import MAX_SCORED_ROWS, POLICIES, Policy, SchedulerLimits
+from quire.core.step_cost import UnitCosts
+from quire.engine.plan import attention
+from quire.engine.plan.machine import Machine
+from quire.engine.plan.step_costs import estimate
+from quire.errors import CapacityError, ConfigError
+from quire.models.declaration import DTYPE_BYTES, AttentionSpec, DecoderSpec, Mixer
+from quire.quant.formats import WeightFormats
+
+DEFAULT_BLOCK_SIZE = 16
+DEFAULT_MAX_NUM_SEQS = 256
+LARGE_GPU_BYTES, LARGE_GPU_MAX_NUM_SEQS = 64 << 30, 1024
+"""A GPU with so much memory holds the caches of more sequences,
+all of which one reading of the weights serves."""
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+DEFAULT_TARGET_STEP_MS = 200.0
+"""On a CPU: a stream that gets five tokens a second is still read as fast as it comes."""
+DEFAULT_MAX_NUM_PARTIAL_PREFILLS = 4
+DEFAULT_MAX_KV_BYTES = 4 << 30
+"""Where the user names no size, the KV cache is not made larger than this:
+a laptop has other uses for its memory."""
+GPU_CONTEXT_BYTES = 768 << 20
+"""What torch's context, its libraries and the compiled kernels take of a GPU before any tensor.
+Reckoned, not measured."""
+GRAPH_BYTES_PER_LAYER = 64 << 10
+"""What a recorded graph keeps on the device for the launches of one layer. Reckoned;
+the engine counts what it really takes."""
+MIN_GRAPH_TOKENS = 256
+"""Steps of up to so many tokens are recorded, and those in which all sequences decode."""
+GRAPH_POOL_BYTES = 64 << 20
+"""What torch's allocator takes beyond the tensors of recorded steps:
+it asks the driver for pieces of 2 and 20 MiB."""
+SHARED_BYTES_PER_LAYER = 1 << 30
+"""A step that would read so many bytes of shared prefixes again, for each layer, is computed
+without a graph, which reads them once. Reckoned: 0.25 ms at 4 TB/s, about what the launches of one
+layer cost the host beyond a graph's.
+"""
+HALF = "float16"
+"""A type of weights that no kernel computes in."""
+CPU_OVERLAP_REASON = "the cores that would plan the next step are those that compute this one"
+
+
+class Decision(NamedTuple):
+    """One value and why it was chosen."""
+
+    name: str
+    value: str
+    reason: str
+
+
+class GraphPlan(NamedTuple):
+    """Steps that a GPU replays from recorded graphs."""
+
+    max_num_tokens: int
+    input_bytes: int
+    """Of their inputs and outputs, which keep their places."""
+    max_bytes: int
+    """Of all graphs together, with the temporary tensors that they share."""
+    bytes_each: int
+    """Of these, what the driver keeps for one graph's launches."""
+    min_shared_blocks: int
+    """A step whose neighbours share so many blocks is computed without a graph."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """Everything that an engine is built from."""
+
+    config: EngineConfig
+    spec: DecoderSpec
+    formats: WeightFormats
+    device: str
+    """"cpu" or "cuda"."""
+    dtype: str
+    kv_format: str
+    """One of `quire.common.kv_formats.KV_FORMATS`."""
+    attention_module: str | None
+    """The library whose attention a GPU computes with; None for the kernels here."""
+    limits: SchedulerLimits
+    step_costs: UnitCosts
+    """What steps are estimated to cost."""
+    target_step_s: float | None
+    """How long a step should take where outputs are streamed; None where it may take any time."""
+    is_overlapped: bool
+    """Whether each step is planned while the one before it is computed."""
+    graphs: GraphPlan | None
+    """Of steps that are recorded and replayed; None where every step is launched."""
+    num_threads: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    kv_bytes: int
+    is_kv_populated: bool
+    """Whether all of it is resident from the start."""
+    workspace_bytes: int
+    decisions: tuple[Decision, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Memory at most: weights, KV cache, workspace."""
+        return self.weight_bytes + self.kv_bytes + self.workspace_bytes
+
+
+def resolve(
+    config: EngineConfig, spec: DecoderSpec, machine: Machine, formats: WeightFormats | None = None
+) -> EnginePlan:
+    """Decide. `formats` says which weights are integers, by default none.
+
+    Raises ConfigError, or CapacityError with the numbers, for what cannot work.
+    """
+    return _Resolver(config, spec, machine, formats or WeightFormats()).plan()
+
+
+class _Resolver:
+    def __init__(
+        self, config: EngineConfig, spec: DecoderSpec, machine: Machine, formats: WeightFormats
+    ) -> None:
+        self.config = config
+        self.spec = spec
+        self.machine = machine
+        self.formats = formats
+        self.gpu = machine.gpu if config.device == "cuda" else None
+        self.decisions: list[Decision] = []
+
+    def plan(self) -> EnginePlan:
+        config, spec = self.config, self.spec
+        self._check_context()
+        self._note_device()
+        self._note_invariance()
+        dtype = self._dtype()
+        block_size = self._given(
+            "block_size",
+            config.block_size,
+            DEFAULT_BLOCK_SIZE,
+            "a good compromise of waste and speed",
+        )
+        max_num_seqs = self._max_num_seqs()
+        num_batched = self._num_batched_tokens(max_num_seqs)
+        num_threads = self._given(
+            "num_threads", config.num_threads, self.machine.num_cores, self.machine.cores_reason
+        )
+        if self.formats.has_integers:
+            self._note(
+                "quantization", config.quantize_to or "as the checkpoint", self.formats.summary
+            )
+        weight_bytes = self.formats.weight_bytes(spec, dtype)
+        workspace_bytes = _workspace_bytes(spec, num_batched, max_num_seqs)
+        if self.gpu is not None:
+            workspace_bytes += GPU_CONTEXT_BYTES + MAX_PARTIAL_BYTES
+        kv_format = self._kv_format(dtype)
+        bytes_per_token = sum(layer.bytes_per_token(kv_format) for layer in spec.kv_layers)
+        attention_module = self._attention(dtype, kv_format, block_size)
+        num_graph_tokens = largest_size(min(num_batched, max(max_num_seqs, MIN_GRAPH_TOKENS)))
+        graphs = self._graphs(num_graph_tokens, bytes_per_token, block_size, attention_module)
+        if graphs is not None:
+            # with the scratch block
+            workspace_bytes += graphs.max_bytes + graphs.input_bytes + bytes_per_token * block_size
+        kv_bytes = self._kv_bytes(
+            weight_bytes + workspace_bytes, bytes_per_token * self._longest() * max_num_seqs
+        )
+        num_blocks = kv_bytes // (bytes_per_token * block_size)
+        self._note(
+            "num_blocks",
+            num_blocks,
+            f"{format_bytes(kv_bytes)} / {format_bytes(bytes_per_token * block_size)} a block",
+        )
+        max_model_len = self._max_model_len(num_blocks * block_size, bytes_per_token)
+        limits = self._limits(num_blocks, block_size, max_num_seqs, num_batched, max_model_len)
+        computing = replace(self.machine, num_cores=num_threads, gpu=self.gpu)
+        return EnginePlan(
+            config=config,
+            spec=spec,
+            formats=self.formats,
+            device="cpu" if self.gpu is None else "cuda",
+            dtype=dtype,
+            kv_format=kv_format,
+            attention_module=attention_module,
+            limits=limits,
+            step_costs=estimate(spec, self.formats, dtype, kv_format, computing),
+            target_step_s=self._target_step_s(),
+            is_overlapped=self._is_overlapped(),
+            graphs=graphs,
+            num_threads=num_threads,
+            weight_bytes=weight_bytes,
+            kv_bytes_per_token=bytes_per_token,
+            kv_bytes=num_blocks * block_size * bytes_per_token,
+            is_kv_populated=self._is_kv_populated(),
+            workspace_bytes=workspace_bytes,
+            decisions=tuple(self.decisions),
+        )
+
+    def _limits(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        num_batched: int,
+        max_model_len: int,
+    ) -> SchedulerLimits:
+        config, most = (
+            self.config,
+            DEFAULT_MAX_NUM_PARTIAL_PREFILLS if self.config.enable_chunked_prefill else 1,
+        )
+        reason = (
+            "short prompts are computed beside a long one"
+            if most > 1
+            else "without chunked prefill none is partial"
+        )
+        num_partial = max(config.max_long_partial_prefills, most)
+        return SchedulerLimits(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=num_batched,
+            max_model_len=max_model_len,
+            policy=_policy(config.scheduling_policy),
+            enable_prefix_caching=config.enable_prefix_caching,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            max_num_partial_prefills=self._given(
+                "max_num_partial_prefills", config.max_num_partial_prefills, num_partial, reason
+            ),
+            max_long_partial_prefills=config.max_long_partial_prefills,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+        )
+
+    def _target_step_s(self) -> float | None:
+        given, default = self.config.target_step_ms, DEFAULT_TARGET_STEP_MS
+        reason = (
+            "default for streamed outputs on a CPU: running streams do not stop for a long prompt"
+        )
+        if given is not None:
+            default, reason = given, "given"
+        elif self.gpu is not None:
+            default, reason = 0.0, "a GPU's steps are short"
+        elif not self.config.enable_chunked_prefill:
+            default, reason = 0.0, "without chunked prefill each prompt is computed in one step"
+        self._note("target_step_ms", f"{default:g}" if default else "off", reason)
+        return default / 1000.0 if default else None
+
+    def _note(self, name: str, value: object, reason: str) -> None:
+        self.decisions.append(Decision(name, str(value), reason))
+
+    def _given(self, name: str, value: int | None, default: int, reason: str) -> int:
+        self._note(name, default if value is None else value, reason if value is None else "given")
+        return default if value is None else value
+
+    def _note_device(self) -> None:
+        if self.gpu is not None:
+            self._note(
+                "device",
+                "cuda",
+                f"given; {self.gpu.name}, {format_bytes(self.gpu.free_memory)} free",
+            )
+        elif self.config.device == "auto":
+            self._note(
+                "device",
+                "cpu",
+                (
+                    "default: the GPU kernels have not been tried on a GPU yet; device=cuda asks "
+                    "for one"
+                ),
+            )
+        else:
+            self._note("device", "cpu", "given")
+
+    def _is_overlapped(self) -> bool:
+        given, is_on = self.config.overlap, self.gpu is not None
+        reason = "the GPU computes while the next step is planned" if is_on else CPU_OVERLAP_REASON
+        if given != "auto":
+            is_on, reason = given == "on", "given"
+        self._note("overlap", "on" if is_on else "off", reason)
+        return is_on
+
+    def _note_invariance(self) -> None:
+        if self.config.batch_invariant:
+            self._note(
+                "batch_invariant",
+                True,
+                "own products and attention, whose bits do not depend on the batch",
+            )
+        elif self.gpu is None:
+            self._note(
+                "batch_invariant",
+                True,
+                "the CPU kernels are at no cost, so switching it off changes nothing",
+            )
+        else:
+            self._note(
+                "batch_invariant",
+                False,
+                "given; torch's products may serve many rows, as the tuning file says",
+            )
+
+    def _graphs(
+        self, num_tokens: int, bytes_per_token: int, block_size: int, attention_module: str | None
+    ) -> GraphPlan | None:
+        reason = (
+            "the CPU has none"
+            if self.gpu is None
+            else "given: enforce_eager"
+            if self.config.enforce_eager
+            else None
+        )
+        if reason is None and attention_module is not None:
+            reason = (
+                "the attention of a library plans each step on the host, which a graph would not "
+                "repeat"
+            )
+        if reason is not None:
+            self._note("graphs", "off", reason)
+            return None
+        spec, longest = self.spec, self._longest()
+        row_bytes = (
+            spec.hidden_size * DTYPE_BYTES["float32"]
+            + (ceil_div(longest, block_size) + 8) * DTYPE_BYTES["float32"]
+        )
+        num_graphs, bytes_each = (
+            num_shapes(num_tokens, longest),
+            len(spec.blocks) * GRAPH_BYTES_PER_LAYER,
+        )
+        max_bytes = (
+            _layer_bytes(spec, num_tokens)
+            + MAX_PARTIAL_BYTES
+            + GRAPH_POOL_BYTES
+            + num_graphs * bytes_each
+        )
+        reason = f"at most {num_graphs} graphs with {format_bytes(max_bytes)}, recorded when idle"
+        self._note("graphs", f"steps of up to {num_tokens} tokens", reason)
+        min_shared_blocks = (
+            len(spec.blocks) * SHARED_BYTES_PER_LAYER // (bytes_per_token * block_size)
+        )
+        return GraphPlan(
+            num_tokens, num_tokens * row_bytes, max_bytes, bytes_each, min_shared_blocks
+        )
+
+    def _dtype(self) -> str:
+        config, spec = self.config, self.spec
+        if config.dtype not in ("auto", HALF):
+            self._note("dtype", config.dtype, "given")
+            return config.dtype
+        if HALF in (config.dtype, spec.dtype):
+            where = "given was" if config.dtype == HALF else "the checkpoint is"
+            reason = (
+                f"{where} {HALF}, which the kernels do not compute in; dtype=float32 would be exact"
+            )
+            self._note("dtype", "bfloat16", reason)
+            return "bfloat16"
+        self._note("dtype", spec.dtype, "as the checkpoint")
+        return spec.dtype
+
+    def _kv_format(self, dtype: str) -> str:
+        given = self.config.kv_cache_dtype
+        chosen = dtype if given == "auto" else OTHER_NAMES.get(given, given)
+        odd = [layer.head_dim for layer in self.spec.kv_layers if layer.head_dim % 4]
+        if self.gpu is not None and KV_FORMATS[chosen].scale_bytes and odd:
+            raise ConfigError(
+                f"kv_cache_dtype={given!r} on a GPU needs heads of whole fours, not of "
+                f"{odd[0]}; leave it at 'auto'"
+            )
+        self._note("kv_cache_dtype", chosen, "as the compute dtype" if given == "auto" else "given")
+        return chosen
+
+    def _attention(self, dtype: str, kv_format: str, block_size: int) -> str | None:
+        """The module of the library that was chosen."""
+        wish = self.config.attention_backend
+        if self.gpu is None:
+            if wish not in ("auto", attention.OWN):
+                raise ConfigError(
+                    f"attention_backend={wish!r} is for GPUs; leave it at 'auto', or ask for "
+                    "device='cuda'"
+                )
+            return None
+        sizes = frozenset(layer.head_dim for layer in self.spec.kv_layers)
+        needs = attention.AttentionNeeds(
+            dtype,
+            kv_format,
+            block_size,
+            sizes,
+            self.gpu.capability,
+            is_invariant=self.config.batch_invariant,
+        )
+        name, reason = attention.choose(wish, needs)
+        self._note("attention_backend", name, reason)
+        return None if name == attention.OWN else attention.module_for(name, needs)
+
+    def _max_num_seqs(self) -> int:
+        default, reason = DEFAULT_MAX_NUM_SEQS, "default"
+        if self.gpu is not None and self.gpu.total_memory >= LARGE_GPU_BYTES:
+            default, reason = (
+                LARGE_GPU_MAX_NUM_SEQS,
+                f"default for a GPU of {format_bytes(LARGE_GPU_BYTES)} or more",
+            )
+        budget = self.config.max_num_batched_tokens
+        if budget is not None and budget < default:
+            default, reason = budget, "no more than tokens of a step"
+        return self._given("max_num_seqs", self.config.max_num_seqs, default, reason)
+
+    def _num_batched_tokens(self, max_num_seqs: int) -> int:
+        given = self.config.max_num_batched_tokens
+        default = max(DEFAULT_MAX_NUM_BATCHED_TOKENS, max_num_seqs)
+        if self.config.enable_chunked_prefill or (given or default) >= self._longest():
+            return self._given("max_num_batched_tokens", given, default, "default")
+        reason = "without chunked prefill the longest prompt must fit one step"
+        self._note("max_num_batched_tokens", self._longest(), reason)
+        return self._longest()
+
+    def _longest(self) -> int:
+        """The longest sequence that the user, or else the model, has in mind."""
+        return self.config.max_model_len or self.spec.context_len
+
+    def _kv_bytes(self, other_bytes: int, most_useful: int) -> int:
+        config = self.config
+        available = self.machine.available_memory if self.gpu is None else self.gpu.free_memory
+        where = self.machine.memory_reason if self.gpu is None else "free GPU memory"
+        free = int(available * config.memory_utilization) - other_bytes
+        budget = f"{config.memory_utilization:.0%} of {format_bytes(available)} {where}"
+        if config.kv_cache_memory is not None:
+            kv_bytes = parse_bytes(config.kv_cache_memory, option="kv_cache_memory")
+            if kv_bytes > free:
+                raise CapacityError(
+                    f"kv_cache_memory={config.kv_cache_memory!r} does not fit: {budget}, "
+                    f"less {format_bytes(other_bytes)} "
+                    f"for weights and workspace, leaves {format_bytes(max(0, free))}; lower "
+                    "it, or free memory"
+                )
+            self._note("kv_cache_memory", format_bytes(kv_bytes), "given")
+            return kv_bytes
+        if free <= 0:
+            raise CapacityError(
+                "the model does not fit: weights and workspace need "
+                f"{format_bytes(other_bytes)}, and {budget} is "
+                f"{format_bytes(available * config.memory_utilization)}; use a smaller model "
+                "or dtype, or "
+                "free memory"
+            )
+        limits = [
+            (free, f"what weights and workspace leave of {budget}"),
+            (most_useful, "max_num_seqs sequences of the longest length need no more"),
+        ]
+        if self.gpu is None:
+            limits.append((DEFAULT_MAX_KV_BYTES, "default limit; set kv_cache_memory for more"))
+        kv_bytes, reason = min(limits)
+        self._note("kv_cache_memory", format_bytes(kv_bytes), reason)
+        return kv_bytes
+
+    def _is_kv_populated(self) -> bool:
+        """Who names a size wants to have it: what the system lacks is noticed at once,
+        and no request waits for its pages."""
+        if self.gpu is not None:
+            return False  # a GPU's memory is taken when it is allocated
+        chosen, is_given = self.config.populate_kv_cache, self.config.kv_cache_memory is not None
+        is_populated = chosen == "on" or (chosen == "auto" and is_given)
+        reason = (
+            "given"
+            if chosen != "auto"
+            else "kv_cache_memory is given"
+            if is_given
+            else "the size is a default"
+        )
+        self._note("populate_kv_cache", "on" if is_populated else "off", reason)
+        return is_populated
+
+    def _max_model_len(self, num_slots: int, bytes_per_token: int) -> int:
+        wanted, spec = self.config.max_model_len, self.spec
+        if wanted is None:
+            longest = min(spec.context_len, num_slots)
+            reason = (
+                "the model's context" if longest == spec.context_len else "what the KV cache holds"
+            )
+            self._note("max_model_len", longest, reason)
+            if longest < 1:
+                raise CapacityError(
+                    f"the KV cache of {num_slots} tokens holds no sequence at all; a token needs "
+                    f"{format_bytes(bytes_per_token)}: raise kv_cache_memory"
+                )
+            return longest
+        if wanted > num_slots:
+            needed = ceil_div(wanted, self.config.block_size or DEFAULT_BLOCK_SIZE) * (
+                self.config.block_size or DEFAULT_BLOCK_SIZE
+            )
+            raise CapacityError(
+                f"max_model_len={wanted} needs {format_bytes(needed * bytes_per_token)} of "
+                "KV cache, but it has "
+                f"{format_bytes(num_slots * bytes_per_token)} ({num_slots} tokens); lower "
+                "max_model_len to "
+                f"{max(1, align_down(num_slots, 8))} or raise kv_cache_memory"
+            )
+        is_beyond = wanted > spec.max_context_len
+        doubt = (
+            f"; the model was made for {spec.max_context_len}, beyond which its answers may make "
+            "no sense"
+        )
+        self._note("max_model_len", wanted, "given" + doubt * is_beyond)
+        return wanted
+
+    def _check_context(self) -> None:
+        """Refuse a context that the model was not made for, unless `allow_long_context` is set."""
+        wanted, longest = self.config.max_model_len, self.spec.max_context_len
+        if wanted is not None and wanted > longest and not self.config.allow_long_context:
+            raise ConfigError(
+                f"max_model_len={wanted} is beyond the {longest} tokens that the model was "
+                "made for, where its answers may "
+                f"make no sense; lower it to {longest}, or set allow_long_context=True "
+                "(--allow-long-context)"
+            )
+
+
+def _policy(name: str) -> Policy:
+    for policy in POLICIES:
+        if name == policy:
+            return policy
+    raise ConfigError(f"scheduling_policy={name!r} is unknown; use one of {', '.join(POLICIES)}")
+
+
+def _workspace_bytes(spec: DecoderSpec, num_batched_tokens: int, max_num_seqs: int) -> int:
+    """Peak of temporary tensors, computed in float32 to be on the safe side.
+
+    Within a layer: the stream, its norm, the widest projection and its activation. At the end:
+    logits of every sequence, and an edited copy where requests ask for penalties or bias; or those
+    of a prompt that is scored, and of the piece before.
+    """
+    logits_bytes = (
+        2
+        * min(max(max_num_seqs, MAX_SCORED_ROWS), num_batched_tokens)
+        * spec.vocab_size
+        * DTYPE_BYTES["float32"]
+    )
+    return _layer_bytes(spec, num_batched_tokens) + logits_bytes
+
+
+def _layer_bytes(spec: DecoderSpec, num_tokens: int) -> int:
+    """Of that, what a layer takes."""
+    widest = max(_mixer_width(mixer) for block in spec.blocks for mixer in block.mixers)
+    return num_tokens * (3 * spec.hidden_size + widest) * DTYPE_BYTES["float32"]
+
+
+def _mixer_width(mixer: Mixer) -> int:
+    """Its first projection, and a copy of it or what is activated."""
+    first = sum(part.num_outputs for part in mixer.projections[0])
+    return first + (first if isinstance(mixer, AttentionSpec) else mixer.down.num_inputs)

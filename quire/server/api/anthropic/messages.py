@@ -1,0 +1,429 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API for text, thoughts and calls."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive
+
+from quire.core.params import SamplingParams
+from quire.core.structure import StructuredOutputsParams
+from quire.engine.front.outputs import CompletionOutput, RequestOutput
+from quire.server.api.anthropic.blocks import Block, ContentBlocks, Turn, messages_of
+from quire.server.api.anthropic.context import apply_edits, read_edits
+from quire.server.api.anthropic.shapes import (
+    OfferedTool,
+    OutputConfig,
+    OutputFormat,
+    TextBlock,
+    Thinking,
+    ToolChoice,
+)
+from quire.server.api.anthropic.tools import read_tools
+from quire.server.api.generation import GenerationJob, GenerationRun, Usage
+from quire.server.api.openai.fields import NO_EFFECT, Count, UserMetadata, asks_for_something
+from quire.server.api.openai.messages import text_of
+from quire.server.api.reading import Reading
+from quire.server.api.structure import Asked, asks_for_json, settle
+from quire.server.api.texts import NOT_IN_TEMPLATE, ChatOptions
+from quire.server.api.tools import settle_tools
+from quire.server.http.body import read_json, shape
+from quire.server.http.call import Call, call_of
+from quire.server.http.errors import ApiError, bad_request, unavailable_feature
+from quire.server.http.off_loop import off_loop
+from quire.server.http.responses import (
+    EventStream,
+    answer_chars,
+    json_response,
+    named_event,
+    timings,
+)
+from quire.server.state import Api
+
+MAX_STOPS = 16
+_UNAVAILABLE = {
+    "mcp_servers": "this server fetches nothing",
+    "container": "containers are not available",
+    "compaction": "conversations are not summarized by this server",
+    "thread": "conversations are not kept; send all of their messages",
+}
+_HINTS = ("speed", "inference_geo", "diagnostics", "fallbacks")
+_NEUTRAL = (None, "standard", "default")
+_THINKING = ("enabled", "adaptive", "between_tools", "disabled")
+_NOT_APART = "what this model thinks is not told apart from its answers"
+
+
+class MessagesQuery(msgspec.Struct, kw_only=True):
+    """What Anthropic's clients append to the URL;
+    everything here is what it is with and without it."""
+
+    beta: Literal["true", "false"] = "false"
+
+
+class CountRequest(msgspec.Struct, kw_only=True):
+    """What decides a prompt."""
+
+    model: Annotated[str, Meta(max_length=256)]
+    messages: list[Turn]
+    system: str | list[Annotated[dict[str, Any], shape(TextBlock)]] | None = None
+    thinking: Annotated[dict[str, Any], shape(Thinking)] | None = None
+    tool_choice: Annotated[Any, shape(ToolChoice)] = None
+    tools: list[Annotated[Any, shape(OfferedTool)]] | None = None
+    mcp_servers: Any = None
+    container: Any = None
+    context_management: Any = None
+    compaction: Any = None
+    thread: Any = None
+    output_format: Annotated[Any, shape(OutputFormat)] = None
+    output_config: Annotated[dict[str, Any], shape(OutputConfig)] | None = None
+    cache_control: Any = None
+    """Of no effect, as in blocks and tools: every prefix is kept as long as there is room."""
+
+    @property
+    def thinking_kind(self) -> str | None:
+        """What `thinking.type` says. Raises ApiError 400."""
+        kind = None if self.thinking is None else self.thinking.get("type")
+        if self.thinking is not None and kind not in _THINKING:
+            raise bad_request(
+                f"thinking.type: it must be one of {', '.join(_THINKING)}", param="thinking.type"
+            )
+        return kind
+
+
+class _Encoded(NamedTuple):
+    """What a request's turns, tools and edits come to."""
+
+    token_ids: list[int]
+    reading: Reading
+    form: StructuredOutputsParams | None
+    edits: dict[str, Any] | None
+    """The report on `context_management`, where that was given."""
+    original_len: int
+    """Tokens of the prompt before it was edited."""
+
+
+class MessageRequest(CountRequest, kw_only=True):
+    """The body of a request for an answer."""
+
+    max_tokens: Count
+    stop_sequences: (
+        Annotated[
+            list[Annotated[str, Meta(min_length=1, max_length=1024)]], Meta(max_length=MAX_STOPS)
+        ]
+        | None
+    ) = None
+    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
+    stream: bool | None = None
+    metadata: UserMetadata | None = None
+    service_tier: Any = None
+    user_profile_id: Any = None
+    workspace_id: Any = None
+    speed: Any = None
+    inference_geo: Any = None
+    diagnostics: Any = None
+    fallbacks: Any = None
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
+    timings: bool | None = None
+
+
+@dataclass(slots=True)
+class _Prepared:
+    request: MessageRequest
+    job: GenerationJob
+    model: str
+    encoded: _Encoded
+    prepare_s: float
+    id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
+
+    def body(self, content: list[Block], usage: dict[str, Any]) -> dict[str, Any]:
+        """Anthropic's message object, not ended yet."""
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+        }
+
+    @property
+    def edits(self) -> dict[str, Any]:
+        """What was cleared from the conversation, where the request has edits."""
+        return {} if self.encoded.edits is None else {"context_management": self.encoded.edits}
+
+    def timings(self, output: RequestOutput, usage: Usage) -> dict[str, Any]:
+        """Where the time went, if that was asked for."""
+        if not self.request.timings:
+            return {}
+        num_tokens = usage.num_output_tokens
+        return {
+            "timings": timings(
+                output.metrics, prepare_s=self.prepare_s, num_output_tokens=num_tokens
+            )
+        }
+
+
+class Messages:
+    """The endpoints."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+
+    async def post(self, request: Request) -> Response:
+        """Answer, in one piece or as a stream of events."""
+        call = call_of(request)
+        body = await read_json(request, MessageRequest, is_strict=self._api.config.strict_fields)
+        started_s = time.monotonic()
+        model = self._api.check_model(body.model)
+        call.ignore((name for name in _HINTS if getattr(body, name) not in _NEUTRAL), NO_EFFECT)
+        encoded = await self._encode(call, body)
+        token_ids, reading = encoded.token_ids, encoded.reading
+        given = reading.constraints(
+            encoded.form,
+            "output_format" if body.output_format is not None else "output_config.format",
+        )
+        params = self._params(body, len(token_ids), given | await self._budget(call, body, reading))
+        job = GenerationJob(token_ids, params, None, body.cache_salt, body.priority)
+        prepared = _Prepared(body, job, model, encoded, time.monotonic() - started_s)
+        if not body.stream:
+            return json_response(call, await self._create(call, prepared, request.receive))
+        run = await self._api.generator.start(call, [prepared.job], is_stream=True)
+        return EventStream(
+            call, run, _MessageEvents(call, prepared, run), self._api.config.keep_alive_s
+        )
+
+    async def count_tokens(self, request: Request) -> Response:
+        """How many tokens the prompt has."""
+        body = await read_json(request, CountRequest, is_strict=self._api.config.strict_fields)
+        self._api.check_model(body.model)
+        encoded = await self._encode(call_of(request), body)
+        answer: dict[str, Any] = {"input_tokens": len(encoded.token_ids)}
+        if encoded.edits is not None:
+            answer["context_management"] = {"original_input_tokens": encoded.original_len}
+        return json_response(call_of(request), answer)
+
+    async def _encode(self, call: Call, body: CountRequest) -> _Encoded:
+        """The prompt and how its answer is read. A last turn of the
+        assistant's is one to go on with."""
+        api = self._api
+        for name, reason in _UNAVAILABLE.items():
+            if _asks_for_something(getattr(body, name)):
+                raise unavailable_feature(name, reason)
+        size = call.num_body_bytes
+        edits, asked = read_edits(body.context_management), _asked_form(body)
+        functions, demand = await off_loop(size, lambda: read_tools(body.tools, body.tool_choice))
+        tools = await settle_tools(
+            functions, demand, api.tool_notation, has_form=asks_for_json(asked)
+        )
+        system = text_of(body.system or None, "system")
+        is_continued = bool(body.messages) and body.messages[-1].role == "assistant"
+        options = ChatOptions(
+            continue_final_message=is_continued,
+            template_kwargs=self._template_kwargs(call, body),
+            tools=None if tools is None else tools.shown,
+            num_body_bytes=call.num_body_bytes,
+        )
+
+        async def encode(turns: Sequence[Turn]) -> tuple[list[dict[str, Any]], str, list[int]]:
+            unread: list[str] = []
+            messages = await off_loop(
+                call.num_body_bytes, lambda: messages_of(turns, system, unread)
+            )
+            text, token_ids = await api.texts.encode_chat(messages, options)
+            if turns is body.messages:
+                call.ignore(unread, "these thoughts can be read by those who made them only")
+            return messages, text, token_ids
+
+        first = await encode(body.messages)
+
+        async def count(turns: Sequence[Turn]) -> int:
+            return len((first if turns is body.messages else await encode(turns))[2])
+
+        edited = await apply_edits(body.messages, edits, count)
+        messages, text, token_ids = (
+            first if edited.turns is body.messages else await encode(edited.turns)
+        )
+        form = await settle(asked)
+        reading = api.reading(
+            tools, form, text, str(messages[-1]["content"]) if is_continued else None
+        )
+        report = (
+            None if body.context_management is None else {"applied_edits": list(edited.applied)}
+        )
+        return _Encoded(token_ids, reading, form, report, len(first[2]))
+
+    def _template_kwargs(self, call: Call, body: CountRequest) -> dict[str, Any] | None:
+        """What the template is told of the thinking that is wanted;
+        what it cannot be told is named in a header."""
+        source = self._api.texts.template_source
+        kwargs: dict[str, Any] = {}
+        kind, has_marks = body.thinking_kind, self._api.marks is not None
+        if kind is not None and "enable_thinking" in source:
+            kwargs["enable_thinking"] = kind != "disabled"
+        elif kind == "disabled" and has_marks:
+            call.ignore(["thinking"], NOT_IN_TEMPLATE)
+        elif kind not in (None, "disabled") and not has_marks:
+            call.ignore(["thinking"], _NOT_APART)
+        if has_marks and (body.thinking or {}).get("display") == "omitted":
+            call.ignore(
+                ["thinking.display"],
+                "thoughts are shown as they come; disable them, or pass them over",
+            )
+        effort = (body.output_config or {}).get("effort")
+        if effort is not None and "reasoning_effort" in source:
+            kwargs["reasoning_effort"] = effort
+        elif effort is not None:
+            call.ignore(["output_config.effort"], NOT_IN_TEMPLATE)
+        return kwargs or None
+
+    def _params(
+        self, body: MessageRequest, num_prompt_tokens: int, given: dict[str, Any]
+    ) -> SamplingParams:
+        values = {
+            name: value
+            for name, value in self._api.sampling_defaults.items()
+            if name != "max_tokens"
+        }
+        for name in ("temperature", "top_k", "seed"):
+            value = getattr(body, name)
+            if value is not None:
+                values[name] = value
+        if body.top_p is not None:
+            values["top_p"] = body.top_p or 1e-9
+        max_tokens = self._api.texts.max_tokens(
+            num_prompt_tokens, body.max_tokens, default=None, param="max_tokens"
+        )
+        return SamplingParams(**values, **given, max_tokens=max_tokens, stop=body.stop_sequences)
+
+    async def _budget(self, call: Call, body: MessageRequest, reading: Reading) -> dict[str, Any]:
+        """The sampling parameters for `thinking.budget_tokens`;
+        where nothing is to be thought there is none."""
+        budget = (body.thinking or {}).get("budget_tokens")
+        if budget is None or body.thinking_kind == "disabled":
+            return {}
+        if isinstance(budget, bool) or not isinstance(budget, int) or not 0 <= budget < 1 << 31:
+            raise bad_request(
+                "thinking.budget_tokens: it must be an integer, 0 or above", param="thinking"
+            )
+        if self._api.marks is None:
+            call.ignore(["thinking.budget_tokens"], _NOT_APART)
+            return {}
+        return await self._api.thinking(budget, reading, "thinking.budget_tokens")
+
+    async def _create(self, call: Call, prepared: _Prepared, receive: Receive) -> dict[str, Any]:
+        (output,), usage = await self._api.generator.answer(call, [prepared.job], receive)
+        completion = output.outputs[0]
+        blocks = ContentBlocks(prepared.encoded.reading)
+        await self._api.texts.work(answer_chars(output), lambda: blocks.take(completion))
+        body = prepared.body(blocks.content, _usage(usage))
+        return {
+            **body,
+            **_stop(completion, blocks),
+            **prepared.edits,
+            **prepared.timings(output, usage),
+        }
+
+
+def _asks_for_something(value: Any) -> bool:
+    """As of any optional field; an object without anything in it is a way of leaving it out,
+    too."""
+    return (
+        any(map(asks_for_something, value.values()))
+        if isinstance(value, dict)
+        else asks_for_something(value)
+    )
+
+
+def _asked_form(body: CountRequest) -> list[Asked]:
+    """What `output_config.format`, or its older name, asks for."""
+    asked: list[Asked] = []
+    forms = {
+        "output_format": body.output_format,
+        "output_config.format": (body.output_config or {}).get("format"),
+    }
+    for name, form in forms.items():
+        if form is None:
+            continue
+        schema = (
+            form.get("schema")
+            if isinstance(form, dict) and form.get("type") == "json_schema"
+            else None
+        )
+        if not isinstance(schema, dict):
+            raise bad_request(
+                f"{name}: it must have the type json_schema, and a schema", param=name
+            )
+        asked.append((f"{name}.schema", {"json": schema}))
+    return asked
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    """Cached tokens are counted apart, as Anthropic does."""
+    return {
+        "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
+        "cache_read_input_tokens": usage.num_cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": usage.num_output_tokens,
+    }
+
+
+def _stop(completion: CompletionOutput, blocks: ContentBlocks) -> dict[str, Any]:
+    if isinstance(completion.stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop_reason}
+    ended = "tool_use" if blocks.has_calls else "end_turn"
+    return {
+        "stop_reason": "max_tokens" if completion.finish_reason == "length" else ended,
+        "stop_sequence": None,
+    }
+
+
+class _MessageEvents:
+    """From `message_start` to `message_stop`."""
+
+    def __init__(self, call: Call, prepared: _Prepared, run: GenerationRun) -> None:
+        self._call = call
+        self._prepared = prepared
+        self._run = run
+        self._last: RequestOutput | None = None
+        self._blocks = ContentBlocks(prepared.encoded.reading)
+
+    def take(self, number: int, output: RequestOutput) -> bytes:
+        """See `Events`."""
+        opening = b""
+        if self._last is None:
+            usage = {**_usage(self._run.usage), "output_tokens": 0}
+            opening = _event("message_start", message=self._prepared.body([], usage))
+        self._last = output
+        return opening + b"".join(
+            _event(each.kind, **each.fields) for each in self._blocks.take(output.outputs[0])
+        )
+
+    def end(self) -> bytes:
+        """See `Events`."""
+        assert self._last is not None, "a run ends with an output"
+        usage, stop = self._run.usage, _stop(self._last.outputs[0], self._blocks)
+        more = {**self._prepared.edits, **self._prepared.timings(self._last, usage)}
+        delta = _event("message_delta", delta=stop, usage=_usage(usage), **more)
+        return delta + _event("message_stop")
+
+    def fail(self, error: ApiError) -> bytes:
+        """See `Events`."""
+        return named_event("error", error.anthropic_body(self._call.request_id))
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return named_event(kind, {"type": kind, **fields})

@@ -1,0 +1,77 @@
+"""A batch's answers, appended as they come to two files: those that were given, and the errors.
+
+The files are the progress: how many answers there are is counted, and never written anywhere else.
+Blocking.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from quire.server.api.openai.batch_input import digest_of
+from quire.server.api.openai.file_store import RESULTS, FileStore
+
+
+class _Answered(msgspec.Struct):
+    """Of a result's line, what tells which request has been answered."""
+
+    custom_id: str
+
+
+class BatchResults:
+    """The results of one batch, whose record names their files."""
+
+    def __init__(self, store: FileStore, tenant: str, record: dict[str, Any]) -> None:
+        self._store = store
+        self._tenant = tenant
+        self._batch_id: str = record["id"]
+        self._file_ids: dict[str, str] = {kind: record[f"_{kind}_file_id"] for kind in RESULTS}
+        self.num_good = self.num_bad = 0
+
+    def recount(self) -> set[bytes]:
+        """Digests of the requests that have an answer.
+        A last line that was not written to its end is cut off."""
+        done: set[bytes] = set()
+        counts: list[int] = []
+        for file_id in self._file_ids.values():
+            before = len(done)
+            self._store.cut(self._tenant, file_id, self._read(file_id, done))
+            counts.append(len(done) - before)
+        self.num_good, self.num_bad = counts
+        return done
+
+    def append(self, entry: dict[str, Any], *, is_good: bool) -> None:
+        """Keep an answer. Raises ApiError, and then nothing of it is kept."""
+        kind = "output" if is_good else "error"
+        self._store.append(self._tenant, self._file_ids[kind], msgspec.json.encode(entry) + b"\n")
+        self.num_good += is_good
+        self.num_bad += not is_good
+
+    def register(self) -> dict[str, str]:
+        """Make files of what there is; the record's fields that name them."""
+        return {
+            f"{kind}_file_id": file_id
+            for kind, file_id in self._file_ids.items()
+            if self._store.register_results(self._tenant, file_id, f"{self._batch_id}_{kind}.jsonl")
+        }
+
+    def _read(self, file_id: str, done: set[bytes]) -> int:
+        """Enter what a file has answered; how many of its bytes are whole lines."""
+        num_bytes = 0
+        if not self._store.size(self._tenant, file_id):
+            return 0
+        with self._store.open_content(self._tenant, file_id) as results:
+            for raw in results:
+                try:
+                    answered = (
+                        msgspec.json.decode(raw, type=_Answered) if raw.endswith(b"\n") else None
+                    )
+                except msgspec.DecodeError:
+                    answered = None
+                if answered is None:
+                    break
+                done.add(digest_of(answered.custom_id))
+                num_bytes += len(raw)
+        return num_bytes

@@ -1,0 +1,79 @@
+"""An answer in the forms of a chat completion: as the deltas of a stream, and as a whole message,
+which is their sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from quire.server.api.reading import Event, Reading
+from quire.server.api.tools import call_id
+from quire.text.reasoning import Thought
+from quire.text.tools import CallArguments, Text
+
+
+class ChoiceReader:
+    """One choice."""
+
+    def __init__(self, reading: Reading, *, shows_thoughts: bool = True) -> None:
+        self._reader = reading.reader()
+        self._tools = reading.tools
+        self._shows_thoughts = shows_thoughts
+
+    @property
+    def num_thought_tokens(self) -> int:
+        """As OpenAI's `reasoning_tokens` counts them."""
+        return self._reader.num_thought_tokens
+
+    def deltas(self, text: str, token_ids: Sequence[int], *, is_last: bool) -> list[dict[str, Any]]:
+        """What a piece of the answer brings."""
+        events = self._reader.feed(text, token_ids, is_last=is_last)
+        return [
+            self._delta(event)
+            for event in events
+            if self._shows_thoughts or not isinstance(event, Thought)
+        ]
+
+    def message(self, text: str, token_ids: Sequence[int]) -> dict[str, Any]:
+        """A whole answer: its `content`, and its thoughts and `tool_calls` where there are any. A
+        content that is empty beside either is null.
+        """
+        calls: dict[int, dict[str, Any]] = {}
+        texts = {"content": "", "reasoning": "", "reasoning_content": ""}
+        for delta in self.deltas(text, token_ids, is_last=True):
+            for part in delta.pop("tool_calls", ()):
+                call = calls.setdefault(
+                    part["index"], {key: value for key, value in part.items() if key != "index"}
+                )
+                if call["function"] is not part["function"]:
+                    call["function"]["arguments"] += part["function"]["arguments"]
+            for name, more in delta.items():
+                texts[name] += more
+        message: dict[str, Any] = {name: value for name, value in texts.items() if value}
+        if calls:
+            message["tool_calls"] = list(calls.values())
+        return {"content": None if message else "", **message}
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """OpenAI's reasons: a call that was demanded by name ends with `stop`."""
+        has_called = (
+            self._tools is not None and self._tools.mode != "named" and self._reader.num_calls
+        )
+        return "tool_calls" if reason == "stop" and has_called else reason
+
+    def _delta(self, event: Event) -> dict[str, Any]:
+        if isinstance(event, Thought):  # under both names that clients know
+            return {"reasoning": event.text, "reasoning_content": event.text}
+        if isinstance(event, Text):
+            return {"content": event.text}
+        if isinstance(event, CallArguments):
+            return {"tool_calls": [{"index": event.number, "function": {"arguments": event.text}}]}
+        assert self._tools is not None, "calls are read only where there are tools"
+        function = {"name": event.name, "arguments": ""}
+        begun = {
+            "index": event.number,
+            "id": call_id(self._tools.form),
+            "type": "function",
+            "function": function,
+        }
+        return {"tool_calls": [begun]}

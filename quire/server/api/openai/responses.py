@@ -1,0 +1,540 @@
+"""POST /v1/responses and what belongs to it: answers of thoughts, text and calls,
+continued by `previous_response_id`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive
+
+from quire.core.params import SamplingParams
+from quire.core.structure import StructuredOutputsParams
+from quire.engine.front.outputs import CompletionOutput, RequestOutput
+from quire.server.api.generation import GenerationJob, GenerationRun, Usage
+from quire.server.api.openai.fields import (
+    NO_EFFECT,
+    Budget,
+    CommonFields,
+    Count,
+    Metadata,
+    TopLogprobs,
+    asks_for_something,
+    check_common,
+    check_num_logprobs,
+    sampling_params,
+)
+from quire.server.api.openai.listing import Listing, page_of
+from quire.server.api.openai.logprobs import LogprobTracker, TokenNames
+from quire.server.api.openai.messages import for_template
+from quire.server.api.openai.response_items import (
+    InputReader,
+    Item,
+    OutputItems,
+    is_whole,
+    messages_of,
+    new_id,
+)
+from quire.server.api.openai.response_store import ResponseStore, StoredResponse
+from quire.server.api.openai.sealed import Sealer
+from quire.server.api.openai.shapes import (
+    InputItem,
+    Reasoning,
+    ResponseStreamOptions,
+    ResponseTool,
+    TextOptions,
+    ToolChoice,
+)
+from quire.server.api.openai.tools import RESPONSES, read_tools
+from quire.server.api.reading import Reading
+from quire.server.api.structure import (
+    Asked,
+    asks_for_json,
+    from_named_schema,
+    from_response_format,
+    settle,
+)
+from quire.server.api.texts import NOT_IN_TEMPLATE, ChatOptions, effort_kwargs
+from quire.server.api.tools import Function, settle_tools
+from quire.server.http.body import read_bytes, read_json, shape
+from quire.server.http.call import Call, call_of
+from quire.server.http.errors import ApiError, bad_request, unavailable_feature
+from quire.server.http.off_loop import off_loop
+from quire.server.http.query import query_of
+from quire.server.http.responses import (
+    EventStream,
+    answer_chars,
+    json_response,
+    named_event,
+    timings,
+)
+from quire.server.state import Api
+
+_UNAVAILABLE = {
+    "background": "answers in the background are not available; leave it out, or use /v1/batches",
+    "conversation": "conversations are not kept; use previous_response_id",
+    "prompt": "stored prompts are not available",
+    "context_management": "contexts are not managed by this server",
+}
+_HINTS = ("max_tool_calls", "prompt_cache_retention")
+_LOGPROBS = "message.output_text.logprobs"
+_SEALED = "reasoning.encrypted_content"
+_INCLUDABLE = (
+    _LOGPROBS, _SEALED, "file_search_call.results", "web_search_call.results",
+    "web_search_call.action.sources", "message.input_image.image_url",
+    "computer_call_output.output.image_url", "code_interpreter_call.outputs",
+)  # fmt: skip
+"""All that OpenAI documents. Those besides the first two belong to tools and images,
+which no answer of this server has."""
+
+
+class ResponseRequest(CommonFields, kw_only=True):
+    """The body."""
+
+    input: str | list[Annotated[dict[str, Any], shape(InputItem)]]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    top_logprobs: TopLogprobs | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    include: list[str] | None = None
+    text: Annotated[dict[str, Any], shape(TextOptions)] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: Metadata | None = None
+    tools: list[Annotated[Any, shape(ResponseTool)]] | None = None
+    tool_choice: Annotated[Any, shape(ToolChoice)] = None
+    parallel_tool_calls: bool | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Any = None
+    service_tier: str | None = None
+    stream_options: Annotated[Any, shape(ResponseStreamOptions)] = None
+    reasoning: Annotated[dict[str, Any], shape(Reasoning)] | None = None
+    thinking_token_budget: Budget | None = None
+    max_tool_calls: Any = None
+
+    background: Any = None
+    conversation: Any = None
+    prompt: Any = None
+    context_management: Any = None
+
+
+class InputTokensRequest(msgspec.Struct, kw_only=True):
+    """What decides a prompt, all of it optional."""
+
+    model: str | None = None
+    input: str | list[dict[str, Any]] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    text: dict[str, Any] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning: dict[str, Any] | None = None
+    conversation: Any = None
+
+    def whole(self) -> ResponseRequest:
+        """The request for an answer that has this prompt."""
+        return ResponseRequest(
+            **{**msgspec.structs.asdict(self), "input": [] if self.input is None else self.input}
+        )
+
+
+class _Prompt(NamedTuple):
+    """What a request's input, instructions and tools come to."""
+
+    token_ids: list[int]
+    messages: list[dict[str, Any]]
+    """The conversation, without the instructions."""
+    items: list[Item]
+    reading: Reading
+    functions: list[Function]
+    form: StructuredOutputsParams | None
+
+
+@dataclass(slots=True)
+class _Prepared:
+    request: ResponseRequest
+    job: GenerationJob
+    model: str
+    prompt: _Prompt
+    names: TokenNames
+    seal: Callable[[str], str] | None
+    """None where thoughts are not to be sealed."""
+    prepare_s: float
+    id: str = field(default_factory=lambda: new_id("resp"))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def has_logprobs(self) -> bool:
+        return self.job.params.logprobs is not None
+
+    def add_timings(self, answer: dict[str, Any], output: RequestOutput, usage: Usage) -> None:
+        """Where the time went, if that was asked for."""
+        if self.request.timings:
+            num_tokens = usage.num_output_tokens
+            answer["timings"] = timings(
+                output.metrics, prepare_s=self.prepare_s, num_output_tokens=num_tokens
+            )
+
+    def output_items(self) -> OutputItems:
+        return OutputItems(self.prompt.reading, self.seal)
+
+    def tracker(self) -> LogprobTracker | None:
+        return (
+            LogprobTracker(self.names, self.request.top_logprobs or 0)
+            if self.has_logprobs
+            else None
+        )
+
+
+class Responses:
+    """The endpoints."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+        self._store = ResponseStore(api.config.max_stored_responses, api.config.max_stored_bytes)
+        self._sealer = Sealer()
+
+    async def post(self, request: Request) -> Response:
+        """Answer, in one piece or as a stream of events."""
+        call = call_of(request)
+        body = await read_json(request, ResponseRequest, is_strict=self._api.config.strict_fields)
+        prepared = await self._prepare(call, body)
+        if not body.stream:
+            answer = await self._create(call, prepared, request.receive)
+            return await off_loop(call.num_body_bytes, lambda: json_response(call, answer))
+        run = await self._api.generator.start(call, [prepared.job], is_stream=True)
+        events = _ResponseEvents(prepared, run, lambda answer: self._keep(call, prepared, answer))
+        return EventStream(call, run, events, self._api.config.keep_alive_s)
+
+    async def input_tokens(self, request: Request) -> Response:
+        """How many tokens the prompt of such a request has."""
+        call = call_of(request)
+        body = (
+            await read_json(request, InputTokensRequest, is_strict=self._api.config.strict_fields)
+        ).whole()
+        self._api.check_model(body.model)
+        _check(body)
+        prompt = await self._prompt(call, body)
+        return json_response(
+            call, {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
+        )
+
+    async def get(self, request: Request) -> Response:
+        """An answer that was kept."""
+        call = call_of(request)
+        return json_response(
+            call, self._store.get(call.tenant.name, request.path_params["response_id"]).body
+        )
+
+    async def input_items(self, request: Request) -> Response:
+        """The input items of a kept answer, newest first by default."""
+        call = call_of(request)
+        items = self._store.get(call.tenant.name, request.path_params["response_id"]).input_items
+        return json_response(call, page_of(items, query_of(request, Listing)))
+
+    async def delete(self, request: Request) -> Response:
+        """Forget an answer."""
+        call, response_id = call_of(request), request.path_params["response_id"]
+        self._store.delete(call.tenant.name, response_id)
+        return json_response(call, {"id": response_id, "object": "response", "deleted": True})
+
+    async def cancel(self, request: Request) -> Response:
+        """Only answers in the background can be cancelled, and there are none."""
+        self._store.get(call_of(request).tenant.name, request.path_params["response_id"])
+        raise bad_request(
+            "only responses with background=true can be cancelled; close the connection instead"
+        )
+
+    async def _prepare(self, call: Call, body: ResponseRequest) -> _Prepared:
+        api = self._api
+        started_s = time.monotonic()
+        model = api.check_model(body.model)
+        _check(body)
+        call.ignore((name for name in _HINTS if asks_for_something(getattr(body, name))), NO_EFFECT)
+        if body.request_id is not None:
+            call.ignore(["request_id"], "what is stored is stored under ids of this server's own")
+        prompt = await self._prompt(call, body)
+        reading = prompt.reading
+        given = reading.constraints(prompt.form, "text.format") | await api.thinking(
+            body.thinking_token_budget, reading
+        )
+        num_prompt = len(prompt.token_ids)
+        params = await off_loop(
+            call.num_body_bytes, lambda: self._params(body, num_prompt, reading, given)
+        )
+        job = GenerationJob(prompt.token_ids, params, None, body.cache_salt, body.priority)
+        names = TokenNames(api.client.tokenizer, as_ids=False, shows_special=False)
+        seal = (
+            partial(self._sealer.seal, call.tenant.name)
+            if _SEALED in (body.include or ())
+            else None
+        )
+        return _Prepared(body, job, model, prompt, names, seal, time.monotonic() - started_s)
+
+    async def _prompt(self, call: Call, body: ResponseRequest) -> _Prompt:
+        api = self._api
+        functions, demand = await off_loop(
+            call.num_body_bytes,
+            lambda: read_tools(body.tools, body.tool_choice, body.parallel_tool_calls, RESPONSES),
+        )
+        forms = _asked_form(body)
+        tools = await settle_tools(
+            functions, demand, api.tool_notation, has_form=asks_for_json(forms)
+        )
+        history: list[dict[str, Any]] = []
+        if body.previous_response_id is not None:
+            previous = self._store.get(
+                call.tenant.name, body.previous_response_id, param="previous_response_id"
+            )
+            history = list(previous.messages)
+        items, asked = await self._read_input(call, body) if body.input or not history else ([], [])
+        messages = [*history, *asked]
+        shown = (
+            [{"role": "system", "content": body.instructions}, *messages]
+            if body.instructions
+            else messages
+        )
+        options = ChatOptions(
+            template_kwargs=_effort(body, api.texts.template_source, call),
+            tools=None if tools is None else tools.shown,
+            num_body_bytes=call.num_body_bytes,
+        )
+        text, token_ids = await api.texts.encode_chat(shown, options)
+        if body.truncation == "auto":
+            token_ids = api.texts.truncate(
+                token_ids, api.texts.max_model_len - (body.max_output_tokens or 1)
+            )
+        form = await settle(forms)
+        return _Prompt(token_ids, messages, items, api.reading(tools, form, text), functions, form)
+
+    async def _read_input(
+        self, call: Call, body: ResponseRequest
+    ) -> tuple[list[Item], list[dict[str, Any]]]:
+        """The input's items, and the same as messages for the template."""
+        reader = InputReader(partial(self._sealer.unseal, call.tenant.name))
+
+        def read() -> tuple[list[Item], list[dict[str, Any]]]:
+            items = reader.items(body.input)
+            return items, for_template(messages_of(items))
+
+        found = await off_loop(call.num_body_bytes, read)
+        call.ignore(
+            reader.unread,
+            "it was sealed by another server, or before this one was started; send its content",
+        )
+        return found
+
+    def _params(
+        self, body: ResponseRequest, num_prompt_tokens: int, reading: Reading, given: dict[str, Any]
+    ) -> SamplingParams:
+        api = self._api
+        check_num_logprobs("top_logprobs", body.top_logprobs, api.client.model)
+        wants_logprobs = body.top_logprobs is not None or _LOGPROBS in (body.include or ())
+        if wants_logprobs and not reading.is_plain:
+            param = "include" if body.top_logprobs is None else "top_logprobs"
+            raise unavailable_feature(
+                param, "log-probabilities are only given of answers without tools and thoughts"
+            )
+        num_top = (body.top_logprobs or 0) if wants_logprobs else None
+        default = api.default_max_tokens(num_top, 1)
+        max_tokens = api.texts.max_tokens(
+            num_prompt_tokens, body.max_output_tokens, default=default, param="max_output_tokens"
+        )
+        return sampling_params(
+            body, api.sampling_defaults, **given, max_tokens=max_tokens, logprobs=num_top
+        )
+
+    async def run_body(self, call: Call, body: bytes) -> dict[str, Any]:
+        """The answer to a body that did not come by HTTP (a batch's line); never a stream,
+        and not kept to be continued."""
+        request, _ = await read_bytes(call, body, ResponseRequest)
+        if request.stream:
+            raise bad_request("stream: a batch's line is answered in one piece", param="stream")
+        request.store = False
+        return await self._create(call, await self._prepare(call, request), None)
+
+    async def _create(
+        self, call: Call, prepared: _Prepared, receive: Receive | None
+    ) -> dict[str, Any]:
+        (output,), usage = await self._api.generator.answer(call, [prepared.job], receive)
+        completion = output.outputs[0]
+        tracker = prepared.tracker()
+        items = prepared.output_items()
+        await self._api.texts.work(
+            answer_chars(output),
+            lambda: items.take(completion, tracker.take(completion) if tracker is not None else []),
+        )
+        answer = _body(
+            prepared, _status(completion), _usage(usage, items.num_thought_tokens), items.items
+        )
+        prepared.add_timings(answer, output, usage)
+        self._keep(call, prepared, answer)
+        return answer
+
+    def _keep(self, call: Call, prepared: _Prepared, answer: dict[str, Any]) -> None:
+        if prepared.request.store is False:
+            return
+        kept = messages_of([item for item in answer["output"] if is_whole(item)])
+        messages = [*prepared.prompt.messages, *(for_template(kept) if kept else ())]
+        self._store.put(call.tenant.name, StoredResponse(answer, prepared.prompt.items, messages))
+
+
+def _check(body: ResponseRequest) -> None:
+    check_common(body)
+    for name, reason in _UNAVAILABLE.items():
+        if asks_for_something(getattr(body, name)):
+            raise unavailable_feature(name, reason)
+    unknown = [each for each in body.include or () if each not in _INCLUDABLE]
+    if unknown:
+        raise bad_request(
+            f"include: {unknown[0][:80]!r} is none of {', '.join(_INCLUDABLE)}", param="include"
+        )
+
+
+def _asked_form(body: ResponseRequest) -> list[Asked]:
+    """What `text.format` asks for: as a chat's `response_format`, but flat."""
+    form = (body.text or {}).get("format")
+    if isinstance(form, Mapping) and form.get("type") == "json_schema":
+        return from_named_schema(form, "text.format")
+    return from_response_format(form, "text.format")
+
+
+def _effort(body: ResponseRequest, source: str, call: Call) -> dict[str, Any] | None:
+    """The wished effort of reasoning, for templates that know it."""
+    effort = (body.reasoning or {}).get("effort")
+    found = effort_kwargs(source, effort) if isinstance(effort, str) else {}
+    if found:
+        return found
+    if asks_for_something(body.reasoning):
+        call.ignore(["reasoning"], NOT_IN_TEMPLATE)
+    return None
+
+
+def _status(completion: CompletionOutput) -> str:
+    return "incomplete" if completion.finish_reason == "length" else "completed"
+
+
+def _body(
+    prepared: _Prepared, status: str, usage: dict[str, Any] | None, output: Sequence[Item]
+) -> dict[str, Any]:
+    """OpenAI's response object."""
+    request, params = prepared.request, prepared.job.params
+    return {
+        **({} if request.user is None else {"user": request.user}),
+        **({} if usage is None else {"usage": usage}),
+        "id": prepared.id,
+        "object": "response",
+        "created_at": prepared.created,
+        "completed_at": int(time.time()) if status == "completed" else None,
+        "status": status,
+        "background": False,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "model": prepared.model,
+        "output": list(output),
+        "parallel_tool_calls": True
+        if request.parallel_tool_calls is None
+        else request.parallel_tool_calls,
+        "previous_response_id": request.previous_response_id,
+        "reasoning": {"effort": (request.reasoning or {}).get("effort"), "summary": None},
+        "store": request.store is not False,
+        "temperature": params.temperature,
+        "text": {"format": (request.text or {}).get("format") or {"type": "text"}},
+        "tool_choice": request.tool_choice or "auto",
+        "tools": [_shown(function) for function in prepared.prompt.functions],
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": params.top_p,
+        "truncation": request.truncation or "disabled",
+        "metadata": request.metadata or {},
+        "service_tier": "default",
+    }
+
+
+def _shown(function: Function) -> dict[str, Any]:
+    fields = {"name": function.name, "description": function.description}
+    return {
+        "type": "function",
+        **fields,
+        "parameters": function.parameters,
+        "strict": function.strict,
+    }
+
+
+def _usage(usage: Usage, num_thought_tokens: int) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.num_output_tokens,
+        "output_tokens_details": {"reasoning_tokens": num_thought_tokens},
+        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
+    }
+
+
+class _ResponseEvents:
+    """The events of one answer, from `response.created` to
+    `response.completed` or `response.incomplete`."""
+
+    def __init__(self, prepared: _Prepared, run: GenerationRun, keep: Any) -> None:
+        self._prepared = prepared
+        self._run = run
+        self._keep = keep
+        self._number = 0
+        self._last: RequestOutput | None = None
+        self._items = prepared.output_items()
+        self._tracker = prepared.tracker()
+
+    def take(self, number: int, output: RequestOutput) -> bytes:
+        """See `Events`."""
+        opening = self._opening() if self._last is None else b""
+        self._last = output
+        return opening + self._delta(output)
+
+    def end(self) -> bytes:
+        """See `Events`."""
+        assert self._last is not None, "a run ends with an output"
+        return self._closing(self._last)
+
+    def fail(self, error: ApiError) -> bytes:
+        """See `Events`."""
+        body = _body(self._prepared, "failed", None, [])
+        body["error"] = {"code": "server_error", "message": error.message}
+        return self._event("response.failed", response=body)
+
+    def _opening(self) -> bytes:
+        prepared = self._prepared
+        body = _body(prepared, "in_progress", None, [])
+        return self._event("response.created", response=body) + self._event(
+            "response.in_progress", response=body
+        )
+
+    def _delta(self, output: RequestOutput) -> bytes:
+        completion = output.outputs[0]
+        tokens = self._tracker.take(completion) if self._tracker is not None else []
+        return b"".join(
+            self._event(each.kind, **each.fields) for each in self._items.take(completion, tokens)
+        )
+
+    def _closing(self, last: RequestOutput) -> bytes:
+        usage = self._run.usage
+        shown = _usage(usage, self._items.num_thought_tokens)
+        body = _body(self._prepared, _status(last.outputs[0]), shown, self._items.items)
+        self._prepared.add_timings(body, last, usage)
+        self._keep(body)
+        return self._event(f"response.{body['status']}", response=body)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        event = named_event(kind, {"type": kind, "sequence_number": self._number, **fields})
+        self._number += 1
+        return event

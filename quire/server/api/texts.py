@@ -1,0 +1,367 @@
+"""Text to tokens and back for the server: chats rendered, prompts encoded, the context's length
+enforced.
+
+Long texts are worked on in a thread, since the tokenizer releases the interpreter lock and the
+event loop must answer others. Owns no limits but the model's context length; never logs a text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, TypeVar
+
+import msgspec
+
+from quire.engine.front.client import ModelInfo
+from quire.errors import ConfigError
+from quire.server.http.errors import ApiError, bad_request, unavailable_feature
+from quire.server.http.off_loop import SMALL, off_loop
+from quire.text.chat import ChatTemplate, encode_chat
+from quire.text.tokenizer import Tokenizer
+
+_INLINE_CHARS = 4096
+"""Shorter texts are encoded at once: below about a millisecond,
+handing over to a thread costs more than it frees."""
+_INLINE_MESSAGES = 512
+"""More of them are looked at beside the event loop, however small:
+5 MB of tiny ones would take it half a second."""
+_GROUP_CHARS = 64 << 10
+"""Of prompts that are encoded together: some 30 ms."""
+_THREADS = 2
+_USUAL_ROLES = frozenset({"system", "user", "assistant", "tool"})
+"""What a template makes of others is looked at."""
+NOT_IN_TEMPLATE = "the chat template of this model does not read it"
+_MAX_CHARS_PER_TOKEN = 256
+"""A text longer than the context times this is refused unread;
+the longest tokens of published vocabularies have 128."""
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """How to render a chat."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: Mapping[str, object] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
+    num_body_bytes: int = 0
+    """Of the request that it came with."""
+
+
+class Texts:
+    """The model's tokenizer and chat template."""
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, model: ModelInfo, template_source: str | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self.max_model_len = model.max_model_len
+        self._vocab_size = model.vocab_size
+        self._template: ChatTemplate | None = None
+        self._why_no_template = "this server has no tokenizer"
+        if tokenizer is not None:
+            self._load_template(tokenizer, template_source)
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="quire-text")
+
+    def _load_template(self, tokenizer: Tokenizer, source: str | None) -> None:
+        if source is not None:
+            self._template = ChatTemplate(source, tokenizer.config.named_tokens)
+            return
+        try:
+            self._template = ChatTemplate.from_tokenizer(tokenizer)
+        except ConfigError as error:
+            self._why_no_template = str(error)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises ApiError 400 where the server works on token ids alone."""
+        if self._tokenizer is None:
+            raise bad_request(
+                "this server has no tokenizer: it takes prompts of token ids alone", param="prompt"
+            )
+        return self._tokenizer
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True
+    ) -> list[int]:
+        """Token ids of a raw prompt; `parse_special` reads the names of
+        special tokens as the tokens."""
+        tokenizer = self.tokenizer
+        self._check_chars(len(text))
+        return await self.work(
+            len(text),
+            lambda: tokenizer.encode(
+                text, add_special_tokens=add_special_tokens, parse_special=parse_special
+            ),
+        )
+
+    async def encode_many(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Token ids of raw prompts, a group of them after the other,
+        so that others' texts have their turn in between."""
+        if not texts:
+            return []
+        tokenizer = self.tokenizer
+        for text in texts:
+            self._check_chars(len(text))
+        encoded: list[list[int]] = []
+        for group in _groups(texts):
+
+            def encode(group: Sequence[str] = group) -> list[list[int]]:
+                return [
+                    tokenizer.encode(
+                        each, add_special_tokens=add_special_tokens, parse_special=True
+                    )
+                    for each in group
+                ]
+
+            encoded += await self.work(sum(map(len, group)), encode)
+        return encoded
+
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions
+    ) -> tuple[str, list[int]]:
+        """The rendered prompt and its token ids; special tokens that users
+        spelt out stay plain text."""
+        tokenizer, template = self.tokenizer, self._template
+        if template is None:
+            raise bad_request(f"this model cannot chat: {self._why_no_template}", param="messages")
+        chosen = template
+        if options.documents and not chosen.reads_documents:
+            raise unavailable_feature(
+                "documents", f"{NOT_IN_TEMPLATE}; put their text into a message"
+            )
+
+        def count() -> int:
+            num_chars = _num_chars(messages) + len(
+                msgspec.json.encode([options.tools, options.documents])
+            )
+            self._check_chars(num_chars)
+            return num_chars
+
+        def render() -> tuple[str, list[int]]:
+            shown = chosen.needs.fit_messages(_without_developer(messages, chosen))
+            draw = partial(
+                chosen.render,
+                tools=None if options.tools is None else chosen.needs.fit_tools(options.tools),
+                documents=options.documents,
+                template_kwargs=options.template_kwargs,
+            )
+            text = draw(
+                shown,
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
+            )
+            _check_roles(shown, draw)
+            return "".join((text,)), encode_chat(tokenizer, text)
+
+        is_large = len(messages) > _INLINE_MESSAGES
+        num_chars = await off_loop(SMALL + 1 if is_large else options.num_body_bytes, count)
+        return await self.work(num_chars, render)
+
+    @property
+    def template_source(self) -> str:
+        """The chat template's source, or ""."""
+        return self._template.source if self._template is not None else ""
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens included."""
+        tokenizer = self.tokenizer
+        # most mistakes are found here, without a thread
+        self.check_ids(token_ids[:_INLINE_CHARS], "tokens")
+
+        def decode() -> str:
+            self.check_ids(token_ids, "tokens")
+            return tokenizer.decode(token_ids, skip_special_tokens=False)
+
+        return await self.work(4 * len(token_ids), decode)
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """The same for ids that were checked, at once."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def check_ids(self, token_ids: Sequence[int], param: str) -> None:
+        """Refuse ids that the model does not have."""
+        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
+            return
+        for token_id in token_ids:
+            if not 0 <= token_id < self._vocab_size:
+                raise bad_request(
+                    f"{param}: token id {_short(token_id)} is not in the model's vocabulary "
+                    f"of {self._vocab_size}",
+                    param=param,
+                )
+
+    def truncate(
+        self, token_ids: list[int], keep: int | None, side: str | None = None
+    ) -> list[int]:
+        """The last `keep` tokens, or the first ones where the `side` to cut is "right"; none of
+        them with 0.
+
+        -1 keeps what the context holds beside one token of output.
+        """
+        if keep is None:
+            return token_ids
+        keep = self.max_model_len - 1 if keep < 0 else keep
+        if side == "right":
+            return token_ids[:keep]
+        return token_ids[-keep:] if keep else []
+
+    def max_tokens(
+        self, num_prompt_tokens: int, wanted: int | None, *, default: int | None, param: str
+    ) -> int:
+        """Output tokens of a request: what it wants if that fits, else `default` or the rest of the
+        context.
+
+        Raises ApiError 400 `context_length_exceeded` where the prompt, or the prompt and an
+        explicit wish, do not fit.
+        """
+        room = self.max_model_len - num_prompt_tokens
+        if room < 1:
+            raise _too_long(
+                f"the prompt has {num_prompt_tokens} tokens, and the context of this model "
+                f"holds {self.max_model_len}, of "
+                "which at least 1 is for the answer; shorten the prompt",
+                None,
+            )
+        if wanted is None:
+            return min(room, default) if default is not None else room
+        if wanted > room:
+            raise _too_long(
+                f"the prompt's {num_prompt_tokens} tokens and {param}={_short(wanted)} "
+                "exceed the context of this model, "
+                f"{self.max_model_len} tokens; lower {param} to {room} or less, or leave it out",
+                param,
+            )
+        return wanted
+
+    def _check_chars(self, num_chars: int) -> None:
+        if num_chars > self.max_model_len * _MAX_CHARS_PER_TOKEN:
+            raise _too_long(
+                f"the prompt has {num_chars} characters, and the context of this model, "
+                f"{self.max_model_len} tokens, cannot "
+                "hold as many",
+                None,
+            )
+
+    async def work(self, num_chars: int, work: Callable[[], _T]) -> _T:
+        """Do something whose cost grows with the number of characters it reads or writes:
+        in a thread, if they are many."""
+        if num_chars <= _INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+
+def _groups(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Texts one after the other, as many together as make a moment's work."""
+    first = num_chars = 0
+    for place, text in enumerate(texts):
+        num_chars += len(text)
+        if num_chars >= _GROUP_CHARS:
+            yield texts[first : place + 1]
+            first, num_chars = place + 1, 0
+    if first < len(texts):
+        yield texts[first:]
+
+
+def _num_chars(messages: Sequence[Mapping[str, Any]]) -> int:
+    """All characters of all messages, wherever they are:
+    calls and their arguments count as the contents do."""
+    num_chars, left = 0, list[Any](messages)
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            num_chars += len(value)
+        elif isinstance(value, Mapping):
+            left += value.keys()
+            left += value.values()
+        elif isinstance(value, list | tuple):
+            left += value
+        else:
+            num_chars += 1
+    return num_chars
+
+
+def effort_kwargs(source: str, effort: str) -> dict[str, Any]:
+    """What a chat template is told of a wished effort of reasoning, as vLLM tells it: its degree,
+    and whether to think at all.
+
+    Empty for a template that knows neither.
+    """
+    known = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    return {name: value for name, value in known.items() if name in source}
+
+
+def read_template(path: str | None) -> str | None:
+    """The operator's chat template, where there is one. Raises ConfigError."""
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"chat_template={path!r} cannot be read: {type(error).__name__}"
+        ) from None
+
+
+def _too_long(message: str, param: str | None) -> ApiError:
+    return bad_request(message, param=param, code="context_length_exceeded")
+
+
+def _without_developer(
+    messages: Sequence[Mapping[str, Any]], template: ChatTemplate
+) -> Sequence[Mapping[str, Any]]:
+    """OpenAI's newer name for "system", for templates that do not know it."""
+    if "developer" in template.source:
+        return messages
+    return [
+        {**message, "role": "system"} if message.get("role") == "developer" else message
+        for message in messages
+    ]
+
+
+def _check_roles(
+    messages: Sequence[Mapping[str, Any]], render: Callable[[list[Mapping[str, Any]]], str]
+) -> None:
+    """Refuse a role that the template passes over in silence: its message would be missing from the
+    prompt.
+
+    Rendered once more, with marks in place of what such messages say. Raises ApiError 400 naming
+    the role.
+    """
+    marks = {
+        number: token_hex(16)
+        for number, message in enumerate(messages)
+        if message.get("role") not in _USUAL_ROLES
+    }
+    if not marks:
+        return
+    marked = [
+        {**each, "content": marks[number]} if number in marks else each
+        for number, each in enumerate(messages)
+    ]
+    rendered = render(marked)
+    for number, mark in marks.items():
+        if mark not in rendered:
+            role = messages[number].get("role")
+            raise bad_request(
+                f"messages: the chat template of this model does not take the role {role!r}",
+                param="messages",
+            )
+
+
+def _short(value: int) -> str:
+    return str(value) if value.bit_length() <= 128 else "<a huge number>"

@@ -1,0 +1,109 @@
+"""POST /tokenize and /detokenize, in vLLM's form."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.api.openai.chat import MAX_DOCUMENTS
+from quire.server.api.openai.messages import Message, check_continuation, for_template
+from quire.server.api.openai.shapes import ChatTool
+from quire.server.api.openai.tools import CHAT, read_tools
+from quire.server.api.texts import ChatOptions
+from quire.server.api.tools import Demand, settle_tools
+from quire.server.http.body import read_json, shape
+from quire.server.http.call import call_of
+from quire.server.http.errors import bad_request
+from quire.server.http.off_loop import off_loop
+from quire.server.http.responses import json_response
+from quire.server.state import Api
+
+_MAX_DECODED = 1 << 16
+"""Ids, or as many as the context holds: a million at once would keep the
+interpreter busy for half a second."""
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """A text, or a chat, to encode."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool | None = None
+    """None is True, unless the last message is continued."""
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Annotated[Any, shape(ChatTool)]] | None = None
+    documents: Annotated[list[dict[str, Any]], Meta(max_length=MAX_DOCUMENTS)] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """Token ids to decode."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class Tokens:
+    """Both endpoints."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+
+    async def tokenize(self, request: Request) -> Response:
+        """The ids that the engine would see for a prompt or a chat."""
+        body = await read_json(request, TokenizeRequest, is_strict=self._api.config.strict_fields)
+        self._api.check_model(body.model)
+        texts = self._api.texts
+        if (body.prompt is None) == (body.messages is None):
+            raise bad_request("give either prompt or messages", param="prompt")
+        check_continuation(body.add_generation_prompt, body.continue_final_message)
+        if body.prompt is not None:
+            token_ids = await texts.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+        else:
+            size = call_of(request).num_body_bytes
+            functions, _ = await off_loop(size, lambda: read_tools(body.tools, None, None, CHAT))
+            shown = await settle_tools(functions, Demand(), self._api.tool_notation)
+            options = ChatOptions(
+                add_generation_prompt=body.add_generation_prompt is not False,
+                continue_final_message=bool(body.continue_final_message),
+                template_kwargs=body.chat_template_kwargs,
+                tools=None if shown is None else shown.shown,
+                documents=body.documents or None,
+                num_body_bytes=size,
+            )
+            messages = await off_loop(size, lambda: for_template(body.messages or []))
+            _, token_ids = await texts.encode_chat(messages, options)
+        answer: dict[str, Any] = {
+            "count": len(token_ids),
+            "max_model_len": texts.max_model_len,
+            "tokens": token_ids,
+        }
+        raw_token = texts.tokenizer.raw_token
+
+        def show() -> Response:
+            answer["token_strs"] = (
+                list(map(raw_token, token_ids)) if body.return_token_strs else None
+            )
+            return json_response(call_of(request), answer)
+
+        return await off_loop(16 * len(token_ids), show)
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids, special tokens included."""
+        body = await read_json(request, DetokenizeRequest, is_strict=self._api.config.strict_fields)
+        self._api.check_model(body.model)
+        most = max(_MAX_DECODED, self._api.texts.max_model_len)
+        if len(body.tokens) > most:
+            raise bad_request(
+                f"tokens: {len(body.tokens)} are given, and at most {most} are decoded at once",
+                param="tokens",
+            )
+        text = await self._api.texts.decode(body.tokens)
+        return await off_loop(len(text), lambda: json_response(call_of(request), {"prompt": text}))

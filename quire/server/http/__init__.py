@@ -1,0 +1,1 @@
+"""HTTP itself: connections, the gateway, bodies, errors and responses, whatever the API."""

@@ -1,0 +1,92 @@
+"""One HTTP request as the endpoints see it: who asks, under which id, since when, and what they
+should be told.
+
+A `Call` is made by the gate and travels in the ASGI scope.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from urllib.parse import quote
+
+from starlette.requests import Request
+from starlette.types import Scope
+
+from quire.server.http.errors import bad_request
+from quire.server.quota.tenants import Tenant
+
+_SCOPE_KEY = "quire.call"
+_MAX_NAMES_CHARS = 1024
+_VISIBLE = "".join(map(chr, range(33, 127))).replace("%", "").replace(",", "").replace('"', "")
+
+
+@dataclass(slots=True)
+class Call:
+    """What is known of a request besides its body."""
+
+    request_id: str
+    tenant: Tenant
+    started_s: float = field(default_factory=time.monotonic)
+    ignored_fields: list[str] = field(default_factory=list)
+    """Fields of the body that have no effect here; named in a response header."""
+    is_strict: bool = False
+    """Whether such fields are refused instead."""
+    deadline_s: float | None = None
+    """On the monotonic clock."""
+    queue_deadline_s: float | None = None
+    trace_parent: str | None = None
+    """The W3C trace context that the request came with, unread."""
+    num_body_bytes: int = 0
+    """Of a body that was decoded."""
+    is_admitted: bool = False
+    """Whether it has a place among the requests in flight."""
+    is_chat: bool = True
+    """Whether what is asked for is a reply in a chat, not the continuation of a text."""
+
+    def ignore(self, names: Iterable[str], why: str) -> None:
+        """Note fields that have no effect. Raises ApiError 400 for the first of them,
+        where they are refused."""
+        for name in names:
+            if self.is_strict:
+                raise bad_request(f"{name}: {why}", param=name, code="unknown_parameter")
+            self.ignored_fields.append(name)
+
+    def response_headers(self) -> dict[str, str]:
+        """Headers that every successful answer to this call has."""
+        if not self.ignored_fields:
+            return {}
+        return {"x-quire-ignored-fields": _as_header(self.ignored_fields)}
+
+
+def _as_header(names: Sequence[str]) -> str:
+    """Names that a client made up, as a header may hold them: what is no visible ASCII is
+    percent-encoded, a name without characters is `""`, and those that do not fit are left out. One
+    wrong character, or a space at the end, and the answer could not be sent.
+    """
+    shown: list[str] = []
+    num_chars = 0
+    for name in names:
+        encoded = quote(name[:_MAX_NAMES_CHARS], safe=_VISIBLE, errors="replace") or '""'
+        num_chars += len(encoded) + 2
+        if num_chars > _MAX_NAMES_CHARS:
+            break
+        shown.append(encoded)
+    return ", ".join(shown)
+
+
+def attach(scope: Scope, call: Call) -> None:
+    """Let the endpoints of this request find the call."""
+    scope[_SCOPE_KEY] = call
+
+
+def call_of(request: Request) -> Call:
+    """The call of a request that came through the gate."""
+    return call_in(request.scope)
+
+
+def call_in(scope: Scope) -> Call:
+    """The same, where there is no more than the scope."""
+    call: Call = scope[_SCOPE_KEY]
+    return call

@@ -1,0 +1,62 @@
+"""Between the gate and the routes: who could not be served anyway is told before any work is done
+for it, and a crowd begins one a round of the event loop.
+
+Reading a body and making tokens of it costs many times what a refusal costs, so under overload it
+is the refusals of requests that were prepared in vain that would take the machine from those that
+are served. Owns nothing but the turnstile. Answers to tenants with rates say what is left of them,
+as OpenAI's do.
+"""
+
+from __future__ import annotations
+
+from starlette._utils import get_route_path
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.server.http.call import call_in
+from quire.server.http.errors import ApiError
+from quire.server.http.turnstile import Turnstile
+from quire.server.quota.admission import AdmissionControl
+
+GENERATING_PATHS = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}
+)
+"""Whose requests take a place in the queue."""
+
+
+class Door:
+    """ASGI application around the router."""
+
+    def __init__(self, app: ASGIApp, admission: AdmissionControl) -> None:
+        self._app = app
+        self._admission = admission
+        self._turnstile = Turnstile()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request in. Raises ApiError."""
+        if scope["type"] == "http" and scope["method"] == "POST":
+            if get_route_path(scope) in GENERATING_PATHS:
+                await self._generate(scope, receive, send)
+                return
+            await self._turnstile.enter()
+        await self._app(scope, receive, send)
+
+    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tenant = call_in(scope).tenant
+
+        async def send_with_rates(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                rates = [
+                    (name.encode(), value.encode())
+                    for name, value in self._admission.rate_headers(tenant).items()
+                ]
+                message = {**message, "headers": [*message.get("headers", ()), *rates]}
+            await send(message)
+
+        try:
+            self._admission.check_room(tenant)
+            await self._turnstile.enter()
+            self._admission.check_room(tenant)  # others have come in meanwhile
+            await self._app(scope, receive, send_with_rates if tenant.has_rates else send)
+        except ApiError as error:
+            error.headers.update(self._admission.rate_headers(tenant))
+            raise

@@ -1,0 +1,1 @@
+"""What operators look at: metrics, traces, the inspector, the page and the OpenAPI document."""

@@ -1,0 +1,158 @@
+"""The live engine for whoever looks: its last steps since a cursor, and what a block held in one of
+them.
+
+Numbers are for every key. Names of requests and tenants, and texts, are for admin keys, and for
+everybody where the server has no keys; others see made-up names that are stable while the server
+runs. A question costs the engine a moment between two steps, so only so many are put at once.
+"""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import hashlib
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.engine.loop.inspection import Inspection
+from quire.server.http.call import call_of
+from quire.server.http.errors import ApiError, overloaded
+from quire.server.http.query import MAX_NUMBER, query_of, whole_number
+from quire.server.http.responses import json_response
+from quire.server.state import Api
+from quire.text.tokenizer import Tokenizer
+
+MAX_ASKING = 16
+"""Requests that may wait for the engine's answer at once."""
+StepNumber = Annotated[int, Meta(ge=-1, le=MAX_NUMBER)]
+"""-1 is the one before the first, or the last."""
+
+
+class StepsQuery(msgspec.Struct, kw_only=True):
+    """Which steps to return."""
+
+    engine: Annotated[str, Meta(max_length=64)] = ""
+    since: StepNumber = -1
+
+
+class BlockQuery(msgspec.Struct, kw_only=True):
+    """In which step a block is looked into."""
+
+    step: StepNumber = -1
+
+
+class Inspector:
+    """The endpoints."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+        self._num_asking = 0
+        self._disguise_key = secrets.token_bytes(16)
+
+    async def steps(self, request: Request) -> Response:
+        """GET /inspect/steps?engine=&since=: the engine's state, and its steps after `since` (all,
+        where that is unknown)."""
+        call, query = call_of(request), query_of(request, StepsQuery)
+        inspection = await self._asked(self._api.client.inspect(query.engine, query.since))
+        status = self._api.client.status()
+        body: dict[str, Any] = {
+            "model": self._api.model_names[0],
+            "state": status.state,
+            "reason": status.reason if call.tenant.is_admin else "",
+            "num_restarts": status.num_restarts,
+            "step_age_s": status.last_step_age_s,
+            "num_requests": status.num_requests,
+            "max_model_len": self._api.client.model.max_model_len,
+            "is_admin": call.tenant.is_admin,
+            "inspection": inspection
+            if call.tenant.is_admin or inspection is None
+            else self._disguised(inspection),
+        }
+        return json_response(call, body)
+
+    async def block(self, request: Request) -> Response:
+        """GET /inspect/blocks/{block}?step=: the tokens that a block held in a step,
+        with their texts; for admin keys."""
+        call = call_of(request)
+        if not call.tenant.is_admin:
+            raise ApiError(403, "only an admin key may see what blocks hold", code="admin_needed")
+        block = whole_number("block", request.path_params["block"], -MAX_NUMBER, MAX_NUMBER)
+        step = query_of(request, BlockQuery).step
+        content = await self._asked(self._api.client.look_into(block, step))
+        if content is None:
+            raise ApiError(404, "this block or step is not known (any more)", code="unknown_block")
+        tokenizer = self._api.client.tokenizer
+        texts = None if tokenizer is None else list(texts_of(tokenizer, content.token_ids))
+        return json_response(call, {**dataclasses.asdict(content), "texts": texts})
+
+    async def _asked(self, answer: Any) -> Any:
+        if self._num_asking >= MAX_ASKING:
+            answer.close()
+            raise overloaded(
+                "too many are looking at the engine at once",
+                code="too_many_inspections",
+                retry_after_s=1,
+            )
+        self._num_asking += 1
+        try:
+            return await answer
+        finally:
+            self._num_asking -= 1
+
+    def _disguised(self, inspection: Inspection) -> Inspection:
+        """The same without anybody's names, and without reasons that hold some."""
+        replace = dataclasses.replace
+        base = inspection.base
+        if base is not None:
+            base = replace(
+                base, rows=tuple(replace(row, name=self._alias(row.name)) for row in base.rows)
+            )
+        steps = tuple(
+            replace(
+                step,
+                entered=tuple(
+                    replace(row, name=self._alias(row.name), tenant="") for row in step.entered
+                ),
+                waits_for=_without_names(step.waits_for),
+            )
+            for step in inspection.steps
+        )
+        requests = tuple(
+            replace(
+                each,
+                name=self._alias(each.name),
+                tenant="",
+                waits_for=_without_names(each.waits_for),
+            )
+            for each in inspection.requests
+        )
+        return replace(inspection, base=base, steps=steps, requests=requests)
+
+    def _alias(self, name: str) -> str:
+        digest = hashlib.blake2b(name.encode(), key=self._disguise_key, digest_size=4)
+        return f"request-{digest.hexdigest()}"
+
+
+def texts_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Iterator[str]:
+    """What each token adds to the text; a character that is made of several tokens' bytes
+    belongs to the last of them."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for token_id in token_ids:
+        if tokenizer.is_added(token_id):
+            yield tokenizer.decode([token_id], skip_special_tokens=False)
+        else:
+            yield decoder.decode(tokenizer.token_bytes(token_id))
+
+
+def _without_names(reason: str | None) -> str | None:
+    return (
+        "preempted: somebody else needed its memory"
+        if reason is not None and reason.startswith("preempted")
+        else reason
+    )

@@ -1,0 +1,1 @@
+"""Who may use how much: tenants, admission, rates, storage and the cost of a request."""
