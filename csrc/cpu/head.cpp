@@ -25,10 +25,10 @@ class RunningDraw {
 public:
     RunningDraw(float scale, const DrawKey &key) : scale_(scale), key_(key) {}
 
-    void see(const SamplingTable &table, const float *logits, int64_t first_id, int64_t num_tokens, float peak) {
-        const ScaledRow row{logits, num_tokens, peak, scale_};
+    void see(const SamplingTable &table, const float *logits, int64_t first_id, int64_t num_tokens, float max_logit) {
+        const ScaledRow row{logits, num_tokens, max_logit, scale_};
         float least = -__builtin_inff();
-        for (const Rival &rival : rivals_) least = max_of(least, score(rival, peak) - MARGIN);
+        for (const Rival &rival : rivals_) least = max_of(least, score(rival, max_logit) - MARGIN);
         Hit hit = table.next_hit(row, first_id, key_, 0, least);
         while (hit.index < num_tokens) {
             rivals_.push_back({first_id + hit.index, logits[hit.index], hit.noise});
@@ -38,16 +38,16 @@ public:
     }
 
     // The lowest id of the best score.
-    int64_t token_id(float peak) const {
+    int64_t token_id(float max_logit) const {
         Rival best{0, -__builtin_inff(), 0.0f};
         for (const Rival &rival : rivals_) {
-            if (score(rival, peak) > score(best, peak)) best = rival;
+            if (score(rival, max_logit) > score(best, max_logit)) best = rival;
         }
         return best.token_id;
     }
 
 private:
-    // A score is rounded three times. Who can win is less than 54 from the peak at any time, as noise is between -4 and 23, so
+    // A score is rounded three times. Who can win is less than 54 from the max logit at any time, as noise is between -4 and 23, so
     // two scores are off by less than 54 * 6 * 2^-24 together.
     static constexpr float MARGIN = 1e-4f;
 
@@ -57,7 +57,7 @@ private:
     };
 
     static float max_of(float a, float b) { return a > b ? a : b; }
-    float score(const Rival &rival, float peak) const { return (rival.logit - peak) * scale_ + rival.noise; }
+    float score(const Rival &rival, float max_logit) const { return (rival.logit - max_logit) * scale_ + rival.noise; }
 
     float scale_;
     DrawKey key_;
@@ -70,32 +70,32 @@ struct Draws {
     const int64_t *rows;
 };
 
-static void see(const LinearWeight &part, int64_t first_id, const float *sums, int64_t num_rows, Peak *peaks, Draws &draws) {
+static void see(const LinearWeight &part, int64_t first_id, const float *sums, int64_t num_rows, MaxLogit *max_logits, Draws &draws) {
     const Stopwatch stopwatch(KernelClass::sampling);
     const SamplingTable &table = sampling_kernels();
     const int64_t width = part.num_outputs;
     over_rows(num_rows, width, [&](int64_t from, int64_t to) {
-        for (int64_t r = from; r < to; ++r) peaks[r] = raised(table, peaks[r], sums + r * width, first_id, width);
+        for (int64_t r = from; r < to; ++r) max_logits[r] = updated(table, max_logits[r], sums + r * width, first_id, width);
     });
     const int64_t num_draws = static_cast<int64_t>(draws.running.size());
     over_rows(num_draws, width, [&](int64_t from, int64_t to) {
         for (int64_t i = from; i < to; ++i) {
             const int64_t r = draws.rows[i];
-            draws.running[i].see(table, sums + r * width, first_id, width, peaks[r].value);
+            draws.running[i].see(table, sums + r * width, first_id, width, max_logits[r].value);
         }
     });
 }
 
-static std::vector<Peak> see_all(const LinearWeight &weight, const void *x, DType dtype, int64_t num_rows, Draws &draws) {
-    std::vector<Peak> peaks(num_rows, NO_PEAK);
+static std::vector<MaxLogit> see_all(const LinearWeight &weight, const void *x, DType dtype, int64_t num_rows, Draws &draws) {
+    std::vector<MaxLogit> max_logits(num_rows, NO_MAX_LOGIT);
     const int64_t panels = max64(MIN_SLICE_PANELS, SLICE_ELEMENTS / PANEL / max64(num_rows, 1));
     for (int64_t first = 0; first < weight.num_panels(); first += panels) {
         const LinearWeight part = weight.part(first * PANEL, min64(panels * PANEL, weight.num_outputs - first * PANEL));
         float *sums = scratch(LOGITS, num_rows * part.num_outputs);
         linear(part, x, dtype, num_rows, sums, DType::f32);
-        see(part, first * PANEL, sums, num_rows, peaks.data(), draws);
+        see(part, first * PANEL, sums, num_rows, max_logits.data(), draws);
     }
-    return peaks;
+    return max_logits;
 }
 
 // Each row's best output, its id and value, and `num_draws` tokens, each drawn from one of the rows.
@@ -119,21 +119,21 @@ static void linear_draws(const LinearWeight &weight, uintptr_t x, int x_dtype, i
         }
         draws.running.emplace_back(args.magnitude("a scale", factors[i]), DrawKey{seed[i], position[i]});
     }
-    const std::vector<Peak> peaks = see_all(weight, from.as<const void>(), dtype, num_rows, draws);
+    const std::vector<MaxLogit> max_logits = see_all(weight, from.as<const void>(), dtype, num_rows, draws);
     for (int64_t r = 0; r < num_rows; ++r) {
-        best[r] = peaks[r].token_id;
-        logits[r] = peaks[r].value;
+        best[r] = max_logits[r].token_id;
+        logits[r] = max_logits[r].value;
     }
-    for (int64_t i = 0; i < num_draws; ++i) to[i] = draws.running[i].token_id(peaks[draws.rows[i]].value);
+    for (int64_t i = 0; i < num_draws; ++i) to[i] = draws.running[i].token_id(max_logits[draws.rows[i]].value);
 }
 
-static void linear_peaks(const LinearWeight &weight, uintptr_t x, int x_dtype, int64_t num_rows, uintptr_t ids,
+static void linear_argmax(const LinearWeight &weight, uintptr_t x, int x_dtype, int64_t num_rows, uintptr_t ids,
                          uintptr_t values) {
     linear_draws(weight, x, x_dtype, num_rows, ids, values, 0, 0, 0, 0, 0, 0);
 }
 
 static void bind_head(nb::module_ &m) {
-    m.def("linear_peaks", &linear_peaks, nb::call_guard<nb::gil_scoped_release>());
+    m.def("linear_argmax", &linear_argmax, nb::call_guard<nb::gil_scoped_release>());
     m.def("linear_draws", &linear_draws, nb::call_guard<nb::gil_scoped_release>());
 }
 static const Registration registration(bind_head);

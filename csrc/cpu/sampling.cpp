@@ -1,4 +1,4 @@
-// Sampling over batches of rows: argument checks, threads (a row each), the search for cuts, and the bindings. The inner
+// Sampling over batches of rows: argument checks, threads (a row each), the search for thresholds, and the bindings. The inner
 // loops are in isa/sampling.cpp; the arithmetic is defined, to the bit, by quire/kernels/sampling.py.
 #include "sampling.hpp"
 
@@ -24,10 +24,10 @@ struct Batch {
     const float *logits;
     int64_t num_tokens;
     const int64_t *row;
-    const float *peak, *scale;
+    const float *max_logit, *scale;
     int64_t count;
 
-    ScaledRow operator[](int64_t i) const { return {logits + row[i] * num_tokens, num_tokens, peak[i], scale[i]}; }
+    ScaledRow operator[](int64_t i) const { return {logits + row[i] * num_tokens, num_tokens, max_logit[i], scale[i]}; }
     int team() const { return team_size(count < 2 ? 0 : count * num_tokens); }
 };
 
@@ -37,56 +37,56 @@ static int64_t checked_width(const Arguments &args, int64_t num_tokens) {
 }
 
 static Batch make_batch(const Arguments &args, uintptr_t logits, int64_t num_rows, int64_t num_tokens, uintptr_t row,
-                        uintptr_t peak, uintptr_t scale, int64_t count) {
+                        uintptr_t max_logit, uintptr_t scale, int64_t count) {
     checked_width(args, num_tokens);
     const Batch batch{args.array<const float>("logits", logits, {num_rows, num_tokens}),
                       num_tokens,
                       args.array<const int64_t>("row", row, {count}),
-                      args.array<const float>("peak", peak, {count}),
+                      args.array<const float>("max_logit", max_logit, {count}),
                       args.array<const float>("scale", scale, {count}),
                       count};
     for (int64_t i = 0; i < count; ++i) {
         if (batch.row[i] < 0 || batch.row[i] >= num_rows) {
             throw std::invalid_argument("row " + std::to_string(batch.row[i]) + " of " + std::to_string(num_rows));
         }
-        args.finite("a row's peak", batch.peak[i]);
+        args.finite("a row's max_logit", batch.max_logit[i]);
         args.magnitude("a row's scale", batch.scale[i]);
     }
     return batch;
 }
 
 // Of each row the last token that is kept; or of no row.
-struct RowCuts {
+struct RowThresholds {
     const float *values = nullptr;
     const int64_t *ids = nullptr;
 
-    RowCuts(const Arguments &args, uintptr_t cut_values, uintptr_t cut_ids, int64_t count) {
-        if (cut_values == 0 && cut_ids == 0) return;
-        values = args.array<const float>("cut_values", cut_values, {count});
-        ids = args.array<const int64_t>("cut_ids", cut_ids, {count});
+    RowThresholds(const Arguments &args, uintptr_t threshold_values, uintptr_t threshold_ids, int64_t count) {
+        if (threshold_values == 0 && threshold_ids == 0) return;
+        values = args.array<const float>("threshold_values", threshold_values, {count});
+        ids = args.array<const int64_t>("threshold_ids", threshold_ids, {count});
     }
     bool are_absent() const { return values == nullptr; }
-    Cut operator[](int64_t i) const { return are_absent() ? Cut{} : Cut{values[i], ids[i]}; }
+    FilterThreshold operator[](int64_t i) const { return are_absent() ? FilterThreshold{} : FilterThreshold{values[i], ids[i]}; }
 };
 
-// Distances from a best token are not positive; that the peak is the best is seen while its row is read.
-static void check_peaks(const Arguments &args, const std::atomic<bool> &are_right) {
-    args.require(are_right, "a row's peak is below its largest logit");
+// Distances from a best token are not positive; that the max logit is the largest is checked while its row is read.
+static void check_max_logits(const Arguments &args, const std::atomic<bool> &are_right) {
+    args.require(are_right, "a row's max_logit is below its largest logit");
 }
 
-// ---- peaks ----
+// ---- argmax ----
 
-Peak raised(const SamplingTable &table, Peak peak, const float *logits, int64_t first_id, int64_t num_tokens) {
-    if (std::isnan(peak.value)) return peak;
-    for (int64_t i = 0; (i = table.next_above(logits, i, num_tokens, peak.value)) < num_tokens; ++i) {
-        peak = Peak{first_id + i, logits[i]};
-        if (std::isnan(peak.value)) break;
+MaxLogit updated(const SamplingTable &table, MaxLogit max_logit, const float *logits, int64_t first_id, int64_t num_tokens) {
+    if (std::isnan(max_logit.value)) return max_logit;
+    for (int64_t i = 0; (i = table.next_above(logits, i, num_tokens, max_logit.value)) < num_tokens; ++i) {
+        max_logit = MaxLogit{first_id + i, logits[i]};
+        if (std::isnan(max_logit.value)) break;
     }
-    return peak;
+    return max_logit;
 }
 
-static void peaks(uintptr_t logits, int64_t num_rows, int64_t num_tokens, uintptr_t ids, uintptr_t values) {
-    const Arguments args("sampling_peaks");
+static void argmax(uintptr_t logits, int64_t num_rows, int64_t num_tokens, uintptr_t ids, uintptr_t values) {
+    const Arguments args("sampling_argmax");
     checked_width(args, num_tokens);
     const float *from = args.array<const float>("logits", logits, {num_rows, num_tokens});
     int64_t *const best = args.array<int64_t>("ids", ids, {num_rows});
@@ -95,9 +95,9 @@ static void peaks(uintptr_t logits, int64_t num_rows, int64_t num_tokens, uintpt
     const SamplingTable &table = sampling_kernels();
 #pragma omp parallel for schedule(static) num_threads(team_size(num_rows < 2 ? 0 : num_rows *num_tokens))
     for (int64_t i = 0; i < num_rows; ++i) {
-        const Peak peak = raised(table, NO_PEAK, from + i * num_tokens, 0, num_tokens);
-        best[i] = peak.token_id;
-        largest[i] = peak.value;
+        const MaxLogit max_logit = updated(table, NO_MAX_LOGIT, from + i * num_tokens, 0, num_tokens);
+        best[i] = max_logit.token_id;
+        largest[i] = max_logit.value;
     }
 }
 
@@ -167,7 +167,7 @@ static void penalise(uintptr_t logits, int64_t num_rows, int64_t num_tokens, uin
     }
 }
 
-// ---- cuts ----
+// ---- thresholds ----
 
 struct Candidate {
     float value;
@@ -179,20 +179,20 @@ struct Candidate {
 
 // One row's search: tokens are counted and weighed by bucket of distance, and only the buckets in which a limit falls are
 // sorted. So the cost does not grow with the number of tokens kept.
-class CutSearch {
+class ThresholdSearch {
 public:
-    CutSearch(const SamplingTable &table, int64_t num_tokens)
+    ThresholdSearch(const SamplingTable &table, int64_t num_tokens)
         : table_(table), histogram_(new Histogram), ids_(num_tokens) {}
 
-    // `is_peak`: false afterwards if some logit is above the row's peak, and the cut is meaningless.
-    Cut find(const ScaledRow &row, int64_t top_k, double top_p, float floor, bool *is_peak) {
+    // `is_max_logit`: false afterwards if some logit is above the row's max logit, and the threshold is meaningless.
+    FilterThreshold find(const ScaledRow &row, int64_t top_k, double top_p, float floor, bool *is_max_logit) {
         row_ = &row;
         floor_ = floor;
-        if (!(*is_peak = table_.histogram(row, floor, *histogram_))) return {};
+        if (!(*is_max_logit = table_.histogram(row, floor, *histogram_))) return {};
         num_kept_ = 0;
         for (const Bucket &bucket : histogram_->buckets) num_kept_ += bucket.count;
         const int64_t limit = std::min(top_k, num_kept_);
-        if (limit < 1) return {std::numeric_limits<float>::infinity(), -1};  // the caller's peak was above all logits
+        if (limit < 1) return {std::numeric_limits<float>::infinity(), -1};  // the caller's max_logit was above all logits
         const int64_t length = top_p < 1.0 ? nucleus(limit, top_p) : limit;
         if (length == num_kept_) return {least_kept(), row.num_tokens - 1};
         const Place place = find_count(length);
@@ -276,11 +276,11 @@ private:
     int64_t num_kept_ = 0;
 };
 
-static void cuts(uintptr_t logits, int64_t num_rows, int64_t num_tokens, uintptr_t row, uintptr_t peak, uintptr_t scale,
+static void thresholds(uintptr_t logits, int64_t num_rows, int64_t num_tokens, uintptr_t row, uintptr_t max_logit, uintptr_t scale,
                  int64_t count, uintptr_t top_k, uintptr_t top_p, uintptr_t floor, uintptr_t values, uintptr_t ids) {
     const Stopwatch stopwatch(KernelClass::sampling);
-    const Arguments args("sampling_cuts");
-    const Batch batch = make_batch(args, logits, num_rows, num_tokens, row, peak, scale, count);
+    const Arguments args("sampling_thresholds");
+    const Batch batch = make_batch(args, logits, num_rows, num_tokens, row, max_logit, scale, count);
     const SamplingTable &table = sampling_kernels();
     const int64_t *const most = args.array<const int64_t>("top_k", top_k, {count});
     const double *const shares = args.array<const double>("top_p", top_p, {count});
@@ -291,39 +291,39 @@ static void cuts(uintptr_t logits, int64_t num_rows, int64_t num_tokens, uintptr
         args.require(most[i] >= 1 && floors[i] <= 0.0f, "top_k must be at least 1 and the floor at most 0");
         args.require(shares[i] >= 0.0, "top_p must not be negative");
     }
-    std::atomic<bool> are_peaks{true};
+    std::atomic<bool> are_max_logits{true};
 #pragma omp parallel num_threads(batch.team())
     {
-        CutSearch search(table, num_tokens);
+        ThresholdSearch search(table, num_tokens);
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < count; ++i) {
-            bool is_peak = true;
-            const Cut cut = search.find(batch[i], most[i], shares[i], floors[i], &is_peak);
-            if (!is_peak) are_peaks = false;
-            to_values[i] = cut.value;
-            to_ids[i] = cut.token_id;
+            bool is_max_logit = true;
+            const FilterThreshold threshold = search.find(batch[i], most[i], shares[i], floors[i], &is_max_logit);
+            if (!is_max_logit) are_max_logits = false;
+            to_values[i] = threshold.value;
+            to_ids[i] = threshold.token_id;
         }
     }
-    check_peaks(args, are_peaks);
+    check_max_logits(args, are_max_logits);
 }
 
 // ---- draws ----
 
-static void draw(uintptr_t logits, int64_t num_rows, int64_t num_tokens, uintptr_t row, uintptr_t peak, uintptr_t scale,
-                 int64_t count, uintptr_t cut_values, uintptr_t cut_ids, uintptr_t seeds, uintptr_t positions,
+static void draw(uintptr_t logits, int64_t num_rows, int64_t num_tokens, uintptr_t row, uintptr_t max_logit, uintptr_t scale,
+                 int64_t count, uintptr_t threshold_values, uintptr_t threshold_ids, uintptr_t seeds, uintptr_t positions,
                  uintptr_t out) {
     const Stopwatch stopwatch(KernelClass::sampling);
     const Arguments args("sampling_draw");
-    const Batch batch = make_batch(args, logits, num_rows, num_tokens, row, peak, scale, count);
-    const RowCuts cuts(args, cut_values, cut_ids, count);
+    const Batch batch = make_batch(args, logits, num_rows, num_tokens, row, max_logit, scale, count);
+    const RowThresholds thresholds(args, threshold_values, threshold_ids, count);
     const uint64_t *const seed = args.array<const uint64_t>("seeds", seeds, {count});
     const uint64_t *const position = args.array<const uint64_t>("positions", positions, {count});
     int64_t *const drawn = args.array<int64_t>("out", out, {count});
     const SamplingTable &table = sampling_kernels();
 #pragma omp parallel for schedule(dynamic) num_threads(batch.team())
     for (int64_t i = 0; i < count; ++i) {
-        const Cut cut = cuts[i];
-        drawn[i] = table.draw(batch[i], cuts.are_absent() ? nullptr : &cut, DrawKey{seed[i], position[i]});
+        const FilterThreshold threshold = thresholds[i];
+        drawn[i] = table.draw(batch[i], thresholds.are_absent() ? nullptr : &threshold, DrawKey{seed[i], position[i]});
     }
 }
 
@@ -354,13 +354,13 @@ static void many_best(const ScaledRow &row, int64_t count, int64_t *ids) {
     for (int64_t i = 0; i < count; ++i) ids[i] = order[i].id;
 }
 
-static void score(uintptr_t logits, int64_t num_rows, int64_t num_tokens, uintptr_t row, uintptr_t peak, uintptr_t scale,
-                  int64_t count, uintptr_t cut_values, uintptr_t cut_ids, uintptr_t token_ids, int64_t num_top,
+static void score(uintptr_t logits, int64_t num_rows, int64_t num_tokens, uintptr_t row, uintptr_t max_logit, uintptr_t scale,
+                  int64_t count, uintptr_t threshold_values, uintptr_t threshold_ids, uintptr_t token_ids, int64_t num_top,
                   uintptr_t totals, uintptr_t ranks, uintptr_t top_ids) {
     const Stopwatch stopwatch(KernelClass::sampling);
     const Arguments args("sampling_score");
-    const Batch batch = make_batch(args, logits, num_rows, num_tokens, row, peak, scale, count);
-    const RowCuts cuts(args, cut_values, cut_ids, count);
+    const Batch batch = make_batch(args, logits, num_rows, num_tokens, row, max_logit, scale, count);
+    const RowThresholds thresholds(args, threshold_values, threshold_ids, count);
     const SamplingTable &table = sampling_kernels();
     args.between(0, num_tokens, "num_top", num_top);
     const int64_t *const ids = args.array<const int64_t>("token_ids", token_ids, {count});
@@ -369,18 +369,18 @@ static void score(uintptr_t logits, int64_t num_rows, int64_t num_tokens, uintpt
     for (int64_t i = 0; i < count; ++i) {
         if (ids[i] < 0 || ids[i] >= num_tokens) throw std::out_of_range("token id " + std::to_string(ids[i]));
     }
-    std::atomic<bool> are_peaks{true};
+    std::atomic<bool> are_max_logits{true};
 #pragma omp parallel for schedule(dynamic) num_threads(batch.team())
     for (int64_t i = 0; i < count; ++i) {
         const ScaledRow scaled = batch[i];
-        const Cut cut = cuts[i];
+        const FilterThreshold threshold = thresholds[i];
         int64_t *best = best_ids + i * num_top;
-        sums[i] = table.total(scaled, cuts.are_absent() ? nullptr : &cut);
-        if (sums[i] < 0) are_peaks = false;
+        sums[i] = table.total(scaled, thresholds.are_absent() ? nullptr : &threshold);
+        if (sums[i] < 0) are_max_logits = false;
         places[i] = 1 + table.count_above(scaled.logits, num_tokens, scaled.logits[ids[i]]);
         num_top <= FEW ? few_best(table, scaled, num_top, best) : many_best(scaled, num_top, best);
     }
-    check_peaks(args, are_peaks);
+    check_max_logits(args, are_max_logits);
 }
 
 static void noise(uint64_t seed, uint64_t position, int64_t num_tokens, uintptr_t out) {
@@ -390,9 +390,9 @@ static void noise(uint64_t seed, uint64_t position, int64_t num_tokens, uintptr_
 
 static void bind_sampling(nb::module_ &m) {
     using release = nb::call_guard<nb::gil_scoped_release>;
-    m.def("sampling_peaks", &peaks, release());
+    m.def("sampling_argmax", &argmax, release());
     m.def("sampling_penalise", &penalise, release());
-    m.def("sampling_cuts", &cuts, release());
+    m.def("sampling_thresholds", &thresholds, release());
     m.def("sampling_draw", &draw, release());
     m.def("sampling_score", &score, release());
     m.def("sampling_noise", &noise, release());

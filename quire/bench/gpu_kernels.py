@@ -374,12 +374,16 @@ def _sampling(kernels: TritonKernels) -> Iterator[Case]:
         filters = Filters(
             torch.full_like(ids, 50), half, torch.full((num_rows,), -torch.inf, device=device)
         )
-        peaks = lambda logits=logits: sampler.peaks(logits)  # noqa: E731
-        yield Case(f"peaks, {num_rows} rows", peaks, logits.nbytes)
-        cut = lambda logits=logits, rows=rows, filters=filters: sampler.cuts(logits, rows, filters)  # noqa: E731
+        argmax = partial(sampler.argmax, logits)
+        yield Case(f"argmax, {num_rows} rows", argmax, logits.nbytes)
+        search = partial(sampler.thresholds, logits, rows, filters)
         order = lambda logits=logits: torch.sort(logits, descending=True)  # noqa: E731
         yield Case(
-            f"top-k and top-p, {num_rows} rows (torch: a sort alone)", cut, logits.nbytes, 0, order
+            f"top-k and top-p, {num_rows} rows (torch: a sort alone)",
+            search,
+            logits.nbytes,
+            0,
+            order,
         )
         draw = lambda logits=logits, rows=rows, ids=ids: sampler.draw(  # noqa: E731
             logits, rows, None, Keys(ids, ids)

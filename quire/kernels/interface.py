@@ -204,19 +204,19 @@ class Kernels(Protocol):
         """
         ...
 
-    def linear_peaks(self, x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor]:
-        """`SamplingKernels.peaks` of `linear(x, weight, out_dtype="float32")`: each row's largest
+    def linear_argmax(self, x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor]:
+        """`SamplingKernels.argmax` of `linear(x, weight, out_dtype="float32")`: each row's largest
         output, the lowest of
-        equals: ids int64 [T], values float32 [T]. A back end need not store the products for it.
+        equals: ids int64 [T], values float32 [T]. A back end need not materialise the logits.
         """
         ...
 
     def linear_draws(
         self, x: Tensor, weight: PackedLinear, draws: Draws
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """`linear_peaks`, and the tokens int64 [n] that `SamplingKernels.draw` gives for those
-        products without cuts (for rows whose peak is not finite, any). None where a back end has no
-        way to it that is better than those two.
+        """Run the LM head fused with unfiltered sampling: `linear_argmax`, and the tokens int64 [n]
+        that `SamplingKernels.draw` gives for those logits without thresholds (any, for rows whose
+        max logit is not finite). None if the back end has no fused version.
         """
         ...
 

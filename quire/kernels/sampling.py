@@ -47,11 +47,11 @@ TOKEN_STREAM = 0
 @dataclass(frozen=True, slots=True)
 class ScaledRows:
     """n rows as seen by a kernel: the scaled distance of token t is
-    `d = (logits[row, t] - peak) * scale`."""
+    `d = (logits[row, t] - max_logit) * scale`."""
 
     row: Tensor
     """int64 [n]: which rows of the logits."""
-    peak: Tensor
+    max_logit: Tensor
     """float32 [n]: the largest logit of the row, finite."""
     scale: Tensor
     """float32 [n]: 1 / temperature, rounded to float32."""
@@ -59,7 +59,7 @@ class ScaledRows:
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """What n rows ask to be removed; see `SamplingKernels.cuts`."""
+    """The filters of n rows; see `SamplingKernels.thresholds`."""
 
     top_k: Tensor
     """int64 [n]; the vocabulary size keeps all."""
@@ -70,7 +70,7 @@ class Filters:
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
+class FilterThresholds:
     """The last token that each of n rows keeps: t is kept if its logit is above `value`, or equal
     and t <= `token_id`.
 
@@ -128,7 +128,7 @@ class Penalties:
 
 class Scores(NamedTuple):
     """What a token's log-probability is made of:
-    `(logit - peak) * scale - log(total / WEIGHT_ONE)`."""
+    `(logit - max_logit) * scale - log(total / WEIGHT_ONE)`."""
 
     total: Tensor
     """int64 [n]: the weights of all kept tokens."""
@@ -143,8 +143,8 @@ class SamplingKernels(Protocol):
 
     name: str
 
-    def peaks(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Each row's best token, int64 [R], and its logit, float32 [R].
+    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each row's argmax, int64 [R], and max logit, float32 [R].
 
         The logit is NaN where the row holds a NaN (the token is then undefined), +inf where it
         holds one, and -inf where it holds nothing else.
@@ -160,8 +160,8 @@ class SamplingKernels(Protocol):
         """
         ...
 
-    def cuts(self, logits: Tensor, rows: ScaledRows, filters: Filters) -> Cuts:
-        """Where best-first order is cut off so that all of these hold; at least one token is kept.
+    def thresholds(self, logits: Tensor, rows: ScaledRows, filters: Filters) -> FilterThresholds:
+        """Return the thresholds at which all of these hold; at least one token is kept.
 
         Tokens below `floor` are removed; then all but the `top_k` best; then, with `total` the
         weight of what remains, all but the shortest best-first prefix that weighs at least
@@ -169,15 +169,18 @@ class SamplingKernels(Protocol):
         """
         ...
 
-    def draw(self, logits: Tensor, rows: ScaledRows, cuts: Cuts | None, keys: Keys) -> Tensor:
-        """Sample one token from each row's kept tokens (all of them without `cuts`): int64 [n]."""
+    def draw(
+        self, logits: Tensor, rows: ScaledRows, thresholds: FilterThresholds | None, keys: Keys
+    ) -> Tensor:
+        """Sample one token from each row's kept tokens (all of them without `thresholds`): int64
+        [n]."""
         ...
 
     def score(
         self,
         logits: Tensor,
         rows: ScaledRows,
-        cuts: Cuts | None,
+        thresholds: FilterThresholds | None,
         token_ids: Tensor,
         *,
         num_top: int = 0,

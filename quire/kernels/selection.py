@@ -36,8 +36,8 @@ def load(
     """The back end called `name` ("cpu", "triton" or "reference") for a device; ConfigError where
     it cannot run there.
 
-    Only "triton" has anything faster to offer where results may depend on company, that is not
-    `is_invariant`; and only it takes a library for attention.
+    Only "triton" has anything faster to offer where results may depend on batch composition, that
+    is not `is_invariant`; and only it takes a library for attention.
     """
     if name == "reference":
         from quire.kernels.reference import ReferenceKernels

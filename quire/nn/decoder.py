@@ -60,14 +60,14 @@ class DecoderModel:
 
     def best_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
         """Each row's best token and its logit, ids int64 [R] and float32 [R]:
-        `SamplingKernels.peaks` of `logits(hidden)`.
+        `SamplingKernels.argmax` of `logits(hidden)`.
 
         None where it takes the logits themselves: a soft cap may round two of them to one number,
         which then tie.
         """
         if self.program.head.soft_cap is not None:
             return None
-        return self.kernels.linear_peaks(self._normed(hidden), self.head)
+        return self.kernels.linear_argmax(self._normed(hidden), self.head)
 
     def drawn_tokens(self, hidden: Tensor, draws: Draws) -> tuple[Tensor, Tensor, Tensor] | None:
         """`best_tokens`, and what `SamplingKernels.draw` gives for `logits(hidden)`, int64 [n].

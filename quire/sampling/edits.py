@@ -7,7 +7,7 @@ must have: the end of thoughts whose budget is spent, and the grammar, so that n
 let through what it forbids. Where the two disagree (in the midst of a character, for grammars know
 no halves of one) the grammar goes first. Rows that ask for none of these are never touched; those
 that do are edited in a copy, with the bans, biases and penalties of all rows in one pass each.
-Arithmetic is elementwise, so a row's result does not depend on its company.
+Arithmetic is elementwise, so a row's result does not depend on batch composition.
 """
 
 from __future__ import annotations

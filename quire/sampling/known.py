@@ -21,13 +21,13 @@ from quire.sampling.rows import SampledRow
 def greedy_results(best: tuple[Tensor, Tensor], nums_samples: Sequence[int]) -> list[WorkResult]:
     """What `Sampler.sample` gives for plain rows: their tokens int64 [R],
     and their largest logits [R]."""
-    token_ids, peaks = best
+    token_ids, max_logits = best
     return [
         WorkResult((token_id,) * num_samples)
-        if math.isfinite(peak)
+        if math.isfinite(max_logit)
         else WorkResult(error=NOT_FINITE)
-        for token_id, peak, num_samples in zip(
-            token_ids.tolist(), peaks.tolist(), nums_samples, strict=True
+        for token_id, max_logit, num_samples in zip(
+            token_ids.tolist(), max_logits.tolist(), nums_samples, strict=True
         )
     ]
 
@@ -37,12 +37,14 @@ def drawn_results(
 ) -> list[WorkResult]:
     """The same where some rows are drawn from: those tokens, int64 [n],
     are in the order of `quire.sampling.plain.draws_of`."""
-    best_ids, peaks, drawn = (each.tolist() for each in found)
+    best_ids, max_logits, drawn = (each.tolist() for each in found)
     tokens, results = iter(drawn), []
-    for row, best_id, peak in zip(rows, best_ids, peaks, strict=True):
+    for row, best_id, max_logit in zip(rows, best_ids, max_logits, strict=True):
         count = row.num_samples
         chosen = (
             (best_id,) * count if row.sampling.temperature == 0.0 else tuple(islice(tokens, count))
         )
-        results.append(WorkResult(chosen) if math.isfinite(peak) else WorkResult(error=NOT_FINITE))
+        results.append(
+            WorkResult(chosen) if math.isfinite(max_logit) else WorkResult(error=NOT_FINITE)
+        )
     return results

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from quire.core.plan import RowSampling, TokenLogprobs
 from quire.errors import RequestError
-from quire.kernels.sampling import WEIGHT_ONE, Cuts, SamplingKernels
-from quire.sampling.tensors import cuts_of, integers, scaled_rows
+from quire.kernels.sampling import WEIGHT_ONE, FilterThresholds, SamplingKernels
+from quire.sampling.tensors import integers, scaled_rows, thresholds_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ class Query:
 
     row: int
     """Row of the logits that are passed along."""
-    peak: float
+    max_logit: float
     token_id: int
     num_top: int
     """Alternatives wanted, at most the vocabulary."""
     scale: float = 1.0
-    cut: tuple[float, int] | None = None
+    threshold: tuple[float, int] | None = None
     extra_ids: tuple[int, ...] = ()
     is_logits: bool = False
 
@@ -46,7 +46,8 @@ class Query:
 def describe(
     kernels: SamplingKernels, logits: Tensor, queries: Sequence[Query]
 ) -> list[TokenLogprobs]:
-    """Report each query's token, in their order. Logits float32 [R, V]; peaks must be finite."""
+    """Report each query's token, in their order. Logits float32 [R, V]; max logits must be
+    finite."""
     groups: dict[int, list[int]] = {}
     for i, query in enumerate(queries):
         groups.setdefault(query.num_top, []).append(i)
@@ -69,8 +70,8 @@ def _describe_group(
     device = logits.device
     scores = kernels.score(
         logits,
-        scaled_rows([(query.row, query.peak, query.scale) for query in queries], device),
-        _cuts(queries, logits),
+        scaled_rows([(query.row, query.max_logit, query.scale) for query in queries], device),
+        _thresholds(queries, logits),
         integers([query.token_id for query in queries], device),
         num_top=queries[0].num_top,
     )
@@ -78,7 +79,7 @@ def _describe_group(
     ids = [_reported_ids(query, top) for query, top in zip(queries, tops, strict=True)]
     # math.log one by one: a vectorised logarithm may round differently by its place in the tensor.
     offsets = [
-        0.0 if query.is_logits else query.peak * query.scale + math.log(total / WEIGHT_ONE)
+        0.0 if query.is_logits else query.max_logit * query.scale + math.log(total / WEIGHT_ONE)
         for query, total in zip(queries, scores.total.tolist(), strict=True)
     ]
     values = _values(logits, queries, ids, offsets)
@@ -101,7 +102,7 @@ def _values(
     logits: Tensor, queries: list[Query], ids: list[list[int]], offsets: list[float]
 ) -> list[list[float]]:
     """`logit * scale - offset` in float64 for each id of each query;
-    -inf where the query's cut removes it."""
+    -inf where the query's threshold removes it."""
     lengths = np.array([len(row_ids) for row_ids in ids])
     rows = np.repeat([query.row for query in queries], lengths)
     flat_ids = np.concatenate([np.array(row_ids, dtype=np.int64) for row_ids in ids])
@@ -110,20 +111,22 @@ def _values(
     values = raw * np.repeat([query.scale for query in queries], lengths) - np.repeat(
         offsets, lengths
     )
-    if any(query.cut is not None for query in queries):
-        cuts = [query.cut or (-math.inf, logits.shape[1]) for query in queries]
-        least = np.repeat([value for value, _ in cuts], lengths)
-        last = np.repeat([token_id for _, token_id in cuts], lengths)
+    if any(query.threshold is not None for query in queries):
+        thresholds = [query.threshold or (-math.inf, logits.shape[1]) for query in queries]
+        least = np.repeat([value for value, _ in thresholds], lengths)
+        last = np.repeat([token_id for _, token_id in thresholds], lengths)
         values[(raw < least) | ((raw == least) & (flat_ids > last))] = -math.inf
     ends = np.cumsum(lengths).tolist()
     flat: list[float] = values.tolist()
     return [flat[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _cuts(queries: list[Query], logits: Tensor) -> Cuts | None:
-    if all(query.cut is None for query in queries):
+def _thresholds(queries: list[Query], logits: Tensor) -> FilterThresholds | None:
+    if all(query.threshold is None for query in queries):
         return None
-    return cuts_of([query.cut or (-math.inf, logits.shape[1]) for query in queries], logits.device)
+    return thresholds_of(
+        [query.threshold or (-math.inf, logits.shape[1]) for query in queries], logits.device
+    )
 
 
 def num_alternatives(wanted: int, vocab_size: int) -> int:
@@ -140,20 +143,20 @@ def prompt_logprobs(
     A prompt is not processed: the raw and the processed modes agree on it. RequestError where a row
     holds NaN or +inf, or nothing but -inf.
     """
-    peaks: list[float] = kernels.peaks(logits)[1].tolist()
-    if not all(map(math.isfinite, peaks)):
+    max_logits: list[float] = kernels.argmax(logits)[1].tolist()
+    if not all(map(math.isfinite, max_logits)):
         raise RequestError(
             "the model's logits for a prompt token are not finite, so the prompt cannot be scored"
         )
     queries = [
         Query(
             row=row,
-            peak=peak,
+            max_logit=max_logit,
             token_id=token_id,
             num_top=num_alternatives(sampling.num_prompt_logprobs or 0, logits.shape[1]),
             extra_ids=sampling.logprob_token_ids,
             is_logits=sampling.logprobs_mode.endswith("logits"),
         )
-        for row, (peak, token_id) in enumerate(zip(peaks, target_ids, strict=True))
+        for row, (max_logit, token_id) in enumerate(zip(max_logits, target_ids, strict=True))
     ]
     return tuple(describe(kernels, logits, queries))

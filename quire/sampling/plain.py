@@ -20,7 +20,14 @@ from torch import Tensor
 
 from quire.common.seeds import derive_seed
 from quire.core.plan import RowSampling
-from quire.kernels.sampling import Cuts, Draws, Filters, Keys, SamplingKernels, ScaledRows
+from quire.kernels.sampling import (
+    Draws,
+    Filters,
+    FilterThresholds,
+    Keys,
+    SamplingKernels,
+    ScaledRows,
+)
 from quire.sampling.edits import is_edited
 from quire.sampling.rows import SampledRow
 
@@ -43,29 +50,33 @@ def choose_plain(
     overwritten.
     """
     logits = logits.contiguous()
-    token_ids, peaks = kernels.peaks(logits)
+    token_ids, max_logits = kernels.argmax(logits)
     drawn = [place for place, row in enumerate(rows) if row.sampling.temperature != 0.0]
     filtered = [place for place in drawn if has_filters(rows[place].sampling, logits.shape[1])]
     free = [place for place in drawn if not has_filters(rows[place].sampling, logits.shape[1])]
     # the kernels count on rows whose largest logit is a number, and nobody can leave the others out
     if drawn:
-        is_odd = ~torch.isfinite(peaks)
+        is_odd = ~torch.isfinite(max_logits)
         logits.masked_fill_(is_odd[:, None], 0.0)
-        sound_peaks = peaks.masked_fill(is_odd, 0.0)
+        finite_max_logits = max_logits.masked_fill(is_odd, 0.0)
     for places in filter(None, (free, filtered)):
         row, scale, seed, position, *limits = stage(
             _arrays(rows, places, logits.shape[1], is_filtered=places is filtered)
         )
-        scaled = ScaledRows(row, sound_peaks.index_select(0, row), scale)
-        cuts: Cuts | None = kernels.cuts(logits, scaled, Filters(*limits)) if limits else None
-        token_ids.index_copy_(0, row, kernels.draw(logits, scaled, cuts, Keys(seed, position)))
-    return token_ids.clamp_(0, logits.shape[1] - 1), peaks
+        scaled = ScaledRows(row, finite_max_logits.index_select(0, row), scale)
+        thresholds: FilterThresholds | None = (
+            kernels.thresholds(logits, scaled, Filters(*limits)) if limits else None
+        )
+        token_ids.index_copy_(
+            0, row, kernels.draw(logits, scaled, thresholds, Keys(seed, position))
+        )
+    return token_ids.clamp_(0, logits.shape[1] - 1), max_logits
 
 
 def _arrays(
     rows: Sequence[SampledRow], places: Sequence[int], vocab_size: int, *, is_filtered: bool
 ) -> list[NDArray[Any]]:
-    """The fields of `ScaledRows` but for the peak, of `Keys` and, where there are any,
+    """The fields of `ScaledRows` but for the max logit, of `Keys` and, where there are any,
     of `Filters`, for one draw each."""
     chosen = [rows[place] for place in places]
     samplings = [row.sampling for row in chosen]

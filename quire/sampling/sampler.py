@@ -28,7 +28,7 @@ from quire.sampling.logprobs import Query, describe, num_alternatives, prompt_lo
 from quire.sampling.plain import has_filters, min_p_threshold, scale_of, signed
 from quire.sampling.processors import ProcessorTable
 from quire.sampling.rows import SampledRow
-from quire.sampling.tensors import cuts_of, floats, integers, scaled_rows
+from quire.sampling.tensors import floats, integers, scaled_rows, thresholds_of
 
 _BAD_EDIT = "the logits became NaN or +inf under this request's logit_bias, processors or penalties"
 
@@ -40,7 +40,7 @@ class _Surface:
     logits: Tensor
     """float32 [m, V]"""
     best_ids: list[int]
-    peaks: list[float]
+    max_logits: list[float]
     members: list[tuple[int, int]] = field(default_factory=list)
     """(index in the batch, row of `logits`) of the rows that are sampled from here."""
 
@@ -51,7 +51,7 @@ class _Outcome:
 
     error: str | None = None
     token_ids: tuple[int, ...] = ()
-    cut: tuple[float, int] | None = None
+    threshold: tuple[float, int] | None = None
     reports: list[TokenLogprobs] = field(default_factory=list)
 
 
@@ -86,8 +86,8 @@ class Sampler:
             return []
         logits = logits.contiguous()
         plain = self._surface(logits)
-        for i, peak in enumerate(plain.peaks):
-            if not math.isfinite(peak):
+        for i, max_logit in enumerate(plain.max_logits):
+            if not math.isfinite(max_logit):
                 outcomes[i].error = NOT_FINITE
         edited = self._edited_surface(plain, rows, outcomes)
         for surface in filter(None, (plain, edited)):
@@ -102,8 +102,8 @@ class Sampler:
         return prompt_logprobs(self.kernels, logits.contiguous(), target_ids, sampling)
 
     def _surface(self, logits: Tensor) -> _Surface:
-        best_ids, peaks = self.kernels.peaks(logits)
-        return _Surface(logits, best_ids.tolist(), peaks.tolist())
+        best_ids, max_logits = self.kernels.argmax(logits)
+        return _Surface(logits, best_ids.tolist(), max_logits.tolist())
 
     def _edited_surface(
         self, plain: _Surface, rows: Sequence[SampledRow], outcomes: list[_Outcome]
@@ -119,8 +119,10 @@ class Sampler:
         errors = self._editor.edit(logits, [rows[i] for i in indices])
         edited = self._surface(logits)
         for j, i in enumerate(indices):
-            if not math.isfinite(edited.peaks[j]):
-                errors.setdefault(j, NO_TOKEN_LEFT if edited.peaks[j] == -math.inf else _BAD_EDIT)
+            if not math.isfinite(edited.max_logits[j]):
+                errors.setdefault(
+                    j, NO_TOKEN_LEFT if edited.max_logits[j] == -math.inf else _BAD_EDIT
+                )
             if j in errors:
                 outcomes[i].error = errors[j]
             else:
@@ -144,7 +146,7 @@ class Sampler:
     def _choose(
         self, surface: _Surface, rows: Sequence[SampledRow], outcomes: list[_Outcome]
     ) -> None:
-        """Fill in `token_ids`, and `cut` where filters apply."""
+        """Fill in `token_ids`, and `threshold` where filters apply."""
         free, filtered = [], []
         for i, j in surface.members:
             row = rows[i]
@@ -159,10 +161,10 @@ class Sampler:
         if free:
             self._draw(surface, free, rows, outcomes)
         if filtered:
-            self._cut(surface, filtered, rows, outcomes)
+            self._threshold(surface, filtered, rows, outcomes)
             self._draw(surface, filtered, rows, outcomes)
 
-    def _cut(
+    def _threshold(
         self,
         surface: _Surface,
         members: list[tuple[int, int]],
@@ -176,11 +178,13 @@ class Sampler:
             top_p=torch.tensor([s.top_p for s in samplings], dtype=torch.float64, device=device),
             floor=floats([min_p_threshold(s) for s in samplings], device),
         )
-        cuts = self.kernels.cuts(surface.logits, _scaled_rows(surface, members, rows), filters)
+        thresholds = self.kernels.thresholds(
+            surface.logits, _scaled_rows(surface, members, rows), filters
+        )
         for (i, _), value, token_id in zip(
-            members, cuts.value.tolist(), cuts.token_id.tolist(), strict=True
+            members, thresholds.value.tolist(), thresholds.token_id.tolist(), strict=True
         ):
-            outcomes[i].cut = (value, token_id)
+            outcomes[i].threshold = (value, token_id)
 
     def _draw(
         self,
@@ -189,7 +193,7 @@ class Sampler:
         rows: Sequence[SampledRow],
         outcomes: list[_Outcome],
     ) -> None:
-        """Draw `num_samples` tokens for each member; either all of them have a cut, or none."""
+        """Draw `num_samples` tokens for each member; all of them have a threshold, or none."""
         draws = [(i, j, n) for i, j in members for n in range(rows[i].num_samples)]
         device = surface.logits.device
         keys = Keys(
@@ -198,10 +202,10 @@ class Sampler:
             ),
             position=integers([rows[i].position for i, _, _ in draws], device),
         )
-        found = [cut for i, _, _ in draws if (cut := outcomes[i].cut) is not None]
-        cuts = cuts_of(found, device) if found else None
+        found = [threshold for i, _, _ in draws if (threshold := outcomes[i].threshold) is not None]
+        thresholds = thresholds_of(found, device) if found else None
         scaled = _scaled_rows(surface, [(i, j) for i, j, _ in draws], rows)
-        token_ids = self.kernels.draw(surface.logits, scaled, cuts, keys).tolist()
+        token_ids = self.kernels.draw(surface.logits, scaled, thresholds, keys).tolist()
         for (i, _, _), token_id in zip(draws, token_ids, strict=True):
             outcomes[i].token_ids += (token_id,)
 
@@ -221,9 +225,10 @@ class Sampler:
             elif row.sampling.num_logprobs is not None:
                 is_raw = row.sampling.logprobs_mode.startswith("raw")
                 where = (plain, i) if is_raw else (surface, j)
-                cut = None if is_raw else outcomes[i].cut
+                threshold = None if is_raw else outcomes[i].threshold
                 wanted[is_raw] += [
-                    (i, _query(where, row, token_id, cut)) for token_id in outcomes[i].token_ids
+                    (i, _query(where, row, token_id, threshold))
+                    for token_id in outcomes[i].token_ids
                 ]
         for is_raw, queries in wanted.items():
             logits = plain.logits if is_raw else surface.logits
@@ -238,23 +243,23 @@ def _scaled_rows(
     surface: _Surface, members: list[tuple[int, int]], rows: Sequence[SampledRow]
 ) -> ScaledRows:
     return scaled_rows(
-        [(j, surface.peaks[j], scale_of(rows[i].sampling)) for i, j in members],
+        [(j, surface.max_logits[j], scale_of(rows[i].sampling)) for i, j in members],
         surface.logits.device,
     )
 
 
 def _query(
-    where: tuple[_Surface, int], row: SampledRow, token_id: int, cut: tuple[float, int] | None
+    where: tuple[_Surface, int], row: SampledRow, token_id: int, threshold: tuple[float, int] | None
 ) -> Query:
     surface, j = where
     sampling = row.sampling
     return Query(
         row=j,
-        peak=surface.peaks[j],
+        max_logit=surface.max_logits[j],
         token_id=token_id,
         num_top=num_alternatives(sampling.num_logprobs or 0, surface.logits.shape[1]),
         scale=1.0 if sampling.logprobs_mode.startswith("raw") else scale_of(sampling),
-        cut=cut,
+        threshold=threshold,
         extra_ids=sampling.logprob_token_ids,
         is_logits=sampling.logprobs_mode.endswith("logits"),
     )
@@ -263,7 +268,7 @@ def _query(
 def _candidates_query(surface: _Surface, j: int, row: SampledRow) -> Query:
     return Query(
         row=j,
-        peak=surface.peaks[j],
+        max_logit=surface.max_logits[j],
         token_id=surface.best_ids[j],
         num_top=num_alternatives(row.num_candidates, surface.logits.shape[1]),
         scale=scale_of(row.sampling),

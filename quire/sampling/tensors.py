@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.kernels.sampling import Cuts, ScaledRows
+from quire.kernels.sampling import FilterThresholds, ScaledRows
 
 
 def integers(values: Sequence[int], device: torch.device) -> Tensor:
@@ -22,12 +22,14 @@ def floats(values: Sequence[float], device: torch.device) -> Tensor:
 
 
 def scaled_rows(rows: Sequence[tuple[int, float, float]], device: torch.device) -> ScaledRows:
-    """Put (row of the logits, its peak, its scale) of N rows into tensors."""
-    numbers, peaks, scales = zip(*rows, strict=True)
-    return ScaledRows(integers(numbers, device), floats(peaks, device), floats(scales, device))
+    """Put (row of the logits, its max_logit, its scale) of N rows into tensors."""
+    numbers, max_logits, scales = zip(*rows, strict=True)
+    return ScaledRows(integers(numbers, device), floats(max_logits, device), floats(scales, device))
 
 
-def cuts_of(cuts: Sequence[tuple[float, int]], device: torch.device) -> Cuts:
+def thresholds_of(
+    thresholds: Sequence[tuple[float, int]], device: torch.device
+) -> FilterThresholds:
     """Put (least value kept, last token id kept of that value) of N rows into tensors."""
-    values, token_ids = zip(*cuts, strict=True)
-    return Cuts(floats(values, device), integers(token_ids, device))
+    values, token_ids = zip(*thresholds, strict=True)
+    return FilterThresholds(floats(values, device), integers(token_ids, device))

@@ -3,9 +3,9 @@ of hundreds of launches.
 
 A graph is recorded for a *shape*: so many tokens, and contexts up to some length. A step is padded
 to the next shape there is. A padded token is a sequence of its own in the scratch block, which
-belongs to no pool, so it changes nobody's memory; and a row's bits depend neither on its company
-nor on how far attention might have looked, so a replayed step gives the bits of one that is
-computed operation by operation.
+belongs to no pool, so it changes nobody's memory; and a row's bits depend neither on batch
+composition nor on how far attention might have looked, so a replayed step gives the bits of one
+that is computed operation by operation.
 
 A step in which sequences share long prefixes is left alone where reading these once spares more
 than a graph does.

@@ -23,7 +23,7 @@ def test_results_are_those_of_the_sampler() -> None:
     logits[3, 5] = math.inf
     logits[4] = -math.inf
     rows = [SampledRow(GREEDY, position=7, num_samples=1 + i % 3) for i in range(6)]
-    results = greedy_results(ReferenceSampling().peaks(logits), [row.num_samples for row in rows])
+    results = greedy_results(ReferenceSampling().argmax(logits), [row.num_samples for row in rows])
     assert results == Sampler(ReferenceSampling()).sample(logits, rows)
     assert results[1].token_ids == (3, 3) and all(results[i].error for i in (2, 3, 4))
 
@@ -40,9 +40,9 @@ def test_drawn_results_are_those_of_the_sampler() -> None:
         for i in (1, 3, 0, 2)
     ]
     draws, kernels = draws_of(rows), ReferenceSampling()
-    best_ids, peaks = kernels.peaks(logits)
-    scaled = ScaledRows(draws.row, peaks.nan_to_num(0.0)[draws.row], draws.scale)
+    best_ids, max_logits = kernels.argmax(logits)
+    scaled = ScaledRows(draws.row, max_logits.nan_to_num(0.0)[draws.row], draws.scale)
     drawn = kernels.draw(logits.nan_to_num(0.0), scaled, None, draws.keys)
-    results = drawn_results((best_ids, peaks, drawn), rows)
+    results = drawn_results((best_ids, max_logits, drawn), rows)
     assert results == Sampler(kernels).sample(logits, rows)
     assert [len(result.token_ids) for result in results] == [2, 0, 1, 1]

@@ -16,7 +16,9 @@ KERNELS = ReferenceSampling()
 
 
 def test_ids_asked_for_follow_the_alternatives_once() -> None:
-    query = Query(row=0, peak=4.0, token_id=0, num_top=2, extra_ids=(1, 4, 0, 1), is_logits=True)
+    query = Query(
+        row=0, max_logit=4.0, token_id=0, num_top=2, extra_ids=(1, 4, 0, 1), is_logits=True
+    )
     report = describe(KERNELS, torch.tensor([[0.0, 1.0, 2.0, 3.0, 4.0]]), [query])[0]
     assert report.top_ids == (4, 3, 1, 0)
     assert report.top_logprobs == (4.0, 3.0, 1.0, 0.0)

@@ -78,8 +78,10 @@ def stage(arrays: Any) -> list[torch.Tensor]:
 )
 def test_tokens_and_errors_are_those_of_the_sampler(kernels: SamplingKernels) -> None:
     logits, rows = odd_logits(20, 50), plain_rows(20)
-    token_ids, peaks = choose_plain(kernels, logits.clone(), rows, stage)
-    assert greedy_results((token_ids, peaks), [1] * 20) == Sampler(kernels).sample(logits, rows)
+    token_ids, max_logits = choose_plain(kernels, logits.clone(), rows, stage)
+    assert greedy_results((token_ids, max_logits), [1] * 20) == Sampler(kernels).sample(
+        logits, rows
+    )
     assert ((token_ids >= 0) & (token_ids < 50)).all(), "the next step looks up whatever was chosen"
     alone = [
         choose_plain(kernels, logits[i : i + 1].clone(), [rows[i]], stage)[0].item()

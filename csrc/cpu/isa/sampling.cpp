@@ -162,13 +162,13 @@ QINLINE const float *block_at(const float *logits, int64_t start, int64_t num_to
 }
 
 // kept[i] is all ones or zero; returns whether any is kept.
-QINLINE bool mark_kept(const float *block, int64_t start, const Cut &cut, int32_t *kept) {
-    const int64_t last = cut.token_id - start;
+QINLINE bool mark_kept(const float *block, int64_t start, const FilterThreshold &threshold, int32_t *kept) {
+    const int64_t last = threshold.token_id - start;
     const int32_t last_index = static_cast<int32_t>(last < -1 ? -1 : (last > BLOCK ? BLOCK : last));
     int32_t any = 0;
     for (int i = 0; i < BLOCK; ++i) {
-        const int32_t above = -static_cast<int32_t>(block[i] > cut.value);
-        const int32_t equal = -static_cast<int32_t>(block[i] == cut.value) & -static_cast<int32_t>(i <= last_index);
+        const int32_t above = -static_cast<int32_t>(block[i] > threshold.value);
+        const int32_t equal = -static_cast<int32_t>(block[i] == threshold.value) & -static_cast<int32_t>(i <= last_index);
         kept[i] = (above | equal) & -static_cast<int32_t>(block[i] > MINUS_INFINITY);
         any |= kept[i];
     }
@@ -252,8 +252,8 @@ QINLINE float largest(const float *logits) {
 // The search for tokens by distance and noise, in one row or a part of it.
 class Search {
 public:
-    Search(const ScaledRow &row, int64_t first_id, const Cut *cut, const DrawKey &key)
-        : row_(row), first_id_(first_id), cut_(cut), rounds_(key) {}
+    Search(const ScaledRow &row, int64_t first_id, const FilterThreshold *threshold, const DrawKey &key)
+        : row_(row), first_id_(first_id), threshold_(threshold), rounds_(key) {}
 
     // The first token at or after `start` whose score is above `least`.
     Hit next(int64_t start, float least) const {
@@ -272,11 +272,11 @@ public:
 
 private:
     // The noise that a token with this logit needs.
-    float missing(float logit, float least) const { return least - (logit - row_.peak) * row_.scale; }
+    float missing(float logit, float least) const { return least - (logit - row_.max_logit) * row_.scale; }
 
     bool may_win(int64_t start, float least) const {
         const float most = largest<SPAN>(row_.logits + start);
-        if (cut_ != nullptr && most < cut_->value) return false;
+        if (threshold_ != nullptr && most < threshold_->value) return false;
         const float noise = missing(most, least);
         if (noise > LARGEST_NOISE) return false;
         const uint32_t word = least_word(noise);
@@ -289,30 +289,30 @@ private:
         alignas(64) int32_t kept[BLOCK];
         alignas(64) uint32_t words[BLOCK];
         const float *block = block_at(row_.logits, start, row_.num_tokens, padded);
-        if (cut_ != nullptr && !mark_kept(block, start, *cut_, kept)) return none;
+        if (threshold_ != nullptr && !mark_kept(block, start, *threshold_, kept)) return none;
         const float needed = missing(largest<BLOCK>(block), least);
         if (needed > LARGEST_NOISE) return none;
         block_words(first_id_ + start, rounds_, words);
         if (!any_reaches(words, BLOCK, least_word(needed))) return none;
         QUNROLL for (int i = 0; i < BLOCK; i += LANES) {
-            const Floats distance = (load_as<Floats>(block + i) - row_.peak) * row_.scale;
+            const Floats distance = (load_as<Floats>(block + i) - row_.max_logit) * row_.scale;
             store_as(noise + i, gumbel(load_as<Ints>(words + i)));
             store_as(score + i, distance + load_as<Floats>(noise + i));
         }
         for (int i = static_cast<int>(from - start); i < BLOCK; ++i) {
-            if (score[i] > least && (cut_ == nullptr || kept[i])) return {start + i, score[i], noise[i]};
+            if (score[i] > least && (threshold_ == nullptr || kept[i])) return {start + i, score[i], noise[i]};
         }
         return none;
     }
 
     const ScaledRow &row_;
     const int64_t first_id_;
-    const Cut *cut_;
+    const FilterThreshold *threshold_;
     const Rounds rounds_;
 };
 
-static int64_t draw(const ScaledRow &row, const Cut *cut, const DrawKey &key) {
-    const Search search(row, 0, cut, key);
+static int64_t draw(const ScaledRow &row, const FilterThreshold *threshold, const DrawKey &key) {
+    const Search search(row, 0, threshold, key);
     Hit best{0, MINUS_INFINITY, 0.0f};
     for (Hit hit = search.next(0, best.score); hit.index < row.num_tokens; hit = search.next(hit.index + 1, best.score)) {
         best = hit;
@@ -343,14 +343,14 @@ QINLINE Floats exp_of(Floats d) {
 // Whether all distances of a block are such that weights and buckets are defined for them.
 QINLINE bool are_below(const float *block, const ScaledRow &row) {
     int32_t any = 0;
-    for (int i = 0; i < BLOCK; ++i) any |= static_cast<int32_t>(block[i] > row.peak);
+    for (int i = 0; i < BLOCK; ++i) any |= static_cast<int32_t>(block[i] > row.max_logit);
     return any == 0;
 }
 
 // exp of a block's distances, and zero where not kept (kept may be null)
 QINLINE void block_exp(const float *block, const ScaledRow &row, const int32_t *kept, float *out) {
     QUNROLL for (int i = 0; i < BLOCK; i += LANES) {
-        const Floats e = exp_of((load_as<Floats>(block + i) - row.peak) * row.scale);
+        const Floats e = exp_of((load_as<Floats>(block + i) - row.max_logit) * row.scale);
         store_as(out + i, kept == nullptr ? e : (Floats)((Ints)e & load_as<Ints>(kept + i)));
     }
 }
@@ -358,7 +358,7 @@ QINLINE void block_exp(const float *block, const ScaledRow &row, const int32_t *
 // int(e * 2^40) = high * 2^20 + low, both below or at 2^20: sums of up to 2^11 of them fit 32 bits.
 constexpr int SUM_BLOCKS = 256;
 
-static int64_t total(const ScaledRow &row, const Cut *cut) {
+static int64_t total(const ScaledRow &row, const FilterThreshold *threshold) {
     alignas(64) float padded[BLOCK], e[BLOCK];
     alignas(64) int32_t kept[BLOCK];
     int64_t sum = 0, start = 0;
@@ -368,8 +368,8 @@ static int64_t total(const ScaledRow &row, const Cut *cut) {
         for (; start < end; start += BLOCK) {
             const float *block = block_at(row.logits, start, row.num_tokens, padded);
             if (!are_below(block, row)) return -1;
-            if (cut != nullptr && !mark_kept(block, start, *cut, kept)) continue;
-            block_exp(block, row, cut != nullptr ? kept : nullptr, e);
+            if (threshold != nullptr && !mark_kept(block, start, *threshold, kept)) continue;
+            block_exp(block, row, threshold != nullptr ? kept : nullptr, e);
             QUNROLL for (int i = 0; i < BLOCK; i += LANES) {
                 const Floats x = load_as<Floats>(e + i) * 0x1p20f;
                 const Ints high = __builtin_convertvector(x, Ints);
@@ -385,7 +385,7 @@ static int64_t total(const ScaledRow &row, const Cut *cut) {
 // Bucket of each token of a block; NUM_BUCKETS for those that are not kept.
 QINLINE void find_buckets(const float *block, const ScaledRow &row, float floor, int32_t *buckets) {
     for (int i = 0; i < BLOCK; ++i) {
-        const float d = (block[i] - row.peak) * row.scale;
+        const float d = (block[i] - row.max_logit) * row.scale;
         const float far = d * -BUCKETS_PER_NAT;
         const float clamped = far < float{NUM_BUCKETS - 1} ? far : float{NUM_BUCKETS - 1};
         const int32_t is_kept = -static_cast<int32_t>(d >= floor) & -static_cast<int32_t>(block[i] > MINUS_INFINITY);
@@ -431,7 +431,7 @@ static void weigh(const ScaledRow &row, const int32_t *ids, int64_t count, int64
     alignas(64) float logits[BLOCK], e[BLOCK];
     for (int64_t start = 0; start < count; start += BLOCK) {
         const int64_t width = min64(BLOCK, count - start);
-        for (int i = 0; i < BLOCK; ++i) logits[i] = i < width ? row.logits[ids[start + i]] : row.peak;
+        for (int i = 0; i < BLOCK; ++i) logits[i] = i < width ? row.logits[ids[start + i]] : row.max_logit;
         block_exp(logits, row, nullptr, e);
         for (int i = 0; i < width; ++i) weights[start + i] = static_cast<int64_t>(e[i] * 0x1p40f);
     }

@@ -57,7 +57,7 @@ def linear_gated(
     out_dtype: int,
     /,
 ) -> None: ...
-def linear_peaks(
+def linear_argmax(
     weight: LinearWeight, x: int, x_dtype: int, num_rows: int, ids: int, values: int, /
 ) -> None: ...
 def linear_draws(
@@ -211,7 +211,7 @@ def shared_prefixes(
     max_members: int,
     /,
 ) -> list[tuple[int, list[int]]]: ...
-def sampling_peaks(
+def sampling_argmax(
     logits: int, num_rows: int, num_tokens: int, ids: int, values: int, /
 ) -> None: ...
 def sampling_penalise(
@@ -230,16 +230,17 @@ def sampling_penalise(
     /,
 ) -> None: ...
 
-# The arguments that the next three begin with: logits, num_rows, num_tokens, row, peak, scale,
+# The arguments that the next three begin with: logits, num_rows, num_tokens, row, max_logit, scale,
 # count.
-def sampling_cuts(*arguments: int) -> None:
+def sampling_thresholds(*arguments: int) -> None:
     """... top_k, top_p, floor, values, ids"""
 
 def sampling_draw(*arguments: int) -> None:
-    """... cut_values, cut_ids (both may be 0), seeds, positions, out"""
+    """... threshold_values, threshold_ids (both may be 0), seeds, positions, out"""
 
 def sampling_score(*arguments: int) -> None:
-    """... cut_values, cut_ids (both may be 0), token_ids, num_top, totals, ranks, top_ids"""
+    """... threshold_values, threshold_ids (both may be 0), token_ids, num_top, totals, ranks,
+    top_ids"""
 
 def sampling_noise(seed: int, position: int, num_tokens: int, out: int, /) -> None: ...
 

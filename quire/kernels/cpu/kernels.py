@@ -21,7 +21,7 @@ class CpuKernels:
     pack_linear = staticmethod(linear.pack_linear)
     pack_quantized = staticmethod(linear.pack_quantized)
     gated_linear = staticmethod(linear.gated_linear)
-    linear_peaks = staticmethod(linear.linear_peaks)
+    linear_argmax = staticmethod(linear.linear_argmax)
     linear_draws = staticmethod(linear.linear_draws)
     table_of = staticmethod(linear.table_of)
     linear = staticmethod(linear.linear)

@@ -259,7 +259,7 @@ def gated_linear(x: Tensor, weight: PackedLinear, activation: Activation) -> Ten
     return out
 
 
-def linear_peaks(x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor]:
+def linear_argmax(x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor]:
     """Each row's largest output, which is all that is stored of them."""
     packed = _checked(x, weight)
     num_rows = x.shape[0]
@@ -267,7 +267,7 @@ def linear_peaks(x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor]:
         torch.empty(num_rows, dtype=torch.int64),
         torch.empty(num_rows, dtype=torch.float32),
     )
-    _native.linear_peaks(
+    _native.linear_argmax(
         packed.native,
         address(x, "x"),
         float_code(x, "x"),
@@ -279,7 +279,7 @@ def linear_peaks(x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor]:
 
 
 def linear_draws(x: Tensor, weight: PackedLinear, draws: Draws) -> tuple[Tensor, Tensor, Tensor]:
-    """`linear_peaks`, and tokens drawn slice by slice as well."""
+    """`linear_argmax`, and tokens drawn slice by slice as well."""
     packed = _checked(x, weight)
     num_rows, num_draws = x.shape[0], draws.row.numel()
     ids, values = (

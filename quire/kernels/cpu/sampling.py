@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.kernels.cpu import IMPORT_ERROR
 from quire.kernels.cpu.checks import address, indices_address, int32_address, vector_address
-from quire.kernels.sampling import Cuts, Filters, Keys, Penalties, ScaledRows, Scores
+from quire.kernels.sampling import Filters, FilterThresholds, Keys, Penalties, ScaledRows, Scores
 
 if IMPORT_ERROR is None:
     from quire.kernels.cpu import _native
@@ -23,11 +23,11 @@ class NativeSampling:
 
     name = "cpu"
 
-    def peaks(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         num_rows = logits.shape[0]
         token_ids = torch.empty(num_rows, dtype=torch.int64)
         values = torch.empty(num_rows, dtype=torch.float32)
-        _native.sampling_peaks(*_logits_arguments(logits), token_ids.data_ptr(), values.data_ptr())
+        _native.sampling_argmax(*_logits_arguments(logits), token_ids.data_ptr(), values.data_ptr())
         return token_ids, values
 
     def penalise(self, logits: Tensor, penalties: Penalties) -> None:
@@ -45,25 +45,29 @@ class NativeSampling:
             vector_address(penalties.presence, "presence", torch.float32, count),
         )
 
-    def cuts(self, logits: Tensor, rows: ScaledRows, filters: Filters) -> Cuts:
+    def thresholds(self, logits: Tensor, rows: ScaledRows, filters: Filters) -> FilterThresholds:
         count = rows.row.numel()
-        cuts = Cuts(torch.empty(count, dtype=torch.float32), torch.empty(count, dtype=torch.int64))
-        _native.sampling_cuts(
+        thresholds = FilterThresholds(
+            torch.empty(count, dtype=torch.float32), torch.empty(count, dtype=torch.int64)
+        )
+        _native.sampling_thresholds(
             *_rows_arguments(logits, rows),
             indices_address(filters.top_k, "top_k", count),
             vector_address(filters.top_p, "top_p", torch.float64, count),
             vector_address(filters.floor, "floor", torch.float32, count),
-            cuts.value.data_ptr(),
-            cuts.token_id.data_ptr(),
+            thresholds.value.data_ptr(),
+            thresholds.token_id.data_ptr(),
         )
-        return cuts
+        return thresholds
 
-    def draw(self, logits: Tensor, rows: ScaledRows, cuts: Cuts | None, keys: Keys) -> Tensor:
+    def draw(
+        self, logits: Tensor, rows: ScaledRows, thresholds: FilterThresholds | None, keys: Keys
+    ) -> Tensor:
         count = rows.row.numel()
         token_ids = torch.empty(count, dtype=torch.int64)
         _native.sampling_draw(
             *_rows_arguments(logits, rows),
-            *_cuts_arguments(cuts, count),
+            *_threshold_arguments(thresholds, count),
             indices_address(keys.seed, "seed", count),
             indices_address(keys.position, "position", count),
             token_ids.data_ptr(),
@@ -74,7 +78,7 @@ class NativeSampling:
         self,
         logits: Tensor,
         rows: ScaledRows,
-        cuts: Cuts | None,
+        thresholds: FilterThresholds | None,
         token_ids: Tensor,
         *,
         num_top: int = 0,
@@ -84,7 +88,7 @@ class NativeSampling:
         top_ids = torch.empty((count, num_top), dtype=torch.int64)
         _native.sampling_score(
             *_rows_arguments(logits, rows),
-            *_cuts_arguments(cuts, count),
+            *_threshold_arguments(thresholds, count),
             indices_address(token_ids, "token_ids", count),
             num_top,
             total.data_ptr(),
@@ -114,16 +118,16 @@ def _rows_arguments(logits: Tensor, rows: ScaledRows) -> tuple[int, ...]:
     return (
         *_logits_arguments(logits),
         indices_address(rows.row, "row", count),
-        vector_address(rows.peak, "peak", torch.float32, count),
+        vector_address(rows.max_logit, "max_logit", torch.float32, count),
         vector_address(rows.scale, "scale", torch.float32, count),
         count,
     )
 
 
-def _cuts_arguments(cuts: Cuts | None, count: int) -> tuple[int, int]:
-    if cuts is None:
+def _threshold_arguments(thresholds: FilterThresholds | None, count: int) -> tuple[int, int]:
+    if thresholds is None:
         return 0, 0
     return (
-        vector_address(cuts.value, "cut value", torch.float32, count),
-        indices_address(cuts.token_id, "cut token_id", count),
+        vector_address(thresholds.value, "threshold value", torch.float32, count),
+        indices_address(thresholds.token_id, "threshold token_id", count),
     )

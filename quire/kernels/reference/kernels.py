@@ -24,7 +24,7 @@ class ReferenceKernels:
     pack_linear = staticmethod(linear.pack_linear)
     pack_quantized = staticmethod(linear.pack_quantized)
     gated_linear = staticmethod(linear.gated_linear)
-    linear_peaks = staticmethod(linear.linear_peaks)
+    linear_argmax = staticmethod(linear.linear_argmax)
     table_of = staticmethod(linear.table_of)
     linear = staticmethod(linear.linear)
     embedding = staticmethod(elementwise.embedding)

@@ -193,9 +193,9 @@ def gated_linear(x: Tensor, weight: PackedLinear, activation: Activation) -> Ten
     return elementwise.gated(linear(x, weight, out_dtype="float32"), activation).to(x.dtype)
 
 
-def linear_peaks(x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor]:
+def linear_argmax(x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor]:
     """`linear` in float32, then its largest."""
-    return ReferenceSampling().peaks(linear(x, weight, out_dtype="float32"))
+    return ReferenceSampling().argmax(linear(x, weight, out_dtype="float32"))
 
 
 def shape(tensor: Tensor | None) -> list[int] | None:

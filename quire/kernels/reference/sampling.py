@@ -16,8 +16,8 @@ from torch import Tensor
 from quire.kernels.sampling import (
     TOKEN_STREAM,
     WEIGHT_ONE,
-    Cuts,
     Filters,
+    FilterThresholds,
     Keys,
     Penalties,
     ScaledRows,
@@ -153,7 +153,7 @@ class ReferenceSampling:
 
     name = "reference"
 
-    def peaks(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         values, token_ids = logits.max(dim=-1)
         return token_ids, values
 
@@ -173,19 +173,22 @@ class ReferenceSampling:
             values = logits[row, ids] - penalties.frequency[i] * counts.to(torch.float32)
             logits[row, ids] = values - penalties.presence[i]
 
-    def cuts(self, logits: Tensor, rows: ScaledRows, filters: Filters) -> Cuts:
+    def thresholds(self, logits: Tensor, rows: ScaledRows, filters: Filters) -> FilterThresholds:
         found = [
-            self._cut(logits[int(rows.row[i])], rows, filters, i) for i in range(rows.row.numel())
+            self._threshold(logits[int(rows.row[i])], rows, filters, i)
+            for i in range(rows.row.numel())
         ]
-        return Cuts(
+        return FilterThresholds(
             torch.tensor([value for value, _ in found], dtype=torch.float32, device=logits.device),
             torch.tensor(
                 [token_id for _, token_id in found], dtype=torch.int64, device=logits.device
             ),
         )
 
-    def _cut(self, row: Tensor, rows: ScaledRows, filters: Filters, i: int) -> tuple[float, int]:
-        distance = (row - rows.peak[i]) * rows.scale[i]
+    def _threshold(
+        self, row: Tensor, rows: ScaledRows, filters: Filters, i: int
+    ) -> tuple[float, int]:
+        distance = (row - rows.max_logit[i]) * rows.scale[i]
         is_kept = (distance >= filters.floor[i]) & (row > -torch.inf)
         num_kept = int(is_kept.sum())
         limit = min(int(filters.top_k[i]), num_kept)
@@ -210,21 +213,33 @@ class ReferenceSampling:
                 return min(length, limit)
             count = min(limit, 8 * count)
 
-    def draw(self, logits: Tensor, rows: ScaledRows, cuts: Cuts | None, keys: Keys) -> Tensor:
+    def draw(
+        self, logits: Tensor, rows: ScaledRows, thresholds: FilterThresholds | None, keys: Keys
+    ) -> Tensor:
         chunk_len = max(1, _CHUNK_ELEMENTS // logits.shape[1])
         chunks = [
             slice(start, start + chunk_len) for start in range(0, rows.row.numel(), chunk_len)
         ]
-        return torch.cat([self._draw_chunk(logits, rows, cuts, keys, chunk) for chunk in chunks])
+        return torch.cat(
+            [self._draw_chunk(logits, rows, thresholds, keys, chunk) for chunk in chunks]
+        )
 
     def _draw_chunk(
-        self, logits: Tensor, rows: ScaledRows, cuts: Cuts | None, keys: Keys, chunk: slice
+        self,
+        logits: Tensor,
+        rows: ScaledRows,
+        thresholds: FilterThresholds | None,
+        keys: Keys,
+        chunk: slice,
     ) -> Tensor:
         chosen = logits[rows.row[chunk]]
         noise = gumbel(random_words(Keys(keys.seed[chunk], keys.position[chunk]), logits.shape[1]))
-        score = (chosen - rows.peak[chunk, None]) * rows.scale[chunk, None] + noise
-        if cuts is not None:
-            is_kept = _is_kept(chosen, Cuts(cuts.value[chunk, None], cuts.token_id[chunk, None]))
+        score = (chosen - rows.max_logit[chunk, None]) * rows.scale[chunk, None] + noise
+        if thresholds is not None:
+            is_kept = _is_kept(
+                chosen,
+                FilterThresholds(thresholds.value[chunk, None], thresholds.token_id[chunk, None]),
+            )
             score = score.masked_fill(~is_kept, -torch.inf)
         return score.argmax(dim=-1)
 
@@ -232,7 +247,7 @@ class ReferenceSampling:
         self,
         logits: Tensor,
         rows: ScaledRows,
-        cuts: Cuts | None,
+        thresholds: FilterThresholds | None,
         token_ids: Tensor,
         *,
         num_top: int = 0,
@@ -242,11 +257,13 @@ class ReferenceSampling:
         top_ids = torch.empty((num_rows, num_top), dtype=torch.int64, device=logits.device)
         for i in range(num_rows):
             row = logits[int(rows.row[i])]
-            row_weights = weights((row - rows.peak[i]) * rows.scale[i])
+            row_weights = weights((row - rows.max_logit[i]) * rows.scale[i])
             total[i] = (
                 row_weights.sum()
-                if cuts is None
-                else row_weights[_is_kept(row, Cuts(cuts.value[i], cuts.token_id[i]))].sum()
+                if thresholds is None
+                else row_weights[
+                    _is_kept(row, FilterThresholds(thresholds.value[i], thresholds.token_id[i]))
+                ].sum()
             )
             rank[i] = (row > row[token_ids[i]]).sum() + 1
             top_ids[i] = best_first(row, num_top)
@@ -257,8 +274,10 @@ def _known_ids(token_ids: Tensor, vocab_size: int) -> Tensor:
     return token_ids[(token_ids >= 0) & (token_ids < vocab_size)].long()
 
 
-def _is_kept(logits: Tensor, cuts: Cuts) -> Tensor:
-    """Which tokens of logits [..., V] are kept, with cuts that broadcast against them."""
+def _is_kept(logits: Tensor, thresholds: FilterThresholds) -> Tensor:
+    """Which tokens of logits [..., V] are kept, with thresholds that broadcast against them."""
     ids = torch.arange(logits.shape[-1], device=logits.device)
-    above = (logits > cuts.value) | ((logits == cuts.value) & (ids <= cuts.token_id))
+    above = (logits > thresholds.value) | (
+        (logits == thresholds.value) & (ids <= thresholds.token_id)
+    )
     return above & (logits > -torch.inf)

@@ -63,13 +63,13 @@ def find_sequence(query_start, num_sequences, tile, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
-def merge(peak, total, sums, other_peak, other_total, other_sums):
-    """Two partial softmaxes to one: peaks and totals [M], sums [M, D].
-    An empty one has peak -inf and changes nothing."""
-    top = tl.maximum(peak, other_peak)
+def merge(row_max, total, sums, other_max, other_total, other_sums):
+    """Two partial softmaxes to one: maxima and totals [M], sums [M, D].
+    An empty one has row_max -inf and changes nothing."""
+    top = tl.maximum(row_max, other_max)
     base = tl.where(top == float("-inf"), 0.0, top)
-    weight = tl.exp2(peak - base)
-    other_weight = tl.exp2(other_peak - base)
+    weight = tl.exp2(row_max - base)
+    other_weight = tl.exp2(other_max - base)
     total = total * weight + other_total * other_weight
     sums = sums * weight[:, None] + other_sums * other_weight[:, None]
     return top, total, sums
@@ -118,7 +118,7 @@ def cached_rows(cache, rows, dims, is_there, HEAD_SIZE: tl.constexpr, IS_MASKED:
 
 @triton.jit
 def attend_tile(
-    peak, total, sums, queries, key_cache, value_cache, key_scales, value_scales, table, places,
+    row_max, total, sums, queries, key_cache, value_cache, key_scales, value_scales, table, places,
     first, end, scale, soft_cap, block_stride, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, FORMAT: tl.constexpr,
     IS_MASKED: tl.constexpr,
@@ -126,7 +126,7 @@ def attend_tile(
     """The softmax so far and BLOCK_N positions from `first` on. Without IS_MASKED, all queries see
     all of them; no query sees one from `end` on, if it lies in a tile that begins before.
 
-    exp2 takes the place of exp: its exponent is the score times `factor` minus the peak, in one
+    exp2 takes the place of exp: its exponent is the score times `factor` minus the row_max, in one
     operation.
     """
     ROW_SIZE: tl.constexpr = HEAD_SIZE if FORMAT == FLOAT_FORMAT else HEAD_SIZE + 4
@@ -152,12 +152,12 @@ def attend_tile(
         if WINDOW > 0:
             is_seen = is_seen & (positions[None, :] > places[:, None] - WINDOW)
         scores = tl.where(is_seen, scores, float("-inf"))
-    top = tl.maximum(peak, tl.max(scores, axis=1) * factor)
+    top = tl.maximum(row_max, tl.max(scores, axis=1) * factor)
     base = tl.where(top == float("-inf"), 0.0, top)
     weights = tl.exp2(
         tl.fma(scores, tl.full(scores.shape, 1.0, tl.float32) * factor, -base[:, None])
     )
-    fade = tl.exp2(peak - base)
+    fade = tl.exp2(row_max - base)
     total = total * fade + tl.sum(weights, axis=1)
     if FORMAT != FLOAT_FORMAT:
         weights = weights * row_scales(value_scales, rows, is_there, HEAD_SIZE, FORMAT)[None, :]
@@ -171,29 +171,29 @@ def attend_split(
     scale, soft_cap, block_stride, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax of queries [M, D] at absolute `places` [M] over positions [begin, end): peak,
-    total [M], sums [M, D].
+    """Online softmax of queries [M, D] at absolute `places` [M] over positions [begin, end):
+    row_max, total [M], sums [M, D].
 
     `begin` and `clear_end` are multiples of BLOCK_N; all queries see all positions in [begin,
-    clear_end). Peaks are in units of log2. Scales of a quantized cache are applied to scores and to
-    weights, so that its elements enter the products as they are, unrounded.
+    clear_end). Maxima are in units of log2. Scales of a quantized cache are applied to scores and
+    to weights, so that its elements enter the products as they are, unrounded.
     """
-    peak = tl.full([queries.shape[0]], float("-inf"), tl.float32)
+    row_max = tl.full([queries.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([queries.shape[0]], tl.float32)
     sums = tl.zeros([queries.shape[0], queries.shape[1]], tl.float32)
     for first in range(begin, clear_end, BLOCK_N):
-        peak, total, sums = attend_tile(
-            peak, total, sums, queries, key_cache, value_cache, key_scales, value_scales, table,
+        row_max, total, sums = attend_tile(
+            row_max, total, sums, queries, key_cache, value_cache, key_scales, value_scales, table,
             places, first, end, scale, soft_cap, block_stride, HEAD_SIZE, BLOCK_SIZE, BLOCK_N,
             WINDOW, HAS_SOFT_CAP, FORMAT, False,
         )  # fmt: skip
     for first in range(tl.maximum(begin, clear_end), end, BLOCK_N):
-        peak, total, sums = attend_tile(
-            peak, total, sums, queries, key_cache, value_cache, key_scales, value_scales, table,
+        row_max, total, sums = attend_tile(
+            row_max, total, sums, queries, key_cache, value_cache, key_scales, value_scales, table,
             places, first, end, scale, soft_cap, block_stride, HEAD_SIZE, BLOCK_SIZE, BLOCK_N,
             WINDOW, HAS_SOFT_CAP, FORMAT, True,
         )  # fmt: skip
-    return peak, total, sums
+    return row_max, total, sums
 
 
 @triton.jit(do_not_specialize=["num_sequences", "num_splits", "table_stride"])
@@ -258,12 +258,12 @@ def attention_kernel(
         where = (token * NUM_HEADS + head) * num_splits + split
         split_begin = tl.maximum(begin, split * SPLIT_LEN)
         split_end = tl.minimum(end, (split + 1) * SPLIT_LEN)
-        peak, total, sums = attend_split(
+        row_max, total, sums = attend_split(
             queries, keys, values, of_keys, of_values, table, places, split_begin,
             tl.minimum(clear_end, split_end), split_end, scale, soft_cap, block_stride, HEAD_SIZE,
             BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFT_CAP, FORMAT,
         )  # fmt: skip
-        tl.store(partial_stats + where * 2, peak, mask=is_row)
+        tl.store(partial_stats + where * 2, row_max, mask=is_row)
         tl.store(partial_stats + where * 2 + 1, total, mask=is_row)
         if split_begin < split_end:
             tl.store(
@@ -271,24 +271,26 @@ def attention_kernel(
             )
     else:
         if HAS_ONE_SPLIT:
-            peak, total, sums = attend_split(
+            row_max, total, sums = attend_split(
                 queries, keys, values, of_keys, of_values, table, places, begin, clear_end, end,
                 scale, soft_cap, block_stride, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFT_CAP,
                 FORMAT,
             )  # fmt: skip
         else:
-            peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             sums = tl.zeros([BLOCK_M, HEAD_PADDED], tl.float32)
             for split in range(begin // SPLIT_LEN, (end + SPLIT_LEN - 1) // SPLIT_LEN):
                 split_end = tl.minimum(end, (split + 1) * SPLIT_LEN)
-                split_peak, split_total, split_sums = attend_split(
+                split_max, split_total, split_sums = attend_split(
                     queries, keys, values, of_keys, of_values, table, places,
                     tl.maximum(begin, split * SPLIT_LEN), tl.minimum(clear_end, split_end),
                     split_end, scale, soft_cap, block_stride, HEAD_SIZE, BLOCK_SIZE, BLOCK_N,
                     WINDOW, HAS_SOFT_CAP, FORMAT,
                 )  # fmt: skip
-                peak, total, sums = merge(peak, total, sums, split_peak, split_total, split_sums)
+                row_max, total, sums = merge(
+                    row_max, total, sums, split_max, split_total, split_sums
+                )
         total = tl.where(is_row, total, 1.0)
         result = tl.div_rn(sums, tl.broadcast_to(total[:, None], sums.shape))
         tl.store(
@@ -308,18 +310,18 @@ def merge_kernel(
     is_row = row < num_rows
     dims = tl.arange(0, HEAD_PADDED)
     is_element = is_row[:, None] & (dims < HEAD_SIZE)[None, :]
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, HEAD_PADDED], tl.float32)
     for split in range(0, num_splits):
         where = row * num_splits + split
-        split_peak = tl.load(partial_stats + where * 2, mask=is_row, other=float("-inf"))
+        split_max = tl.load(partial_stats + where * 2, mask=is_row, other=float("-inf"))
         split_total = tl.load(partial_stats + where * 2 + 1, mask=is_row, other=0.0)
-        is_filled = is_element & (split_peak != float("-inf"))[:, None]  # NaN counts as filled
+        is_filled = is_element & (split_max != float("-inf"))[:, None]  # NaN counts as filled
         split_sums = tl.load(
             partial_sums + where[:, None] * HEAD_SIZE + dims[None, :], mask=is_filled, other=0.0
         )
-        peak, total, sums = merge(peak, total, sums, split_peak, split_total, split_sums)
+        row_max, total, sums = merge(row_max, total, sums, split_max, split_total, split_sums)
     total = tl.where(is_row, total, 1.0)
     result = tl.div_rn(sums, tl.broadcast_to(total[:, None], sums.shape))
     tl.store(
@@ -466,7 +468,7 @@ def _partial_bytes(query: Tensor, num_splits: int) -> int:
 
 
 def _partials(query: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
-    """Room for every row's splits: sums [T, heads, splits, D], peaks and totals [T, heads, splits,
+    """Room for every row's splits: sums [T, heads, splits, D], maxima and totals [T, heads, splits,
     2]."""
     num_tokens, num_heads, head_size = query.shape
     shape = (num_tokens, num_heads, num_splits, head_size)

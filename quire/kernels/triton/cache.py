@@ -96,7 +96,7 @@ def enter_kernel(
     """Token program_id(0), head program_id(1) of qkv [T, heads + 2 * KV heads, D]: queries are
     normed and rotated into `query` [T, heads, D], keys normed and rotated into the cache, values
     copied there. Halves are paired; NUM_PAIRS of 0: no RoPE. qkv may be an unfinished product of
-    NUM_SPLITS stretches: see `gemm.finished`.
+    NUM_SPLITS chunks: see `gemm.finished`.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dims = tl.arange(0, HEAD_PADDED)
@@ -167,7 +167,7 @@ def enter_kernel(
 def move_kernel(
     addresses, held, blocks, num_copies, num_words, IS_WRITE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """A stretch of words of block `blocks[program_id(0)]` of the cache at
+    """A chunk of words of block `blocks[program_id(0)]` of the cache at
     `addresses[program_id(1)]` to `held`, or back."""
     copy, cache = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     words = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)

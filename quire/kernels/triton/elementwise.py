@@ -1,8 +1,8 @@
 """Norms, activations, embedding and the look for numbers that are not finite, in Triton. They have
 not run on a GPU yet.
 
-A program computes one row (or a stretch of elements) in float32 and rounds once. A row's sum is
-taken over a tile whose size depends on the row's width alone, so company changes nothing.
+A program computes one row (or a chunk of elements) in float32 and rounds once. A row's sum is
+taken over a tile whose size depends on the row's width alone, not on the batch.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def norm_kernel(
     """Row program_id(0): out = norm(x), or with HAS_RESIDUAL total = x + residual, rounded, and out
     = norm(total).
 
-    x may be an unfinished product of NUM_SPLITS stretches: see `gemm.finished`.
+    x may be an unfinished product of NUM_SPLITS chunks: see `gemm.finished`.
     """
     base = tl.program_id(0).to(tl.int64) * width
     offsets = tl.arange(0, BLOCK)
@@ -102,7 +102,7 @@ def activate_kernel(x, out, count, KIND: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def gated_kernel(gate_up, out, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """Row program_id(0), stretch program_id(1): out [T, F] of gate_up [T, 2 * F]."""
+    """Row program_id(0), chunk program_id(1): out [T, F] of gate_up [T, 2 * F]."""
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_there = offsets < width
@@ -157,7 +157,7 @@ def add_rms_norm(
     weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """See `Kernels.add_rms_norm`: one pass over the rows;
-    x may be a product whose stretches are still to be added."""
+    x may be a deferred split-K result."""
     fits = residual.shape == x.shape and residual.dtype == x.dtype
     require(fits, f"add_rms_norm: x is {x.dtype} {list(x.shape)}, the residual is not", residual)
     check_floats(residual, "residual")

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from quire.kernels.triton.activation import activated
 from quire.kernels.triton.attention import find_sequence
-from quire.kernels.triton.gemm import columns_of, halves_of, sum_stretch
+from quire.kernels.triton.gemm import columns_of, halves_of, sum_chunk
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def expert_kernel(
     if IS_PAIR:
         rows, targets = pairs // NUM_CHOICES, places.to(tl.int64)
     zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    sums = sum_stretch(
+    sums = sum_chunk(
         x, base, rows, is_row, columns, is_column, 0, num_inputs, num_inputs, zeros, BLOCK_K
     )
     if IS_PAIR:

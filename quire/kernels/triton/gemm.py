@@ -1,13 +1,13 @@
-"""Triton kernels of projections of floating-point weights, and what follows a product. They have
+"""Triton kernels of projections of floating-point weights, and their epilogues. They have
 not run on a GPU yet.
 
-The sum of an output is cut into NUM_SPLITS stretches of SPLIT_LEN inputs, which depend on the
-weight's shape alone. A stretch is summed by matrix instructions over ascending inputs, BLOCK_K at a
-time, in float32; stretches are added in ascending order. One program may do all of them (many
-rows), or one each, stored and added by `finish_kernel`, or by the kernel that reads the product
-next (few rows, which would leave most of the device idle): the additions are the same, and so are
-the bits. Tiles have the same size for any number of rows, so that the same instructions compute a
-row in any company.
+Split-K: the K dimension is divided into NUM_SPLITS chunks of SPLIT_LEN inputs, which depend on the
+weight's shape alone. A chunk is summed by matrix instructions over ascending inputs, BLOCK_K at a
+time, in float32; chunks are added in ascending order. One program may do all of them (many rows),
+or one each, stored and added by `finish_kernel`, or by the kernel that consumes the result (few
+rows, which would leave most of the device idle): the additions are the same, and so are the bits.
+Tiles have the same size for any number of rows, so that the same instructions compute a row in any
+batch.
 
 A *pair* is outputs j and N / 2 + j: gate and up. A tile of pairs has the two side by side, so that
 one product of the same width gives both, and each thread finds the two halves of its pairs in its
@@ -59,7 +59,7 @@ def halves_of(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def sum_stretch(
+def sum_chunk(
     x, weight, rows, is_row, columns, is_column, begin, end, num_inputs, sums, BLOCK_K: tl.constexpr
 ):
     """sums [M, N] plus x[rows] @ weight[columns].T over inputs [begin, end); x [T,
@@ -87,16 +87,16 @@ def sum_all(
     SPLIT_LEN: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """All stretches, added in ascending order: float32 [M, N]."""
+    """Add all chunks in ascending order: float32 [M, N]."""
     zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     end = tl.minimum(SPLIT_LEN, num_inputs)
-    total = sum_stretch(
+    total = sum_chunk(
         x, weight, rows, is_row, columns, is_column, 0, end, num_inputs, zeros, BLOCK_K
     )
     for split in range(1, NUM_SPLITS):
         begin = split * SPLIT_LEN
         end = tl.minimum(begin + SPLIT_LEN, num_inputs)
-        total += sum_stretch(
+        total += sum_chunk(
             x, weight, rows, is_row, columns, is_column, begin, end, num_inputs, zeros, BLOCK_K
         )
     return total
@@ -120,7 +120,7 @@ def linear_kernel(
     """Grid: tiles, splits (one unless IS_PARTIAL). With an ACTIVATION of 0 or more, pairs: out is
     [T, N / 2].
 
-    IS_PARTIAL stores a stretch alone to out [splits, T, N] in float32, without bias.
+    IS_PARTIAL stores a chunk alone to out [splits, T, N] in float32, without bias.
     """
     IS_PAIR: tl.constexpr = ACTIVATION >= 0
     WIDTH: tl.constexpr = BLOCK_N // 2 if IS_PAIR else BLOCK_N
@@ -133,7 +133,7 @@ def linear_kernel(
         begin = tl.program_id(1) * SPLIT_LEN
         end = tl.minimum(begin + SPLIT_LEN, num_inputs)
         zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        sums = sum_stretch(
+        sums = sum_chunk(
             x, weight, rows, is_row, columns, is_column, begin, end, num_inputs, zeros, BLOCK_K
         )
         base = out + tl.program_id(1).to(tl.int64) * num_rows * num_outputs
@@ -225,9 +225,9 @@ def finished(
     NUM_SPLITS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Elements of a product, float32: those at `source + there`; or, of an unfinished one
-    (NUM_SPLITS above 0), its stretches there, a `stride` apart, added, with its bias, rounded to
-    `dtype`.
+    """Load elements of a GEMM's result as float32: those at `source + there`; or, where the split-K
+    reduction is deferred (NUM_SPLITS above 0), the sum of its chunks, a `stride` apart, plus bias,
+    rounded to `dtype`.
     """
     if NUM_SPLITS == 0:
         value = tl.load(source + there, mask=mask, other=0.0).to(tl.float32)
@@ -240,7 +240,7 @@ def finished(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def peaks_kernel(
+def tile_argmax_kernel(
     x, weight, bias, values, ids, num_rows, num_outputs, num_inputs, num_tiles,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
@@ -266,8 +266,8 @@ def peaks_kernel(
     )
     sums = with_bias(sums, bias, columns, is_column, HAS_BIAS)
     sums = tl.where(is_column[None, :], sums, float("-inf"))
-    peak, place = tl.max(sums, axis=1, return_indices=True, return_indices_tie_break_left=True)
+    row_max, place = tl.max(sums, axis=1, return_indices=True, return_indices_tie_break_left=True)
     has_nan = tl.max((sums != sums).to(tl.int32), axis=1) > 0
     where = rows * num_tiles + column_tile
-    tl.store(values + where, tl.where(has_nan, float("nan"), peak), mask=is_row)
+    tl.store(values + where, tl.where(has_nan, float("nan"), row_max), mask=is_row)
     tl.store(ids + where, column_tile * BLOCK_N + place, mask=is_row)

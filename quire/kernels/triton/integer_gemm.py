@@ -8,10 +8,9 @@ scaled as a whole, so no weight is ever rounded. e4m3 numbers are exact in bfloa
 of e4m3 the matrix instructions of capability 8.9 multiply them as they are, and each BLOCK_K inputs
 are added up in float32 apart, because those instructions keep few bits of a long sum.
 
-Where that is no matter of bits (floats, or exact integers with one scale per output), a sum is cut
-into stretches as in `gemm`:
-of whole groups, or of a part of the only group, whose sums are then raw, to be scaled when they are
-complete.
+Where that is no matter of bits (floats, or exact integers with one scale per output), K is split
+into chunks as in `gemm`: of whole groups, or of a part of the only group, whose sums are then raw,
+to be scaled when they are complete.
 
 4-bit weights lie as [N / 2, K]: a byte holds output j below and output N / 2 + j above. So a tile
 of bytes is a tile of *pairs* (see `gemm`), and where the outputs are gate and up, it is just what
@@ -157,7 +156,7 @@ def group_sums(
 
 
 @triton.jit
-def stretch_sums(
+def chunk_sums(
     x, weight, scales, offsets, rows, is_row, columns, is_column, pairs, is_pair, begin, end,
     num_outputs, num_inputs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, BITS: tl.constexpr, INPUTS: tl.constexpr, IS_FP8: tl.constexpr,
@@ -193,9 +192,9 @@ def integer_kernel(
     INPUTS: tl.constexpr, IS_FP8: tl.constexpr, HAS_FP8: tl.constexpr, HAS_OFFSETS: tl.constexpr,
     HAS_BIAS: tl.constexpr, IS_RAW: tl.constexpr, IS_PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles, stretches (one unless IS_PARTIAL). Pairs with 4 bits or an ACTIVATION of 0 or
-    more; scales and offsets are [K / GROUP, N]. IS_PARTIAL stores a stretch alone to out
-    [stretches, T, N], for `scale_kernel`.
+    """Grid: tiles, chunks (one unless IS_PARTIAL). Pairs with 4 bits or an ACTIVATION of 0 or
+    more; scales and offsets are [K / GROUP, N]. IS_PARTIAL stores a chunk alone to out
+    [chunks, T, N], for `scale_kernel`.
     """
     IS_PAIR: tl.constexpr = (ACTIVATION >= 0) or (BITS == 4)
     WIDTH: tl.constexpr = BLOCK_N // 2 if IS_PAIR else BLOCK_N
@@ -206,7 +205,7 @@ def integer_kernel(
     pairs, is_pair = columns_of(column_tile, num_columns, BLOCK_N // 2, False)
     is_row = rows < num_rows
     first = tl.program_id(1) * SPLIT_LEN if IS_PARTIAL else 0
-    total = stretch_sums(
+    total = chunk_sums(
         x, weight, scales, offsets, rows, is_row, columns, is_column, pairs, is_pair, first,
         tl.minimum(first + SPLIT_LEN, num_inputs), num_outputs, num_inputs,
         GROUP, BLOCK_M, BLOCK_N, BLOCK_K, BITS, INPUTS, IS_FP8, HAS_FP8, HAS_OFFSETS, IS_RAW,
@@ -215,7 +214,7 @@ def integer_kernel(
         out += tl.program_id(1).to(tl.int64) * num_rows * num_outputs
     else:
         for split in range(1, NUM_SPLITS):
-            total += stretch_sums(
+            total += chunk_sums(
                 x, weight, scales, offsets, rows, is_row, columns, is_column, pairs, is_pair,
                 split * SPLIT_LEN, tl.minimum((split + 1) * SPLIT_LEN, num_inputs), num_outputs,
                 num_inputs,
@@ -278,7 +277,7 @@ def scale_kernel(
     ACTIVATION: tl.constexpr, HAS_X_SCALES: tl.constexpr, HAS_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Row program_id(0) of sums [stretches, T, N], of `integer_kernel` or a library, to what
+    """Row program_id(0) of sums [chunks, T, N], of `integer_kernel` or a library, to what
     `integer_kernel` makes of them.
 
     HAS_SCALES: they are raw. HAS_X_SCALES: inputs were quantized.
@@ -327,7 +326,7 @@ def scaled_sums(
     sums, row_scale, scales, bias, columns, is_column, stride, NUM_SPLITS: tl.constexpr,
     HAS_X_SCALES: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Stretches of sums[columns], added, with their scales and bias, float32."""
+    """Chunks of sums[columns], added, with their scales and bias, float32."""
     total = add_partials(sums + columns, is_column, stride, NUM_SPLITS).to(tl.float32)
     if HAS_SCALES:
         total = tl.load(scales + columns, mask=is_column, other=0.0) * total + 0.0

@@ -2,8 +2,8 @@
 `integer_gemm`. Not run on a GPU yet.
 
 Sums of e4m3 products may come from a library (torch's `_scaled_mm`, without its scales) from so
-many rows on as the tuning file says, where results may depend on company; scales, bias and
-activation are this module's in any case.
+many rows on as the tuning file says, where results may depend on batch composition; scales, bias
+and activation are this module's in any case.
 """
 
 from __future__ import annotations
@@ -204,9 +204,9 @@ def integer_linear(x: Tensor, packed: IntegerLinear, activation: int, dtype: tor
             (packed.num_splits, num_rows, packed.num_outputs),
             torch.int32 if is_exact else torch.float32,
         )
-        stretches = torch.empty(shape, dtype=kind, device=x.device)
-        _launch(inputs, input_scales, packed, stretches, NO_ACTIVATION, is_partial=True)
-        _scale(stretches, input_scales, packed, out, activation)
+        chunks = torch.empty(shape, dtype=kind, device=x.device)
+        _launch(inputs, input_scales, packed, chunks, NO_ACTIVATION, is_partial=True)
+        _scale(chunks, input_scales, packed, out, activation)
     else:
         _launch(inputs, input_scales, packed, out, activation, is_partial=False)
     return out
@@ -240,14 +240,14 @@ def _launch(
 
 
 def _scale(
-    stretches: Tensor, input_scales: Tensor, packed: IntegerLinear, out: Tensor, activation: int
+    chunks: Tensor, input_scales: Tensor, packed: IntegerLinear, out: Tensor, activation: int
 ) -> None:
-    """Stretches [stretches, T, N], of the kernel or a library, added, scaled and finished."""
+    """Chunks [chunks, T, N], of the kernel or a library, added, scaled and finished."""
     num_rows, num_columns = out.shape
     scale_kernel[(num_rows, triton.cdiv(num_columns, _SCALE_BLOCK))](
-        stretches, input_scales, packed.scales,
+        chunks, input_scales, packed.scales,
         packed.scales if packed.bias is None else packed.bias, out,
-        packed.num_outputs, num_rows * packed.num_outputs, NUM_SPLITS=stretches.shape[0],
+        packed.num_outputs, num_rows * packed.num_outputs, NUM_SPLITS=chunks.shape[0],
         ACTIVATION=activation, HAS_X_SCALES=packed.activations != "float", HAS_SCALES=packed.is_raw,
         HAS_BIAS=packed.bias is not None, BLOCK=_SCALE_BLOCK, **launch_options(4),
     )  # fmt: skip

@@ -21,7 +21,7 @@ from quire.kernels.triton.integer_linear import IntegerLinear
 from quire.kernels.triton.library_attention import LibraryAttention
 from quire.kernels.triton.linear import FloatLinear, ProductOptions
 from quire.kernels.triton.program import TritonProgram
-from quire.kernels.triton.row_peaks import tile_peaks
+from quire.kernels.triton.row_argmax import argmax_of_rows
 from quire.kernels.triton.tuning import Tuning, tuning_for
 from quire.kernels.triton.unfinished import PartialSums
 from quire.program.operations import Activation, Program
@@ -107,11 +107,11 @@ class TritonKernels:
         """See `FinishingKernels`."""
         return x if isinstance(x, Tensor) else linear.finish(x)
 
-    def linear_peaks(self, x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor]:
-        """See `Kernels.linear_peaks`; of floating-point weights no product is stored."""
+    def linear_argmax(self, x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor]:
+        """See `Kernels.linear_argmax`; of floating-point weights no product is stored."""
         if isinstance(weight, FloatLinear):
-            return linear.float_peaks(x, weight)
-        return tile_peaks(self.linear(x, weight, out_dtype="float32"), None)
+            return linear.float_argmax(x, weight)
+        return argmax_of_rows(self.linear(x, weight, out_dtype="float32"), None)
 
     def linear_draws(self, x: Tensor, weight: PackedLinear, draws: Draws) -> None:
         """See `Kernels.linear_draws`."""

@@ -1,10 +1,10 @@
 """Projections: packed weights, and calls into the kernels of `gemm` and `integer_gemm`. They have
 not run on a GPU yet.
 
-Owns how many stretches a sum is cut into (see `gemm`), which follows from the weight's shape and
+Owns how many split-K chunks there are (see `gemm`), which follows from the weight's shape and
 the tuning alone; and when torch's own product (cuBLAS) is used in place of the kernels, whose bits
 may depend on the number of rows: from so many rows on as the tuning file says, and only where the
-engine was told that results may depend on company.
+engine was told that results may depend on batch composition.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 from quire.kernels.interface import PackedLinear
 from quire.kernels.triton.activation import NO_ACTIVATION, activation_code
 from quire.kernels.triton.checks import FLOATS, check_floats, launch_options, require
-from quire.kernels.triton.gemm import finish_kernel, linear_kernel, peaks_kernel
-from quire.kernels.triton.row_peaks import tile_peaks
+from quire.kernels.triton.gemm import finish_kernel, linear_kernel, tile_argmax_kernel
+from quire.kernels.triton.row_argmax import argmax_of_rows
 from quire.kernels.triton.tuning import LinearTuning, Tuning
 from quire.kernels.triton.unfinished import PartialSums, source_of
 from quire.program.operations import Activation
 
 _MIN_SPLIT_BLOCKS = 4
-"""A stretch of a sum has at least so many steps of block_k,
+"""A chunk of a sum has at least so many steps of block_k,
 or its start and end would cost more than it."""
 _FINISH_BLOCK = 1024
 
@@ -75,10 +75,10 @@ def split_inputs(
     num_programs: int,
     unit: int | None = None,
 ) -> tuple[int, int]:
-    """(length of a stretch, number of stretches) so that one tile of rows makes about
+    """(length of a chunk, number of chunks) so that one tile of rows makes about
     `num_programs` programs.
 
-    A stretch is whole units of inputs, those of one step unless it is said otherwise.
+    A chunk is whole units of inputs, those of one step unless it is said otherwise.
     """
     unit = unit or tuning.block_k
     num_units = triton.cdiv(num_inputs, unit)
@@ -127,7 +127,7 @@ def float_linear(x: Tensor, packed: FloatLinear, activation: int, dtype: torch.d
             PartialSums(library_sums(x, packed.weight).unsqueeze(0), packed.bias, dtype), activation
         )
     if num_rows and _is_apart(packed, num_rows):
-        return finish(PartialSums(_stretches(x, packed), packed.bias, dtype), activation)
+        return finish(PartialSums(_partial_sums(x, packed), packed.bias, dtype), activation)
     out = torch.empty((num_rows, num_columns), dtype=dtype, device=x.device)
     if num_rows:
         _launch(x, packed, out, activation, is_partial=False)
@@ -135,16 +135,15 @@ def float_linear(x: Tensor, packed: FloatLinear, activation: int, dtype: torch.d
 
 
 def unfinished_linear(x: Tensor, packed: FloatLinear) -> PartialSums | None:
-    """The product before its stretches are added; None where they are not apart."""
+    """Return the GEMM before its split-K reduction; None where it is not split."""
     _check_alike(x, packed)
     if not x.shape[0] or _is_for_library(packed, x.shape[0]) or not _is_apart(packed, x.shape[0]):
         return None
-    return PartialSums(_stretches(x, packed), packed.bias, x.dtype)
+    return PartialSums(_partial_sums(x, packed), packed.bias, x.dtype)
 
 
 def finish(product: PartialSums, activation: int = NO_ACTIVATION) -> Tensor:
-    """Its stretches added in ascending order, then bias,
-    then the activation and product of a pair; rounded once."""
+    """Add the chunks in ascending order, then bias, then the gated activation; round once."""
     _, num_rows, num_outputs = product.partial.shape
     num_columns = num_outputs // 2 if activation >= 0 else num_outputs
     out = torch.empty((num_rows, num_columns), dtype=product.dtype, device=product.partial.device)
@@ -163,12 +162,12 @@ def _is_for_library(packed: FloatLinear, num_rows: int) -> bool:
 
 
 def _is_apart(packed: FloatLinear, num_rows: int) -> bool:
-    """Whether stretches are computed side by side."""
+    """Whether chunks are computed in parallel."""
     return packed.num_splits > 1 and num_rows <= packed.tuning.max_partial_rows
 
 
-def _stretches(x: Tensor, packed: FloatLinear) -> Tensor:
-    """float32 [stretches, T, N]"""
+def _partial_sums(x: Tensor, packed: FloatLinear) -> Tensor:
+    """float32 [chunks, T, N]"""
     partial = torch.empty(
         (packed.num_splits, x.shape[0], packed.num_outputs), dtype=torch.float32, device=x.device
     )
@@ -199,24 +198,24 @@ def _launch(
     )  # fmt: skip
 
 
-def float_peaks(x: Tensor, packed: FloatLinear) -> tuple[Tensor, Tensor]:
+def float_argmax(x: Tensor, packed: FloatLinear) -> tuple[Tensor, Tensor]:
     """Each row's largest output: ids int64 [T], values float32 [T]."""
     check_inputs(x, packed)
     tuning, num_rows = packed.tuning, x.shape[0]
     if packed.num_splits > 1 or x.dtype != packed.weight.dtype:
         products = float_linear(x, packed, NO_ACTIVATION, torch.float32)
-        return tile_peaks(products, None)
+        return argmax_of_rows(products, None)
     num_tiles = triton.cdiv(packed.num_outputs, tuning.block_n)
     values = torch.empty((num_rows, num_tiles), dtype=torch.float32, device=x.device)
     ids = torch.empty((num_rows, num_tiles), dtype=torch.int64, device=x.device)
     if num_rows:
-        peaks_kernel[(triton.cdiv(num_rows, tuning.block_m) * num_tiles,)](
+        tile_argmax_kernel[(triton.cdiv(num_rows, tuning.block_m) * num_tiles,)](
             x, packed.weight, _bias(packed), values, ids, num_rows, packed.num_outputs,
             packed.num_inputs, num_tiles, BLOCK_M=tuning.block_m, BLOCK_N=tuning.block_n,
             BLOCK_K=tuning.block_k, HAS_BIAS=packed.bias is not None,
             **launch_options(tuning.num_warps, tuning.num_stages),
         )  # fmt: skip
-    return tile_peaks(values, ids)
+    return argmax_of_rows(values, ids)
 
 
 def _bias(packed: FloatLinear) -> Tensor:

@@ -3,7 +3,7 @@ memory is saved.
 
 Between the projection and attention stands one kernel (`cache.enter_kernel`): norms of single
 heads, RoPE and the cache write. Of few rows it, and the norm that follows a sublayer, also add up
-the stretches of the projection before (`unfinished`). It rounds where the operations one by one
+the chunks of the projection before (`unfinished`). It rounds where the operations one by one
 round, so the bits are theirs. It has not run on a GPU yet.
 """
 

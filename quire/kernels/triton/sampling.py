@@ -1,11 +1,11 @@
 """Sampling in Triton, to the reference's bits: `SamplingKernels` for logits on a GPU. It has not
 run on a GPU yet.
 
-Owns draws, scores, penalties and the best alternatives. Where filters cut a row off is found by
-`cut_search`, and so are the alternatives, which are what a top-k would keep; only they are sorted.
-To draw and to score, several programs share a row. What they bring together are integers (weights,
-and tokens in the order of their scores), so nothing depends on how a row is cut into stretches. It
-never judges logits.
+Owns draws, scores, penalties and top-k alternatives. Filter thresholds are found by
+`threshold_search`, and so are the alternatives, which are what a top-k would keep; only they are
+sorted. To draw and to score, several programs share a row. What they bring together are integers
+(weights, and tokens in the order of their scores), so nothing depends on how a row is split into
+chunks. It never judges logits.
 """
 
 from __future__ import annotations
@@ -17,20 +17,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.sampling import TOKEN_STREAM, Cuts, Filters, Keys, Penalties, ScaledRows, Scores
+from quire.kernels.sampling import (
+    TOKEN_STREAM,
+    Filters,
+    FilterThresholds,
+    Keys,
+    Penalties,
+    ScaledRows,
+    Scores,
+)
 from quire.kernels.triton.checks import launch_options
-from quire.kernels.triton.cut_search import (
+from quire.kernels.triton.noise import gumbel, philox, weigh
+from quire.kernels.triton.row_argmax import argmax_of_rows
+from quire.kernels.triton.threshold_search import (
     ID_BITS,
     NO_PLACE,
     append,
-    find_cuts,
+    find_thresholds,
     id_at,
     key_of,
     place_of,
     spread,
 )
-from quire.kernels.triton.noise import gumbel, philox, weigh
-from quire.kernels.triton.row_peaks import tile_peaks
 
 _BLOCK = 2048
 _DRAW_BLOCK = 512
@@ -48,63 +56,63 @@ _COUNT_ELEMENTS = 1 << 25
 
 @triton.jit
 def is_kept(x, ids, value, last_id):
-    """Whether a cut keeps the tokens."""
+    """Test which tokens pass the filter threshold."""
     return ((x > value) | ((x == value) & (ids <= last_id))) & (x > float("-inf"))
 
 
 @triton.jit(do_not_specialize=["count"])
 def collect_kernel(
-    logits, row, cut_value, cut_id, counters, places, size, count, BLOCK: tl.constexpr
+    logits, row, threshold_value, threshold_id, counters, places, size, count, BLOCK: tl.constexpr
 ):
-    """Appends the places of a stretch's tokens that a cut keeps, of asked row program_id(0)."""
-    asked = tl.program_id(0)
+    """Append the sort keys of a chunk's tokens that pass the threshold of query program_id(0)."""
+    query = tl.program_id(0)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + tl.load(row + asked) * size + ids, mask=ids < size, other=float("-inf"))
-    is_best = is_kept(x, ids, tl.load(cut_value + asked), tl.load(cut_id + asked))
-    append(place_of(key_of(x), ids), is_best, places + asked * count, counters + asked, count)
+    x = tl.load(logits + tl.load(row + query) * size + ids, mask=ids < size, other=float("-inf"))
+    is_best = is_kept(x, ids, tl.load(threshold_value + query), tl.load(threshold_id + query))
+    append(place_of(key_of(x), ids), is_best, places + query * count, counters + query, count)
 
 
 @triton.jit(do_not_specialize=["count"])
 def order_kernel(
     logits, row, counters, places, found, size, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The ids of the places of asked row program_id(0), best first; where they are too few,
-    the first of -inf follow."""
-    asked = tl.program_id(0)
-    line = logits + tl.load(row + asked) * size
+    """Write the top-k token ids of query program_id(0), best first, padded with the lowest ids
+    whose logit is -inf."""
+    query = tl.program_id(0)
+    line = logits + tl.load(row + query) * size
     # more only in rows that are not finite
-    num_found = tl.minimum(tl.load(counters + asked), count).to(tl.int32)
+    num_found = tl.minimum(tl.load(counters + query), count).to(tl.int32)
     number = tl.arange(0, WIDTH)
-    own = tl.load(places + asked * count + number, mask=number < num_found, other=0)
+    own = tl.load(places + query * count + number, mask=number < num_found, other=0)
     num_better = tl.zeros([WIDTH], tl.int32)
     for i in range(0, num_found):
-        num_better += (tl.load(places + asked * count + i) < own).to(tl.int32)
-    tl.store(found + asked * count + num_better, id_at(own), mask=number < num_found)
+        num_better += (tl.load(places + query * count + i) < own).to(tl.int32)
+    tl.store(found + query * count + num_better, id_at(own), mask=number < num_found)
     first = 0
     while (num_found < count) & (first < size):
         ids = first + tl.arange(0, BLOCK)
         is_empty = tl.load(line + ids, mask=ids < size, other=0.0) == float("-inf")
         slots = num_found + tl.cumsum(is_empty.to(tl.int32), axis=0) - 1
-        tl.store(found + asked * count + slots, ids.to(tl.int64), mask=is_empty & (slots < count))
+        tl.store(found + query * count + slots, ids.to(tl.int64), mask=is_empty & (slots < count))
         num_found += tl.sum(is_empty.to(tl.int32), axis=0)
         first += BLOCK
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def draw_kernel(
-    logits, row, peaks, scales, cut_value, cut_id, seeds, positions, best_places, size, num_blocks,
-    STREAM: tl.constexpr, HAS_CUTS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, row, max_logits, scales, threshold_value, threshold_id, seeds, positions, best_places,
+    size, num_blocks, STREAM: tl.constexpr, IS_FILTERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The place of the best token of stretch program_id(1), with its noise,
-    of asked row program_id(0)."""
-    asked, begin = tl.program_id(0), tl.program_id(1) * num_blocks * BLOCK
-    line = logits + tl.load(row + asked) * size
-    peak, scale = tl.load(peaks + asked), tl.load(scales + asked)
-    seed, position = tl.load(seeds + asked), tl.load(positions + asked)
+    """The place of the best token of chunk program_id(1), with its noise,
+    of query program_id(0)."""
+    query, begin = tl.program_id(0), tl.program_id(1) * num_blocks * BLOCK
+    line = logits + tl.load(row + query) * size
+    max_logit, scale = tl.load(max_logits + query), tl.load(scales + query)
+    seed, position = tl.load(seeds + query), tl.load(positions + query)
     k0, k1 = (seed & 0xFFFFFFFF).to(tl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     value, last_id = 0.0, tl.zeros([], tl.int64)
-    if HAS_CUTS:
-        value, last_id = tl.load(cut_value + asked), tl.load(cut_id + asked)
+    if IS_FILTERED:
+        value, last_id = tl.load(threshold_value + query), tl.load(threshold_id + query)
     best = tl.full([BLOCK], NO_PLACE, tl.int64)
     zeros = tl.zeros([BLOCK], tl.uint32)
     c1 = zeros + (position & 0xFFFFFFFF).to(tl.uint32)
@@ -115,53 +123,53 @@ def draw_kernel(
         for j in tl.static_range(4):
             ids = counter * 4 + j
             x = tl.load(line + ids, mask=ids < size, other=float("-inf"))
-            score = (x - peak) * scale + gumbel(words[j])
-            if HAS_CUTS:
+            score = (x - max_logit) * scale + gumbel(words[j])
+            if IS_FILTERED:
                 score = tl.where(is_kept(x, ids, value, last_id), score, float("-inf"))
             is_number = (ids < size) & (score == score)
             best = tl.minimum(best, tl.where(is_number, place_of(key_of(score), ids), NO_PLACE))
-    tl.store(best_places + asked * tl.num_programs(1) + tl.program_id(1), tl.min(best, axis=0))
+    tl.store(best_places + query * tl.num_programs(1) + tl.program_id(1), tl.min(best, axis=0))
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def score_kernel(
-    logits, row, peaks, scales, cut_value, cut_id, token_ids, totals, ranks, size, num_blocks,
-    HAS_CUTS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, row, max_logits, scales, threshold_value, threshold_id, token_ids, totals, ranks, size,
+    num_blocks, IS_FILTERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Adds stretch program_id(1) of asked row program_id(0): to its total weight,
+    """Adds chunk program_id(1) of query program_id(0): to its total weight,
     and to the rank of one of its tokens."""
-    asked, begin = tl.program_id(0), tl.program_id(1) * num_blocks * BLOCK
-    line = logits + tl.load(row + asked) * size
-    peak, scale = tl.load(peaks + asked), tl.load(scales + asked)
-    own = tl.load(line + tl.load(token_ids + asked))
+    query, begin = tl.program_id(0), tl.program_id(1) * num_blocks * BLOCK
+    line = logits + tl.load(row + query) * size
+    max_logit, scale = tl.load(max_logits + query), tl.load(scales + query)
+    own = tl.load(line + tl.load(token_ids + query))
     value, last_id = 0.0, tl.zeros([], tl.int64)
-    if HAS_CUTS:
-        value, last_id = tl.load(cut_value + asked), tl.load(cut_id + asked)
+    if IS_FILTERED:
+        value, last_id = tl.load(threshold_value + query), tl.load(threshold_id + query)
     total = tl.zeros([BLOCK], tl.int64)
     num_better = tl.zeros([BLOCK], tl.int64)
     for first in range(begin, tl.minimum(begin + num_blocks * BLOCK, size), BLOCK):
         ids = first + tl.arange(0, BLOCK)
         x = tl.load(line + ids, mask=ids < size, other=float("-inf"))
         is_in = x > float("-inf")
-        if HAS_CUTS:
+        if IS_FILTERED:
             is_in = is_kept(x, ids, value, last_id)
-        total += tl.where(is_in, weigh((x - peak) * scale), 0)
+        total += tl.where(is_in, weigh((x - max_logit) * scale), 0)
         num_better += (x > own).to(tl.int64)
-    tl.atomic_add(totals + asked, tl.sum(total, axis=0), sem="relaxed")
-    tl.atomic_add(ranks + asked, tl.sum(num_better, axis=0), sem="relaxed")
+    tl.atomic_add(totals + query, tl.sum(total, axis=0), sem="relaxed")
+    tl.atomic_add(ranks + query, tl.sum(num_better, axis=0), sem="relaxed")
 
 
 @triton.jit
 def count_kernel(token_ids, starts, output_starts, counts, size, BLOCK: tl.constexpr):
-    """Counts the output's tokens of asked row program_id(0) into counts [n, V],
+    """Counts the output's tokens of query program_id(0) into counts [n, V],
     and marks all its tokens with _SEEN."""
-    asked = tl.program_id(0)
+    query = tl.program_id(0)
     begin, end, output = (
-        tl.load(starts + asked),
-        tl.load(starts + asked + 1),
-        tl.load(output_starts + asked),
+        tl.load(starts + query),
+        tl.load(starts + query + 1),
+        tl.load(output_starts + query),
     )
-    line = counts + asked.to(tl.int64) * size
+    line = counts + query.to(tl.int64) * size
     for first in range(begin, end, BLOCK):
         places = first + tl.arange(0, BLOCK)
         token = tl.load(token_ids + places, mask=places < end, other=-1)
@@ -174,16 +182,16 @@ def count_kernel(token_ids, starts, output_starts, counts, size, BLOCK: tl.const
 def penalise_kernel(
     logits, row, counts, repetitions, frequencies, presences, size, BLOCK: tl.constexpr
 ):
-    """Penalises a stretch of asked row program_id(0) by its counts."""
-    asked = tl.program_id(0)
+    """Penalises a chunk of query program_id(0) by its counts."""
+    query = tl.program_id(0)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = logits + tl.load(row + asked) * size + ids
-    held = tl.load(counts + asked.to(tl.int64) * size + ids, mask=ids < size, other=0)
+    there = logits + tl.load(row + query) * size + ids
+    held = tl.load(counts + query.to(tl.int64) * size + ids, mask=ids < size, other=0)
     x = tl.load(there, mask=ids < size, other=0.0)
-    repetition = tl.zeros([BLOCK], tl.float32) + tl.load(repetitions + asked)
+    repetition = tl.zeros([BLOCK], tl.float32) + tl.load(repetitions + query)
     y = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
     count = (held & (_SEEN - 1)).to(tl.float32)
-    less = (y - tl.load(frequencies + asked) * count) - tl.load(presences + asked)
+    less = (y - tl.load(frequencies + query) * count) - tl.load(presences + query)
     tl.store(there, tl.where(count > 0, less, y), mask=(ids < size) & (held != 0))
 
 
@@ -192,8 +200,8 @@ class TritonSampling:
 
     name = "triton"
 
-    def peaks(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return tile_peaks(_checked(logits), None)
+    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return argmax_of_rows(_checked(logits), None)
 
     def penalise(self, logits: Tensor, penalties: Penalties) -> None:
         size, num_rows = _checked(logits).shape[1], penalties.row.numel()
@@ -218,19 +226,22 @@ class TritonSampling:
                 penalties.presence[rows], size, BLOCK=_BLOCK, **_options(),
             )  # fmt: skip
 
-    def cuts(self, logits: Tensor, rows: ScaledRows, filters: Filters) -> Cuts:
-        return find_cuts(_checked(logits), rows, filters)
+    def thresholds(self, logits: Tensor, rows: ScaledRows, filters: Filters) -> FilterThresholds:
+        return find_thresholds(_checked(logits), rows, filters)
 
-    def draw(self, logits: Tensor, rows: ScaledRows, cuts: Cuts | None, keys: Keys) -> Tensor:
+    def draw(
+        self, logits: Tensor, rows: ScaledRows, thresholds: FilterThresholds | None, keys: Keys
+    ) -> Tensor:
         if not rows.row.numel():
             return torch.empty_like(rows.row)
         size, block = _checked(logits).shape[1], min(_DRAW_BLOCK, _block(logits))
         num_blocks, grid = spread(rows.row.numel(), triton.cdiv(size, 4), block)
         best = torch.empty(grid, dtype=torch.int64, device=logits.device)
         draw_kernel[grid](
-            logits, rows.row, rows.peak, rows.scale, *_cut_tensors(cuts, rows), keys.seed,
-            keys.position, best, size, num_blocks, STREAM=TOKEN_STREAM, HAS_CUTS=cuts is not None,
-            BLOCK=block, **_options(),
+            logits, rows.row, rows.max_logit, rows.scale, *_threshold_tensors(thresholds, rows),
+            keys.seed,
+            keys.position, best, size, num_blocks, STREAM=TOKEN_STREAM,
+            IS_FILTERED=thresholds is not None, BLOCK=block, **_options(),
         )  # fmt: skip
         # the last is for rows without a number
         return best.amin(dim=1).bitwise_and_(ID_BITS.value).clamp_max_(size - 1)
@@ -239,7 +250,7 @@ class TritonSampling:
         self,
         logits: Tensor,
         rows: ScaledRows,
-        cuts: Cuts | None,
+        thresholds: FilterThresholds | None,
         token_ids: Tensor,
         *,
         num_top: int = 0,
@@ -248,10 +259,10 @@ class TritonSampling:
         if rows.row.numel():
             num_blocks, grid = spread(rows.row.numel(), _checked(logits).shape[1], _block(logits))
             score_kernel[grid](
-                logits, rows.row, rows.peak, rows.scale, *_cut_tensors(cuts, rows), token_ids,
-                totals, ranks,
-                logits.shape[1], num_blocks, HAS_CUTS=cuts is not None, BLOCK=_block(logits),
-                **_options(),
+                logits, rows.row, rows.max_logit, rows.scale, *_threshold_tensors(thresholds,
+                rows), token_ids, totals, ranks,
+                logits.shape[1], num_blocks, IS_FILTERED=thresholds is not None,
+                BLOCK=_block(logits), **_options(),
             )  # fmt: skip
         return Scores(totals, ranks, best_ids(logits, rows, num_top))
 
@@ -267,9 +278,9 @@ def best_ids(logits: Tensor, rows: ScaledRows, count: int) -> Tensor:
     found = torch.zeros((num_rows, count), dtype=torch.int64, device=logits.device)
     if not found.numel():
         return found
-    best = find_cuts(
+    best = find_thresholds(
         _checked(logits),
-        ScaledRows(rows.row, rows.peak, torch.ones_like(rows.peak)),
+        ScaledRows(rows.row, rows.max_logit, torch.ones_like(rows.max_logit)),
         _only_top_k(rows, count),
     )
     counters, places, block = torch.zeros_like(rows.row), torch.empty_like(found), _block(logits)
@@ -304,13 +315,19 @@ def best_ids(logits: Tensor, rows: ScaledRows, count: int) -> Tensor:
 def _only_top_k(rows: ScaledRows, count: int) -> Filters:
     keeps_all = torch.ones(rows.row.numel(), dtype=torch.float64, device=rows.row.device)
     return Filters(
-        torch.full_like(rows.row, count), keeps_all, torch.full_like(rows.peak, -math.inf)
+        torch.full_like(rows.row, count), keeps_all, torch.full_like(rows.max_logit, -math.inf)
     )
 
 
-def _cut_tensors(cuts: Cuts | None, rows: ScaledRows) -> tuple[Tensor, Tensor]:
-    """Tensors in any case: a kernel without cuts does not look at them."""
-    return (rows.peak, rows.row) if cuts is None else (cuts.value, cuts.token_id)
+def _threshold_tensors(
+    thresholds: FilterThresholds | None, rows: ScaledRows
+) -> tuple[Tensor, Tensor]:
+    """Always tensors; a kernel without thresholds does not read them."""
+    return (
+        (rows.max_logit, rows.row)
+        if thresholds is None
+        else (thresholds.value, thresholds.token_id)
+    )
 
 
 def _checked(logits: Tensor) -> Tensor:

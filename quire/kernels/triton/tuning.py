@@ -90,7 +90,7 @@ class Tuning:
     """Programs that keep the device busy: sums are split until there are about as many tiles."""
     min_library_rows: int | None
     """Rows from which torch's product of floats is faster than the kernels here, null for never.
-    Only for engines whose results may depend on company.
+    Only for engines whose results may depend on batch composition.
     """
     min_scaled_rows: int | None
     """The same of e4m3."""

@@ -1,8 +1,8 @@
-"""Products of few rows whose stretches (see `gemm`) are still to be added: by the kernel that reads
-them next, as it reads.
+"""Deferred split-K reduction: the kernel that consumes a GEMM's result adds its chunks (see `gemm`)
+on load, where rows are few.
 
-So a decode step has one launch less for each projection that a norm, or the way into attention,
-follows. Owns nothing but the tensors of one product, until it is read.
+Saves one launch for each projection that is followed by a norm or by the preparation of attention
+in a decode step. Owns nothing but the partial sums of one GEMM, until they are consumed.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from quire.kernels.interface import Kernels, PackedLinear
 
 @dataclass(frozen=True, slots=True)
 class PartialSums:
-    """What `linear` would give, [T, N] in `dtype`, as its stretches and its bias."""
+    """The result of `linear`, [T, N] in `dtype`, as split-K chunks and bias."""
 
     partial: Tensor
-    """float32 [stretches, T, N]"""
+    """float32 [chunks, T, N]"""
     bias: Tensor | None
     dtype: torch.dtype
 
     @property
     def shape(self) -> torch.Size:
-        """Of the product."""
+        """Return the result's shape, [T, N]."""
         return self.partial.shape[1:]
 
 
 class Source(NamedTuple):
-    """Arguments of a kernel that reads a product, finished or not: see `gemm.finished`."""
+    """Arguments of a kernel that loads a GEMM's result, reduced or not: see `gemm.finished`."""
 
     values: Tensor
     bias: Tensor
-    """A tensor in any case: a kernel without bias does not look at it."""
+    """Always a tensor; a kernel without bias does not read it."""
     num_splits: int
-    """0 of a finished one."""
+    """0 where the result is reduced."""
     has_bias: bool
 
 
 def source_of(x: Tensor | PartialSums) -> Source:
-    """For a tensor, its values as they are."""
+    """Return the kernel arguments for a result; a tensor's values are used as they are."""
     if isinstance(x, Tensor):
         return Source(x, x, 0, has_bias=False)
     bias = x.partial if x.bias is None else x.bias
@@ -51,15 +51,14 @@ def source_of(x: Tensor | PartialSums) -> Source:
 
 
 class FinishingKernels(Kernels, Protocol):
-    """A back end whose projections may be left unfinished."""
+    """A back end that can defer the split-K reduction."""
 
     def unfinished_linear(self, x: Tensor, weight: PackedLinear) -> Tensor | PartialSums:
-        """`linear`, as far as it goes in one launch, for `add_rms_norm`,
-        `cache.enter` or `finish`."""
+        """Run `linear` as far as one launch goes, for `add_rms_norm`, `cache.enter` or `finish`."""
         ...
 
     def finish(self, x: Tensor | PartialSums) -> Tensor:
-        """What `linear` would have given."""
+        """Reduce the chunks to the result of `linear`."""
         ...
 
     def add_rms_norm(

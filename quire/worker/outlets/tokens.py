@@ -120,5 +120,5 @@ def _are_greedy(samplings: Sequence[RowSampling]) -> bool:
 
 
 def _one_each(chosen: Sequence[Tensor]) -> list[WorkResult]:
-    token_ids, peaks = chosen
-    return greedy_results((token_ids, peaks), [1] * len(token_ids))
+    token_ids, max_logits = chosen
+    return greedy_results((token_ids, max_logits), [1] * len(token_ids))

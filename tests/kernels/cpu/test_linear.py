@@ -366,7 +366,7 @@ def test_wrong_arguments_are_refused(native: Kernels, reference: Kernels) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [1, 3, 600])
-def test_peaks_are_those_of_the_products(
+def test_argmax_is_that_of_the_logits(
     native_isa: Kernels, num_rows: int, dtype: torch.dtype
 ) -> None:
     """Over several slices of outputs, with outputs that tie and rows that are not finite."""
@@ -376,17 +376,17 @@ def test_peaks_are_those_of_the_products(
         x[1] = torch.nan
         x[2, 0] = torch.inf
     packed = native_isa.pack_linear(weight, draw(1300)[:1300])
-    want = ReferenceSampling().peaks(native_isa.linear(x, packed, out_dtype="float32"))
-    ids, values = native_isa.linear_peaks(x, packed)
+    want = ReferenceSampling().argmax(native_isa.linear(x, packed, out_dtype="float32"))
+    ids, values = native_isa.linear_argmax(x, packed)
     assert torch.equal(values.nan_to_num(nan=1e9), want[1].nan_to_num(nan=1e9))
     finite = want[1].isfinite()
     assert torch.equal(ids[finite], want[0][finite])
 
 
-def test_the_lowest_of_equal_peaks_wins_across_slices(native: Kernels) -> None:
+def test_the_lowest_of_equal_logits_wins_across_slices(native: Kernels) -> None:
     weight = torch.zeros(3000, 4)
     weight[[700, 1500, 2900]] = 1.0
-    ids, values = native.linear_peaks(torch.ones(900, 4), native.pack_linear(weight))
+    ids, values = native.linear_argmax(torch.ones(900, 4), native.pack_linear(weight))
     assert set(ids.tolist()) == {700} and set(values.tolist()) == {4.0}
 
 
@@ -405,13 +405,17 @@ def test_draws_are_those_from_the_products(
     row = torch.cat([torch.arange(num_rows), torch.arange(1, num_rows)])
     keys = Keys(torch.arange(len(row)) * 7919 - 5, torch.arange(len(row)) % 50)
     logits = native_isa.linear(x, packed, out_dtype="float32")
-    best, peaks = NativeSampling().peaks(logits)
+    best, max_logits = NativeSampling().argmax(logits)
     for scale in (1e-6, 0.3, 1.0, 1e4):
         scales = torch.full((len(row),), scale)
-        rows = ScaledRows(row, peaks.nan_to_num(0.0)[row], scales)
+        rows = ScaledRows(row, max_logits.nan_to_num(0.0)[row], scales)
         want = NativeSampling().draw(logits.nan_to_num(0.0), rows, None, keys)
         found = native_isa.linear_draws(x, packed, Draws(row, scales, keys))
-        assert found is not None and found[0][1:].equal(best[1:]) and found[1][1:].equal(peaks[1:])
+        assert (
+            found is not None
+            and found[0][1:].equal(best[1:])
+            and found[1][1:].equal(max_logits[1:])
+        )
         assert found[1][0].isnan() and found[2][row > 0].equal(want[row > 0])
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from quire.core.plan import RowSampling
 from quire.kernels import cpu
 from quire.kernels.reference.sampling import ReferenceSampling, gumbel, random_words
-from quire.kernels.sampling import Cuts, Filters, Keys, ScaledRows, Scores
+from quire.kernels.sampling import Filters, FilterThresholds, Keys, ScaledRows, Scores
 from quire.sampling import SampledRow, Sampler
 
 if cpu.IMPORT_ERROR is not None:
@@ -49,13 +49,13 @@ def test_noise(seed: int, position: int) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", VOCABS)
-def test_peaks(vocab_size: int) -> None:
+def test_argmax(vocab_size: int) -> None:
     logits = make_logits(9, vocab_size)
     logits[1] = -math.inf
     logits[2, vocab_size // 2] = math.inf
     logits[3, -1] = math.nan
     logits[4, 0], logits[4, -1] = math.nan, math.inf
-    (ids, values), (expected_ids, expected) = NATIVE.peaks(logits), REFERENCE.peaks(logits)
+    (ids, values), (expected_ids, expected) = NATIVE.argmax(logits), REFERENCE.argmax(logits)
     assert torch.equal(
         values.nan_to_num(nan=123.0, posinf=1e38), expected.nan_to_num(nan=123.0, posinf=1e38)
     )
@@ -70,7 +70,7 @@ class Case(NamedTuple):
     rows: ScaledRows
     filters: Filters
     keys: Keys
-    cuts: Cuts
+    thresholds: FilterThresholds
     drawn: Tensor
     freely_drawn: Tensor
 
@@ -81,12 +81,12 @@ def make_case(num_rows: int, vocab_size: int, seed: int) -> Case:
     rows = make_rows(logits, seed)
     count = len(rows.row)
     filters, keys = make_filters(count, vocab_size, seed), make_keys(count, seed)
-    cuts = REFERENCE.cuts(logits, rows, filters)
+    thresholds = REFERENCE.thresholds(logits, rows, filters)
     drawn, freely = (
-        REFERENCE.draw(logits, rows, cuts, keys),
+        REFERENCE.draw(logits, rows, thresholds, keys),
         REFERENCE.draw(logits, rows, None, keys),
     )
-    return Case(logits, rows, filters, keys, cuts, drawn, freely)
+    return Case(logits, rows, filters, keys, thresholds, drawn, freely)
 
 
 @cache
@@ -95,26 +95,26 @@ def reference_scores(
 ) -> Scores:
     case = make_case(num_rows, vocab_size, seed)
     return REFERENCE.score(
-        case.logits, case.rows, case.cuts if has_cuts else None, case.drawn, num_top=num_top
+        case.logits, case.rows, case.thresholds if has_cuts else None, case.drawn, num_top=num_top
     )
 
 
 @pytest.mark.parametrize(
     "shape", [(12, 1), (12, 5), (12, 63), (12, 64), (12, 65), (12, 1000), (5, 4099), (1, 151_936)]
 )
-def test_cuts_draws_and_scores(shape: tuple[int, int]) -> None:
+def test_thresholds_draws_and_scores(shape: tuple[int, int]) -> None:
     for seed in (1, 2) if shape[1] < 100_000 else (1,):
         case = make_case(*shape, seed)
-        cuts = NATIVE.cuts(case.logits, case.rows, case.filters)
-        assert torch.equal(cuts.value, case.cuts.value) and torch.equal(
-            cuts.token_id, case.cuts.token_id
+        thresholds = NATIVE.thresholds(case.logits, case.rows, case.filters)
+        assert torch.equal(thresholds.value, case.thresholds.value) and torch.equal(
+            thresholds.token_id, case.thresholds.token_id
         )
-        assert torch.equal(NATIVE.draw(case.logits, case.rows, cuts, case.keys), case.drawn)
+        assert torch.equal(NATIVE.draw(case.logits, case.rows, thresholds, case.keys), case.drawn)
         assert torch.equal(NATIVE.draw(case.logits, case.rows, None, case.keys), case.freely_drawn)
         for has_cuts, num_top in itertools.product(
             (True, False), {min(n, shape[1]) for n in (0, 1, 20, 200)}
         ):
-            some_cuts = case.cuts if has_cuts else None
+            some_cuts = case.thresholds if has_cuts else None
             scores = NATIVE.score(case.logits, case.rows, some_cuts, case.drawn, num_top=num_top)
             expected = reference_scores(*shape, seed, has_cuts, num_top)
             assert all(
@@ -152,11 +152,16 @@ def test_odd_rows(values: list[float], scale: float, seed: int) -> None:
     logits = torch.tensor([values])
     rows = ScaledRows(torch.tensor([0]), logits.max(dim=1).values, torch.tensor([scale]))
     filters = make_filters(1, len(values), seed)
-    cuts, expected = NATIVE.cuts(logits, rows, filters), REFERENCE.cuts(logits, rows, filters)
-    assert torch.equal(cuts.value, expected.value) and torch.equal(cuts.token_id, expected.token_id)
+    thresholds, expected = (
+        NATIVE.thresholds(logits, rows, filters),
+        REFERENCE.thresholds(logits, rows, filters),
+    )
+    assert torch.equal(thresholds.value, expected.value) and torch.equal(
+        thresholds.token_id, expected.token_id
+    )
     keys = make_keys(1, seed)
     assert torch.equal(
-        NATIVE.draw(logits, rows, cuts, keys), REFERENCE.draw(logits, rows, cuts, keys)
+        NATIVE.draw(logits, rows, thresholds, keys), REFERENCE.draw(logits, rows, thresholds, keys)
     )
 
 
@@ -186,15 +191,15 @@ def test_wrong_tensors_are_refused() -> None:
     logits = make_logits(2, 10)
     rows, keys = make_rows(logits), make_keys(3)
     with pytest.raises(TypeError, match="float32"):
-        NATIVE.peaks(logits.double())
+        NATIVE.max_logits(logits.double())
     with pytest.raises(ValueError, match="contiguous"):
-        NATIVE.peaks(logits.T)
+        NATIVE.max_logits(logits.T)
     with pytest.raises(ValueError, match="row 7 of 2"):
-        NATIVE.draw(logits, ScaledRows(torch.full((3,), 7), rows.peak, rows.scale), None, keys)
+        NATIVE.draw(logits, ScaledRows(torch.full((3,), 7), rows.max_logit, rows.scale), None, keys)
     with pytest.raises(ValueError, match="seed"):
         NATIVE.draw(logits, rows, None, Keys(keys.seed[:2], keys.position))
-    with pytest.raises(TypeError, match="cut value"):
-        NATIVE.draw(logits, rows, Cuts(rows.peak.double(), keys.seed), keys)
+    with pytest.raises(TypeError, match="threshold value"):
+        NATIVE.draw(logits, rows, FilterThresholds(rows.max_logit.double(), keys.seed), keys)
     with pytest.raises(IndexError, match="token id 10"):
         NATIVE.score(logits, rows, None, torch.tensor([0, 10, 0]))
     with pytest.raises(ValueError, match="num_top"):

@@ -19,7 +19,7 @@ from quire.kernels.reference.sampling import (
     random_words,
     weights,
 )
-from quire.kernels.sampling import WEIGHT_ONE, Cuts, Filters, Keys, ScaledRows
+from quire.kernels.sampling import WEIGHT_ONE, Filters, FilterThresholds, Keys, ScaledRows
 
 # Known answers of Random123 (kat_vectors, philox4x32 with 10 rounds): counter, key, result.
 KNOWN_ANSWERS = [
@@ -108,7 +108,7 @@ def test_best_first_order(values: list[float], data: st.DataObject) -> None:
     top_p=st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.25, 1e-9]),
     min_p=st.sampled_from([0.0, 1e-3, 0.2, 1.0]),
 )
-def test_cuts_keep_what_a_full_sort_keeps(
+def test_thresholds_keep_what_a_full_sort_keeps(
     values: list[float], top_k: int, top_p: float, min_p: float
 ) -> None:
     logits, rows = one_row(values, 0.7)
@@ -116,8 +116,8 @@ def test_cuts_keep_what_a_full_sort_keeps(
     filters = Filters(
         torch.tensor([top_k]), torch.tensor([top_p], dtype=torch.float64), torch.tensor([floor])
     )
-    cuts = ReferenceSampling().cuts(logits, rows, filters)
-    value, last = float(cuts.value), int(cuts.token_id)
+    thresholds = ReferenceSampling().thresholds(logits, rows, filters)
+    value, last = float(thresholds.value), int(thresholds.token_id)
     kept = [
         i
         for i, v in enumerate(values)
@@ -139,10 +139,10 @@ def test_cuts_keep_what_a_full_sort_keeps(
     assert kept == sorted(expected)
 
 
-def test_peaks_show_what_is_wrong_with_a_row() -> None:
+def test_argmax_shows_what_is_wrong_with_a_row() -> None:
     inf, nan = math.inf, math.nan
     logits = torch.tensor([[1.0, 3.0, 3.0], [1.0, nan, inf], [-inf, inf, 0.0], [-inf] * 3])
-    token_ids, values = ReferenceSampling().peaks(logits)
+    token_ids, values = ReferenceSampling().argmax(logits)
     assert (int(token_ids[0]), float(values[0])) == (1, 3.0)
     assert math.isnan(values[1]) and values[2] == inf and values[3] == -inf
 
@@ -154,6 +154,6 @@ def test_scores() -> None:
     assert int(scores.total) / WEIGHT_ONE == pytest.approx(exact, rel=1e-7)
     assert (int(scores.rank), scores.top_ids.tolist()) == (2, [[1, 0, 2, 4]])
     # keeps ids 1 and 0; id 2 comes after the last one kept
-    cut = Cuts(torch.tensor([1.0]), torch.tensor([1]))
-    kept = ReferenceSampling().score(logits, rows, cut, torch.tensor([0]))
+    threshold = FilterThresholds(torch.tensor([1.0]), torch.tensor([1]))
+    kept = ReferenceSampling().score(logits, rows, threshold, torch.tensor([0]))
     assert int(kept.total) / WEIGHT_ONE == pytest.approx(1 + math.exp(-1.0), rel=1e-7)

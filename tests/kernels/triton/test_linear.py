@@ -22,7 +22,7 @@ from quire.kernels.triton.linear import ProductOptions, library_sums, split_inpu
 from quire.kernels.triton.tuning import FOLDER, Tuning
 
 WIDE = 600 if IS_THOROUGH else 264
-"""Inputs that make several stretches; fewer than on a GPU do for the interpreter's tiles."""
+"""Inputs that make several chunks; fewer than on a GPU do for the interpreter's tiles."""
 NEAR = {torch.float32: (2e-5, 1e-4), torch.bfloat16: (5e-2, 2e-2), torch.float16: (2e-2, 4e-3)}
 
 
@@ -39,8 +39,8 @@ def assert_near(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     [
         thorough((70, 200), 37, torch.float32),
         ((70, 200), 3, torch.bfloat16),
-        ((34, WIDE), 5, torch.float32),  # several stretches, side by side
-        ((34, WIDE), 23, torch.bfloat16),  # several stretches in one program
+        ((34, WIDE), 5, torch.float32),  # several chunks, side by side
+        ((34, WIDE), 23, torch.bfloat16),  # several chunks in one program
         ((130, 33), 1, torch.float16),
     ],
 )
@@ -83,7 +83,7 @@ def test_it_agrees_with_the_reference(
 def test_company_changes_no_bit(
     kernels: Kernels, device: torch.device, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    """All rows together are so many that one program adds up their stretches;
+    """All rows together are so many that one program adds up their chunks;
     few rows' are computed side by side."""
     packed = kernels.pack_linear(draw(*shape, dtype=dtype), draw(shape[0], dtype=dtype))
     assert isinstance(kernels, TritonKernels)
@@ -126,14 +126,14 @@ def test_without_invariance_many_rows_are_a_librarys(
 
 
 @pytest.mark.parametrize("shape", [(300, 64), (20, WIDE)])
-def test_peaks_are_the_largest_products(
+def test_argmax_is_the_largest_output(
     kernels: Kernels, device: torch.device, shape: tuple[int, int]
 ) -> None:
     weight = draw(*shape)
     weight[17] = weight[3]  # a tie
     packed, x = kernels.pack_linear(weight), draw(19, shape[1]).to(device)
     x[4] = torch.nan
-    ids, values = kernels.linear_peaks(x, packed)
+    ids, values = kernels.linear_argmax(x, packed)
     products = kernels.linear(x, packed, out_dtype="float32")
     assert values[4].isnan()
     rest = [row for row in range(19) if row != 4]
@@ -147,7 +147,7 @@ def test_no_rows(kernels: Kernels, device: torch.device) -> None:
     none = torch.empty(0, 16, device=device)
     assert kernels.linear(none, packed).shape == (0, 8)
     assert kernels.gated_linear(none, packed, "silu").shape == (0, 4)
-    assert kernels.linear_peaks(none, packed)[0].shape == (0,)
+    assert kernels.linear_argmax(none, packed)[0].shape == (0,)
 
 
 def test_what_does_not_fit_is_refused(

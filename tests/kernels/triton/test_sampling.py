@@ -25,8 +25,8 @@ from quire.sampling.plain import choose_plain
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed (pip install triton)", allow_module_level=True)
 
-from quire.kernels.triton import cut_search
 from quire.kernels.triton import sampling as triton_sampling
+from quire.kernels.triton import threshold_search
 
 REFERENCE = ReferenceSampling()
 
@@ -43,14 +43,14 @@ def there(record: Any, device: torch.device) -> Any:
     return type(record)(*(getattr(record, field.name).to(device) for field in fields(record)))
 
 
-def test_peaks(sampling: SamplingKernels, device: torch.device) -> None:
+def test_argmax(sampling: SamplingKernels, device: torch.device) -> None:
     logits = make_logits(6, 2051)
     logits[1] = -math.inf
     logits[2, 2049] = math.inf
     logits[3, -1] = math.nan
     (ids, values), (expected_ids, expected) = (
-        sampling.peaks(logits.to(device)),
-        REFERENCE.peaks(logits),
+        sampling.max_logits(logits.to(device)),
+        REFERENCE.argmax(logits),
     )
     assert torch.equal(
         values.cpu().nan_to_num(nan=123.0, posinf=1e38), expected.nan_to_num(nan=123.0, posinf=1e38)
@@ -70,7 +70,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("shape", "seed"), CASES)
-def test_cuts_draws_and_scores(
+def test_thresholds_draws_and_scores(
     sampling: SamplingKernels, device: torch.device, shape: tuple[int, int], seed: int
 ) -> None:
     logits = make_logits(*shape, seed)
@@ -78,12 +78,12 @@ def test_cuts_draws_and_scores(
     count = len(rows.row)
     filters, keys = make_filters(count, shape[1], seed), make_keys(count, seed)
     args = (there(logits, device), there(rows, device))
-    expected = REFERENCE.cuts(logits, rows, filters)
-    cuts = sampling.cuts(*args, there(filters, device))
-    assert torch.equal(cuts.value.cpu(), expected.value) and torch.equal(
-        cuts.token_id.cpu(), expected.token_id
+    expected = REFERENCE.thresholds(logits, rows, filters)
+    thresholds = sampling.thresholds(*args, there(filters, device))
+    assert torch.equal(thresholds.value.cpu(), expected.value) and torch.equal(
+        thresholds.token_id.cpu(), expected.token_id
     )
-    for limit, ours in ((expected, cuts), (None, None)):
+    for limit, ours in ((expected, thresholds), (None, None)):
         drawn = REFERENCE.draw(logits, rows, limit, keys)
         assert torch.equal(sampling.draw(*args, ours, there(keys, device)).cpu(), drawn)
         num_top = min(20, shape[1])
@@ -108,7 +108,7 @@ def test_draws_and_scores_do_not_depend_on_stretches(
     monkeypatch.setattr(triton_sampling, "_BLOCK", 64)
     args = (there(logits, device), there(rows, device), None)
     for num_programs in (100, 8, 1):
-        monkeypatch.setattr(cut_search, "NUM_PROGRAMS", num_programs)
+        monkeypatch.setattr(threshold_search, "NUM_PROGRAMS", num_programs)
         assert torch.equal(sampling.draw(*args, there(keys, device)).cpu(), drawn)
         scores = sampling.score(*args, drawn.to(device), num_top=3)
         assert all(
@@ -116,18 +116,20 @@ def test_draws_and_scores_do_not_depend_on_stretches(
         )
 
 
-def check_cuts(
+def check_thresholds(
     sampling: SamplingKernels,
     device: torch.device,
     logits: Tensor,
     rows: ScaledRows,
     filters: Filters,
 ) -> None:
-    """Cuts have the reference's bits; what is not a number is never kept."""
-    cuts = sampling.cuts(there(logits, device), there(rows, device), there(filters, device))
-    expected = REFERENCE.cuts(logits.masked_fill(logits.isnan(), -math.inf), rows, filters)
-    assert torch.equal(cuts.token_id.cpu(), expected.token_id) and torch.equal(
-        cuts.value.cpu(), expected.value
+    """FilterThresholds have the reference's bits; what is not a number is never kept."""
+    thresholds = sampling.thresholds(
+        there(logits, device), there(rows, device), there(filters, device)
+    )
+    expected = REFERENCE.thresholds(logits.masked_fill(logits.isnan(), -math.inf), rows, filters)
+    assert torch.equal(thresholds.token_id.cpu(), expected.token_id) and torch.equal(
+        thresholds.value.cpu(), expected.value
     )
 
 
@@ -148,7 +150,7 @@ def test_odd_rows(
     )
     top_k = torch.tensor([2, 5]).clamp(max=len(values))
     filters = Filters(top_k, torch.tensor([1.0, 0.6]).double(), torch.full((2,), -math.inf))
-    check_cuts(sampling, device, logits, rows, filters)
+    check_thresholds(sampling, device, logits, rows, filters)
 
 
 def test_a_top_p_of_nothing_keeps_the_best(
@@ -162,19 +164,19 @@ def test_a_top_p_of_nothing_keeps_the_best(
         torch.tensor([90, 10]), torch.zeros(2, dtype=torch.float64), torch.full((2,), -math.inf)
     )
     for capacity in (2048, 16):
-        monkeypatch.setattr(cut_search, "CAPACITY", capacity)
-        check_cuts(sampling, device, logits, rows, filters)
+        monkeypatch.setattr(threshold_search, "CAPACITY", capacity)
+        check_thresholds(sampling, device, logits, rows, filters)
 
 
 SIZE = 200
 
 
 def make_shapes() -> Tensor:
-    """Rows [12, SIZE] of many shapes, for stretches of 64."""
+    """Rows [12, SIZE] of many shapes, for chunks of 64."""
     logits = make_logits(12, SIZE, seed=7).clamp(min=-20.0)
     logits[1] = 2.5
     logits[2], logits[2, 130] = -1.0, 11.0
-    logits[3, 50:150] = 7.0  # across the borders of stretches, and more than can be gathered
+    logits[3, 50:150] = 7.0  # across the borders of chunks, and more than can be gathered
     logits[3, [63, 64, 127, 128]] = 7.5
     logits[4], logits[4, 199] = -math.inf, -3.0
     logits[5, ::3] = math.nan
@@ -219,21 +221,21 @@ room for a few and a program for all blocks."""
 
 
 @pytest.fixture(params=SPREADS)
-def stretches(
+def chunks(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, sampling: SamplingKernels
 ) -> None:
     """Small blocks, so that small rows have several."""
     capacity, num_programs = request.param
-    monkeypatch.setattr(cut_search, "BLOCK", 64)
-    monkeypatch.setattr(cut_search, "CAPACITY", capacity)
-    monkeypatch.setattr(cut_search, "NUM_PROGRAMS", num_programs)
+    monkeypatch.setattr(threshold_search, "BLOCK", 64)
+    monkeypatch.setattr(threshold_search, "CAPACITY", capacity)
+    monkeypatch.setattr(threshold_search, "NUM_PROGRAMS", num_programs)
     monkeypatch.setattr(triton_sampling, "_BLOCK", 64)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("stretches")
+@pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("step", [11, thorough(3)])
-def test_cuts_in_stretches(sampling: SamplingKernels, device: torch.device, step: int) -> None:
+def test_thresholds_in_chunks(sampling: SamplingKernels, device: torch.device, step: int) -> None:
     logits = make_shapes()
     asked = list(product(range(len(logits)), KINDS))[::step]
     top_k, top_p, floor = zip(*(kind for _, kind in asked), strict=True)
@@ -242,11 +244,11 @@ def test_cuts_in_stretches(sampling: SamplingKernels, device: torch.device, step
     )
     row = torch.tensor([place for place, _ in asked])
     scale = torch.tensor([1.0, 0.3, 2.0]).repeat(len(asked))[: len(asked)]
-    peak = logits.masked_fill(logits.isnan(), -math.inf).max(dim=1).values
-    check_cuts(sampling, device, logits, ScaledRows(row, peak[row], scale), filters)
+    max_logit = logits.masked_fill(logits.isnan(), -math.inf).max(dim=1).values
+    check_thresholds(sampling, device, logits, ScaledRows(row, max_logit[row], scale), filters)
 
 
-@pytest.mark.usefixtures("stretches")
+@pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("count", [20, thorough(1), thorough(SIZE)])
 def test_the_best_in_stretches(sampling: SamplingKernels, device: torch.device, count: int) -> None:
     logits = make_shapes()
@@ -291,7 +293,7 @@ def test_penalties(sampling: SamplingKernels, device: torch.device) -> None:
 
 def test_logits_that_do_not_fit_are_refused(sampling: SamplingKernels) -> None:
     with pytest.raises(TypeError, match="contiguous float32"):
-        sampling.peaks(torch.zeros(2, 3, dtype=torch.float64))
+        sampling.max_logits(torch.zeros(2, 3, dtype=torch.float64))
 
 
 def test_it_is_chosen_beside_the_triton_kernels(kernels: Kernels, device: torch.device) -> None:
@@ -311,14 +313,14 @@ def test_plain_rows_are_chosen_without_a_look_from_the_host(
         {"top_k": 7, "top_p": 0.8, "min_p": 0.01},
     ]
     rows = [SampledRow(RowSampling(seed=i, **kinds[i % 3]), position=i) for i in range(12)]
-    token_ids, peaks = choose_plain(
+    token_ids, max_logits = choose_plain(
         sampling,
         logits.clone().to(device),
         rows,
         lambda arrays: [torch.from_numpy(array).to(device) for array in arrays],
     )
     expected = Sampler(REFERENCE).sample(logits, rows)
-    assert greedy_results((token_ids, peaks), [1] * 12) == expected and all(
+    assert greedy_results((token_ids, max_logits), [1] * 12) == expected and all(
         each.token_ids for each in expected[:3]
     )
     assert ((token_ids >= 0) & (token_ids < 65)).all()

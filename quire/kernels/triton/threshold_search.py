@@ -1,12 +1,12 @@
-"""The search for where filters cut rows of logits off, spread over rows and stretches of them. It
-has not run on a GPU yet.
+"""Search for the filter thresholds of rows of logits (top-k, top-p, min-p), spread over rows and
+chunks. It has not run on a GPU yet.
 
-Owns the order of tokens as integers, the sums by which a row's cut is found, and the launches,
-whose number is fixed: rounds of `tally_kernel`, which narrow down the logit of the last token kept;
-`gather_kernel`, which brings the few tokens together that may be the last one; and `settle_kernel`,
-which finds it among them. A row whose search is done, or that has none, is passed over. Sums are of
-integers, so nothing depends on the order of additions, nor on how a row is cut into stretches. It
-never reads anything back, never draws, and never writes logits.
+Owns the order of tokens as integers, the sums by which a row's threshold is found, and the
+launches, whose number is fixed: rounds of `tally_kernel`, which narrow down the logit of the last
+token kept; `gather_kernel`, which brings the few tokens together that may be the last one; and
+`settle_kernel`, which finds it among them. A row whose search is done, or that has none, is passed
+over. Sums are of integers, so nothing depends on the order of additions, nor on how a row is split
+into chunks. It never reads anything back, never draws, and never writes logits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.sampling import Cuts, Filters, ScaledRows
+from quire.kernels.sampling import Filters, FilterThresholds, ScaledRows
 from quire.kernels.triton.checks import launch_options
 from quire.kernels.triton.noise import weigh
 
@@ -29,14 +29,14 @@ NUM_PROGRAMS = 2048
 as each has to look up its row."""
 CAPACITY = 2048
 """Tokens of a row that can be gathered. Where more would have to be (thousands are equal, or a
-top-p comes after a top-k as large), one program bisects over the whole row: a millisecond or two,
-by reckoning.
+top-p comes after a top-k as large), one program bisects over the whole row: an estimated
+millisecond or two.
 """
 _NUM_WARPS = 8
 _NUM_ROUNDS = 3
 _ROUNDS = tl.constexpr(_NUM_ROUNDS)
 _WAYS = tl.constexpr(16)
-"""Parts into which a round cuts the logits that are left."""
+"""Parts into which a round divides the logits that are left."""
 # What a search knows of a row, all of it zero at first: the sums of each round, the worst place,
 # the number gathered.
 _WORST = tl.constexpr(_NUM_ROUNDS * 16)
@@ -94,12 +94,12 @@ def append(places, is_in, there, counter, capacity):
 
 
 @triton.jit
-def tokens_of(line, first, size, peak, scale, floor, BLOCK: tl.constexpr):
+def tokens_of(line, first, size, max_logit, scale, floor, BLOCK: tl.constexpr):
     """Ids, keys and scaled distances of a block of a row,
     and which of its tokens are numbers and reach the floor."""
     ids = first + tl.arange(0, BLOCK)
     x = tl.load(line + ids, mask=ids < size, other=float("-inf"))
-    distance = (x - peak) * scale
+    distance = (x - max_logit) * scale
     return ids, key_of(x), distance, (x > float("-inf")) & (distance >= floor)
 
 
@@ -123,14 +123,14 @@ def goal_of(state, wanted, share, size):
 
 
 @triton.jit
-def threshold_of(part, low, high, peak, ROUND: tl.constexpr):
+def pivot_of(part, low, high, max_logit, ROUND: tl.constexpr):
     """Keys from `low` on and below `high`. Results do not depend on them,
     only how few tokens a round leaves does."""
     # two to an octave of the distance from the best, from 64 to 1/2: where the tail is, nobody
     # knows yet
     if ROUND == 0:
         distance = ((267 - part) << 22).to(tl.float32, bitcast=True)
-        key = tl.where(part == 0, low, key_of(peak - distance))
+        key = tl.where(part == 0, low, key_of(max_logit - distance))
     else:
         share = part.to(tl.float32) * (1.0 / _WAYS)
         key = key_of(value_of(low) * (1.0 - share) + value_of(high - 1) * share)
@@ -138,20 +138,20 @@ def threshold_of(part, low, high, peak, ROUND: tl.constexpr):
 
 
 @triton.jit
-def bracket_of(state, peak, goal, ROUNDS: tl.constexpr):
+def bracket_of(state, max_logit, goal, ROUNDS: tl.constexpr):
     """After some rounds: the last token's key is `low` or above and below `high`; those from `high`
     on sum up to `above`, and those from `low` on to `held`.
     """
-    low, high = tl.full([], _LEAST_KEY, tl.int32), key_of(peak) + 1
+    low, high = tl.full([], _LEAST_KEY, tl.int32), key_of(max_logit) + 1
     above, held = tl.zeros([], tl.int64), tl.full([], NO_PLACE, tl.int64)
     for i in tl.static_range(ROUNDS):
-        thresholds = threshold_of(tl.arange(0, _WAYS), low, high, peak, i)
+        pivots = pivot_of(tl.arange(0, _WAYS), low, high, max_logit, i)
         sums = tl.load(state + i * _WAYS + tl.arange(0, _WAYS)) + above
         is_enough = sums >= goal
         # the row has been left out of this round
         is_known = tl.max(is_enough.to(tl.int32), axis=0) == 0
-        low = tl.maximum(low, tl.max(tl.where(is_enough, thresholds, _LEAST_KEY), axis=0))
-        high = tl.minimum(high, tl.min(tl.where(is_enough | is_known, high, thresholds), axis=0))
+        low = tl.maximum(low, tl.max(tl.where(is_enough, pivots, _LEAST_KEY), axis=0))
+        high = tl.minimum(high, tl.min(tl.where(is_enough | is_known, high, pivots), axis=0))
         above = tl.max(tl.where(is_enough, above, sums), axis=0)
         held = tl.min(tl.where(is_enough, sums, held), axis=0)
         # the first round began with the least float32
@@ -160,39 +160,45 @@ def bracket_of(state, peak, goal, ROUNDS: tl.constexpr):
 
 
 @triton.jit
-def add_sums(sums, keys, best_key, amounts, low, high, peak, ROUND: tl.constexpr):
+def add_sums(sums, keys, best_key, amounts, low, high, max_logit, ROUND: tl.constexpr):
     """Adds what the tokens at each threshold or above sum up to;
-    all thresholds at once would take too many registers."""
+    all pivots at once would take too many registers."""
     for first in range(0, _WAYS, 4):
         part = first + tl.arange(0, 4)
-        thresholds = threshold_of(part, low, high, peak, ROUND)
-        if tl.min(thresholds, axis=0) <= best_key:
-            reaches = keys[:, None] >= thresholds[None, :]
+        pivots = pivot_of(part, low, high, max_logit, ROUND)
+        if tl.min(pivots, axis=0) <= best_key:
+            reaches = keys[:, None] >= pivots[None, :]
             held = tl.sum(tl.where(reaches, amounts[:, None], 0), axis=0)
             tl.atomic_add(sums + part, held.to(tl.int64), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def tally_kernel(
-    logits, row, peaks, scales, top_k, top_p, floors, states, size, num_blocks, ROUND: tl.constexpr,
-    CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
+    logits, row, max_logits, scales, top_k, top_p, floors, states, size, num_blocks,
+    ROUND: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Adds a stretch's share to the sums of a round, of asked row program_id(0);
+    """Adds a chunk's share to the sums of a round, of query program_id(0);
     the first round finds the worst place, too."""
-    asked, begin = tl.program_id(0), tl.program_id(1) * num_blocks * BLOCK
-    line = logits + tl.load(row + asked) * size
-    peak, scale, floor = tl.load(peaks + asked), tl.load(scales + asked), tl.load(floors + asked)
-    wanted, share = tl.load(top_k + asked), tl.load(top_p + asked)
-    state = states + asked * _STATE_LEN
+    query, begin = tl.program_id(0), tl.program_id(1) * num_blocks * BLOCK
+    line = logits + tl.load(row + query) * size
+    max_logit, scale, floor = (
+        tl.load(max_logits + query),
+        tl.load(scales + query),
+        tl.load(floors + query),
+    )
+    wanted, share = tl.load(top_k + query), tl.load(top_p + query)
+    state = states + query * _STATE_LEN
     goal, is_open = tl.zeros([], tl.int64), (wanted < size) | (share < 1.0)
     if ROUND > 0:
         goal, is_open = goal_of(state, wanted, share, size)
-    low, high, _above, held = bracket_of(state, peak, goal, ROUND)
+    low, high, _above, held = bracket_of(state, max_logit, goal, ROUND)
     is_open = is_open & ((wanted >= size) | (held > CAPACITY))
     worst = tl.zeros([], tl.int64)
     if is_open | (ROUND == 0):
         for first in range(begin, tl.minimum(begin + num_blocks * BLOCK, size), BLOCK):
-            ids, keys, distance, is_in = tokens_of(line, first, size, peak, scale, floor, BLOCK)
+            ids, keys, distance, is_in = tokens_of(
+                line, first, size, max_logit, scale, floor, BLOCK
+            )
             if ROUND == 0:
                 worst_key = tl.min(tl.where(is_in, keys, _MAX_KEY), axis=0)
                 worst_id = tl.max(tl.where(is_in & (keys == worst_key), ids, 0), axis=0)
@@ -202,7 +208,7 @@ def tally_kernel(
             if is_open & (best_key >= low):
                 sums = state + ROUND * _WAYS
                 if wanted < size:
-                    add_sums(sums, keys, best_key, is_in.to(tl.int32), low, high, peak, ROUND)
+                    add_sums(sums, keys, best_key, is_in.to(tl.int32), low, high, max_logit, ROUND)
                 else:
                     add_sums(
                         sums,
@@ -211,7 +217,7 @@ def tally_kernel(
                         tl.where(is_in, weigh(distance), 0),
                         low,
                         high,
-                        peak,
+                        max_logit,
                         ROUND,
                     )
     if ROUND == 0:
@@ -220,26 +226,32 @@ def tally_kernel(
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def gather_kernel(
-    logits, row, peaks, scales, top_k, top_p, floors, states, size, num_blocks, gathered,
+    logits, row, max_logits, scales, top_k, top_p, floors, states, size, num_blocks, gathered,
     CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Appends the places of a stretch's tokens that may be the last, of asked row program_id(0).
+    """Appends the places of a chunk's tokens that may be the last, of query program_id(0).
 
     Where a top-p comes after a top-k, those of all better tokens, too: what they weigh has not been
     looked at.
     """
-    asked, begin = tl.program_id(0), tl.program_id(1) * num_blocks * BLOCK
-    line = logits + tl.load(row + asked) * size
-    peak, scale, floor = tl.load(peaks + asked), tl.load(scales + asked), tl.load(floors + asked)
-    wanted, share = tl.load(top_k + asked), tl.load(top_p + asked)
-    state = states + asked * _STATE_LEN
+    query, begin = tl.program_id(0), tl.program_id(1) * num_blocks * BLOCK
+    line = logits + tl.load(row + query) * size
+    max_logit, scale, floor = (
+        tl.load(max_logits + query),
+        tl.load(scales + query),
+        tl.load(floors + query),
+    )
+    wanted, share = tl.load(top_k + query), tl.load(top_p + query)
+    state = states + query * _STATE_LEN
     goal, is_open = goal_of(state, wanted, share, size)
     if is_open:
-        low, high, _above, _held = bracket_of(state, peak, goal, _ROUNDS)
+        low, high, _above, _held = bracket_of(state, max_logit, goal, _ROUNDS)
         high = tl.where((wanted < size) & (share < 1.0), _MAX_KEY, high)
-        there = gathered + asked.to(tl.int64) * CAPACITY
+        there = gathered + query.to(tl.int64) * CAPACITY
         for first in range(begin, tl.minimum(begin + num_blocks * BLOCK, size), BLOCK):
-            ids, keys, _distance, is_in = tokens_of(line, first, size, peak, scale, floor, BLOCK)
+            ids, keys, _distance, is_in = tokens_of(
+                line, first, size, max_logit, scale, floor, BLOCK
+            )
             is_in = is_in & (keys >= low) & (keys < high)
             append(place_of(keys, ids), is_in, there, state + _NUM_GATHERED, CAPACITY)
 
@@ -259,7 +271,15 @@ def nearest(places, amounts, best, worst, goal):
 
 @triton.jit
 def last_gathered(
-    gathered, num_gathered, above, goal, share, peak, scale, is_by_count, CAPACITY: tl.constexpr
+    gathered,
+    num_gathered,
+    above,
+    goal,
+    share,
+    max_logit,
+    scale,
+    is_by_count,
+    CAPACITY: tl.constexpr,
 ):
     """The place of the last token, if it is among those gathered."""
     number = tl.arange(0, CAPACITY)
@@ -269,7 +289,7 @@ def last_gathered(
         above = tl.where(share < 1.0, 0, above)  # as they all have been gathered
         last = nearest(places, (number < num_gathered).to(tl.int32), best, last, goal - above)
     if share < 1.0:
-        weights = tl.where(places <= last, weigh((value_of(key_at(places)) - peak) * scale), 0)
+        weights = tl.where(places <= last, weigh((value_of(key_at(places)) - max_logit) * scale), 0)
         total = tl.sum(weights, axis=0)
         if is_by_count:
             goal = share_of(share, total)
@@ -279,13 +299,13 @@ def last_gathered(
 
 
 @triton.jit
-def parted(line, size, peak, scale, floor, place, is_by_count, BLOCK: tl.constexpr):
+def parted(line, size, max_logit, scale, floor, place, is_by_count, BLOCK: tl.constexpr):
     """Number, or weight, of a row's tokens up to a place, the last place among these,
     and the first one beyond."""
     sums = tl.zeros([BLOCK], tl.int64)
     before, beyond = tl.zeros([BLOCK], tl.int64), tl.full([BLOCK], NO_PLACE, tl.int64)
     for first in range(0, size, BLOCK):
-        ids, keys, distance, is_in = tokens_of(line, first, size, peak, scale, floor, BLOCK)
+        ids, keys, distance, is_in = tokens_of(line, first, size, max_logit, scale, floor, BLOCK)
         places = tl.where(is_in, place_of(keys, ids), NO_PLACE)
         is_before = places <= place
         sums += tl.where(is_before, tl.where(is_by_count, 1, weigh(distance)), 0)
@@ -296,12 +316,14 @@ def parted(line, size, peak, scale, floor, place, is_by_count, BLOCK: tl.constex
 
 @triton.jit
 def nearest_in_row(
-    line, size, peak, scale, floor, best, worst, goal, is_by_count, BLOCK: tl.constexpr
+    line, size, max_logit, scale, floor, best, worst, goal, is_by_count, BLOCK: tl.constexpr
 ):
     """As `nearest`, of all tokens of a row."""
     while best < worst:
         middle = best + ((worst - best) >> 1)
-        held, before, beyond = parted(line, size, peak, scale, floor, middle, is_by_count, BLOCK)
+        held, before, beyond = parted(
+            line, size, max_logit, scale, floor, middle, is_by_count, BLOCK
+        )
         worst = tl.where(held >= goal, before, worst)
         best = tl.where(held >= goal, best, beyond)
     return best
@@ -309,76 +331,112 @@ def nearest_in_row(
 
 @triton.jit
 def last_in_row(
-    line, size, peak, scale, floor, low, high, worst, goal, share, is_by_count, BLOCK: tl.constexpr
+    line,
+    size,
+    max_logit,
+    scale,
+    floor,
+    low,
+    high,
+    worst,
+    goal,
+    share,
+    is_by_count,
+    BLOCK: tl.constexpr,
 ):
     """As `last_gathered`, by passes over the whole row:
     for rows of which too many tokens may be the last."""
     lowest = tl.minimum(worst, place_of(low, ID_BITS))
     last = nearest_in_row(
-        line, size, peak, scale, floor, place_of(high - 1, 0), lowest, goal, is_by_count, BLOCK
+        line, size, max_logit, scale, floor, place_of(high - 1, 0), lowest, goal, is_by_count, BLOCK
     )
     if is_by_count & (share < 1.0):
-        total, _before, _beyond = parted(line, size, peak, scale, floor, last, False, BLOCK)
+        total, _before, _beyond = parted(line, size, max_logit, scale, floor, last, False, BLOCK)
         goal = share_of(share, total)
         if goal <= total:
             last = nearest_in_row(
-                line, size, peak, scale, floor, place_of(key_of(peak), 0), last, goal, False, BLOCK
+                line,
+                size,
+                max_logit,
+                scale,
+                floor,
+                place_of(key_of(max_logit), 0),
+                last,
+                goal,
+                False,
+                BLOCK,
             )
     return last
 
 
 @triton.jit
 def settle_kernel(
-    logits, row, peaks, scales, top_k, top_p, floors, states, size, gathered, cut_value, cut_id,
-    CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
+    logits, row, max_logits, scales, top_k, top_p, floors, states, size, gathered, threshold_value,
+    threshold_id, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`SamplingKernels.cuts` of asked row program_id(0), once its candidates have been gathered."""
-    asked = tl.program_id(0)
-    line = logits + tl.load(row + asked) * size
-    peak, scale, floor = tl.load(peaks + asked), tl.load(scales + asked), tl.load(floors + asked)
-    wanted, share = tl.load(top_k + asked), tl.load(top_p + asked)
-    state = states + asked * _STATE_LEN
+    """Find `SamplingKernels.thresholds` of query program_id(0), once its candidates are
+    gathered."""
+    query = tl.program_id(0)
+    line = logits + tl.load(row + query) * size
+    max_logit, scale, floor = (
+        tl.load(max_logits + query),
+        tl.load(scales + query),
+        tl.load(floors + query),
+    )
+    wanted, share = tl.load(top_k + query), tl.load(top_p + query)
+    state = states + query * _STATE_LEN
     worst, num_gathered = tl.load(state + _WORST), tl.load(state + _NUM_GATHERED)
     last = worst
     goal, is_open = goal_of(state, wanted, share, size)
     if is_open:
-        low, high, above, _held = bracket_of(state, peak, goal, _ROUNDS)
+        low, high, above, _held = bracket_of(state, max_logit, goal, _ROUNDS)
         if num_gathered <= CAPACITY:
-            there = gathered + asked.to(tl.int64) * CAPACITY
+            there = gathered + query.to(tl.int64) * CAPACITY
             last = last_gathered(
-                there, num_gathered, above, goal, share, peak, scale, wanted < size, CAPACITY
+                there, num_gathered, above, goal, share, max_logit, scale, wanted < size, CAPACITY
             )
         else:
             last = last_in_row(
-                line, size, peak, scale, floor, low, high, worst, goal, share, wanted < size, BLOCK
+                line,
+                size,
+                max_logit,
+                scale,
+                floor,
+                low,
+                high,
+                worst,
+                goal,
+                share,
+                wanted < size,
+                BLOCK,
             )
-    tl.store(cut_value + asked, value_of(key_at(last)))
-    tl.store(cut_id + asked, tl.where(last == worst, size - 1, id_at(last)))
+    tl.store(threshold_value + query, value_of(key_at(last)))
+    tl.store(threshold_id + query, tl.where(last == worst, size - 1, id_at(last)))
 
 
 def spread(num_rows: int, size: int, block: int) -> tuple[int, tuple[int, int]]:
-    """Blocks in a stretch, and a grid of rows times stretches."""
+    """Blocks in a chunk, and a grid of rows times chunks."""
     num_blocks = triton.cdiv(triton.cdiv(size, block), max(1, NUM_PROGRAMS // num_rows))
     return num_blocks, (num_rows, triton.cdiv(size, num_blocks * block))
 
 
-def find_cuts(logits: Tensor, rows: ScaledRows, filters: Filters) -> Cuts:
-    """`SamplingKernels.cuts` of float32 logits [R, V], contiguous."""
-    found = Cuts(torch.empty_like(rows.peak), torch.empty_like(rows.row))
+def find_thresholds(logits: Tensor, rows: ScaledRows, filters: Filters) -> FilterThresholds:
+    """`SamplingKernels.thresholds` of float32 logits [R, V], contiguous."""
+    found = FilterThresholds(torch.empty_like(rows.max_logit), torch.empty_like(rows.row))
     num_rows, size = rows.row.numel(), logits.shape[1]
     if not num_rows:
         return found
     states = torch.zeros((num_rows, _STATE_LEN.value), dtype=torch.int64, device=logits.device)
     gathered = torch.empty((num_rows, CAPACITY), dtype=torch.int64, device=logits.device)
-    asked = (
-        logits, rows.row, rows.peak, rows.scale, filters.top_k, filters.top_p, filters.floor,
+    query = (
+        logits, rows.row, rows.max_logit, rows.scale, filters.top_k, filters.top_p, filters.floor,
         states, size,
     )  # fmt: skip
     block = min(BLOCK, triton.next_power_of_2(size))
     num_blocks, grid = spread(num_rows, size, block)
     options: dict[str, Any] = {"CAPACITY": CAPACITY, "BLOCK": block, **launch_options(_NUM_WARPS)}
     for number in range(_NUM_ROUNDS):
-        tally_kernel[grid](*asked, num_blocks, ROUND=number, **options)
-    gather_kernel[grid](*asked, num_blocks, gathered, **options)
-    settle_kernel[(num_rows,)](*asked, gathered, found.value, found.token_id, **options)
+        tally_kernel[grid](*query, num_blocks, ROUND=number, **options)
+    gather_kernel[grid](*query, num_blocks, gathered, **options)
+    settle_kernel[(num_rows,)](*query, gathered, found.value, found.token_id, **options)
     return found

@@ -17,7 +17,7 @@ _MAX_ID = tl.constexpr(9223372036854775807)
 
 
 @triton.jit
-def row_peaks_kernel(
+def row_argmax_kernel(
     values, ids, best_values, best_ids, num_columns, HAS_IDS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Row program_id(0) of values float32 [R, C]: its largest, and the lowest id of those as large
@@ -42,21 +42,21 @@ def row_peaks_kernel(
         is_better = (value > best) | ((value == best) & (found < best_id))
         best = tl.where(is_better, value, best)
         best_id = tl.where(is_better, found, best_id)
-    peak = tl.max(best, axis=0)
-    token_id = tl.min(tl.where(best == peak, best_id, _MAX_ID), axis=0)
+    row_max = tl.max(best, axis=0)
+    token_id = tl.min(tl.where(best == row_max, best_id, _MAX_ID), axis=0)
     any_nan = tl.max(has_nan, axis=0) > 0
-    tl.store(best_values + row, tl.where(any_nan, float("nan"), peak))
+    tl.store(best_values + row, tl.where(any_nan, float("nan"), row_max))
     tl.store(best_ids + row, tl.where(any_nan, 0, token_id))
 
 
-def tile_peaks(values: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+def argmax_of_rows(values: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
     """Ids int64 [R] and values float32 [R] of the largest of each row of float32 [R, C]."""
     num_rows, num_columns = values.shape
     best_values = torch.empty(num_rows, dtype=torch.float32, device=values.device)
     best_ids = torch.empty(num_rows, dtype=torch.int64, device=values.device)
     if num_rows:
         block = min(_BLOCK, triton.next_power_of_2(num_columns))
-        row_peaks_kernel[(num_rows,)](
+        row_argmax_kernel[(num_rows,)](
             values, best_ids if ids is None else ids, best_values, best_ids, num_columns,
             HAS_IDS=ids is not None, BLOCK=block, **launch_options(num_warps=8),
         )  # fmt: skip
