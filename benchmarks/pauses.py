@@ -15,21 +15,23 @@ of all.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import itertools
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from benchmarks.servers import Launch, metric, report, running
-from benchmarks.serving import Target, run_clients
-from quire.bench.workload import WORKLOADS, BenchRequest
+from benchmarks.serving import DEADLINE_S, check, run_clients
+from quire.bench.serving.dataset import ServeRequest
+from quire.bench.serving.exchange import RequestTimeline, Target
+from quire.bench.workload import WORKLOADS
+from quire.common.http_client import HttpClient
 
 _STREAM_OUTPUT = 160
 """Tokens of the running stream; it must outlast the long prompt,
@@ -37,8 +39,8 @@ which takes at most some 60 steps."""
 _SEEN_BEFORE = 8
 """Tokens that have come when the long prompt is sent."""
 _BEHIND_S = 0.05
-_WAIT_S = 120.0
-_FIELDS = (("return_token_ids", True),)
+_POLL_S = 0.002
+_BODY = {"return_token_ids": True}
 """A model without a tokenizer has no texts to stream, but ids."""
 
 
@@ -78,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             name: stack.enter_context(running(launch)) for name, launch in _launches(args).items()
         }
         rounds = [
-            {"server": name, **_measure(Target(server.url, "", _FIELDS), number, args)}
+            {"server": name, **_measure(server.url, number, args)}
             for number in range(-1, args.rounds)
             for name, server in servers.items()
         ]
@@ -111,26 +113,12 @@ def _launches(args: argparse.Namespace) -> dict[str, Launch]:
     }
 
 
-def _measure(target: Target, number: int, args: argparse.Namespace) -> dict[str, Any]:
+def _measure(url: str, number: int, args: argparse.Namespace) -> dict[str, Any]:
     """One round; round -1 is a short one that warms up and is not counted."""
-    random = Random(f"{number} {target.url}")
-
-    def request(num_prompt: int, num_output: int) -> BenchRequest:
-        return BenchRequest(
-            [random.randrange(args.vocab_size) for _ in range(num_prompt)], num_output
-        )
-
-    found: dict[str, Any] = {
-        "round": number,
-        "alone_s": _first_token_s(target, request(args.long, 1)),
-    }
-    if number < 0:
-        return found
-    found |= _beside(
-        target, request(64, _STREAM_OUTPUT), request(args.long, 1), request(args.short, 1)
-    )
-    if not args.no_burst:
-        burst = run_clients(target, WORKLOADS["W6"].requests(1000 + number, args.vocab_size), 32)
+    found = {"round": number, **asyncio.run(_latencies(url, number, args))}
+    if number >= 0 and not args.no_burst:
+        requests = WORKLOADS["W6"].requests(1000 + number, args.vocab_size)
+        burst = run_clients(url, None, requests, 32, _BODY)
         found |= {
             "burst_tokens_per_s": burst["output_tokens_per_s"],
             "burst_first_s": burst["ttft_s"]["p50"],
@@ -138,39 +126,54 @@ def _measure(target: Target, number: int, args: argparse.Namespace) -> dict[str,
     return found
 
 
-def _first_token_s(target: Target, request: BenchRequest) -> float:
-    began_s = time.perf_counter()
-    return target.post(request)[0] - began_s
+async def _latencies(url: str, number: int, args: argparse.Namespace) -> dict[str, float]:
+    random = Random(f"{number} {url}")
+
+    def request(num_prompt: int, num_output: int) -> ServeRequest:
+        prompt = [random.randrange(args.vocab_size) for _ in range(num_prompt)]
+        return ServeRequest(prompt, num_output)
+
+    async with HttpClient(url, timeout_s=DEADLINE_S) as client:
+        target = Target(client, None, body=_BODY)
+        found = {"alone_s": await _first_token_s(target, request(args.long, 1))}
+        if number < 0:
+            return found
+        stream, long, short = (
+            request(64, _STREAM_OUTPUT),
+            request(args.long, 1),
+            request(args.short, 1),
+        )
+        return found | await _beside(target, stream, long, short)
 
 
-def _beside(
-    target: Target, stream: BenchRequest, long: BenchRequest, short: BenchRequest
+async def _first_token_s(target: Target, request: ServeRequest) -> float:
+    seen = RequestTimeline(0.0)
+    await target.exchange(request, seen)
+    check(seen)
+    return seen.ttft_s
+
+
+async def _beside(
+    target: Target, stream: ServeRequest, long: ServeRequest, short: ServeRequest
 ) -> dict[str, float]:
     """A stream, a long prompt that comes while it runs, and a short prompt behind that."""
-    has_begun = threading.Event()
-
-    def seen(count: int) -> None:
-        if count == _SEEN_BEFORE:
-            has_begun.set()
-
-    with ThreadPoolExecutor(3) as pool:
-        streaming = pool.submit(target.post, stream, seen)
-        if not has_begun.wait(_WAIT_S):
-            found = len(streaming.result(_WAIT_S))
-            raise RuntimeError(
-                f"the stream had sent fewer than {_SEEN_BEFORE} events after {_WAIT_S} s, "
-                f"and {found} in all"
-            )
+    streamed = RequestTimeline(0.0)
+    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+        group.create_task(target.exchange(stream, streamed))
+        while len(streamed.token_s) < _SEEN_BEFORE:
+            if streamed.status:
+                raise RuntimeError(f"the stream ended after {len(streamed.token_s)} events")
+            await asyncio.sleep(_POLL_S)
         sent_s = time.perf_counter()
-        computing = pool.submit(_first_token_s, target, long)
-        time.sleep(_BEHIND_S)
-        short_s = _first_token_s(target, short)
-        long_s = computing.result()
-        times = streaming.result()
+        computing = group.create_task(_first_token_s(target, long))
+        await asyncio.sleep(_BEHIND_S)
+        short_s = await _first_token_s(target, short)
+    check(streamed)
+    long_s = computing.result()
     end_s = sent_s + max(long_s, _BEHIND_S + short_s)
     gaps = [
         after - before
-        for before, after in itertools.pairwise(times)
+        for before, after in itertools.pairwise(streamed.token_s)
         if after > sent_s and before < end_s
     ]
     return {"gap_s": max(gaps), "long_s": long_s, "short_s": short_s}

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.servers import Launch, Server, cpu_s, descendants, running
-from benchmarks.serving import Target, run_clients
+from benchmarks.serving import run_clients
 from quire.bench import record as records
 from quire.bench.workload import WORKLOADS, random_workload
 from quire.engine.plan.machine import Machine
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "ready_s": servers[name].ready_s,
                 "options": list(launch.options),
             }
-            run_clients(_target(servers[name], name), _WARM_UP.requests(0, vocab_size), 4)
+            run_clients(servers[name].url, _model_name(name), _WARM_UP.requests(0, vocab_size), 4)
             print(f"{name}: ready after {servers[name].ready_s:.1f} s", file=sys.stderr, flush=True)
         for number in range(args.rounds):
             names = list(servers)
@@ -124,9 +124,9 @@ def launches(args: argparse.Namespace) -> dict[str, Launch]:
     return found
 
 
-def _target(server: Server, name: str) -> Target:
-    """vLLM is told its model's name; Quire calls a folder by its last part, and any by none."""
-    return Target(server.url, "m" if name.startswith("vllm") else "")
+def _model_name(name: str) -> str | None:
+    """Return the model's name in requests: vLLM is told one, Quire answers without."""
+    return "m" if name.startswith("vllm") else None
 
 
 def measure(
@@ -136,7 +136,7 @@ def measure(
     number, vocab_size, args = which
     requests = WORKLOADS["W6"].requests(number, vocab_size)[: args.first_requests]
     cpu_before_s, api_before_s = _tree_cpu_s(server), server.api_cpu_s()
-    seen = run_clients(_target(server, name), requests, args.clients)
+    seen = run_clients(server.url, _model_name(name), requests, args.clients)
     return {
         **seen,
         "cpu_s": _tree_cpu_s(server) - cpu_before_s,

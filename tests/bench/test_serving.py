@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +17,8 @@ from benchmarks import serving
 from quire.bench.workload import BenchRequest, random_workload
 
 ASKED: list[dict[str, Any]] = []
+FAILING, TEXTLESS = 999, 998
+"""First token ids of prompts that are answered in these ways."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -34,11 +35,11 @@ class Handler(BaseHTTPRequestHandler):
             return
         time.sleep(0.05)
         for number in range(body["max_tokens"]):
-            event = (
-                {"error": "gone"}
-                if body["prompt"][0] == 99
-                else {"choices": [{"text": str(number)}]}
-            )
+            event: dict[str, Any] = {"choices": [{"text": str(number)}]}
+            if body["prompt"][0] == FAILING:
+                event = {"error": "gone"}
+            elif body["prompt"][0] == TEXTLESS:
+                event = {"choices": [{"text": "", "token_ids": [number]}]}
             self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
         self.wfile.write(b'data: {"choices": [], "usage": {}}\n\ndata: [DONE]\n\n')
 
@@ -59,8 +60,8 @@ def url() -> Iterator[str]:
 
 @timed
 def test_every_request_is_sent_once_and_timed(url: str) -> None:
-    requests = random_workload(5, (4, 9), (2, 5)).requests(0, 1000)
-    result = serving.run_clients(serving.Target(url, "m"), requests, 2)
+    requests = random_workload(5, (4, 9), (2, 5)).requests(0, 900)
+    result = serving.run_clients(url, "m", requests, 2)
     assert sorted(body["prompt"] for body in ASKED) == sorted(each.token_ids for each in requests)
     assert result["num_events"] == sum(each.num_output for each in requests)
     assert result["ttft_s"]["p50"] >= 0.05 and result["itl_s"]["p50"] < result["ttft_s"]["p50"]
@@ -69,27 +70,14 @@ def test_every_request_is_sent_once_and_timed(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("token_ids", "message"), [([5], "answered 400: too short"), ([99, 5], "reported: gone")]
+    ("token_ids", "message"),
+    [([5], "400\\): too short"), ([FAILING, 5], 'stream_error\\): "gone"')],
 )
 def test_failures_are_no_measurement(url: str, token_ids: list[int], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
-        serving.run_clients(serving.Target(url, "m"), [BenchRequest(token_ids, 2)], 1)
+        serving.run_clients(url, "m", [BenchRequest(token_ids, 2)], 1)
 
 
-def test_the_command_writes_what_it_measured(
-    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "w6.json"
-    options = [
-        "--vocab-size",
-        "1000",
-        "--first-requests",
-        "4",
-        "--repetitions",
-        "2",
-        "--json",
-        str(out),
-    ]
-    assert serving.main(["--url", url, "--model", "m", *options]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2
-    assert [each["num_requests"] for each in json.loads(out.read_text())] == [4, 4]
+def test_tokens_without_a_text_are_timed_by_their_ids(url: str) -> None:
+    requests = [BenchRequest([TEXTLESS, 5], 4)]
+    assert serving.run_clients(url, "m", requests, 1)["num_events"] == 4

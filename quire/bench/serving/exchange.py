@@ -32,6 +32,8 @@ class _Delta(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     text: str | None = None
+    token_ids: list[int] | None = None
+    """Of a model without a tokenizer, which has no text to stream, if the body asks for them."""
     delta: _Delta | None = None
     finish_reason: str | None = None
 
@@ -194,5 +196,5 @@ class _Reader:
 def _has_text(choice: _Choice) -> bool:
     delta = choice.delta
     if delta is None:
-        return bool(choice.text)
+        return bool(choice.text or choice.token_ids)
     return bool(delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls)
