@@ -1,12 +1,12 @@
 """Every error Quire raises on purpose, as one tree.
 
-A `QuireError` is somebody else's mistake (a user's, a file's, a machine's): its message says what
+A `QuireError` is a mistake of a user, a file or a machine: its message says what
 is wrong, with the value, and what to do about it. A bug of our own is an `assert` or a plain Python
 exception, never a `QuireError`.
 
     QuireError
     ├── ConfigError              an option, or a combination of options, that cannot work
-    │   ├── CapacityError        the memory given does not hold what was asked for
+    │   ├── CapacityError        the memory given does not hold what was requested
     │   ├── NotAvailableError    a feature that this version does not have
     │   └── UnsupportedModelError  a model, or a key of its config.json, that Quire does not
     implement ├── ModelNotFoundError       no such folder, file, shipped model or reachable hub name
@@ -30,7 +30,7 @@ class ConfigError(QuireError):
 
 
 class CapacityError(ConfigError):
-    """The memory given does not hold what was asked for."""
+    """The memory given does not hold what was requested."""
 
 
 class NotAvailableError(ConfigError):

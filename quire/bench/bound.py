@@ -43,7 +43,7 @@ def ideal_steps(
     cache at 2 bytes a number."""
     flops = spec.flops_per_token()
     kv_bytes = sum(layer.bytes_per_token("bfloat16") for layer in spec.kv_layers)
-    # asked for the same contexts again and again, over all layers each time
+    # called with the same contexts again and again, over all layers each time
     attention_flops = cache(spec.attention_flops)
     weight_bytes = (flops.layers + flops.head) / 2 * bytes_per_weight
 

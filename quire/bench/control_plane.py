@@ -1,8 +1,8 @@
 """What a step costs the control plane: the real scheduler and KV manager, no model, nothing else in
 the loop.
 
-Owns the made-up load: sequences that decode for ever, and if wished a new prompt in every step. The
-tokens that a model would have sampled are made up outside the timing.
+Owns the synthetic load: sequences that decode for ever, and optionally a new prompt in every step.
+The tokens that a model would have sampled are made up outside the timing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Load:
     num_running: int = 256
     num_steps: int = 500
     arriving_len: int = 0
-    """Tokens of a prompt that arrives in every step and asks for one token; 0: nobody arrives."""
+    """Tokens of a prompt that arrives in every step and wants one token; 0: none arrives."""
     is_recorded: bool = False
     """Whether steps are kept to be looked at, as an engine that is served does.
     Counted in both halves."""

@@ -161,7 +161,7 @@ def render(limits: Limits, times: Sequence[LinearTime]) -> Iterator[str]:
 
 
 def pack_random(kind: WeightKind, shape: tuple[int, int]) -> CpuLinear:
-    """A packed weight [outputs, inputs] of made-up values: they compute as fast as trained ones."""
+    """Pack a weight [outputs, inputs] of random values: they compute as fast as trained ones."""
     import torch
 
     from quire.kernels.cpu.linear import pack_linear, pack_quantized

@@ -10,7 +10,7 @@ hits few of the samples, or none: a mean over these would say more about that ch
 machine.
 
 Owns the products, their operands and these sums. The products are torch's own and Quire's packed
-projections: the limit is the best that anyone has. Never stops anybody's work: who samples sees to
+projections: the limit is the best that anyone has. Never stops any process: the caller sees to
 it that nothing else computes meanwhile.
 """
 
@@ -73,7 +73,7 @@ class Pace(NamedTuple):
 
 CPU_PACE = Pace(2.0, 1, keeps_operands=True)
 GPU_PACE = Pace(float("inf"), 20, keeps_operands=False)
-"""Only before and after a run: nobody else computes on the device,
+"""Only before and after a run: nothing else computes on the device,
 and its memory is the engine's."""
 
 

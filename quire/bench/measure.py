@@ -50,7 +50,7 @@ class MeasuredRun:
     stats: SchedulerStats
     costs: list[StepCost]
     samples: list[LimitSample]
-    """Of the machine's limits, before, during and after the run; none unless asked for."""
+    """Of the machine's limits, before, during and after the run; none unless requested."""
 
     @property
     def num_prompt(self) -> int:
@@ -103,7 +103,7 @@ def measure(
 
 
 def params_of(request: BenchRequest) -> SamplingParams:
-    """Sampling parameters that make exactly the tokens asked for."""
+    """Return sampling parameters that make exactly the tokens requested."""
     return SamplingParams(
         n=request.num_sequences,
         temperature=request.temperature,

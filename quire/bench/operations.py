@@ -2,8 +2,8 @@
 the model's declaration.
 
 What counts: matrix products with weights, attention over each token's own context, the output head
-for sampled rows, and of the last layer only keys and values for tokens whose hidden states nobody
-asks for; bytes of weights once a step, of the KV that is read and written. Norms, activations and
+for sampled rows, and of the last layer only keys and values for tokens whose hidden states are not
+needed; bytes of weights once a step, of the KV that is read and written. Norms, activations and
 sampling are left out (below one per cent).
 """
 

@@ -5,7 +5,7 @@ Phases: the scheduler's two calls; the worker's forward pass, divided into the n
 class and what is left of it; logits and sampling; what is left of the worker (applying the plan,
 building inputs); and the making of outputs. The native kernels count their own time
 (`quire.kernels.cpu.kernel_times`); where the reference kernels run, all of a forward pass is
-"forward". Nothing is measured unless asked for.
+"forward". Nothing is measured unless requested.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StepProfile:
         engine.step = self._timed("step", engine.step)  # type: ignore[method-assign]
         engine.executor.execute = self._timed("execute", engine.executor.execute)  # type: ignore[method-assign]
         if worker is not None:
-            worker.last_tokens = None  # nor have those that end when nobody looks
+            worker.last_tokens = None  # nor have those that end unobserved
             worker.model = _Timed(
                 worker.model,
                 {

@@ -112,7 +112,7 @@ def parallel_workload(
 
 
 def trace_workload(path: Path, *, num_requests: int, max_model_len: int) -> Workload:
-    """The first requests of a trace that fit `max_model_len`: their lengths, with made-up tokens,
+    """The first requests of a trace that fit `max_model_len`: their lengths, with random tokens,
     all at once.
 
     Raises ConfigError for a file that is not a trace, or in which nothing fits.
@@ -180,9 +180,8 @@ WORKLOADS: dict[str, Workload] = {
     },
 }
 """The workloads that engines are compared on. W1: many requests of mixed lengths. W2: a shared
-prefix. W3: one request.
-W4: parallel sampling. W5: one long prompt. W6: what 32 clients of a server ask for, two requests
-each. B1 to B64: so many equal requests at once, for throughput against batch size.
+prefix. W3: one request. W4: parallel sampling. W5: one long prompt. W6: 32 clients of a server with
+two requests each. B1 to B64: so many equal requests at once, for throughput against batch size.
 """
 
 

@@ -1,1 +1,1 @@
-"""The command line: one module per subcommand, each imported only when it is asked for."""
+"""The command line: one module per subcommand, each imported only when it is called."""

@@ -1,4 +1,4 @@
-"""A conversation in the terminal, whoever answers: reading lines, commands, the history,
+"""A conversation in the terminal with any model or server: reading lines, commands, the history,
 and what is told of an answer."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class AnswerError(Exception):
 
 @dataclass(slots=True)
 class Reply:
-    """What was said, as far as it got. Numbers are None where whoever
+    """One exchange, as far as it got. Numbers are None where the model or server that
     answered does not give them."""
 
     text: str = ""

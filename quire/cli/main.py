@@ -3,7 +3,7 @@ line and an exit code.
 
 Owns the list of subcommands and the exit codes: 0 done, 1 done in part (some request failed, some
 check failed), 2 refused, 130 interrupted, 141 the reader of the output went away. Imports nothing
-heavy: a subcommand's module is imported when it is asked for, and imports what it needs when it
+heavy: a subcommand's module is imported when it is called, and imports what it needs when it
 runs.
 """
 

@@ -162,7 +162,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> argparse._ArgumentG
 def sampling_params(
     args: argparse.Namespace, generation_config: Mapping[str, Any], **overrides: Any
 ) -> SamplingParams:
-    """The parameters that options and model ask for. Raises InvalidParameterError."""
+    """Return the sampling parameters of the options and the model. Raises InvalidParameterError."""
     names = [*(option.name for option in SAMPLING_OPTIONS), "stop", "ignore_eos"]
     given = {name: getattr(args, name) for name in names if hasattr(args, name)}
     defaults: dict[str, Any] = {}

@@ -1,7 +1,7 @@
 """`quire chat --url URL`: a conversation with any server that speaks OpenAI's chat API.
 
 Owns the requests and the reading of their streams; how a conversation is held in a terminal is
-`quire.cli.conversation`'s. Ctrl-C closes the connection, by which the server learns that nobody
+`quire.cli.conversation`'s. Ctrl-C closes the connection, by which the server learns that no client
 listens any more.
 """
 

@@ -38,7 +38,7 @@ def load(prepared: PreparedModel) -> Engine:
 def run(
     engine: Engine, jobs: Sequence[PromptJob], after_step: Callable[[], None] | None = None
 ) -> Iterator[RequestOutput]:
-    """Run jobs together; yields their outputs as they ask for them, with the job's number as
+    """Run jobs together; yields their outputs in the kind that each wants, with the job's number as
     request id.
 
     If the caller stops early, or an exception passes through, none of them stays in the engine.

@@ -170,7 +170,7 @@ def _signals(status: ReservedStatus) -> Iterator[None]:
     }
     try:
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    except ValueError:  # not the main thread: whoever runs us there handles signals
+    except ValueError:  # not the main thread: the program that runs us there handles signals
         yield
         return
     try:

@@ -1,4 +1,4 @@
-"""What NVIDIA calls compute capabilities: from which one on a GPU has what these kernels ask for.
+"""What NVIDIA calls compute capabilities: from which one on a GPU has what these kernels need.
 Facts only."""
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 details only on demand.
 
 A message or a traceback may hold a user's text, paths or addresses, so neither is in a log by
-default. Whoever looks for the cause sets the logger's level to DEBUG.
+default. To look for the cause, set the logger's level to DEBUG.
 """
 
 from __future__ import annotations

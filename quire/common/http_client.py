@@ -221,7 +221,7 @@ class _Connection(asyncio.Protocol):
         try:
             return await self._finish(self._done, timeout_s)
         except BaseException:
-            self._done = None  # nobody waits any more for what the end of the connection is
+            self._done = None  # nothing waits any more for what the end of the connection is
             self.abort()
             raise
         finally:
@@ -262,7 +262,9 @@ class _Connection(asyncio.Protocol):
                 self._buffer = take(before)
                 if self._buffer is before and self._take == take:
                     break
-        except Exception as error:  # a sink's, too: it belongs to whoever waits for this answer
+        except (
+            Exception
+        ) as error:  # a sink's, too: it belongs to the caller that waits for this answer
             self._fail(error)
 
     def eof_received(self) -> None:

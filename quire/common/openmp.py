@@ -21,7 +21,7 @@ far shorter than a scheduler's time slice."""
 
 
 def limit_spinning() -> None:
-    """Ask for short spinning, unless the user has said otherwise or libgomp is loaded already."""
+    """Request short spinning, unless the user has said otherwise or libgomp is loaded already."""
     if "torch" not in sys.modules and not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = _SPIN_COUNT
 
@@ -35,7 +35,7 @@ def torch_library(name: str) -> Path | None:
 
 
 def load_runtime_of_torch() -> bool:
-    """Load the libgomp that torch ships, so that whatever asks for `libgomp.so.1` by name
+    """Load the libgomp that torch ships, so that whatever loads `libgomp.so.1` by name
     afterwards gets that one.
 
     False where torch has none of that name: then only importing torch itself loads what it needs.

@@ -1,7 +1,7 @@
 """vLLM's options that are not fields of `EngineConfig`: what each becomes here, as one table.
 
 Owns the translation of names and values, and nothing else: what an option does is said where it is
-declared. An option is *renamed* (it exists here under another name), *ignored* (what it asks for
+declared. An option is *renamed* (it exists here under another name), *ignored* (what it requests
 has no counterpart: it is accepted, and a log line says why it changes nothing) or *absent* (it asks
 for a feature that this version does not have: its neutral values are accepted, any other is refused
 with what to do instead). Standard library only.
@@ -29,12 +29,12 @@ class ForeignOption(NamedTuple):
     text: str
     """The name here; or why it changes nothing; or what to do instead."""
     neutral: tuple[Any, ...] = ()
-    """Further values that ask for nothing."""
+    """Further values that request nothing."""
     values: Mapping[Any, Any] = {}
     """Of a renamed option: its values, where they are called otherwise here."""
 
     def is_neutral(self, value: object) -> bool:
-        """Whether a value asks for nothing."""
+        """Test whether a value requests nothing."""
         return value is None or any(_same(value, each) for each in (self.default, *self.neutral))
 
 

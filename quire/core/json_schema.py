@@ -1,7 +1,7 @@
 """JSON schemas before they are compiled: how large they may be, and which keywords can be enforced.
 
 Owns the limits, and the rule that no keyword is passed over in silence: one that cannot be enforced
-is refused by its name, wherever it stands, and so is one that nobody knows, since it may be a
+is refused by its name, wherever it stands, and so is an unknown one, since it may be a
 misspelt one. Works on decoded JSON, without recursion; what the keywords mean is the compiler's
 business.
 """

@@ -574,7 +574,7 @@ def _shown(value: object) -> str:
     print very large integers)."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"<an integer of {value.bit_length()} bits>"
-    # Other things' pictures may hold an address, which is of no use to anybody.
+    # Other things' pictures may hold an address, which is of no use.
     text = (
         repr(value)
         if isinstance(value, str | bytes | int | float | list | tuple | dict | None)

@@ -29,7 +29,7 @@ NO_TOKEN_LEFT = (
     "structured_outputs forbid all of "
     "them together"
 )
-"""The error of a row that asked for too much at once."""
+"""The error of a row that needed too much memory at once."""
 
 Record = tuple[Any, ...]
 """A `NamedTuple` of numbers, strings and tuples that one feature declares

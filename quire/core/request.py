@@ -107,7 +107,7 @@ class RequestRecord(RequestSpec):
         return True
 
     def release(self) -> None:
-        """Forget the sequences of a finished request, once nobody asks for them again.
+        """Forget the sequences of a finished request, once nothing reads them again.
 
         They refer to it as it does to them, so that without this all of it would stay until the
         collector of cycles looks.
@@ -227,7 +227,7 @@ class Sequence(SequenceRecord):
     """While waiting: why it was not admitted when it was last considered."""
     rank: Rank = (0, 0, 0)
     watch: RepetitionWatch | None = field(init=False, default=None)
-    """Where the request asks for it: sees whether the output repeats itself."""
+    """Detects whether the output repeats itself, where the request wants that."""
 
     def __post_init__(self) -> None:
         if self.request.repetition is not None:

@@ -1,5 +1,5 @@
 """Sampling as a strategy: independent sequences that share their prompt's blocks;
-and the strategy that a spec asks for."""
+and the choice of a strategy for a spec."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class InlineExecutor:
 
     def close(self) -> None:
         """Drop the model, its KV memory and the rows,
-        also where somebody still holds the worker."""
+        also where a reference to the worker is still held."""
         held = vars(self.worker)
         if "companions" in held:
             self.worker.companions.close()

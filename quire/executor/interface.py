@@ -17,7 +17,7 @@ class Executor(Protocol):
     def launch(self, plan: StepPlan) -> Launched:
         """Apply the plan's row changes, begin to compute its work and to sample.
 
-        The next plan may be launched before the result of this one is asked for: it finds the rows
+        The next plan may be launched before the result of this one is read: it finds the rows
         as this one leaves them. A row that fails alone (non-finite numbers, a processor that
         raises) is reported in its `WorkResult`. An exception, here or from the wait, means that the
         executor itself is broken and must be replaced.

@@ -97,7 +97,7 @@ def _logits(
     return _uniform(int.from_bytes(digest.digest(), "little"), vocab_size)
 
 
-# A simulation asks for the same draws again and again: in the executor, in the oracle, and after
+# A simulation needs the same draws again and again: in the executor, in the oracle, and after
 # each preemption.
 @lru_cache(maxsize=1 << 14)
 def _uniform(key: int, vocab_size: int) -> NDArray[np.float64]:

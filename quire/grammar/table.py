@@ -2,7 +2,7 @@
 copied for each row.
 
 Owns the thread and the vocabulary's trie, which is built in that thread when the first grammar
-comes. A grammar that was dropped to make room is compiled again where it is asked for: what is kept
+comes. A grammar that was dropped to make room is compiled again where it is needed: what is kept
 never decides what is sampled.
 """
 
@@ -89,7 +89,8 @@ class GrammarTable:
                 self._compile(grammar)
             except RequestError as problem:
                 error = str(problem)
-            # A bug of ours or a panic of the library's ends those who wait, and nobody else.
+            # A bug of ours or a panic of the library's ends the requests that wait for it, and no
+            # others.
             except BaseException as problem:
                 error = f"the grammar could not be compiled: {type(problem).__name__}"
             self._verdicts.put(GrammarVerdict(grammar, error))

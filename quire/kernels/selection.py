@@ -66,7 +66,7 @@ def select_kernels(
     """The best back end for tensors of `dtype` on `device` ("cpu", "cuda:0").
 
     Raises ConfigError where no back end can serve them. A GPU is served by the Triton kernels or
-    not at all: nobody who asks for one wants the reference there.
+    not at all: a user who requests one does not want the reference there.
     """
     if device.partition(":")[0] != "cpu":
         from quire.kernels import triton

@@ -1,6 +1,6 @@
 """Strict, typed reading of a Hugging Face `config.json`.
 
-Owns: types, defaults, allowed values and the refusal of keys that nobody read. A family asks for
+Owns: types, defaults, allowed values and the refusal of keys that were not read. A family requests
 every key that it understands; whatever is left over must be on the list of keys that cannot change
 the numbers, or be off (null, false or empty). So a key that changes the arithmetic is never ignored
 in silence. Never executes anything (`auto_map` is a string to us), never reads a file.
@@ -44,7 +44,7 @@ _HARMLESS_PATTERN = re.compile(
 
 
 class ConfigReader:
-    """Typed access to one JSON object; every value asked for is marked as read."""
+    """Typed access to one JSON object; every requested value is marked as read."""
 
     def __init__(self, values: Mapping[str, object], architecture: str, *, path: str = "") -> None:
         self.architecture = architecture

@@ -190,7 +190,7 @@ class FlopsPerToken(NamedTuple):
     head: int
     outputs: int
     """Of `layers`: what the last one does beyond keys and values,
-    which only tokens need whose hidden states are asked for."""
+    which only tokens need whose hidden states are wanted."""
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,7 @@ class DecoderSpec:
         """Operations of attention for one token at the end of a context: scores, then the weighted
         sum of values.
 
-        Where nobody asks for the token's hidden state, the last layer has none.
+        Where the token's hidden state is not needed, the last layer has none.
         """
         return sum(
             4

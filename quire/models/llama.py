@@ -13,7 +13,7 @@ from quire.models.rope import read_rope
 
 
 def declare_llama(config: ConfigReader) -> DecoderSpec:
-    """Pre-norm blocks, grouped heads, gated MLP; biases where the config asks for them."""
+    """Pre-norm blocks, grouped heads, gated MLP; biases where the config has them."""
     size = read_dimensions(config)
     rope = read_rope(config, size.head_dim)
     norm = partial(rms_norm, size=size.hidden, eps=config.number("rms_norm_eps", 1e-6))

@@ -19,4 +19,4 @@ class StepContext:
     """One (keys, values) pair per layer, each [blocks, KV heads, block size,
     head size] in the compute dtype."""
     num_wanted: Tensor | None = None
-    """Hidden states that are asked for, as `ForwardPass` takes it."""
+    """Hidden states that are wanted, as `ForwardPass` takes it."""

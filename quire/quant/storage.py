@@ -278,7 +278,7 @@ def read_storage(
 
 
 def _with_wish(storage: LinearStorage, linear: LinearSpec, method: str) -> LinearStorage:
-    """The storage with activations (and, for FP8, integers) as the user asks for them;
+    """The storage with activations (and, for FP8, integers) as the user chooses them;
     itself where it has other bits."""
     if isinstance(storage, Fp8Storage):
         requantized = IntegerFormat(8, linear.num_inputs, "int8")
@@ -505,7 +505,7 @@ def _read_float_weights(weights: ConfigReader) -> Fp8Storage:
 
 
 def _read_activations(section: ConfigReader | None) -> Activations:
-    """What `input_activations` asks for of integers: nothing, or 8 bits token by token."""
+    """Return the integer format of `input_activations`: none, or 8 bits token by token."""
     if section is None:
         return "float"
     is_integer = section.choice("type", {"int": True, "float": False}, "int")

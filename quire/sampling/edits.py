@@ -5,7 +5,7 @@ Owns the order: allowed ids, bad words, `min_tokens`, `logit_bias`, processors, 
 (repetition over prompt and output, frequency and presence over the output), and last what the row
 must have: the end of thoughts whose budget is spent, and the grammar, so that nothing before it can
 let through what it forbids. Where the two disagree (in the midst of a character, for grammars know
-no halves of one) the grammar goes first. Rows that ask for none of these are never touched; those
+no halves of one) the grammar goes first. Rows that need none of these are never touched; those
 that do are edited in a copy, with the bans, biases and penalties of all rows in one pass each.
 Arithmetic is elementwise, so a row's result does not depend on batch composition.
 """

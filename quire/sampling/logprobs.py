@@ -7,7 +7,7 @@ be sampled has -inf. A greedy row has no temperature and no filters. `*_logits` 
 logit itself in place of the log-probability.
 
 Ranks count tokens with a strictly larger logit. Alternatives are sorted best first (ties by id).
-Tokens asked for by `logprob_token_ids` follow after them, in the order of the request, except those
+Tokens of `logprob_token_ids` follow after them, in the order of the request, except those
 already among them.
 """
 
@@ -91,7 +91,8 @@ def _describe_group(
 
 
 def _reported_ids(query: Query, top: list[int]) -> list[int]:
-    """The token itself, then the alternatives, then the ids asked for that are not among those."""
+    """Return the token itself, then the alternatives, then the requested ids that are not among
+    those."""
     if not query.extra_ids:
         return [query.token_id, *top]
     known = set(top)

@@ -36,7 +36,7 @@ Stage = Callable[[Sequence[NDArray[Any]]], list[Tensor]]
 
 
 def is_plain(sampling: RowSampling) -> bool:
-    """Whether the request edits no logits at any position, and asks for no log-probabilities."""
+    """Test whether the request edits no logits at any position, and wants no log-probabilities."""
     return sampling.num_logprobs is None and not is_edited(SampledRow(sampling, position=0))
 
 
@@ -54,7 +54,7 @@ def choose_plain(
     drawn = [place for place, row in enumerate(rows) if row.sampling.temperature != 0.0]
     filtered = [place for place in drawn if has_filters(rows[place].sampling, logits.shape[1])]
     free = [place for place in drawn if not has_filters(rows[place].sampling, logits.shape[1])]
-    # the kernels count on rows whose largest logit is a number, and nobody can leave the others out
+    # the kernels count on rows whose largest logit is a number, and the others cannot be left out
     if drawn:
         is_odd = ~torch.isfinite(max_logits)
         logits.masked_fill_(is_odd[:, None], 0.0)

@@ -108,7 +108,7 @@ class Sampler:
     def _edited_surface(
         self, plain: _Surface, rows: Sequence[SampledRow], outcomes: list[_Outcome]
     ) -> _Surface | None:
-        """Edit copies of the rows that ask for it, and settle which rows are sampled from where."""
+        """Edit copies of the rows that need it, and settle which rows are sampled from where."""
         sound = [i for i, outcome in enumerate(outcomes) if outcome.error is None]
         indices = [i for i in sound if is_edited(rows[i])]
         chosen = set(indices)
@@ -216,7 +216,7 @@ class Sampler:
         rows: Sequence[SampledRow],
         outcomes: list[_Outcome],
     ) -> None:
-        """Fill in `reports` for the members that ask for log-probabilities or candidates."""
+        """Fill in `reports` for the members that want log-probabilities or candidates."""
         wanted: dict[bool, list[tuple[int, Query]]] = {False: [], True: []}
         for i, j in surface.members:
             row = rows[i]

@@ -120,7 +120,8 @@ class _Replay:
         self.report = ReplayReport(len(trace.requests), num_blocks=limits.num_blocks)
 
     def admit_arrivals(self) -> None:
-        """Hand over every request that has arrived; jump to the next one if nobody is here."""
+        """Hand over every request that has arrived; jump to the next one if no request is running
+        or waiting."""
         requests = self.trace.requests
         if not self.scheduler.has_work:
             self.clock_s = max(self.clock_s, requests[self.num_arrived].arrival_s)

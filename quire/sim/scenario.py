@@ -86,7 +86,7 @@ class Scenario:
     def max_steps(self) -> int:
         """A bound on the steps after the last fault and the last arrival.
 
-        Whoever is admitted gains a token before it can be preempted, so a sequence is admitted at
+        An admitted sequence gains a token before it can be preempted, so a sequence is admitted at
         most `max_tokens` times and each time computes its tokens once, at no less than one step's
         share of the budget.
         """

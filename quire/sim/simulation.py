@@ -206,7 +206,7 @@ class Simulation:
         assert (
             scheduler.blocks.num_reserved == 0 and scheduler.rows.num_free == limits.max_num_seqs
         ), "something leaked"
-        assert scheduler.num_waiting == 0 and not scheduler.running, "somebody is still there"
+        assert scheduler.num_waiting == 0 and not scheduler.running, "a sequence is still there"
         for spec, request in self.requests:
             assert request.is_finished, f"{request.request_id} never finished"
             self._check_prompt(spec, request)

@@ -44,7 +44,7 @@ class Trace:
     hash_block_size: int
 
     def prompt(self, number: int) -> tuple[int, ...]:
-        """Made-up tokens of a request's prompt."""
+        """Return synthetic tokens for a request's prompt."""
         request, size = self.requests[number], self.hash_block_size
         tokens: list[int] = []
         for place in range(ceil_div(request.num_prompt_tokens, size)):
@@ -53,7 +53,7 @@ class Trace:
         return tuple(tokens[: request.num_prompt_tokens])
 
     def output_token(self, number: int, position: int) -> int:
-        """The made-up token that a request's answer has at `position`
+        """Return the synthetic token that a request's answer has at `position`
         (counted from the prompt's start)."""
         request = self.requests[number]
         place, offset = divmod(position, self.hash_block_size)

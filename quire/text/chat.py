@@ -260,7 +260,7 @@ def _find_controls(
 
 
 def _areas(spans: Sequence[Span], min_level: int) -> list[tuple[int, int]]:
-    """The stretches of text that are trusted at `min_level` throughout."""
+    """Return the spans of text that are trusted at `min_level` throughout."""
     areas: list[tuple[int, int]] = []
     for start, end, level in spans:
         if level < min_level:

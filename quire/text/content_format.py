@@ -1,7 +1,7 @@
 """How the contents of messages reach a chat template: as text, or as lists of parts.
 
 Owns the conversion alone. Some templates only know one of the two, and programs that were written
-for one model's template ask for the form that it reads.
+for one model's template use the form that it reads.
 """
 
 from __future__ import annotations

@@ -461,7 +461,7 @@ def _shape(options: Mapping[str, Any]) -> _Shape:
 
 
 def _check_ignored(options: Mapping[str, Any]) -> None:
-    """Raises InvalidParameterError for an option that asks for something;
+    """Raise InvalidParameterError for an option that has an effect;
     those that are neutral have no effect."""
     for name, value in options.items():
         if name not in _IGNORED and value not in (None, False, 0):

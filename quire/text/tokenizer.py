@@ -4,7 +4,7 @@ Owns the tokenizer of one model: encoding with and without special tokens, plain
 exact bytes of each token. Streaming is the detokenizer's. Safe to share between threads once made;
 nothing here changes after construction.
 
-Special tokens in somebody's text. A tokenizer has *control* tokens, which structure a prompt, and
+Special tokens in a client's text. A tokenizer has *control* tokens, which structure a prompt, and
 ordinary added tokens, which abbreviate text (runs of spaces, HTML tags).
 `encode(parse_special=False)` never gives a control token for text that merely spells one:
 `<|im_end|>` becomes the pieces of that text. Controls are: every token marked special; the named
@@ -123,7 +123,7 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a text.
 
-        `add_special_tokens` puts before and after it what the tokenizer's post-processor asks for
+        `add_special_tokens` puts before and after it what the tokenizer's post-processor adds
         (a BOS, usually). `parse_special` reads control tokens in the text as the tokens that they
         spell: for prompts that a programmer wrote, never for text of users. Raises
         InvalidParameterError for text that is not Unicode (a lone surrogate).

@@ -1,4 +1,4 @@
-"""Made-up weights (`load_format="dummy"`): deterministic from a seed, no files, fast.
+"""Random weights (`load_format="dummy"`): deterministic from a seed, no files, fast.
 
 For sizing, benchmarks and tests. Values are small and centred where the declaration says (norm
 weights around one), so that logits stay finite and sane at any depth. The same name and seed give
@@ -30,7 +30,7 @@ class DummyWeights(WeightSource):
         generator = torch.Generator().manual_seed(mix64(seed) >> 1)
         strip = torch.randn(_STRIP_LEN, generator=generator).clamp_(-3, 3).mul_(_STD)
         self._strips = {strip.device: strip}
-        """The same on each device that was asked for,
+        """The same on each requested device,
         whose memory is filled from there rather than through the host's."""
 
     def fill(self, out: Tensor, tensor: TensorSpec) -> None:

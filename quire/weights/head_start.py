@@ -57,7 +57,7 @@ class HeadStart:
         self, checkpoint: SafetensorsCheckpoint, wanted: Wanted, dtype: str, num_threads: int
     ) -> None:
         """Begin to read and pack what can be of `wanted`; `num_threads` is how many help once
-        somebody waits.
+        a reader waits.
 
         The checkpoint closes with this.
         """

@@ -80,7 +80,7 @@ class TensorFile:
             buffer, start = buffer[count:], start + count
 
     def has_changed(self) -> bool:
-        """Whether somebody has written to the file since it was opened.
+        """Test whether the file was written to since it was opened.
         A file that replaced it does not matter."""
         return self._look() != self._identity
 

@@ -49,7 +49,7 @@ class StepArrays:
     runs: tuple[PrefixRun, ...] = ()
     """Sequences that begin with the same blocks; empty where none do."""
     num_wanted: NDArray[np.int32] | None = None
-    """Of each sequence, how many of its last tokens' hidden states are asked for; None:
+    """Of each sequence, how many of its last tokens' hidden states are wanted; None:
     all of them. Stays on the host."""
 
     @property

@@ -3,7 +3,7 @@ of hundreds of launches.
 
 A graph is recorded for a *shape*: so many tokens, and contexts up to some length. A step is padded
 to the next shape there is. A padded token is a sequence of its own in the scratch block, which
-belongs to no pool, so it changes nobody's memory; and a row's bits depend neither on batch
+belongs to no pool, so it changes no sequence's memory; and a row's bits depend neither on batch
 composition nor on how far attention might have looked, so a replayed step gives the bits of one
 that is computed operation by operation.
 
@@ -11,7 +11,7 @@ A step in which sequences share long prefixes is left alone where reading these 
 than a graph does.
 
 Graphs are recorded in idle moments, the most used shapes first, or once a shape has been used so
-often that recording it pays; until then steps are computed as if there were none, so nobody waits
+often that recording it pays; until then steps are computed as if there were none, so no step waits
 for a graph. Owns the recorded graphs, the place where their inputs and outputs lie, and the bound
 on what they hold. It knows arrays, not rows or plans.
 """
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 PAYING_USES = 16
 """A shape used so often is recorded even while there is no idle moment: that costs about as much as
 three steps without a graph (one to compile and warm up, one to record, one to be sure), of which
-each replay saves a good part. Reckoned, not measured.
+each replay saves a good part. Estimated, not measured.
 """
 
 
@@ -60,8 +60,8 @@ class CudaGraphs:
     """CUDA graphs whose temporary tensors share one pool: replays follow one another, so one may
     use what another did.
 
-    `bytes_each` is what the driver is reckoned to keep for one graph: it does not tell, and free
-    memory is everybody's.
+    `bytes_each` estimates what the driver keeps for one graph: it does not tell, and free memory is
+    shared with other processes.
     """
 
     def __init__(self, bytes_each: int) -> None:
@@ -217,7 +217,7 @@ class StepGraphs:
 
 
 class ScratchBlock(NamedTuple):
-    """A block that belongs to nobody: padded tokens read and write there."""
+    """A block that belongs to no sequence: padded tokens read and write there."""
 
     block: int
     block_size: int

@@ -42,7 +42,7 @@ class PinnedReadback:
     event behind them.
 
     torch gives pinned memory to others only after the copies that use it are done, also where
-    nobody waited for them.
+    no step waited for them.
     """
 
     def __call__(self, tensors: Sequence[Tensor]) -> Arrival:

@@ -28,8 +28,8 @@ def give_back(device: torch.device) -> None:
     """Have the driver of a GPU know what was freed, which torch keeps otherwise: the next plan asks
     it how much is free.
 
-    A device that has failed fails here again. That is logged: whoever closes an engine has heard of
-    the first time.
+    A device that has failed fails here again. That is logged: the caller that closes an engine has
+    heard of the first time.
     """
     if device.type == "cuda":
         gc.collect()

@@ -1,7 +1,8 @@
-"""When requests are sent: a rate that may change, with gaps as regular or as bursty as asked for.
+"""Arrival times of requests: a rate that may change, with gaps as regular or as bursty as
+requested.
 
-Owns no clock: gives moments in seconds from the start. Times are drawn at unit rate and then
-stretched by the inverse of the cumulative rate, so that one rule serves constant rates and ramps.
+Owns no clock: gives moments in seconds from the start. Times are drawn at unit rate and then scaled
+by the inverse of the cumulative rate, so that one rule serves constant rates and ramps.
 """
 
 from __future__ import annotations

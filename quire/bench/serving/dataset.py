@@ -1,7 +1,7 @@
-"""What is asked of a server: made-up prompts, shared prefixes, traces, prompts from a file. All
-from seeds and files alone.
+"""Requests for a server: random prompts, shared prefixes, traces, prompts from a file. All from
+seeds and files alone.
 
-Made-up prompts are token ids where the vocabulary is known, else common words, of which nearly
+Random prompts are token ids where the vocabulary is known, else common words, of which nearly
 every tokenizer makes one token each; how many tokens they were is then the server's word (`usage`).
 Owns no clock and no connection.
 """

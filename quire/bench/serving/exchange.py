@@ -33,7 +33,8 @@ class _Delta(msgspec.Struct):
 class _Choice(msgspec.Struct):
     text: str | None = None
     token_ids: list[int] | None = None
-    """Of a model without a tokenizer, which has no text to stream, if the body asks for them."""
+    """Of a model without a tokenizer, which has no text to stream, if the body has
+    `return_token_ids`."""
     delta: _Delta | None = None
     finish_reason: str | None = None
 

@@ -19,7 +19,7 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
     parser.epilog = EXAMPLES
-    group = parser.add_argument_group("workload", "made-up tokens, fresh in each repetition")
+    group = parser.add_argument_group("workload", "random tokens, fresh in each repetition")
     group.add_argument(
         "--batch-size", type=int, default=1, metavar="N", help="requests at once (default: 1)"
     )

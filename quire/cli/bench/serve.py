@@ -33,7 +33,7 @@ examples:
   quire bench serve --url https://api.example.com/v1 --endpoint chat \\
     --prompts-file questions.jsonl --model NAME
 
-Made-up prompts are token ids where --vocab-size says of which vocabulary (Quire, vLLM and
+Random prompts are token ids where --vocab-size says of which vocabulary (Quire, vLLM and
 llama.cpp take them), else words. Answers are greedy and go on to their full length (ignore_eos,
 which these three know); --extra-body '{"ignore_eos": null}' takes that away for a server that
 refuses it. The key may also be in OPENAI_API_KEY.

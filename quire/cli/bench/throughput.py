@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
     parser.epilog = EXAMPLES
     group = parser.add_argument_group(
-        "workload", "made-up tokens, fresh in each repetition; all requests come at once"
+        "workload", "random tokens, fresh in each repetition; all requests come at once"
     )
     group.add_argument(
         "--dataset",

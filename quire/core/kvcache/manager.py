@@ -7,7 +7,7 @@ no requests, and touches no tensor. Token ids here are ids of what stands at eac
 
 Two rules keep shared memory honest. A full block is immutable, so any number of tables may name it.
 A partial block has one
-writer: whoever writes to a partial block that others name as well gets a copy first.
+writer: a sequence that writes to a partial block that others reference as well gets a copy first.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ sorted by their tokens, which makes the longest common prefix with any of them a
 are counted to the token, and a partly matching block is reused by copying it.
 
 The index names blocks but owns none: reference counts are the pool's. A child is always evicted
-before its parent, because whoever references a block references everything before it.
+before its parent, because a sequence that references a block references everything before it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Digest = Callable[[bytes, bytes], bytes]
 """(parent's digest, content) -> digest of 16 bytes."""
 
 ScoringKey = tuple[object, ...]
-"""How prompt log-probabilities were asked for; records are reused only where this agrees."""
+"""How prompt log-probabilities were requested; records are reused only where this agrees."""
 
 
 def keyed_digest(key: bytes) -> Digest:

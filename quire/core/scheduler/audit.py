@@ -79,7 +79,7 @@ def audit_plan(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 def _audit_places(scheduler: Scheduler, sequences: list[Sequence], running: list[Sequence]) -> None:
-    """Each unfinished sequence is in exactly one place, and nobody else is in any."""
+    """Each unfinished sequence is in exactly one queue, and no other sequence is in any."""
     turns = _parked(scheduler.admission.parking)
     waiting = set(scheduler.waiting.sequences())
     beams = {sequence for sequence in sequences if sequence.status is SequenceStatus.PARKED}
@@ -137,7 +137,7 @@ def _audit_turns(scheduler: Scheduler) -> None:
         )
     for digest, parked in scheduler.admission.turns._waiting.items():
         assert not parked or digest in owners, (
-            f"{_names(set(parked))} wait for a block that nobody computes"
+            f"{_names(set(parked))} wait for a block that no sequence computes"
         )
 
 

@@ -1,14 +1,14 @@
 """Fair sharing of tokens among tenants, by virtual counters.
 
-Each tenant has a counter of the tokens computed for it, divided by its weight; whoever waits is
+Each tenant has a counter of the tokens computed for it, divided by its weight; a waiting tenant is
 served in the order of the counters, so that tenants who always want more get tokens in the
 proportion of their weights, however many requests each sends and however long they are. Sheng et
 al., "Fairness in Serving Large Language Models" (OSDI 2024), give the scheme and its bounds. What
 counts is what steps really compute: prompt tokens that the prefix cache serves cost nothing.
 
 Owns the counters. A tenant who comes back after a pause starts no lower than the lowest of those
-who are there, so that nobody saves up. Priority classes stand above: a more urgent class is served
-first whatever the counters say.
+who are there, so that no tenant saves up. Priority classes stand above: a more urgent class is
+served first whatever the counters say.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Whom to preempt when memory runs out, and what it costs.
 
-A victim must rank below whoever needs the memory and must have gained a token since it was last
-admitted, so that nobody is preempted twice without progress in between. Among those, the cheapest
-is taken: fewest tokens to compute again, not counting blocks that others hold as well (these
-survive the victim). A lower priority class comes before cost.
+A victim must rank below the sequence that needs the memory and must have gained a token since it
+was last admitted, so that no sequence is preempted twice without progress in between. Among those,
+the cheapest is taken: fewest tokens to compute again, not counting blocks that others hold as well
+(these survive the victim). A lower priority class comes before cost.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Preemption(NamedTuple):
     victim: Sequence
     beneficiary: Sequence | None
     num_recomputed_tokens: int
-    """Estimate: computed tokens in blocks that nobody else holds.
+    """Estimate: computed tokens in blocks that no other sequence holds.
     Their blocks stay cached until they are needed."""
     num_freed_blocks: int
 

@@ -40,7 +40,7 @@ class RowSlots:
 
     @property
     def num_free(self) -> int:
-        """Rows nobody has."""
+        """Rows that are free."""
         return len(self._free)
 
     def refusal(self, sequence: Sequence) -> str | None:
@@ -84,11 +84,11 @@ class KVBlocks:
 
     @property
     def num_available(self) -> int:
-        """Free blocks that are promised to nobody."""
+        """Free blocks that are not reserved."""
         return self.manager.pool.num_free - self.num_reserved
 
     def take_copies(self) -> list[BlockCopy]:
-        """Copies that adoptions since the last call have asked for."""
+        """Copies that adoptions since the last call need."""
         copies, self._copies = self._copies, []
         return copies
 

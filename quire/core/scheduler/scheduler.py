@@ -10,9 +10,9 @@ schedules, not to how many requests are known.
 
 A step may be planned while the one before it is computed (`schedule_ahead`). It counts on what that
 one will have computed, and may compute the token that it will sample, which only the worker knows
-by then; whoever turns out to have ended has had a step too many, whose outcome is dropped. Steps
-are computed in the order in which they were planned, so what a step gives up the next may use at
-once. What was published, shared or released rests on outcomes that have been taken in, never on
+by then; a sequence that turns out to have ended has had a step too many, whose outcome is dropped.
+Steps are computed in the order in which they were planned, so what a step gives up the next may use
+at once. What was published, shared or released rests on outcomes that have been taken in, never on
 expected ones.
 
 Order within a step: sequences one token behind (decodes) first, each in the order of service; then
@@ -393,7 +393,7 @@ class Scheduler:
         builder, behind, planned = self._builder, list[Sequence](), set(self._planned)
         work, add_planned, num_plain = builder.work, self._planned.append, 0
         max_work = len(work) + builder.num_tokens_left
-        # growing may preempt others, which then cruise no more
+        # growing may preempt others, which then leave the fast path
         for sequence in self.running.copy():
             if len(work) >= max_work:
                 break
@@ -431,7 +431,7 @@ class Scheduler:
             sequence.fast_plan_end = min(num_slots, num_prompt + request.max_tokens - 1)
 
     def _grow(self, sequence: Sequence) -> None:
-        """Give a decode a new block for its next token, at somebody's expense if need be.
+        """Give a decode a new block for its next token, preempting another sequence if need be.
 
         Where it must not be preempted itself, it stalls until a protected prefill has made
         progress.
@@ -514,7 +514,7 @@ class Scheduler:
         self._planned.append(sequence)
 
     def _admit(self, before: Sequence | None = None) -> None:
-        """Let in whoever waits and can run; only those who precede an admitted sequence,
+        """Admit waiting sequences that can run; only those that precede an admitted sequence,
         if one is given."""
         if self._builder.num_preempted:
             # memory is short: whoever was preempted in this step would only be let in at somebody

@@ -94,7 +94,7 @@ def kernel_times() -> dict[str, float]:
     elementwise, sampling.
 
     Empty where the extension is missing. The thread that calls the kernels is timed, so two
-    readings tell what happened between them if nobody else uses the kernels meanwhile.
+    two readings tell what happened in between if no other thread uses the kernels.
     """
     return native.kernel_times() if IMPORT_ERROR is None else {}
 

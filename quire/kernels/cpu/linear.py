@@ -2,7 +2,7 @@
 csrc/cpu/weight.hpp).
 
 A packed weight is flat bytes, a float32 bias and a `PackedLayout` that says how to read them:
-whoever keeps these three (in a file, mapped back into memory) has the weight again with
+a caller that keeps these three (in a file, mapped back into memory) has the weight again with
 `CpuLinear(layout, data, bias)`, without packing.
 """
 

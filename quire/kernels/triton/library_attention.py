@@ -2,9 +2,9 @@
 and batches.
 
 Owns the translation of an `AttentionBatch` into their arguments. Both are optional packages,
-imported when an engine is built that asked for one (`quire.engine.plan.attention`). Written after
-their documentation and tested with stand-ins for them: neither has been run on a GPU by this
-project yet. Only bfloat16; the bits may depend on the batch.
+imported when an engine is built that uses one (`quire.engine.plan.attention`). Written after their
+documentation and tested with stand-ins for them: neither has been run on a GPU by this project yet.
+Only bfloat16; the bits may depend on the batch.
 """
 
 from __future__ import annotations

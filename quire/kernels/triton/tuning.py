@@ -105,9 +105,9 @@ class Tuning:
     """For float32, which has no matrix instructions."""
 
     def of_one_height(self) -> Tuning:
-        """With low tiles of attention for everybody: for GPUs where the compiler spreads the warps
-        of a low tile over columns, but those of a tall one over rows, so that a row is summed in
-        another order.
+        """Return the tuning with small-M tiles of attention for all batches: for GPUs where the
+        compiler spreads the warps of a low tile over columns, but those of a tall one over rows, so
+        that a row is summed in another order.
         """
         entries = {
             name: getattr(self, name) for name in ("attention", "wide_attention", "float_attention")
