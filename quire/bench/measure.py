@@ -73,7 +73,7 @@ def measure(
     sampling = _Sampling(engine, sampler)
     sampling.take()
     clock = RunClock()
-    with _Watch(engine, clock) as watch:
+    with _ExecutorTimer(engine, clock) as watch:
         for number, each in enumerate(requests):
             engine.add_request(str(number), {"prompt_token_ids": each.token_ids}, params_of(each))
         while engine.has_work:
@@ -168,7 +168,7 @@ class _Sampling:
             self._due_s = clock.now() + self._every_s
 
 
-class _Watch:
+class _ExecutorTimer:
     """Notes the work and the time of every call of an engine's executor."""
 
     def __init__(self, engine: Engine, clock: RunClock) -> None:
@@ -180,7 +180,7 @@ class _Watch:
         """While any step was on its way."""
         self._counted_until_s = 0.0
 
-    def __enter__(self) -> _Watch:
+    def __enter__(self) -> _ExecutorTimer:
         self._engine.executor = self
         return self
 

@@ -125,7 +125,7 @@ def _generate(
     )
     finished: dict[int, RequestOutput] = {}
     lines = _JsonLines(prompts, screen.file)
-    progress = _Progress(engine, screen.status, len(jobs))
+    progress = _ProgressLine(engine, screen.status, len(jobs))
     for output in run_jobs(engine, jobs, lambda: progress.show(len(finished))):
         if output.finished:
             finished[int(output.request_id)] = output
@@ -137,7 +137,7 @@ def _generate(
     return [finished[number] for number in sorted(finished)]
 
 
-class _Progress:
+class _ProgressLine:
     """`███── 3/10 prompts, 5 running, 120.4 tokens/s, 0:07` on the status line."""
 
     def __init__(self, engine: Engine, status: StatusLine, num_jobs: int) -> None:

@@ -14,7 +14,7 @@ from quire.engine.front.outputs import RequestOutput
 _HEADING_CHARS = 70
 
 
-class _Place(NamedTuple):
+class _AnswerKey(NamedTuple):
     """One answer: a request's number and a sequence of it."""
 
     request: int
@@ -31,10 +31,10 @@ class StreamPrinter:
         self, prompts: Sequence[str], num_sequences: int, write: Callable[[str], None]
     ) -> None:
         self._prompts = prompts
-        self._places = [_Place(i, j) for i in range(len(prompts)) for j in range(num_sequences)]
+        self._places = [_AnswerKey(i, j) for i in range(len(prompts)) for j in range(num_sequences)]
         self._write = write
-        self._texts: dict[_Place, str] = {}
-        self._done: set[_Place] = set()
+        self._texts: dict[_AnswerKey, str] = {}
+        self._done: set[_AnswerKey] = set()
         self._turn = 0
         self._num_shown = 0
 
@@ -42,12 +42,12 @@ class StreamPrinter:
         """Take in what a request has now, and show what it is the turn of."""
         request = int(output.request_id)
         for each in output.outputs:
-            place = _Place(request, each.index)
+            place = _AnswerKey(request, each.index)
             self._texts[place] = each.text
             if each.finish_reason is not None or output.finished:
                 self._done.add(place)
         if output.error is not None:
-            self._texts[_Place(request, 0)] = f"[failed: {output.error}]"
+            self._texts[_AnswerKey(request, 0)] = f"[failed: {output.error}]"
         if output.finished:
             self._done.update(place for place in self._places if place.request == request)
         self._show()
@@ -67,7 +67,7 @@ class StreamPrinter:
             self._turn += 1
             self._num_shown = 0
 
-    def _heading(self, place: _Place) -> str:
+    def _heading(self, place: _AnswerKey) -> str:
         """`[2/5] the prompt, cut to one line`, with `#1` for a request's second answer."""
         prompt = " ".join(self._prompts[place.request].split())
         if len(prompt) > _HEADING_CHARS:

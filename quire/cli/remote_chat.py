@@ -112,7 +112,7 @@ class RemoteModel:
         request = HttpRequest(
             "POST", "/v1/chat/completions", data, {"content-type": "application/json"}
         )
-        reader = _Reader(show)
+        reader = _StreamedAnswer(show)
         async with HttpClient(
             self._url, headers=self._headers, timeout_s=self._timeout_s
         ) as client:
@@ -137,7 +137,7 @@ class RemoteModel:
         return reader.answer
 
 
-class _Reader:
+class _StreamedAnswer:
     """Takes the events of an answer, and shows its text."""
 
     def __init__(self, show: Callable[[str], None]) -> None:

@@ -91,10 +91,10 @@ _ESCAPES: Final = {
 def parse_gbnf(text: str) -> dict[str, Node]:
     """Returns the rules by name. Raises InvalidParameterError with the line
     and column of what is wrong."""
-    return _Parser(text).rules()
+    return _GbnfParser(text).rules()
 
 
-class _Parser:
+class _GbnfParser:
     def __init__(self, text: str) -> None:
         self._text = text
         self._at = 0

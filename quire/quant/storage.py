@@ -387,7 +387,7 @@ def _read_compressed(config: ConfigReader) -> tuple[str, Assign]:
     for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         if section := config.section(key):
             section.finish()
-    ignored = tuple(_Target(config, "ignore", text) for text in config.texts("ignore"))
+    ignored = tuple(_ModulePattern(config, "ignore", text) for text in config.texts("ignore"))
     config.ignore("global_compression_ratio", "version")
     groups = [_read_group(group, layout) for group in config.sections("config_groups")]
     if not groups:
@@ -427,7 +427,7 @@ def _is_plain_pattern(text: str) -> bool:
     )
 
 
-class _Target:
+class _ModulePattern:
     """A module's name, or with "re:" a pattern that a name must begin with."""
 
     def __init__(self, config: ConfigReader, key: str, text: str) -> None:
@@ -451,9 +451,11 @@ class _Target:
         )
 
 
-def _read_group(group: ConfigReader, layout: str) -> tuple[tuple[_Target, ...], LinearStorage]:
+def _read_group(
+    group: ConfigReader, layout: str
+) -> tuple[tuple[_ModulePattern, ...], LinearStorage]:
     """One entry of `config_groups`."""
-    targets = tuple(_Target(group, "targets", text) for text in group.texts("targets"))
+    targets = tuple(_ModulePattern(group, "targets", text) for text in group.texts("targets"))
     weights = group.section("weights")
     if weights is None:
         raise group.refuse("weights", "an object")

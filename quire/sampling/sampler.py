@@ -46,7 +46,7 @@ class _Surface:
 
 
 @dataclass(slots=True)
-class _Outcome:
+class _RowOutcome:
     """What is known so far of one row of the batch."""
 
     error: str | None = None
@@ -81,7 +81,7 @@ class Sampler:
         min-p do not apply.
         """
         assert logits.ndim == 2 and logits.shape[0] == len(rows) and logits.dtype is torch.float32
-        outcomes = [_Outcome() for _ in rows]
+        outcomes = [_RowOutcome() for _ in rows]
         if not rows:
             return []
         logits = logits.contiguous()
@@ -106,7 +106,7 @@ class Sampler:
         return _Surface(logits, best_ids.tolist(), max_logits.tolist())
 
     def _edited_surface(
-        self, plain: _Surface, rows: Sequence[SampledRow], outcomes: list[_Outcome]
+        self, plain: _Surface, rows: Sequence[SampledRow], outcomes: list[_RowOutcome]
     ) -> _Surface | None:
         """Edit copies of the rows that need it, and settle which rows are sampled from where."""
         sound = [i for i, outcome in enumerate(outcomes) if outcome.error is None]
@@ -144,7 +144,7 @@ class Sampler:
         return torch.index_select(logits, 0, index, out=held[: len(indices)])
 
     def _choose(
-        self, surface: _Surface, rows: Sequence[SampledRow], outcomes: list[_Outcome]
+        self, surface: _Surface, rows: Sequence[SampledRow], outcomes: list[_RowOutcome]
     ) -> None:
         """Fill in `token_ids`, and `threshold` where filters apply."""
         free, filtered = [], []
@@ -169,7 +169,7 @@ class Sampler:
         surface: _Surface,
         members: list[tuple[int, int]],
         rows: Sequence[SampledRow],
-        outcomes: list[_Outcome],
+        outcomes: list[_RowOutcome],
     ) -> None:
         samplings = [rows[i].sampling for i, _ in members]
         device, vocab_size = surface.logits.device, surface.logits.shape[1]
@@ -191,7 +191,7 @@ class Sampler:
         surface: _Surface,
         members: list[tuple[int, int]],
         rows: Sequence[SampledRow],
-        outcomes: list[_Outcome],
+        outcomes: list[_RowOutcome],
     ) -> None:
         """Draw `num_samples` tokens for each member; all of them have a threshold, or none."""
         draws = [(i, j, n) for i, j in members for n in range(rows[i].num_samples)]
@@ -214,7 +214,7 @@ class Sampler:
         surface: _Surface,
         plain: _Surface,
         rows: Sequence[SampledRow],
-        outcomes: list[_Outcome],
+        outcomes: list[_RowOutcome],
     ) -> None:
         """Fill in `reports` for the members that want log-probabilities or candidates."""
         wanted: dict[bool, list[tuple[int, Query]]] = {False: [], True: []}
@@ -281,7 +281,7 @@ def _possible(report: TokenLogprobs) -> TokenLogprobs:
     return report._replace(top_ids=report.top_ids[:count], top_logprobs=report.top_logprobs[:count])
 
 
-def _result(outcome: _Outcome) -> WorkResult:
+def _result(outcome: _RowOutcome) -> WorkResult:
     if outcome.error is not None:
         return WorkResult(error=outcome.error)
     return WorkResult(token_ids=outcome.token_ids, logprobs=tuple(outcome.reports))

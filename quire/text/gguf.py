@@ -54,7 +54,7 @@ def convert_tokenizer(metadata: Mapping[str, object]) -> tuple[str, TextConfig]:
     """The text of a `tokenizer.json`, and what goes with it.
     Raises CheckpointError for what is missing or not known."""
     kind = metadata.get("tokenizer.ggml.model")
-    vocabulary = _Vocabulary(metadata)
+    vocabulary = _GgufVocabulary(metadata)
     if kind == "gpt2":
         parts = _byte_level(metadata, vocabulary)
     elif kind == "llama":
@@ -84,7 +84,7 @@ _ADVICE: Final = (
 )
 
 
-class _Vocabulary:
+class _GgufVocabulary:
     """Tokens by id, and their kinds."""
 
     def __init__(self, metadata: Mapping[str, object]) -> None:
@@ -123,7 +123,7 @@ class _Vocabulary:
         }
 
 
-def _byte_level(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> dict[str, Any]:
+def _byte_level(metadata: Mapping[str, object], vocabulary: _GgufVocabulary) -> dict[str, Any]:
     rule = metadata.get("tokenizer.ggml.pre")
     if not isinstance(rule, str) or rule not in _SPLITS:
         known = ", ".join(_SPLITS)
@@ -152,7 +152,7 @@ def _byte_level(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> dict
     }
 
 
-def _sentence_piece(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> dict[str, Any]:
+def _sentence_piece(metadata: Mapping[str, object], vocabulary: _GgufVocabulary) -> dict[str, Any]:
     scores = metadata.get("tokenizer.ggml.scores")
     if (
         not isinstance(scores, Sequence)
@@ -187,7 +187,7 @@ def _sentence_piece(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> 
     }
 
 
-def _merges(vocabulary: _Vocabulary, scores: Sequence[Any]) -> list[list[str]]:
+def _merges(vocabulary: _GgufVocabulary, scores: Sequence[Any]) -> list[list[str]]:
     """Every pair of tokens that makes up a third, the best score of the third first,
     as SentencePiece joins them."""
     num_chars = sum(len(token) for token in vocabulary.tokens if len(token) <= _MAX_PIECE_LEN)

@@ -69,7 +69,7 @@ class _Shape(NamedTuple):
     return_length: bool = False
 
 
-class _Text(NamedTuple):
+class _EncodedText(NamedTuple):
     """One text's tokens."""
 
     ids: list[int]
@@ -334,7 +334,9 @@ class PretrainedTokenizer:
             rows = [_as_list(each["input_ids"]) for each in encoded_inputs]
         shape = _shape({"padding": True, **options})
         return self._assembled(
-            [_Text(row, [0] * len(row), [0] * len(row), []) for row in rows], shape, is_batch=True
+            [_EncodedText(row, [0] * len(row), [0] * len(row), []) for row in rows],
+            shape,
+            is_batch=True,
         )
 
     # Inside.
@@ -346,7 +348,7 @@ class PretrainedTokenizer:
     def _decoded(self, ids: list[int], skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def _encoded(self, text: object, pair: object, shape: _Shape) -> _Text:
+    def _encoded(self, text: object, pair: object, shape: _Shape) -> _EncodedText:
         for each in (text, pair):
             if not isinstance(each, str) and (each is not pair or each is not None):
                 raise InvalidParameterError(
@@ -356,19 +358,19 @@ class PretrainedTokenizer:
         check_unicode(text)
         own = self._backend.post_processor is not None and shape.add_special_tokens
         made = self._backend.encode(text, pair, add_special_tokens=own)
-        parts = _Text(made.ids, made.type_ids, made.special_tokens_mask, made.offsets)
+        parts = _EncodedText(made.ids, made.type_ids, made.special_tokens_mask, made.offsets)
         if own or not shape.add_special_tokens:
             return parts
         before, after = self._tokenizer.affixes
         num = (len(before), len(after))
-        return _Text(
+        return _EncodedText(
             [*before, *parts.ids, *after],
             [0] * num[0] + parts.types + [0] * num[1],
             [1] * num[0] + parts.specials + [1] * num[1],
             [(0, 0)] * num[0] + parts.offsets + [(0, 0)] * num[1],
         )
 
-    def _truncated(self, text: _Text, shape: _Shape) -> _Text:
+    def _truncated(self, text: _EncodedText, shape: _Shape) -> _EncodedText:
         """Cut to `max_length`, special tokens around the text kept."""
         limit = self.model_max_length if shape.max_length is None else shape.max_length
         is_wanted = shape.truncation not in (None, False, "do_not_truncate")
@@ -393,17 +395,19 @@ class PretrainedTokenizer:
             list(text.offsets),
         )
         del ids[cut], types[cut], specials[cut], offsets[cut]
-        return _Text(ids, types, specials, offsets)
+        return _EncodedText(ids, types, specials, offsets)
 
     @staticmethod
-    def _num_around(text: _Text) -> tuple[int, int]:
+    def _num_around(text: _EncodedText) -> tuple[int, int]:
         """Special tokens at the beginning and at the end that belong to no text."""
         num = len(text.specials)
         before = next((place for place, flag in enumerate(text.specials) if not flag), num)
         after = next((place for place, flag in enumerate(reversed(text.specials)) if not flag), num)
         return before, after
 
-    def _assembled(self, texts: list[_Text], shape: _Shape, *, is_batch: bool) -> BatchEncoding:
+    def _assembled(
+        self, texts: list[_EncodedText], shape: _Shape, *, is_batch: bool
+    ) -> BatchEncoding:
         width = self._width([len(text.ids) for text in texts], shape)
         side = shape.padding_side or self.padding_side
         columns: dict[str, list[Any]] = {

@@ -42,7 +42,7 @@ class Wanted(NamedTuple):
     """Matrices that stay as they are, such as embeddings."""
 
 
-class _Place(NamedTuple):
+class _Extent(NamedTuple):
     """Where something lies in the region."""
 
     offset: int
@@ -66,7 +66,7 @@ class HeadStart:
         self._num_threads = num_threads
         self._is_finished = False
         self.is_closed = False
-        self._places: dict[Parts | TensorSpec, _Place] = {}
+        self._places: dict[Parts | TensorSpec, _Extent] = {}
         self._num_reserved = 0
         found = self._reserve(wanted)
         self._region = reserve(self._num_reserved)
@@ -182,7 +182,7 @@ class HeadStart:
         return located if len(located) == len(tensors) else None
 
     def _take(self, what: Parts | TensorSpec, num_bytes: int) -> None:
-        self._places[what] = _Place(self._num_reserved, num_bytes)
+        self._places[what] = _Extent(self._num_reserved, num_bytes)
         self._num_reserved = align_up(self._num_reserved + num_bytes, _ALIGNMENT)
 
     def _begin(self, found: dict[Parts | TensorSpec, list[StoredRows]]) -> _native.Loading:

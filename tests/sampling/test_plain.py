@@ -12,8 +12,8 @@ from quire.core.plan import RowSampling
 from quire.kernels import load
 from quire.kernels.sampling import SamplingKernels
 from quire.sampling import SampledRow, Sampler, select_sampling
-from quire.sampling.known import greedy_results
 from quire.sampling.plain import choose_plain, is_plain
+from quire.sampling.presampled import greedy_results
 
 NOT_PLAIN: list[dict[str, Any]] = [
     {"num_logprobs": 0},

@@ -19,7 +19,7 @@ from gpu_compiler import compiling, describe
 
 from quire.kernels.interface import AttentionBatch, QuantizedWeight, SharedPrefixes, Weights
 from quire.kernels.kv_cache import empty_cache
-from quire.kernels.sampling import Cuts, Filters, Keys, Penalties, ScaledRows
+from quire.kernels.sampling import Filters, FilterThresholds, Keys, Penalties, ScaledRows
 from quire.kernels.triton import elementwise
 from quire.kernels.triton.cache import enter
 from quire.kernels.triton.experts import TritonExperts
@@ -127,7 +127,7 @@ def linear(dtype: torch.dtype = BF16) -> None:
         x = torch.zeros(num_rows, 4096, dtype=dtype)
         KERNELS.linear(x, packed)
         KERNELS.gated_linear(x, packed, "silu")
-    KERNELS.linear_peaks(x, KERNELS.pack_linear(torch.zeros(32000, 4096, dtype=dtype)))
+    KERNELS.linear_argmax(x, KERNELS.pack_linear(torch.zeros(32000, 4096, dtype=dtype)))
 
 
 def unfinished() -> None:
@@ -218,10 +218,10 @@ def small(dtype: torch.dtype = BF16) -> None:
 def sampling() -> None:
     logits, ids = torch.zeros(4, 128_000), torch.zeros(3, dtype=torch.int64)
     floats, kernels = torch.zeros(3), TritonSampling()
-    rows, cuts = ScaledRows(ids, floats, floats), Cuts(floats, ids)
-    kernels.peaks(logits)
-    kernels.cuts(logits, rows, Filters(ids, floats.double(), floats))
-    for limit in (None, cuts):
+    rows, thresholds = ScaledRows(ids, floats, floats), FilterThresholds(floats, ids)
+    kernels.argmax(logits)
+    kernels.thresholds(logits, rows, Filters(ids, floats.double(), floats))
+    for limit in (None, thresholds):
         kernels.draw(logits, rows, limit, Keys(ids, ids))
         kernels.score(logits, rows, limit, ids, num_top=20)
     starts, tokens = torch.zeros(4, dtype=torch.int64), torch.zeros(9, dtype=torch.int32)
@@ -234,7 +234,7 @@ def single() -> None:
     packed = KERNELS.pack_linear(torch.zeros(512, 256, dtype=BF16))
     KERNELS.linear(x, packed)
     KERNELS.gated_linear(x, packed, "silu")
-    KERNELS.linear_peaks(x, KERNELS.pack_linear(torch.zeros(32000, 256, dtype=BF16)))
+    KERNELS.linear_argmax(x, KERNELS.pack_linear(torch.zeros(32000, 256, dtype=BF16)))
     weight: Any = QuantizedWeight(
         torch.zeros(512, 256, dtype=torch.int8), torch.zeros(512, 2), None, 4, 128, "int8"
     )

@@ -39,14 +39,14 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _Usage(msgspec.Struct):
+class _TokenCounts(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
 
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
-    usage: _Usage | None = None
+    usage: _TokenCounts | None = None
     error: Any = None
 
 
@@ -126,7 +126,7 @@ class Target:
     async def exchange(self, request: ServeRequest, seen: RequestTimeline) -> None:
         """Ask, and note in `seen` what comes back. Raises nothing for what a server does."""
         encoded = self.encode(request)
-        reader = _Reader(seen)
+        reader = _TimelineReader(seen)
         seen.sent_s = time.perf_counter()
         try:
             answer = await self.client.request(encoded, EventReader(reader))
@@ -145,7 +145,7 @@ class Target:
 _decoder = msgspec.json.Decoder(_Event)
 
 
-class _Reader:
+class _TimelineReader:
     """Takes the events of one stream."""
 
     __slots__ = ("_finish_s", "_has_ended", "_seen")

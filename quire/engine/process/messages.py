@@ -27,11 +27,11 @@ JSON_LOGS = "json-logs"
 which may go wrong already."""
 
 
-class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+class _TaggedMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     pass
 
 
-class Start(_Message, frozen=True):
+class Start(_TaggedMessage, frozen=True):
     """The first message down: what to build."""
 
     model: str
@@ -46,7 +46,7 @@ NO_LISTS = 0
 """In place of a number of lists: the request brings its own."""
 
 
-class Lists(_Message, frozen=True):
+class Lists(_TaggedMessage, frozen=True):
     """What the requests that name this number have in common; they may be many,
     and this may be long. See `RequestSpec`."""
 
@@ -60,13 +60,13 @@ class Lists(_Message, frozen=True):
     marks: MarkSpelling | None
 
 
-class Forget(_Message, frozen=True):
+class Forget(_TaggedMessage, frozen=True):
     """No further request will name these lists."""
 
     number: int
 
 
-class AddRequest(_Message, frozen=True):
+class AddRequest(_TaggedMessage, frozen=True):
     """A request, new or begun by an engine that is no more: all that its tokens depend on."""
 
     number: int
@@ -76,20 +76,20 @@ class AddRequest(_Message, frozen=True):
     """The number of `Lists` that were sent before, and are then missing from `spec`."""
 
 
-class Abort(_Message, frozen=True):
+class Abort(_TaggedMessage, frozen=True):
     """Forget a request."""
 
     number: int
 
 
-class Finish(_Message, frozen=True):
+class Finish(_TaggedMessage, frozen=True):
     """One sequence has reached a stop string, which only the server knows of."""
 
     number: int
     index: int
 
 
-class Inspect(_Message, frozen=True):
+class Inspect(_TaggedMessage, frozen=True):
     """What are your last steps? Answered between two steps."""
 
     number: int
@@ -100,7 +100,7 @@ class Inspect(_Message, frozen=True):
     """The last step that the asker knows."""
 
 
-class InspectBlock(_Message, frozen=True):
+class InspectBlock(_TaggedMessage, frozen=True):
     """What did a block hold in a step?"""
 
     number: int
@@ -111,13 +111,13 @@ class InspectBlock(_Message, frozen=True):
 Down = Start | Lists | Forget | AddRequest | Abort | Finish | Inspect | InspectBlock
 
 
-class Ready(_Message, frozen=True):
+class Ready(_TaggedMessage, frozen=True):
     """The model is loaded."""
 
     load_s: float
 
 
-class StartFailed(_Message, frozen=True):
+class StartFailed(_TaggedMessage, frozen=True):
     """The engine cannot be built. `is_final`: not with these options and files,
     however often one tries."""
 
@@ -125,7 +125,7 @@ class StartFailed(_Message, frozen=True):
     is_final: bool
 
 
-class Pulse(_Message, EngineCounters, frozen=True, kw_only=True):
+class Pulse(_TaggedMessage, EngineCounters, frozen=True, kw_only=True):
     """A sign of life, sent a few times a second whether there is work or not,
     also while a step runs."""
 
@@ -133,7 +133,7 @@ class Pulse(_Message, EngineCounters, frozen=True, kw_only=True):
     """How long the step in progress has been running."""
 
 
-class ServeStats(_Message, frozen=True, array_like=True):
+class ServeStats(_TaggedMessage, frozen=True, array_like=True):
     """How a request fared so far; times on the machine's monotonic clock."""
 
     first_scheduled_s: float | None
@@ -144,7 +144,7 @@ class ServeStats(_Message, frozen=True, array_like=True):
     num_waited_steps: int
 
 
-class TokenDelta(_Message, frozen=True, array_like=True):
+class TokenDelta(_TaggedMessage, frozen=True, array_like=True):
     """What happened to one sequence in one step."""
 
     number: int
@@ -161,28 +161,28 @@ class TokenDelta(_Message, frozen=True, array_like=True):
     """With the first token and at the end."""
 
 
-class StepDeltas(_Message, frozen=True):
+class StepDeltas(_TaggedMessage, frozen=True):
     """All that a step brought, in one message: a request whose sequences fork
     is never seen half forked."""
 
     deltas: tuple[TokenDelta, ...]
 
 
-class Refused(_Message, frozen=True):
+class Refused(_TaggedMessage, frozen=True):
     """A request that this engine will not serve."""
 
     number: int
     message: str
 
 
-class Inspected(_Message, frozen=True):
+class Inspected(_TaggedMessage, frozen=True):
     """The answer to `Inspect`."""
 
     number: int
     inspection: Inspection
 
 
-class InspectedBlock(_Message, frozen=True):
+class InspectedBlock(_TaggedMessage, frozen=True):
     """The answer to `InspectBlock`; None where the block or the step is not known."""
 
     number: int

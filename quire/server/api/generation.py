@@ -107,7 +107,7 @@ class Tracer(Protocol):
 
 
 @dataclass(slots=True)
-class _Progress:
+class _JobProgress:
     """What is known of one job's generation."""
 
     stream: Stream
@@ -211,7 +211,7 @@ class GenerationRun:
         self._ticket = ticket
         self._usage = Usage(sum(len(job.prompt_token_ids) for job in jobs))
         """Kept, since a stream may tell it with each of a thousand sequences' tokens."""
-        self._progress: list[_Progress] = []
+        self._progress: list[_JobProgress] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._num_unfinished = len(jobs)
         self._items: deque[Item] = deque()
@@ -247,7 +247,7 @@ class GenerationRun:
             weight=tenant.weight,
         )
         stream = await client.generate(prepared)
-        progress = _Progress(stream)
+        progress = _JobProgress(stream)
         self._progress.append(progress)
         stream.listen(partial(self._take_safely, number, progress))
 
@@ -318,7 +318,7 @@ class GenerationRun:
     # -- inside
     # ----------------------------------------------------------------------------------------------
 
-    def _take_safely(self, number: int, progress: _Progress, output: RequestOutput) -> None:
+    def _take_safely(self, number: int, progress: _JobProgress, output: RequestOutput) -> None:
         """Take one output of a job, for a caller that is not to hear of failures."""
         try:
             if not self._is_closed:
@@ -326,7 +326,7 @@ class GenerationRun:
         except Exception as error:
             self._fail(from_exception(error))
 
-    def _take(self, number: int, progress: _Progress, output: RequestOutput) -> None:
+    def _take(self, number: int, progress: _JobProgress, output: RequestOutput) -> None:
         if not self._ticket.has_started:
             self._generator.admission.note_start(self._ticket)
         self._count(number, progress, output)
@@ -360,7 +360,7 @@ class GenerationRun:
             self._fail(error)
             return True
 
-    def _count(self, number: int, progress: _Progress, output: RequestOutput) -> None:
+    def _count(self, number: int, progress: _JobProgress, output: RequestOutput) -> None:
         metrics = self._generator.metrics
         if progress.metrics is None:
             metrics.prompt_computed(
@@ -386,14 +386,14 @@ class GenerationRun:
                 metrics.inter_token(now - progress.last_output_s)
             progress.last_output_s = now
 
-    def _finish(self, number: int, progress: _Progress, output: RequestOutput) -> None:
+    def _finish(self, number: int, progress: _JobProgress, output: RequestOutput) -> None:
         self._book(progress)
         counts = progress.num_tokens.values()
         self._generator.metrics.request_finished(
             output, self._jobs[number].params, sum(counts), max(counts, default=0)
         )
 
-    def _trace(self, number: int, progress: _Progress, error: str | None) -> None:
+    def _trace(self, number: int, progress: _JobProgress, error: str | None) -> None:
         """Tell of a job's end, whatever it was."""
         tracer = self._generator.tracer
         if tracer is not None:
@@ -410,7 +410,7 @@ class GenerationRun:
                 )
             )
 
-    def _book(self, progress: _Progress) -> None:
+    def _book(self, progress: _JobProgress) -> None:
         num_cached = progress.metrics.num_prefix_hit_tokens if progress.metrics is not None else 0
         self._generator.admission.charge(
             self._call.tenant,

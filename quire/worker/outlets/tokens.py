@@ -19,8 +19,8 @@ from torch import Tensor
 from quire.core.plan import Candidates, RowSampling, RowWork, Sample, Task, WorkResult
 from quire.nn.decoder import DecoderModel
 from quire.sampling import SampledRow, Sampler
-from quire.sampling.known import drawn_results, greedy_results
 from quire.sampling.plain import choose_plain, draws_of, has_filters, is_plain
+from quire.sampling.presampled import drawn_results, greedy_results
 from quire.worker.outlets.interface import TaskBatch, Unread
 from quire.worker.rows import RowTable
 from quire.worker.staging import Staging

@@ -191,9 +191,9 @@ def test_wrong_tensors_are_refused() -> None:
     logits = make_logits(2, 10)
     rows, keys = make_rows(logits), make_keys(3)
     with pytest.raises(TypeError, match="float32"):
-        NATIVE.max_logits(logits.double())
+        NATIVE.argmax(logits.double())
     with pytest.raises(ValueError, match="contiguous"):
-        NATIVE.max_logits(logits.T)
+        NATIVE.argmax(logits.T)
     with pytest.raises(ValueError, match="row 7 of 2"):
         NATIVE.draw(logits, ScaledRows(torch.full((3,), 7), rows.max_logit, rows.scale), None, keys)
     with pytest.raises(ValueError, match="seed"):

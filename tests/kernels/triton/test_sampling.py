@@ -19,8 +19,8 @@ from quire.kernels.interface import Kernels
 from quire.kernels.reference.sampling import ReferenceSampling
 from quire.kernels.sampling import Filters, SamplingKernels, ScaledRows
 from quire.sampling import SampledRow, Sampler, select_sampling
-from quire.sampling.known import greedy_results
 from quire.sampling.plain import choose_plain
+from quire.sampling.presampled import greedy_results
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed (pip install triton)", allow_module_level=True)
@@ -49,7 +49,7 @@ def test_argmax(sampling: SamplingKernels, device: torch.device) -> None:
     logits[2, 2049] = math.inf
     logits[3, -1] = math.nan
     (ids, values), (expected_ids, expected) = (
-        sampling.max_logits(logits.to(device)),
+        sampling.argmax(logits.to(device)),
         REFERENCE.argmax(logits),
     )
     assert torch.equal(
@@ -293,7 +293,7 @@ def test_penalties(sampling: SamplingKernels, device: torch.device) -> None:
 
 def test_logits_that_do_not_fit_are_refused(sampling: SamplingKernels) -> None:
     with pytest.raises(TypeError, match="contiguous float32"):
-        sampling.max_logits(torch.zeros(2, 3, dtype=torch.float64))
+        sampling.argmax(torch.zeros(2, 3, dtype=torch.float64))
 
 
 def test_it_is_chosen_beside_the_triton_kernels(kernels: Kernels, device: torch.device) -> None:

@@ -139,7 +139,7 @@ class MessageRequest(CountRequest, kw_only=True):
 
 
 @dataclass(slots=True)
-class _Prepared:
+class _PreparedMessages:
     request: MessageRequest
     job: GenerationJob
     model: str
@@ -198,7 +198,7 @@ class Messages:
         )
         params = self._params(body, len(token_ids), given | await self._budget(call, body, reading))
         job = GenerationJob(token_ids, params, None, body.cache_salt, body.priority)
-        prepared = _Prepared(body, job, model, encoded, time.monotonic() - started_s)
+        prepared = _PreparedMessages(body, job, model, encoded, time.monotonic() - started_s)
         if not body.stream:
             return json_response(call, await self._create(call, prepared, request.receive))
         run = await self._api.generator.start(call, [prepared.job], is_stream=True)
@@ -324,7 +324,9 @@ class Messages:
             return {}
         return await self._api.thinking(budget, reading, "thinking.budget_tokens")
 
-    async def _create(self, call: Call, prepared: _Prepared, receive: Receive) -> dict[str, Any]:
+    async def _create(
+        self, call: Call, prepared: _PreparedMessages, receive: Receive
+    ) -> dict[str, Any]:
         (output,), usage = await self._api.generator.answer(call, [prepared.job], receive)
         completion = output.outputs[0]
         blocks = ContentBlocks(prepared.encoded.reading)
@@ -394,7 +396,7 @@ def _stop(completion: CompletionOutput, blocks: ContentBlocks) -> dict[str, Any]
 class _MessageEvents:
     """From `message_start` to `message_stop`."""
 
-    def __init__(self, call: Call, prepared: _Prepared, run: GenerationRun) -> None:
+    def __init__(self, call: Call, prepared: _PreparedMessages, run: GenerationRun) -> None:
         self._call = call
         self._prepared = prepared
         self._run = run

@@ -52,7 +52,7 @@ before that is registered."""
 Record = dict[str, Any]
 
 
-class _Head(msgspec.Struct):
+class _RecordHead(msgspec.Struct):
     """Of a record, what the index and the account need."""
 
     id: str
@@ -65,7 +65,7 @@ class _Head(msgspec.Struct):
 
 
 @dataclass(slots=True)
-class _Tenant:
+class _TenantRecords:
     """What is known of one tenant's records."""
 
     indexes: dict[Kind, RecordIndex] = field(
@@ -81,7 +81,7 @@ class FileStore:
         self._max_bytes = max_bytes
         self._lock = threading.RLock()
         """Of what is in memory, and of looking at a tenant's folder for the first time."""
-        self._tenants: dict[str, _Tenant] = {}
+        self._tenants: dict[str, _TenantRecords] = {}
         self.ledger: Ledger[str, str] = Ledger()
         """By tenant and file name."""
 
@@ -257,12 +257,12 @@ class FileStore:
                     raise storage_failed(error) from error
             return self._tenants[tenant].indexes[kind]
 
-    def _look_into(self, tenant: str) -> _Tenant:
+    def _look_into(self, tenant: str) -> _TenantRecords:
         """Enter what there is, and remove what a server that broke off has left behind."""
-        found = _Tenant()
+        found = _TenantRecords()
         contents, wanted = set(), set()
         for kind, index in found.indexes.items():
-            heads: list[_Head] = []
+            heads: list[_RecordHead] = []
             for entry in list(os.scandir(self._folder.folder(tenant, _FOLDERS[kind]))):
                 if entry.name.endswith(".tmp"):
                     self._folder.remove(Path(entry.path))
@@ -381,11 +381,11 @@ def _file_record(name: str, num_bytes: int, purpose: str) -> Record:
     }
 
 
-def _head(path: Path) -> _Head | None:
+def _head(path: Path) -> _RecordHead | None:
     """Of a record in the folder; None, and a line in the log, where it is none of ours."""
     try:
         if path.stat().st_size <= MAX_RECORD_BYTES and _ID.match(path.stem):
-            head = msgspec.json.decode(path.read_bytes(), type=_Head)
+            head = msgspec.json.decode(path.read_bytes(), type=_RecordHead)
             if head.id == path.stem:
                 return head
     except (FileNotFoundError, msgspec.DecodeError):

@@ -161,7 +161,7 @@ class _Prompt(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Prepared:
+class _PreparedResponse:
     request: ResponseRequest
     job: GenerationJob
     model: str
@@ -255,7 +255,7 @@ class Responses:
             "only responses with background=true can be cancelled; close the connection instead"
         )
 
-    async def _prepare(self, call: Call, body: ResponseRequest) -> _Prepared:
+    async def _prepare(self, call: Call, body: ResponseRequest) -> _PreparedResponse:
         api = self._api
         started_s = time.monotonic()
         model = api.check_model(body.model)
@@ -279,7 +279,9 @@ class Responses:
             if _SEALED in (body.include or ())
             else None
         )
-        return _Prepared(body, job, model, prompt, names, seal, time.monotonic() - started_s)
+        return _PreparedResponse(
+            body, job, model, prompt, names, seal, time.monotonic() - started_s
+        )
 
     async def _prompt(self, call: Call, body: ResponseRequest) -> _Prompt:
         api = self._api
@@ -364,7 +366,7 @@ class Responses:
         return await self._create(call, await self._prepare(call, request), None)
 
     async def _create(
-        self, call: Call, prepared: _Prepared, receive: Receive | None
+        self, call: Call, prepared: _PreparedResponse, receive: Receive | None
     ) -> dict[str, Any]:
         (output,), usage = await self._api.generator.answer(call, [prepared.job], receive)
         completion = output.outputs[0]
@@ -381,7 +383,7 @@ class Responses:
         self._keep(call, prepared, answer)
         return answer
 
-    def _keep(self, call: Call, prepared: _Prepared, answer: dict[str, Any]) -> None:
+    def _keep(self, call: Call, prepared: _PreparedResponse, answer: dict[str, Any]) -> None:
         if prepared.request.store is False:
             return
         kept = messages_of([item for item in answer["output"] if is_whole(item)])
@@ -425,7 +427,7 @@ def _status(completion: CompletionOutput) -> str:
 
 
 def _body(
-    prepared: _Prepared, status: str, usage: dict[str, Any] | None, output: Sequence[Item]
+    prepared: _PreparedResponse, status: str, usage: dict[str, Any] | None, output: Sequence[Item]
 ) -> dict[str, Any]:
     """OpenAI's response object."""
     request, params = prepared.request, prepared.job.params
@@ -486,7 +488,7 @@ class _ResponseEvents:
     """The events of one answer, from `response.created` to
     `response.completed` or `response.incomplete`."""
 
-    def __init__(self, prepared: _Prepared, run: GenerationRun, keep: Any) -> None:
+    def __init__(self, prepared: _PreparedResponse, run: GenerationRun, keep: Any) -> None:
         self._prepared = prepared
         self._run = run
         self._keep = keep

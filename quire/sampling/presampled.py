@@ -1,9 +1,8 @@
-"""Rows whose tokens are known from elsewhere than the sampler, with their largest logits: the form
-of their results.
+"""Results of rows whose tokens were chosen without the sampler, by a fused LM head or `plain`.
 
-Of plain greedy rows (`quire.sampling.plain`) the best token is all of the answer, and of plain rows
-without filters those that were drawn. The logits need not exist for them; where they do, `Sampler`
-gives the same tokens and the same errors. Holds no state.
+A plain greedy row (`quire.sampling.plain`) needs its argmax alone, a plain row without filters the
+token that was drawn; logits need not exist for either. Where they do, `Sampler` gives the same
+tokens and the same errors. Holds no state.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from quire.sampling.rows import SampledRow
 
 
 def greedy_results(best: tuple[Tensor, Tensor], nums_samples: Sequence[int]) -> list[WorkResult]:
-    """What `Sampler.sample` gives for plain rows: their tokens int64 [R],
+    """Return what `Sampler.sample` gives for plain rows: their tokens int64 [R],
     and their largest logits [R]."""
     token_ids, max_logits = best
     return [
